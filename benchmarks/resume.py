@@ -1,0 +1,86 @@
+"""What the store costs: a record and an append, and a run of 100,000 rollouts until it is ready to resume."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from verifiers.store import RunDir, encode, read_records, to_record
+from verifiers.types import State, Usage
+
+
+def state_of(example_id: int, *, fails: bool) -> State:
+    """A single-turn rollout whose line has about 2 kB."""
+    return State(
+        input={
+            "prompt": [{"role": "system", "content": "Think. " * 40}, {"role": "user", "content": "What is it? " * 40}],
+            "answer": "42",
+            "task": "benchmark",
+            "example_id": example_id,
+        },
+        completion=[{"role": "assistant", "content": "Let me see…\n" * 60}],
+        reward=1.0,
+        metrics={"correct": 1.0, "format": 0.5},
+        timing={"generation_ms": 812.5, "scoring_ms": 0.25, "total_ms": 812.75},
+        stop_condition="max_turns_reached",
+        usage=Usage(prompt_tokens=400, completion_tokens=300),
+        error=ConnectionError("the endpoint went away") if fails else None,
+    )
+
+
+def measure(what: str, call: Callable[[], Any]) -> Any:
+    cpu, wall = time.process_time(), time.perf_counter()
+    result = call()
+    print(f"{what:44} {time.process_time() - cpu:7.2f} s CPU {time.perf_counter() - wall:7.2f} s wall")
+    return result
+
+
+def measure_append(run: RunDir, n: int = 20_000) -> None:
+    """Microseconds of CPU for each step that a finished rollout takes into the file."""
+    state = state_of(0, fails=False)
+    record = to_record(state, rollout=0)
+    with run.appender() as out:
+        steps: dict[str, Callable[[], Any]] = {
+            "to_record": lambda: to_record(state, rollout=0),
+            "encode": lambda: encode(record),
+            "append (encoding included)": lambda: out.append(record),
+        }
+        for name, step in steps.items():
+            cpu = time.process_time()
+            for _ in range(n):
+                step()
+            print(f"{name:44} {(time.process_time() - cpu) / n * 1e6:7.1f} µs CPU")
+
+
+def append_all(run: RunDir, n: int) -> None:
+    with run.appender() as out:
+        for number in range(n):
+            out.append(to_record(state_of(number, fails=number % 100 == 7), rollout=0))
+
+
+def main(n: int) -> None:
+    line = len(encode(to_record(state_of(0, fails=False), rollout=0)))
+    print(f"{n:,} rollouts of {line:,} bytes, 1 in 100 failed")
+    with tempfile.TemporaryDirectory() as folder:
+        measure_append(RunDir.create(Path(folder), env_id="benchmark", model="append", config={}))
+        run = RunDir.create(Path(folder), env_id="benchmark", model="none", config={})
+        measure("make, record and append all (durably)", lambda: append_all(run, n))
+        measure("index", run.load_index)
+        measure("compact: 1% moved, the file rewritten", run.compact)
+        finished = measure("compact: nothing to move (a plain resume)", run.compact).finished
+        assert len(finished) == n - len(range(7, n, 100))
+        measure("read all records", lambda: sum(1 for _ in run.records()))
+        measure("read two columns of all", lambda: sum(1 for _ in read_records(run.path, ["reward", "task"])))
+        measure("first page of 50 (index included)", lambda: run.page(0, 50))
+        measure("last page of 50", lambda: run.page(len(finished) - 50, 50))
+        measure("read all, sorted", lambda: sum(1 for _ in run.sorted_records()))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-n", type=int, default=100_000)
+    main(parser.parse_args().n)

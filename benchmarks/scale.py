@@ -1,0 +1,135 @@
+"""What thousands of rollouts at once cost: loop lag, memory of a waiting one, and whether the price stays flat.
+
+    python benchmarks/scale.py [lag|memory|curve]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from rollouts import make_env, questions  # noqa: E402
+from _server import raise_open_files, running  # noqa: E402
+
+MANY = 16_384
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def lag_probe(lags: list[float], every_s: float = 0.01) -> None:
+    while True:
+        began = time.perf_counter()
+        await asyncio.sleep(every_s)
+        lags.append(time.perf_counter() - began - every_s)
+
+
+def worker_lag(url: str, n: int) -> str:
+    import verifiers as vf
+
+    env, client, lags = make_env(vf, questions(n)), vf.HTTPClient(url, max_concurrent=n), []
+
+    async def main():
+        probe = asyncio.create_task(lag_probe(lags))
+        results = await env.evaluate(client=client, model="canned", max_concurrent=n, use_tqdm=False)
+        probe.cancel()
+        return results
+
+    began = time.process_time()
+    results = asyncio.run(main())
+    cpu = (time.process_time() - began) / n * 1000
+    assert len(results.rewards) == n and not results.failed, results
+    lags.sort()
+    p50, p99 = (lags[int(len(lags) * q)] * 1000 for q in (0.5, 0.99))
+    return f"all {n:,} finished; loop lag p50 {p50:.1f} ms, p99 {p99:.1f} ms; {cpu:.3f} ms of CPU each"
+
+
+def worker_memory(url: str, n: int) -> str:
+    import verifiers as vf
+
+    env, client = make_env(vf, questions(n)), vf.HTTPClient(url, max_concurrent=n)
+
+    async def main():
+        await env.evaluate(client=vf.HTTPClient(os.environ["QUICK"]), model="canned", num_examples=200, use_tqdm=False)
+        rows = list(env.dataset)  # the messages themselves are not the runner's cost
+        gc.collect()
+        before = rss_bytes()
+        run = asyncio.create_task(env.evaluate(client=client, model="canned", max_concurrent=n, use_tqdm=False))
+        waiting = 0
+        while waiting < n:
+            await asyncio.sleep(0.5)
+            waiting = in_flight(client)
+        gc.collect()
+        used = rss_bytes() - before
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+        return used / len(rows)
+
+    return f"{asyncio.run(main()) / 1000:.1f} kB a waiting rollout, its messages included, with {n:,} waiting"
+
+
+def in_flight(client) -> int:
+    """Requests that have been sent and not answered, as this process's open sockets to the server."""
+    port = client.base_url.rstrip("/").split(":")[-1].split("/")[0]
+    target = f"0100007F:{int(port):04X}"
+    with open("/proc/self/net/tcp") as file:
+        return sum(1 for line in file if line.split()[2] == target and line.split()[3] == "01")
+
+
+def worker_curve(url: str, n: int, concurrency: int) -> str:
+    import verifiers as vf
+
+    env, client = make_env(vf, questions(n)), vf.HTTPClient(url, max_concurrent=concurrency)
+    env.evaluate(client=client, model="canned", num_examples=200, use_tqdm=False)
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.process_time()
+        results = env.evaluate(
+            client=client, model="canned", max_concurrent=concurrency, results_path=f"{folder}/run", use_tqdm=False
+        )
+        took = time.process_time() - began
+    assert len(results.rewards) == n, results
+    return f"{n:>7,} rollouts, {concurrency:>5,} at once: {took / n * 1000:.3f} ms of CPU each, {rss_bytes() >> 20} MiB"
+
+
+def spawn(*args: object, **environment: str) -> None:
+    command = [sys.executable, __file__, "--worker", *map(str, args)]
+    out = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    if out.returncode:
+        raise SystemExit(out.stderr[-3000:])
+    print(out.stdout.strip(), flush=True)
+
+
+def main(wanted: list[str]) -> None:
+    if "lag" in wanted:
+        with running(latency_s=2.0) as url:
+            spawn("lag", url, MANY)
+    if "memory" in wanted:
+        with running(latency_s=120.0) as slow, running() as quick:
+            spawn("memory", slow, MANY, QUICK=quick)
+    if "curve" in wanted:
+        with running() as url:
+            for n in (1_000, 10_000, 100_000):
+                spawn("curve", url, n, 512)
+            for concurrency in (64, 512, 4_096):
+                spawn("curve", url, 10_000, concurrency)
+
+
+if __name__ == "__main__":
+    raise_open_files()
+    if "--worker" in sys.argv:
+        kind, url, *numbers = sys.argv[2:]
+        print(globals()[f"worker_{kind}"](url, *map(int, numbers)))
+    else:
+        main(sys.argv[1:] or ["lag", "memory", "curve"])

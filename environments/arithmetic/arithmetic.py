@@ -1,0 +1,65 @@
+"""Whole-number arithmetic, made on the spot: as many questions as you want, at three levels of difficulty."""
+
+from __future__ import annotations
+
+import operator
+import random
+
+import verifiers as vf
+
+SYSTEM_PROMPT = """Work the problem out, then answer in exactly this form:
+<reasoning>
+your steps
+</reasoning>
+<answer>
+one whole number
+</answer>"""
+
+# level → how many numbers, the largest of them, and the operations between them
+LEVELS = {
+    "easy": (2, 20, "+-"),
+    "medium": (3, 50, "+-"),
+    "hard": (3, 99, "+-*"),
+}
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+def make_row(draw: random.Random, difficulty: str) -> dict[str, str]:
+    """One question with its answer; operations are carried out from left to right, and written with brackets."""
+    count, largest, signs = LEVELS[difficulty]
+    value = draw.randint(0, largest)
+    text = str(value)
+    for i in range(1, count):
+        sign, number = draw.choice(signs), draw.randint(0, largest)
+        value = OPERATIONS[sign](value, number)
+        text = f"({text}) {sign} {number}" if i > 1 else f"{text} {sign} {number}"
+    return {"question": f"What is {text}?", "answer": str(value), "difficulty": difficulty}
+
+
+def make_rows(n: int, difficulty: str, seed: int) -> list[dict[str, str]]:
+    draw = random.Random(seed)
+    levels = list(LEVELS) if difficulty == "mixed" else [difficulty]
+    return [make_row(draw, levels[i % len(levels)]) for i in range(n)]
+
+
+def load_environment(
+    difficulty: str = "mixed",
+    num_train_examples: int = 1000,
+    num_eval_examples: int = 200,
+    seed: int = 0,
+) -> vf.SingleTurnEnv:
+    """Arithmetic at ``difficulty`` easy, medium, hard or mixed; the evaluation rows come from another seed."""
+    if difficulty not in (*LEVELS, "mixed"):
+        raise ValueError(f"difficulty is one of {', '.join(LEVELS)} or mixed, got {difficulty!r}")
+    parser = vf.XMLParser(["reasoning", "answer"])
+
+    def correct(completion: vf.Messages, answer: str) -> bool:
+        return parser.parse_answer(completion) == answer
+
+    return vf.SingleTurnEnv(
+        dataset=make_rows(num_train_examples, difficulty, seed),
+        eval_dataset=make_rows(num_eval_examples, difficulty, seed + 1_000_003),
+        system_prompt=SYSTEM_PROMPT,
+        parser=parser,
+        rubric=vf.Rubric([correct, parser.get_format_reward_func()], [1.0, 0.1], parser=parser),
+    )

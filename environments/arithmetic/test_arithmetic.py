@@ -1,0 +1,54 @@
+"""The arithmetic environment: its answers are right, its seeds repeat, its rows never leak into each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import verifiers as vf
+
+FOLDER = Path(__file__).resolve().parents[1]
+
+
+def load(**kwargs):
+    return vf.load_environment("arithmetic", environments_dir=FOLDER, **kwargs)
+
+
+def expression(row) -> str:
+    return row["question"].removeprefix("What is ").removesuffix("?")
+
+
+@pytest.mark.parametrize("difficulty", ["easy", "medium", "hard", "mixed"])
+def test_every_gold_answer_is_the_value_of_its_question(difficulty):
+    env = load(difficulty=difficulty, num_train_examples=300)
+    for row in env.dataset:
+        assert set(expression(row)) <= set("0123456789+-*() ")
+        assert str(eval(expression(row))) == row["answer"]
+
+
+def test_the_same_seed_gives_the_same_questions_and_another_seed_others():
+    assert load(seed=1).dataset["question"] == load(seed=1).dataset["question"]
+    assert load(seed=1).dataset["question"] != load(seed=2).dataset["question"]
+
+
+def test_a_right_reply_scores_more_than_a_wrong_one_and_both_more_than_none():
+    env = load(num_eval_examples=30)
+    reply = env.parser.format
+
+    def score(make) -> float:
+        results = env.evaluate(client=vf.FakeClient(make), model="fake", use_tqdm=False)
+        assert not results.failed
+        return results.mean_reward
+
+    def gold(messages):
+        return reply(reasoning="r", answer=str(eval(expression({"question": messages[-1]["content"]}))))
+
+    right, wrong, empty = score(gold), score(lambda _: reply(reasoning="r", answer="x")), score(lambda _: "")
+    assert right == pytest.approx(1.1)
+    assert empty < wrong < right
+
+
+def test_an_unknown_difficulty_is_refused_by_name():
+    with pytest.raises(ValueError, match="easy, medium, hard or mixed, got 'insane'"):
+        load(difficulty="insane")

@@ -1,0 +1,118 @@
+"""How many examples: the number is enough, one fewer is not, and repeats help only where repeats vary."""
+
+import math
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verifiers import stats
+
+
+@given(st.floats(0.01, 1), st.floats(0.05, 1), st.sampled_from([0.8, 0.95, 0.99]))
+def test_the_interval_is_as_narrow_as_asked_and_no_example_is_wasted(
+    resolution: float, sd: float, level: float
+) -> None:
+    reference = pytest.importorskip("scipy.stats")
+    n = stats.examples_needed(resolution, sd=sd, level=level)
+
+    def half_width(n: int) -> float:
+        return float(reference.t.ppf((1 + level) / 2, n - 1)) * sd / math.sqrt(n)
+
+    assert half_width(n) <= resolution * (1 + 1e-9)
+    assert n == 2 or half_width(n - 1) > resolution * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("resolution", "sd"), [(0.02, 0.4), (0.05, 0.3), (0.1, 0.3), (0.2, 0.3)])
+@pytest.mark.parametrize("power", [0.8, 0.9])
+def test_the_paired_t_test_has_the_power_asked_for(resolution: float, sd: float, power: float) -> None:
+    reference = pytest.importorskip("scipy.stats")
+    n = stats.examples_needed(resolution, difference_sd=sd, power=power)
+
+    def exact_power(n: int) -> float:
+        return float(reference.nct.sf(reference.t.ppf(0.975, n - 1), n - 1, resolution * math.sqrt(n) / sd))
+
+    assert exact_power(n - 3) < power <= exact_power(n) + 0.005
+
+
+def test_a_measured_spread_gives_the_same_number_as_a_stated_one() -> None:
+    values = [0, 1] * 50
+    sd = (0.25 * 100 / 99) ** 0.5
+    assert stats.examples_needed(0.05, values=values) == stats.examples_needed(0.05, sd=sd)
+
+
+def test_repeats_are_told_apart_by_example() -> None:
+    random = Random(0)
+    difficulty = [random.gauss(0, 0.3) for _ in range(4000)]
+    values = [mean + random.gauss(0, 0.4) for mean in difficulty for _ in range(4)]
+    ids = [i // 4 for i in range(16_000)]
+    for rollouts in (1, 2, 8):
+        expected = stats.examples_needed(0.05, sd=0.5, within_sd=0.4, rollouts_per_example=rollouts)
+        found = stats.examples_needed(0.05, values=values, clusters=ids, rollouts_per_example=rollouts)
+        assert found == pytest.approx(expected, rel=0.05)
+
+
+def test_unequal_repeats_and_failures_do_not_bias_the_spread() -> None:
+    random = Random(1)
+    values: list[float | None] = []
+    ids = []
+    for example in range(6000):
+        mean = random.gauss(0, 0.3)
+        for _ in range(1 + example % 4):
+            values.append(None if random.random() < 0.1 else mean + random.gauss(0, 0.4))
+            ids.append(example)
+    assert stats.examples_needed(0.05, values=values, clusters=ids) == pytest.approx(
+        stats.examples_needed(0.05, sd=0.5), rel=0.05
+    )
+
+
+def test_repeats_only_average_out_what_varies_within_an_example() -> None:
+    needed = [
+        stats.examples_needed(0.05, sd=0.5, within_sd=within, rollouts_per_example=8) for within in (0.0, 0.3, 0.5)
+    ]
+    assert needed == sorted(needed, reverse=True)
+    assert needed[0] == stats.examples_needed(0.05, sd=0.5)
+
+
+def test_correlation_turns_the_spread_of_scores_into_that_of_differences() -> None:
+    assert stats.examples_needed(0.05, sd=0.5, correlation=0.68, power=0.8) == stats.examples_needed(
+        0.05, difference_sd=0.4, power=0.8
+    )
+    assert stats.examples_needed(
+        0.05, sd=0.5, correlation=0.6, within_sd=0.2, rollouts_per_example=4
+    ) == stats.examples_needed(0.05, difference_sd=(0.5**2 * 0.8 - 2 * 0.04 + 2 * 0.01) ** 0.5)
+
+
+def test_the_spread_of_a_comparison_plans_the_next_one() -> None:
+    found = stats.compare({1: 0.1, 2: 0.5, 3: 0.7}, {1: 0.3, 2: 0.4, 3: 0.9})
+    assert found.sd is not None
+    assert stats.examples_needed(0.05, difference_sd=found.sd, power=0.8) == 97
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"resolution": 0, "sd": 1}, "resolution=0 must be a positive number"),
+        ({"resolution": math.nan, "sd": 1}, "resolution=nan must be a positive number"),
+        ({"resolution": 0.1}, "give one of sd, values and difference_sd"),
+        ({"resolution": 0.1, "sd": 1, "values": [1, 0]}, "give one of sd, values and difference_sd"),
+        ({"resolution": 0.1, "sd": 0}, "sd=0 must be a positive number"),
+        ({"resolution": 0.1, "difference_sd": -1}, "difference_sd=-1 must be a positive number"),
+        ({"resolution": 0.1, "values": [1, 1, None]}, "the 2 scores of 2 examples show no spread; give sd"),
+        ({"resolution": 0.1, "values": [1, 0], "clusters": "aa"}, "the 2 scores of 1 examples show no spread"),
+        ({"resolution": 0.1, "values": [1, math.nan]}, r"values\[1\] is nan"),
+        ({"resolution": 0.1, "sd": 1, "power": 0.8}, "needs either difference_sd"),
+        ({"resolution": 0.1, "sd": 1, "power": 80, "correlation": 0}, "power=80 must lie between 0 and 1"),
+        ({"resolution": 0.1, "difference_sd": 1, "correlation": 0.5}, "needs either difference_sd"),
+        ({"resolution": 0.1, "sd": 1, "correlation": 1}, "must lie between -1 and 1"),
+        ({"resolution": 0.1, "sd": 0.5, "within_sd": 0.4, "correlation": 0.5}, r"must lie between -1 and 0\.36"),
+        ({"resolution": 0.1, "sd": 1, "rollouts_per_example": 0}, "rollouts_per_example=0 must be 1 or more"),
+        ({"resolution": 0.1, "sd": 1, "rollouts_per_example": 4}, "rollouts_per_example=4 needs within_sd"),
+        ({"resolution": 0.1, "sd": 1, "within_sd": 2, "rollouts_per_example": 4}, "is more than all of it"),
+        ({"resolution": 0.1, "sd": 1, "level": 95}, "write 0.95 for 95%"),
+    ],
+)
+def test_a_question_that_cannot_be_answered_says_why(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        stats.examples_needed(**arguments)  # type: ignore[arg-type]

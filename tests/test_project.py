@@ -1,0 +1,77 @@
+"""The repository itself: nothing of one person's machine in it, one version, one lock file that locks everything."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import verifiers
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+# Spelt with a character class, so that this file does not match itself.
+FOREIGN = re.compile(
+    r"(?<![\w.~-])/(?:[w]ork/|[r]oot/|[o]pt/(?:pypi|wheels))"  # folders of the machine it was written on
+    r"|/[t]mp/bash_jobs"
+    r"|[p]ypi\.org|[p]ythonhosted\.org|[n]pmjs\.(?:org|com)"  # registries belong to the reader's own configuration
+    r"|--(?:extra-)?[i]ndex-url|--[f]ind-links"
+)
+
+
+def text_files() -> list[Path]:
+    """What is in the repository, or would be with the next commit."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listing.returncode or not listing.stdout:
+        pytest.skip("not a git checkout")
+    return [path for name in listing.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def test_no_file_names_a_folder_or_a_registry_of_the_machine_it_was_written_on() -> None:
+    found = []
+    for path in text_files():
+        blob = path.read_bytes()
+        if b"\0" in blob[:8192]:
+            continue
+        for number, line in enumerate(blob.decode("utf-8", errors="replace").splitlines(), 1):
+            if match := FOREIGN.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {match[0]}")
+    assert not found, "\n".join(found)
+
+
+def test_the_version_is_written_the_same_in_both_places() -> None:
+    assert verifiers.__version__ == PROJECT["version"]
+
+
+def test_the_lock_file_holds_exact_pins_only() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert [pin for pin in pins if not re.fullmatch(r"[A-Za-z0-9._-]+==[\w.+]+", pin)] == []
+
+
+def test_every_direct_dependency_is_locked() -> None:
+    def canonical(name: str) -> str:
+        return re.sub(r"[-_.]+", "-", name).lower()
+
+    lock = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    locked = {canonical(name) for name in re.findall(r"^([\w.-]+)==", lock, flags=re.MULTILINE)}
+    extras = [need for needs in PROJECT["optional-dependencies"].values() for need in needs]
+    wanted = {canonical(re.match(r"[\w.-]+", need)[0]) for need in PROJECT["dependencies"] + extras}
+    assert wanted - locked == {"verifiers"}
+
+
+@pytest.mark.parametrize("host", ["example.com", "192.0.2.1"])
+def test_tests_reach_this_machine_only(host: str) -> None:
+    with pytest.raises(OSError, match="tests reach this machine only"):
+        socket.create_connection((host, 80), timeout=5)

@@ -1,0 +1,76 @@
+"""Environments, honest evaluation and reinforcement learning for language models: ``import verifiers as vf``."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.2.0"
+
+_NAMES = {
+    "clients": "AnthropicClient CachedClient Cassette Chaos FakeClient FakeServer HTTPClient ResponsesClient as_client "
+    "load_endpoints",
+    "clients.protocol": "Client Completion Request Tokens",
+    "envs": "EnvGroup Environment MultiTurnEnv SingleTurnEnv load_environment",
+    "envs.example_data": "load_example_dataset",
+    "errors": "BadReplyError ConnectionFailedError DeadlineError EmptyModelResponseError Error GraderError HookError "
+    "InfraError JudgeError ModelError OverlongPromptError RateLimitError RequestRefusedError RolloutCancelledError "
+    "SandboxError ServerError ToolCallError ToolError ToolParseError WorkerError",
+    "logs": "print_prompt_completions_sample setup_logging",
+    "parsers": "MaybeThinkParser Parser ThinkParser XMLParser extract_boxed_answer extract_hash_answer",
+    "results": "Results",
+    "rollout": "cleanup stop teardown",
+    "rubrics": "JudgeRubric MathRubric Rubric RubricGroup cpu_bound group_reward",
+    "runner": "RunInterruptedError",
+    "store": "RunDir export_parquet to_dpo to_hf_dataset to_sft",
+    "types": "BaseRolloutInput ChatMessage ChatMessages ClientConfig Endpoint Endpoints EvalConfig GenerateMetadata "
+    "GenerateOutputs GroupRewardFunc IndividualRewardFunc Info JsonPrimitive Message MessageType Messages "
+    "ModelResponse ProcessedOutputs RewardFunc RolloutInput RolloutScore RolloutScores RolloutTiming Row SamplingArgs "
+    "State TrajectoryStep TrajectoryStepTokens Usage",
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+# Classic hands these on from OpenAI's package; they are no part of __all__, so that a star import does not need it.
+_OPENAI = (
+    "AsyncOpenAI",
+    "ChatCompletion",
+    "ChatCompletionMessageParam",
+    "ChatCompletionMessageToolCall",
+    "ChatCompletionRole",
+    "ChatCompletionToolParam",
+    "FunctionDefinition",
+    "FunctionParameters",
+)
+_MODULES = (
+    "calls",
+    "clients",
+    "decorators",
+    "envs",
+    "errors",
+    "messages",
+    "parsers",
+    "results",
+    "rubrics",
+    "runner",
+    "samples",
+    "stats",
+    "store",
+    "types",
+    "utils",
+)
+
+__all__ = sorted([*_HOME, "stats", "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME or name in _OPENAI:
+        value = getattr(importlib.import_module(f"verifiers.{_HOME.get(name, 'types')}"), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"verifiers.{name}")
+    else:
+        raise AttributeError(f"module 'verifiers' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,226 @@
+"""A client and a file → a client that records what it answers, and answers from the record ever after."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from verifiers.clients.protocol import Client, Completion, Request
+from verifiers.clients.records import (
+    completion_record,
+    read_completion,
+    read_json,
+    record_key,
+    request_record,
+    write_json,
+)
+from verifiers.clients.resolve import as_client
+from verifiers.clients.secrets import redact, secrets_in
+from verifiers.errors import ModelError, OverlongPromptError
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["auto", "record", "replay"]
+Outcome = Completion | OverlongPromptError
+
+
+class NotRecordedError(ModelError):
+    """A replay was asked for something that the cassette does not hold."""
+
+
+class Cassette:
+    """A client that plays back the completions in a JSON-lines file, and records those that are not there yet.
+
+    ``auto`` replays what it has and asks ``client`` for the rest; ``record`` asks for everything anew; ``replay`` never
+    asks, so it needs neither client nor network, and what is not there is a `NotRecordedError`. A request that was made
+    several times is replayed in the order in which its replies came.
+    """
+
+    def __init__(self, path: str | Path, client: Any = None, *, mode: Mode = "auto") -> None:
+        if mode not in ("auto", "record", "replay"):
+            raise ValueError(f"mode={mode!r} is unknown; there are auto, record and replay")
+        if mode == "record" and client is None:
+            raise ValueError("recording needs a client to record: Cassette(path, client, mode='record')")
+        self.path = Path(path)
+        self.mode = mode
+        self.client: Client | None = None if client is None or mode == "replay" else as_client(client)
+        self._lock = threading.Lock()
+        self._is_repaired = False
+        self._asked: Counter[str] = Counter()
+        self._kept: Counter[str] = Counter()
+        self._outcomes: dict[str, list[Outcome]] = {}
+        self._requests: dict[str, dict[str, Any]] = {}
+        if mode == "replay" and not self.path.is_file():
+            raise FileNotFoundError(f"there is no cassette at {self.path} to replay")
+        if mode != "record":
+            self._load()
+
+    @property
+    def base_url(self) -> str:
+        return str(getattr(self.client, "base_url", "")) if self.client else f"cassette:{self.path}"
+
+    async def complete(self, request: Request) -> Completion:
+        record = request_record(request)
+        key = record_key(record)
+        with self._lock:
+            turn = self._asked[key]
+            self._asked[key] += 1
+            kept = self._outcomes.get(key, ())
+            outcome = kept[turn] if turn < len(kept) and self.mode != "record" else None
+        if outcome is None:
+            outcome = await self._ask(request, record, key, turn)
+        if isinstance(outcome, OverlongPromptError):
+            raise OverlongPromptError(*outcome.args)
+        return outcome
+
+    async def _ask(self, request: Request, record: dict[str, Any], key: str, turn: int) -> Outcome:
+        if self.client is None:
+            raise NotRecordedError(self._explain(record, key, turn))
+        outcome: Outcome
+        try:
+            outcome = await self.client.complete(request)
+        except OverlongPromptError as error:  # the policy's own doing: a replay must meet it again
+            outcome = error
+        with self._lock:
+            self._append(key, record, outcome, self._secrets(request))
+        return outcome
+
+    # --- the file -------------------------------------------------------------------------------------------------
+
+    def _append(self, key: str, record: dict[str, Any], outcome: Outcome, keys: list[str]) -> None:
+        # Numbered as they arrive, so that a failed call leaves no gap; of two with one number the later one counts.
+        turn = self._kept[key]
+        entry: dict[str, Any] = {"key": key, "turn": turn, "request": record}
+        if isinstance(outcome, Completion):
+            entry["completion"] = completion_record(outcome)
+        else:
+            entry["overlong"] = str(outcome)
+        line = redact(write_json(entry).decode(), keys)
+        if not self._is_repaired:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _repair(self.path)
+            self._is_repaired = True
+        with open(self.path, "ab", buffering=0) as file:
+            file.write(line.encode() + b"\n")
+        self._kept[key] += 1
+        self._outcomes.setdefault(key, []).append(outcome)
+        self._requests.setdefault(key, record)
+
+    def _load(self) -> None:
+        for number, entry in _lines(self.path):
+            try:
+                key, turn = entry["key"], entry["turn"]
+                outcomes = self._outcomes.setdefault(key, [])
+                outcome = _read_outcome(entry)
+                outcomes[turn : turn + 1] = [outcome]
+                self._requests[key] = entry["request"]
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{self.path}:{number} is no entry of a cassette: {error!r}") from error
+        self._kept.update({key: len(outcomes) for key, outcomes in self._outcomes.items()})
+
+    def _secrets(self, request: Request) -> list[str]:
+        """Whatever must not be written even if an endpoint repeats it."""
+        named: dict[str, str] = {}
+        for source in (
+            getattr(self.client, "headers", None),
+            request.sampling.get("extra_headers"),
+            request.sampling.get("extra_query"),
+        ):
+            if isinstance(source, Mapping):
+                named |= {str(name): str(value) for name, value in source.items()}
+        keys = getattr(self.client, "api_keys", None) or [getattr(self.client, "api_key", None)]
+        return [key for key in keys if isinstance(key, str)] + secrets_in(named, self.base_url.split(","))
+
+    # --- what is missing ------------------------------------------------------------------------------------------
+
+    def _explain(self, record: dict[str, Any], key: str, turn: int) -> str:
+        recorded = len(self._outcomes.get(key, ()))
+        why = "" if self.mode == "replay" else ", and there is no client to record it with"
+        if recorded:
+            return f"{self.path} holds {recorded} replies to this request, and it was made {turn + 1} times{why}"
+        if not self._requests:
+            return f"{self.path} holds nothing{why}"
+        nearest = max(self._requests.values(), key=lambda other: _likeness(record, other))
+        return f"{self.path} does not hold this request{why}; next to the nearest one {difference(record, nearest)}"
+
+
+def _read_outcome(entry: dict[str, Any]) -> Outcome:
+    if "overlong" in entry:
+        return OverlongPromptError(entry["overlong"])
+    return read_completion(entry["completion"])
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """The entries of a file with their line numbers; a last line without an end was never finished."""
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield number, read_json(line)
+            except ValueError as error:
+                if line.endswith(b"\n"):
+                    raise ValueError(f"{path}:{number} is not JSON: {error}") from error
+                logger.warning("%s: the last line was cut off and is left out", path)
+
+
+def _repair(path: Path) -> None:
+    """Make sure that a new line begins on its own: end a last line that is whole, remove one that is torn."""
+    if not path.is_file():
+        return
+    with open(path, "r+b") as file:
+        content = file.read()
+        last = content[content.rfind(b"\n") + 1 :]
+        if not last:
+            return
+        try:
+            read_json(last)
+            file.write(b"\n")
+        except ValueError:
+            file.truncate(len(content) - len(last))
+
+
+# --- which request is nearest, and how it differs -----------------------------------------------------------------
+
+
+def _likeness(asked: dict[str, Any], other: dict[str, Any]) -> tuple[int, int]:
+    same = sum(asked[field] == other.get(field) for field in asked)
+    return same, _shared(asked["prompt"], other.get("prompt") or "")
+
+
+def _shared(asked: Sequence[Any], recorded: Sequence[Any]) -> int:
+    """How many messages (or characters) two prompts have in common before they part."""
+    pairs = zip(asked, recorded, strict=False)
+    return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(asked), len(recorded)))
+
+
+def difference(asked: dict[str, Any], recorded: dict[str, Any]) -> str:
+    """The first way in which two requests differ, in words.
+
+    >>> difference({"model": "a", "prompt": "hi"}, {"model": "b", "prompt": "hi"})
+    "the model differs: 'a' asked, 'b' recorded"
+    """
+    for field in ("message_type", "model"):
+        if asked.get(field) != recorded.get(field):
+            return f"the {field} differs: {asked.get(field)!r} asked, {recorded.get(field)!r} recorded"
+    if asked.get("prompt") != recorded.get("prompt"):
+        return _prompt_difference(asked.get("prompt"), recorded.get("prompt"))
+    ours, theirs = asked.get("sampling") or {}, recorded.get("sampling") or {}
+    for name in sorted(set(ours) | set(theirs)):
+        if ours.get(name) != theirs.get(name):
+            return f"the sampling argument {name} differs: {ours.get(name)!r} asked, {theirs.get(name)!r} recorded"
+    return "the tools differ"
+
+
+def _prompt_difference(asked: Any, recorded: Any) -> str:
+    if not isinstance(asked, list) or not isinstance(recorded, list):
+        return f"the prompt differs: {asked!r:.200} asked, {recorded!r:.200} recorded"
+    same = _shared(asked, recorded)
+    if same in (len(asked), len(recorded)):
+        return f"the number of messages differs: {len(asked)} asked, {len(recorded)} recorded"
+    ours, theirs = asked[same], recorded[same]
+    return f"message {same + 1} differs: {ours!r:.200} asked, {theirs!r:.200} recorded"

@@ -1,0 +1,117 @@
+"""What the endpoints that do not speak OpenAI's chat have in common: OpenAI's words ↔ theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from verifiers.clients.protocol import Completion
+from verifiers.clients.reading import Prices, read_usage
+from verifiers.errors import RequestRefusedError
+from verifiers.types import ChatMessage
+
+# Arguments of OpenAI's chat that other endpoints have no word for, and the values of them that change nothing.
+_CHAT_ONLY: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": (),
+    "functions": (),
+    "logit_bias": ({},),
+    "logprobs": (False, 0),
+    "modalities": (["text"],),
+    "n": (1,),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "seed": (),
+    "stream": (False,),
+    "stream_options": (),
+    "suffix": (),
+    "top_logprobs": (0,),
+}
+
+
+def refuse_unknown(
+    endpoint: str, args: dict[str, Any], *, also: tuple[str, ...] = (), but: tuple[str, ...] = ()
+) -> None:
+    """Drop arguments of OpenAI's chat that change nothing; refuse, by name, those the endpoint cannot honour.
+
+    >>> args = {"n": 1, "temperature": 0.5}
+    >>> refuse_unknown("this endpoint", args); args
+    {'temperature': 0.5}
+    """
+    refused = []
+    for name in [name for name in args if (name in _CHAT_ONLY or name in also) and name not in but]:
+        if args[name] in _CHAT_ONLY.get(name, ()):
+            del args[name]
+        else:
+            refused.append(name)
+    if refused:
+        raise RequestRefusedError(
+            f"{endpoint} has nothing like the sampling argument{'s' if len(refused) > 1 else ''} "
+            f"{', '.join(refused)}; leave out, or send the endpoint's own arguments in extra_body"
+        )
+
+
+def split_data_url(url: str) -> tuple[str, str | None]:
+    """The media type and the base64 text of a ``data:`` URL; no text for any other URL.
+
+    >>> split_data_url("data:image/png;base64,aGk="), split_data_url("https://host/cat.png")
+    (('image/png', 'aGk='), ('', None))
+    """
+    head, comma, encoded = url.partition(",")
+    if not comma or not head.startswith("data:"):
+        return "", None
+    return head.removeprefix("data:").partition(";")[0], encoded
+
+
+def arguments_of(text: Any) -> dict[str, Any]:
+    """The arguments of a tool call as an object. A model's broken JSON is kept as text: it is history, not to be lost.
+
+    >>> arguments_of('{"x": 1}'), arguments_of('{"x": ')
+    ({'x': 1}, {'arguments': '{"x": '})
+    """
+    if isinstance(text, dict):
+        return text
+    try:
+        value = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, UnicodeError, TypeError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": str(text)}
+
+
+def translated(
+    reply: dict[str, Any],
+    message: ChatMessage,
+    *,
+    finish_reason: str | None,
+    prompt_tokens: int,
+    completion_tokens: int,
+    prices: Prices | None,
+    origin: str,
+) -> Completion:
+    """The completion of a reply in another dialect; its ``raw`` reads like OpenAI's chat, the original inside it."""
+    usage = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+    raw = {
+        "id": reply.get("id"),
+        "object": "chat.completion",
+        "created": int(reply.get("created_at") or 0),
+        "model": reply.get("model"),
+        "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}],
+        "usage": usage,
+        origin: reply,
+    }
+    return Completion(
+        message=message,
+        finish_reason=finish_reason,
+        usage=read_usage(usage, prices),
+        model=str(reply.get("model") or ""),
+        raw=raw,
+    )

@@ -1,0 +1,201 @@
+"""A reply (a text, a function, a list of them) → a client that answers with it: for tests, docs and dry runs."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from verifiers import calls, messages
+from verifiers.clients.protocol import Completion, Request, Tokens
+from verifiers.errors import DeadlineError, ModelError, RequestRefusedError, wrap
+from verifiers.types import Usage
+
+START, END = 256, 257  # every byte is its own token; these two mark where a message begins and ends
+
+
+class FakeClient:
+    """A client that answers with ``reply``, and remembers what it was asked in ``.requests``.
+
+    ``reply`` is a text, a message, a `Completion` or an error to raise; a function (sync or async) that gets the
+    messages, or the whole `Request` if its argument is called ``request``; a list of these, used in order and then
+    again; or a dict from the last user message to one of these. With ``tokens=True`` completions carry exact token
+    ids and log-probabilities, one token a byte.
+
+    >>> client = FakeClient(lambda messages: "4" if "2+2" in messages[-1]["content"] else "?")
+    >>> client.chat.completions.create(model="m", messages=[{"role": "user", "content": "2+2?"}]).text
+    '4'
+    """
+
+    base_url = "fake://"
+    api_key = ""
+
+    def __init__(self, reply: Any = "", *, latency_s: float = 0.0, tokens: bool = False) -> None:
+        _check(reply)
+        self.reply = reply
+        self.latency_s = latency_s
+        self.tokens = tokens
+        self.requests: list[Request] = []
+        self._turns = itertools.count()
+        self.chat = SimpleNamespace(completions=SimpleNamespace(create=self._create_chat))
+        self.completions = SimpleNamespace(create=self._create_text)
+
+    async def complete(self, request: Request) -> Completion:
+        prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
+        self.requests.append(replace(request, prompt=prompt))
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                if self.latency_s:
+                    await asyncio.sleep(self.latency_s)
+                said = await self._say(self.reply, request)
+        except TimeoutError as error:
+            raise DeadlineError(f"the fake reply took longer than {request.timeout_s} s") from error
+        except Exception as error:  # the reply function is the caller's own code
+            failure = wrap(error, ModelError, "the fake reply")
+            raise failure from failure.__cause__
+        return _counted(_as_completion(said, request), request, with_tokens=self.tokens)
+
+    async def _say(self, reply: Any, request: Request) -> Any:
+        if isinstance(reply, BaseException) or (isinstance(reply, type) and issubclass(reply, BaseException)):
+            raise reply
+        if callable(reply):
+            subject = request if _wants_request(reply) else request.prompt
+            return await self._say(await calls.maybe_await(reply, subject), request)
+        if isinstance(reply, Mapping) and not _is_message(reply):
+            return await self._say(_look_up(reply, request), request)
+        if isinstance(reply, Sequence) and not isinstance(reply, str):
+            return await self._say(reply[next(self._turns) % len(reply)], request)
+        return reply
+
+    @calls.both
+    async def _create_chat(self, *, model: str, messages: Any, tools: Any = None, **sampling: Any) -> Completion:
+        return await self.complete(Request(model=model, prompt=messages, tools=tools, sampling=sampling))
+
+    @calls.both
+    async def _create_text(self, *, model: str, prompt: str, **sampling: Any) -> Completion:
+        return await self.complete(Request(model=model, prompt=prompt, sampling=sampling, message_type="completion"))
+
+
+def _check(reply: Any) -> None:
+    if isinstance(reply, (str, Completion, BaseException)) or (callable(reply) and not isinstance(reply, Mapping)):
+        return
+    if isinstance(reply, Mapping) or hasattr(reply, "model_dump"):
+        return
+    if not isinstance(reply, Sequence):
+        raise TypeError(f"a reply is a text, a message, a function, a list or a dict of these; not {reply!r:.80}")
+    if not reply:
+        raise ValueError("a list of replies needs at least one")
+    for item in reply:
+        _check(item)
+
+
+def _wants_request(function: Any) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some builtins have no signature
+        return False
+    return next(iter(parameters), "") == "request"
+
+
+def _is_message(reply: Mapping[Any, Any]) -> bool:
+    return "role" in reply or "choices" in reply or "tool_calls" in reply or set(reply) == {"content"}
+
+
+def _look_up(replies: Mapping[Any, Any], request: Request) -> Any:
+    asked = request.prompt
+    if not isinstance(asked, str):
+        users = [message for message in asked if messages.role_of(message) == "user"]
+        asked = messages.text_of(users[-1]) if users else ""
+    if asked not in replies:
+        raise RequestRefusedError(f"this FakeClient has no reply to {asked!r:.200}; it knows {list(replies)!r:.200}")
+    return replies[asked]
+
+
+def _as_completion(said: Any, request: Request) -> Completion:
+    if isinstance(said, Completion):
+        return said
+    if isinstance(said, Mapping) and "choices" in said:
+        from verifiers.clients.reading import read_response
+
+        return read_response(said, request.message_type)
+    if isinstance(said, str):
+        said = {"content": said}
+    elif hasattr(said, "model_dump"):
+        said = said.model_dump(exclude_none=True)
+    if not isinstance(said, Mapping):
+        raise ModelError(f"a fake reply is a text, a message or a Completion, not {said!r:.80}")
+    message = {"role": "assistant", "content": None, **said}
+    finish_reason = "tool_calls" if message.get("tool_calls") else "stop"
+    return Completion(message=message, finish_reason=finish_reason, model=request.model)
+
+
+def _counted(completion: Completion, request: Request, *, with_tokens: bool) -> Completion:
+    if completion.usage is not None and (completion.tokens is not None or not with_tokens):
+        return completion
+    if not with_tokens:
+        prompt_size, reply_size = _prompt_size(request.prompt), len(_body(completion.message)) + 1
+        usage = Usage(prompt_tokens=prompt_size, completion_tokens=reply_size)
+        return replace(completion, usage=completion.usage or usage)
+    tokens = completion.tokens or _tokens(completion, request)
+    usage = Usage(prompt_tokens=len(tokens.prompt_ids), completion_tokens=len(tokens.completion_ids))
+    return replace(completion, usage=completion.usage or usage, tokens=tokens)
+
+
+# --- one token a byte ---------------------------------------------------------------------------------------------
+
+
+def encode_prompt(prompt: str | Sequence[Any]) -> list[int]:
+    """The token ids of a prompt: a string's bytes, or for each message a start, its role, its content and an end.
+
+    >>> encode_prompt("hi")
+    [104, 105]
+    """
+    if isinstance(prompt, str):
+        return list(prompt.encode())
+    ids: list[int] = []
+    for message in prompt:
+        ids += [START, *_role(message), *_body(message), END]
+    return [*ids, START, *_role({"role": "assistant"})]
+
+
+def decode_tokens(ids: Sequence[int]) -> str:
+    """The text of token ids, without the marks.
+
+    >>> decode_tokens([256, 104, 105, 257])
+    'hi'
+    """
+    return bytes(token for token in ids if token < START).decode(errors="replace")
+
+
+def _tokens(completion: Completion, request: Request) -> Tokens:
+    ids = list(_body(completion.message))
+    if not completion.is_truncated:
+        ids.append(END)
+    logprobs = [-((7 * token + 13 * position) % 50 + 1) / 100 for position, token in enumerate(ids)]
+    return Tokens(prompt_ids=encode_prompt(request.prompt), completion_ids=ids, logprobs=logprobs)
+
+
+def _prompt_size(prompt: str | Sequence[Any]) -> int:
+    if isinstance(prompt, str):
+        return len(prompt.encode())
+    sizes = [len(_role(message)) + len(_body(message)) + 2 for message in prompt]
+    return sum(sizes) + len(_role({"role": "assistant"})) + 1
+
+
+def _role(message: Any) -> bytes:
+    return f"{messages.role_of(message)}\n".encode()
+
+
+def _body(message: Any) -> bytes:
+    body = messages.text_of(message).encode()
+    tool_calls = message.get("tool_calls") if isinstance(message, dict) else getattr(message, "tool_calls", None)
+    if not tool_calls:
+        return body
+    dumped = [call.model_dump() if hasattr(call, "model_dump") else call for call in tool_calls]
+    return body + msgspec.json.encode(dumped, order="sorted")

@@ -1,0 +1,49 @@
+"""A request → a completion from any OpenAI-compatible endpoint, chat or plain completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from verifiers.clients.protocol import Completion, Request
+from verifiers.clients.reading import read_response
+from verifiers.clients.remote import RemoteClient
+from verifiers.errors import RequestRefusedError, ServerError
+
+
+class HTTPClient(RemoteClient):
+    """Any OpenAI-compatible endpoint: ``{base_url}/chat/completions`` and ``{base_url}/completions``.
+
+    >>> HTTPClient("http://localhost:8000/v1", "sk-secret")
+    HTTPClient('http://localhost:8000/v1', api_key='sk-…')
+    """
+
+    def _write(self, request: Request, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        if request.message_type == "completion":
+            if not isinstance(request.prompt, str) and any(isinstance(item, dict) for item in request.prompt):
+                raise RequestRefusedError("a completion's prompt is a string (or token ids); these are messages")
+            return "/completions", {"model": request.model, "prompt": request.prompt, **args}
+        if isinstance(request.prompt, str):
+            raise RequestRefusedError("a chat's prompt is a list of messages; this is a string")
+        if "max_tokens" in args:
+            args.setdefault("max_completion_tokens", args["max_tokens"])
+            del args["max_tokens"]
+        if "modalities" not in args and _has_audio(request.prompt):
+            args["modalities"] = ["text"]
+        if request.tools:
+            args.setdefault("tools", request.tools)
+        return "/chat/completions", {"model": request.model, "messages": request.prompt, **args}
+
+    def _read(self, reply: dict[str, Any], request: Request) -> Completion:
+        completion = read_response(reply, request.message_type, prices=self.prices)
+        if completion.finish_reason == "error":  # how gateways say that the model behind them broke off
+            raise ServerError("the reply broke off with an error")
+        return completion
+
+
+def _has_audio(messages: Iterable[Any]) -> bool:
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list) and any(isinstance(p, dict) and p.get("type") == "input_audio" for p in content):
+            return True
+    return False

@@ -1,0 +1,103 @@
+"""The one seam to a model: a request becomes a completion with its message, tokens, usage and finish reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from verifiers.types import ChatMessage, MessageType, Usage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is asked of a model. ``prompt`` is messages for a chat, a string for a completion."""
+
+    model: str
+    prompt: str | list[ChatMessage]
+    tools: list[dict[str, Any]] | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    message_type: MessageType = "chat"
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokens:
+    """Ids and sampling logprobs of one reply, exactly as the engine produced them."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+
+    def __post_init__(self) -> None:
+        if len(self.completion_ids) != len(self.logprobs):
+            raise ValueError(f"{len(self.completion_ids)} tokens but {len(self.logprobs)} logprobs")
+
+
+class View(dict[str, Any]):
+    """A decoded JSON object whose keys read as attributes too, all the way down.
+
+    >>> View({"choices": [{"message": {"content": "4"}}]}).choices[0].message.content
+    '4'
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return _view(self[name])
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        return dict(self)
+
+
+def _view(value: Any) -> Any:
+    if isinstance(value, dict):
+        return View(value)
+    return [_view(item) for item in value] if isinstance(value, list) else value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """One reply: what our code reads, and (by ``raw``) what the endpoint said.
+
+    It also reads like OpenAI's object: ``completion.choices[0].message.content``.
+
+    >>> Completion(message={"role": "assistant", "content": "4"}).choices[0].message.content
+    '4'
+    """
+
+    message: ChatMessage
+    finish_reason: str | None = None
+    tokens: Tokens | None = None
+    usage: Usage | None = None
+    model: str = ""
+    raw: Any = None
+
+    @property
+    def text(self) -> str:
+        content = self.message.get("content")
+        return content if isinstance(content, str) else ""
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+    @property
+    def choices(self) -> Any:
+        if self.raw is not None:
+            return View(self.raw).choices if isinstance(self.raw, dict) else self.raw.choices
+        choice = {"index": 0, "message": {"tool_calls": None, **self.message}, "text": self.text}
+        return [View({**choice, "finish_reason": self.finish_reason, "logprobs": None})]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self.raw is None:
+            raise AttributeError(name)
+        return getattr(View(self.raw) if isinstance(self.raw, dict) else self.raw, name)
+
+
+@runtime_checkable
+class Client(Protocol):
+    """Anything that answers requests. Errors it raises are `verifiers.errors.Error`s."""
+
+    async def complete(self, request: Request) -> Completion: ...

@@ -1,0 +1,212 @@
+"""A request → a completion from a remote endpoint: one attempt after another until one works or none will."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import urlencode, urlsplit
+
+from verifiers.calls import PerLoop
+from verifiers.clients import wire
+from verifiers.clients.protocol import Completion, Request
+from verifiers.clients.reading import Prices
+from verifiers.clients.retries import Backoff, Failure, bad_reply, reported_failure, status_failure
+from verifiers.clients.secrets import mask, redact, secrets_in
+from verifiers.clients.wire import Call, Reply
+from verifiers.errors import BadReplyError, EmptyModelResponseError, RequestRefusedError, ServerError
+
+if TYPE_CHECKING:
+    from multidict import CIMultiDictProxy
+
+    from verifiers.clients.transport import Pool
+
+logger = logging.getLogger("verifiers.clients")
+
+SHOWN_CHARS = 500
+_READ_CHARS = 65536  # of an error's body
+
+
+class RemoteClient:
+    """What every client over HTTP does; each says how it writes a request (`_write`) and reads a reply (`_read`).
+
+    ``timeout_s`` bounds one attempt, ``max_concurrent`` the requests of this client (the endpoint's own limit adapts by
+    itself), ``prices`` are US dollars for a million ``prompt`` and ``completion`` tokens.
+    """
+
+    default_base_url: ClassVar[str] = "https://api.openai.com/v1"
+    key_variable: ClassVar[str] = "OPENAI_API_KEY"  # read only for the default endpoint: never sent to a stranger
+    backoff: Backoff = Backoff()
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 600.0,
+        max_retries: int = 8,
+        max_concurrent: int | None = None,
+        prices: Prices | None = None,
+    ) -> None:
+        base_url = (base_url or self.default_base_url).rstrip("/")
+        if api_key is None and base_url == self.default_base_url:
+            api_key = os.environ.get(self.key_variable)
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(
+                f"base_url must look like https://host/v1, not {redact(base_url, secrets_in({}, [base_url]))!r}"
+            )
+        if timeout_s <= 0 or max_retries < 0 or (max_concurrent is not None and max_concurrent < 1):
+            raise ValueError(
+                f"timeout_s must be above 0, max_retries 0 or more, max_concurrent 1 or more; "
+                f"got {timeout_s=}, {max_retries=}, {max_concurrent=}"
+            )
+        if unknown := set(prices or ()) - {"prompt", "completion"}:
+            raise ValueError(f"prices has {sorted(unknown)}; it can have 'prompt' and 'completion'")
+        self.base_url = base_url
+        self.api_key = (api_key or "").strip() or None
+        self.headers = dict(headers or {})
+        self.timeout_s = timeout_s
+        self.max_retries = max_retries
+        self.max_concurrent = max_concurrent
+        self.prices = prices
+        self._prepared: CIMultiDictProxy[str] | None = None
+        self._urls: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        url = redact(self.base_url, secrets_in({}, [self.base_url]))
+        return f"{type(self).__name__}({url!r}, api_key={mask(self.api_key)!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_prepared": None}
+
+    # --- what a dialect says --------------------------------------------------------------------------------------
+
+    def _auth(self, api_key: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {api_key}"}
+
+    def _fixed_headers(self) -> dict[str, str]:
+        return {}
+
+    def _write(self, request: Request, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """The path and the body of a request; ``args`` are its sampling arguments, to keep."""
+        raise NotImplementedError
+
+    def _read(self, reply: dict[str, Any], request: Request) -> Completion:
+        raise NotImplementedError
+
+    # --- the attempts ---------------------------------------------------------------------------------------------
+
+    async def complete(self, request: Request) -> Completion:
+        """Ask until a completion comes back; raises a `verifiers.errors.Error` when none will."""
+        call = self._call(request)
+        pool = await _pools.get()
+        read = partial(self._outcome, request)
+        attempts = 0
+        while True:
+            outcome = await pool.ask(call, read, self.base_url, self.max_concurrent)
+            if isinstance(outcome, Completion):
+                return outcome
+            attempts += 1
+            if outcome.ends_after(attempts, max_retries=self.max_retries):
+                break
+            delay_s = self.backoff.delay_s(attempts, outcome.retry_after_s)
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("attempt %d failed, next one in %.2f s: %s", attempts, delay_s, self._say(outcome, call))
+            await self.backoff.wait(delay_s)
+        times = f" after {attempts} attempts" if attempts > 1 else ""
+        raise outcome.error(f"POST {self._shown(call.url, call)} failed{times}: {self._say(outcome, call)}")
+
+    def _outcome(self, request: Request, reply: Reply) -> Completion | Failure:
+        if not 200 <= reply.status < 300:
+            return status_failure(reply.status, reply.headers, _text(reply.body))
+        try:
+            value = wire.decode(reply.body)
+        except ValueError:
+            return bad_reply(reply.status, _text(reply.body))
+        if not isinstance(value, dict):
+            return bad_reply(reply.status, _text(reply.body))
+        if value.get("error") or value.get("object") == "error":
+            return reported_failure(value, _text(reply.body))
+        try:
+            return self._read(value, request)
+        except (EmptyModelResponseError, BadReplyError, ServerError) as error:
+            return Failure(error=type(error), text=f"{error}: {_text(reply.body)}")
+        except (AttributeError, KeyError, TypeError, ValueError):  # JSON, but of no shape that we know
+            return bad_reply(reply.status, _text(reply.body))
+
+    # --- what is sent ---------------------------------------------------------------------------------------------
+
+    def _call(self, request: Request) -> Call:
+        args = wire.checked(request.sampling)
+        extra_body, extra_headers = args.pop("extra_body", None), args.pop("extra_headers", None)
+        extra_query, timeout_s = args.pop("extra_query", None), args.pop("timeout", None)
+        path, body = self._write(request, args)
+        if extra_body:
+            body.update(extra_body)
+        url = self._url(path)
+        if extra_query:
+            url += ("&" if "?" in url else "?") + urlencode(extra_query)
+        return Call(
+            url=url,
+            headers=self._headers(extra_headers),
+            body=wire.encode(body),
+            timeout_s=self._deadline(request.timeout_s, timeout_s),
+            secrets=tuple(secrets_in(extra_headers or {}, [url])) if extra_headers or extra_query else (),
+        )
+
+    def _url(self, path: str) -> str:
+        url = self._urls.get(path)
+        if url is None:
+            base, question, query = self.base_url.partition("?")
+            url = self._urls[path] = f"{base.rstrip('/')}{path}{question}{query}"
+        return url
+
+    def _headers(self, extra: Mapping[str, str] | None) -> CIMultiDictProxy[str]:
+        if self._prepared is None or extra:
+            from verifiers.clients.transport import prepared
+
+            plain = {"Content-Type": "application/json", "User-Agent": "verifiers", **self._fixed_headers()}
+            auth = {} if self.api_key is None else self._auth(self.api_key)
+            if extra:
+                return prepared(plain, auth, self.headers, extra)
+            self._prepared = prepared(plain, auth, self.headers)
+        return self._prepared
+
+    def _deadline(self, *wanted: Any) -> float:
+        stated = [seconds for seconds in wanted if seconds is not None]
+        if not stated:
+            return self.timeout_s
+        if not all(isinstance(seconds, (int, float)) for seconds in stated):
+            raise RequestRefusedError(f"a timeout must be a number of seconds, not {stated[-1]!r}")
+        return float(min(stated))
+
+    # --- what may be said -----------------------------------------------------------------------------------------
+
+    def _shown(self, text: str, call: Call) -> str:
+        keys = [*call.secrets, *secrets_in(self.headers, [self.base_url])]
+        return redact(text, [*keys, self.api_key] if self.api_key else keys)
+
+    def _say(self, failure: Failure, call: Call) -> str:
+        text = self._shown(failure.text, call)
+        return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…"
+
+
+def _text(body: bytes) -> str:
+    return body[:_READ_CHARS].decode("utf-8", "replace")
+
+
+def _open_pool() -> Pool:
+    from verifiers.clients.transport import Pool
+
+    return Pool()
+
+
+async def _close_pool(pool: Pool) -> None:
+    await pool.close()
+
+
+_pools: PerLoop[Pool] = PerLoop(_open_pool, _close_pool)

@@ -1,0 +1,148 @@
+"""What an endpoint did wrong → whose error that is, whether to ask again, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from typing import Any
+
+from verifiers.clients.reading import is_overlong
+from verifiers.errors import (
+    BadReplyError,
+    DeadlineError,
+    Error,
+    ModelError,
+    OverlongPromptError,
+    RateLimitError,
+    RequestRefusedError,
+    ServerError,
+)
+
+LONGEST_PAUSE_S = 60.0
+DEADLINE_RETRIES = 1  # what was too slow once is mostly too slow again, and costs a whole deadline to find out
+_ASK_AGAIN = frozenset((408, 409, 425))
+_OVERLOAD = frozenset((429, 503, 529))
+_MAYBE_OVERLONG = frozenset((400, 413, 422, 500))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """One attempt that gave no completion. ``text`` may still hold keys: redact it before it goes anywhere."""
+
+    error: type[Error]
+    text: str
+    is_final: bool = False
+    is_overload: bool = False
+    retry_after_s: float | None = None
+
+    def ends_after(self, attempts: int, *, max_retries: int) -> bool:
+        """Is there no point in asking again after this many attempts?"""
+        if self.error is DeadlineError:
+            max_retries = min(max_retries, DEADLINE_RETRIES)
+        return self.is_final or attempts > max_retries
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backoff:
+    """How long to wait before asking again: exponential, with full jitter; never less than the endpoint asked for.
+
+    >>> Backoff(rng=lambda: 1.0).delay_s(3, None), Backoff(rng=lambda: 0.0).delay_s(3, 2.0)
+    (2.0, 2.0)
+    """
+
+    first_s: float = 0.5
+    longest_s: float = 30.0
+    rng: Callable[[], float] | None = None
+    sleep: Callable[[float], Awaitable[Any]] | None = None
+
+    def delay_s(self, attempts: int, retry_after_s: float | None) -> float:
+        ceiling = min(self.longest_s, self.first_s * 2.0 ** min(attempts - 1, 32))
+        jitter = ceiling * (self.rng or random.random)()
+        return jitter if retry_after_s is None else retry_after_s + min(jitter, 1.0)
+
+    async def wait(self, delay_s: float) -> None:
+        await (self.sleep or asyncio.sleep)(delay_s)
+
+
+def status_failure(status: int, headers: Mapping[str, str], body: str) -> Failure:
+    """What an HTTP status other than 200 means.
+
+    >>> status_failure(404, {}, "no such model").error.__name__
+    'RequestRefusedError'
+    """
+    text = f"{status} {_phrase(status)}: {body.strip() or '(empty body)'}"
+    if status in _MAYBE_OVERLONG and is_overlong(body):
+        return Failure(error=OverlongPromptError, text=text, is_final=True)
+    if 300 <= status < 400:
+        text = f"{text} (redirects to {headers.get('Location', 'nowhere')}; redirects are not followed, fix base_url)"
+        return Failure(error=RequestRefusedError, text=text, is_final=True)
+    if status == 429 and "insufficient_quota" not in body:
+        error: type[ModelError] = RateLimitError
+    elif status >= 500 or status in _ASK_AGAIN or headers.get("x-should-retry") == "true":
+        error = ServerError
+    else:
+        return Failure(error=RequestRefusedError, text=text, is_final=True)
+    return Failure(
+        error=error,
+        text=text,
+        is_final=headers.get("x-should-retry") == "false",
+        is_overload=status in _OVERLOAD,
+        retry_after_s=retry_after(headers),
+    )
+
+
+def reported_failure(reply: Mapping[str, Any], body: str) -> Failure:
+    """What an error inside a reply of status 200 means: its own code decides, if it has one."""
+    error = reply.get("error") or reply
+    code = error.get("code") if isinstance(error, Mapping) else None
+    if isinstance(code, int) and 400 <= code < 600:
+        return status_failure(code, {}, body)
+    if is_overlong(body):
+        return Failure(error=OverlongPromptError, text=f"200 with an error in it: {body}", is_final=True)
+    return Failure(error=ServerError, text=f"200 with an error in it: {body}")
+
+
+def bad_reply(status: int, body: str) -> Failure:
+    """The reply is not JSON, or JSON of the wrong shape."""
+    return Failure(error=BadReplyError, text=f"{status} with a body that is no completion: {body or '(empty body)'}")
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """The seconds an endpoint asks to wait, from ``retry-after-ms`` or ``Retry-After`` (seconds or a date), capped.
+
+    >>> retry_after({"retry-after-ms": "250"}), retry_after({"Retry-After": "7200"}), retry_after({})
+    (0.25, 60.0, None)
+    """
+    seconds = _number(headers.get("retry-after-ms"), 1e-3)
+    if seconds is None:
+        seconds = _number(headers.get("Retry-After"), 1.0)
+    if seconds is None:
+        seconds = _until(headers.get("Retry-After"))
+    return None if seconds is None else min(max(seconds, 0.0), LONGEST_PAUSE_S)
+
+
+def _number(text: str | None, unit: float) -> float | None:
+    try:
+        seconds = float(text or "") * unit
+    except ValueError:
+        return None
+    return None if seconds != seconds else seconds
+
+
+def _until(date: str | None) -> float | None:
+    try:
+        return parsedate_to_datetime(date or "").timestamp() - time.time()
+    except (ValueError, OverflowError):
+        return None
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "Overloaded" if status == 529 else "(unknown status)"

@@ -1,0 +1,216 @@
+"""Someone else's client object → a client: anything with ``.chat.completions.create``, sync or async."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+from verifiers import errors
+from verifiers.calls import Hook, PerLoop, is_async_callable, maybe_await
+from verifiers.clients.protocol import Completion, Request
+from verifiers.clients.reading import is_overlong, read_response
+from verifiers.clients.secrets import redact, secrets_in
+from verifiers.types import MessageType
+
+DEFAULT_TIMEOUT_S = 3600.0
+STALE_CONNECTIONS = 100
+
+
+class SDKClient:
+    """Calls the object it is given, and turns what it returns and raises into ours.
+
+    Only ``.chat.completions.create`` (or ``.completions.create``) is asked of the object; ``base_url`` and ``api_key``
+    are read if they are there. A sync ``create`` runs in a worker thread. The object's own retries are all there are.
+
+    >>> from verifiers.clients.fake import FakeClient
+    >>> import asyncio
+    >>> client = SDKClient(FakeClient("4"))
+    >>> asyncio.run(client.complete(Request(model="m", prompt="2+2=", message_type="completion"))).text
+    '4'
+    """
+
+    def __init__(self, sdk: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        if not (find_create(sdk, "chat") or find_create(sdk, "completion")):
+            raise TypeError(f"a {type(sdk).__name__} has neither .chat.completions.create nor .completions.create")
+        self.sdk = sdk
+        self.timeout_s = timeout_s
+        self._in_thread = Hook(_call)
+        self._in_thread.is_pinned = True  # a request that came back quickly does not promise that the next one will
+
+    @property
+    def base_url(self) -> str:
+        url = getattr(self.sdk, "base_url", None)
+        return "" if url is None else str(url).rstrip("/")
+
+    @property
+    def api_key(self) -> str | None:
+        key = getattr(self.sdk, "api_key", None)
+        return key if isinstance(key, str) else None
+
+    async def complete(self, request: Request) -> Completion:
+        create = find_create(self.sdk, request.message_type)
+        if create is None:
+            raise errors.RequestRefusedError(f"a {type(self.sdk).__name__} cannot do {request.message_type} requests")
+        timeout_s = self.timeout_s if request.timeout_s is None else request.timeout_s
+        failure: errors.Error
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline:
+                response = await self._call(create, arguments(create, request))
+                return read_response(response, request.message_type)
+        except errors.Error:
+            raise
+        except Exception as error:  # whatever the foreign object raises
+            if deadline.expired():
+                failure = errors.DeadlineError(f"no reply within {timeout_s:g} s")
+            else:
+                failure = translate(error, self._secrets(request))
+        raise failure  # out here, so that the foreign exception is not its context, key and all
+
+    def _secrets(self, request: Request) -> list[str]:
+        headers: dict[str, str] = {}
+        for source in (getattr(self.sdk, "_custom_headers", None), request.sampling.get("extra_headers")):
+            if isinstance(source, Mapping):
+                headers |= {str(name): str(value) for name, value in source.items()}
+        found = secrets_in(headers, [self.base_url])
+        return [self.api_key, *found] if self.api_key else found
+
+    async def _call(self, create: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        if not is_async_callable(inspect.unwrap(create)):
+            return await self._in_thread(create, kwargs)
+        await _close_with_loop(self.sdk)
+        for _ in range(STALE_CONNECTIONS):
+            try:
+                return await maybe_await(create, **kwargs)
+            except Exception as error:  # whatever the foreign object raises
+                if not _is_stale(error):
+                    raise
+        return await maybe_await(create, **kwargs)
+
+
+def _call(create: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    return create(**kwargs)
+
+
+def find_create(sdk: Any, message_type: MessageType) -> Callable[..., Any] | None:
+    """The function of a client object that makes a chat or a completion request."""
+    holder = getattr(sdk, "chat", None) if message_type == "chat" else sdk
+    create = getattr(getattr(holder, "completions", None), "create", None)
+    return create if callable(create) else None
+
+
+def arguments(create: Callable[..., Any], request: Request) -> dict[str, Any]:
+    """The keyword arguments of a call; those the function does not know go into ``extra_body``, as OpenAI's does it.
+
+    >>> arguments(print, Request(model="m", prompt=[], sampling={"max_tokens": 8, "seed": None}))
+    {'model': 'm', 'messages': [], 'max_completion_tokens': 8}
+    """
+    sampling = {name: value for name, value in request.sampling.items() if value is not None}
+    if request.message_type == "completion":
+        kwargs: dict[str, Any] = {"model": request.model, "prompt": request.prompt}
+    else:
+        kwargs = {"model": request.model, "messages": request.prompt}
+        if "max_tokens" in sampling:
+            limit = sampling.pop("max_tokens")
+            sampling.setdefault("max_completion_tokens", limit)
+    if request.tools:
+        kwargs["tools"] = request.tools
+    known = _parameters(create)
+    if known is None or "extra_body" not in known:
+        return {**kwargs, **sampling}
+    extra = {name: value for name, value in sampling.items() if name not in known}
+    if extra:
+        sampling = {name: value for name, value in sampling.items() if name in known}
+        sampling["extra_body"] = {**extra, **(sampling.get("extra_body") or {})}
+    return {**kwargs, **sampling}
+
+
+def _parameters(create: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """The parameters a function takes by name; None where it takes any name or does not say."""
+    try:
+        parameters = inspect.signature(create).parameters
+    except (TypeError, ValueError):
+        return None
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return None if takes_any else parameters
+
+
+# --- async objects outlive the loops they are used in -------------------------------------------------------------
+
+
+async def _close_with_loop(sdk: Any) -> None:
+    """See to it that an object's idle connections end with this loop: the next loop could not use them."""
+    http = getattr(sdk, "_client", None)
+    if type(http).__module__.partition(".")[0] in ("openai", "httpx", "httpx2"):
+        (await _https_of_loop.get())[id(http)] = http
+
+
+async def _close_pools(https: WeakValueDictionary[int, Any]) -> None:
+    for http in list(https.values()):
+        for transport in (getattr(http, "_transport", None), *getattr(http, "_mounts", {}).values()):
+            pool: Any = getattr(transport, "_pool", None)
+            if type(pool).__module__.startswith("httpcore"):  # these open again when they are used again
+                await pool.aclose()
+
+
+_https_of_loop: PerLoop[WeakValueDictionary[int, Any]] = PerLoop(WeakValueDictionary, _close_pools)
+
+
+def _is_stale(error: Exception) -> bool:
+    """Was this a connection of a loop that ended without closing it? It is dropped, and the next one may be good."""
+    return any("Event loop is closed" in text for text in _chain_texts(error))
+
+
+# --- what went wrong ----------------------------------------------------------------------------------------------
+
+
+def translate(error: Exception, keys: list[str]) -> errors.Error:
+    """A foreign exception as one of ours, by its class name and status, without the keys.
+
+    >>> class APITimeoutError(Exception): ...
+    >>> translate(APITimeoutError("request for sk-abc123 timed out"), ["sk-abc123"]).__class__.__name__
+    'DeadlineError'
+    """
+    kind = _kind(error)
+    failure = kind(redact(f"{type(error).__name__}: {error}", keys))
+    failure.__cause__ = _without_keys(error, keys)
+    return failure
+
+
+def _kind(error: Exception) -> type[errors.Error]:
+    names = {base.__name__ for base in type(error).__mro__}
+    status = getattr(error, "status_code", None)
+    status = status if isinstance(status, int) else None
+    if status == 429 or "RateLimitError" in names:
+        return errors.RateLimitError
+    if "APITimeoutError" in names or isinstance(error, TimeoutError) or type(error).__name__.endswith("Timeout"):
+        return errors.DeadlineError
+    if "APIConnectionError" in names or isinstance(error, OSError):
+        return errors.ConnectionFailedError
+    if status is not None and status >= 500:
+        return errors.ServerError
+    if is_overlong(str(error)):
+        return errors.OverlongPromptError
+    if status is not None and status >= 400:
+        return errors.RequestRefusedError
+    return errors.ModelError
+
+
+def _without_keys(error: BaseException, keys: list[str]) -> BaseException:
+    """The cause to keep: the exception itself, or a stand-in if it or anything behind it spells a key out."""
+    shown = f"{type(error).__name__}: {error}"
+    if all(redact(text, keys) == text for text in _chain_texts(error)):
+        return error
+    return RuntimeError(redact(shown, keys))
+
+
+def _chain_texts(error: BaseException) -> Iterator[str]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield f"{link} {link.args!r}"
+        link = link.__cause__ or link.__context__

@@ -1,0 +1,66 @@
+"""Text that may hold a key → the same text without it."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Iterable, Mapping
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
+
+HIDDEN = "[hidden]"
+SHORTEST = 6  # what is shorter ("EMPTY", "x") is no secret, and hiding it would garble every message
+_TELLING = ("auth", "key", "token", "secret", "cookie", "password", "credential", "signature")
+
+
+def redact(text: str, keys: Iterable[str]) -> str:
+    """Every occurrence of a key, as it is or as JSON and URLs spell it, replaced by a placeholder.
+
+    >>> redact("Incorrect API key provided: sk-abc123", ["sk-abc123"])
+    'Incorrect API key provided: [hidden]'
+    """
+    for key in sorted(set(keys), key=len, reverse=True):  # a key that holds another one goes first
+        if len(key) >= SHORTEST:
+            for spelling in _spellings(key):
+                text = text.replace(spelling, HIDDEN)
+    return text
+
+
+def _spellings(key: str) -> set[str]:
+    in_json = {json.dumps(key)[1:-1], json.dumps(key, ensure_ascii=False)[1:-1]}
+    in_urls = {quote(key, safe="", errors="replace"), quote(key, errors="replace")}
+    return {key, *in_urls, *in_json, *(text.replace("/", "\\/") for text in in_json)}
+
+
+def mask(key: str | None) -> str:
+    """What a repr may show of a key: that there is one, and its vendor's prefix.
+
+    >>> mask("sk-abc123"), mask("hunter2"), mask(None)
+    ('sk-…', '…', '')
+    """
+    if not key:
+        return ""
+    return "sk-…" if key.startswith("sk-") else "…"
+
+
+def secrets_in(headers: Mapping[str, str], urls: Iterable[str] = ()) -> list[str]:
+    """The secrets among headers (told by their names) and inside URLs (passwords, telling query values).
+
+    >>> secrets_in({"Authorization": "Bearer abc123", "X-Title": "mine"}, ["http://me:pass99@host/v1?api_key=xyz789"])
+    ['Bearer abc123', 'abc123', 'pass99', 'bWU6cGFzczk5', 'xyz789']
+    """
+    found = []
+    for name, value in headers.items():
+        if _is_telling(name):
+            found += [value, value.split(" ", 1)[1]] if " " in value else [value]
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.password:
+            user, password = unquote(parts.username or ""), unquote(parts.password)
+            found += [parts.password, password, b64encode(f"{user}:{password}".encode()).decode()]
+        found += [value for name, value in parse_qsl(parts.query) if _is_telling(name)]
+    return list(dict.fromkeys(found))
+
+
+def _is_telling(name: str) -> bool:
+    lowered = name.lower()
+    return any(word in lowered for word in _TELLING)

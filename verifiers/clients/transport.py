@@ -1,0 +1,165 @@
+"""A request's bytes → the reply's bytes: the connections of one event loop, shared by every client on it.
+
+Importing this imports aiohttp, which is slow: clients do so on their first request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]
+
+import aiohttp
+from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
+
+from verifiers.clients.deadlines import Deadlines
+from verifiers.clients.limits import Limit, open_files_cap
+from verifiers.clients.protocol import Completion
+from verifiers.clients.retries import LONGEST_PAUSE_S, Failure
+from verifiers.clients.wire import Call, Reply
+from verifiers.errors import BadReplyError, ConnectionFailedError, DeadlineError, RequestRefusedError
+
+CONNECT_TIMEOUT_S = 30.0
+KEEPALIVE_S = 30.0
+CONNECTING_AT_ONCE = 64  # to one host: a burst of handshakes swamps its backlog, and takes memory that stays taken
+_ONE_LINE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*").fullmatch
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)  # this machine can hold no more
+
+
+class Pool:
+    """The session and the limits of one event loop."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.session = aiohttp.ClientSession(
+            connector=_Connector(limit=0, ttl_dns_cache=300, keepalive_timeout=KEEPALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        )
+        self._cap = open_files_cap()
+        self._deadlines = Deadlines(self.loop)
+        self._limits: dict[str | tuple[str, int], Limit] = {}
+
+    def limit(self, endpoint: str) -> Limit:
+        """The adaptive limit that all clients of an endpoint share."""
+        limit = self._limits.get(endpoint)
+        if limit is None:
+            limit = self._limits[endpoint] = Limit(cap=self._cap)
+        return limit
+
+    def gate(self, endpoint: str, size: int) -> Limit:
+        """The fixed limit that clients asked for by ``max_concurrent``; the endpoint's own one applies as well."""
+        gate = self._limits.get((endpoint, size))
+        if gate is None:
+            gate = self._limits[endpoint, size] = Limit(start=size, cap=size)
+            self.limit(endpoint).expect(size)
+        return gate
+
+    async def ask(
+        self,
+        call: Call,
+        read: Callable[[Reply], Completion | Failure],
+        endpoint: str,
+        max_concurrent: int | None = None,
+    ) -> Completion | Failure:
+        """One attempt: wait for a slot, send, read the whole reply within the deadline, let the limit learn from it.
+
+        What goes wrong is returned, not raised: aiohttp's exceptions carry the request's headers, and so its key.
+        """
+        limit = self.limit(endpoint)
+        gate = None if max_concurrent is None else self.gate(endpoint, max_concurrent)
+        patience_s = 2 * (call.timeout_s + LONGEST_PAUSE_S)
+        if gate is not None and not gate.try_enter():
+            await gate.enter(patience_s=patience_s)
+        try:
+            if not limit.try_enter():
+                await limit.enter(patience_s=patience_s)
+            epoch = limit.epoch
+            outcome: Completion | Failure | None = None
+            try:
+                address, proxy = _address(call.url)
+                with self._deadlines.within(call.timeout_s):
+                    response = await self.session.post(
+                        address, data=call.body, headers=call.headers, allow_redirects=False, proxy=proxy
+                    )
+                    body = await response.read()
+                outcome = read(Reply(response.status, response.headers, body))
+            except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+                outcome = _failure(error, call.timeout_s)
+            finally:
+                self._learn(limit, gate, outcome, epoch)
+                limit.leave()
+        finally:
+            if gate is not None:
+                gate.leave()
+        return outcome
+
+    def _learn(self, limit: Limit, gate: Limit | None, outcome: Completion | Failure | None, epoch: int) -> None:
+        """Tell the limits, while the slot is not yet free for the next in line."""
+        if isinstance(outcome, Completion):
+            now = self.loop.time()
+            limit.succeeded(now)
+            if gate is not None:
+                gate.succeeded(now)
+        elif outcome is not None and outcome.is_overload:
+            limit.overloaded(epoch)
+            if outcome.retry_after_s:
+                limit.pause(outcome.retry_after_s)
+
+    async def close(self) -> None:
+        await self.session.close()
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Connections, opened to each host only so many at a time."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._turns: defaultdict[Any, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(CONNECTING_AT_ONCE))
+
+    async def _create_connection(self, req: Any, *args: Any, **kwargs: Any) -> Any:
+        async with self._turns[req.connection_key]:
+            return await super()._create_connection(req, *args, **kwargs)
+
+
+def prepared(*layers: Mapping[str, str]) -> CIMultiDictProxy[str]:
+    """Headers in the form that costs the least to send again and again; a later layer wins over an earlier one."""
+    headers: CIMultiDict[str] = CIMultiDict()
+    for layer in layers:
+        headers.update({name: str(value) for name, value in layer.items()})
+    if bad := sorted({name for name, value in headers.items() if not _ONE_LINE(name + value)}):
+        raise RequestRefusedError(f"the header {bad[0]!r} holds a line break or another character that HTTP forbids")
+    return CIMultiDictProxy(headers)
+
+
+@lru_cache(maxsize=1024)
+def _address(url: str) -> tuple[URL, URL | None]:
+    """A URL, and the proxy that the environment names for it (read once: aiohttp's own way costs a thread a time)."""
+    address = URL(url)
+    proxy = getproxies_environment().get(address.scheme)
+    if not proxy or proxy_bypass_environment(address.host or ""):
+        return address, None
+    return address, URL(proxy if "://" in proxy else f"http://{proxy}")
+
+
+def _failure(error: Exception, timeout_s: float) -> Failure:
+    if isinstance(error, aiohttp.InvalidURL):
+        return Failure(error=RequestRefusedError, text=_say(error), is_final=True)
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return Failure(error=ConnectionFailedError, text=_say(error), is_final=True)
+    if isinstance(error, aiohttp.ClientResponseError):
+        return Failure(error=BadReplyError, text=f"no HTTP reply that can be read: {error.message or _say(error)}")
+    if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
+        return Failure(error=DeadlineError, text=f"no whole reply within {timeout_s:g} s")
+    is_overload = isinstance(error, OSError) and error.errno in _EXHAUSTED
+    return Failure(error=ConnectionFailedError, text=_say(error), is_overload=is_overload)
+
+
+def _say(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,180 @@
+"""The two forms of ``rollout``, the sampling arguments, and who answers: read from what a caller passed."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verifiers.clients import as_client, resolve_endpoint
+from verifiers.clients.protocol import Client
+from verifiers.types import Row, SamplingArgs, State
+
+SAMPLING_KEYS = frozenset(
+    (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "max_tokens",
+        "max_completion_tokens",
+        "max_new_tokens",
+        "stop",
+        "seed",
+        "n",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logprobs",
+        "top_logprobs",
+        "logit_bias",
+        "response_format",
+        "reasoning_effort",
+        "tool_choice",
+        "parallel_tool_calls",
+        "modalities",
+        "service_tier",
+        "user",
+        "verbosity",
+        "extra_body",
+        "extra_headers",
+        "extra_query",
+        "timeout",
+    )
+)
+
+
+def sampling_from(kwargs: Mapping[str, Any], *, known: tuple[str, ...] = (), where: str) -> SamplingArgs:
+    """Loose keywords such as ``temperature=0.7`` as sampling arguments; any other keyword is an error.
+
+    >>> sampling_from({"temprature": 1.0}, where="generate")
+    Traceback (most recent call last):
+    TypeError: generate() got an unknown keyword 'temprature'; did you mean 'temperature'?
+    """
+    for key in kwargs:
+        if key not in SAMPLING_KEYS:
+            close = difflib.get_close_matches(key, [*SAMPLING_KEYS, *known], n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else "; other request fields go into extra_body={…}"
+            raise TypeError(f"{where}() got an unknown keyword {key!r}{hint}")
+    sampling = dict(kwargs)
+    if "max_new_tokens" in sampling:
+        sampling["max_tokens"] = sampling.pop("max_new_tokens")
+    return sampling
+
+
+def merge_sampling(*given: Mapping[str, Any] | None) -> SamplingArgs:
+    """Later arguments over earlier ones; ``extra_body`` is merged; nothing that was passed in is changed.
+
+    >>> merge_sampling({"n": 1, "extra_body": {"top_k": 5}}, {"extra_body": {"min_p": 0.1}})
+    {'n': 1, 'extra_body': {'top_k': 5, 'min_p': 0.1}}
+    """
+    merged: SamplingArgs = {}
+    for sampling in given:
+        for key, value in (sampling or {}).items():
+            if key == "extra_body" and isinstance(value, Mapping):
+                value = {**merged.get("extra_body", {}), **value}
+            merged[key] = value
+    return merged
+
+
+@dataclass(frozen=True, slots=True)
+class Answerer:
+    """Who answers: the client as it was given (hooks see that one), as our protocol, and the model's name."""
+
+    given: Any
+    client: Client
+    model: str
+
+
+def find_answerer(client: Any, model: Any) -> Answerer:
+    """From whatever was passed as client and model; a model in this process is its own client."""
+    if model is not None and not isinstance(model, str):
+        name = getattr(model, "name_or_path", None) or getattr(model, "name", None) or type(model).__name__
+        return Answerer(model, as_client(model), str(name))
+    if client is None and model is not None:
+        resolved, name = resolve_endpoint(model)
+        return Answerer(resolved, resolved, name)
+    resolved = as_client(client)
+    if model is None:
+        model = getattr(client, "model", None)
+        model = model if isinstance(model, str) else None
+    if model is None:
+        if not getattr(resolved, "needs_no_model", False):
+            raise ValueError("no model was named: pass model='…' here or to the environment")
+        model = type(resolved).__name__
+    return Answerer(client if client is not None else resolved, resolved, model)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutCall:
+    """One call of ``rollout``, read; ``gives_pair`` when the caller wants ``(completion, state)``."""
+
+    row: Row
+    client: Any
+    model: Any
+    sampling_args: SamplingArgs | None
+    gives_pair: bool
+
+
+_ROW_KEYS = ("input", "client", "model", "sampling_args")
+_PAIR_ARGS = ("client", "model", "prompt", "answer")
+_PAIR_KEYS = (*_PAIR_ARGS, "sampling_args", "task", "info", "example_id")
+
+
+def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RolloutCall:
+    """``(input, client, model, sampling_args)`` or ``(client, model, prompt, answer, task=, info=, temperature=…)``."""
+    is_row = (bool(args) and isinstance(args[0], Mapping)) or "input" in kwargs
+    names = _ROW_KEYS if is_row else _PAIR_KEYS
+    most = 4 if is_row else 5
+    if len(args) > most:
+        raise TypeError(f"rollout() takes at most {', '.join(names[:most])} by position")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    loose = {key: given.pop(key) for key in list(given) if key not in names}
+    sampling = merge_sampling(given.get("sampling_args"), sampling_from(loose, known=names, where="rollout"))
+    row = dict(given["input"]) if is_row else _row_from(given)
+    return RolloutCall(row, given.get("client"), given.get("model"), sampling or None, not is_row)
+
+
+def _row_from(given: Mapping[str, Any]) -> Row:
+    if given.get("prompt") is None:
+        raise TypeError("rollout() needs a row (input=…) or a prompt (client, model, prompt, answer)")
+    row = {"prompt": given["prompt"], "answer": given.get("answer", ""), "example_id": given.get("example_id", 0)}
+    return row | {key: given[key] for key in ("task", "info") if given.get(key) is not None}
+
+
+def override_arguments(
+    function: Callable[..., Any], row: Row, answerer: Answerer, sampling_args: SamplingArgs
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments for a subclass's own ``rollout``, in the form in which it was written."""
+    parameters = inspect.signature(function).parameters
+    if "prompt" not in parameters:
+        return (row, answerer.given, answerer.model, sampling_args), {}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    extra = {"task": row.get("task"), "info": row.get("info") or {}, "example_id": row.get("example_id")}
+    if "sampling_args" in parameters:
+        extra["sampling_args"] = sampling_args
+    else:
+        extra |= sampling_args
+    kwargs = {key: value for key, value in extra.items() if takes_all or key in parameters}
+    return (answerer.given, answerer.model, row["prompt"], row.get("answer", "")), kwargs
+
+
+def adopt_result(result: Any, blank: State) -> State:
+    """What a subclass's ``rollout`` returned (a state, a pair, or a completion alone) as a whole state."""
+    if isinstance(result, State) and "trajectory" in result:
+        return result
+    completion, update = result if isinstance(result, tuple) and len(result) == 2 else (None, result)
+    if isinstance(update, State) and "trajectory" in update:
+        state = update
+    elif isinstance(update, Mapping):
+        state = blank
+        for key, value in update.items():
+            state[key] = value
+    else:
+        state, completion = blank, result
+    if completion is not None:
+        state["completion"] = completion
+    state["is_completed"] = True
+    return state

@@ -1,0 +1,153 @@
+"""Several environments as one: rows carry the name of the environment that plays and scores them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from verifiers import calls
+from verifiers.envs.calling import Answerer, merge_sampling
+from verifiers.envs.environment import Environment
+from verifiers.envs.rows import Rows
+from verifiers.errors import GraderError
+from verifiers.rollout import note_error
+from verifiers.rubrics import Rubric
+from verifiers.rubrics.score import Score
+from verifiers.types import Row, SamplingArgs, State
+
+
+class _RoutedRubric(Rubric):
+    """Scores a rollout with the rubric of the environment it belongs to."""
+
+    def __init__(self, group: EnvGroup) -> None:
+        super().__init__(parser=group.envs[0].parser)
+        self.group = group
+
+    @property
+    def has_group_rewards(self) -> bool:
+        return any(env.has_group_rewards for env in self.group.envs)
+
+    @property
+    def is_empty(self) -> bool:
+        return all(env.rubric.is_empty for env in self.group.envs)
+
+    def _get_reward_func_names(self) -> list[str]:
+        return list(dict.fromkeys(name for env in self.group.envs for name in env.rubric._get_reward_func_names()))
+
+    async def score_alone(self, state: State) -> Score:
+        try:
+            with self.group.as_member(state) as env:
+                return await env.score_alone(state)
+        except ValueError as error:
+            return Score(error=GraderError(str(error)))
+
+    async def add_group_scores(self, states: Sequence[State], scores: Sequence[Score]) -> None:
+        for env in self.group.envs:
+            picks = [i for i, state in enumerate(states) if self.group.get_env_for_task(state["task"]) is env]
+            if picks:
+                with ExitStack() as stack:
+                    for i in picks:
+                        stack.enter_context(self.group.as_member(states[i]))
+                    await env.add_group_scores([states[i] for i in picks], [scores[i] for i in picks])
+
+
+class EnvGroup(Environment):
+    """Environments under one roof, routed by the row's ``task``: the name of its environment.
+
+    Groups can hold groups: the names are then joined, ``"games/chess"``. Inside its environment a row has the task it
+    had there before.
+    """
+
+    def __init__(self, envs: Sequence[Environment], env_names: Sequence[str] | None = None, **kwargs: Any) -> None:
+        if not envs:
+            raise ValueError("EnvGroup needs at least one environment")
+        self.envs = list(envs)
+        self.env_names = list(env_names or [f"env_{i}" for i in range(len(self.envs))])
+        if len(self.env_names) != len(self.envs):
+            raise ValueError(f"{len(self.envs)} environments but {len(self.env_names)} names")
+        if len(set(self.env_names)) != len(self.env_names):
+            raise ValueError(f"environment names must differ, got {self.env_names}")
+        self.env_map = dict(zip(self.env_names, self.envs, strict=True))
+        kwargs.setdefault("message_type", self.envs[0].message_type)
+        has_train = any(env.dataset is not None for env in self.envs)
+        has_eval = any(env.eval_dataset is not None for env in self.envs)
+        super().__init__(
+            dataset=self._train_rows if has_train else None,
+            eval_dataset=self._eval_rows if has_eval else None,
+            rubric=_RoutedRubric(self),
+            **kwargs,
+        )
+
+    def _train_rows(self) -> list[Row]:
+        return [row for env in self.envs if env.dataset is not None for row in self._rows_of(env, env.dataset)]
+
+    def _eval_rows(self) -> list[Row]:
+        return [row for env in self.envs for row in self._rows_of(env, env.get_eval_dataset())]
+
+    def _rows_of(self, env: Environment, rows: Rows) -> Iterator[Row]:
+        name = self.env_names[self.envs.index(env)]
+        for row in rows:
+            task = f"{name}/{row['task']}" if isinstance(env, EnvGroup) else name
+            yield {**_without(row, "example_id"), "task": task, "member_task": row.get("member_task", row["task"])}
+
+    def get_env_for_task(self, task: str) -> Environment:
+        """The environment that plays a task."""
+        return self._route(task)[0]
+
+    def _route(self, task: str) -> tuple[Environment, str]:
+        """The environment of a task, and what is left of the name below it."""
+        for name, env in self.env_map.items():
+            if task == name or task.startswith(f"{name}/"):
+                return env, task[len(name) + 1 :]
+        raise ValueError(f"no environment has the task {task!r}; there are {', '.join(self.env_names)}")
+
+    def _inner_task(self, env: Environment, rest: str, row: Mapping[str, Any]) -> str:
+        return rest if isinstance(env, EnvGroup) else row.get("member_task") or env.env_id or "default"
+
+    @contextmanager
+    def as_member(self, state: State) -> Iterator[Environment]:
+        """While this lasts, a state looks as its own environment knows it."""
+        task = state["task"]
+        env, rest = self._route(task)
+        state["task"] = self._inner_task(env, rest, state)
+        try:
+            yield env
+        finally:
+            state["task"] = task
+
+    async def run_row(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs) -> State:
+        try:
+            env, rest = self._route(row["task"])
+        except ValueError as error:
+            state = self.new_state(row, answerer.given, answerer.model, sampling_args)
+            note_error(state, error)
+            return state
+        inner = {**row, "task": self._inner_task(env, rest, row)}
+        state = await env.run_row(inner, answerer, merge_sampling(env.sampling_args, sampling_args))
+        state["task"] = row["task"]
+        return state
+
+    async def _play_row(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs) -> State:
+        return await self.run_row(row, answerer, sampling_args)
+
+    def set_max_seq_len(self, max_seq_len: int | None) -> None:
+        super().set_max_seq_len(max_seq_len)
+        for env in self.envs:
+            env.set_max_seq_len(max_seq_len)
+
+    def set_score_rollouts(self, score_rollouts: bool) -> None:
+        super().set_score_rollouts(score_rollouts)
+        for env in self.envs:
+            env.set_score_rollouts(score_rollouts)
+
+    async def _close(self) -> None:
+        for env in self.envs:
+            await env._close()
+        await super()._close()
+
+    close = calls.both(_close)  # type: ignore[arg-type]
+
+
+def _without(row: Row, name: str) -> Row:
+    return {key: value for key, value in row.items() if key != name}

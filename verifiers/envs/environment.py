@@ -1,0 +1,529 @@
+"""What an environment is: rows, a way to play them, a way to score them, and the calls that run it."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import logging
+import random
+import time
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from verifiers import calls
+from verifiers.clients import as_client
+from verifiers.clients.protocol import Completion, Request
+from verifiers.clients.reading import read_response
+from verifiers.envs.calling import (
+    Answerer,
+    RolloutCall,
+    adopt_result,
+    find_answerer,
+    merge_sampling,
+    override_arguments,
+    read_call,
+)
+from verifiers.envs.rows import RowFormat, Rows, as_rows, few_shot_messages
+from verifiers.errors import GraderError, HookError, wrap
+from verifiers.messages import strip_nones_from_content
+from verifiers.parsers import Parser
+from verifiers.rollout import marked, note_error, note_timing
+from verifiers.rubrics import Rubric, RubricGroup
+from verifiers.rubrics.score import Score
+from verifiers.rubrics.signature import Plan, as_score
+from verifiers.samples import batches
+from verifiers.types import Messages, MessageType, ProcessedOutputs, Row, SamplingArgs, State
+
+if TYPE_CHECKING:
+    from verifiers.results import Results
+
+HOOK_TIMEOUT_S = 3600.0
+
+
+class Environment:
+    """A task: a data set, how a rollout goes, and a rubric. Any further keyword becomes an attribute."""
+
+    def __init__(
+        self,
+        dataset: Any = None,
+        eval_dataset: Any = None,
+        system_prompt: str | None = None,
+        few_shot: Sequence[Any] | None = None,
+        parser: Parser | None = None,
+        rubric: Rubric | None = None,
+        sampling_args: SamplingArgs | None = None,
+        message_type: MessageType = "chat",
+        oai_tools: list[dict[str, Any]] | None = None,
+        max_workers: int = 512,
+        env_id: str | None = None,
+        env_args: dict[str, Any] | None = None,
+        map_kwargs: dict[str, Any] | None = None,
+        max_seq_len: int | None = None,
+        interleaved_rollouts: bool = False,
+        score_rollouts: bool = True,
+        *,
+        few_shot_examples: Sequence[Any] | None = None,
+        client: Any = None,
+        model: Any = None,
+        max_retries: int = 0,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if message_type not in ("chat", "completion"):
+            raise ValueError(f"message_type is 'chat' or 'completion', got {message_type!r}")
+        if dataset is None and eval_dataset is None:
+            raise ValueError("an environment needs a dataset or an eval_dataset")
+        if few_shot is not None and few_shot_examples is not None:
+            raise TypeError("few_shot and few_shot_examples are the same thing; pass one of them")
+        self.logger = logging.getLogger(f"verifiers.envs.{type(self).__name__}")
+        self.message_type: MessageType = message_type
+        self.system_prompt = system_prompt
+        self.few_shot = few_shot if few_shot is not None else few_shot_examples
+        self.parser = parser or (rubric.parser if rubric is not None else Parser())
+        self.rubric = rubric if rubric is not None else Rubric(parser=self.parser)
+        self.sampling_args = merge_sampling(sampling_args)
+        self.oai_tools = oai_tools
+        self.max_workers = max_workers
+        self.env_id = env_id or ""
+        self.env_args = env_args or {}
+        self.max_seq_len = max_seq_len
+        self.score_rollouts = score_rollouts
+        self.client = client
+        self.model = model
+        self.max_retries = max_retries
+        self.timeout = timeout
+        self.set_interleaved_rollouts(interleaved_rollouts)
+        if map_kwargs:
+            warnings.warn("map_kwargs has no effect: rows are formatted as they are read", stacklevel=2)
+        self._set_attributes(kwargs)
+        self._format = RowFormat(
+            message_type=message_type,
+            system_prompt=system_prompt,
+            few_shot=few_shot_messages(self.few_shot),
+            task=self.env_id or "default",
+        )
+        self.dataset: Rows | None = None if dataset is None else as_rows(dataset, self._format)
+        self.eval_dataset: Rows | None = None if eval_dataset is None else as_rows(eval_dataset, self._format)
+        self._hooks: dict[str, calls.Hook | None] = {}
+
+    def _set_attributes(self, kwargs: Mapping[str, Any]) -> None:
+        for name, value in kwargs.items():
+            if callable(getattr(type(self), name, None)):
+                raise TypeError(f"{type(self).__name__}() got the keyword {name!r}, which is one of its methods")
+            setattr(self, name, value)
+
+    # --- rows -----------------------------------------------------------------------------------------------------
+
+    def get_dataset(self, n: int = -1, seed: int | None = None) -> Rows:
+        """The rows to train on, shuffled by a seed if one is given (a new object: nothing is shuffled in place)."""
+        if self.dataset is None:
+            raise ValueError("this environment has no dataset, only an eval_dataset")
+        return _take(self.dataset, n, seed)
+
+    def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Rows:
+        """The rows to evaluate on; the training rows where there are none."""
+        if self.eval_dataset is None:
+            return self.get_dataset(n, seed)
+        return _take(self.eval_dataset, n, seed)
+
+    def sample_prompts(self, n: int, seed: int | None = None) -> list[Row]:
+        """``n`` random rows; a row comes twice only when there are fewer rows than that."""
+        rows = self.get_dataset()
+        if not len(rows):
+            raise ValueError("the dataset is empty: there is nothing to sample")
+        draw = random.Random(seed)
+        picks: list[int] = []
+        while len(picks) < n:
+            picks += draw.sample(range(len(rows)), min(n - len(picks), len(rows)))
+        return [rows[i] for i in picks]
+
+    # --- one rollout ----------------------------------------------------------------------------------------------
+
+    def new_state(self, row: Mapping[str, Any], client: Any, model: str, sampling_args: SamplingArgs | None) -> State:
+        """The state a rollout of this row starts from; the row itself stays as it is."""
+        fields = {key: _copied(value) for key, value in row.items()}
+        if isinstance(fields.get("info"), str):
+            fields["info"] = msgspec.json.decode(fields["info"])
+        fields.setdefault("task", self.env_id or "default")
+        fields.setdefault("example_id", 0)
+        state = State({key: value for key, value in fields.items() if key not in State.INPUT_FIELDS})
+        info = fields.get("info")
+        tools = info.get("oai_tools") if isinstance(info, Mapping) else None
+        state.update(
+            input=fields,
+            client=client,
+            model=model,
+            sampling_args=sampling_args,
+            is_completed=False,
+            is_truncated=False,
+            stop_condition=None,
+            oai_tools=tools if tools is not None else self.oai_tools,
+            trajectory=[],
+            trajectory_id=uuid.uuid4().hex,
+            responses=[],
+            turn=0,
+            completion=None,
+            reward=None,
+            advantage=None,
+            metrics=None,
+            usage=None,
+            error=None,
+            final_env_response=None,
+            timing={"start_time": time.time(), "generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0},
+        )
+        return state
+
+    async def _init_state(
+        self, input: Mapping[str, Any], client: Any, model: str, sampling_args: SamplingArgs | None = None
+    ) -> State:
+        return self.new_state(input, client, model, sampling_args)
+
+    init_state = calls.both(_init_state)
+
+    async def _get_model_response(
+        self,
+        state: State,
+        prompt: Messages,
+        client: Any = None,
+        model: str | None = None,
+        oai_tools: list[dict[str, Any]] | None = None,
+        sampling_args: SamplingArgs | None = None,
+        message_type: MessageType | None = None,
+    ) -> Completion:
+        """Ask the model once; the reply counts towards the state's token usage."""
+        given = client if client is not None else state["client"]
+        known: Answerer | None = getattr(state, "answerer", None)
+        answering = known.client if known is not None and known.given is given else as_client(given)
+        tools = oai_tools if oai_tools is not None else state["oai_tools"]
+        kind = message_type or self.message_type
+        request = Request(
+            model=model or state["model"],
+            prompt=prompt if isinstance(prompt, str) else strip_nones_from_content(prompt),
+            tools=tools or None,
+            sampling=sampling_args if sampling_args is not None else (state["sampling_args"] or {}),
+            message_type=kind,
+            timeout_s=self.timeout,
+        )
+        completion = await answering.complete(request)
+        if completion.usage is not None:
+            used = state.get("usage")
+            state["usage"] = completion.usage if used is None else used + completion.usage
+        return completion
+
+    get_model_response = calls.both(_get_model_response)
+
+    def read_reply(self, response: Any) -> Completion:
+        """What ``get_model_response`` gave (an override may give any OpenAI-shaped object) as a completion."""
+        return response if isinstance(response, Completion) else read_response(response, self.message_type)
+
+    async def play(self, state: State) -> State:
+        """Play one rollout from its first state to its end. `MultiTurnEnv` plays turns."""
+        raise NotImplementedError(f"{type(self).__name__} must define rollout(input, client, model, sampling_args)")
+
+    async def _rollout(self, *args: Any, **kwargs: Any) -> Any:
+        call = read_call(args, kwargs)
+        state = await self._play_call(call)
+        return (state["completion"], state) if call.gives_pair else state
+
+    rollout = calls.both(_rollout)
+    """``rollout(input=row, client=, model=)`` gives the state; ``rollout(client, model, prompt, answer)`` gives
+    ``(completion, state)``."""
+
+    async def _play_call(self, call: RolloutCall) -> State:
+        row = call.row
+        if call.gives_pair:
+            row["prompt"] = self._format.prompt_of(row, 0)
+        answerer = find_answerer(
+            call.client if call.client is not None else self.client,
+            call.model if call.model is not None else self.model,
+        )
+        return await self._play_row(row, answerer, merge_sampling(self.sampling_args, call.sampling_args))
+
+    async def _play_row(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs) -> State:
+        state = self.new_state(row, answerer.given, answerer.model, sampling_args)
+        state.answerer = answerer
+        return await self.play(state)
+
+    async def run_row(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs) -> State:
+        """One rollout of a row, by a subclass's own ``rollout`` if it has one. Raises nothing but cancellation."""
+        hook = self._hook("rollout", may_inline=False)
+        if hook is None:
+            return await self._play_row(row, answerer, sampling_args)
+        blank = self.new_state(row, answerer.given, answerer.model, sampling_args)
+        state = blank
+        try:
+            args, kwargs = override_arguments(self.rollout, row, answerer, sampling_args)
+            state = adopt_result(await hook(*args, **kwargs), blank)
+            await self.clean_up(state)
+        except Exception as error:  # foreign code
+            note_error(state, wrap(error, HookError, f"{type(self).__name__}.rollout"))
+        note_timing(state)
+        return state
+
+    async def _run_rollout(
+        self,
+        input: Mapping[str, Any],
+        client: Any = None,
+        model: Any = None,
+        gen_sampling_args: SamplingArgs | None = None,
+        gen_sem: Any = None,
+        score_sem: Any = None,
+        score: bool = False,
+    ) -> State:
+        (state,) = await self._run_group([input], client, model, gen_sampling_args, gen_sem, score_sem, score)
+        return state
+
+    run_rollout = calls.both(_run_rollout)
+
+    async def _run_group(
+        self,
+        group_inputs: Sequence[Mapping[str, Any]],
+        client: Any = None,
+        model: Any = None,
+        gen_sampling_args: SamplingArgs | None = None,
+        gen_sem: Any = None,
+        score_sem: Any = None,
+        score: bool = True,
+    ) -> list[State]:
+        from verifiers.envs.evaluation import run_group
+
+        return await run_group(self, group_inputs, client, model, gen_sampling_args, gen_sem, score_sem, score)
+
+    run_group = calls.both(_run_group)
+    """The rollouts of one group, scored together; failed ones are in their place, with their error."""
+
+    # --- hooks that users write -----------------------------------------------------------------------------------
+
+    def _hook(self, name: str, *, may_inline: bool = True) -> calls.Hook | None:
+        """A user's method by this name, ready to be called; None where the library's own (or none) is in force."""
+        try:
+            return self._hooks[name]
+        except KeyError:
+            method = getattr(self, name, None)
+            is_ours = name not in vars(self) and calls.is_default(getattr(type(self), name, None))
+            hook = None
+            if method is not None and not is_ours:
+                hook = calls.Hook(method, timeout_s=HOOK_TIMEOUT_S, may_inline=may_inline)
+            self._hooks[name] = hook
+            return hook
+
+    def _marked_hooks(self, kind: str) -> list[calls.Hook]:
+        hooks = vars(self).get(f"_{kind}_hooks")
+        if hooks is None:
+            hooks = [calls.Hook(method) for method in marked(self, kind)]
+            setattr(self, f"_{kind}_hooks", hooks)
+        return hooks
+
+    async def meets_a_stop(self, state: State) -> bool:
+        """Has a stop condition been met? The first that has is written into the state."""
+        for hook in self._marked_hooks("stop"):
+            if await hook(state):
+                state["is_completed"] = True
+                state["stop_condition"] = state.get("stop_condition") or hook.function.__name__
+                return True
+        return False
+
+    async def _is_completed(self, *messages_and_state: Any, state: State | None = None, **_: Any) -> bool:
+        state = messages_and_state[-1] if state is None else state
+        if not await self.meets_a_stop(state):
+            return False
+        note_timing(state)
+        await self.clean_up(state)
+        return True
+
+    is_completed = calls.both(_is_completed)
+    """``is_completed(state)`` or ``is_completed(messages, state)``, for a ``rollout`` of one's own and for ``super()``:
+    once a stop condition has been met, the rollout is cleaned up."""
+
+    async def clean_up(self, state: State) -> None:
+        """Run every clean-up hook, once for a rollout, even when one of them raises."""
+        if state.get("is_cleaned_up"):
+            return
+        state["is_cleaned_up"] = True
+        first_error: Exception | None = None
+        for hook in self._marked_hooks("cleanup"):
+            try:
+                await hook(state)
+            except Exception as error:  # foreign code
+                first_error = first_error or wrap(error, HookError, f"cleanup {hook.function.__name__}")
+        if first_error is not None:
+            raise first_error
+
+    async def _close(self) -> None:
+        """Run the teardown hooks; called at exit for environments that have any and were used."""
+        for hook in self._marked_hooks("teardown"):
+            await hook()
+
+    close = calls.both(_close)
+
+    def tear_down_at_exit(self) -> None:
+        """Called when the environment is first used: constructors have no side effects."""
+        if not vars(self).get("_is_armed") and self._marked_hooks("teardown"):
+            self._is_armed = True
+            atexit.register(_close_if_alive, weakref.ref(self))
+
+    # --- scoring --------------------------------------------------------------------------------------------------
+
+    @property
+    def has_group_rewards(self) -> bool:
+        return self.rubric.has_group_rewards and self._hook("score_rollout") is None
+
+    async def score_alone(self, state: State) -> Score:
+        """Score one finished rollout, by the environment's own ``score_rollout`` if a subclass has one."""
+        hook = self._hook("score_rollout")
+        score = await (self.rubric.score_alone(state) if hook is None else self._score_by_hook(hook, state))
+        if score.error is None:
+            score.metrics.update(self.own_metrics(state))
+        return score
+
+    async def _score_by_hook(self, hook: calls.Hook, state: State) -> Score:
+        try:
+            objects = {"parser": self.parser, "rubric": self.rubric, "messages": state["completion"]}
+            plan = Plan(hook.function, objects)
+            result = await hook(**plan.arguments(state, objects))
+            if isinstance(result, Mapping):
+                flat = {name: as_score(value, name) for name, value in result.items() if name != "metrics"}
+                nested = result.get("metrics") or {}
+                return Score(reward=flat.pop("reward"), metrics={**flat, **nested})
+            value = state.get("reward") if result is None or isinstance(result, State) else result
+            return Score(reward=as_score(value, "score_rollout"), metrics=dict(state.get("metrics") or {}))
+        except Exception as error:  # foreign code
+            return Score(error=wrap(error, GraderError, f"{type(self).__name__}.score_rollout"))
+
+    def own_metrics(self, state: State) -> dict[str, float]:
+        """What the environment itself reports of a rollout, beside the rubric's scores."""
+        return {} if not self.max_retries else {"parse_retries": float(state.get("parse_retries", 0))}
+
+    async def add_group_scores(self, states: Sequence[State], scores: Sequence[Score]) -> None:
+        """Add what only the whole group can say."""
+        await self.rubric.add_group_scores(states, scores)
+
+    async def _score_rollout(self, state: State) -> dict[str, Any]:
+        """Score one rollout with the rubric and write the score into it."""
+        return await Rubric._score_rollout(self.rubric, state)
+
+    score_rollout = calls.both(_score_rollout)
+
+    # --- many rollouts --------------------------------------------------------------------------------------------
+
+    async def _generate(self, inputs: Any = None, client: Any = None, model: Any = None, **kwargs: Any) -> Results:
+        """Roll out (and score) rows: ``inputs``, or ``n_samples`` of the environment's own."""
+        from verifiers.envs import evaluation
+
+        return await evaluation.generate(self, inputs, client, model, **kwargs)
+
+    generate = calls.both(_generate)
+    generate_sync = calls.blocking(generate)
+    generate_async = calls.asynchronous(generate)
+    a_generate = generate_async
+
+    async def _evaluate(
+        self, client: Any = None, model: Any = None, sampling_args: Any = None, **kwargs: Any
+    ) -> Results:
+        """Roll out and score the evaluation rows: ``num_examples`` of them, ``rollouts_per_example`` times each."""
+        from verifiers.envs import evaluation
+
+        return await evaluation.evaluate(self, client, model, sampling_args, **kwargs)
+
+    evaluate = calls.both(_evaluate)
+    evaluate_sync = calls.blocking(evaluate)
+    evaluate_async = calls.asynchronous(evaluate)
+
+    async def _generate_completion(self, prompt: Any, answer: Any = "", **kwargs: Any) -> tuple[Any, State]:
+        """One reply to a prompt: ``completion, state = env.generate_completion(prompt, temperature=0.3)``."""
+        pair: tuple[Any, State] = await self._rollout(prompt=prompt, answer=answer, **kwargs)
+        return pair
+
+    generate_completion = calls.both(_generate_completion)
+
+    def make_dataset(
+        self, results: Results, push_to_hub: bool = False, hub_name: str | None = None, **kwargs: Any
+    ) -> Any:
+        """Scored rollouts as a Hugging Face ``Dataset``, pushed to the hub if asked for."""
+        from verifiers.envs.evaluation import make_dataset
+
+        return make_dataset(results, push_to_hub=push_to_hub, hub_name=hub_name, **kwargs)
+
+    def process_env_results(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        states: Sequence[State],
+        rewards: Sequence[float],
+        processing_class: Any = None,
+        batch_size: int = 8,
+        max_seq_len: int | None = None,
+        **kwargs: Any,
+    ) -> list[ProcessedOutputs]:
+        """Rollouts as batches of token samples with masks, for a training loop of one's own."""
+        if kwargs:
+            raise TypeError(f"process_env_results() got an unknown keyword {next(iter(kwargs))!r}")
+        limit = max_seq_len if max_seq_len is not None else self.max_seq_len
+        rollouts = zip(prompts, completions, states, rewards, strict=True)
+        return list(batches(rollouts, processing_class, batch_size=batch_size, max_seq_len=limit))
+
+    # --- setters for trainers -------------------------------------------------------------------------------------
+
+    def set_kwargs(self, **kwargs: Any) -> None:
+        """Set attributes, through ``set_<name>`` where there is one."""
+        for name, value in kwargs.items():
+            setter: Callable[[Any], None] | None = getattr(self, f"set_{name}", None)
+            if setter is None:
+                setattr(self, name, value)
+            else:
+                setter(value)
+
+    def add_rubric(self, rubric: Rubric) -> None:
+        """Let another rubric score as well."""
+        if isinstance(self.rubric, RubricGroup):
+            self.rubric.rubrics.append(rubric)
+        else:
+            self.rubric = rubric if self.rubric.is_empty else RubricGroup([self.rubric, rubric])
+
+    def set_max_seq_len(self, max_seq_len: int | None) -> None:
+        self.max_seq_len = max_seq_len
+
+    def set_interleaved_rollouts(self, interleaved_rollouts: bool) -> None:
+        self.interleaved_rollouts = interleaved_rollouts
+        if interleaved_rollouts:
+            warnings.warn(
+                "interleaved_rollouts has no effect: tokens are kept exactly as the engine sampled them anyway",
+                stacklevel=3,
+            )
+
+    def set_score_rollouts(self, score_rollouts: bool) -> None:
+        self.score_rollouts = score_rollouts
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Hooks are made anew where the environment is unpickled."""
+        kept = {key: value for key, value in vars(self).items() if not key.endswith("_hooks") and key != "_is_armed"}
+        return {**kept, "_hooks": {}}
+
+
+def _take(rows: Rows, n: int, seed: int | None) -> Rows:
+    rows = rows if seed is None else rows.shuffle(seed)
+    return rows if n < 0 else rows[:n]
+
+
+def _copied(value: Any) -> Any:
+    """A copy deep enough that a rollout can change what it was given; leaves are shared."""
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if type(value) is list else value
+
+
+def _close_if_alive(reference: weakref.ref[Environment]) -> None:
+    env = reference()
+    if env is not None:
+        env.close()
+
+
+def takes_messages(function: Callable[..., Any]) -> bool:
+    """Was a hook written as ``(messages, state)`` rather than ``(state)``?"""
+    names = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    return len(names) > 1 and names[0] != "state"

@@ -1,0 +1,433 @@
+"""An environment, rows and a model become results: what ``generate``, ``evaluate`` and ``run_group`` do."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
+from verifiers.envs.rows import RowFormat, Rows, as_rows
+from verifiers.errors import HookError, wrap
+from verifiers.progress import Progress, make_progress
+from verifiers.results import Results
+from verifiers.rollout import note_error
+from verifiers.rubrics.score import Score, note_scoring_time, write_advantages, write_score
+from verifiers.runner import Job, Limits, Run, RunInterruptedError
+from verifiers.store import DEFAULT_ROOT, Record, RunDir, encode, to_hf_dataset, to_record
+from verifiers.types import Row, SamplingArgs, State, Usage
+
+if TYPE_CHECKING:
+    from verifiers.envs.environment import Environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a run is made, apart from what is asked of the model."""
+
+    max_concurrent: int = -1
+    max_concurrent_generation: int | None = None
+    max_concurrent_scoring: int | None = None
+    results_path: str | Path | None = None
+    save_results: bool = False
+    resume: bool | str | Path = False
+    state_columns: Sequence[str] | None = None
+    save_every: int = -1
+    use_tqdm: bool | Progress = True
+    independent_scoring: bool = False
+    score: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.save_every > 0:
+            warnings.warn("save_every has no effect: every rollout is saved as soon as it is done", stacklevel=4)
+
+
+_OPTION_NAMES = tuple(field.name for field in fields(Options))
+
+
+def split_options(where: str, kwargs: dict[str, Any]) -> tuple[Options, SamplingArgs]:
+    """Keywords of a run, and loose sampling arguments; an unknown keyword is an error."""
+    options = {name: kwargs.pop(name) for name in list(kwargs) if name in _OPTION_NAMES}
+    if kwargs.pop("batch_size", None) is not None:
+        warnings.warn("batch_size has no effect: a rollout starts whenever another ends", stacklevel=3)
+    if "progress" in kwargs:
+        options["use_tqdm"] = kwargs.pop("progress")
+    sampling = sampling_from(kwargs, known=(*_OPTION_NAMES, "n_samples", "num_examples"), where=where)
+    return Options(**options), sampling
+
+
+async def generate(
+    env: Environment,
+    inputs: Any = None,
+    client: Any = None,
+    model: Any = None,
+    sampling_args: SamplingArgs | None = None,
+    *,
+    n_samples: int | None = None,
+    rollouts_per_example: int = 1,
+    system_prompt: str | None = None,
+    **kwargs: Any,
+) -> Results:
+    """Roll out rows: ``inputs``, or the environment's own (all of them, or ``n_samples``, going round if need be)."""
+    options, loose = split_options("generate", kwargs)
+    row_format = env._format
+    if system_prompt is not None:
+        row_format = RowFormat(**{**vars(row_format), "system_prompt": system_prompt})
+    if inputs is None:
+        rows = env.get_dataset() if env.dataset is not None else env.get_eval_dataset()
+        jobs = jobs_of(_reformatted(rows, row_format), rollouts_per_example, n_samples)
+    else:
+        jobs = jobs_of_inputs(inputs, row_format, rollouts_per_example)[:n_samples]
+    return await _run(env, jobs, client, model, merge_sampling(sampling_args, loose), options)
+
+
+async def evaluate(
+    env: Environment,
+    client: Any = None,
+    model: Any = None,
+    sampling_args: SamplingArgs | None = None,
+    *,
+    num_examples: int = -1,
+    rollouts_per_example: int = 1,
+    **kwargs: Any,
+) -> Results:
+    """Roll out the evaluation rows."""
+    options, loose = split_options("evaluate", kwargs)
+    if rollouts_per_example < 1:
+        raise ValueError(f"rollouts_per_example must be at least 1, got {rollouts_per_example}")
+    jobs = jobs_of(env.get_eval_dataset(num_examples), rollouts_per_example)
+    return await _run(env, jobs, client, model, merge_sampling(sampling_args, loose), options)
+
+
+# --- what is to be done -------------------------------------------------------------------------------------------
+
+
+def _reformatted(rows: Rows, row_format: RowFormat) -> Rows:
+    return rows if rows._format == row_format else Rows(rows._given, row_format, picks=rows._picks)
+
+
+def jobs_of(rows: Rows, repeats: int, n_samples: int | None = None) -> list[Job]:
+    """Each row ``repeats`` times; or, with ``n_samples``, so many rollouts, going round the rows."""
+    n = len(rows)
+    if n_samples is not None and n:
+        order = [
+            (i % n, repeat + (i // n) * repeats) for i in range(-(-n_samples // repeats)) for repeat in range(repeats)
+        ]
+        order = order[:n_samples]
+    else:
+        order = [(i, repeat) for i in range(n) for repeat in range(repeats)]
+    cache: dict[int, tuple[Row, Exception | None]] = {}
+    jobs = []
+    for position, (i, repeat) in enumerate(order):
+        if i not in cache:
+            cache[i] = _row_or_error(rows, i)
+        row, error = cache[i]
+        jobs.append(Job(position, row, repeat, error))
+    return jobs
+
+
+def _row_or_error(rows: Rows, i: int) -> tuple[Row, Exception | None]:
+    try:
+        return rows[i], None
+    except Exception as error:  # one poison row never ends the run
+        return {"prompt": None, "example_id": i, "task": "default"}, error
+
+
+def jobs_of_inputs(inputs: Any, row_format: RowFormat, repeats: int) -> list[Job]:
+    """Rows handed in by a host; the same example id several times over means several rollouts of it."""
+    if isinstance(inputs, Rows):
+        return jobs_of(inputs, repeats)
+    raw = as_rows(_without_ids(inputs), row_format)
+    seen: dict[Any, int] = {}
+    jobs: list[Job] = []
+    for i in range(len(raw)):
+        row, error = _row_or_error(raw, i)
+        row["example_id"] = row.pop("given_id", row["example_id"])
+        for _ in range(repeats):
+            repeat = seen.get(row["example_id"], 0)
+            seen[row["example_id"]] = repeat + 1
+            jobs.append(Job(len(jobs), row, repeat, error))
+    return jobs
+
+
+def _without_ids(inputs: Any) -> Any:
+    """Ids may repeat here, so they are kept apart from the check that a data set's ids are unique."""
+    if isinstance(inputs, Mapping) and "prompt" in inputs and not isinstance(inputs["prompt"], list | tuple):
+        inputs = [inputs]
+    if isinstance(inputs, Mapping):
+        inputs = [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
+    rows = []
+    for row in inputs:
+        row = dict(row)
+        if row.get("example_id") is not None:
+            row["given_id"] = row.pop("example_id")
+        rows.append(row)
+    return rows
+
+
+# --- doing it -----------------------------------------------------------------------------------------------------
+
+
+async def _run(
+    env: Environment, jobs: list[Job], client: Any, model: Any, sampling_args: SamplingArgs, options: Options
+) -> Results:
+    began = time.time()
+    sampling = merge_sampling(env.sampling_args, sampling_args)
+    if not jobs:
+        warnings.warn("the dataset is empty: there is nothing to roll out", stacklevel=2)
+        return Results([], {"env_id": env.env_id, "num_examples": 0, "avg_reward": None, "avg_metrics": {}})
+    answerer = find_answerer(client if client is not None else env.client, model if model is not None else env.model)
+    metadata = _metadata(env, jobs, answerer, sampling, options)
+    run_dir, kept = _open_store(env, jobs, answerer, metadata, options)
+    restored = _partial_groups(run_dir, jobs, kept) if run_dir is not None and env.has_group_rewards else {}
+    kept -= restored.keys()
+    with ExitStack() as stack:
+        append = stack.enter_context(run_dir.appender()).append if run_dir is not None else None
+        progress = make_progress(options.use_tqdm)
+        todo = [job for job in jobs if job.key not in kept]
+        run = _make_run(env, todo, answerer, sampling, options, progress, append, restored)
+        progress.start(len(jobs), len(jobs) - len(todo))
+        stack.callback(progress.stop)
+        done = await run.finish()
+    if run_dir is not None and restored:
+        run_dir.compact()
+    results = _assemble(jobs, done, run_dir, kept, metadata, began)
+    if run.is_stopping:
+        where = f"; resume it with resume={str(run_dir.path)!r}" if run_dir is not None else ""
+        raise RunInterruptedError(f"stopped after {len(results.rollouts)} of {len(jobs)} rollouts{where}", results)
+    return results
+
+
+def _make_run(
+    env: Environment,
+    jobs: Sequence[Job],
+    answerer: Answerer,
+    sampling: SamplingArgs,
+    options: Options,
+    progress: Progress,
+    append: Any,
+    restored: Mapping[tuple[Any, int], State],
+) -> Run:
+    is_scored = env.score_rollouts if options.score is None else options.score
+    columns = tuple(options.state_columns or ())
+
+    async def generate_one(job: Job) -> State:
+        if job.key in restored:
+            return restored[job.key]
+        if job.error is not None:
+            state = env.new_state(job.row, answerer.given, answerer.model, sampling)
+            note_error(state, wrap(job.error, HookError, f"reading row {job.row['example_id']}"))
+            return state
+        return await env.run_row(job.row, answerer, sampling)
+
+    async def score_one(state: State) -> Score:
+        score = await env.score_alone(state)
+        if options.independent_scoring:
+            await env.add_group_scores([state], [score])
+        return score
+
+    def save(job: Job, state: State) -> None:
+        append(to_record(state, rollout=job.repeat, state_columns=columns))
+
+    return Run(
+        jobs,
+        generate=generate_one,
+        score_alone=score_one if is_scored else None,
+        score_group=env.add_group_scores
+        if is_scored and env.has_group_rewards and not options.independent_scoring
+        else None,
+        limits=Limits(
+            max_concurrent=options.max_concurrent,
+            generation=options.max_concurrent_generation,
+            scoring=options.max_concurrent_scoring,
+        ),
+        sink=save if append is not None else None,
+        progress=progress,
+    )
+
+
+async def run_group(
+    env: Environment,
+    group_inputs: Sequence[Mapping[str, Any]],
+    client: Any,
+    model: Any,
+    sampling_args: SamplingArgs | None,
+    gen_sem: Any,
+    score_sem: Any,
+    score: bool,
+) -> list[State]:
+    """Rollouts of one group for a host that schedules by itself; each state comes back in its place."""
+    answerer = find_answerer(client if client is not None else env.client, model if model is not None else env.model)
+    sampling = merge_sampling(env.sampling_args, sampling_args)
+
+    async def generate_one(row: Mapping[str, Any]) -> State:
+        async with gen_sem or nullcontext():
+            return await env.run_row(env._format.apply(row, 0, keep_ids="example_id" in row), answerer, sampling)
+
+    states = list(await asyncio.gather(*map(generate_one, group_inputs)))
+    if score and env.score_rollouts:
+        began = time.perf_counter()
+        live = [state for state in states if state.get("error") is None]
+        async with score_sem or nullcontext():
+            scores = await asyncio.gather(*map(env.score_alone, live))
+            await env.add_group_scores(live, scores)
+        for state, scored in zip(live, scores, strict=True):
+            write_score(state, scored)
+        note_scoring_time(live, (time.perf_counter() - began) * 1000)
+        write_advantages(states)
+    return states
+
+
+# --- what is kept -------------------------------------------------------------------------------------------------
+
+
+def _metadata(
+    env: Environment, jobs: Sequence[Job], answerer: Answerer, sampling: SamplingArgs, options: Options
+) -> dict[str, Any]:
+    examples = {job.row["example_id"] for job in jobs}
+    return {
+        "env_id": env.env_id or type(env).__name__,
+        "env_args": env.env_args,
+        "model": answerer.model,
+        "base_url": str(getattr(answerer.given, "base_url", "") or ""),
+        "num_examples": len(examples),
+        "rollouts_per_example": max(job.repeat for job in jobs) + 1,
+        "sampling_args": sampling,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "state_columns": list(options.state_columns or ()),
+    }
+
+
+def _open_store(
+    env: Environment, jobs: Sequence[Job], answerer: Answerer, metadata: Mapping[str, Any], options: Options
+) -> tuple[RunDir | None, set[tuple[Any, int]]]:
+    """The run directory, if the run is saved, and the rollouts it already holds."""
+    path = options.resume if isinstance(options.resume, str | Path) else options.results_path
+    if path is None and options.resume:
+        raise ValueError("resume=True needs results_path=…, the run directory to go on with; or pass resume='its path'")
+    if path is None and not options.save_results:
+        return None, set()
+    config = {key: metadata[key] for key in ("env_id", "env_args", "model", "sampling_args", "rollouts_per_example")}
+    config |= {
+        "num_examples": metadata["num_examples"],
+        "message_type": env.message_type,
+        "max_turns": getattr(env, "max_turns", None),
+        "rows": _fingerprint(jobs),
+    }
+    if path is None:
+        return RunDir.create(DEFAULT_ROOT, env_id=metadata["env_id"], model=answerer.model, config=config), set()
+    exists = Path(path, "metadata.json").exists() or Path(path, "results.jsonl").exists()
+    if not exists:
+        if options.resume:
+            raise FileNotFoundError(f"there is no run to resume in {path}")
+        return RunDir.create_at(path, env_id=metadata["env_id"], model=answerer.model, config=config), set()
+    if not options.resume:
+        raise FileExistsError(f"{path} already holds a run; pass resume=True to go on with it, or another results_path")
+    run_dir = RunDir.open(path)
+    run_dir.check_same(config)
+    return run_dir, set(run_dir.compact().finished)
+
+
+def _partial_groups(run_dir: RunDir, jobs: Sequence[Job], kept: set[tuple[Any, int]]) -> dict[tuple[Any, int], State]:
+    """Saved rollouts whose group is not complete: they are scored again with it, but not generated again."""
+    partial = {job.row["example_id"] for job in jobs if job.key not in kept}
+    again = {key for key in kept if key[0] in partial}
+    if not again:
+        return {}
+    keyed = ((_key(record), record) for record in run_dir.records())
+    rows = {job.key: job.row for job in jobs if job.key in again}
+    return {key: state_of(record, rows[key]) for key, record in keyed if key in rows}
+
+
+def _key(record: Record) -> tuple[Any, int]:
+    return record["example_id"], record["rollout"]
+
+
+def _fingerprint(jobs: Sequence[Job]) -> str:
+    """A digest of what is asked, so that a run is not resumed with other rows."""
+    digest = hashlib.sha256()
+    for job in jobs:
+        if job.repeat == 0:
+            row = job.row
+            digest.update(encode({key: row.get(key) for key in ("example_id", "prompt", "answer", "task", "info")}))
+    return digest.hexdigest()[:16]
+
+
+def _assemble(
+    jobs: Sequence[Job],
+    done: Sequence[tuple[Job, State]],
+    run_dir: RunDir | None,
+    kept: set[tuple[Any, int]],
+    metadata: dict[str, Any],
+    began: float,
+) -> Results:
+    states = {job.key: state for job, state in done}
+    if run_dir is not None and kept:
+        rows = {job.key: job.row for job in jobs if job.key in kept}
+        for record in run_dir.records():
+            if (key := _key(record)) in rows:
+                states[key] = state_of(record, rows[key])
+    ordered = [states[job.key] for job in jobs if job.key in states]
+    groups: dict[Any, list[State]] = {}
+    for state in ordered:
+        groups.setdefault(state.get("example_id"), []).append(state)
+    for group in groups.values():
+        write_advantages(group)
+    results = Results(ordered, metadata)
+    figures = {
+        "time_ms": (time.time() - began) * 1000,
+        "avg_reward": results.mean_reward,
+        "avg_metrics": {name: results.interval(name).mean for name in results.metric_names},
+        "num_rollouts": len(ordered),
+        "num_failed": len(results.failed),
+        "path_to_save": run_dir.path if run_dir is not None else None,
+    }
+    results.metadata.update(figures)  # type: ignore[typeddict-item]
+    if run_dir is not None:
+        run_dir.update_metadata({**metadata, **figures, "path_to_save": str(run_dir.path)})
+    return results
+
+
+_TIMING_FIELDS = ("generation_ms", "scoring_ms", "total_ms")
+
+
+def state_of(record: Record, row: Row) -> State:
+    """A saved rollout as a state again: all that was saved of it, and the row it was made from."""
+    state = State({"trajectory": [], **row, **record})
+    for key in (*State.INPUT_FIELDS, *_TIMING_FIELDS):
+        state.pop(key, None)
+    state["input"] = {**row, **{key: record.get(key) for key in State.INPUT_FIELDS}}
+    state["timing"] = {key: record.get(key) or 0.0 for key in _TIMING_FIELDS}
+    usage = record.get("usage")
+    state["usage"] = Usage(**usage) if usage else None
+    return state
+
+
+def make_dataset(
+    results: Results,
+    *,
+    push_to_hub: bool = False,
+    hub_name: str | None = None,
+    state_columns: Sequence[str] = (),
+    **kwargs: Any,
+) -> Any:
+    """Scored rollouts as a Hugging Face ``Dataset``; ``push_to_hub`` sends it to ``hub_name``."""
+    if push_to_hub and not hub_name:
+        raise ValueError("push_to_hub=True needs hub_name='user/name'")
+    seen: dict[Any, int] = {}
+    records = []
+    for state in results.scored:
+        rollout = seen.get(state.get("example_id"), 0)
+        seen[state.get("example_id")] = rollout + 1
+        records.append(to_record(state, rollout=rollout, state_columns=tuple(state_columns)))
+    dataset = to_hf_dataset(records)
+    if push_to_hub:
+        dataset.push_to_hub(hub_name, **kwargs)
+    return dataset

@@ -1,0 +1,121 @@
+"""An environment's id becomes the environment: from an installed package or a local ``environments/`` folder."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from verifiers.envs.environment import Environment
+
+_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?([A-Za-z0-9][\w-]*(?:\.[\w-]+)*)(?:@([\w.+-]+))?\Z", re.ASCII)
+
+
+def load_environment(env_id: str, *, environments_dir: str | Path = "environments", **env_args: Any) -> Environment:
+    """Load ``name``, ``org/name`` or ``org/name@version`` and call its ``load_environment(**env_args)``."""
+    name, version = split_id(env_id)
+    module_name = name.replace("-", "_")
+    module = _import_local(module_name, Path(environments_dir)) or _import_installed(module_name)
+    if module is None:
+        raise ValueError(_not_found(env_id, module_name, Path(environments_dir)))
+    if version is not None:
+        _check_version(env_id, name, version)
+    load = getattr(module, "load_environment", None)
+    if not callable(load):
+        raise ValueError(f"{module_name!r} is not an environment: it has no load_environment()")
+    _check_args(env_id, load, env_args)
+    env = load(**env_args)
+    if not isinstance(env, Environment):
+        raise TypeError(f"{module_name}.load_environment() returned {type(env).__name__}, not an Environment")
+    env.env_id = env.env_id or name
+    env.env_args = env.env_args or env_args
+    return env
+
+
+def split_id(env_id: str) -> tuple[str, str | None]:
+    """The name and the version in an id; anything that could be a path is refused.
+
+    >>> split_id("primeintellect/alphabet-sort@0.1.4")
+    ('alphabet-sort', '0.1.4')
+    """
+    match = _ID.fullmatch(str(env_id))
+    if match is None or ".." in env_id:
+        raise ValueError(f"{env_id!r} is not an environment id; ids look like 'name', 'org/name' or 'org/name@version'")
+    return match[1], match[2]
+
+
+def _import_local(module_name: str, folder: Path) -> ModuleType | None:
+    """``environments/<mod>/<mod>.py`` or ``environments/<mod>/__init__.py``; a local folder wins over a package."""
+    for path in (folder / module_name / f"{module_name}.py", folder / module_name / "__init__.py"):
+        if not path.is_file():
+            continue
+        loaded = sys.modules.get(module_name)
+        if loaded is not None and _is_at(loaded, path):
+            return loaded
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} cannot be imported")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+        return module
+    return None
+
+
+def _is_at(module: ModuleType, path: Path) -> bool:
+    return module.__file__ is not None and Path(module.__file__).resolve() == path.resolve()
+
+
+def _import_installed(module_name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.partition(".")[0] == module_name.partition(".")[0]:
+            return None
+        raise ImportError(
+            f"the environment {module_name!r} needs {error.name!r}, which is not installed: pip install {error.name}"
+        ) from error
+
+
+def _check_version(env_id: str, name: str, version: str) -> None:
+    if version == "latest":
+        return
+    try:
+        installed = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(f"{env_id!r} asks for version {version}, but {name!r} is not an installed package") from None
+    if installed != version:
+        raise ValueError(f"{env_id!r} asks for version {version}, but {installed} is installed")
+
+
+def _check_args(env_id: str, load: Callable[..., Any], env_args: dict[str, Any]) -> None:
+    parameters = inspect.signature(load).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    unknown = [name for name in env_args if name not in parameters]
+    if unknown:
+        known = ", ".join(parameters) or "no arguments"
+        raise TypeError(f"the environment {env_id!r} does not take {unknown}; it takes {known}")
+
+
+def _not_found(env_id: str, module_name: str, folder: Path) -> str:
+    local = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    installed = [d.metadata["Name"].replace("-", "_") for d in importlib.metadata.distributions() if d.metadata["Name"]]
+    close = difflib.get_close_matches(module_name, [*local, *installed], n=3)
+    hint = f" Did you mean {', '.join(close)}?" if close else ""
+    return (
+        f"there is no environment {env_id!r}: no installed package {module_name!r} and no {folder}/{module_name}.{hint}"
+        f" Install it with: pip install {module_name.replace('_', '-')}"
+    )

@@ -1,0 +1,198 @@
+"""Turns: the model speaks, the environment answers, until a stop condition is met."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from verifiers import calls
+from verifiers.clients.protocol import Completion
+from verifiers.envs.environment import Environment, takes_messages
+from verifiers.messages import as_messages, concat_messages
+from verifiers.parsers import Parser
+from verifiers.rollout import merge_state, run_episode, split_response, step_tokens, stop
+from verifiers.types import Messages, State, TrajectoryStep
+
+
+class MultiTurnEnv(Environment):
+    """An environment that answers back: define ``env_response``, and ``is_completed`` or a ``@vf.stop`` method."""
+
+    def __init__(self, max_turns: int = 10, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.max_turns = max_turns
+        if max_turns != 1 and self._hook("env_response") is None and self._hook("get_prompt_messages") is None:
+            raise TypeError(f"{type(self).__name__} must define env_response(messages, state)")
+        is_completed = self._hook("is_completed")
+        self._reads_messages = is_completed is not None and takes_messages(is_completed.function)
+
+    # --- stop conditions ------------------------------------------------------------------------------------------
+
+    @stop(priority=100)
+    async def has_error(self, state: State) -> bool:
+        return state.get("error") is not None
+
+    @stop
+    async def prompt_too_long(self, state: State) -> bool:
+        return bool(state.get("prompt_too_long"))
+
+    @stop
+    async def max_turns_reached(self, state: State) -> bool:
+        return 0 < self.max_turns <= len(state["trajectory"])
+
+    @stop
+    async def has_final_env_response(self, state: State) -> bool:
+        return state.get("final_env_response") is not None
+
+    async def ask_completed(self, state: State) -> bool:
+        """The marked stop conditions first, then a subclass's own ``is_completed``."""
+        if await self.meets_a_stop(state):
+            return True
+        hook = self._hook("is_completed")
+        if hook is None or (self._reads_messages and not state["trajectory"]):
+            return False
+        return await self._ask_own(hook, _conversation(state), state)
+
+    async def _ask_own(self, hook: calls.Hook, messages: Messages, state: State) -> bool:
+        if not await hook(*((messages, state) if self._reads_messages else (state,))):
+            return False
+        state["stop_condition"] = state.get("stop_condition") or "is_completed"
+        return True
+
+    # --- the steps of a turn, each open to be overridden ----------------------------------------------------------
+
+    async def _setup_state(self, state: State) -> State:
+        """Override to add what a rollout of this environment needs in its state."""
+        return state
+
+    setup_state = calls.both(_setup_state)
+
+    async def _env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
+        """Override: what the environment says to the model's last message."""
+        raise NotImplementedError(f"{type(self).__name__} has no env_response")
+
+    env_response = calls.both(_env_response)
+
+    async def _get_prompt_messages(self, state: State) -> Messages:
+        """What the model is shown next: the row's prompt, or the conversation with the environment's answer."""
+        if not state["trajectory"]:
+            prompt: Messages = state["prompt"]
+            return prompt
+        messages = _conversation(state)
+        hook = self._hook("env_response")
+        shown = list(messages) if isinstance(messages, list) else messages
+        result = await (self._env_response(shown, state) if hook is None else hook(shown, state))
+        said, update = split_response(result)
+        merge_state(state, update)
+        reply: Messages = said if isinstance(messages, str) else as_messages(said if said is not None else [])
+        after = concat_messages([messages, reply])
+        own = self._hook("is_completed") if self._reads_messages else None
+        if state.get("completed") is True or (own is not None and await self._ask_own(own, after, state)):
+            state["final_env_response"] = reply
+        return after
+
+    get_prompt_messages = calls.both(_get_prompt_messages)
+
+    async def _add_trajectory_step(self, state: State, trajectory_step: TrajectoryStep) -> None:
+        """Override to set rewards or extras of a single turn."""
+        state["trajectory"].append(trajectory_step)
+
+    add_trajectory_step = calls.both(_add_trajectory_step)
+
+    async def _add_model_response(self, state: State, prompt_messages: Messages, response: Any) -> None:
+        """Keep a reply as a step of the trajectory."""
+        reply = self.read_reply(response)
+        tokens = step_tokens(reply.tokens, self.max_seq_len)
+        step = TrajectoryStep(
+            prompt=prompt_messages,
+            completion=[reply.message] if self.message_type == "chat" else reply.text,
+            response=response,
+            tokens=tokens,
+            reward=None,
+            advantage=None,
+            is_truncated=reply.is_truncated or (tokens is not None and tokens["is_truncated"]),
+            trajectory_id=state["trajectory_id"],
+            extras={},
+        )
+        state["responses"].append(response)
+        state["turn"] += 1
+        hook = self._hook("add_trajectory_step")
+        await (self._add_trajectory_step(state, step) if hook is None else hook(state, step))
+
+    add_model_response = calls.both(_add_model_response)
+
+    async def _render_completion(self, state: State) -> None:
+        """Write the conversation after the prompt into ``state["completion"]``."""
+        if not state["trajectory"]:
+            state["completion"] = [] if self.message_type == "chat" else ""
+            return
+        whole = _conversation(state)
+        final = state.get("final_env_response")
+        if final:
+            whole = concat_messages([whole, final])
+        state["completion"] = whole[len(state["prompt"]) :]
+
+    render_completion = calls.both(_render_completion)
+
+    # --- what the episode loop asks -------------------------------------------------------------------------------
+
+    async def play(self, state: State) -> State:
+        self.tear_down_at_exit()
+        return await run_episode(self, state)
+
+    async def start(self, state: State) -> State:
+        """``initial_state(row)`` and ``setup_state(state)``, where a subclass has them."""
+        initial = self._hook("initial_state")
+        if initial is not None:
+            merge_state(state, await initial(state["input"]))
+        setup = self._hook("setup_state")
+        if setup is not None:
+            returned = await setup(state)
+            if isinstance(returned, State) and "trajectory" in returned:
+                return returned
+            merge_state(state, returned)
+        return state
+
+    async def next_prompt(self, state: State) -> Messages:
+        hook = self._hook("get_prompt_messages")
+        prompt: Messages = await (self._get_prompt_messages(state) if hook is None else hook(state))
+        return prompt
+
+    async def ask_model(self, state: State, prompt: Messages) -> None:
+        """One turn of the model; a reply the parser can make nothing of is asked for again."""
+        ask = self._hook("get_model_response")
+        for left in range(self.max_retries, -1, -1):
+            response = await (self._get_model_response(state, prompt) if ask is None else ask(state, prompt))
+            if not left or understands(self.parser, self.read_reply(response)):
+                break
+            state["parse_retries"] = state.get("parse_retries", 0) + 1
+        add = self._hook("add_model_response")
+        await (self._add_model_response if add is None else add)(state, prompt, response)
+
+    async def finish(self, state: State) -> None:
+        """Render the completion, then clean up, whatever happened before."""
+        render = self._hook("render_completion")
+        try:
+            await (self._render_completion if render is None else render)(state)
+        finally:
+            await self.clean_up(state)
+
+    def own_metrics(self, state: State) -> dict[str, float]:
+        return {**super().own_metrics(state), "num_turns": float(len(state.get("trajectory") or ()))}
+
+
+def _conversation(state: State) -> Messages:
+    last = state["trajectory"][-1]
+    return concat_messages([last["prompt"], last["completion"]])
+
+
+def understands(parser: Parser, reply: Completion) -> bool:
+    """Can the parser make anything of this reply? A tool call needs no parsing."""
+    if reply.message.get("tool_calls"):
+        return True
+    try:
+        parsed = parser.parse(reply.text)
+    except Exception:  # a user's own parser
+        return False
+    if isinstance(parsed, SimpleNamespace):
+        return any(value is not None for value in vars(parsed).values())
+    return parsed is not None and parsed != ""

@@ -1,0 +1,130 @@
+"""What went wrong, and who is to blame: the policy, the environment, the grader or the infrastructure."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any, ClassVar, Literal
+
+Blame = Literal["policy", "environment", "grader", "infrastructure"]
+
+
+class Error(Exception):
+    """Base of every error a rollout can carry in ``state["error"]``.
+
+    Only the policy's own faults are scored; any other blame makes the rollout *failed*, which is not a reward of 0.
+    """
+
+    blame: ClassVar[Blame] = "infrastructure"
+
+
+class ModelError(Error):
+    """The model's endpoint did not give a usable reply."""
+
+
+class EmptyModelResponseError(ModelError):
+    """The endpoint answered, but with no choices."""
+
+
+class BadReplyError(ModelError):
+    """The endpoint answered with something that is not a completion (broken JSON, a web page)."""
+
+
+class RequestRefusedError(ModelError):
+    """The endpoint refused the request for good (bad key, unknown model, malformed arguments)."""
+
+
+class RateLimitError(ModelError):
+    """The endpoint kept asking for fewer requests until the retries ran out."""
+
+
+class ServerError(ModelError):
+    """The endpoint kept failing on its side until the retries ran out."""
+
+
+class ConnectionFailedError(ModelError):
+    """The endpoint could not be reached, or dropped the connection, until the retries ran out."""
+
+
+class DeadlineError(ModelError):
+    """The reply did not come within the deadline."""
+
+
+class OverlongPromptError(Error):
+    """The conversation no longer fits into the model's context."""
+
+    blame = "policy"
+
+
+class ToolError(Error):
+    """A tool was called in a way that did not work."""
+
+    blame = "policy"
+
+
+class ToolParseError(ToolError):
+    """The arguments of a tool call could not be read."""
+
+
+class ToolCallError(ToolError):
+    """A tool raised while it ran."""
+
+
+class InfraError(Error):
+    """Something the rollout stands on is down."""
+
+
+class SandboxError(InfraError):
+    """A sandbox is down or could not be made."""
+
+
+class WorkerError(InfraError):
+    """A worker process could not be started or died again and again."""
+
+
+class HookError(Error):
+    """An environment hook raised; the exception it raised is the cause."""
+
+    blame = "environment"
+
+
+class GraderError(Error):
+    """A reward function raised, hung, or gave something that is not a finite number."""
+
+    blame = "grader"
+
+
+class JudgeError(GraderError):
+    """A judge model was unreachable or gave a reply without a score."""
+
+
+class RolloutCancelledError(InfraError):
+    """The run was stopped before this rollout finished."""
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """The record of an error that goes into a result: its type, blame, message, cause and traceback.
+
+    >>> describe(GraderError("no score"))["blame"]
+    'grader'
+    """
+    cause = error.__cause__ or error.__context__
+    return {
+        "type": type(error).__name__,
+        "blame": getattr(error, "blame", "environment"),
+        "message": str(error),
+        "cause": None if cause is None else f"{type(cause).__name__}: {cause}",
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def wrap(error: Exception, into: type[Error], what: str) -> Error:
+    """Our own errors stay as they are; a foreign one becomes ``into``, with the foreign one as its cause.
+
+    >>> wrap(KeyError("x"), HookError, "env_response")
+    HookError("env_response raised KeyError: 'x'")
+    """
+    if isinstance(error, Error):
+        return error
+    wrapped = into(f"{what} raised {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

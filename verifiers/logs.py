@@ -1,0 +1,73 @@
+"""What a person sees of the library in a terminal: log lines and a sample of rollouts, without control characters."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from verifiers.messages import messages_to_printable, role_of, text_of
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_HANDLER_NAME = "verifiers"
+
+
+def setup_logging(level: str | int = "INFO", log_format: str | None = None, date_format: str | None = None) -> None:
+    """Show the library's log on stderr. Nothing is shown unless this (or logging's own set-up) is called."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.set_name(_HANDLER_NAME)
+    handler.setFormatter(
+        logging.Formatter(log_format or "%(asctime)s %(name)s %(levelname)s %(message)s", date_format or "%H:%M:%S")
+    )
+    logger = logging.getLogger("verifiers")
+    for other in [h for h in logger.handlers if h.get_name() == _HANDLER_NAME]:
+        logger.removeHandler(other)
+    logger.addHandler(handler)
+    logger.setLevel(level.upper() if isinstance(level, str) else level)
+
+
+def printable(text: str) -> str:
+    r"""Model output made safe for a terminal: escape sequences and control characters are shown, not obeyed.
+
+    >>> printable("a\x1b[31mb")
+    'a\\x1b[31mb'
+    """
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def print_prompt_completions_sample(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    rewards: Sequence[Any],
+    step: Any = 0,
+    num_samples: int = 1,
+    errors: Any = None,
+) -> None:
+    """Print the first rollouts: what was asked, what was said, what it scored."""
+    if isinstance(step, Sequence):  # by position as in 0.1.9: prompts, completions, errors, rewards, step, num_samples
+        errors, rewards, step, num_samples = rewards, step, num_samples, errors or 1
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"step {step}" if step else None, show_lines=True)
+    for column in ("prompt", "completion", "reward"):
+        table.add_column(column)
+    for i in range(min(num_samples, len(prompts))):
+        shown = _score_text(rewards[i], errors[i] if errors else None)
+        table.add_row(Text(_as_text(prompts[i])), Text(_as_text(completions[i])), Text(shown))
+    Console().print(table)
+
+
+def _score_text(reward: Any, error: Any) -> str:
+    if error is not None:
+        return f"failed: {printable(str(error))}"
+    return "–" if reward is None else f"{reward:.3f}"
+
+
+def _as_text(messages: Any) -> str:
+    if isinstance(messages, str):
+        return printable(messages)
+    return printable("\n\n".join(f"{role_of(m)}: {text_of(m)}" for m in messages_to_printable(messages or [])))

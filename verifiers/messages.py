@@ -1,0 +1,129 @@
+"""Messages: joining them, reading the text out of them, showing them. Content parts are never rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from verifiers.types import ChatMessage, Messages
+
+
+def as_messages(value: Any, *, role: str = "user") -> list[ChatMessage]:
+    """A string, a message or a list of either, as a list of messages.
+
+    >>> as_messages("hi")
+    [{'role': 'user', 'content': 'hi'}]
+    """
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, dict):
+        return [value]
+    if hasattr(value, "model_dump"):
+        return [value.model_dump(exclude_none=True)]
+    return [message for item in value for message in as_messages(item, role=role)]
+
+
+def concat_messages(messages_list: Sequence[Messages | ChatMessage]) -> Messages:
+    """Join messages in order; strings join to a string.
+
+    >>> concat_messages(["2+2=", "4"])
+    '2+2=4'
+    """
+    if messages_list and all(isinstance(messages, str) for messages in messages_list):
+        return "".join(str(messages) for messages in messages_list)
+    return [message for messages in messages_list for message in as_messages(messages)]
+
+
+def content_text(content: Any) -> str:
+    """The text of a message's content: a string, or the text parts of a list.
+
+    >>> content_text([{"type": "text", "text": "a cat"}, {"type": "image_url", "image_url": {"url": "…"}}])
+    'a cat'
+    """
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Iterable) and not isinstance(content, dict):
+        return "".join(_part_text(part) for part in content)
+    return ""
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    text = part.get("text") if isinstance(part, dict) else getattr(part, "text", None)
+    return text if isinstance(text, str) else ""
+
+
+def role_of(message: Any) -> str | None:
+    """The role of a message, a dict or an SDK object."""
+    role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
+    return role if isinstance(role, str) else None
+
+
+def text_of(message: Any) -> str:
+    """The text of one message, a dict or an SDK object."""
+    if isinstance(message, str):
+        return message
+    return content_text(message.get("content") if isinstance(message, dict) else getattr(message, "content", None))
+
+
+def last_reply(completion: Any) -> str:
+    """The text of the last assistant message; of a string, itself.
+
+    >>> last_reply([{"role": "assistant", "content": "4"}, {"role": "user", "content": "Correct!"}])
+    '4'
+    """
+    if isinstance(completion, str):
+        return completion
+    for message in reversed(completion or ()):
+        if role_of(message) == "assistant":
+            return text_of(message)
+    return ""
+
+
+def messages_to_printable(messages: Messages) -> Messages:
+    """The same messages with images and sounds replaced by a short placeholder."""
+    if isinstance(messages, str):
+        return messages
+    return [{**message, "content": _printable_content(message.get("content"))} for message in messages]
+
+
+def _printable_content(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    lines = []
+    for part in content:
+        kind = part.get("type", "") if isinstance(part, dict) else ""
+        lines.append("[image]" if kind.startswith("image") else "[audio]" if "audio" in kind else _part_text(part))
+    return "\n".join(lines)
+
+
+def strip_nones_from_content(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Drop None-valued keys inside content parts (data sets fill them in when parts differ in shape)."""
+    return [
+        message if not isinstance(message.get("content"), list) else {**message, "content": _without_nones(message)}
+        for message in messages
+    ]
+
+
+def _without_nones(message: ChatMessage) -> list[Any]:
+    return [
+        {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
+        for part in message["content"]
+    ]
+
+
+def sanitize_tool_calls(messages: Messages) -> Messages:
+    """The same messages with tool calls as JSON strings, so that rows of different tools fit one column."""
+    import msgspec
+
+    if isinstance(messages, str):
+        return messages
+    clean = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if calls:
+            dumped = [c.model_dump() if hasattr(c, "model_dump") else c for c in calls]
+            message = {**message, "tool_calls": [msgspec.json.encode(c).decode() for c in dumped]}
+        clean.append(message)
+    return clean

@@ -1,0 +1,45 @@
+"""A reply that opens with its thoughts → the answer after them; nothing where the thinking never ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from verifiers.parsers.parser import Parser, reply_text
+from verifiers.types import Messages
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class ThinkParser(Parser):
+    """Reads what follows the last ``</think>``; a reply without one has the empty answer.
+
+    For models that always write their thoughts into the text. Where the chat template or the endpoint takes the
+    thoughts out, use ``MaybeThinkParser``.
+
+    >>> ThinkParser().parse("<think>2+2…</think> 4")
+    '4'
+    >>> ThinkParser().parse("4")
+    ''
+    """
+
+    def parse(self, text: Messages) -> Any:
+        """What ``extract_fn`` makes of the text after the thoughts."""
+        reply = text if isinstance(text, str) else reply_text(text)
+        end = reply.rfind(CLOSE)
+        return self._extract(reply[end + len(CLOSE) :].strip() if end >= 0 else "")
+
+    def get_format_reward_func(self) -> Callable[..., float]:
+        """A reward: the share of assistant messages that think once, at the start, and then say something."""
+
+        def format_reward_func(completion: Messages, **kwargs: Any) -> float:
+            return self._mean_over_replies(_thinks_then_answers, completion)
+
+        return format_reward_func
+
+
+def _thinks_then_answers(text: str) -> float:
+    is_well_formed = (
+        text.lstrip().startswith(OPEN) and text.count(OPEN) == 1 and text.count(CLOSE) == 1 and not text.endswith(CLOSE)
+    )
+    return 1.0 if is_well_formed else 0.0

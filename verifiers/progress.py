@@ -1,0 +1,130 @@
+"""A run's counts become something to watch: a live bar in a terminal, plain lines elsewhere, nothing on request."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import IO, Any, Protocol
+
+from verifiers.types import State
+
+
+class Progress(Protocol):
+    """Told of each rollout that starts and ends."""
+
+    def start(self, total: int, done: int) -> None: ...
+    def update(self, state: State) -> None: ...
+    def note(self, text: str) -> None: ...
+    def stop(self) -> None: ...
+
+
+class Tally:
+    """Counts, and says nothing: the silent progress, and what the others count with."""
+
+    def __init__(self) -> None:
+        self.total = self.done = self.failed = 0
+        self.rewards = 0
+        self.reward_sum = 0.0
+        self.tokens = 0
+        self.began = time.monotonic()
+
+    def start(self, total: int, done: int) -> None:
+        self.total, self.done = total, done
+        self.began = time.monotonic()
+
+    def update(self, state: State) -> None:
+        self.done += 1
+        if state.get("error") is not None:
+            self.failed += 1
+        elif state.get("reward") is not None:
+            self.rewards += 1
+            self.reward_sum += state["reward"]
+        usage = state.get("usage")
+        if usage is not None:
+            self.tokens += usage.completion_tokens
+
+    def note(self, text: str) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def line(self) -> str:
+        """The counts in one line."""
+        mean = f"reward {self.reward_sum / self.rewards:.3f}" if self.rewards else "reward –"
+        speed = self.tokens / max(time.monotonic() - self.began, 1e-9)
+        failed = f", {self.failed} failed" if self.failed else ""
+        tokens = f", {speed:,.0f} tokens/s" if self.tokens else ""
+        return f"{self.done}/{self.total} rollouts{failed}, {mean}{tokens}"
+
+
+class Lines(Tally):
+    """A line on stderr every few seconds: for logs and pipes."""
+
+    def __init__(self, stream: IO[str] | None = None, every_s: float = 10.0) -> None:
+        super().__init__()
+        self.stream = stream or sys.stderr
+        self.every_s = every_s
+        self.said_at = time.monotonic()
+
+    def update(self, state: State) -> None:
+        super().update(state)
+        if time.monotonic() - self.said_at >= self.every_s:
+            self.said_at = time.monotonic()
+            self.note(self.line())
+
+    def note(self, text: str) -> None:
+        print(text, file=self.stream, flush=True)
+
+    def stop(self) -> None:
+        self.note(self.line())
+
+
+class Bar(Tally):
+    """A live bar in a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bar: Any = None
+        self.task: Any = None
+        self.drawn_at = 0.0
+
+    def start(self, total: int, done: int) -> None:
+        from rich import progress
+        from rich.console import Console
+
+        super().start(total, done)
+        columns = (
+            progress.BarColumn(),
+            progress.TextColumn("{task.description}"),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+        )
+        self.bar = progress.Progress(*columns, console=Console(stderr=True))
+        self.task = self.bar.add_task(self.line(), total=total, completed=done)
+        self.bar.start()
+
+    def update(self, state: State) -> None:
+        super().update(state)
+        now = time.monotonic()
+        if now - self.drawn_at > 0.1:
+            self.drawn_at = now
+            self._draw()
+
+    def _draw(self) -> None:
+        self.bar.update(self.task, completed=self.done, description=self.line())
+
+    def note(self, text: str) -> None:
+        self.bar.console.print(text)
+
+    def stop(self) -> None:
+        if self.bar is not None:
+            self._draw()
+            self.bar.stop()
+
+
+def make_progress(show: bool | Progress) -> Progress:
+    """Silent, live or plain, by what was asked for and where stderr goes."""
+    if not isinstance(show, bool):
+        return show
+    if not show:
+        return Tally()
+    return Bar() if sys.stderr.isatty() else Lines()

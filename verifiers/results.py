@@ -1,0 +1,177 @@
+"""Finished rollouts become columns, an honest mean, and a report one can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from verifiers import stats
+from verifiers.errors import describe
+from verifiers.types import GenerateMetadata, State, Usage
+
+_COLUMNS = {
+    "prompt": "prompts",
+    "completion": "completions",
+    "answer": "answers",
+    "state": "states",
+    "task": "tasks",
+    "info": "infos",
+    "example_id": "example_ids",
+    "reward": "rewards",
+    "stop_condition": "stop_conditions",
+    "is_truncated": "is_truncated",
+}
+_COUNTS = ("num_turns", "parse_retries")  # facts of the run, not scores: an interval would say nothing
+_SINGULAR = {plural: singular for singular, plural in _COLUMNS.items()}
+
+
+class Results:
+    """The rollouts of one run.
+
+    Columns hold the rollouts that were scored, aligned with one another, so that
+    ``sum(results["rewards"]) / len(results["rewards"])`` is the mean. What could not be scored is in
+    ``results.failed``; ``results.rollouts`` has every state in the order of the rows.
+
+    >>> state = State(input={"prompt": "2+2?", "answer": "4", "example_id": 0}, completion="4", reward=1.0, metrics={})
+    >>> prompts, completions, rewards = Results([state])
+    >>> rewards
+    [1.0]
+    """
+
+    def __init__(self, rollouts: Sequence[State], metadata: Mapping[str, Any] | None = None) -> None:
+        self.rollouts: list[State] = list(rollouts)
+        self.metadata: GenerateMetadata = dict(metadata or {})  # type: ignore[assignment]
+        self.scored = [state for state in self.rollouts if state.get("error") is None]
+        self.failed = [state for state in self.rollouts if state.get("error") is not None]
+
+    # --- columns --------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter((self["prompts"], self["completions"], self["rewards"]))
+
+    def __len__(self) -> int:
+        return len(self.scored)
+
+    def keys(self) -> list[str]:
+        return [*_COLUMNS, "metrics", *self.metric_names, "metadata"]
+
+    def items(self) -> list[tuple[str, Any]]:
+        return [(name, self[name]) for name in self.keys()]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def __contains__(self, name: object) -> bool:
+        return name in _COLUMNS or name in _SINGULAR or name in ("metrics", "metadata") or name in self.metric_names
+
+    def __getitem__(self, name: str) -> Any:
+        if not isinstance(name, str):
+            raise TypeError(f"results are indexed by column, one of {', '.join(self.keys())}; got {name!r}")
+        if name == "metadata":
+            return self.metadata
+        if name == "metrics":
+            return {metric: self[metric] for metric in self.metric_names}
+        field = _SINGULAR.get(name, name)
+        if field == "state":
+            return list(self.scored)
+        if field in _COLUMNS:
+            return [state.get(field) for state in self.scored]
+        if name in self.metric_names:
+            return [(state.get("metrics") or {}).get(name) for state in self.scored]
+        raise KeyError(f"there is no column {name!r}; there are {', '.join(self.keys())}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(str(error)) from None
+
+    @property
+    def metric_names(self) -> list[str]:
+        return list(dict.fromkeys(name for state in self.scored for name in state.get("metrics") or ()))
+
+    # --- figures --------------------------------------------------------------------------------------------------
+
+    def interval(self, name: str = "reward", level: float = 0.95) -> stats.Interval:
+        """The mean of a column with its interval, clustered by example."""
+        return stats.mean_interval(self[name], self["example_id"], level=level)
+
+    def by(self, name: str) -> dict[Any, Results]:
+        """The rollouts apart by a column of their rows: ``results.by("task")``, ``results.by("difficulty")``."""
+        parts: dict[Any, list[State]] = {}
+        for state in self.rollouts:
+            parts.setdefault(state.get(name), []).append(state)
+        return {value: Results(states, self.metadata) for value, states in parts.items()}
+
+    @property
+    def mean_reward(self) -> float | None:
+        return self.interval().mean
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of all rollouts, the failed ones too: they were paid for."""
+        return sum((state["usage"] for state in self.rollouts if state.get("usage")), Usage())
+
+    @property
+    def causes(self) -> dict[str, int]:
+        """Why rollouts failed: how many times each cause."""
+        counts: dict[str, int] = {}
+        for state in self.failed:
+            cause = (
+                f"{type(state['error']).__name__}: {str(state['error']).splitlines()[0] if str(state['error']) else ''}"
+            )
+            counts[cause] = counts.get(cause, 0) + 1
+        return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+    def errors(self) -> list[dict[str, Any]]:
+        """The full record of each failure, with its traceback."""
+        return [{"example_id": state.get("example_id"), **describe(state["error"])} for state in self.failed]
+
+    def __str__(self) -> str:
+        return report(self)
+
+    def __repr__(self) -> str:
+        return f"Results({len(self.scored)} scored, {len(self.failed)} failed)"
+
+
+def report(results: Results) -> str:
+    """The run in a few lines: how many, how good, how sure, at what cost."""
+    examples = len({state.get("example_id") for state in results.rollouts})
+    lines = [f"{len(results.rollouts)} rollouts of {examples} examples, {len(results.failed)} failed"]
+    lines += [f"  {count} × {cause[:140]}" for cause, count in list(results.causes.items())[:5]]
+    if results.scored:
+        names = ["reward", *results.metric_names]
+        width = max(map(len, names))
+        lines += [f"{name:<{width}}  {_figure(results, name)}" for name in names]
+        tasks = {str(task): part for task, part in results.by("task").items()}
+        if len(tasks) > 1:
+            width = max(map(len, tasks))
+            lines += ["by task:", *(f"  {task:<{width}}  {_task_figure(part)}" for task, part in tasks.items())]
+    usage = results.usage
+    if usage.total_tokens:
+        cost = "" if usage.cost_usd is None else f", ${usage.cost_usd:.4f}"
+        lines.append(f"tokens: {usage.prompt_tokens:,} prompt + {usage.completion_tokens:,} completion{cost}")
+    if path := results.metadata.get("path_to_save"):
+        lines.append(f"saved in {path}")
+    return "\n".join(lines)
+
+
+def _task_figure(part: Results) -> str:
+    failed = f"  {len(part.failed)} failed" if part.failed else ""
+    return f"{len(part.rollouts)} rollouts  reward {_figure(part, 'reward')}{failed}"
+
+
+def _figure(results: Results, name: str) -> str:
+    interval = results.interval(name)
+    if interval.mean is None:
+        return "none"
+    if name in _COUNTS:
+        return f"{interval.mean:.3f}"
+    if interval.low is None or interval.high is None:
+        return f"{interval.mean:.3f}  (no interval: {'one example' if interval.clusters < 2 else 'all alike'})"
+    return f"{interval.mean:.3f}  [{interval.low:.3f}, {interval.high:.3f}]"

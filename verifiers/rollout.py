@@ -1,0 +1,171 @@
+"""The episode loop: a state goes turn by turn to its end, and says why it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar, overload
+
+from verifiers.clients.protocol import Tokens
+from verifiers.errors import HookError, OverlongPromptError, wrap
+from verifiers.types import Messages, State, TrajectoryStepTokens
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Episode(Protocol):
+    """What the loop asks of an environment; each may be a user's override, sync or async."""
+
+    async def start(self, state: State) -> State: ...
+    async def ask_completed(self, state: State) -> bool: ...
+    async def next_prompt(self, state: State) -> Messages: ...
+    async def ask_model(self, state: State, prompt: Messages) -> None: ...
+    async def finish(self, state: State) -> None: ...
+
+
+async def run_episode(env: Episode, state: State) -> State:
+    """Play one rollout to its end. Whatever goes wrong ends up in the state; nothing but cancellation escapes."""
+    try:
+        state = await env.start(state)
+        while not await env.ask_completed(state):
+            prompt = await env.next_prompt(state)
+            if state.get("final_env_response") is not None:
+                continue
+            await env.ask_model(state, prompt)
+    except Exception as error:  # foreign code runs in every step
+        note_error(state, error)
+    await _finish(env, state)
+    return state
+
+
+async def _finish(env: Episode, state: State) -> None:
+    state["is_completed"] = True
+    steps = state["trajectory"]
+    state["is_truncated"] = bool(state.get("is_truncated")) or any(step["is_truncated"] for step in steps)
+    note_timing(state)
+    try:
+        await env.finish(state)
+    except Exception as error:  # foreign code: clean-up hooks and rendering
+        note_error(state, error)
+
+
+def note_error(state: State, error: Exception) -> None:
+    """What the policy caused ends the rollout and is scored; anything else makes it failed."""
+    wrapped = wrap(error, HookError, "an environment hook")
+    if isinstance(wrapped, OverlongPromptError):
+        state["prompt_too_long"] = True
+        state["is_truncated"] = True
+        state["stop_condition"] = "prompt_too_long"
+    elif wrapped.blame == "policy":
+        state["stop_condition"] = type(wrapped).__name__
+    elif state.get("error") is None:
+        state["error"] = wrapped
+        state["stop_condition"] = "has_error"
+
+
+def note_timing(state: State) -> None:
+    """Write how long generation took; a state that was made by hand does not know when it began."""
+    timing = state.get("timing") or {}
+    if "start_time" not in timing:
+        return
+    timing["generation_ms"] = (time.time() - timing["start_time"]) * 1000
+    timing["total_ms"] = timing["generation_ms"] + timing.get("scoring_ms", 0.0)
+
+
+def merge_state(state: State, update: Mapping[str, Any] | None) -> None:
+    """Take over what a hook returned as the state: the whole one, another one, or only what changed."""
+    if update is None or update is state:
+        return
+    for key, value in update.items():
+        state[key] = value
+
+
+def split_response(result: Any) -> tuple[Any, Mapping[str, Any] | None]:
+    """What ``env_response`` returned, as messages and a state update.
+
+    >>> split_response(("Correct!", {"completed": True}))
+    ('Correct!', {'completed': True})
+    >>> split_response("Try again.")
+    ('Try again.', None)
+    """
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        first, second = result
+        if not (isinstance(first, Mapping) and "role" in first and "role" in second):
+            return first, second
+    return result, None
+
+
+def step_tokens(tokens: Tokens | None, max_seq_len: int | None = None) -> TrajectoryStepTokens | None:
+    """One turn's tokens as a trajectory step keeps them, cut to the longest sequence that may be trained on.
+
+    >>> step = step_tokens(Tokens(prompt_ids=[1, 2], completion_ids=[3, 4], logprobs=[-0.1, -0.2]), max_seq_len=3)
+    >>> step["completion_ids"], step["completion_mask"], step["is_truncated"]
+    ([3], [1], True)
+    """
+    if tokens is None:
+        return None
+    prompt, reply, logprobs = tokens.prompt_ids, tokens.completion_ids, tokens.logprobs
+    limit = len(prompt) + len(reply) if max_seq_len is None else max_seq_len
+    room = max(limit - len(prompt), 0)
+    is_overlong = len(prompt) > limit
+    kept = 0 if is_overlong else min(room, len(reply))
+    return TrajectoryStepTokens(
+        prompt_ids=prompt[:limit],
+        prompt_mask=[0] * min(len(prompt), limit),
+        completion_ids=reply[:kept],
+        completion_mask=[1] * kept,
+        completion_logprobs=logprobs[:kept],
+        overlong_prompt=is_overlong,
+        is_truncated=is_overlong or kept < len(reply),
+    )
+
+
+# --- marks on methods ---------------------------------------------------------------------------------------------
+
+
+def _mark(kind: str, function: F | None, priority: int) -> Any:
+    def mark(method: F) -> F:
+        setattr(method, kind, True)
+        setattr(method, f"{kind}_priority", priority)
+        return method
+
+    return mark if function is None else mark(function)
+
+
+@overload
+def stop(function: F, /) -> F: ...
+@overload
+def stop(*, priority: int = 0) -> Callable[[F], F]: ...
+def stop(function: F | None = None, /, *, priority: int = 0) -> Any:
+    """Mark a method ``(self, state)`` as a stop condition; the highest priority is asked first."""
+    return _mark("stop", function, priority)
+
+
+@overload
+def cleanup(function: F, /) -> F: ...
+@overload
+def cleanup(*, priority: int = 0) -> Callable[[F], F]: ...
+def cleanup(function: F | None = None, /, *, priority: int = 0) -> Any:
+    """Mark a method ``(self, state)`` to run when a rollout ends, however it ended."""
+    return _mark("cleanup", function, priority)
+
+
+@overload
+def teardown(function: F, /) -> F: ...
+@overload
+def teardown(*, priority: int = 0) -> Callable[[F], F]: ...
+def teardown(function: F | None = None, /, *, priority: int = 0) -> Any:
+    """Mark a method ``(self)`` to run when the environment is no longer used."""
+    return _mark("teardown", function, priority)
+
+
+def marked(obj: Any, kind: str) -> list[Callable[..., Any]]:
+    """The methods of an object that carry a mark, highest priority first."""
+    found = {}
+    for cls in reversed(type(obj).__mro__):
+        for name, value in vars(cls).items():
+            if getattr(value, kind, False) is True:
+                found[name] = getattr(obj, name)
+            else:
+                found.pop(name, None)
+    return sorted(found.values(), key=lambda m: (-getattr(m, f"{kind}_priority", 0), m.__name__))

@@ -1,0 +1,9 @@
+"""Rollouts become scores: weights, groups, judges, mathematics."""
+
+from verifiers.rubrics.judge_rubric import JudgeRubric
+from verifiers.rubrics.math_rubric import MathRubric
+from verifiers.rubrics.rubric import Rubric
+from verifiers.rubrics.rubric_group import RubricGroup
+from verifiers.rubrics.signature import cpu_bound, group_reward
+
+__all__ = ["JudgeRubric", "MathRubric", "Rubric", "RubricGroup", "cpu_bound", "group_reward"]

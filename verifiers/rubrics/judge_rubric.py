@@ -1,0 +1,269 @@
+"""A completion → what another model thinks of it, as a reply to read or as a score from 0 to 1."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import warnings
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from verifiers import calls, messages
+from verifiers.clients import as_client
+from verifiers.clients.protocol import Request
+from verifiers.errors import JudgeError
+from verifiers.parsers import Parser
+from verifiers.rubrics.judge_template import (
+    DEFAULT_JUDGE_PROMPT,
+    DEFAULT_TEMPLATE,
+    Template,
+    last_question,
+    read_scale,
+    read_score,
+    transcript,
+)
+from verifiers.rubrics.rubric import Rubric
+from verifiers.types import ChatMessage, Messages, RewardFunc
+
+AGGREGATIONS: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": statistics.fmean,
+    "median": statistics.median,
+    "min": min,
+    "max": max,
+    "vote": lambda scores: float(2 * sum(score >= 0.5 for score in scores) > len(scores)),
+}
+
+
+class JudgeRubric(Rubric):
+    """Reward functions that can ask a model; or, with ``judge_models`` or a ``template``, the score those models give.
+
+    >>> from verifiers.clients import FakeClient
+    >>> rubric = JudgeRubric(judge_models=["a", "b"], client=FakeClient(["<score>10</score>", "<score>5</score>"]))
+    >>> rubric.score_rollout_sync("Why?", "Because.", "", {})
+    {'judge_score': 0.75, 'judge_score_a': 1.0, 'judge_score_b': 0.5, 'reward': 0.75}
+    """
+
+    def __init__(
+        self,
+        parser: Parser | None = None,
+        judge_client: Any = None,
+        judge_model: str = "gpt-4.1-nano",
+        judge_sampling_args: Mapping[str, Any] | None = None,
+        judge_prompt: str = DEFAULT_JUDGE_PROMPT,
+        funcs: Sequence[RewardFunc] | None = None,
+        weights: Sequence[float] | None = None,
+        *,
+        judge_models: Sequence[str] | None = None,
+        aggregation: str | None = None,
+        client: Any = None,
+        template: str | None = None,
+        scale: tuple[float, float] | None = None,
+        max_retries: int = 2,
+        parallelize_scoring: bool | None = None,
+        class_objects: Mapping[str, Any] | None = None,
+    ) -> None:
+        if judge_client is not None and client is not None and judge_client is not client:
+            raise TypeError("client= and judge_client= are two names for the same thing; give one")
+        if parallelize_scoring is not None:
+            warnings.warn("parallelize_scoring has no effect: rollouts are always scored concurrently", stacklevel=2)
+        self.judge_client = judge_client if judge_client is not None else client
+        self.judge_model = judge_model
+        self.judge_sampling_args = dict(judge_sampling_args or {})
+        self.judge_prompt = judge_prompt
+        self.max_retries = max_retries
+        self._asked: dict[tuple[Any, ...], _Ask] = {}
+        known = {
+            "judge": self.judge,
+            "judge_client": _LazyClient() if self.judge_client is None else self.judge_client,
+            "judge_model": judge_model,
+            "judge_prompt": judge_prompt,
+            "judge_sampling_args": self.judge_sampling_args,
+        }
+        super().__init__(funcs=funcs, weights=weights, parser=parser, class_objects={**known, **(class_objects or {})})
+        if judge_models is not None or template is not None:
+            self._judge_alone(judge_models, aggregation, template, scale)
+        elif aggregation is not None or scale is not None:
+            raise TypeError("aggregation= and scale= go with judge_models= or template=")
+
+    # --- a judge to ask -------------------------------------------------------------------------------------------
+
+    @calls.both
+    async def judge(self, prompt: Messages, completion: Messages, answer: Any = "", state: Any = None) -> str:
+        """The judge's reply to ``judge_prompt``; asked once for each rollout, remembered in its state."""
+        asked = self._render(Template(self.judge_prompt), prompt, completion, answer)
+        return await self._once(state, asked, lambda: self._ask(self.judge_model, _from_user(asked)))
+
+    def _render(self, template: Template, prompt: Any, completion: Any, answer: Any) -> str:
+        make: dict[str, Callable[[], Any]] = {
+            "question": lambda: last_question(prompt),
+            "prompt": lambda: transcript(prompt),
+            "completion": lambda: transcript(completion),
+            "response": lambda: self.parser.parse_answer(completion),
+            "answer": lambda: answer,
+        }
+        values = {name: make[name]() for name in template.fields}
+        return template.render({name: "" if value is None else str(value) for name, value in values.items()})
+
+    async def _ask(self, model: str, conversation: list[ChatMessage]) -> str:
+        sampling = {name: value for name, value in self.judge_sampling_args.items() if value is not None}
+        timeout_s = sampling.pop("timeout", None)
+        try:
+            request = Request(model=model, prompt=conversation, sampling=sampling, timeout_s=timeout_s)
+            completion = await as_client(self.judge_client).complete(request)
+        except Exception as error:  # a client may be foreign code
+            raise JudgeError(f"judge {model!r} gave no reply: {error}") from error
+        reply = messages.text_of(completion.message)
+        if not reply:
+            raise JudgeError(f"judge {model!r} gave an empty reply (finish reason: {completion.finish_reason})")
+        return reply
+
+    async def _once(self, state: Any, key: str, ask: Callable[[], Coroutine[Any, Any, str]]) -> str:
+        """A reply out of the rollout's state; else asked for, by one of those who want it at the same time."""
+        if state is None:
+            return await ask()
+        replies = state.get("judge_response")
+        if isinstance(replies, dict) and key in replies:
+            return str(replies[key])
+        loop = asyncio.get_running_loop()
+        place = (id(loop), id(state), key)
+        asked = self._asked.get(place)
+        if asked is None:
+            asked = self._asked[place] = _Ask(loop.create_task(ask()))
+            asked.task.add_done_callback(lambda _: self._asked.pop(place, None))
+        reply = await asked
+        if not isinstance(state.get("judge_response"), dict):
+            state["judge_response"] = {}
+        state["judge_response"][key] = reply
+        return reply
+
+    # --- judges that score by themselves --------------------------------------------------------------------------
+
+    def _judge_alone(
+        self,
+        judge_models: Sequence[str] | None,
+        aggregation: str | None,
+        template: str | None,
+        scale: tuple[float, float] | None,
+    ) -> None:
+        models = [judge_models] if isinstance(judge_models, str) else list(judge_models or [self.judge_model])
+        if aggregation is not None and aggregation not in AGGREGATIONS:
+            raise ValueError(f"aggregation={aggregation!r}; it can be {', '.join(AGGREGATIONS)}")
+        self.judge_models = _numbered(models)
+        self.aggregation = aggregation or "mean"
+        self.template = Template(DEFAULT_TEMPLATE if template is None else template)
+        if not self.template.fields & {"completion", "response"}:
+            raise ValueError("the judge's template shows nothing of the reply; it needs {completion} or {response}")
+        self.scale = _checked(scale or read_scale(self.template.text))
+        self.add_reward_func(self.judge_score)
+        if len(models) > 1:
+            for label in self.judge_models:
+                self.add_metric(self._score_of(label))
+
+    async def judge_score(self, prompt: Messages, completion: Messages, answer: Any, state: Any) -> float:
+        """All judges' scores in one; if one of them gives none, there is none."""
+        score_of = [self._score_of(label) for label in self.judge_models]
+        asked = (score(prompt=prompt, completion=completion, answer=answer, state=state) for score in score_of)
+        scores = await asyncio.gather(*asked, return_exceptions=True)
+        for score in scores:
+            if isinstance(score, BaseException):
+                raise score
+        return AGGREGATIONS[self.aggregation]([score for score in scores if not isinstance(score, BaseException)])
+
+    def _score_of(self, label: str) -> Callable[..., Awaitable[float]]:
+        async def score(prompt: Messages, completion: Messages, answer: Any, state: Any) -> float:
+            asked = self._render(self.template, prompt, completion, answer) + self._reminder_if_untold()
+            key = asked if len(self.judge_models) == 1 else f"[{label}] {asked}"
+            reply = await self._once(state, key, lambda: self._ask_for_score(self.judge_models[label], asked))
+            found = read_score(reply, self.scale)
+            if found is None:
+                raise JudgeError(f"the remembered reply of judge {label!r} has no score: {reply!r:.200}")
+            return found
+
+        score.__name__ = f"judge_score_{label}"
+        return score
+
+    async def _ask_for_score(self, model: str, asked: str) -> str:
+        conversation = _from_user(asked)
+        for _ in range(self.max_retries + 1):
+            reply = await self._ask(model, conversation)
+            if read_score(reply, self.scale) is not None:
+                return reply
+            conversation = [*conversation, {"role": "assistant", "content": reply}, *_from_user(self._reminder())]
+        low, high = self.scale
+        raise JudgeError(
+            f"judge {model!r} gave no score from {low:g} to {high:g} in {self.max_retries + 1} replies; "
+            f"the last one: {reply!r:.200}"
+        )
+
+    def _reminder(self) -> str:
+        low, high = self.scale
+        return f"Give your score as one number from {low:g} to {high:g}, in this form: <score>NUMBER</score>"
+
+    def _reminder_if_untold(self) -> str:
+        return "" if "<score>" in self.template.text.lower() else f"\n\n{self._reminder()}"
+
+
+class _Ask:
+    """One request that several may wait for; it is given up when the last of them is cancelled."""
+
+    def __init__(self, task: asyncio.Task[str]) -> None:
+        self.task = task
+        self.n_waiting = 0
+
+    def __await__(self) -> Generator[Any, Any, str]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> str:
+        self.n_waiting += 1
+        try:
+            return await asyncio.shield(self.task)
+        except asyncio.CancelledError:
+            if self.n_waiting == 1:
+                self.task.cancel()
+            raise
+        finally:
+            self.n_waiting -= 1
+
+
+class _LazyClient:
+    """Stands for the client that nobody gave, where a reward function asks for ``judge_client``."""
+
+    @cached_property
+    def _client(self) -> Any:
+        try:
+            from openai import AsyncOpenAI
+        except ImportError as error:
+            raise ImportError("no judge_client was given: pass one, or pip install 'verifiers[openai]'") from error
+        return AsyncOpenAI()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._client, name)
+
+
+def _from_user(text: str) -> list[ChatMessage]:
+    return [{"role": "user", "content": text}]
+
+
+def _numbered(models: Sequence[str]) -> dict[str, str]:
+    """Each judge's label and model: a model that judges twice gets a number."""
+    if not models:
+        raise ValueError("judge_models is empty; name at least one model")
+    labels: dict[str, str] = {}
+    for model in models:
+        same = sum(other == model for other in labels.values())
+        labels[model if not same else f"{model}_{same + 1}"] = model
+    return labels
+
+
+def _checked(scale: tuple[float, float] | None) -> tuple[float, float]:
+    if scale is None:
+        raise ValueError(
+            "the template does not say its scale; write <score>[0-10]</score> in it, or pass scale=(0, 10)"
+        )
+    low, high = (float(bound) for bound in scale)
+    if not low < high:
+        raise ValueError(f"scale={scale!r} must go up")
+    return low, high

@@ -1,0 +1,89 @@
+"""A completion and the right answer in mathematics → 1 or 0: plain numbers at once, all else by math-verify."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+from verifiers.errors import GraderError
+from verifiers.parsers import MaybeThinkParser, Parser, extract_boxed_answer
+from verifiers.rubrics.plain_answers import compare_plainly
+from verifiers.rubrics.rubric import Rubric
+from verifiers.rubrics.shipping import InWorker
+from verifiers.rubrics.workers import call_in_worker
+from verifiers.types import Messages, RewardFunc
+
+MAX_REMEMBERED = 4096
+
+_compare_answers = InWorker("verifiers.rubrics.math_check", "compare_answers")
+
+
+class MathRubric(Rubric):
+    """Is the parsed answer equal to the right one? Reward functions given in ``funcs`` count beside ``correct_answer``.
+
+    math-verify runs in worker processes. A comparison that takes longer than ``timeout_seconds`` fails its rollout,
+    and no other one: nothing was found out about that answer.
+
+    >>> rubric = MathRubric()
+    >>> rubric.score_rollout_sync("1/2 + 1/4?", "So it is \\\\boxed{0.75}.", "3/4", {})
+    {'correct_answer': 1.0, 'reward': 1.0}
+    """
+
+    def __init__(
+        self,
+        funcs: Sequence[RewardFunc] | None = None,
+        weights: Sequence[float] | None = None,
+        parser: Parser | None = None,
+        max_workers: int | None = None,
+        timeout_seconds: float = 5,
+        class_objects: Mapping[str, Any] | None = None,
+    ) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError("MathRubric compares expressions with math-verify: pip install 'verifiers[math]'")
+        if not timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds={timeout_seconds!r} must be a number above 0")
+        if max_workers is not None:
+            warnings.warn(
+                "max_workers has no effect: all rubrics share one pool of worker processes, one for each core",
+                stacklevel=2,
+            )
+        parser = parser or MaybeThinkParser(extract_fn=extract_boxed_answer)
+        super().__init__(funcs=funcs, weights=weights, parser=parser, class_objects=class_objects)
+        self.timeout_seconds = timeout_seconds
+        self._remembered: dict[tuple[str, str], bool] = {}
+        self.add_reward_func(self.correct_answer)
+
+    async def correct_answer(self, parser: Parser, completion: Messages, answer: Any) -> float:
+        """1.0 if the answer that the parser finds in the completion equals the right one, else 0.0."""
+        right, response = _as_text(answer), _as_text(parser.parse_answer(completion))
+        if not right:
+            raise GraderError("the row has no answer to compare with")
+        if not response:
+            return 0.0
+        verdict = compare_plainly(right, response)
+        if verdict is None:
+            verdict = await self._compare(right, response)
+        return float(verdict)
+
+    async def _compare(self, right: str, response: str) -> bool:
+        key = (right, response)
+        if key in self._remembered:
+            return self._remembered[key]
+        arguments = {"answer": right, "response": response}
+        try:
+            verdict = bool(await call_in_worker(_compare_answers, arguments, timeout_s=self.timeout_seconds))
+        except GraderError as error:
+            raise GraderError(f"comparing {response!r:.100} with {right!r:.100}: {error}") from error
+        if len(self._remembered) >= MAX_REMEMBERED:
+            self._remembered.clear()
+        self._remembered[key] = verdict
+        return verdict
+
+
+def _as_text(answer: Any) -> str:
+    if isinstance(answer, float):
+        return f"{Decimal(repr(answer)):f}"  # never 1e-07, which reads as a product
+    return "" if answer is None else str(answer).strip()

@@ -1,0 +1,324 @@
+"""Rollouts become scores: named functions, their weights, and a reward that is their weighted sum."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from functools import cached_property
+from typing import Any
+
+from verifiers import calls
+from verifiers.errors import GraderError, wrap
+from verifiers.parsers import Parser
+from verifiers.rubrics.batch import score_batch, states_from_columns
+from verifiers.rubrics.score import (
+    Score,
+    grader_error,
+    hand_back,
+    note_scoring_time,
+    one_each,
+    state_from,
+    write_advantages,
+    write_score,
+)
+from verifiers.rubrics.signature import Plan, as_score, field
+from verifiers.types import RewardFunc, State
+
+# Rubrics whose own ``score_rollout`` is under way: what that calls by ``super()`` scores by functions and weights.
+_scoring_own_way: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("scoring_own_way", default=())
+
+
+class Rubric:
+    """Weighted reward functions whose arguments are injected by name.
+
+    >>> def exact(completion, answer): return completion[-1]["content"] == answer
+    >>> rubric = Rubric(funcs=[exact])
+    >>> rubric.score_rollout_sync("2+2?", [{"role": "assistant", "content": "4"}], "4", {})
+    {'exact': 1.0, 'reward': 1.0}
+    """
+
+    def __init__(
+        self,
+        funcs: Sequence[RewardFunc] | None = None,
+        weights: Sequence[float] | None = None,
+        parser: Parser | None = None,
+        class_objects: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.parser = parser or Parser()
+        self.class_objects: dict[str, Any] = {"parser": self.parser, **(class_objects or {})}
+        self.funcs: list[RewardFunc] = list(funcs or [])
+        self.weights: list[float] = [1.0] * len(self.funcs) if not weights else [float(w) for w in weights]
+        if len(self.weights) != len(self.funcs):
+            raise ValueError(f"{len(self.funcs)} reward functions but {len(self.weights)} weights; give one for each")
+        self._plans: dict[int, Plan] = {}
+        for function in self.funcs:
+            self._plan(function)
+
+    @cached_property
+    def logger(self) -> logging.Logger:
+        """A logger named for the rubric's class, for subclasses."""
+        return logging.getLogger(f"verifiers.rubrics.{type(self).__name__}")
+
+    # --- what it is made of ---------------------------------------------------------------------------------------
+
+    @property
+    def reward_funcs(self) -> list[RewardFunc]:
+        return self.funcs
+
+    @property
+    def reward_weights(self) -> list[float]:
+        return self.weights
+
+    def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
+        """Add a function that counts towards the reward."""
+        self._plan(func)
+        self.funcs.append(func)
+        self.weights.append(float(weight))
+
+    def add_metric(self, func: RewardFunc, weight: float = 0.0) -> None:
+        """Add a function that is reported and does not count."""
+        self.add_reward_func(func, weight)
+
+    def add_class_object(self, name: str, obj: Any) -> None:
+        """Make an object injectable into reward functions under a name."""
+        self.class_objects[name] = obj
+        self._plans.clear()  # functions with a default for this name get the object from now on
+
+    @property
+    def has_group_rewards(self) -> bool:
+        return any(plan.is_group for plan in self._all_plans())
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing here scores anything (and no subclass scores in its own way)."""
+        return not self.funcs and self._own_scoring() is None
+
+    @property
+    def scores_its_own_way(self) -> bool:
+        """Does a subclass score rollouts by other means than this class's functions and weights?"""
+        cls = type(self)
+        is_plain = (cls.score_alone, cls._score_by_functions) == (Rubric.score_alone, Rubric._score_by_functions)
+        return not is_plain or self._own_scoring() is not None
+
+    def _get_reward_func_names(self) -> list[str]:
+        return [name for name, _, _ in self._named()]
+
+    def _get_reward_funcs(self) -> list[RewardFunc]:
+        return list(self.funcs)
+
+    def _get_reward_weights(self) -> list[float]:
+        return self.weights
+
+    def _plan(self, function: Any) -> Plan:
+        plan = self._plans.get(id(function))
+        if plan is None or plan.function is not function:
+            plan = self._plans[id(function)] = Plan(function, self.class_objects)
+        return plan
+
+    def _all_plans(self) -> list[Plan]:
+        return [self._plan(function) for function in self.funcs]
+
+    def _named(self) -> list[tuple[str, Plan, float]]:
+        """Each function with the name it is reported under; a second one of the same name gets a number."""
+        seen: dict[str, int] = {}
+        named = []
+        for plan, weight in zip(self._all_plans(), self.weights, strict=True):
+            seen[plan.name] = count = seen.get(plan.name, 0) + 1
+            named.append((plan.name if count == 1 else f"{plan.name}_{count}", plan, weight))
+        return named
+
+    # --- scoring inside a run -------------------------------------------------------------------------------------
+
+    async def score_alone(self, state: State) -> Score:
+        """Everything that can be said of one rollout without the rest of its group."""
+        own = self._own_scoring()
+        if own is not None and not any(rubric is self for rubric in _scoring_own_way.get()):
+            return await self._score_own_way(own, state)
+        return await self._score_by_functions(state)
+
+    async def _score_by_functions(self, state: State) -> Score:
+        score = Score()
+        for name, plan, weight in self._named():
+            if plan.is_group:
+                continue
+            try:
+                value = as_score(await self._invoke(plan, plan.arguments(state, self.class_objects)), plan.name)
+            except Exception as error:  # foreign code
+                score.error = grader_error(error, plan)
+                return score
+            score.metrics[name] = value
+            score.reward += weight * value
+        return score
+
+    async def score_together(self, states: Sequence[State]) -> list[Score]:
+        """What only the whole group can say of each of its rollouts."""
+        scores = [Score() for _ in states]
+        for name, plan, weight in self._named():
+            if not plan.is_group:
+                continue
+            try:
+                values = await self._invoke(plan, plan.group_arguments(states, self.class_objects))
+                checked = one_each(values, len(states), plan)
+            except Exception as error:  # foreign code
+                failure = grader_error(error, plan)
+                return [Score(error=failure) for _ in states]
+            for score, value in zip(scores, checked, strict=True):
+                score.metrics[name] = value
+                score.reward += weight * value
+        return scores
+
+    async def _invoke(self, plan: Plan, kwargs: dict[str, Any]) -> Any:
+        if plan.is_cpu_bound:
+            from verifiers.rubrics.workers import call_in_worker
+
+            return await call_in_worker(plan.function, kwargs, timeout_s=plan.hook.timeout_s)
+        hook = plan.hook
+        if not hook.is_inline:
+            return await hook(**kwargs)
+        value = hook.call_inline(**kwargs)
+        return await value if inspect.isawaitable(value) else value
+
+    def _own_scoring(self) -> Callable[..., Any] | None:
+        """A subclass's own ``score_rollout_sync`` or ``score_rollout``, if it has one."""
+        cls = type(self)
+        if cls.score_rollout_sync is not Rubric.score_rollout_sync:
+            return self.score_rollout_sync
+        if cls.score_rollout is not Rubric.score_rollout:
+            return self.score_rollout
+        return None
+
+    async def _score_own_way(self, own: Callable[..., Any], state: State) -> Score:
+        before = state.get("reward"), state.get("metrics")
+        try:
+            with _by_functions(self):
+                result = await calls.Hook(own)(*_call_form(own, state))
+            if isinstance(result, Mapping) and "reward" in result:
+                flat = {str(name): as_score(value, str(name)) for name, value in result.items()}
+                return Score(reward=flat.pop("reward"), metrics=flat)
+            return Score(reward=as_score(state.get("reward"), own.__name__), metrics=dict(state.get("metrics") or {}))
+        except Exception as error:  # foreign code
+            state["reward"], state["metrics"] = before
+            return Score(error=wrap(error, GraderError, f"{type(self).__name__}.{own.__name__}"))
+
+    # --- scoring by hand ------------------------------------------------------------------------------------------
+
+    async def score_states(self, states: Sequence[State], score_sem: Any = None) -> None:
+        """Score rollouts that form one group, and write reward, metrics, advantage and errors into them."""
+        began = time.perf_counter()
+        valid = [state for state in states if state.get("error") is None]
+        async with score_sem or nullcontext():
+            scores = list(await asyncio.gather(*(self.score_alone(state) for state in valid)))
+            await self.add_group_scores(valid, scores)
+        for state, score in zip(valid, scores, strict=True):
+            write_score(state, score)
+        note_scoring_time(states, (time.perf_counter() - began) * 1000)
+        write_advantages(states)
+
+    async def add_group_scores(self, states: Sequence[State], scores: Sequence[Score]) -> None:
+        """Add the group rewards to scores of the same group; rollouts that failed already take no part."""
+        live = [i for i, score in enumerate(scores) if score.error is None]
+        if not live or not self.has_group_rewards:
+            return
+        together = await self.score_together([states[i] for i in live])
+        for i, score in zip(live, together, strict=True):
+            scores[i].add(score)
+
+    async def _score_rollout(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        score_sem = kwargs.pop("score_sem", None)
+        if not args and kwargs.keys() == {"state"}:
+            args = (kwargs.pop("state"),)
+        if args and isinstance(args[0], State) and len(args) <= 2 and not kwargs:
+            state = args[0]
+            await self.score_states([state], args[1] if len(args) == 2 else score_sem)
+            return {**(state.get("metrics") or {}), "reward": state.get("reward")}
+        state = state_from(*args, **kwargs)
+        async with score_sem or nullcontext():
+            score = await self.score_alone(state)
+            await self.add_group_scores([state], [score])
+        hand_back(state, args[3] if len(args) > 3 else kwargs.get("state"))
+        if score.error is not None:
+            raise score.error
+        return score.flat()
+
+    async def _score_rollout_as(self, name: str, args: Any, kwargs: Any) -> dict[str, Any]:
+        """A subclass that overrides ``name`` comes here by ``super()`` only, and wants the functions' score."""
+        is_super_call = getattr(type(self), name) is not getattr(Rubric, name)
+        with _by_functions(self) if is_super_call else nullcontext():
+            return await self._score_rollout(*args, **kwargs)
+
+    @calls.both
+    async def score_rollout(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """``score_rollout(state)`` writes into it; ``score_rollout(prompt, completion, answer, state)`` returns."""
+        return await self._score_rollout_as("score_rollout", args, kwargs)
+
+    @calls.blocking
+    @calls.both
+    async def score_rollout_sync(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The same, and never an awaitable."""
+        return await self._score_rollout_as("score_rollout_sync", args, kwargs)
+
+    async def _score_rollouts(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any] | None = None,
+        answers: Sequence[Any] | None = None,
+        states: Sequence[Mapping[str, Any]] | None = None,
+        tasks: Sequence[Any] | None = None,
+        infos: Sequence[Any] | None = None,
+        **_: Any,
+    ) -> dict[str, list[Any]]:
+        if completions is None:
+            batch = list(prompts)
+        else:
+            batch = states_from_columns(prompts, completions, answers, states, tasks, infos)
+        scores = await score_batch(self, batch)
+        if completions is None:
+            for state, score in zip(batch, scores, strict=True):
+                write_score(state, score)
+        names = dict.fromkeys(name for score in scores for name in score.metrics)
+        columns: dict[str, list[Any]] = {name: [score.metrics.get(name) for score in scores] for name in names}
+        columns["reward"] = [None if score.error else score.reward for score in scores]
+        return columns
+
+    score_rollouts = calls.both(_score_rollouts)
+    """Columns in (or a list of states), columns out; where scoring failed the entry is None and the cause is logged."""
+
+    score_rollouts_sync = calls.blocking(score_rollouts)
+
+    async def _score_group(
+        self, states: Sequence[State], score_sem: AbstractAsyncContextManager[Any] | None = None
+    ) -> None:
+        await self.score_states(states, score_sem)
+
+    score_group = calls.both(_score_group)
+
+    def _call_reward_func(self, func: RewardFunc, *args: Any, **kwargs: Any) -> float:
+        """Call one reward function with the fields given by name; returns a float or raises `GraderError`."""
+        plan = self._plan(func)
+        state = state_from(*args, **kwargs)
+        try:
+            return as_score(calls.run(lambda: self._invoke(plan, plan.arguments(state, self.class_objects))), plan.name)
+        except Exception as error:  # foreign code
+            raise grader_error(error, plan) from error
+
+
+@contextmanager
+def _by_functions(rubric: Rubric) -> Iterator[None]:
+    token = _scoring_own_way.set((*_scoring_own_way.get(), rubric))
+    try:
+        yield
+    finally:
+        _scoring_own_way.reset(token)
+
+
+def _call_form(own: Callable[..., Any], state: State) -> tuple[Any, ...]:
+    """The arguments of a subclass's own scoring method: ``(state)`` or ``(prompt, completion, answer, state)``."""
+    first = next(iter(inspect.signature(own).parameters), "state")
+    if first == "state":
+        return (state,)
+    return tuple(field(state, name) for name in ("prompt", "completion", "answer", "state"))

@@ -1,0 +1,122 @@
+"""One rollout's score: what it is made of, how it is written into the state, and the error in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verifiers.errors import Error, GraderError, wrap
+from verifiers.rubrics.signature import Plan, as_score
+from verifiers.types import State
+
+
+@dataclass(slots=True)
+class Score:
+    """The reward of one rollout and what it was made of; or the error that kept it from being scored."""
+
+    reward: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: Error | None = None
+
+    def add(self, other: Score, weight: float = 1.0) -> None:
+        """Add another rubric's score; metrics of the same name add up."""
+        self.reward += weight * other.reward
+        for name, value in other.metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        self.error = self.error or other.error
+
+    def flat(self) -> dict[str, Any]:
+        """``{"reward": …, name: …}``, with a reward of None where scoring failed."""
+        return {**self.metrics, "reward": None if self.error else self.reward}
+
+
+def grader_error(error: Exception, plan: Plan) -> Error:
+    if isinstance(error, TimeoutError) and not error.args:  # ours; one that the function raised says more
+        return GraderError(f"reward {plan.name!r} did not return within {plan.hook.timeout_s:g} s")
+    wrapped = wrap(error, GraderError, f"reward {plan.name!r}")
+    return wrapped if wrapped.blame != "policy" else GraderError(f"reward {plan.name!r} raised {error!r}")
+
+
+def one_each(values: Any, n: int, plan: Plan) -> list[float]:
+    checked = [as_score(value, plan.name) for value in values]
+    if len(checked) != n:
+        raise GraderError(f"group reward {plan.name!r} returned {len(checked)} scores for {n} rollouts")
+    return checked
+
+
+def state_from(
+    prompt: Any = None,
+    completion: Any = None,
+    answer: Any = "",
+    state: Mapping[str, Any] | None = None,
+    task: str = "default",
+    info: Mapping[str, Any] | None = None,
+    **extra: Any,
+) -> State:
+    """A state to score, from loose fields; a rollout's own state is used itself unless the fields say otherwise."""
+    if isinstance(state, State) and "input" in state:
+        given = {"prompt": prompt, "completion": completion, "answer": answer or None}
+        changed = {
+            name: value for name, value in given.items() if value is not None and _differ(value, state.get(name))
+        }
+        if not changed:
+            return state
+        copy = State(state)
+        copy["input"] = {**state["input"], **{name: value for name, value in changed.items() if name != "completion"}}
+        copy["completion"] = changed.get("completion", state.get("completion"))
+        return copy
+    fields = {"prompt": prompt, "answer": answer, "task": task, "info": dict(info or {}), "example_id": 0}
+    merged = State(state or {})
+    merged.update({**extra, "input": fields, "completion": completion})
+    merged.setdefault("trajectory", [])
+    return merged
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if a is b:
+        return False
+    return not (isinstance(a, (str, list, dict)) and isinstance(b, (str, list, dict)) and a == b)
+
+
+def hand_back(scored: State, given: Mapping[str, Any] | None) -> None:
+    """What reward functions noted in the copy of a caller's state goes into that state: caches last."""
+    if isinstance(given, dict) and given is not scored:
+        noted = scored.keys() - given.keys() - {"input", "completion", "trajectory"}
+        given.update({name: dict.__getitem__(scored, name) for name in noted})
+
+
+def write_score(state: State, score: Score) -> None:
+    """Put a score where everyone looks for it; a failed one leaves no reward behind."""
+    if score.error is not None:
+        state["error"] = score.error
+        state["reward"] = None
+        state["metrics"] = score.metrics
+        return
+    state["reward"] = score.reward
+    state["metrics"] = score.metrics
+    for step in state.get("trajectory") or ():
+        if step["reward"] is None:
+            step["reward"] = score.reward
+
+
+def note_scoring_time(states: Sequence[State], took_ms: float) -> None:
+    """Add the time of scoring to each rollout's timing."""
+    for state in states:
+        timing = state.get("timing")
+        if timing is not None:
+            timing["scoring_ms"] = timing.get("scoring_ms", 0.0) + took_ms
+            timing["total_ms"] = timing.get("generation_ms", 0.0) + timing["scoring_ms"]
+
+
+def write_advantages(states: Sequence[State]) -> None:
+    """Reward minus the mean of the group's valid rewards; failed rollouts neither count nor get one."""
+    valid = [state for state in states if state.get("reward") is not None]
+    if not valid:
+        return
+    mean = sum(state["reward"] for state in valid) / len(valid)
+    for state in valid:
+        state["advantage"] = advantage = state["reward"] - mean
+        for step in state.get("trajectory") or ():
+            if step["advantage"] is None:
+                step["advantage"] = advantage

@@ -1,0 +1,262 @@
+"""Rows × repeats become results: many rollouts at once, in stable order, each saved as soon as it is done."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from verifiers.progress import Progress, Tally
+from verifiers.rubrics.score import Score, note_scoring_time, write_score
+from verifiers.types import Row, State
+
+DEFAULT_CONCURRENCY = 4096
+
+Generate = Callable[["Job"], Awaitable[State]]
+ScoreAlone = Callable[[State], Awaitable[Score]]
+ScoreGroup = Callable[[Sequence[State], Sequence[Score]], Awaitable[None]]
+Sink = Callable[["Job", State], None]
+
+
+class RunInterruptedError(KeyboardInterrupt):
+    """The run was stopped by Ctrl-C; ``results`` holds what was finished, and the run can be resumed."""
+
+    def __init__(self, message: str, results: Any = None) -> None:
+        super().__init__(message)
+        self.results = results
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One rollout to make: which row, and the how-manieth of it; with an error where the row cannot be read."""
+
+    position: int
+    row: Row
+    repeat: int
+    error: Exception | None = None
+
+    @property
+    def key(self) -> tuple[Any, int]:
+        return self.row["example_id"], self.repeat
+
+
+@dataclass(kw_only=True)
+class Limits:
+    """How many rollouts at once; generation and scoring may have limits of their own."""
+
+    max_concurrent: int = -1
+    generation: int | None = None
+    scoring: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_concurrent", "generation", "scoring"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value == 0 or value < -1):
+                raise ValueError(f"{name} must be a positive number, or -1 for no limit; got {value!r}")
+
+    def workers(self, jobs: int) -> int:
+        """How many rollouts are under way at once."""
+        wanted = self.max_concurrent if self.max_concurrent > 0 else DEFAULT_CONCURRENCY
+        if self.generation or self.scoring:
+            wanted = max(wanted, (self.generation or 0) + (self.scoring or 0)) if self.max_concurrent < 0 else wanted
+        return min(wanted, jobs)
+
+
+@dataclass
+class _Group:
+    """The rollouts of one example, kept until all have been generated."""
+
+    missing: int
+    members: list[tuple[Job, State, Score]] = field(default_factory=list)
+
+
+class Run:
+    """One pass over a list of jobs."""
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        *,
+        generate: Generate,
+        score_alone: ScoreAlone | None = None,
+        score_group: ScoreGroup | None = None,
+        limits: Limits | None = None,
+        sink: Sink | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.jobs = jobs
+        self.generate = generate
+        self.score_alone = score_alone
+        self.score_group = score_group
+        self.limits = limits or Limits()
+        self.sink = sink
+        self.progress = progress or Tally()
+        self.done: list[tuple[Job, State]] = []
+        self.is_stopping = False
+        self._next = iter(jobs)
+        self._groups: dict[Any, _Group] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        if score_group is not None:
+            for job in jobs:
+                self._groups.setdefault(job.row["example_id"], _Group(0)).missing += 1
+
+    async def finish(self) -> list[tuple[Job, State]]:
+        """Run every job; returns what was finished, in the order of the jobs."""
+        self._generation = _gate(self.limits.generation)
+        self._scoring = _gate(self.limits.scoring)
+        with _long_lived, interruptible(self._interrupt):
+            try:
+                await self._start_workers()
+                if self._tasks:
+                    await asyncio.gather(*self._tasks)
+            except asyncio.CancelledError:
+                if not self.is_stopping or _is_cancelled():
+                    raise
+            finally:
+                await _cancel(self._tasks)
+        self.done.sort(key=lambda item: item[0].position)
+        return self.done
+
+    async def _start_workers(self) -> None:
+        """Start one at a time, so that thousands of rollouts that begin at once do not hold up the loop."""
+        for _ in range(self.limits.workers(len(self.jobs))):
+            self._tasks.add(asyncio.create_task(self._work()))
+            await asyncio.sleep(0)
+
+    async def _work(self) -> None:
+        try:
+            for job in self._next:
+                if self.is_stopping:
+                    return
+                await self._run_job(job)
+        except Exception:
+            self.is_stopping = True  # saving failed: generating more would only lose more
+            raise
+
+    async def _run_job(self, job: Job) -> None:
+        async with self._generation:
+            state = await self.generate(job)
+        score = Score()
+        if self.score_alone is not None and state.get("error") is None:
+            began = time.perf_counter()
+            async with self._scoring:
+                score = await self.score_alone(state)
+            write_score(state, score)
+            note_scoring_time((state,), (time.perf_counter() - began) * 1000)
+        if self.score_group is None:
+            self._settle(job, state)
+        else:
+            await self._join_group(job, state, score)
+
+    async def _join_group(self, job: Job, state: State, score: Score) -> None:
+        group = self._groups[job.row["example_id"]]
+        group.members.append((job, state, score))
+        group.missing -= 1
+        if group.missing:
+            return
+        del self._groups[job.row["example_id"]]
+        await self._score_group(group)
+
+    async def _score_group(self, group: _Group) -> None:
+        assert self.score_group is not None
+        live = [(state, score) for _, state, score in group.members if state.get("error") is None]
+        began = time.perf_counter()
+        async with self._scoring:
+            await self.score_group([state for state, _ in live], [score for _, score in live])
+        for state, score in live:
+            write_score(state, score)
+        note_scoring_time([state for state, _ in live], (time.perf_counter() - began) * 1000)
+        for job, state, _ in group.members:
+            self._settle(job, state)
+
+    def _settle(self, job: Job, state: State) -> None:
+        if self.sink is not None:
+            self.sink(job, state)
+        self.done.append((job, state))
+        self.progress.update(state)
+
+    def _interrupt(self) -> None:
+        if not self.is_stopping:
+            self.is_stopping = True
+            self.progress.note(
+                "stopping: rollouts under way are finished and saved; press Ctrl-C again to stop at once"
+            )
+            return
+        for task in self._tasks:
+            task.cancel()
+
+
+def _gate(limit: int | None) -> AbstractAsyncContextManager[Any]:
+    return asyncio.Semaphore(limit) if limit is not None and limit > 0 else nullcontext()
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _LongLived:
+    """While runs are under way, what survived a full garbage collection is not looked at again.
+
+    Thousands of waiting rollouts are live objects: scanning all of them over and over costs as much as running them,
+    and stops the loop for half a second at a time. Full collections come more often instead, each over what is new.
+    When the last run ends everything is handed back.
+    """
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.threshold = (0, 0, 0)
+
+    def __enter__(self) -> None:
+        self.runs += 1
+        if self.runs == 1:
+            self.threshold = gc.get_threshold()
+            gc.set_threshold(*self.threshold[:2], min(self.threshold[2], 3))
+            gc.callbacks.append(self._after_collection)
+
+    def __exit__(self, *_: object) -> None:
+        self.runs -= 1
+        if self.runs == 0:
+            gc.callbacks.remove(self._after_collection)
+            gc.set_threshold(*self.threshold)
+            gc.unfreeze()
+
+    def _after_collection(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and info["generation"] == 2:
+            gc.freeze()
+
+
+_long_lived = _LongLived()
+
+
+@contextmanager
+def interruptible(on_interrupt: Callable[[], None]) -> Iterator[None]:
+    """While this lasts, Ctrl-C calls a function; only where the main thread runs the loop, else it changes nothing."""
+    loop = asyncio.get_running_loop()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        loop.add_signal_handler(signal.SIGINT, on_interrupt)
+    except (NotImplementedError, RuntimeError, ValueError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, before)

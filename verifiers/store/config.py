@@ -1,0 +1,79 @@
+"""The configuration of a run → its fingerprint, and its differences from another one in words."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from verifiers.store.plain import to_json
+
+_SECRET = re.compile(r"(^|[_-])(api_?key|secret|password|authorization|(access|auth|bearer)_?token)$", re.IGNORECASE)
+_ADDRESS = re.compile(rb" at 0x[0-9a-fA-F]+")  # in the repr of a function: another one in every process
+
+
+def normalise(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as it is stored: plain JSON data, without secrets.
+
+    >>> normalise({"seeds": (1, 2), "env_args": {"judge_api_key": "sk-1"}})
+    {'seeds': [1, 2], 'env_args': {'judge_api_key': '***'}}
+    """
+    stored: dict[str, Any] = msgspec.json.decode(_ADDRESS.sub(b"", to_json(dict(config))))
+    return {key: _without_secrets(key, value) for key, value in stored.items()}
+
+
+def fingerprint(config: Mapping[str, Any]) -> str:
+    """16 hex digits that two configurations share if they are the same; None is the same as absent.
+
+    >>> fingerprint({"t": 1.0, "seed": None}) == fingerprint({"t": 1})
+    True
+    """
+    flat = sorted((key, repr(_number(value))) for key, value in _flat(normalise(config)))
+    return hashlib.blake2b(to_json(flat), digest_size=8).hexdigest()
+
+
+def differences(made_with: Mapping[str, Any], asked_for: Mapping[str, Any]) -> list[str]:
+    """Each key that differs, with both values.
+
+    >>> differences({"sampling_args": {"temperature": 0.7}}, {"sampling_args": {"temperature": 1.0}})
+    ['this run was made with sampling_args.temperature=0.7, you ask for 1.0']
+    """
+    made, asked = dict(_flat(normalise(made_with))), dict(_flat(normalise(asked_for)))
+    return [
+        f"this run was made with {key}={_short(made.get(key))}, you ask for {_short(asked.get(key))}"
+        for key in {**made, **asked}
+        if made.get(key) != asked.get(key)
+    ]
+
+
+def _without_secrets(key: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {inner: _without_secrets(inner, item) for inner, item in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(key, item) for item in value]
+    return "***" if isinstance(value, str) and _SECRET.search(key) else value
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, dict):
+            yield from _flat(item, f"{prefix}{key}.")
+        elif item is not None:
+            yield prefix + key, item
+
+
+def _number(value: Any) -> Any:
+    """1.0 and 1 are one number; so they are to ``==``, and so they must be to a fingerprint."""
+    if isinstance(value, list):
+        return [_number(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _number(item) for key, item in sorted(value.items())}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"

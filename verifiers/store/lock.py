@@ -1,0 +1,95 @@
+"""A folder → a folder that one process at a time may write to; the lock of a dead process frees itself."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from pathlib import Path
+
+try:
+    import fcntl
+
+    HAS_LOCKS = True
+except ImportError:
+    HAS_LOCKS = False
+
+logger = logging.getLogger(__name__)
+
+
+class RunInUseError(RuntimeError):
+    """Another writer has this run directory open."""
+
+
+class FolderLock:
+    """A lock on a folder, counted: taken again by the same object it is given back as many times."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._fd: int | None = None
+        self._holds = 0
+        self._guard = threading.Lock()
+
+    def __enter__(self) -> FolderLock:
+        with self._guard:
+            if self._holds == 0:
+                self._fd = _acquire(self.folder)
+            self._holds += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._guard:
+            self._holds -= 1
+            if self._holds == 0 and self._fd is not None:
+                _held.discard(self._fd)
+                os.close(self._fd)
+                self._fd = None
+
+
+def _acquire(folder: Path) -> int | None:
+    if not HAS_LOCKS:
+        return None
+    fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _lock(fd, folder)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    _keep_from_children(fd)
+    return fd
+
+
+def _lock(fd: int, folder: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+        raise RunInUseError(
+            f"{folder} is being written by {holder}; wait for it to end, stop it, or start a new run directory"
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        logger.warning("%s: this file system has no locks; make sure that only one process writes there", folder)
+
+
+# A forked worker that outlives its parent would hold the parent's lock: children close it.
+_held: set[int] = set()
+_is_registered = False
+
+
+def _keep_from_children(fd: int) -> None:
+    global _is_registered
+    _held.add(fd)
+    if not _is_registered:
+        _is_registered = True
+        os.register_at_fork(after_in_child=_close_held)
+
+
+def _close_held() -> None:
+    for fd in _held:
+        os.close(fd)
+    _held.clear()

@@ -1,0 +1,119 @@
+"""A results file after a crash → one with whole lines only, one good line a rollout, and nothing lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from verifiers.store.disk import CHUNK, append_missing, last_line_start, opened, replace_file, write_all
+from verifiers.store.reading import Line, scan
+from verifiers.store.record import Key
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = "attempts.jsonl"  # failed rollouts that were run again, and second results of the same rollout
+DAMAGED = "damaged.txt"  # what is no record: lines torn by a crash or by the disk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compacted:
+    """What a results file holds after compaction, and how many lines were moved out of it."""
+
+    finished: frozenset[Key]
+    failed: int = 0
+    duplicates: int = 0
+    damaged: int = 0
+
+
+def mend_last_line(path: Path) -> None:
+    """Finish or cut off a last line without a newline; what is cut off is kept in ``damaged.txt``."""
+    if not path.exists():
+        return
+    with opened(path, os.O_RDWR | os.O_APPEND) as fd:
+        start = last_line_start(fd)
+        partial = os.pread(fd, os.fstat(fd).st_size - start, start)
+        if not partial:
+            return
+        if _is_record(partial):  # only the newline is missing
+            write_all(fd, b"\n")
+        else:
+            append_missing(path.with_name(DAMAGED), [partial + b"\n"])
+            os.ftruncate(fd, start)
+            logger.warning("%s: a torn last line (%d bytes) was moved to %s", path, len(partial), DAMAGED)
+        os.fsync(fd)
+
+
+def compact(path: Path) -> Compacted:
+    """Leave exactly one good line a rollout; the caller holds the lock of the folder.
+
+    Lines go to the side files first, then the results file is replaced at once. A crash anywhere in between leaves
+    the old file, and doing it again gives the same end: a side file takes no line twice.
+    """
+    if not path.exists():
+        return Compacted(finished=frozenset())
+    mend_last_line(path)
+    with open(path, "rb", buffering=CHUNK) as file:
+        lines = list(scan(file))
+        winners = {line.key: line for line in lines if line.key is not None and not line.is_failed}
+        finished: frozenset[Key] = frozenset(winners)  # the last good line of each rollout wins
+        if len(winners) == len(lines):
+            return Compacted(finished=finished)
+        damaged = [line for line in lines if line.key is None]
+        attempts = [line for line in lines if line.key is not None and winners.get(line.key) is not line]
+        if attempts:
+            append_missing(path.with_name(ATTEMPTS), _texts(file, attempts))
+        if damaged:
+            append_missing(path.with_name(DAMAGED), _texts(file, damaged))
+        replace_file(path, _chunks(file, winners.values()))
+    failed = sum(line.is_failed for line in attempts)
+    result = Compacted(finished=finished, failed=failed, duplicates=len(attempts) - failed, damaged=len(damaged))
+    _report(path, result)
+    return result
+
+
+def _report(path: Path, result: Compacted) -> None:
+    if result.damaged:
+        logger.warning("%s: %d damaged line(s) were moved to %s", path, result.damaged, DAMAGED)
+    if result.failed or result.duplicates:
+        logger.info(
+            "%s: %d failed and %d repeated rollout(s) were moved to %s",
+            path,
+            result.failed,
+            result.duplicates,
+            ATTEMPTS,
+        )
+
+
+def _is_record(text: bytes) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+
+
+def _texts(file: BinaryIO, lines: Iterable[Line]) -> Iterator[bytes]:
+    for line in lines:
+        file.seek(line.offset)
+        yield file.read(line.length)
+
+
+def _chunks(file: BinaryIO, lines: Iterable[Line]) -> Iterator[bytes]:
+    """The text of lines, neighbours read together."""
+    start = end = 0
+    for line in sorted(lines):
+        if line.offset != end or end - start > CHUNK:
+            yield _span(file, start, end)
+            start = line.offset
+        end = line.offset + line.length
+    yield _span(file, start, end)
+
+
+def _span(file: BinaryIO, start: int, end: int) -> bytes:
+    file.seek(start)
+    return file.read(end - start)

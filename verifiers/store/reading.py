@@ -1,0 +1,232 @@
+"""A results file → lines, an index of finished rollouts, records in any order, pages."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+import msgspec
+
+from verifiers.errors import describe
+from verifiers.store.record import Key, Record, is_failed
+
+logger = logging.getLogger(__name__)
+
+RESULTS = "results.jsonl"
+METADATA = "metadata.json"
+Status = Literal["ok", "failed"]
+_BUFFER = 1 << 20
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class Line(NamedTuple):
+    """One line of a results file: where it is, and whose it is; a damaged one is nobody's."""
+
+    offset: int
+    length: int
+    key: Key | None
+    is_failed: bool
+
+
+class _Head(msgspec.Struct):
+    """The few fields an index needs; the rest of a line is checked, but not built."""
+
+    example_id: int | str
+    rollout: int | None = None
+    error: Any = None
+
+
+def scan(file: BinaryIO, start: int = 0, *, seen: Counter[int | str] | None = None) -> Iterator[Line]:
+    """Every line from an offset on, damaged ones included; a partial last line is no line yet.
+
+    Files of 0.1.x have no rollout column: the order of appearance, counted in ``seen``, stands in for it.
+    """
+    decode = msgspec.json.Decoder(_Head).decode
+    seen = Counter() if seen is None else seen
+    file.seek(start)
+    offset = start
+    for text in file:
+        length = len(text)
+        key: Key | None = None
+        has_failed = False
+        try:
+            if not text.isascii():
+                str(text, "utf-8")  # the decoder does not look into the strings that it skips
+            head = decode(text)
+            number = head.rollout
+            if number is None:
+                number = seen[head.example_id]
+                seen[head.example_id] += 1
+            key = (head.example_id, number)
+            has_failed = head.error is not None and is_failed({"error": head.error})
+        except _UNREADABLE:
+            if not text.endswith(b"\n"):
+                return
+        if key is not None or not text.isspace():
+            yield Line(offset, length, key, has_failed)
+        offset += length
+
+
+def load_index(path: Path) -> dict[Key, Status]:
+    """Which rollouts of a results file are done, and how they ended; one good attempt is enough."""
+    index: dict[Key, Status] = {}
+    if not path.exists():
+        return index
+    damaged = 0
+    with open(path, "rb", buffering=_BUFFER) as file:
+        for line in scan(file):
+            if line.key is None:
+                damaged += 1
+            elif not line.is_failed:
+                index[line.key] = "ok"
+            else:
+                index.setdefault(line.key, "failed")
+    warn_damaged(path, damaged)
+    return index
+
+
+def warn_damaged(path: Path, count: int) -> None:
+    if count:
+        logger.warning("%s: %d damaged line(s) skipped; resuming the run moves them to damaged.txt", path, count)
+
+
+def results_file(path: str | os.PathLike[str]) -> Path:
+    """The results file of a run directory, or the file itself."""
+    path = Path(path)
+    return path / RESULTS if path.is_dir() else path
+
+
+def read_records(path: str | os.PathLike[str], columns: Sequence[str] | None = None) -> Iterator[Record]:
+    """The records of a run directory or a ``.jsonl`` file, one at a time, in the order in which they finished.
+
+    With ``columns`` only these are decoded, which is several times quicker; one that a line lacks is None.
+    """
+    file = results_file(path)
+    if not file.exists() and not (Path(path) / METADATA).exists():
+        raise FileNotFoundError(f"{path} is neither a run directory nor a results file")
+    return _read(file, columns)
+
+
+def _read(path: Path, columns: Sequence[str] | None) -> Iterator[Record]:
+    if not path.exists():  # a run that has not finished its first rollout
+        return
+    decode = RecordDecoder(columns)
+    damaged = 0
+    with open(path, "rb", buffering=_BUFFER) as file:
+        for line in file:
+            try:
+                record = decode(line)
+            except _UNREADABLE:
+                damaged += line.endswith(b"\n") and not line.isspace()
+            else:
+                yield record
+    warn_damaged(path, damaged)
+
+
+class RecordDecoder:
+    """A line → a record, whole or some columns of it."""
+
+    def __init__(self, columns: Sequence[str] | None) -> None:
+        self.columns = None if columns is None else tuple(dict.fromkeys(columns))
+        if self.columns is None:
+            self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(dict[str, Any])
+            return
+        names = {f"column_{number}": name for number, name in enumerate(self.columns)}  # a metric may be called "f-1"
+        struct = msgspec.defstruct("Columns", [(field, Any, None) for field in names], rename=names)
+        self._decoder = msgspec.json.Decoder(struct)
+
+    def __call__(self, line: bytes) -> Record:
+        value = self._decoder.decode(line)
+        if self.columns is None:
+            record: Record = value
+            return record
+        return dict(zip(self.columns, msgspec.structs.astuple(value), strict=True))
+
+
+class Rows:
+    """The rollouts of a results file by number, read when asked for; ``refresh`` sees what was appended since.
+
+    It holds a few numbers a rollout, so that pages of a run of 100,000 stay quick and small.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = results_file(path)
+        self.keys: list[Key] = []
+        self.failed = bytearray()
+        self.damaged = 0
+        self._offsets = array("Q")
+        self._lengths = array("Q")
+        self._end = 0
+        self._seen: Counter[int | str] = Counter()
+        self._file: BinaryIO | None = None
+        self._decode = RecordDecoder(None)
+        self.refresh()
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, number: int) -> Record:
+        number = range(len(self))[number]
+        assert self._file is not None  # there is a row, so there is a file
+        line = os.pread(self._file.fileno(), self._lengths[number], self._offsets[number])
+        try:
+            return self._decode(line)
+        except _UNREADABLE as error:  # the index reads less of a line than this
+            example_id, rollout = self.keys[number]
+            return {"example_id": example_id, "rollout": rollout, "reward": None, "error": describe(error)}
+
+    def page(self, start: int, n: int, *, order: Sequence[int] | None = None) -> list[Record]:
+        """Up to ``n`` records from number ``start`` on, of the file or of an order of one's own."""
+        numbers = range(len(self)) if order is None else order
+        return [self[number] for number in numbers[start : start + n]]
+
+    def sorted_order(self) -> list[int]:
+        """The numbers of the rows by example, then rollout; ids that are numbers come before ids that are words."""
+        return sorted(range(len(self)), key=lambda number: _sort_key(self.keys[number]))
+
+    def refresh(self) -> int:
+        """Read what was appended, or everything if the file was replaced; gives the number of rows now."""
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError:
+            self._forget()
+            return 0
+        held = None if self._file is None else os.fstat(self._file.fileno())
+        if held is None or (held.st_ino, held.st_dev) != (found.st_ino, found.st_dev) or found.st_size < self._end:
+            self._forget()
+            self._file = open(self.path, "rb", buffering=_BUFFER)  # noqa: SIM115  closed with this object
+            weakref.finalize(self, self._file.close)
+        if found.st_size > self._end and self._file is not None:
+            self._take(self._file)
+        return len(self)
+
+    def _take(self, file: BinaryIO) -> None:
+        for line in scan(file, self._end, seen=self._seen):
+            self._end = line.offset + line.length
+            if line.key is None:
+                self.damaged += 1
+                continue
+            self.keys.append(line.key)
+            self.failed.append(line.is_failed)
+            self._offsets.append(line.offset)
+            self._lengths.append(line.length)
+
+    def _forget(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+        self.keys = []
+        self.failed = bytearray()
+        self._seen = Counter()
+        self._offsets, self._lengths = array("Q"), array("Q")
+        self._end = self.damaged = 0
+
+
+def _sort_key(key: Key) -> tuple[bool, int | str, int]:
+    return (isinstance(key[0], str), key[0], key[1])

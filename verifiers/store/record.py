@@ -1,0 +1,145 @@
+"""The state of a finished rollout → one record → one line of ``results.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from verifiers.errors import describe
+from verifiers.store.plain import describe_object, plain, to_json
+from verifiers.types import Usage
+
+Record = dict[str, Any]
+Key = tuple[int | str, int]  # (example_id, rollout)
+
+CORE_COLUMNS = (
+    "example_id",
+    "rollout",
+    "task",
+    "prompt",
+    "completion",
+    "answer",
+    "info",
+    "reward",
+    "error",
+    "metrics",
+    "generation_ms",
+    "scoring_ms",
+    "total_ms",
+    "stop_condition",
+    "is_truncated",
+    "usage",
+)
+
+
+def to_record(state: Mapping[str, Any], *, rollout: int, state_columns: Collection[str] = ()) -> Record:
+    """One rollout as plain data: the core columns, the named state columns, and each metric at the top level too.
+
+    >>> record = to_record({"example_id": 3, "reward": 1.0, "metrics": {"exact": 1.0}}, rollout=0)
+    >>> record["example_id"], record["reward"], record["exact"], record["error"]
+    (3, 1.0, 1.0, None)
+    """
+    error = _error_of(state.get("error"))
+    timing = _mapping(state.get("timing"))
+    metrics = _mapping(state.get("metrics"))
+    info = state.get("info")
+    record: Record = {
+        "example_id": example_key(state.get("example_id")),
+        "rollout": rollout,
+        "task": state.get("task", "default"),
+        "prompt": state.get("prompt"),
+        "completion": state.get("completion"),
+        "answer": state.get("answer", ""),
+        "info": {} if info is None else info,
+        "reward": None if _is_failure(error) else state.get("reward"),
+        "error": error,
+        "metrics": metrics,
+        "generation_ms": timing.get("generation_ms"),
+        "scoring_ms": timing.get("scoring_ms"),
+        "total_ms": timing.get("total_ms"),
+        "stop_condition": state.get("stop_condition"),
+        "is_truncated": bool(state.get("is_truncated", False)),
+        "usage": _usage_of(state.get("usage")),
+    }
+    for column in state_columns:
+        if column not in record:
+            record[column] = _without_responses(state.get(column)) if column == "trajectory" else state.get(column)
+    for name, value in metrics.items():
+        record.setdefault(name, value)
+    made: Record = plain(record)
+    return made
+
+
+def encode(record: Record) -> bytes:
+    r"""One line of ``results.jsonl``, newline included; never raises because of what a record holds.
+
+    >>> encode({"reward": float("nan"), "text": "two\nlines"})
+    b'{"reward":null,"text":"two\\nlines"}\n'
+    """
+    return to_json(record) + b"\n"
+
+
+def is_failed(record: Record) -> bool:
+    """Did something other than the policy break this rollout? Then it has no reward, and is run again on resume.
+
+    >>> is_failed({"error": None}), is_failed({"error": {"type": "JudgeError", "blame": "grader"}})
+    (False, True)
+    """
+    return _is_failure(record.get("error"))
+
+
+def example_key(example_id: Any) -> int | str:
+    """The form in which an example id is stored and compared: an int or a string.
+
+    >>> example_key(7), example_key("a-7"), example_key((1, 2))
+    (7, 'a-7', '[1,2]')
+    """
+    if type(example_id) is int or type(example_id) is str:
+        return example_id
+    value = plain(example_id)
+    if type(value) is int or type(value) is str:
+        return value
+    return to_json(value).decode()
+
+
+def _is_failure(error: Any) -> bool:
+    return error is not None and not (isinstance(error, dict) and error.get("blame") == "policy")
+
+
+def _error_of(error: Any) -> dict[str, Any] | None:
+    if error is None:
+        return None
+    if isinstance(error, dict):
+        return error
+    try:
+        if isinstance(error, BaseException):
+            return describe(error)
+        message = str(error)
+    except Exception:  # a foreign exception whose __str__ raises
+        message = describe_object(error)
+    return {"type": type(error).__name__, "blame": "environment", "message": message, "cause": None, "traceback": ""}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """A hook may have written anything into the state; only a mapping is read as one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _usage_of(usage: Any) -> dict[str, Any] | None:
+    if not isinstance(usage, Usage):
+        return None if usage is None else dict(_mapping(usage))
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cost_usd": usage.cost_usd,
+    }
+
+
+def _without_responses(trajectory: Any) -> Any:
+    """The steps without the endpoint's raw reply: what matters of it is in the messages and the tokens."""
+    if not isinstance(trajectory, (list, tuple)):
+        return trajectory
+    return [
+        {key: value for key, value in step.items() if key != "response"} if isinstance(step, Mapping) else step
+        for step in trajectory
+    ]

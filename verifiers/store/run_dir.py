@@ -1,0 +1,226 @@
+"""A folder of one run: its configuration, its rollouts so far, and what may be appended to it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verifiers.store.appender import SYNC_EVERY_S, Appender
+from verifiers.store.config import differences, fingerprint, normalise
+from verifiers.store.disk import replace_file, sync_folder
+from verifiers.store.lock import FolderLock, RunInUseError
+from verifiers.store.mending import ATTEMPTS, DAMAGED, Compacted, compact
+from verifiers.store.plain import sanitise_text, to_json
+from verifiers.store.reading import METADATA, RESULTS, Rows, Status, load_index, read_records
+from verifiers.store.record import Key, Record
+
+DEFAULT_ROOT = Path("outputs/evals")
+FORMAT = 1
+_MAX_NAME_BYTES = 200  # file systems take 255
+# Readers of 0.1.x look for these beside, not inside, the configuration.
+_CLASSIC_KEYS = ("env_args", "base_url", "num_examples", "rollouts_per_example", "sampling_args", "state_columns")
+
+
+class RunDir:
+    """One run on disk; ``create`` makes a new one, ``open`` takes one that exists. Neither writes rollouts yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.results_path = path / RESULTS
+        self.metadata_path = path / METADATA
+        self.attempts_path = path / ATTEMPTS
+        self.damaged_path = path / DAMAGED
+        self._lock = FolderLock(path)
+        self._appender: Appender | None = None
+        self._rows: Rows | None = None
+
+    def __repr__(self) -> str:
+        return f"RunDir({str(self.path)!r})"
+
+    @classmethod
+    def create(
+        cls,
+        root: str | os.PathLike[str] = DEFAULT_ROOT,
+        *,
+        env_id: str,
+        model: str,
+        config: Mapping[str, Any],
+        run_id: str | None = None,
+    ) -> RunDir:
+        """Make ``root/{env}--{model}/{run_id}/`` and write its ``metadata.json``."""
+        name = os.urandom(4).hex() if run_id is None else safe_name(run_id)
+        path = Path(root) / safe_name(f"{env_id}--{model}") / name
+        return cls.create_at(path, env_id=env_id, model=model, config=config)
+
+    @classmethod
+    def create_at(cls, path: str | os.PathLike[str], *, env_id: str, model: str, config: Mapping[str, Any]) -> RunDir:
+        """Make a run directory at this very path, which must not exist or be empty."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if path.is_dir() and {item.name for item in path.iterdir()} <= {f"{METADATA}.tmp"}:
+                # Nothing, or what a process left that was killed while it made this folder.
+                (path / f"{METADATA}.tmp").unlink(missing_ok=True)
+                path.rmdir()
+            path.mkdir()
+        except FileExistsError:
+            raise FileExistsError(f"{path} exists; resume it with RunDir.open, or choose another run id") from None
+        run = cls(path)
+        stored = normalise(config)
+        run.update_metadata(
+            {
+                "env_id": env_id,
+                "model": model,
+                **{key: stored[key] for key in _CLASSIC_KEYS if key in stored},
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "verifiers_version": _version(),
+                "format": FORMAT,
+                "config": stored,
+                "config_fingerprint": fingerprint(stored),
+            }
+        )
+        sync_folder(path.parent)
+        return run
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> RunDir:
+        """Take an existing run directory (or the path of its ``results.jsonl``)."""
+        folder = Path(path)
+        if folder.name == RESULTS:
+            folder = folder.parent
+        if not is_run_dir(folder):
+            raise FileNotFoundError(f"{folder} is not a run directory: it has neither {METADATA} nor {RESULTS}")
+        return cls(folder)
+
+    # --- what the run is ----------------------------------------------------------------------------------------
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What ``metadata.json`` says now; empty if there is none."""
+        try:
+            metadata: dict[str, Any] = msgspec.json.decode(self.metadata_path.read_bytes(), type=dict[str, Any])
+        except FileNotFoundError:
+            return {}
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{self.metadata_path} is damaged: {error}") from error
+        return metadata
+
+    def update_metadata(self, changes: Mapping[str, Any]) -> None:
+        """Change keys of ``metadata.json``, atomically and durably."""
+        replace_file(self.metadata_path, [to_json({**self.metadata, **changes}) + b"\n"])
+
+    def check_same(self, config: Mapping[str, Any]) -> None:
+        """Raise ValueError, naming each difference, unless the run was made with this configuration."""
+        made_with = self.metadata.get("config")
+        if not isinstance(made_with, dict):
+            raise ValueError(f"{self.metadata_path} does not say how this run was made; start a new run directory")
+        if found := differences(made_with, config):
+            raise ValueError(f"{'; '.join(found)}; use the same or start a new run directory ({self.path})")
+
+    # --- writing ------------------------------------------------------------------------------------------------
+
+    def lock(self) -> FolderLock:
+        """``with run.lock():`` keeps every other writer out; counted, so it may be held around what locks by itself."""
+        return self._lock
+
+    def appender(self, *, sync_every_s: float = SYNC_EVERY_S) -> Appender:
+        """Open the run for appending; it is locked until the appender is closed."""
+        self._check_not_appending()
+        self._appender = Appender(self.results_path, lock=self._lock, sync_every_s=sync_every_s)
+        return self._appender
+
+    def compact(self) -> Compacted:
+        """Prepare to resume: move failed, repeated and damaged lines to the side files; say what is finished."""
+        self._check_not_appending()
+        with self._lock:
+            return compact(self.results_path)
+
+    def _check_not_appending(self) -> None:
+        if self._appender is not None and not self._appender.is_closed:
+            raise RunInUseError(f"{self.path} has an open appender; close it first")
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def load_index(self) -> dict[Key, Status]:
+        """``(example_id, rollout)`` → ``"ok"`` or ``"failed"``, of every rollout in the file."""
+        return load_index(self.results_path)
+
+    def records(self, columns: Sequence[str] | None = None) -> Iterator[Record]:
+        """The records in the order in which they finished, one at a time."""
+        return read_records(self.path, columns)
+
+    def sorted_records(self) -> Iterator[Record]:
+        """The records by example, then rollout, one at a time."""
+        rows = Rows(self.results_path)
+        return (rows[number] for number in rows.sorted_order())
+
+    def rows(self) -> Rows:
+        """The rollouts by number; the same object each time, brought up to date."""
+        if self._rows is None:
+            self._rows = Rows(self.results_path)
+        else:
+            self._rows.refresh()
+        return self._rows
+
+    def page(self, start: int, n: int) -> list[Record]:
+        """Up to ``n`` records from number ``start`` on, in file order; sees what was appended a moment ago."""
+        return self.rows().page(start, n)
+
+
+def is_run_dir(path: str | os.PathLike[str]) -> bool:
+    """Does a folder hold a run, if only a part of one?"""
+    return (Path(path) / METADATA).is_file() or (Path(path) / RESULTS).is_file()
+
+
+def list_runs(root: str | os.PathLike[str] = DEFAULT_ROOT) -> list[RunDir]:
+    """The runs under a root (``root/{env}--{model}/{run_id}``), newest first."""
+    found = [path for path in Path(root).glob("*/*") if is_run_dir(path)]
+    return [RunDir(path) for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, path), reverse=True)]
+
+
+def find_run(
+    root: str | os.PathLike[str] = DEFAULT_ROOT, *, env_id: str, model: str, config: Mapping[str, Any]
+) -> RunDir | None:
+    """The newest run that was made with this configuration, or None."""
+    wanted, folder = fingerprint(config), safe_name(f"{env_id}--{model}")
+    runs = (run for run in list_runs(root) if run.path.parent.name == folder)
+    return next((run for run in runs if _fingerprint_of(run) == wanted), None)
+
+
+def safe_name(text: str) -> str:
+    """A name that is one component of a path, whatever it is made from.
+
+    >>> safe_name("gsm8k--org/model"), safe_name("../../etc")
+    ('gsm8k--org--model', '_--..--etc')
+    """
+    name = re.sub(r"[/\\]", "--", sanitise_text(text))
+    name = re.sub(r"[\x00-\x1f\x7f]", "_", name)
+    name = re.sub(r"^\.+", "_", name) or "_"
+    if len(encoded := name.encode()) <= _MAX_NAME_BYTES:
+        return name
+    digest = hashlib.blake2b(encoded, digest_size=4).hexdigest()
+    return f"{encoded[: _MAX_NAME_BYTES - 9].decode(errors='ignore')}-{digest}"
+
+
+def _fingerprint_of(run: RunDir) -> str | None:
+    try:
+        found = run.metadata.get("config_fingerprint")
+    except ValueError:  # damaged: nobody's match
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _version() -> str | None:
+    import importlib.metadata  # 16 ms, which a reader need not pay
+
+    try:
+        return importlib.metadata.version("verifiers")
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,264 @@
+"""The data of every arrow: messages, rollout inputs, trajectory steps with their tokens, and the state of a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from verifiers.errors import Error
+
+ChatMessage = dict[str, Any]
+ChatMessages = list[ChatMessage]
+Message = str | ChatMessage
+Messages = str | list[ChatMessage]
+MessageType = Literal["chat", "completion"]
+Info = dict[str, Any]
+SamplingArgs = dict[str, Any]
+Row = dict[str, Any]
+
+IndividualRewardFunc = Callable[..., float | Awaitable[float]]
+GroupRewardFunc = Callable[..., list[float] | Awaitable[list[float]]]
+RewardFunc = IndividualRewardFunc | GroupRewardFunc
+JsonPrimitive = Literal["string", "number", "integer", "boolean", "array", "object"]
+
+
+class TrajectoryStepTokens(TypedDict):
+    """Ids, masks and sampling logprobs of one turn, exactly as the engine produced them."""
+
+    prompt_ids: list[int]
+    prompt_mask: list[int]
+    completion_ids: list[int]
+    completion_mask: list[int]
+    completion_logprobs: list[float]
+    overlong_prompt: bool
+    is_truncated: bool
+
+
+class TrajectoryStep(TypedDict):
+    """One call of the model: what it was shown, what it said."""
+
+    prompt: Messages
+    completion: Messages
+    response: Any
+    tokens: TrajectoryStepTokens | None
+    reward: float | None
+    advantage: float | None
+    is_truncated: bool
+    trajectory_id: str
+    extras: dict[str, Any]
+
+
+class BaseRolloutInput(TypedDict):
+    prompt: Messages
+    example_id: int
+    task: str
+
+
+class RolloutInput(BaseRolloutInput, total=False):
+    """One formatted row: what a rollout starts from."""
+
+    answer: Any
+    info: Info
+
+
+class RolloutTiming(TypedDict, total=False):
+    start_time: float
+    generation_ms: float
+    scoring_ms: float
+    total_ms: float
+
+
+class RolloutScore(TypedDict):
+    reward: float
+    metrics: dict[str, float]
+
+
+class RolloutScores(TypedDict):
+    reward: list[float]
+    metrics: dict[str, list[float]]
+
+
+class ProcessedOutputs(TypedDict):
+    """One batch of training samples, as lists of equal length."""
+
+    prompt_ids: list[list[int]]
+    prompt_mask: list[list[int]]
+    completion_ids: list[list[int]]
+    completion_mask: list[list[int]]
+    completion_logprobs: list[list[float]]
+    rewards: list[float]
+    is_truncated: list[bool]
+
+
+class GenerateMetadata(TypedDict, total=False):
+    """What a run was: enough to repeat it, and its headline figures."""
+
+    env_id: str
+    env_args: dict[str, Any]
+    model: str
+    base_url: str
+    num_examples: int
+    rollouts_per_example: int
+    sampling_args: SamplingArgs
+    date: str
+    time_ms: float
+    avg_reward: float | None
+    avg_metrics: dict[str, float]
+    state_columns: list[str]
+    path_to_save: Path | None
+
+
+class Endpoint(TypedDict):
+    key: str
+    url: str
+    model: str
+
+
+Endpoints = dict[str, Endpoint]
+
+
+@dataclass(kw_only=True)
+class ClientConfig:
+    """How to reach an OpenAI-compatible endpoint."""
+
+    api_key_var: str = "OPENAI_API_KEY"
+    api_base_url: str = "https://api.openai.com/v1"
+    timeout: float = 3600.0
+    max_connections: int = 28000
+    max_keepalive_connections: int = 28000
+    max_retries: int = 10
+    extra_headers: dict[str, str] | None = None
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    """One evaluation, as `verifiers.utils.eval_utils.run_evaluation` takes it."""
+
+    env_id: str
+    model: str
+    env_args: dict[str, Any] = field(default_factory=dict)
+    env_dir_path: str = "environments"
+    client_config: ClientConfig = field(default_factory=ClientConfig)
+    sampling_args: SamplingArgs = field(default_factory=dict)
+    num_examples: int = -1
+    rollouts_per_example: int = 1
+    max_concurrent: int = -1
+    max_concurrent_generation: int | None = None
+    max_concurrent_scoring: int | None = None
+    independent_scoring: bool = False
+    extra_env_kwargs: dict[str, Any] = field(default_factory=dict)
+    print_results: bool = False
+    verbose: bool = False
+    state_columns: list[str] | None = None
+    save_results: bool = False
+    save_every: int = -1
+    save_to_hf_hub: bool = False
+    hf_hub_dataset_name: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """Tokens used, and their price where it is known."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost_usd: float | None = None
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    def __add__(self, other: Usage) -> Usage:
+        costs = [u.cost_usd for u in (self, other) if u.cost_usd is not None]
+        return Usage(
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            completion_tokens=self.completion_tokens + other.completion_tokens,
+            cost_usd=sum(costs) if costs else None,
+        )
+
+
+_FORWARDED = frozenset(("prompt", "answer", "task", "info", "example_id"))
+
+
+class State(dict[str, Any]):
+    """The state of one rollout: a dict that forwards its input fields to ``state["input"]``.
+
+    >>> state = State(input={"prompt": "2+2?", "answer": "4", "example_id": 0, "task": "sum"})
+    >>> state["answer"], state.get("info")
+    ('4', None)
+    >>> state["answer"] = "5"; state["input"]["answer"]
+    '5'
+    """
+
+    INPUT_FIELDS = ["prompt", "answer", "task", "info", "example_id"]
+
+    input: RolloutInput
+    client: Any
+    model: str
+    sampling_args: SamplingArgs | None
+    is_completed: bool
+    is_truncated: bool
+    stop_condition: str | None
+    oai_tools: list[dict[str, Any]]
+    trajectory: list[TrajectoryStep]
+    completion: Messages | None
+    reward: float | None
+    advantage: float | None
+    metrics: dict[str, float] | None
+    timing: RolloutTiming | None
+    error: Error | None
+    answerer: Any  # who answers, resolved once from ``client``; an attribute, so that it is never saved
+
+    def __getitem__(self, key: str) -> Any:
+        if key in _FORWARDED and (row := dict.get(self, "input")) is not None and key in row:
+            return row[key]
+        return dict.__getitem__(self, key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in _FORWARDED and (row := dict.get(self, "input")) is not None and key in row:
+            row[key] = value
+        else:
+            dict.__setitem__(self, key, value)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key in _FORWARDED and (row := dict.get(self, "input")) is not None and key in row:
+            return row[key]
+        return dict.get(self, key, default)
+
+    def __contains__(self, key: object) -> bool:
+        if dict.__contains__(self, key):
+            return True
+        return key in _FORWARDED and key in (dict.get(self, "input") or ())
+
+
+_OPENAI = {
+    "AsyncOpenAI": "openai",
+    "ChatCompletion": "openai.types.chat",
+    "ChatCompletionMessageParam": "openai.types.chat",
+    "ChatCompletionMessageToolCall": "openai.types.chat",
+    "ChatCompletionRole": "openai.types.chat",
+    "ChatCompletionToolParam": "openai.types.chat",
+    "Completion": "openai.types",
+    "FunctionDefinition": "openai.types.shared_params",
+    "FunctionParameters": "openai.types.shared_params",
+}
+
+if TYPE_CHECKING:
+    ModelResponse = Any
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name == "ModelResponse":
+            return Any
+        import importlib
+
+        if name == "GenerateOutputs":  # classic's home of a name that lives further up
+            return importlib.import_module("verifiers.results").Results
+        if name not in _OPENAI:
+            raise AttributeError(f"module 'verifiers.types' has no attribute {name!r}")
+        try:
+            return getattr(importlib.import_module(_OPENAI[name]), name)
+        except ImportError:
+            return Any

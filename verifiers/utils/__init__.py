@@ -1,0 +1,28 @@
+"""Import paths of classic 0.1.x; what they name lives elsewhere, beside what it helps."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_MODULES = frozenset(
+    (
+        "async_utils",
+        "client_utils",
+        "data_utils",
+        "env_utils",
+        "error_utils",
+        "eval_utils",
+        "logging_utils",
+        "message_utils",
+        "path_utils",
+        "processing_utils",
+        "response_utils",
+    )
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'verifiers.utils' has no attribute {name!r}")
+    return importlib.import_module(f"verifiers.utils.{name}")

@@ -1,0 +1,13 @@
+"""Classic import path: a configuration becomes a client."""
+
+from __future__ import annotations
+
+from verifiers.clients import Client, as_client
+from verifiers.types import ClientConfig
+
+__all__ = ["setup_client"]
+
+
+def setup_client(config: ClientConfig) -> Client:
+    """The client that a configuration describes; its key is read from the environment now."""
+    return as_client(config)

@@ -1,0 +1,89 @@
+"""Classic import path: one evaluation from a configuration, its report, and its files."""
+
+from __future__ import annotations
+
+import sys
+
+from verifiers.clients import load_endpoints
+from verifiers.envs.evaluation import make_dataset
+from verifiers.envs.loading import load_environment
+from verifiers.logs import print_prompt_completions_sample, setup_logging
+from verifiers.results import Results
+from verifiers.store import DEFAULT_ROOT, RunDir, is_run_dir, to_record
+from verifiers.types import EvalConfig
+from verifiers.utils.client_utils import setup_client
+from verifiers.utils.path_utils import get_eval_results_path
+
+__all__ = ["load_endpoints", "make_dataset", "print_results", "run_evaluation", "save_rollout_results"]
+
+
+async def run_evaluation(config: EvalConfig) -> Results:
+    """Load the environment, evaluate it, and show, save and push the results as the configuration says."""
+    if config.verbose:
+        setup_logging("DEBUG")
+    env = load_environment(config.env_id, environments_dir=config.env_dir_path, **config.env_args)
+    env.set_kwargs(**config.extra_env_kwargs)
+    results: Results = await env.evaluate_async(
+        client=setup_client(config.client_config),
+        model=config.model,
+        sampling_args=config.sampling_args,
+        num_examples=config.num_examples,
+        rollouts_per_example=config.rollouts_per_example,
+        max_concurrent=config.max_concurrent,
+        max_concurrent_generation=config.max_concurrent_generation,
+        max_concurrent_scoring=config.max_concurrent_scoring,
+        independent_scoring=config.independent_scoring,
+        results_path=get_eval_results_path(config) if config.save_results else None,
+        state_columns=config.state_columns,
+        save_every=config.save_every,
+    )
+    if config.print_results:
+        print_results(results)
+    if config.save_results:
+        save_rollout_results(results, config.save_to_hf_hub, config.hf_hub_dataset_name)
+    return results
+
+
+def print_results(results: Results, event_loop_lags: list[float] | None = None, num_samples: int = 1) -> None:
+    """Print the first rollouts and the report."""
+    shown = results.rollouts[:num_samples]
+    prompts, completions, rewards, errors = (
+        [state.get(name) for state in shown] for name in ("prompt", "completion", "reward", "error")
+    )
+    print_prompt_completions_sample(prompts, completions, rewards, num_samples=num_samples, errors=errors)
+    sys.stdout.write(f"{results}\n")
+    if event_loop_lags:
+        sys.stdout.write(f"event loop lag: at most {max(event_loop_lags) * 1000:.0f} ms\n")
+
+
+def save_rollout_results(
+    results: Results, push_to_hf_hub: bool = False, hf_hub_dataset_name: str | None = None
+) -> None:
+    """Save rollouts that were not saved as they were made; push the scored ones to the hub if asked for."""
+    metadata = results.metadata
+    path = metadata.get("path_to_save")
+    if path is None or not is_run_dir(path):
+        metadata["path_to_save"] = _save(results).path
+    if push_to_hf_hub:
+        size = f"n{metadata['num_examples']}_r{metadata['rollouts_per_example']}"
+        name = hf_hub_dataset_name or f"{metadata['env_id']}_{metadata['model'].replace('/', '_')}_{size}"
+        make_dataset(results, push_to_hub=True, hub_name=name, state_columns=metadata.get("state_columns") or ())
+
+
+def _save(results: Results) -> RunDir:
+    metadata = {key: value for key, value in results.metadata.items() if key != "path_to_save"}
+    env_id, model = str(metadata.get("env_id") or "environment"), str(metadata.get("model") or "model")
+    given = results.metadata.get("path_to_save")
+    if given is None:
+        run = RunDir.create(DEFAULT_ROOT, env_id=env_id, model=model, config=metadata)
+    else:
+        run = RunDir.create_at(given, env_id=env_id, model=model, config=metadata)
+    seen: dict[object, int] = {}
+    with run.appender() as appender:
+        for state in results.rollouts:
+            rollout = seen.get(state.get("example_id"), 0)
+            seen[state.get("example_id")] = rollout + 1
+            columns = results.metadata.get("state_columns") or ()
+            appender.append(to_record(state, rollout=rollout, state_columns=columns))
+    run.update_metadata(metadata)
+    return run

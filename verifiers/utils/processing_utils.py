@@ -1,0 +1,60 @@
+"""Classic import path: the tokens of a response, and rollouts as one batch for a training loop of one's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from verifiers.clients.protocol import Tokens
+from verifiers.clients.reading import read_response
+from verifiers.samples import batches
+from verifiers.types import MessageType, ProcessedOutputs, State
+
+__all__ = [
+    "parse_chat_completion_logprobs",
+    "parse_chat_completion_tokens",
+    "parse_completion_logprobs",
+    "parse_completion_tokens",
+    "process_env_results_vllm",
+]
+
+
+def _tokens(response: Any, message_type: MessageType) -> Tokens:
+    tokens = read_response(response, message_type).tokens
+    if tokens is None:
+        raise ValueError(
+            "the response carries no token ids with logprobs; ask a vLLM server for logprobs and return_token_ids"
+        )
+    return tokens
+
+
+def parse_chat_completion_tokens(chat_completion: Any) -> list[int]:
+    return _tokens(chat_completion, "chat").completion_ids
+
+
+def parse_chat_completion_logprobs(chat_completion: Any) -> list[float]:
+    return _tokens(chat_completion, "chat").logprobs
+
+
+def parse_completion_tokens(completion: Any) -> list[int]:
+    return _tokens(completion, "completion").completion_ids
+
+
+def parse_completion_logprobs(completion: Any) -> list[float]:
+    return _tokens(completion, "completion").logprobs
+
+
+def process_env_results_vllm(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    states: Sequence[State],
+    rewards: Sequence[float],
+    processing_class: Any = None,
+    max_seq_len: int | None = None,
+) -> ProcessedOutputs:
+    """All rollouts as one batch; only what the model sampled has a 1 in the mask."""
+    rollouts = zip(prompts, completions, states, rewards, strict=True)
+    for batch in batches(rollouts, processing_class, batch_size=sys.maxsize, max_seq_len=max_seq_len):
+        return batch
+    raise ValueError("there are no rollouts to process")
