@@ -1,6 +1,6 @@
 """What thousands of rollouts at once cost: loop lag, memory of a waiting one, and whether the price stays flat.
 
-    python benchmarks/scale.py [lag|memory|curve]
+    python benchmarks/scale.py [lag|memory|resume|curve]
 """
 
 from __future__ import annotations
@@ -103,6 +103,36 @@ def worker_curve(url: str, n: int, concurrency: int) -> str:
     return f"{n:>7,} rollouts, {concurrency:>5,} at once: {took / n * 1000:.3f} ms of CPU each, {rss_bytes() >> 20} MiB"
 
 
+def worker_resume(url: str, n: int) -> str:
+    """From the call to the first request of a run of which all but a hundredth is done; no server takes part."""
+    import verifiers as vf
+
+    asked_at: list[tuple[float, float]] = []
+
+    class Canned:
+        async def complete(self, request):
+            asked_at.append((time.process_time(), time.perf_counter()))
+            return vf.Completion(message={"role": "assistant", "content": "word " * 180})
+
+    def evaluate(**options):
+        env = make_env(vf, [{**row, "question": row["question"] + " word" * 160} for row in questions(n)])
+        began = time.process_time(), time.perf_counter()
+        env.evaluate(client=Canned(), model="canned", results_path=path, max_concurrent=256, use_tqdm=False, **options)
+        return began
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run")
+        evaluate()
+        lines = (path / "results.jsonl").read_bytes().splitlines(keepends=True)
+        (path / "results.jsonl").write_bytes(b"".join(lines[: -n // 100]))
+        asked_at.clear()
+        began = evaluate(resume=True)
+    assert len(asked_at) == n // 100, len(asked_at)
+    cpu, wall = (at - start for at, start in zip(asked_at[0], began, strict=True))
+    size = sum(map(len, lines)) / len(lines) / 1000
+    return f"resume of {n:,} rows ({size:.1f} kB each): first request after {cpu:.2f} s of CPU, {wall:.2f} s wall"
+
+
 def spawn(*args: object, **environment: str) -> None:
     command = [sys.executable, __file__, "--worker", *map(str, args)]
     out = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
@@ -118,6 +148,8 @@ def main(wanted: list[str]) -> None:
     if "memory" in wanted:
         with running(latency_s=120.0) as slow, running() as quick:
             spawn("memory", slow, MANY, QUICK=quick)
+    if "resume" in wanted:
+        spawn("resume", "-", 100_000)
     if "curve" in wanted:
         with running() as url:
             for n in (1_000, 10_000, 100_000):
@@ -132,4 +164,4 @@ if __name__ == "__main__":
         kind, url, *numbers = sys.argv[2:]
         print(globals()[f"worker_{kind}"](url, *map(int, numbers)))
     else:
-        main(sys.argv[1:] or ["lag", "memory", "curve"])
+        main(sys.argv[1:] or ["lag", "memory", "resume", "curve"])

@@ -136,6 +136,7 @@ def test_an_environment_of_28_lines_evaluates_awaited_and_plain() -> None:
     assert results["stop_conditions"] == ["max_turns_reached"] * 4
 
     assert env.evaluate(openai_mock("\\boxed{2}"), **quiet(num_examples=2))["reward"] == [0.0, 1.0]
+    assert asyncio.run(env.evaluate(openai_mock("\\boxed{2}"), **quiet(num_examples=2)))["reward"] == [0.0, 1.0]
     assert env.evaluate_sync(client=openai_mock("\\boxed{2}"), **quiet(num_examples=2))["reward"] == [0.0, 1.0]
 
 
@@ -233,6 +234,12 @@ def test_completions_endpoints_take_and_give_text() -> None:
     results = env.evaluate(client, sampling_args={"max_tokens": 2}, **quiet())
     assert (results["reward"], results["completion"], results["is_truncated"]) == ([1.0], [" 4"], [True])
     assert client.completions.create.call_args.kwargs == {"model": "m", "prompt": "2+2=", "max_tokens": 2}
+
+
+def test_a_completions_endpoint_takes_no_tools() -> None:
+    env = vf.SingleTurnEnv(dataset=[{"prompt": "2+2="}], message_type="completion", oai_tools=[{"type": "function"}])
+    (failed,) = env.evaluate(openai_mock("4"), **quiet()).failed
+    assert isinstance(failed["error"], vf.ModelError)
 
 
 def test_info_may_be_json_and_reaches_rewards_and_state() -> None:
@@ -471,6 +478,16 @@ def test_a_rubric_with_a_score_group_of_its_own_is_asked_with_the_whole_group() 
     assert results.failed == []
     assert sorted(results["reward"]) == [0.0, 0.0, 1.0]
     assert results["metrics"]["length"][results["reward"].index(1.0)] == 3.0
+
+
+def test_a_host_may_put_a_score_group_of_its_own_on_the_rubric() -> None:
+    async def all_right(states: list[vf.State], score_sem: Any = None) -> None:
+        for state in states:
+            state["reward"], state["metrics"] = 1.0, {}
+
+    env = load_arithmetic()
+    env.rubric.score_group = all_right
+    assert env.evaluate(openai_mock("?"), **quiet())["reward"] == [1.0] * 4
 
 
 def test_group_rewards_are_told_by_their_plural_names() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,6 +205,66 @@ def test_generate_takes_rows_repeated_by_the_host_in_their_order() -> None:
     inputs = env.get_dataset(n=2).repeat(2)  # a Hugging Face Dataset
     assert env.generate(inputs, client=openai_mock("\\boxed{2}"), **quiet())["example_id"] == [0, 1, 0, 1]
     assert env.generate_sync(rows, client=openai_mock("\\boxed{2}"), **quiet())["reward"] == [0.0, 1.0]
+
+
+def test_calls_may_be_tasks_gathered_timed_and_made_in_any_thread() -> None:
+    env = load_arithmetic()
+    row = env.get_dataset()[0]
+    client = openai_mock("\\boxed{0}")
+
+    async def main() -> list[float]:
+        sem = asyncio.Semaphore(4)
+        task = asyncio.create_task(env.run_group([row], client, "m", {}, sem, sem))
+        rollouts = await asyncio.gather(*(env.run_rollout(row, client, "m", {}, sem, sem, True) for _ in range(2)))
+        state = await asyncio.wait_for(env.rollout(row, client, "m"), timeout=30)
+        await env.rubric.score_rollout(state, sem)
+        results = await asyncio.ensure_future(env.evaluate(client, **quiet(num_examples=1)))
+        return [state["reward"] for state in (*await task, *rollouts, state, *results["state"])]
+
+    rewards: list[float] = []
+    worker = threading.Thread(target=lambda: rewards.extend(asyncio.run(main())))
+    worker.start()
+    worker.join(60)
+    assert rewards == [1.0] * 5
+
+
+def test_a_client_may_be_a_subclass_of_openais_that_answers_by_itself() -> None:
+    class Engine(AsyncOpenAI):
+        def __init__(self) -> None:
+            super().__init__(api_key="none", base_url="http://nowhere.invalid/v1")
+
+        @property
+        def chat(self) -> Any:
+            async def create(*args: Any, **kwargs: Any) -> ChatCompletion:
+                return with_tokens("\\boxed{0}", [1], [2])
+
+            return SimpleNamespace(completions=SimpleNamespace(create=create))
+
+    state = load_arithmetic().evaluate(Engine(), **quiet(num_examples=1))["state"][0]
+    assert (state["reward"], state["trajectory"][0]["tokens"]["completion_ids"]) == (1.0, [2])
+    assert state["trajectory"][0]["response"].prompt_token_ids == [1]
+
+
+def test_a_mixture_of_environments_is_trained_as_one() -> None:
+    with pytest.warns(UserWarning, match="map_kwargs has no effect"):
+        group = vf.EnvGroup(
+            envs=[load_arithmetic(), load_arithmetic()], env_names=["a", "b"], map_kwargs={"writer_batch_size": 1}
+        )
+    group.set_max_seq_len(3)
+    assert [env.max_seq_len for env in group.envs] == [3, 3]
+    rows = group.get_dataset(seed=3).to_list()
+    assert sorted(row["example_id"] for row in rows) == list(range(8))
+
+    async def main() -> list[vf.State]:
+        sem = asyncio.Semaphore(8)
+        row = next(row for row in rows if row["task"] == "b" and row["answer"] == "0")
+        client = HostClient(with_tokens("\\boxed{0}", [1, 2], [3, 4]))
+        return await group.run_group([vf.RolloutInput(**row)] * 2, client, "m", {}, sem, sem)
+
+    states = asyncio.run(main())
+    assert [state["reward"] for state in states] == [1.0, 1.0]
+    assert [(state["task"], state["is_truncated"], state["advantage"]) for state in states] == [("b", True, 0.0)] * 2
+    assert all(state["timing"]["total_ms"] > 0 for state in states)
 
 
 def test_a_hook_may_ask_the_client_in_the_state() -> None:

@@ -11,8 +11,10 @@ import collections.abc
 import contextvars
 import functools
 import inspect
+import os
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -53,19 +55,40 @@ def run(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
 def _run_in_new_thread(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
     outcome: list[T] = []
     raised: list[BaseException] = []
+    stops: list[Callable[[], object]] = []
+
+    async def main() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        stops.append(functools.partial(task.get_loop().call_soon_threadsafe, task.cancel))
+        return await start()
 
     def target() -> None:
         try:
-            outcome.append(run(start))
+            outcome.append(run(main))
         except BaseException as error:  # handed to the caller's thread, whatever it is
             raised.append(error)
 
-    thread = threading.Thread(target=contextvars.Context().run, args=(target,), daemon=True)
+    context = contextvars.copy_context()
+    context.run(_home.set, None)  # the caller's loop is blocked until this is done: it cannot be the one to do it
+    thread = threading.Thread(target=context.run, args=(target,), daemon=True)
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except BaseException:  # Ctrl-C in a notebook: the work must not go on unseen
+        for stop in stops:
+            stop()
+        thread.join()
+        raise
     if raised:
         raise raised[0]
     return outcome[0]
+
+
+def is_cancelled() -> bool:
+    """Was the current task told to stop, or did a CancelledError come from within what it awaits?"""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class Deferred(collections.abc.Coroutine[Any, Any, T], Generic[T]):
@@ -74,20 +97,27 @@ class Deferred(collections.abc.Coroutine[Any, Any, T], Generic[T]):
     Touched without being awaited (unpacked, indexed, printed: a notebook cell), it runs on a loop of its own.
     """
 
-    __slots__ = ("_coroutine", "_result", "_start")
+    __slots__ = ("_coroutine", "_name", "_result", "_start")
 
-    def __init__(self, start: Callable[[], Coroutine[Any, Any, T]]) -> None:
+    def __init__(self, start: Callable[[], Coroutine[Any, Any, T]], name: str = "a call") -> None:
         self._start = start
+        self._name = name
         self._coroutine: Coroutine[Any, Any, T] | None = None
         self._result: list[T] = []
 
     def _running(self) -> Coroutine[Any, Any, T]:
         if self._coroutine is None:
-            self._coroutine = self._already() if self._result else self._start()
+            self._coroutine = self._run()
         return self._coroutine
 
-    async def _already(self) -> T:
+    async def _run(self) -> T:
+        if not self._result:
+            self._result.append(await self._start())
         return self._result[0]
+
+    def __del__(self) -> None:
+        if self._coroutine is None and not self._result:
+            warnings.warn(f"{self._name} was called inside a running loop and never awaited", RuntimeWarning, 2)
 
     def send(self, value: Any) -> Any:
         return self._running().send(value)
@@ -96,15 +126,17 @@ class Deferred(collections.abc.Coroutine[Any, Any, T], Generic[T]):
         return self._running().throw(*args)
 
     def close(self) -> None:
-        if self._coroutine is not None:
-            self._coroutine.close()
+        self._running().close()
 
     def __await__(self) -> Generator[Any, Any, T]:
-        return self._running().__await__()
+        return (self._run() if self._result else self._running()).__await__()
 
     def _settle(self) -> T:
         if not self._result:
-            self._result.append(_run_in_new_thread(self._start))
+            running = self._running()
+            if inspect.getcoroutinestate(running) != inspect.CORO_CREATED:
+                raise RuntimeError(f"{self._name} is under way already, or has failed; await it and keep the result")
+            _run_in_new_thread(lambda: running)
         return self._result[0]
 
     def __iter__(self) -> Any:
@@ -150,7 +182,7 @@ def both(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Any]:
         def start() -> Coroutine[Any, Any, T]:
             return function(*args, **kwargs)
 
-        return Deferred(start) if has_running_loop() else run(start)
+        return Deferred(start, function.__qualname__) if has_running_loop() else run(start)
 
     call.coroutine = function  # type: ignore[attr-defined]
     return call
@@ -204,19 +236,31 @@ class Hook:
         self._quick_calls = 0
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What was learned about the function does not travel: it may be slow over there."""
+        return functools.partial(Hook, timeout_s=self.timeout_s), (self.function,)
+
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.is_async:
-            result = self.function(*args, **kwargs)
-        elif self.is_inline:
-            result = self.call_inline(*args, **kwargs)
-        else:
-            result = await self._call_in_thread(args, kwargs)
-        if not inspect.isawaitable(result):
-            return result
-        if self.timeout_s is None:
-            return await result
-        async with asyncio.timeout(self.timeout_s):
-            return await result
+        try:
+            if self.is_async:
+                result = self.function(*args, **kwargs)
+            elif self.is_inline:
+                result = self.call_inline(*args, **kwargs)
+            else:
+                result = await self._call_in_thread(args, kwargs)
+            if not inspect.isawaitable(result):
+                return result
+            self.is_async = True
+            if self.timeout_s is None:
+                return await result
+            async with asyncio.timeout(self.timeout_s):
+                return await result
+        except SystemExit as error:
+            raise _exit_error(error) from error
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            raise RuntimeError("something it awaited was cancelled") from error
 
     def call_inline(self, *args: Any, **kwargs: Any) -> Any:
         """Call a sync function on this very thread, with the running loop out of sight; note when it blocks."""
@@ -226,6 +270,8 @@ class Hook:
         began = time.perf_counter()
         try:
             return self.function(*args, **kwargs)
+        except SystemExit as error:
+            raise _exit_error(error) from error
         finally:
             _inline.depth -= 1
             asyncio._set_running_loop(loop)
@@ -266,6 +312,11 @@ class Hook:
         if self._quick_calls >= PROMOTE_AFTER and not self.is_pinned:
             self.is_inline = True
         return result
+
+
+def _exit_error(error: SystemExit) -> RuntimeError:
+    """A function that calls ``exit()`` (or runs code that does) ends its own rollout, not the run."""
+    return RuntimeError(f"it called exit({error.code!r})")
 
 
 def is_default(function: Any) -> bool:
@@ -332,6 +383,8 @@ class _Threads:
 
 
 _threads = _Threads()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_threads.idle.clear)  # threads do not survive a fork
 
 
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:

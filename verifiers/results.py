@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from verifiers import stats
@@ -38,11 +38,29 @@ class Results:
     [1.0]
     """
 
-    def __init__(self, rollouts: Sequence[State], metadata: Mapping[str, Any] | None = None) -> None:
-        self.rollouts: list[State] = list(rollouts)
+    def __init__(
+        self, rollouts: Sequence[State] = (), metadata: Mapping[str, Any] | None = None, **columns: Any
+    ) -> None:
+        self.rollouts: list[State] = [*rollouts, *_from_columns(columns)]
         self.metadata: GenerateMetadata = dict(metadata or {})  # type: ignore[assignment]
         self.scored = [state for state in self.rollouts if state.get("error") is None]
         self.failed = [state for state in self.rollouts if state.get("error") is not None]
+
+    # --- a coroutine that has already ended: scripts of 0.1.x say ``asyncio.run(env.evaluate(...))`` ------------------
+
+    async def _itself(self) -> Results:
+        return self
+
+    def __await__(self) -> Generator[Any, Any, Results]:
+        return self._itself().__await__()
+
+    def send(self, value: Any) -> Any:
+        raise StopIteration(self)
+
+    def throw(self, *error: Any) -> Any:
+        raise error[0]
+
+    def close(self) -> None: ...
 
     # --- columns --------------------------------------------------------------------------------------------------
 
@@ -137,6 +155,25 @@ class Results:
 
     def __repr__(self) -> str:
         return f"Results({len(self.scored)} scored, {len(self.failed)} failed)"
+
+
+def _from_columns(columns: Mapping[str, Any]) -> list[State]:
+    """Rollouts from columns by name, as classic's ``GenerateOutputs(prompt=[…], completion=[…], …)`` takes them.
+
+    >>> Results(prompt=["2+2?"], completion=["4"], example_id=[0], reward=[1.0], metrics={"exact": [1.0]})["exact"]
+    [1.0]
+    """
+    lists = {_SINGULAR.get(name, name): values for name, values in columns.items() if name != "metrics"}
+    if unknown := lists.keys() - _COLUMNS.keys():
+        raise TypeError(f"there is no column {min(unknown)!r}; there are {', '.join(_COLUMNS)}")
+    metrics: Mapping[str, Sequence[Any]] = columns.get("metrics") or {}
+    rollouts = []
+    for i in range(max(map(len, lists.values()), default=0)):
+        cells = {name: values[i] for name, values in lists.items()}
+        fields = {name: cells.pop(name) for name in State.INPUT_FIELDS if name in cells}
+        own_metrics = {name: values[i] for name, values in metrics.items()}
+        rollouts.append(State({**cells.pop("state", {}), **cells, "input": fields, "metrics": own_metrics}))
+    return rollouts
 
 
 def report(results: Results) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar, overload
 
 from verifiers.clients.protocol import Tokens
-from verifiers.errors import HookError, OverlongPromptError, wrap
+from verifiers.errors import Error, HookError, OverlongPromptError, wrap
 from verifiers.types import Messages, State, TrajectoryStepTokens
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+logger = logging.getLogger("verifiers.rollout")
 
 
 class Episode(Protocol):
@@ -21,6 +25,7 @@ class Episode(Protocol):
     async def next_prompt(self, state: State) -> Messages: ...
     async def ask_model(self, state: State, prompt: Messages) -> None: ...
     async def finish(self, state: State) -> None: ...
+    async def clean_up(self, state: State) -> None: ...
 
 
 async def run_episode(env: Episode, state: State) -> State:
@@ -32,10 +37,21 @@ async def run_episode(env: Episode, state: State) -> State:
             if state.get("final_env_response") is not None:
                 continue
             await env.ask_model(state, prompt)
+    except asyncio.CancelledError:
+        await _abandon(env, state)
+        raise
     except Exception as error:  # foreign code runs in every step
         note_error(state, error)
     await _finish(env, state)
     return state
+
+
+async def _abandon(env: Episode, state: State) -> None:
+    """The rollout is lost; what it holds (a sandbox, a game) is given back all the same."""
+    try:
+        await env.clean_up(state)
+    except Exception:  # foreign code, and nobody is left to read the state
+        logger.exception("cleaning up after a cancelled rollout")
 
 
 async def _finish(env: Episode, state: State) -> None:
@@ -47,6 +63,16 @@ async def _finish(env: Episode, state: State) -> None:
         await env.finish(state)
     except Exception as error:  # foreign code: clean-up hooks and rendering
         note_error(state, error)
+    read_error(state)
+
+
+def read_error(state: State) -> None:
+    """A hook may have written ``state["error"]`` by itself: what the policy did is scored here too."""
+    error = state.get("error")
+    if error is None or (isinstance(error, Error) and error.blame != "policy"):
+        return
+    state["error"] = None
+    note_error(state, error if isinstance(error, Exception) else HookError(f"the environment reported {error!r}"))
 
 
 def note_error(state: State, error: Exception) -> None:

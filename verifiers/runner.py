@@ -11,7 +11,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from verifiers.calls import is_cancelled
 from verifiers.progress import Progress, Tally
 from verifiers.rubrics.score import Score, note_scoring_time, write_score
 from verifiers.types import Row, State
@@ -74,6 +76,7 @@ class _Group:
 
     missing: int
     members: list[tuple[Job, State, Score]] = field(default_factory=list)
+    has_begun: bool = False
 
 
 class Run:
@@ -116,7 +119,7 @@ class Run:
                 if self._tasks:
                     await asyncio.gather(*self._tasks)
             except asyncio.CancelledError:
-                if not self.is_stopping or _is_cancelled():
+                if not self.is_stopping or is_cancelled():
                     raise
             finally:
                 await _cancel(self._tasks)
@@ -132,12 +135,19 @@ class Run:
     async def _work(self) -> None:
         try:
             for job in self._next:
-                if self.is_stopping:
-                    return
-                await self._run_job(job)
+                if self._is_wanted(job):
+                    await self._run_job(job)
         except Exception:
             self.is_stopping = True  # saving failed: generating more would only lose more
             raise
+
+    def _is_wanted(self, job: Job) -> bool:
+        """Once the run is stopping only groups that have begun are completed: alone their rollouts have no score."""
+        group = self._groups.get(job.row["example_id"])
+        if group is None:
+            return not self.is_stopping
+        group.has_begun = group.has_begun or not self.is_stopping
+        return group.has_begun
 
     async def _run_job(self, job: Job) -> None:
         async with self._generation:
@@ -171,6 +181,7 @@ class Run:
             await self.score_group([state for state, _ in live], [score for _, score in live])
         for state, score in live:
             write_score(state, score)
+            state["group_size"] = len(live)  # fewer than there should be: to be scored again when the rest is there
         note_scoring_time([state for state, _ in live], (time.perf_counter() - began) * 1000)
         for job, state, _ in group.members:
             self._settle(job, state)
@@ -196,14 +207,10 @@ def _gate(limit: int | None) -> AbstractAsyncContextManager[Any]:
     return asyncio.Semaphore(limit) if limit is not None and limit > 0 else nullcontext()
 
 
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
 async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
     for task in tasks:
-        task.cancel()
+        if not task.cancelling():  # a second time would break off its clean-up
+            task.cancel()
     if tasks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -219,20 +226,23 @@ class _LongLived:
     def __init__(self) -> None:
         self.runs = 0
         self.threshold = (0, 0, 0)
+        self.lock = threading.Lock()
 
     def __enter__(self) -> None:
-        self.runs += 1
-        if self.runs == 1:
-            self.threshold = gc.get_threshold()
-            gc.set_threshold(*self.threshold[:2], min(self.threshold[2], 3))
-            gc.callbacks.append(self._after_collection)
+        with self.lock:
+            self.runs += 1
+            if self.runs == 1:
+                self.threshold = gc.get_threshold()
+                gc.set_threshold(*self.threshold[:2], min(self.threshold[2], 3))
+                gc.callbacks.append(self._after_collection)
 
     def __exit__(self, *_: object) -> None:
-        self.runs -= 1
-        if self.runs == 0:
-            gc.callbacks.remove(self._after_collection)
-            gc.set_threshold(*self.threshold)
-            gc.unfreeze()
+        with self.lock:
+            self.runs -= 1
+            if self.runs == 0:
+                gc.callbacks.remove(self._after_collection)
+                gc.set_threshold(*self.threshold)
+                gc.unfreeze()
 
     def _after_collection(self, phase: str, info: dict[str, int]) -> None:
         if phase == "stop" and info["generation"] == 2:
@@ -242,21 +252,55 @@ class _LongLived:
 _long_lived = _LongLived()
 
 
+_Listening = tuple[list[Callable[[], None]], Any]
+_listening: WeakKeyDictionary[asyncio.AbstractEventLoop, _Listening] = WeakKeyDictionary()
+
+
 @contextmanager
 def interruptible(on_interrupt: Callable[[], None]) -> Iterator[None]:
-    """While this lasts, Ctrl-C calls a function; only where the main thread runs the loop, else it changes nothing."""
+    """While this lasts, Ctrl-C calls a function; only where the main thread runs the loop, else it changes nothing.
+
+    Several runs may be under way in one loop: each is told, and the last to end gives the signal back.
+    """
     loop = asyncio.get_running_loop()
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or not _listen(loop):
         yield
         return
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        loop.add_signal_handler(signal.SIGINT, on_interrupt)
-    except (NotImplementedError, RuntimeError, ValueError):
-        yield
-        return
+    listeners, before = _listening[loop]
+    listeners.append(on_interrupt)
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
-        signal.signal(signal.SIGINT, before)
+        listeners.remove(on_interrupt)
+        if not listeners:
+            del _listening[loop]
+            signal.signal(signal.SIGINT, before)
+
+
+def _listen(loop: asyncio.AbstractEventLoop) -> bool:
+    if loop in _listening:
+        return True
+    listeners: list[Callable[[], None]] = []
+    before = signal.getsignal(signal.SIGINT)
+
+    unheard = 0
+
+    def tell() -> None:
+        nonlocal unheard
+        unheard = 0
+        for on_interrupt in listeners:
+            on_interrupt()
+
+    def receive(*_: object) -> None:
+        nonlocal unheard
+        unheard += 1
+        if unheard > 1:  # a hook blocks the loop: nothing but an exception would get through
+            raise KeyboardInterrupt
+        loop.call_soon_threadsafe(tell)
+
+    try:
+        signal.signal(signal.SIGINT, receive)
+    except ValueError:  # an interpreter within the interpreter
+        return False
+    _listening[loop] = listeners, before
+    return True

@@ -209,7 +209,9 @@ class State(dict[str, Any]):
     metrics: dict[str, float] | None
     timing: RolloutTiming | None
     error: Error | None
-    answerer: Any  # who answers, resolved once from ``client``; an attribute, so that it is never saved
+    # Attributes, so that they are never saved: who answers, resolved once from ``client``; and whether a run has it.
+    answerer: Any
+    is_adopted: bool
 
     def __getitem__(self, key: str) -> Any:
         if key in _FORWARDED and (row := dict.get(self, "input")) is not None and key in row:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 from aiohttp import web
 
@@ -123,8 +124,23 @@ async def drip(request: web.Request) -> web.StreamResponse:
 
 async def echo_key(request: web.Request) -> web.StreamResponse:
     """What a careless gateway does: repeat the request's headers in its error."""
-    told = {name: value for name, value in request.headers.items()}
-    return web.json_response({"error": {"message": "bad key", "headers": told}}, status=401)
+    return web.json_response({"error": {"message": "bad key", "headers": dict(request.headers)}}, status=401)
+
+
+def check_params(params: Any, body: dict[str, Any]) -> None:
+    """Do an SDK's own parameter types accept this body, and know every key of it?"""
+    from pydantic import TypeAdapter
+
+    def walk(value: Any) -> None:  # pydantic checks an Iterable only while it is iterated
+        if isinstance(value, dict):
+            value = list(value.values())
+        if hasattr(value, "__iter__") and not isinstance(value, str):
+            for item in value:
+                walk(item)
+
+    adapter = TypeAdapter(params)  # must outlive the iterators it hands out
+    walk(adapter.validate_python(copy.deepcopy(body)))
+    assert body.keys() <= get_type_hints(params).keys()
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:

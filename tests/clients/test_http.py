@@ -167,7 +167,9 @@ PASSING = {
     "null choices": {**CHAT, "choices": None},
     "an error with status 200": {"error": {"message": "upstream failed", "code": 502}},
     "vllm's error object": {"object": "error", "message": "engine died", "code": 500},
-    "a reply that broke off": {"choices": [{"message": {"content": "4", "role": "assistant"}, "finish_reason": "error"}]},
+    "a reply that broke off": {
+        "choices": [{"message": {"content": "4", "role": "assistant"}, "finish_reason": "error"}]
+    },
     "choices of another shape": {"choices": ["4"]},
     "a message of another shape": {"choices": [{"message": "4"}]},
     "tool calls of another shape": {"choices": [{"message": {"tool_calls": [5]}}]},
@@ -237,6 +239,19 @@ def test_a_refused_connection_and_an_unknown_host_end_as_connection_failures() -
 
     assert "after 2 attempts" in run(go("http://127.0.0.1:9/v1"))
     assert "after 2 attempts" in run(go("http://no-such-host.invalid/v1"))
+
+
+def test_a_password_in_the_url_and_a_key_as_well_are_refused_clearly_and_without_either() -> None:
+    async def go() -> str:
+        async with Server() as server:
+            url = server.url.replace("http://", "http://me:pa55word@")
+            with pytest.raises(errors.RequestRefusedError, match="AUTHORIZATION") as caught:
+                await HTTPClient(url, KEY).complete(ask())
+            return str(caught.value)
+
+    said = run(go())
+    assert KEY not in said
+    assert "pa55word" not in said
 
 
 def test_long_error_bodies_are_cut() -> None:

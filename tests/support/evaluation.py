@@ -6,17 +6,24 @@ It says on stdout how it ended, as one line of JSON. Run as a script it must not
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import verifiers as vf
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @dataclass(kw_only=True)
@@ -31,7 +38,7 @@ class Plan:
     is_async: bool = False
     max_concurrent: int = 16
     temperature: float = 0.7
-    rewards: str = "alone"  # alone, group, cpu_bound, or slow: half a second each, in a thread
+    rewards: str = "alone"  # alone, group, cpu_bound, slow (half a second each), hanging (from the seventh call on)
     fail_share: float = 0.0  # of the rewards, in this session
     session: int = 0
     die_at_step: int | None = None  # kill this process at the n-th file operation in the run directory
@@ -39,8 +46,25 @@ class Plan:
     show: bool = False
     is_caught: bool = True
 
-    def command(self) -> list[str]:
-        return [sys.executable, __file__, json.dumps(asdict(self))]
+    @contextmanager
+    def started(self, **options: Any) -> Iterator[subprocess.Popen[str]]:
+        """The process, with its output in pipes unless ``options`` say otherwise; killed if it is still there."""
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, __file__, json.dumps(asdict(self))]
+        with subprocess.Popen(command, env=environment, **{**pipes, **options}) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def run(self) -> dict[str, Any]:
+        """Run it to its end; gives what it said."""
+        with self.started() as process:
+            said, complaints = process.communicate(timeout=60)
+        assert process.returncode == 0, complaints
+        outcome: dict[str, Any] = json.loads(said)
+        return outcome
 
 
 def make_env(plan: Plan) -> vf.SingleTurnEnv:
@@ -55,6 +79,12 @@ def make_env(plan: Plan) -> vf.SingleTurnEnv:
         time.sleep(0.5)
         return 1.0
 
+    def hanging(completion: Any) -> float:
+        if next(calls) >= 6:
+            time.sleep(300)
+        return 1.0
+
+    calls = itertools.count()
     rubric = vf.Rubric(funcs=[right], parser=parser)
     if plan.rewards == "group":
         rubric.add_reward_func(longest, 0.5)
@@ -62,6 +92,8 @@ def make_env(plan: Plan) -> vf.SingleTurnEnv:
         rubric.add_reward_func(vf.cpu_bound(counted))
     elif plan.rewards == "slow":
         rubric.add_reward_func(slow)
+    elif plan.rewards == "hanging":
+        rubric.add_reward_func(hanging)
     rows = [{"question": f"question {i}", "answer": "x"} for i in range(plan.rows)]
     return vf.SingleTurnEnv(dataset=rows, parser=parser, rubric=rubric, env_id="made-to-be-killed")
 

@@ -214,6 +214,35 @@ def test_error_chains_are_counted_by_their_kinds() -> None:
     assert [type(error) for error in get_vf_error_chain(one.root_error)] == [vf.SandboxError]
 
 
+def test_results_can_be_made_from_columns_shown_and_turned_into_a_dataset(capsys: pytest.CaptureFixture[str]) -> None:
+    from verifiers.types import GenerateMetadata, GenerateOutputs
+    from verifiers.utils.eval_utils import make_dataset, print_results
+
+    results = GenerateOutputs(
+        prompt=[[{"role": "user", "content": f"q{i}"}] for i in range(2)],
+        completion=[[{"role": "assistant", "content": f"a{i}"}] for i in range(2)],
+        answer=["", ""],
+        state=[{"custom": i, "timing": {"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0}} for i in range(2)],
+        task=["default"] * 2,
+        info=[{}] * 2,
+        example_id=[0, 1],
+        reward=[0.25, 0.75],
+        metrics={"exact": [0.0, 1.0]},
+        stop_conditions=[None] * 2,
+        is_truncated=[False] * 2,
+        metadata=GenerateMetadata(env_id="e", model="m", state_columns=["custom"]),
+    )
+    assert (results["reward"], results.metrics, results.info) == ([0.25, 0.75], {"exact": [0.0, 1.0]}, [{}, {}])
+    dataset = make_dataset(results)
+    assert (list(dataset["custom"]), list(dataset["exact"])) == ([0, 1], [0.0, 1.0])
+    print_results(results)
+    shown = capsys.readouterr().out
+    assert "q0" in shown
+    assert "2 rollouts of 2 examples, 0 failed" in shown
+    with pytest.raises(TypeError, match="there is no column 'rewrad'"):
+        GenerateOutputs(rewrad=[1.0])
+
+
 def test_unsaved_results_can_be_saved_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from verifiers.utils.eval_utils import save_rollout_results
 

@@ -153,10 +153,11 @@ def _write_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_sampling(args: dict[str, Any]) -> dict[str, Any]:
-    refuse_unknown("Anthropic's endpoint", args)
+    refuse_unknown("Anthropic's endpoint", args, but=("response_format",))
     limit, reply_limit = args.pop("max_tokens", None), args.pop("max_completion_tokens", None)
     stop, user = args.pop("stop", None), args.pop("user", None)
     parallel, choice = args.pop("parallel_tool_calls", None), args.pop("tool_choice", None)
+    output = {"effort": args.pop("reasoning_effort", None), "format": _write_format(args.pop("response_format", None))}
     written = {"max_tokens": reply_limit or limit or MAX_TOKENS, **args}
     if stop:
         written["stop_sequences"] = [stop] if isinstance(stop, str) else list(stop)
@@ -164,7 +165,17 @@ def _write_sampling(args: dict[str, Any]) -> dict[str, Any]:
         written.setdefault("metadata", {"user_id": user})
     if choice is not None or parallel is False:
         written["tool_choice"] = _write_choice(choice or "auto", is_serial=parallel is False)
+    if output := {name: value for name, value in output.items() if value is not None}:
+        written["output_config"] = {**output, **written.get("output_config", {})}
     return written
+
+
+def _write_format(wanted: Any) -> dict[str, Any] | None:
+    if wanted is None or wanted == {"type": "text"}:
+        return None
+    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
+        return {"type": "json_schema", "schema": wanted["json_schema"]["schema"]}
+    raise RequestRefusedError(f"Anthropic's endpoint takes a response_format of type json_schema, not {wanted!r}")
 
 
 def _write_choice(choice: Any, *, is_serial: bool) -> dict[str, Any]:

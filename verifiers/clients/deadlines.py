@@ -1,7 +1,7 @@
 """A piece of work and its seconds → TimeoutError inside it when they are over.
 
-As `asyncio.timeout`, at a tenth of the time and memory: thousands of requests wait with the same deadline, so one timer
-serves them all, set for whoever of them started first.
+As `asyncio.timeout`, for less: thousands of requests wait with the same number of seconds, so one timer serves them
+all, set for whoever of them started first.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from verifiers.errors import DeadlineError
 START = 2048
 CAP = 65536
 FIRST_SPACING_S, LONGEST_SPACING_S = 0.25, 30.0
-GROWTH = 1 / 8  # of the limit in one round trip, after a complaint; before the first one it doubles
+GROWTH = 1 / 8  # of the limit in one round trip, after a complaint, but at least a half; before any it doubles
 
 
 class Limit:
@@ -85,9 +85,9 @@ class Limit:
     def succeeded(self, now: float) -> None:
         """A request came back well: the limit may grow, if it is in the way at all."""
         self._last_success = now
-        self._spacing_s /= 2
+        self._spacing_s *= 0.8
         if self.size < self.cap and self.in_flight * 2 >= self.size:
-            gain = max(GROWTH, 1 / self.size) if self._has_complained else 1.0
+            gain = max(GROWTH, 0.5 / self.size) if self._has_complained else 1.0
             self.size = min(self.cap, self.size + gain)
             if self._line:
                 self._admit()

@@ -205,4 +205,7 @@ def _ids_in_text(texts: list[Any]) -> list[int] | None:
     """The ids of tokens spelled ``token_id:N``, as vLLM does with ``return_tokens_as_token_ids``."""
     if not texts or not isinstance(texts[0], str) or not texts[0].startswith("token_id:"):
         return None
-    return [int(text.removeprefix("token_id:")) for text in texts]
+    try:
+        return [int(text.removeprefix("token_id:")) for text in texts]
+    except (AttributeError, ValueError):
+        return None

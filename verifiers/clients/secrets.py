@@ -51,7 +51,8 @@ def secrets_in(headers: Mapping[str, str], urls: Iterable[str] = ()) -> list[str
     found = []
     for name, value in headers.items():
         if _is_telling(name):
-            found += [value, value.split(" ", 1)[1]] if " " in value else [value]
+            text = str(value)
+            found += [text, text.split(" ", 1)[1]] if " " in text else [text]
     for url in urls:
         parts = urlsplit(url)
         if parts.password:

@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from io import BytesIO
 from typing import Any
 from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]
 
@@ -28,6 +29,7 @@ from verifiers.errors import BadReplyError, ConnectionFailedError, DeadlineError
 CONNECT_TIMEOUT_S = 30.0
 KEEPALIVE_S = 30.0
 CONNECTING_AT_ONCE = 64  # to one host: a burst of handshakes swamps its backlog, and takes memory that stays taken
+LARGE_BYTES = 1 << 20
 _ONE_LINE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*").fullmatch
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)  # this machine can hold no more
 
@@ -86,11 +88,11 @@ class Pool:
                 address, proxy = _address(call.url)
                 with self._deadlines.within(call.timeout_s):
                     response = await self.session.post(
-                        address, data=call.body, headers=call.headers, allow_redirects=False, proxy=proxy
+                        address, data=_payload(call.body), headers=call.headers, allow_redirects=False, proxy=proxy
                     )
                     body = await response.read()
                 outcome = read(Reply(response.status, response.headers, body))
-            except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
                 outcome = _failure(error, call.timeout_s)
             finally:
                 self._learn(limit, gate, outcome, epoch)
@@ -128,14 +130,19 @@ class _Connector(aiohttp.TCPConnector):
             return await super()._create_connection(req, *args, **kwargs)
 
 
-def prepared(*layers: Mapping[str, str]) -> CIMultiDictProxy[str]:
+def prepared(*layers: Mapping[str, Any]) -> CIMultiDictProxy[str]:
     """Headers in the form that costs the least to send again and again; a later layer wins over an earlier one."""
     headers: CIMultiDict[str] = CIMultiDict()
     for layer in layers:
-        headers.update({name: str(value) for name, value in layer.items()})
+        headers.update({name: str(value) for name, value in layer.items() if value is not None})
     if bad := sorted({name for name, value in headers.items() if not _ONE_LINE(name + value)}):
         raise RequestRefusedError(f"the header {bad[0]!r} holds a line break or another character that HTTP forbids")
     return CIMultiDictProxy(headers)
+
+
+def _payload(body: bytes) -> bytes | BytesIO:
+    """A large body (pictures) as a stream, which aiohttp sends piece by piece; it warns of any other way."""
+    return body if len(body) <= LARGE_BYTES else BytesIO(body)
 
 
 @lru_cache(maxsize=1024)
@@ -149,7 +156,7 @@ def _address(url: str) -> tuple[URL, URL | None]:
 
 
 def _failure(error: Exception, timeout_s: float) -> Failure:
-    if isinstance(error, aiohttp.InvalidURL):
+    if isinstance(error, ValueError):  # aiohttp will not send this: a broken URL, two kinds of authorization
         return Failure(error=RequestRefusedError, text=_say(error), is_final=True)
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return Failure(error=ConnectionFailedError, text=_say(error), is_final=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from verifiers.clients import as_client, resolve_endpoint
 from verifiers.clients.protocol import Client
+from verifiers.errors import GraderError
 from verifiers.types import Row, SamplingArgs, State
 
 SAMPLING_KEYS = frozenset(
@@ -164,10 +165,10 @@ def override_arguments(
 def adopt_result(result: Any, blank: State) -> State:
     """What a subclass's ``rollout`` returned (a state, a pair, or a completion alone) as a whole state."""
     if isinstance(result, State) and "trajectory" in result:
-        return result
+        return _as_rollout_of(blank, result)
     completion, update = result if isinstance(result, tuple) and len(result) == 2 else (None, result)
     if isinstance(update, State) and "trajectory" in update:
-        state = update
+        state = _as_rollout_of(blank, update)
     elif isinstance(update, Mapping):
         state = blank
         for key, value in update.items():
@@ -178,3 +179,24 @@ def adopt_result(result: Any, blank: State) -> State:
         state["completion"] = completion
     state["is_completed"] = True
     return state
+
+
+def _as_rollout_of(blank: State, state: State) -> State:
+    """A state from another call of ``rollout``, with the columns of this row; one from a cache is copied first."""
+    if getattr(state, "is_adopted", False):
+        state = _unscored_copy(state)
+    state.is_adopted = True
+    own = {key: blank["input"][key] for key in ("example_id", "task")}
+    state["input"] = {**blank["input"], **(state.get("input") or {}), **own}
+    for key in blank.keys() - state.keys():
+        state[key] = blank[key]
+    return state
+
+
+def _unscored_copy(state: State) -> State:
+    copy = State(state)
+    copy.update(reward=None, metrics=None, advantage=None, timing=dict(state.get("timing") or {}))
+    copy["trajectory"] = [{**step, "reward": None, "advantage": None} for step in state["trajectory"]]
+    if isinstance(state.get("error"), GraderError):
+        copy["error"] = None
+    return copy

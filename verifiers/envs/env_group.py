@@ -42,14 +42,16 @@ class _RoutedRubric(Rubric):
         except ValueError as error:
             return Score(error=GraderError(str(error)))
 
-    async def add_group_scores(self, states: Sequence[State], scores: Sequence[Score]) -> None:
+    async def score_together(self, states: Sequence[State]) -> list[Score]:
+        scores = [Score() for _ in states]
         for env in self.group.envs:
             picks = [i for i, state in enumerate(states) if self.group.get_env_for_task(state["task"]) is env]
-            if picks:
+            if picks and env.has_group_rewards:
                 with ExitStack() as stack:
                     for i in picks:
                         stack.enter_context(self.group.as_member(states[i]))
                     await env.add_group_scores([states[i] for i in picks], [scores[i] for i in picks])
+        return scores
 
 
 class EnvGroup(Environment):
@@ -97,8 +99,10 @@ class EnvGroup(Environment):
 
     def _route(self, task: str) -> tuple[Environment, str]:
         """The environment of a task, and what is left of the name below it."""
+        if task in self.env_map:
+            return self.env_map[task], ""
         for name, env in self.env_map.items():
-            if task == name or task.startswith(f"{name}/"):
+            if isinstance(env, EnvGroup) and task.startswith(f"{name}/"):
                 return env, task[len(name) + 1 :]
         raise ValueError(f"no environment has the task {task!r}; there are {', '.join(self.env_names)}")
 
@@ -127,6 +131,10 @@ class EnvGroup(Environment):
         state = await env.run_row(inner, answerer, merge_sampling(env.sampling_args, sampling_args))
         state["task"] = row["task"]
         return state
+
+    def formatted(self, row: Mapping[str, Any]) -> Row:
+        env, rest = self._route(row.get("task") or "")
+        return {**env.formatted({**row, "task": self._inner_task(env, rest, row)}), "task": row["task"]}
 
     async def _play_row(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs) -> State:
         return await self.run_row(row, answerer, sampling_args)

@@ -29,10 +29,10 @@ from verifiers.envs.calling import (
     read_call,
 )
 from verifiers.envs.rows import RowFormat, Rows, as_rows, few_shot_messages
-from verifiers.errors import GraderError, HookError, wrap
+from verifiers.errors import GraderError, HookError, RequestRefusedError, wrap
 from verifiers.messages import strip_nones_from_content
 from verifiers.parsers import Parser
-from verifiers.rollout import marked, note_error, note_timing
+from verifiers.rollout import marked, note_error, note_timing, read_error
 from verifiers.rubrics import Rubric, RubricGroup
 from verifiers.rubrics.score import Score
 from verifiers.rubrics.signature import Plan, as_score
@@ -201,6 +201,8 @@ class Environment:
         answering = known.client if known is not None and known.given is given else as_client(given)
         tools = oai_tools if oai_tools is not None else state["oai_tools"]
         kind = message_type or self.message_type
+        if tools and kind == "completion":
+            raise RequestRefusedError("tools need message_type='chat'; a completions endpoint takes none")
         request = Request(
             model=model or state["model"],
             prompt=prompt if isinstance(prompt, str) else strip_nones_from_content(prompt),
@@ -235,14 +237,23 @@ class Environment:
     ``(completion, state)``."""
 
     async def _play_call(self, call: RolloutCall) -> State:
-        row = call.row
-        if call.gives_pair:
-            row["prompt"] = self._format.prompt_of(row, 0)
+        row = self.formatted(call.row)
         answerer = find_answerer(
             call.client if call.client is not None else self.client,
             call.model if call.model is not None else self.model,
         )
         return await self._play_row(row, answerer, merge_sampling(self.sampling_args, call.sampling_args))
+
+    def formatted(self, row: Mapping[str, Any]) -> Row:
+        """A row from outside as this environment plays it; one that is formatted already stays the same."""
+        return self._format.apply(row, 0, keep_ids="example_id" in row)
+
+    def failed_state(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs, error: Exception) -> State:
+        """The state of a rollout whose row cannot be read."""
+        readable = {key: row.get(key) for key in ("prompt", "answer", "task", "example_id")}
+        state = self.new_state(readable, answerer.given, answerer.model, sampling_args)
+        note_error(state, wrap(error, HookError, f"reading row {row.get('example_id')}"))
+        return state
 
     async def _play_row(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs) -> State:
         state = self.new_state(row, answerer.given, answerer.model, sampling_args)
@@ -251,17 +262,25 @@ class Environment:
 
     async def run_row(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs) -> State:
         """One rollout of a row, by a subclass's own ``rollout`` if it has one. Raises nothing but cancellation."""
+        try:
+            state = self.new_state(row, answerer.given, answerer.model, sampling_args)
+        except Exception as error:  # one poison row never ends the run
+            return self.failed_state(row, answerer, sampling_args, error)
+        state.answerer = answerer
         hook = self._hook("rollout", may_inline=False)
         if hook is None:
-            return await self._play_row(row, answerer, sampling_args)
-        blank = self.new_state(row, answerer.given, answerer.model, sampling_args)
-        state = blank
+            return await self.play(state)
         try:
             args, kwargs = override_arguments(self.rollout, row, answerer, sampling_args)
-            state = adopt_result(await hook(*args, **kwargs), blank)
-            await self.clean_up(state)
+            state = adopt_result(await hook(*args, **kwargs), state)
         except Exception as error:  # foreign code
             note_error(state, wrap(error, HookError, f"{type(self).__name__}.rollout"))
+        try:
+            await self.clean_up(state)
+        except Exception as error:  # foreign code
+            note_error(state, error)
+        state["is_completed"] = True
+        read_error(state)
         note_timing(state)
         return state
 
@@ -386,6 +405,8 @@ class Environment:
             objects = {"parser": self.parser, "rubric": self.rubric, "messages": state["completion"]}
             plan = Plan(hook.function, objects)
             result = await hook(**plan.arguments(state, objects))
+            if state.get("error") is not None:  # the rubric, asked by the hook, could not score it
+                return Score(error=state["error"])
             if isinstance(result, Mapping):
                 flat = {name: as_score(value, name) for name, value in result.items() if name != "metrics"}
                 nested = result.get("metrics") or {}
@@ -463,7 +484,7 @@ class Environment:
         """Rollouts as batches of token samples with masks, for a training loop of one's own."""
         if kwargs:
             raise TypeError(f"process_env_results() got an unknown keyword {next(iter(kwargs))!r}")
-        limit = max_seq_len if max_seq_len is not None else self.max_seq_len
+        limit = self.max_seq_len if max_seq_len is None or max_seq_len < 0 else max_seq_len
         rollouts = zip(prompts, completions, states, rewards, strict=True)
         return list(batches(rollouts, processing_class, batch_size=batch_size, max_seq_len=limit))
 
@@ -501,8 +522,8 @@ class Environment:
 
     def __getstate__(self) -> dict[str, Any]:
         """Hooks are made anew where the environment is unpickled."""
-        kept = {key: value for key, value in vars(self).items() if not key.endswith("_hooks") and key != "_is_armed"}
-        return {**kept, "_hooks": {}}
+        made_here = ("_stop_hooks", "_cleanup_hooks", "_teardown_hooks", "_is_armed")
+        return {**{key: value for key, value in vars(self).items() if key not in made_here}, "_hooks": {}}
 
 
 def _take(rows: Rows, n: int, seed: int | None) -> Rows:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import time
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields
@@ -15,10 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
 from verifiers.envs.rows import RowFormat, Rows, as_rows
-from verifiers.errors import HookError, wrap
 from verifiers.progress import Progress, make_progress
 from verifiers.results import Results
-from verifiers.rollout import note_error
 from verifiers.rubrics.score import Score, note_scoring_time, write_advantages, write_score
 from verifiers.runner import Job, Limits, Run, RunInterruptedError
 from verifiers.store import DEFAULT_ROOT, Record, RunDir, encode, to_hf_dataset, to_record
@@ -77,6 +76,9 @@ async def generate(
 ) -> Results:
     """Roll out rows: ``inputs``, or the environment's own (all of them, or ``n_samples``, going round if need be)."""
     options, loose = split_options("generate", kwargs)
+    _check_repeats(rollouts_per_example)
+    if n_samples is not None and n_samples < 0:
+        n_samples = None
     row_format = env._format
     if system_prompt is not None:
         row_format = RowFormat(**{**vars(row_format), "system_prompt": system_prompt})
@@ -100,13 +102,17 @@ async def evaluate(
 ) -> Results:
     """Roll out the evaluation rows."""
     options, loose = split_options("evaluate", kwargs)
-    if rollouts_per_example < 1:
-        raise ValueError(f"rollouts_per_example must be at least 1, got {rollouts_per_example}")
+    _check_repeats(rollouts_per_example)
     jobs = jobs_of(env.get_eval_dataset(num_examples), rollouts_per_example)
     return await _run(env, jobs, client, model, merge_sampling(sampling_args, loose), options)
 
 
 # --- what is to be done -------------------------------------------------------------------------------------------
+
+
+def _check_repeats(rollouts_per_example: int) -> None:
+    if rollouts_per_example < 1:
+        raise ValueError(f"rollouts_per_example must be at least 1, got {rollouts_per_example}")
 
 
 def _reformatted(rows: Rows, row_format: RowFormat) -> Rows:
@@ -137,7 +143,7 @@ def _row_or_error(rows: Rows, i: int) -> tuple[Row, Exception | None]:
     try:
         return rows[i], None
     except Exception as error:  # one poison row never ends the run
-        return {"prompt": None, "example_id": i, "task": "default"}, error
+        return {"prompt": None, "example_id": rows.example_id(i), "task": "default"}, error
 
 
 def jobs_of_inputs(inputs: Any, row_format: RowFormat, repeats: int) -> list[Job]:
@@ -159,7 +165,7 @@ def jobs_of_inputs(inputs: Any, row_format: RowFormat, repeats: int) -> list[Job
 
 def _without_ids(inputs: Any) -> Any:
     """Ids may repeat here, so they are kept apart from the check that a data set's ids are unique."""
-    if isinstance(inputs, Mapping) and "prompt" in inputs and not isinstance(inputs["prompt"], list | tuple):
+    if isinstance(inputs, Mapping) and _is_one_row(inputs):
         inputs = [inputs]
     if isinstance(inputs, Mapping):
         inputs = [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
@@ -170,6 +176,13 @@ def _without_ids(inputs: Any) -> Any:
             row["given_id"] = row.pop("example_id")
         rows.append(row)
     return rows
+
+
+def _is_one_row(inputs: Mapping[str, Any]) -> bool:
+    """One row rather than columns: its prompt is a text, or messages."""
+    asked = inputs.get("prompt", inputs.get("question"))
+    is_messages = isinstance(asked, list | tuple) and bool(asked) and isinstance(asked[0], Mapping)
+    return isinstance(asked, str) or is_messages
 
 
 # --- doing it -----------------------------------------------------------------------------------------------------
@@ -185,20 +198,20 @@ async def _run(
         return Results([], {"env_id": env.env_id, "num_examples": 0, "avg_reward": None, "avg_metrics": {}})
     answerer = find_answerer(client if client is not None else env.client, model if model is not None else env.model)
     metadata = _metadata(env, jobs, answerer, sampling, options)
-    run_dir, kept = _open_store(env, jobs, answerer, metadata, options)
-    restored = _partial_groups(run_dir, jobs, kept) if run_dir is not None and env.has_group_rewards else {}
-    kept -= restored.keys()
-    with ExitStack() as stack:
-        append = stack.enter_context(run_dir.appender()).append if run_dir is not None else None
-        progress = make_progress(options.use_tqdm)
-        todo = [job for job in jobs if job.key not in kept]
-        run = _make_run(env, todo, answerer, sampling, options, progress, append, restored)
-        progress.start(len(jobs), len(jobs) - len(todo))
-        stack.callback(progress.stop)
-        done = await run.finish()
-    if run_dir is not None and restored:
-        run_dir.compact()
-    results = _assemble(jobs, done, run_dir, kept, metadata, began)
+    with ExitStack() as locked:
+        run_dir, kept = _open_store(env, jobs, answerer, metadata, options, locked)
+        restored = _partial_groups(run_dir, jobs, kept) if run_dir is not None and env.has_group_rewards else {}
+        todo = [job for job in jobs if job.key not in kept or job.key in restored]
+        with ExitStack() as stack:
+            append = stack.enter_context(run_dir.appender()).append if run_dir is not None else None
+            progress = make_progress(options.use_tqdm)
+            run = _make_run(env, todo, answerer, sampling, options, progress, append, restored)
+            progress.start(len(jobs), len(jobs) - len(todo))
+            stack.callback(progress.stop)
+            done = await run.finish()
+        if run_dir is not None and restored:
+            run_dir.compact(keep_failed=True)
+        results = _assemble(jobs, done, run_dir, kept, metadata, began)
     if run.is_stopping:
         where = f"; resume it with resume={str(run_dir.path)!r}" if run_dir is not None else ""
         raise RunInterruptedError(f"stopped after {len(results.rollouts)} of {len(jobs)} rollouts{where}", results)
@@ -216,15 +229,14 @@ def _make_run(
     restored: Mapping[tuple[Any, int], State],
 ) -> Run:
     is_scored = env.score_rollouts if options.score is None else options.score
-    columns = tuple(options.state_columns or ())
+    scores_groups = is_scored and env.has_group_rewards and not options.independent_scoring
+    columns = (*(options.state_columns or ()), *(("group_size",) if scores_groups else ()))
 
     async def generate_one(job: Job) -> State:
         if job.key in restored:
             return restored[job.key]
         if job.error is not None:
-            state = env.new_state(job.row, answerer.given, answerer.model, sampling)
-            note_error(state, wrap(job.error, HookError, f"reading row {job.row['example_id']}"))
-            return state
+            return env.failed_state(job.row, answerer, sampling, job.error)
         return await env.run_row(job.row, answerer, sampling)
 
     async def score_one(state: State) -> Score:
@@ -234,15 +246,17 @@ def _make_run(
         return score
 
     def save(job: Job, state: State) -> None:
-        append(to_record(state, rollout=job.repeat, state_columns=columns))
+        try:
+            append(to_record(state, rollout=job.repeat, state_columns=columns))
+        except OSError as error:
+            error.add_note("the run ends here: nothing more can be saved; what was saved before can be resumed")
+            raise
 
     return Run(
         jobs,
         generate=generate_one,
         score_alone=score_one if is_scored else None,
-        score_group=env.add_group_scores
-        if is_scored and env.has_group_rewards and not options.independent_scoring
-        else None,
+        score_group=env.add_group_scores if scores_groups else None,
         limits=Limits(
             max_concurrent=options.max_concurrent,
             generation=options.max_concurrent_generation,
@@ -269,7 +283,7 @@ async def run_group(
 
     async def generate_one(row: Mapping[str, Any]) -> State:
         async with gen_sem or nullcontext():
-            return await env.run_row(env._format.apply(row, 0, keep_ids="example_id" in row), answerer, sampling)
+            return await env.run_row(env.formatted(row), answerer, sampling)
 
     states = list(await asyncio.gather(*map(generate_one, group_inputs)))
     if score and env.score_rollouts:
@@ -306,9 +320,14 @@ def _metadata(
 
 
 def _open_store(
-    env: Environment, jobs: Sequence[Job], answerer: Answerer, metadata: Mapping[str, Any], options: Options
+    env: Environment,
+    jobs: Sequence[Job],
+    answerer: Answerer,
+    metadata: Mapping[str, Any],
+    options: Options,
+    locked: ExitStack,
 ) -> tuple[RunDir | None, set[tuple[Any, int]]]:
-    """The run directory, if the run is saved, and the rollouts it already holds."""
+    """The run directory, if the run is saved, locked for as long as it lasts, and the rollouts it already holds."""
     path = options.resume if isinstance(options.resume, str | Path) else options.results_path
     if path is None and options.resume:
         raise ValueError("resume=True needs results_path=…, the run directory to go on with; or pass resume='its path'")
@@ -322,22 +341,31 @@ def _open_store(
         "rows": _fingerprint(jobs),
     }
     if path is None:
-        return RunDir.create(DEFAULT_ROOT, env_id=metadata["env_id"], model=answerer.model, config=config), set()
+        run_dir = RunDir.create(DEFAULT_ROOT, env_id=metadata["env_id"], model=answerer.model, config=config)
+        locked.enter_context(run_dir.lock())
+        return run_dir, set()
     exists = Path(path, "metadata.json").exists() or Path(path, "results.jsonl").exists()
     if not exists:
         if options.resume:
             raise FileNotFoundError(f"there is no run to resume in {path}")
-        return RunDir.create_at(path, env_id=metadata["env_id"], model=answerer.model, config=config), set()
+        run_dir = RunDir.create_at(path, env_id=metadata["env_id"], model=answerer.model, config=config)
+        locked.enter_context(run_dir.lock())
+        return run_dir, set()
     if not options.resume:
         raise FileExistsError(f"{path} already holds a run; pass resume=True to go on with it, or another results_path")
     run_dir = RunDir.open(path)
     run_dir.check_same(config)
+    locked.enter_context(run_dir.lock())
     return run_dir, set(run_dir.compact().finished)
 
 
 def _partial_groups(run_dir: RunDir, jobs: Sequence[Job], kept: set[tuple[Any, int]]) -> dict[tuple[Any, int], State]:
     """Saved rollouts whose group is not complete: they are scored again with it, but not generated again."""
+    sizes = Counter(job.row["example_id"] for job in jobs)
     partial = {job.row["example_id"] for job in jobs if job.key not in kept}
+    for record in run_dir.records(["example_id", "group_size"]):
+        if record["group_size"] not in (None, sizes[record["example_id"]]):
+            partial.add(record["example_id"])
     again = {key for key in kept if key[0] in partial}
     if not again:
         return {}
@@ -368,9 +396,10 @@ def _assemble(
     metadata: dict[str, Any],
     began: float,
 ) -> Results:
-    states = {job.key: state for job, state in done}
+    # One good attempt is enough: a saved rollout that could not be scored again with its group stays as it was.
+    states = {job.key: state for job, state in done if state.get("error") is None or job.key not in kept}
     if run_dir is not None and kept:
-        rows = {job.key: job.row for job in jobs if job.key in kept}
+        rows = {job.key: job.row for job in jobs if job.key in kept and job.key not in states}
         for record in run_dir.records():
             if (key := _key(record)) in rows:
                 states[key] = state_of(record, rows[key])
@@ -415,18 +444,19 @@ def make_dataset(
     *,
     push_to_hub: bool = False,
     hub_name: str | None = None,
-    state_columns: Sequence[str] = (),
+    state_columns: Sequence[str] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Scored rollouts as a Hugging Face ``Dataset``; ``push_to_hub`` sends it to ``hub_name``."""
     if push_to_hub and not hub_name:
         raise ValueError("push_to_hub=True needs hub_name='user/name'")
+    columns = tuple((state_columns if state_columns is not None else results.metadata.get("state_columns")) or ())
     seen: dict[Any, int] = {}
     records = []
     for state in results.scored:
         rollout = seen.get(state.get("example_id"), 0)
         seen[state.get("example_id")] = rollout + 1
-        records.append(to_record(state, rollout=rollout, state_columns=tuple(state_columns)))
+        records.append(to_record(state, rollout=rollout, state_columns=columns))
     dataset = to_hf_dataset(records)
     if push_to_hub:
         dataset.push_to_hub(hub_name, **kwargs)

@@ -8,7 +8,7 @@ from typing import Any
 from verifiers import calls
 from verifiers.clients.protocol import Completion
 from verifiers.envs.environment import Environment, takes_messages
-from verifiers.messages import as_messages, concat_messages
+from verifiers.messages import as_messages, concat_messages, text_of
 from verifiers.parsers import Parser
 from verifiers.rollout import merge_state, run_episode, split_response, step_tokens, stop
 from verifiers.types import Messages, State, TrajectoryStep
@@ -74,16 +74,18 @@ class MultiTurnEnv(Environment):
 
     async def _get_prompt_messages(self, state: State) -> Messages:
         """What the model is shown next: the row's prompt, or the conversation with the environment's answer."""
-        if not state["trajectory"]:
-            prompt: Messages = state["prompt"]
-            return prompt
         messages = _conversation(state)
+        if not state["trajectory"]:
+            return messages
         hook = self._hook("env_response")
         shown = list(messages) if isinstance(messages, list) else messages
         result = await (self._env_response(shown, state) if hook is None else hook(shown, state))
+        reply: Messages
         said, update = split_response(result)
         merge_state(state, update)
-        reply: Messages = said if isinstance(messages, str) else as_messages(said if said is not None else [])
+        reply = as_messages(said if said is not None else [])
+        if isinstance(messages, str):
+            reply = "".join(map(text_of, reply))
         after = concat_messages([messages, reply])
         own = self._hook("is_completed") if self._reads_messages else None
         if state.get("completed") is True or (own is not None and await self._ask_own(own, after, state)):
@@ -181,6 +183,9 @@ class MultiTurnEnv(Environment):
 
 
 def _conversation(state: State) -> Messages:
+    if not state["trajectory"]:
+        prompt: Messages = state["prompt"]
+        return prompt
     last = state["trajectory"][-1]
     return concat_messages([last["prompt"], last["completion"]])
 

@@ -118,7 +118,7 @@ class Rows(Sequence[Row]):
         self._format = row_format
         self._picks = picks
         self._loaded: tuple[Sequence[Any], bool] | None = None
-        if isinstance(source, Sequence) and not isinstance(source, str):
+        if not _is_lazy(source):
             self._source()
 
     def _source(self) -> tuple[Sequence[Any], bool]:
@@ -159,6 +159,12 @@ class Rows(Sequence[Row]):
     def column_names(self) -> list[str]:
         return list(self[0]) if len(self) else []
 
+    def example_id(self, position: int) -> Any:
+        """The id of a row, even of one that cannot be formatted."""
+        raw, keep_ids = self._source()
+        at = position if self._picks is None else self._picks[position]
+        return raw[at]["example_id"] if keep_ids else at
+
     def select(self, positions: Iterable[int]) -> Rows:
         """The rows at these positions, in this order."""
         picks = list(positions)
@@ -192,11 +198,19 @@ class Rows(Sequence[Row]):
 
 def as_rows(source: Any, row_format: RowFormat) -> Rows:
     """Any accepted data set as rows: a list of dicts, columns, a ``Dataset``, a generator, a callable, a path."""
-    if isinstance(source, Rows):
+    if isinstance(source, Rows) and source._format == row_format:
         return source
     if isinstance(source, str | Path) and not Path(source).exists():
         raise FileNotFoundError(f"there is no dataset file {str(source)!r}")
     return Rows(source, row_format)
+
+
+def _is_lazy(source: Any) -> bool:
+    """Is reading this source work (a file, a download, a stream) that has to wait until its rows are wanted?"""
+    if isinstance(source, str | Path) or callable(source):
+        return True
+    is_at_hand = isinstance(source, Sequence | Mapping) or hasattr(source, "select") or hasattr(source, "to_dict")
+    return isinstance(source, Iterable) and not is_at_hand
 
 
 def _load(source: Any) -> Sequence[Any]:
@@ -204,9 +218,9 @@ def _load(source: Any) -> Sequence[Any]:
         return _load_file(Path(source))
     if callable(source):
         return _load(source())
+    if isinstance(source, Mapping) and hasattr(source, "column_names"):
+        raise ValueError(f"the dataset has several splits ({', '.join(source)}); pass one of them")
     if hasattr(source, "column_names") and hasattr(source, "select"):
-        if isinstance(source, Mapping):
-            raise ValueError(f"the dataset has several splits ({', '.join(source)}); pass one of them")
         return source  # type: ignore[no-any-return]
     if isinstance(source, Mapping):
         return _from_columns(source)

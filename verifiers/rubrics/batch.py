@@ -8,12 +8,13 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verifiers import calls
 from verifiers.errors import Error
-from verifiers.rubrics.score import Score, grader_error, one_each, state_from
-from verifiers.rubrics.signature import Plan, as_score, column
+from verifiers.rubrics.score import Score, grader_error, hand_back, one_each, state_from
+from verifiers.rubrics.signature import Plan, as_score, column, default_of
 from verifiers.types import State
 
 if TYPE_CHECKING:
@@ -22,79 +23,132 @@ if TYPE_CHECKING:
 logger = logging.getLogger("verifiers.rubrics")
 
 
-def states_from_columns(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    answers: Sequence[Any] | None,
-    states: Sequence[Mapping[str, Any]] | None,
-    tasks: Sequence[Any] | None,
-    infos: Sequence[Any] | None,
-) -> list[State]:
-    """Columns of equal length as states."""
-    n = len(prompts)
-    given = {"completions": completions, "answers": answers, "states": states, "tasks": tasks, "infos": infos}
-    for name, values in given.items():
-        if values is not None and len(values) != n:
-            raise ValueError(f"{n} prompts but {len(values)} {name}")
-    return [
-        state_from(
-            prompts[i],
-            completions[i],
-            answers[i] if answers is not None else "",
-            states[i] if states is not None else None,
-            tasks[i] if tasks is not None else "default",
-            infos[i] if infos is not None else None,
-        )
-        for i in range(n)
-    ]
+class Batch:
+    """Rollouts to score: states, or columns of fields of which states are made only if a function asks for them."""
+
+    def __init__(self, states: Sequence[State] | None = None, **columns: Sequence[Any] | None) -> None:
+        self._states = states
+        self._columns = columns
+        self._n = len(columns["prompt"] or ()) if states is None else len(states)
+        for name, values in columns.items():
+            if values is not None and len(values) != self._n:
+                raise ValueError(f"{self._n} prompts but {len(values)} {name}s")
+        given = columns.get("state")
+        if given is not None and any(isinstance(state, State) for state in given):
+            _ = self.states  # rollouts' own states: what the columns do not say is in there
+
+    def __len__(self) -> int:
+        return self._n
+
+    @property
+    def states(self) -> Sequence[State]:
+        if self._states is None:
+            blank = [None] * self._n
+            names = ("prompt", "completion", "answer", "state", "task", "info")
+            columns = [values if (values := self._columns[name]) is not None else blank for name in names]
+            self._states = [_state_of(*row) for row in zip(*columns, strict=True)]
+        return self._states
+
+    def column(self, name: str) -> Sequence[Any]:
+        """One field of every rollout."""
+        if self._states is not None or name == "state":
+            return column(self.states, name)
+        values = self._columns[name]
+        if values is None:
+            return [default_of(name) for _ in range(self._n)]
+        return [default_of(name) if value is None else value for value in values]
+
+    def hand_back(self) -> None:
+        """What functions noted in copies of the caller's states goes into those."""
+        given = self._columns.get("state")
+        if given is not None and self._states is not None:
+            for state, mapping in zip(self._states, given, strict=True):
+                hand_back(state, mapping)
 
 
-async def score_batch(rubric: Rubric, states: Sequence[State]) -> list[Score]:
-    """Score states that need not belong together; rewards over a whole group see the whole batch."""
+@dataclass(slots=True)
+class Scores:
+    """The scores of a batch as columns, and the errors in place of some of them."""
+
+    rewards: list[float]
+    metrics: dict[str, list[float | None]] = field(default_factory=dict)
+    errors: dict[int, Error] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, scores: Sequence[Score]) -> Scores:
+        names = dict.fromkeys(name for score in scores for name in score.metrics)
+        metrics: dict[str, list[float | None]] = {name: [score.metrics.get(name) for score in scores] for name in names}
+        errors = {i: score.error for i, score in enumerate(scores) if score.error is not None}
+        return cls([score.reward for score in scores], metrics, errors)
+
+    def add(self, name: str, weight: float, values: Sequence[float | Error]) -> None:
+        self.metrics[name] = [None if isinstance(value, Error) else value for value in values]
+        for i, value in enumerate(values):
+            if isinstance(value, Error):
+                self.errors.setdefault(i, value)
+            else:
+                self.rewards[i] += weight * value
+
+    def one(self, i: int) -> Score:
+        metrics = {name: value for name, values in self.metrics.items() if (value := values[i]) is not None}
+        return Score(self.rewards[i], metrics, self.errors.get(i))
+
+    def columns(self) -> dict[str, list[float | None]]:
+        """A column for each function, and the rewards: None where scoring failed."""
+        rewards: list[float | None] = [*self.rewards]
+        for i in self.errors:
+            rewards[i] = None
+        return {**self.metrics, "reward": rewards}
+
+
+def _state_of(prompt: Any, completion: Any, answer: Any, given: Any, task: Any, info: Any) -> State:
+    if isinstance(given, State) and "input" in given:
+        return state_from(prompt, completion, answer, given)
+    row = {"prompt": prompt, "answer": "" if answer is None else answer, "task": "default" if task is None else task}
+    row |= {"info": {} if info is None else info, "example_id": 0}
+    return State({"trajectory": [], **(given or {}), "input": row, "completion": completion})
+
+
+async def score_batch(rubric: Rubric, batch: Batch) -> Scores:
+    """Score rollouts that need not belong together; rewards over a whole group see the whole batch."""
     if rubric.scores_its_own_way:
-        scores = list(await asyncio.gather(*(rubric.score_alone(state) for state in states)))
+        one_by_one = list(await asyncio.gather(*(rubric.score_alone(state) for state in batch.states)))
+        await rubric.add_group_scores(batch.states, one_by_one)
+        scores = Scores.of(one_by_one)
     else:
-        scores = [Score() for _ in states]
+        scores = Scores([0.0] * len(batch))
         for name, plan, weight in rubric._named():
             if not plan.is_group:
-                _add_column(scores, name, weight, await _score_column(rubric, plan, states))
-    await rubric.add_group_scores(states, scores)
-    for i, score in enumerate(scores):
-        if score.error is not None:
-            logger.error("rollout %d of the batch could not be scored: %s", i, score.error)
+                scores.add(name, weight, await _score_column(rubric, plan, batch))
+        if rubric.has_group_rewards:
+            alone = [scores.one(i) for i in range(len(batch))]
+            await rubric.add_group_scores(batch.states, alone)
+            scores = Scores.of(alone)
+    batch.hand_back()
+    for i, error in sorted(scores.errors.items()):
+        logger.error("rollout %d of the batch could not be scored: %s", i, error)
     return scores
 
 
-async def _score_column(rubric: Rubric, plan: Plan, states: Sequence[State]) -> list[float | Error]:
+async def _score_column(rubric: Rubric, plan: Plan, batch: Batch) -> list[float | Error]:
     if plan.vectorized is not None:
-        columns = [column(states, name) for name in ("prompt", "completion", "answer", "state")]
+        columns = [batch.column(name) for name in ("prompt", "completion", "answer", "state")]
         try:
             values = await calls.Hook(plan.vectorized, timeout_s=plan.hook.timeout_s)(*columns)
-            return list(one_each(values, len(states), plan))
+            return list(one_each(values, len(batch), plan))
         except Exception as error:  # foreign code
-            return [grader_error(error, plan)] * len(states)
-    if plan.hook.is_async or plan.is_cpu_bound:
-        return list(await asyncio.gather(*(_score_awaited(rubric, plan, state) for state in states)))
-    try:
-        scores = await _score_while_quick(rubric, plan, states)
-    except _MainThreadOnlyError:
-        plan.hook.is_inline = plan.hook.is_pinned = True
-        return [await _score_awaited(rubric, plan, state) for state in states]
-    slow = states[len(scores) :]
-    return [*scores, *await asyncio.gather(*(_score_awaited(rubric, plan, state) for state in slow))]
-
-
-async def _score_while_quick(rubric: Rubric, plan: Plan, states: Sequence[State]) -> list[float | Error]:
-    """The scores of the first states, in one thread; all of them unless the function turns out to be slow."""
+            return [grader_error(error, plan)] * len(batch)
     scores: list[float | Error] = []
-    n = 1
-    while part := states[len(scores) : len(scores) + n]:
-        began = time.perf_counter()
-        scores += await calls.in_thread(functools.partial(_score_plain, rubric, plan, part))
-        if time.perf_counter() - began > len(part) * calls.QUICK_S:
-            break
-        n *= 2
-    return scores
+    if not (plan.hook.is_async or plan.is_cpu_bound):
+        try:
+            scores = await _score_while_quick(rubric, plan, batch)
+        except _MainThreadOnlyError:
+            plan.hook.is_inline = plan.hook.is_pinned = True
+            return [await _score_awaited(rubric, plan, state) for state in batch.states]
+    if len(scores) == len(batch):
+        return scores
+    left = batch.states[len(scores) :]
+    return [*scores, *await asyncio.gather(*(_score_awaited(rubric, plan, state) for state in left))]
 
 
 async def _score_awaited(rubric: Rubric, plan: Plan, state: State) -> float | Error:
@@ -104,15 +158,30 @@ async def _score_awaited(rubric: Rubric, plan: Plan, state: State) -> float | Er
         return grader_error(error, plan)
 
 
-def _score_plain(rubric: Rubric, plan: Plan, states: Sequence[State]) -> list[float | Error]:
-    function: Callable[..., Any] = plan.function
-    n = len(states)
+async def _score_while_quick(rubric: Rubric, plan: Plan, batch: Batch) -> list[float | Error]:
+    """The scores of the first rollouts, in one thread; all of them unless the function turns out to be slow."""
     objects = rubric.class_objects
-    columns = [[objects[name]] * n if name in objects else column(states, name) for name in plan.args]
+    n = len(batch)
+    columns = [[objects[name]] * n if name in objects else batch.column(name) for name in plan.args]
+    scores: list[float | Error] = []
+    size = 1
+    while (start := len(scores)) < n:
+        stop = min(start + size, n)
+        part = [values[start:stop] for values in columns]
+        began = time.perf_counter()
+        scores += await calls.in_thread(functools.partial(_score_plain, plan, part, stop - start))
+        if time.perf_counter() - began > (stop - start) * calls.QUICK_S:
+            break
+        size *= 2
+    return scores
+
+
+def _score_plain(plan: Plan, columns: Sequence[Sequence[Any]], n: int) -> list[float | Error]:
+    call = _by_position(plan)
     scores: list[float | Error] = []
     for values in zip(*columns, strict=True) if columns else [()] * n:
         try:
-            value = function(**dict(zip(plan.args, values, strict=True)))
+            value = call(*values)
             if type(value) is float and value - value == 0.0:
                 scores.append(value)
                 continue
@@ -126,6 +195,16 @@ def _score_plain(rubric: Rubric, plan: Plan, states: Sequence[State]) -> list[fl
     return scores
 
 
+def _by_position(plan: Plan) -> Callable[..., Any]:
+    """The function, to be called with the values of its arguments in order."""
+    function: Callable[..., Any] = plan.function
+    parameters = list(inspect.signature(function).parameters.values())[: len(plan.args)]
+    plain = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if not plan.takes_all and plain == list(plan.args):
+        return function
+    return lambda *values: function(**dict(zip(plan.args, values, strict=True)))
+
+
 class _MainThreadOnlyError(Exception):
     """A reward function sets signals (SIGALRM, for a limit of its own), which only the main thread can."""
 
@@ -134,10 +213,13 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def _add_column(scores: Sequence[Score], name: str, weight: float, values: Sequence[float | Error]) -> None:
-    for score, value in zip(scores, values, strict=True):
-        if isinstance(value, Error):
-            score.error = score.error or value
-        else:
-            score.metrics[name] = value
-            score.reward += weight * value
+def from_columns(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    answers: Sequence[Any] | None,
+    states: Sequence[Mapping[str, Any]] | None,
+    tasks: Sequence[Any] | None,
+    infos: Sequence[Any] | None,
+) -> Batch:
+    """A batch of the columns that ``score_rollouts`` is called with."""
+    return Batch(prompt=prompts, completion=completions, answer=answers, state=states, task=tasks, info=infos)

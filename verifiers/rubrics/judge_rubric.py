@@ -146,7 +146,8 @@ class JudgeRubric(Rubric):
         template: str | None,
         scale: tuple[float, float] | None,
     ) -> None:
-        models = [judge_models] if isinstance(judge_models, str) else list(judge_models or [self.judge_model])
+        given = self.judge_model if judge_models is None else judge_models
+        models = [given] if isinstance(given, str) else list(given)
         if aggregation is not None and aggregation not in AGGREGATIONS:
             raise ValueError(f"aggregation={aggregation!r}; it can be {', '.join(AGGREGATIONS)}")
         self.judge_models = _numbered(models)

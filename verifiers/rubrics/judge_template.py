@@ -178,7 +178,7 @@ def read_score(reply: str, scale: tuple[float, float]) -> float | None:
     (0.8, None)
     """
     low, high = scale
-    said = _SAID.findall(_last_score(reply) or "")
+    said = _SAID.findall((_last_score(reply) or "").replace("*", ""))
     if len(said) != 1 or (said[0][1] and float(said[0][1]) != high):
         return None
     score = float(said[0][0])

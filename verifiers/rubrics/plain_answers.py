@@ -25,7 +25,7 @@ _PLAIN = re.compile(
 )
 _FRACTION = re.compile(r"\\[dt]frac(?![A-Za-z])")
 _SIZED = re.compile(r"\\(?:left|right)(?![A-Za-z])\s?")
-_SPACE = re.compile(r"(?:\\[,;:! ]|~|\s)+")
+_SPACE = re.compile(r"(?:\\[,;:! ]|(?<!\\)~|\s)+")
 _DIGIT_GROUP = re.compile(r"(?<=\d)(?:\{,\}|\\[,;: ]|\\!)(?=\d{3}(?!\d))", re.ASCII)
 _WRAPPERS = (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"))
 _COMMANDS = ("\\boxed{", "\\text{", "\\textbf{", "\\mathrm{", "\\mathbf{", "\\displaystyle{", "{")

@@ -15,7 +15,7 @@ from typing import Any
 from verifiers import calls
 from verifiers.errors import GraderError, wrap
 from verifiers.parsers import Parser
-from verifiers.rubrics.batch import score_batch, states_from_columns
+from verifiers.rubrics.batch import Batch, from_columns, score_batch
 from verifiers.rubrics.score import (
     Score,
     grader_error,
@@ -59,6 +59,10 @@ class Rubric:
         for function in self.funcs:
             self._plan(function)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Plans are made anew where the rubric is unpickled."""
+        return {**vars(self), "_plans": {}}
+
     @cached_property
     def logger(self) -> logging.Logger:
         """A logger named for the rubric's class, for subclasses."""
@@ -91,19 +95,19 @@ class Rubric:
 
     @property
     def has_group_rewards(self) -> bool:
-        return any(plan.is_group for plan in self._all_plans())
+        return any(plan.is_group for plan in self._all_plans()) or self._own_group_scoring() is not None
 
     @property
     def is_empty(self) -> bool:
         """Nothing here scores anything (and no subclass scores in its own way)."""
-        return not self.funcs and self._own_scoring() is None
+        return not self.funcs and self._own_scoring() is None and self._own_group_scoring() is None
 
     @property
     def scores_its_own_way(self) -> bool:
         """Does a subclass score rollouts by other means than this class's functions and weights?"""
         cls = type(self)
         is_plain = (cls.score_alone, cls._score_by_functions) == (Rubric.score_alone, Rubric._score_by_functions)
-        return not is_plain or self._own_scoring() is not None
+        return not is_plain or self._own_scoring() is not None or self._own_group_scoring() is not None
 
     def _get_reward_func_names(self) -> list[str]:
         return [name for name, _, _ in self._named()]
@@ -136,8 +140,10 @@ class Rubric:
 
     async def score_alone(self, state: State) -> Score:
         """Everything that can be said of one rollout without the rest of its group."""
+        if self._own_group_scoring() is not None:
+            return Score()  # it says all there is to say, once the group is complete
         own = self._own_scoring()
-        if own is not None and not any(rubric is self for rubric in _scoring_own_way.get()):
+        if own is not None and not self._is_scoring_own_way():
             return await self._score_own_way(own, state)
         return await self._score_by_functions(state)
 
@@ -157,6 +163,9 @@ class Rubric:
 
     async def score_together(self, states: Sequence[State]) -> list[Score]:
         """What only the whole group can say of each of its rollouts."""
+        own = self._own_group_scoring()
+        if own is not None:
+            return await self._score_group_own_way(own, states)
         scores = [Score() for _ in states]
         for name, plan, weight in self._named():
             if not plan.is_group:
@@ -204,6 +213,23 @@ class Rubric:
         except Exception as error:  # foreign code
             state["reward"], state["metrics"] = before
             return Score(error=wrap(error, GraderError, f"{type(self).__name__}.{own.__name__}"))
+
+    def _own_group_scoring(self) -> Callable[..., Any] | None:
+        """A ``score_group`` that a subclass (or a host, on the object) put in the place of this one."""
+        is_own = "score_group" in vars(self) or type(self).score_group is not Rubric.score_group
+        return self.score_group if is_own and not self._is_scoring_own_way() else None
+
+    async def _score_group_own_way(self, own: Callable[..., Any], states: Sequence[State]) -> list[Score]:
+        try:
+            with _by_functions(self):
+                await calls.Hook(own)(list(states), nullcontext())
+            return [_score_in(state) for state in states]
+        except Exception as error:  # foreign code
+            failure = wrap(error, GraderError, f"{type(self).__name__}.score_group")
+            return [Score(error=failure) for _ in states]
+
+    def _is_scoring_own_way(self) -> bool:
+        return any(rubric is self for rubric in _scoring_own_way.get())
 
     # --- scoring by hand ------------------------------------------------------------------------------------------
 
@@ -271,19 +297,14 @@ class Rubric:
         tasks: Sequence[Any] | None = None,
         infos: Sequence[Any] | None = None,
         **_: Any,
-    ) -> dict[str, list[Any]]:
-        if completions is None:
-            batch = list(prompts)
-        else:
-            batch = states_from_columns(prompts, completions, answers, states, tasks, infos)
-        scores = await score_batch(self, batch)
-        if completions is None:
-            for state, score in zip(batch, scores, strict=True):
-                write_score(state, score)
-        names = dict.fromkeys(name for score in scores for name in score.metrics)
-        columns: dict[str, list[Any]] = {name: [score.metrics.get(name) for score in scores] for name in names}
-        columns["reward"] = [None if score.error else score.reward for score in scores]
-        return columns
+    ) -> dict[str, list[float | None]]:
+        if completions is not None:
+            batch = from_columns(prompts, completions, answers, states, tasks, infos)
+            return (await score_batch(self, batch)).columns()
+        scores = await score_batch(self, Batch(list(prompts)))
+        for i, state in enumerate(prompts):
+            write_score(state, scores.one(i))
+        return scores.columns()
 
     score_rollouts = calls.both(_score_rollouts)
     """Columns in (or a list of states), columns out; where scoring failed the entry is None and the cause is logged."""
@@ -293,7 +314,9 @@ class Rubric:
     async def _score_group(
         self, states: Sequence[State], score_sem: AbstractAsyncContextManager[Any] | None = None
     ) -> None:
-        await self.score_states(states, score_sem)
+        is_super_call = type(self).score_group is not Rubric.score_group
+        with _by_functions(self) if is_super_call else nullcontext():
+            await self.score_states(states, score_sem)
 
     score_group = calls.both(_score_group)
 
@@ -316,9 +339,16 @@ def _by_functions(rubric: Rubric) -> Iterator[None]:
         _scoring_own_way.reset(token)
 
 
+def _score_in(state: State) -> Score:
+    """The score that someone's own ``score_group`` wrote into a state."""
+    if state.get("error") is not None:
+        return Score(error=state["error"])
+    return Score(reward=as_score(state.get("reward"), "score_group"), metrics=dict(state.get("metrics") or {}))
+
+
 def _call_form(own: Callable[..., Any], state: State) -> tuple[Any, ...]:
-    """The arguments of a subclass's own scoring method: ``(state)`` or ``(prompt, completion, answer, state)``."""
-    first = next(iter(inspect.signature(own).parameters), "state")
-    if first == "state":
-        return (state,)
+    """A subclass's own method takes ``(state)``, ``(state, score_sem)`` or ``(prompt, completion, answer, state)``."""
+    names = list(inspect.signature(own).parameters)
+    if not names or names[0] == "state":
+        return (state, nullcontext()) if "score_sem" in names else (state,)
     return tuple(field(state, name) for name in ("prompt", "completion", "answer", "state"))

@@ -79,10 +79,13 @@ def _differ(a: Any, b: Any) -> bool:
     return not (isinstance(a, (str, list, dict)) and isinstance(b, (str, list, dict)) and a == b)
 
 
+_OURS = ("input", "completion", "trajectory")
+
+
 def hand_back(scored: State, given: Mapping[str, Any] | None) -> None:
     """What reward functions noted in the copy of a caller's state goes into that state: caches last."""
     if isinstance(given, dict) and given is not scored:
-        noted = scored.keys() - given.keys() - {"input", "completion", "trajectory"}
+        noted = [name for name in scored if name not in given and name not in _OURS]
         given.update({name: dict.__getitem__(scored, name) for name in noted})
 
 
@@ -96,7 +99,7 @@ def write_score(state: State, score: Score) -> None:
     state["reward"] = score.reward
     state["metrics"] = score.metrics
     for step in state.get("trajectory") or ():
-        if step["reward"] is None:
+        if step.get("reward") is None:
             step["reward"] = score.reward
 
 
@@ -118,5 +121,5 @@ def write_advantages(states: Sequence[State]) -> None:
     for state in valid:
         state["advantage"] = advantage = state["reward"] - mean
         for step in state.get("trajectory") or ():
-            if step["advantage"] is None:
+            if step.get("advantage") is None:
                 step["advantage"] = advantage

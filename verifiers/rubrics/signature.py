@@ -123,14 +123,19 @@ def field(state: Mapping[str, Any], name: str) -> Any:
     if name == "state":
         return state
     value = state.get(name)
-    if value is None:
-        return {} if name == "info" else _DEFAULTS[name]
-    return value
+    return default_of(name) if value is None else value
+
+
+def default_of(name: str) -> Any:
+    """What reward functions see of a field that a rollout does not have."""
+    return {} if name == "info" else _DEFAULTS[name]
 
 
 def column(states: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
     """One field of many rollouts."""
-    return [field(state, name) for state in states]
+    if name == "state":
+        return list(states)
+    return [default_of(name) if (value := state.get(name)) is None else value for state in states]
 
 
 def as_score(value: Any, name: str) -> float:

@@ -7,6 +7,7 @@ that the parent never unpickles anything a worker made.
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import importlib.util
 import inspect
@@ -116,15 +117,17 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def answer(request: Any, functions: dict[int, Callable[..., Any]], origins: Origins) -> bytes:
-    """Carry out one request: ``("load", key, blob, origins)`` or ``("call", key, arguments, origins, limit_s)``."""
-    kind, key, blob, files, *limit_s = request
+    """Carry out ``("load", key, blob, origins, path)`` or ``("call", key, arguments, origins, limit_s)``."""
+    kind, key, blob, files, detail = request
     origins.files.update(files)
     try:
         result = None
         if kind == "load":
+            sys.path[:] = detail
+            importlib.invalidate_caches()
             functions[key] = pickle.loads(blob)  # noqa: S301 - the parent's
         else:
-            limit_cpu(*limit_s)
+            limit_cpu(detail)
             result = call(functions[key], blob)
         return json.dumps({"result": result}, default=plain).encode()
     except BaseException as error:  # foreign code; a sys.exit() in it is its failure too

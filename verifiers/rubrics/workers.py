@@ -188,7 +188,7 @@ class _Worker:
         self._poll.register(self._replies, select.POLLIN)
 
     def start(self) -> None:
-        self._ask([str(entry) for entry in sys.path], START_LIMIT_S)
+        self._ask(_path(), START_LIMIT_S)
 
     @property
     def is_usable(self) -> bool:
@@ -199,7 +199,7 @@ class _Worker:
         shipment, arguments = job.shipment, job.arguments
         if shipment.key not in self._known:
             try:
-                reply = self._ask(("load", shipment.key, shipment.blob, shipment.origins), LOAD_LIMIT_S)
+                reply = self._ask(("load", shipment.key, shipment.blob, shipment.origins, _path()), LOAD_LIMIT_S)
             except TimeoutError:
                 raise TimeoutError(f"was not imported within {LOAD_LIMIT_S:g} s") from None
             if "error" in reply:
@@ -403,6 +403,10 @@ class _Pool:
         with self._changed:
             self._workers.discard(worker)
         return status
+
+
+def _path() -> list[str]:
+    return [str(entry) for entry in sys.path]
 
 
 def _cores() -> int:

@@ -7,7 +7,7 @@ import threading
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
-from verifiers.store.disk import cut_partial_line, opened, sync_folder, write_all
+from verifiers.store.disk import cut_partial_line, named, opened, sync_folder, write_all
 from verifiers.store.mending import mend_last_line
 from verifiers.store.record import Record, encode
 
@@ -55,8 +55,10 @@ class Appender:
             self._is_torn = True
             try:
                 write_all(self._fd, line)
-            except BaseException:
+            except BaseException as error:
                 cut_partial_line(self._fd)
+                if isinstance(error, OSError):
+                    named(error, self.path)
                 raise
             self._is_torn = False
             if not self._is_unsynced:

@@ -36,8 +36,17 @@ def opened(path: Path, flags: int) -> Iterator[int]:
     fd = os.open(path, flags | os.O_CREAT, 0o666)
     try:
         yield fd
+    except OSError as error:  # writing to a number, the system knows no name
+        raise named(error, path) from error.__cause__
     finally:
         os.close(fd)
+
+
+def named(error: OSError, path: Path) -> OSError:
+    """The error, saying which file it is about."""
+    if error.filename is None:
+        error.filename = str(path)
+    return error
 
 
 def replace_file(path: Path, chunks: Iterable[bytes]) -> None:

@@ -49,8 +49,10 @@ def mend_last_line(path: Path) -> None:
         os.fsync(fd)
 
 
-def compact(path: Path) -> Compacted:
+def compact(path: Path, *, keep_failed: bool = False) -> Compacted:
     """Leave exactly one good line a rollout; the caller holds the lock of the folder.
+
+    A rollout that only failed has no good line, and is left with none; or with its last one, if ``keep_failed``.
 
     Lines go to the side files first, then the results file is replaced at once. A crash anywhere in between leaves
     the old file, and doing it again gives the same end: a side file takes no line twice.
@@ -62,6 +64,8 @@ def compact(path: Path) -> Compacted:
         lines = list(scan(file))
         winners = {line.key: line for line in lines if line.key is not None and not line.is_failed}
         finished: frozenset[Key] = frozenset(winners)  # the last good line of each rollout wins
+        if keep_failed:
+            winners = {line.key: line for line in lines if line.key is not None} | winners
         if len(winners) == len(lines):
             return Compacted(finished=finished)
         damaged = [line for line in lines if line.key is None]

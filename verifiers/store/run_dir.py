@@ -136,11 +136,14 @@ class RunDir:
         self._appender = Appender(self.results_path, lock=self._lock, sync_every_s=sync_every_s)
         return self._appender
 
-    def compact(self) -> Compacted:
-        """Prepare to resume: move failed, repeated and damaged lines to the side files; say what is finished."""
+    def compact(self, *, keep_failed: bool = False) -> Compacted:
+        """Prepare to resume: move failed, repeated and damaged lines to the side files; say what is finished.
+
+        At the end of a run rollouts that failed stay where reports look for them: ``keep_failed=True``.
+        """
         self._check_not_appending()
         with self._lock:
-            return compact(self.results_path)
+            return compact(self.results_path, keep_failed=keep_failed)
 
     def _check_not_appending(self) -> None:
         if self._appender is not None and not self._appender.is_closed:

@@ -67,7 +67,7 @@ def save_rollout_results(
     if push_to_hf_hub:
         size = f"n{metadata['num_examples']}_r{metadata['rollouts_per_example']}"
         name = hf_hub_dataset_name or f"{metadata['env_id']}_{metadata['model'].replace('/', '_')}_{size}"
-        make_dataset(results, push_to_hub=True, hub_name=name, state_columns=metadata.get("state_columns") or ())
+        make_dataset(results, push_to_hub=True, hub_name=name)
 
 
 def _save(results: Results) -> RunDir:

@@ -1,5 +1,21 @@
 """Classic import path: joining, cleaning and showing messages."""
 
-from verifiers.messages import concat_messages, messages_to_printable, sanitize_tool_calls, strip_nones_from_content
+from __future__ import annotations
 
-__all__ = ["concat_messages", "messages_to_printable", "sanitize_tool_calls", "strip_nones_from_content"]
+from typing import Any
+
+from verifiers.messages import concat_messages, messages_to_printable, sanitize_tool_calls, strip_nones_from_content
+from verifiers.types import ChatMessage
+
+__all__ = [
+    "concat_messages",
+    "message_to_printable",
+    "messages_to_printable",
+    "sanitize_tool_calls",
+    "strip_nones_from_content",
+]
+
+
+def message_to_printable(message: ChatMessage) -> Any:
+    """One message with images and sounds replaced by a short placeholder."""
+    return messages_to_printable([message])[0]

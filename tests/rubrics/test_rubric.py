@@ -1,0 +1,367 @@
+"""A rubric turns a rollout into a weighted sum of its functions; what fails is a failure and never a zero."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verifiers.errors import GraderError, OverlongPromptError, describe
+from verifiers.parsers import XMLParser
+from verifiers.rubrics import Rubric, cpu_bound
+from verifiers.types import State
+
+
+def step() -> dict[str, Any]:
+    return {"prompt": "p", "completion": "c", "reward": None, "advantage": None}
+
+
+def rollout(completion: Any = "4", answer: str = "4", **fields: Any) -> State:
+    row = {"prompt": "2+2?", "answer": answer, "task": "sums", "info": {}, "example_id": 0}
+    return State({"input": row, "completion": completion, "trajectory": [step()], "timing": {}, **fields})
+
+
+def exact(completion, answer):
+    return completion == answer
+
+
+def length(completion):
+    return len(completion)
+
+
+async def later(completion):
+    await asyncio.sleep(0)
+    return 0.5
+
+
+def broken(completion):
+    raise KeyError("colour")
+
+
+# --- what the score is made of ------------------------------------------------------------------------------------
+
+
+def test_the_reward_is_the_weighted_sum_and_weight_zero_is_a_metric() -> None:
+    rubric = Rubric(funcs=[exact, length], weights=[1.0, 0.0])
+    rubric.add_reward_func(later, weight=0.5)
+    rubric.add_metric(functools.partial(length))
+    scores = rubric.score_rollout_sync("2+2?", "4", "4", {})
+    assert scores == {"exact": 1.0, "length": 1.0, "later": 0.5, "length_2": 1.0, "reward": 1.25}
+
+
+@given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(-100, 100)), min_size=1, max_size=6))
+def test_any_weights_and_scores_add_up(parts: list[tuple[float, float]]) -> None:
+    def constant(value: float) -> Any:
+        return lambda completion: value
+
+    rubric = Rubric(funcs=[constant(value) for value, _ in parts], weights=[weight for _, weight in parts])
+    reward = asyncio.run(rubric.score_alone(rollout())).reward
+    assert reward == pytest.approx(sum(value * weight for value, weight in parts), abs=1e-6)
+
+
+def test_funcs_and_weights_are_the_same_lists_under_both_names() -> None:
+    rubric = Rubric(funcs=[exact])
+    assert rubric.reward_funcs is rubric.funcs
+    assert rubric.reward_weights is rubric.weights
+    rubric.add_reward_func(length, 2)
+    assert rubric.reward_weights == [1.0, 2.0]
+    assert rubric._get_reward_func_names() == ["exact", "length"]
+
+
+def test_weights_that_do_not_match_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 reward functions but 1 weights"):
+        Rubric(funcs=[exact, length], weights=[1.0])
+
+
+def test_a_parser_and_other_objects_are_injected() -> None:
+    def parsed(parser, completion, answer, bonus):
+        return bonus if parser.parse_answer(completion) == answer else 0.0
+
+    rubric = Rubric(funcs=[parsed], parser=XMLParser(["answer"]), class_objects={"bonus": 3})
+    assert rubric.score_rollout_sync("2+2?", "<answer>4</answer>", "4", {})["reward"] == 3.0
+
+
+def test_an_object_that_becomes_known_later_reaches_a_function_that_had_a_default() -> None:
+    def reward(completion, bonus=1.0):
+        return bonus
+
+    rubric = Rubric(funcs=[reward])
+    assert rubric.score_rollout_sync("", "x", "", {})["reward"] == 1.0
+    rubric.add_class_object("bonus", 2.0)
+    assert rubric.score_rollout_sync("", "x", "", {})["reward"] == 2.0
+
+
+# --- a failure is not a reward ------------------------------------------------------------------------------------
+
+
+def test_an_exception_is_a_failure_with_its_cause_and_not_zero() -> None:
+    state = rollout()
+    Rubric(funcs=[length, broken]).score_rollout(state)
+    assert state["reward"] is None
+    record = describe(state["error"])
+    assert record["blame"] == "grader"
+    assert record["message"] == "reward 'broken' raised KeyError: 'colour'"
+    assert "in broken" in record["traceback"]
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), "good"])
+def test_a_score_that_is_no_finite_number_is_a_failure(value: Any) -> None:
+    def odd(completion):
+        return value
+
+    with pytest.raises(GraderError, match="'odd' returned"):
+        Rubric(funcs=[odd]).score_rollout_sync("", "x", "", {})
+
+
+def test_an_error_that_would_blame_the_policy_blames_the_grader_when_a_reward_raises_it() -> None:
+    def confused(completion):
+        raise OverlongPromptError("too long")
+
+    state = rollout()
+    Rubric(funcs=[confused]).score_rollout(state)
+    assert isinstance(state["error"], GraderError)
+
+
+def test_a_time_out_that_the_function_raised_itself_keeps_its_message() -> None:
+    def asks_a_server(completion):
+        raise TimeoutError("grading server: no answer in 3 s")
+
+    with pytest.raises(GraderError, match="no answer in 3 s"):
+        Rubric(funcs=[asks_a_server]).score_rollout_sync("", "x", "", {})
+
+
+def test_a_rollout_that_failed_before_is_left_alone() -> None:
+    error = GraderError("down")
+    state = rollout(error=error)
+    Rubric(funcs=[exact]).score_rollout(state)
+    assert state["error"] is error
+    assert state.get("reward") is None
+
+
+# --- where it is written ------------------------------------------------------------------------------------------
+
+
+def test_a_state_gets_reward_metrics_timing_and_a_reward_for_each_step() -> None:
+    state = rollout()
+    result = Rubric(funcs=[exact]).score_rollout(state)
+    assert result == {"exact": 1.0, "reward": 1.0}
+    assert state["reward"] == 1.0
+    assert state["metrics"] == {"exact": 1.0}
+    assert state["trajectory"][0]["reward"] == 1.0
+    assert state["timing"]["scoring_ms"] >= 0.0
+
+
+def test_a_group_gets_advantages_and_failed_rollouts_neither_count_nor_get_one() -> None:
+    def strict(completion):
+        if completion == "?":
+            raise ValueError("unreadable")
+        return float(completion)
+
+    states = [rollout("1"), rollout("0"), rollout("?")]
+    Rubric(funcs=[strict]).score_group(states)
+    assert [state.get("advantage") for state in states] == [0.5, -0.5, None]
+    assert [state["trajectory"][0]["advantage"] for state in states] == [0.5, -0.5, None]
+
+
+def test_a_group_reward_sees_the_whole_group_and_adds_to_the_others() -> None:
+    def longest(completions):
+        best = max(map(len, completions))
+        return [len(completion) == best for completion in completions]
+
+    states = [rollout("4"), rollout("four")]
+    Rubric(funcs=[exact, longest], weights=[1.0, 0.5]).score_group(states)
+    assert [state["reward"] for state in states] == [1.0, 0.5]
+    assert states[1]["metrics"] == {"exact": 0.0, "longest": 1.0}
+
+
+def test_a_group_reward_of_the_wrong_length_fails_the_group() -> None:
+    def forgetful(completions):
+        return [1.0]
+
+    states = [rollout(), rollout()]
+    Rubric(funcs=[forgetful]).score_group(states)
+    assert ["1 scores for 2 rollouts" in str(state["error"]) for state in states] == [True, True]
+
+
+# --- ways to call it ----------------------------------------------------------------------------------------------
+
+
+def test_every_form_of_the_call_works_with_and_without_a_loop() -> None:
+    rubric = Rubric(funcs=[exact])
+    flat = {"exact": 1.0, "reward": 1.0}
+    assert rubric.score_rollout("2+2?", "4", "4", {}) == flat
+    assert rubric.score_rollout(prompt="2+2?", completion="4", answer="4", state={}) == flat
+    assert rubric.score_rollout(rollout(), asyncio.Semaphore(1)) == flat
+    state = rollout()
+    assert rubric.score_rollout(state=state) == flat
+    assert state["reward"] == 1.0
+
+    async def inside() -> None:
+        assert await rubric.score_rollout("2+2?", "4", "4", {}) == flat
+        assert rubric.score_rollout_sync("2+2?", "4", "4", {}) == flat
+        assert rubric.score_rollout("2+2?", "4", "4", {})["reward"] == 1.0
+        state = rollout()
+        await rubric.score_rollout(state, score_sem=asyncio.Semaphore(1))
+        assert state["reward"] == 1.0
+
+    asyncio.run(inside())
+
+
+def test_loose_fields_win_over_the_state_they_come_with() -> None:
+    rubric = Rubric(funcs=[exact])
+    state = rollout("5", "4")
+    assert rubric.score_rollout_sync(state["prompt"], "4", "4", state)["reward"] == 1.0
+    assert rubric.score_rollout_sync(state["prompt"], "5", "4", state)["reward"] == 0.0
+    assert state["completion"] == "5"
+
+
+def test_what_a_function_notes_in_the_state_is_there_afterwards() -> None:
+    def noting(completion, state):
+        state["seen"] = state.get("seen", 0) + 1
+        return 1.0
+
+    rubric = Rubric(funcs=[noting])
+    mine: dict[str, Any] = {"turn": 3}
+    rubric.score_rollout_sync("p", "c", "a", mine)
+    assert mine == {"turn": 3, "seen": 1}
+    state = rollout()
+    rubric.score_rollout_sync("2+2?", "4", "4", state)
+    assert state["seen"] == 1
+
+
+def test_one_function_can_be_called_by_hand() -> None:
+    rubric = Rubric(funcs=[exact])
+    assert rubric._call_reward_func(exact, "2+2?", "4", "4") == 1.0
+    assert rubric._call_reward_func(later, completion="x") == 0.5
+    with pytest.raises(GraderError, match="broken"):
+        rubric._call_reward_func(broken, completion="x")
+
+
+def test_a_blocking_function_does_not_hold_up_the_loop() -> None:
+    def blocks(completion):
+        time.sleep(0.2)
+        return 1.0
+
+    async def inside() -> None:
+        began = time.perf_counter()
+        scored = asyncio.gather(*(Rubric(funcs=[blocks]).score_alone(rollout()) for _ in range(10)))
+        await asyncio.sleep(0.01)
+        assert time.perf_counter() - began < 0.15
+        assert [score.reward for score in await scored] == [1.0] * 10
+        assert time.perf_counter() - began < 1.5
+
+    asyncio.run(inside())
+
+
+def test_a_plain_function_that_returns_an_awaitable_is_awaited_every_time() -> None:
+    rubric = Rubric(funcs=[lambda completion: later(completion)])
+
+    async def inside() -> list[float]:
+        return [(await rubric.score_alone(rollout())).reward for _ in range(6)]
+
+    assert asyncio.run(inside()) == [0.5] * 6
+
+
+def test_a_cpu_bound_function_runs_in_another_process() -> None:
+    import os
+
+    @cpu_bound
+    def where(completion):
+        import os
+
+        return os.getpid()
+
+    score = Rubric(funcs=[where]).score_rollout_sync("", "x", "", {})
+    assert score["reward"] != os.getpid()
+
+
+# --- subclasses ---------------------------------------------------------------------------------------------------
+
+
+class Doubling(Rubric):
+    async def score_rollout(self, state, score_sem=None):
+        await super().score_rollout(state, score_sem)
+        state["reward"] *= 2
+
+
+class Halving(Rubric):
+    def score_rollout_sync(self, prompt, completion, answer, state, **kwargs):
+        scores = super().score_rollout_sync(prompt, completion, answer, state, **kwargs)
+        return {**scores, "reward": scores["reward"] / 2}
+
+
+def test_a_subclass_may_score_in_its_own_way_and_call_super() -> None:
+    state = rollout()
+    asyncio.run(Doubling(funcs=[exact]).score_rollout(state))
+    assert state["reward"] == 2.0
+    assert asyncio.run(Doubling(funcs=[exact]).score_alone(rollout())).reward == 2.0
+    states = [rollout(), rollout("5")]
+    Doubling(funcs=[exact]).score_group(states)
+    assert [state["reward"] for state in states] == [2.0, 0.0]
+
+
+def test_a_subclass_may_override_the_sync_name_and_the_other_name_follows() -> None:
+    rubric = Halving(funcs=[exact])
+    assert rubric.score_rollout_sync("2+2?", "4", "4", {})["reward"] == 0.5
+    assert rubric.score_rollout("2+2?", "4", "4", {})["reward"] == 0.5
+    assert asyncio.run(rubric.score_alone(rollout())).reward == 0.5
+    assert rubric.scores_its_own_way
+    assert not Rubric(funcs=[exact]).scores_its_own_way
+
+
+def test_a_subclass_composes_other_rubrics_with_its_own_logic() -> None:
+    class Compositional(Rubric):
+        def __init__(self, base_rubrics, logic, **kwargs):
+            super().__init__(**kwargs)
+            self.base_rubrics, self.logic = base_rubrics, logic
+
+        def score_rollout_sync(self, prompt, completion, answer, state, **kwargs):
+            scores = {
+                name: rubric.score_rollout_sync(prompt, completion, answer, state, **kwargs)
+                for name, rubric in self.base_rubrics.items()
+            }
+            return self.logic(scores, state)
+
+    def logic(scores, state):
+        return {"reward": scores["right"]["reward"] * scores["long"]["length"], "long_length": scores["long"]["length"]}
+
+    rubric = Compositional({"right": Rubric([exact]), "long": Rubric([length])}, logic)
+    score = asyncio.run(rubric.score_alone(rollout("four", "four")))
+    assert (score.reward, score.metrics) == (4.0, {"long_length": 4.0})
+    assert not rubric.is_empty
+    assert Rubric().is_empty
+
+
+def test_a_subclass_that_raises_fails_the_rollout_and_leaves_no_reward() -> None:
+    class Broken(Rubric):
+        def score_rollout_sync(self, prompt, completion, answer, state):
+            raise RuntimeError("no disk")
+
+    state = rollout()
+    Broken().score_group([state])
+    assert state["reward"] is None
+    assert "Broken.score_rollout_sync raised RuntimeError: no disk" in str(state["error"])
+
+
+def test_a_subclass_has_a_logger_of_its_own() -> None:
+    assert Doubling().logger.name == "verifiers.rubrics.Doubling"
+
+
+def test_a_rubric_can_score_from_many_threads_at_once() -> None:
+    rubric = Rubric(funcs=[exact, later])
+    rewards: list[float] = []
+    threads = [
+        threading.Thread(target=lambda: rewards.append(rubric.score_rollout_sync("", "4", "4", {})["reward"]))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert rewards == [1.5] * 8

@@ -1,0 +1,210 @@
+"""Ctrl-C in a real terminal and a real process: once stops gently, twice at once; either way the run can be resumed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import verifiers as vf
+from tests.support.evaluation import Plan
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs signals and terminals of Unix")
+
+SLOW_S = 0.4
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[vf.FakeServer]:
+    numbers = itertools.count()
+    with vf.FakeServer(lambda messages: f"<answer>{next(numbers)}</answer>", latency_s=SLOW_S) as server:
+        yield server
+
+
+def records_of(path: Path) -> list[dict[str, Any]]:
+    file = path / "results.jsonl"
+    return [json.loads(line) for line in file.read_bytes().splitlines()] if file.exists() else []
+
+
+def wait_for(has_come: Callable[[], Any], process: subprocess.Popen[str], *, limit_s: float = 30.0) -> None:
+    end = time.monotonic() + limit_s
+    while not has_come():
+        assert process.poll() is None, "the process ended too early"
+        assert time.monotonic() < end, "what was waited for did not come"
+        time.sleep(0.01)
+
+
+def check_resumable(plan: Plan, saved: list[dict[str, Any]]) -> None:
+    """Resuming completes the run, and what was saved is not generated again."""
+    n = plan.rows * plan.repeats
+    assert replace(plan, resume=True, max_concurrent=64).run() == {"rollouts": n, "failed": 0}
+    records = records_of(Path(plan.path))
+    assert len({(record["example_id"], record["rollout"]) for record in records}) == len(records) == n
+    replies = {record["completion"][0]["content"] for record in records}
+    assert {record["completion"][0]["content"] for record in saved} <= replies
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("rewards", ["alone", "slow", "group"])
+def test_the_first_ctrl_c_finishes_and_saves_what_is_under_way(
+    is_async: bool, rewards: str, server: vf.FakeServer, tmp_path: Path
+) -> None:
+    plan = Plan(
+        url=server.url, path=str(tmp_path / "run"), rows=16, is_async=is_async, rewards=rewards, max_concurrent=8
+    )
+    asked_before = len(server.requests)
+    with plan.started() as process:
+        wait_for(lambda: len(records_of(tmp_path / "run")) >= 8, process)
+        time.sleep(0.1)  # the next eight are under way
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=30)
+    asked = len(server.requests) - asked_before
+    outcome = json.loads(said)
+    saved = records_of(tmp_path / "run")
+    assert outcome["rollouts"] == len(saved) == asked == 16
+    assert outcome["stopped"] == f"stopped after 16 of 32 rollouts; resume it with resume={plan.path!r}"
+    assert not any(record["error"] for record in saved)
+    metadata = json.loads((tmp_path / "run/metadata.json").read_bytes())
+    assert metadata["num_rollouts"] == 16
+    check_resumable(plan, saved)
+
+
+def test_a_gentle_stop_lets_the_groups_that_have_begun_be_completed(server: vf.FakeServer, tmp_path: Path) -> None:
+    """What was generated is paid for: a rollout must not be thrown away because its group lacks another one."""
+    plan = Plan(url=server.url, path=str(tmp_path / "run"), rows=8, repeats=3, rewards="group", max_concurrent=4)
+    asked_before = len(server.requests)
+    with plan.started() as process:
+        wait_for(lambda: len(server.requests) - asked_before >= 8, process)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=30)
+    saved = records_of(tmp_path / "run")
+    assert json.loads(said)["rollouts"] == len(saved) == len(server.requests) - asked_before
+    assert len(saved) < 24
+    assert {record["longest"] for record in saved} == {3.0}
+    check_resumable(plan, saved)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_the_second_ctrl_c_stops_at_once(is_async: bool, tmp_path: Path) -> None:
+    with vf.FakeServer("<answer>4</answer>", latency_s=60.0) as stuck:
+        plan = Plan(url=stuck.url, path=str(tmp_path / "run"), rows=6, is_async=is_async)
+        with plan.started() as process:
+            wait_for(lambda: len(stuck.requests) >= 12, process)
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+            assert process.poll() is None
+            began = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=30)
+            assert time.monotonic() - began < 5
+    outcome = json.loads(said)
+    assert outcome["rollouts"] == 0
+    assert outcome["stopped"].startswith("stopped after 0 of 12 rollouts; resume it with")
+    with vf.FakeServer("<answer>4</answer>") as quick:
+        assert replace(plan, url=quick.url, resume=True).run() == {"rollouts": 12, "failed": 0}
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_uncaught_it_ends_the_process_and_says_how_to_resume(
+    is_async: bool, server: vf.FakeServer, tmp_path: Path
+) -> None:
+    plan = Plan(url=server.url, path=str(tmp_path / "run"), rows=16, is_async=is_async, is_caught=False)
+    with plan.started() as process:
+        wait_for(lambda: len(records_of(tmp_path / "run")) >= 4, process)
+        process.send_signal(signal.SIGINT)
+        _, complaints = process.communicate(timeout=30)
+    assert process.returncode not in (0, None)
+    assert f"resume={plan.path!r}" in complaints.splitlines()[-1]
+    check_resumable(plan, records_of(tmp_path / "run"))
+
+
+def test_a_reward_that_hangs_is_left_behind_at_the_second_ctrl_c(server: vf.FakeServer, tmp_path: Path) -> None:
+    """Whether it blocks a thread or, having been quick before, the event loop itself."""
+    plan = Plan(url=server.url, path=str(tmp_path / "run"), rows=10, repeats=1, rewards="hanging", max_concurrent=2)
+    with plan.started() as process:
+        wait_for(lambda: len(records_of(tmp_path / "run")) >= 6, process)
+        time.sleep(0.8)
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        process.communicate(timeout=20)
+    saved = records_of(tmp_path / "run")
+    assert 6 <= len(saved) < 10
+    check_resumable(replace(plan, rewards="alone"), saved)
+
+
+# --- what is seen -------------------------------------------------------------------------------------------------
+
+
+def in_terminal(plan: Plan, *, ctrl_c_after: int | None = None) -> str:
+    """All that the process wrote to a terminal of its own."""
+    ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    written = b""
+    end = time.monotonic() + 60
+    with plan.started(stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as process:
+        os.close(theirs)
+        has_ended = False
+        while not has_ended and time.monotonic() < end:
+            has_ended = process.poll() is not None
+            if ctrl_c_after is not None and len(records_of(Path(plan.path))) >= ctrl_c_after:
+                process.send_signal(signal.SIGINT)
+                ctrl_c_after = None
+            time.sleep(0.02)
+            written += read_all(ours)
+    os.close(ours)
+    return written.decode()
+
+
+def read_all(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 1 << 20)
+    except OSError:  # nothing there at the moment, or the other end is closed
+        return b""
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_a_terminal_shows_a_live_bar(server: vf.FakeServer, tmp_path: Path) -> None:
+    plan = Plan(url=server.url, path=str(tmp_path / "run"), rows=8, max_concurrent=4, show=True)
+    shown = in_terminal(plan)
+    assert shown.count("\r") > 4
+    assert "16/16 rollouts, reward 1.000" in plain(shown)
+    assert "━" in shown
+
+
+def test_a_terminal_says_that_the_run_is_stopping(server: vf.FakeServer, tmp_path: Path) -> None:
+    plan = Plan(url=server.url, path=str(tmp_path / "run"), rows=16, max_concurrent=4, show=True)
+    shown = plain(in_terminal(plan, ctrl_c_after=4))
+    assert "stopping: rollouts under way are finished and saved; press Ctrl-C again to stop at once" in shown
+    assert "stopped after" in shown
+    assert "Traceback" not in shown
+
+
+def test_a_pipe_gets_plain_lines(server: vf.FakeServer, tmp_path: Path) -> None:
+    with Plan(url=server.url, path=str(tmp_path / "run"), rows=8, show=True).started() as process:
+        _, shown = process.communicate(timeout=30)
+    assert "\x1b" not in shown
+    assert "\r" not in shown
+    assert re.fullmatch(r"16/16 rollouts, reward 1\.000, [\d,]+ tokens/s\n", shown)
+
+
+def test_nothing_is_said_on_request(server: vf.FakeServer, tmp_path: Path) -> None:
+    with Plan(url=server.url, path=str(tmp_path / "run"), rows=8, show=False).started() as process:
+        _, shown = process.communicate(timeout=30)
+    assert shown == ""
+    assert json.loads(in_terminal(Plan(url=server.url, path=str(tmp_path / "other"), rows=2)))["rollouts"] == 4
