@@ -160,7 +160,7 @@ def states(draw: st.DrawFn) -> vf.State:
         completion=draw(messages | st.text()),
         reward=draw(finite),
         metrics=draw(st.dictionaries(st.sampled_from(["exact", "num_turns", "style"]), finite, max_size=3)),
-        timing={"generation_ms": draw(finite), "scoring_ms": draw(finite), "total_ms": draw(finite)},
+        timing={name: draw(st.floats(1e-6, 1e6)) for name in ("generation_ms", "scoring_ms", "total_ms")},
         stop_condition=draw(st.none() | st.text()),
         is_truncated=draw(st.booleans()),
         error=None,

@@ -415,7 +415,11 @@ def test_a_key_that_the_server_echoes_stays_out_of_errors_logs_and_reprs(caplog:
         assert "[hidden]" in str(error)
 
 
-@pytest.mark.parametrize("trouble", [echo_key, drop, break_off, drip, b"<html>", EMPTY], ids=str)
+@pytest.mark.parametrize(
+    "trouble",
+    [echo_key, drop, break_off, drip, b"<html>", EMPTY],
+    ids=["echo", "drop", "break_off", "drip", "html", "empty"],
+)
 def test_no_kind_of_failure_carries_the_key(trouble: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     outcome, _, _ = run(complete(trouble, max_retries=1, timeout_s=0.1))

@@ -251,7 +251,10 @@ def test_decimals_are_read_exactly(value: Any) -> None:
 @given(st.text(alphabet="0123456789.,/%$\\{}[]()+-−frac textboxed!;~", max_size=60), st.text(max_size=20))
 def test_any_text_has_a_verdict_that_does_not_depend_on_the_order(a: str, b: str) -> None:
     assert compare_plainly(a, b) == compare_plainly(b, a)
-    assert normalised(normalised(a)) == normalised(a)
+
+
+def test_what_is_around_an_answer_is_taken_off() -> None:
+    assert normalised(" $\\boxed{ \\text{ \\left( a,\\; b \\right) } }$ ") == "(a, b )"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 
 from verifiers.errors import DeadlineError
@@ -154,10 +155,18 @@ class _Patience:
 
 
 def open_files_cap() -> int:
-    """How many connections this process may hold, leaving some open files for everything else."""
+    """How many connections this process may hold, leaving some open files for everything else.
+
+    The soft limit that a shell sets is often 1,024; a process may raise it up to the hard one by itself.
+    """
     try:
         import resource
     except ImportError:  # not on Windows
         return 512
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = CAP if hard == resource.RLIM_INFINITY else min(CAP, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # a system may have a lower bound of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
     return CAP if soft == resource.RLIM_INFINITY else max(16, min(CAP, soft - max(64, soft // 10)))

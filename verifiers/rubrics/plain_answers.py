@@ -11,6 +11,7 @@ from fractions import Fraction
 
 MAX_CHARS = 2000
 MAX_NUMBER_CHARS = 200
+MAX_WRAPPERS = 8
 ROUNDING = Fraction(1, 10**5)
 """Numbers with a decimal point that are nearer than this may be roundings of one another."""
 RELATIVE_ROUNDING = Fraction(1, 10**9)
@@ -72,8 +73,8 @@ def normalised(text: str) -> str:
     text = _DIGIT_GROUP.sub(",", text)
     text = _FRACTION.sub(r"\\frac", _SIZED.sub("", text))
     text = _SPACE.sub(" ", text).strip()
-    while (inner := _unwrapped(text)) != text:
-        text = inner
+    for _ in range(MAX_WRAPPERS):
+        text = _unwrapped(text)
     return text
 
 
