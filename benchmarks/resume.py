@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from verifiers.store import RunDir, encode, read_records, to_record
 from verifiers.types import State, Usage

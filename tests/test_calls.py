@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,6 +94,10 @@ def test_a_cell_copied_from_the_docs_works_inside_a_running_loop() -> None:
         assert dict(column()) == {"rewards": [1.0, 0.5]}
         assert str(double(2)) == f"{double(2)}" == "4"
         assert float(double(2)) == 4.0
+        changed = column()
+        assert "column: not awaited" in repr(changed)
+        changed["extra"] = [1.0]
+        assert repr(changed) == "{'rewards': [1.0, 0.5], 'extra': [1.0]}"
 
     asyncio.run(cell())
 
@@ -450,7 +455,7 @@ def test_what_was_learned_about_a_function_does_not_travel_in_a_pickle() -> None
     assert (there.function, there.timeout_s, there.is_inline) == (time.time, 5, False)
 
 
-def test_hooks_work_in_a_forked_process() -> None:
+def test_hooks_work_in_a_forked_process(repo: Path) -> None:
     code = """
 import asyncio, os, sys, time
 from verifiers import calls
@@ -462,11 +467,11 @@ if child == 0:
     os._exit(asyncio.run(main()))
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, text=True, cwd=repo)
     assert done.returncode == 7, done.stderr
 
 
-def test_a_hanging_hook_does_not_keep_the_interpreter_from_ending() -> None:
+def test_a_hanging_hook_does_not_keep_the_interpreter_from_ending(repo: Path) -> None:
     code = """
 import asyncio, time
 from verifiers import calls
@@ -476,7 +481,7 @@ async def main():
 asyncio.run(main())
 """
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, timeout=60, text=True, check=True
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, timeout=60, text=True, check=True, cwd=repo
     )
     assert done.stdout == "limit\n"
 

@@ -176,7 +176,6 @@ def test_a_server_that_never_answers_meets_the_deadline() -> None:
 def test_some_replies_that_never_come_cost_only_their_own_rollouts() -> None:
     async def sometimes(messages: Any) -> str:
         if int(echo(messages)) % 10 == 3:
-
             await asyncio.sleep(3600)
         return echo(messages)
 

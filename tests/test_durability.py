@@ -271,6 +271,30 @@ def test_failures_stay_in_the_file_when_a_resumed_group_fails_again(tmp_path: Pa
     assert len(client.requests) == 6 + 1 + 1
 
 
+def test_a_group_whose_new_scores_were_saved_in_part_only_is_scored_again_and_not_generated_again(
+    tmp_path: Path,
+) -> None:
+    def size(completions: Any) -> list[float]:
+        return [float(len(completions))] * len(completions)
+
+    env = make_env(2)
+    env.rubric.add_reward_func(size, 0.0)
+    file = tmp_path / "run/results.jsonl"
+    evaluate(env, tmp_path / "run", rollouts_per_example=3)
+    records = [json.loads(line) for line in lines_of(file)]
+    for record in records:
+        if record["example_id"] == 1 and record["rollout"] > 0:  # as scored before the first one was there
+            record |= {"size": 2.0, "metrics": {**record["metrics"], "size": 2.0}, "group_size": 2}
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    client = vf.FakeClient(RuntimeError("nobody may ask"))
+    results = evaluate(env, tmp_path / "run", client=client, resume=True, rollouts_per_example=3)
+    assert client.requests == []
+    assert results["size"] == [3.0] * 6
+    again = [json.loads(line) for line in lines_of(file)]
+    assert sorted(map(key_of, again)) == list(itertools.product(range(2), range(3)))
+    assert {record["size"] for record in again} == {3.0}
+
+
 @pytest.mark.parametrize("cut", [1, 2, 40])
 def test_a_torn_last_line_costs_that_rollout_only(cut: int, tmp_path: Path) -> None:
     evaluate(make_env(), tmp_path / "run", max_concurrent=1)

@@ -145,6 +145,9 @@ class Deferred(collections.abc.Coroutine[Any, Any, T], Generic[T]):
     def __getitem__(self, key: Any) -> Any:
         return self._settle()[key]  # type: ignore[index]
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._settle()[key] = value  # type: ignore[index]
+
     def __len__(self) -> int:
         return len(self._settle())  # type: ignore[arg-type]
 
@@ -153,6 +156,9 @@ class Deferred(collections.abc.Coroutine[Any, Any, T], Generic[T]):
 
     def __str__(self) -> str:
         return str(self._settle())
+
+    def __repr__(self) -> str:
+        return repr(self._result[0]) if self._result else f"<{self._name}: not awaited or used yet>"
 
     def __float__(self) -> float:
         return float(self._settle())  # type: ignore[arg-type]

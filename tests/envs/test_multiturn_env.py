@@ -208,6 +208,18 @@ def test_initial_state_and_setup_state_add_to_what_a_rollout_starts_from(is_asyn
     assert (state["error"], state["target"], state["attempts"], state["doubled"]) == (None, "7", 0, "77")
 
 
+def test_the_first_state_can_be_overridden_with_super() -> None:
+    class Own(vf.SingleTurnEnv):
+        async def init_state(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> vf.State:
+            state: vf.State = await super().init_state(input, client, model, sampling_args)
+            state["mine"] = input["answer"]
+            return state
+
+    env = Own(dataset=ROWS)
+    assert play(env)["mine"] == "7"
+    assert env.rollout(vf.FakeClient("x"), "m", "q", "a")[1]["mine"] == "a"
+
+
 def test_every_rollout_starts_from_a_state_of_its_own() -> None:
     def initial(self: Any, row: Any) -> dict[str, Any]:
         return {"attempts": 0}

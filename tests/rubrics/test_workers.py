@@ -528,7 +528,7 @@ def start_script(tmp_path: Path, script: str) -> subprocess.Popen[str]:
     file = tmp_path / "script.py"
     file.write_text(textwrap.dedent(script))
     return subprocess.Popen(
-        [sys.executable, "-X", "dev", str(file)],
+        [sys.executable, "-W", "always", str(file)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

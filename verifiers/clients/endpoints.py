@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from verifiers.clients.protocol import Client
 from verifiers.clients.replicas import ReplicaClient
 from verifiers.clients.resolve import OUR_DEFAULT_RETRIES, as_client, http_client
+from verifiers.clients.secrets import hide_in_url
 from verifiers.types import Endpoint, Endpoints
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,9 @@ class Target:
             if not isinstance(getattr(self, attribute), str):
                 raise ValueError(f"endpoint {self.name!r}: {attribute} must be a text")
         if urlsplit(self.url).scheme not in ("http", "https"):
-            raise ValueError(f"endpoint {self.name!r}: url must begin with http:// or https://, not {self.url!r}")
+            raise ValueError(
+                f"endpoint {self.name!r}: url must begin with http:// or https://, not {hide_in_url(self.url)!r}"
+            )
         if self.type not in TYPES:
             raise ValueError(
                 f"endpoint {self.name!r}: type {self.type!r} is unknown; there are openai, anthropic, responses"

@@ -14,7 +14,7 @@ from verifiers.clients import wire
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import Prices
 from verifiers.clients.retries import Backoff, Failure, bad_reply, reported_failure, status_failure
-from verifiers.clients.secrets import mask, redact, secrets_in
+from verifiers.clients.secrets import hide_in_url, mask, redact, secrets_in
 from verifiers.clients.wire import Call, Reply
 from verifiers.errors import BadReplyError, EmptyModelResponseError, RequestRefusedError, ServerError
 
@@ -56,9 +56,7 @@ class RemoteClient:
             api_key = os.environ.get(self.key_variable)
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(
-                f"base_url must look like https://host/v1, not {redact(base_url, secrets_in({}, [base_url]))!r}"
-            )
+            raise ValueError(f"base_url must look like https://host/v1, not {hide_in_url(base_url)!r}")
         if timeout_s <= 0 or max_retries < 0 or (max_concurrent is not None and max_concurrent < 1):
             raise ValueError(
                 f"timeout_s must be above 0, max_retries 0 or more, max_concurrent 1 or more; "
@@ -77,8 +75,7 @@ class RemoteClient:
         self._urls: dict[str, str] = {}
 
     def __repr__(self) -> str:
-        url = redact(self.base_url, secrets_in({}, [self.base_url]))
-        return f"{type(self).__name__}({url!r}, api_key={mask(self.api_key)!r})"
+        return f"{type(self).__name__}({hide_in_url(self.base_url)!r}, api_key={mask(self.api_key)!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prepared": None}

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 from verifiers.clients.protocol import Client
 from verifiers.clients.sdk import SDKClient, find_create
+from verifiers.clients.secrets import hide_in_url
 from verifiers.types import ClientConfig
 
 OPENAI_URL = "https://api.openai.com/v1"
@@ -133,7 +134,9 @@ def _from_environment() -> Client:
 def _from_url(url: str) -> Client:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise TypeError(f"client={url!r} is no URL such as http://localhost:8000/v1; a model's name goes into model=")
+        raise TypeError(
+            f"client={hide_in_url(url)!r} is no URL such as http://localhost:8000/v1; a model's name goes into model="
+        )
     trusted = {urlsplit(OPENAI_URL).netloc, urlsplit(os.environ.get("OPENAI_BASE_URL", "")).netloc}
     api_key = os.environ.get("OPENAI_API_KEY") if parts.netloc in trusted else None  # never to a stranger
     return http_client("openai", url, api_key or None)

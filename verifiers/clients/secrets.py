@@ -31,6 +31,15 @@ def _spellings(key: str) -> set[str]:
     return {key, *in_urls, *in_json, *(text.replace("/", "\\/") for text in in_json)}
 
 
+def hide_in_url(url: str) -> str:
+    """A URL without the password and the keys in it.
+
+    >>> hide_in_url("http://me:pass99@host/v1?api_key=xyz789")
+    'http://me:[hidden]@host/v1?api_key=[hidden]'
+    """
+    return redact(url, secrets_in({}, [url]))
+
+
 def mask(key: str | None) -> str:
     """What a repr may show of a key: that there is one, and its vendor's prefix.
 

@@ -164,26 +164,26 @@ def override_arguments(
 
 def adopt_result(result: Any, blank: State) -> State:
     """What a subclass's ``rollout`` returned (a state, a pair, or a completion alone) as a whole state."""
-    if isinstance(result, State) and "trajectory" in result:
+    if isinstance(result, Mapping):
         return _as_rollout_of(blank, result)
-    completion, update = result if isinstance(result, tuple) and len(result) == 2 else (None, result)
-    if isinstance(update, State) and "trajectory" in update:
-        state = _as_rollout_of(blank, update)
-    elif isinstance(update, Mapping):
-        state = blank
-        for key, value in update.items():
-            state[key] = value
-    else:
-        state, completion = blank, result
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+        blank["completion"] = result
+        return blank
+    completion, update = result
+    state = _as_rollout_of(blank, update)
     if completion is not None:
         state["completion"] = completion
-    state["is_completed"] = True
     return state
 
 
-def _as_rollout_of(blank: State, state: State) -> State:
-    """A state from another call of ``rollout``, with the columns of this row; one from a cache is copied first."""
-    if getattr(state, "is_adopted", False):
+def _as_rollout_of(blank: State, update: Mapping[str, Any]) -> State:
+    """A whole state (of another call of ``rollout``) or a partial one, with the columns of this row."""
+    if "trajectory" not in update:
+        for key, value in update.items():
+            blank[key] = value
+        return blank
+    state = update if isinstance(update, State) else State(update)
+    if getattr(state, "is_adopted", False):  # it comes from a cache: two rollouts must not share one score
         state = _unscored_copy(state)
     state.is_adopted = True
     own = {key: blank["input"][key] for key in ("example_id", "task")}

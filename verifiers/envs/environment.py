@@ -256,17 +256,21 @@ class Environment:
         return state
 
     async def _play_row(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs) -> State:
-        state = self.new_state(row, answerer.given, answerer.model, sampling_args)
+        return await self.play(await self._begin(row, answerer, sampling_args))
+
+    async def _begin(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs) -> State:
+        hook = self._hook("init_state")
+        given = (row, answerer.given, answerer.model, sampling_args)
+        state: State = self.new_state(*given) if hook is None else await hook(*given)
         state.answerer = answerer
-        return await self.play(state)
+        return state
 
     async def run_row(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs) -> State:
         """One rollout of a row, by a subclass's own ``rollout`` if it has one. Raises nothing but cancellation."""
         try:
-            state = self.new_state(row, answerer.given, answerer.model, sampling_args)
+            state = await self._begin(row, answerer, sampling_args)
         except Exception as error:  # one poison row never ends the run
             return self.failed_state(row, answerer, sampling_args, error)
-        state.answerer = answerer
         hook = self._hook("rollout", may_inline=False)
         if hook is None:
             return await self.play(state)

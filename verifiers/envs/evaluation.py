@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
 from verifiers.envs.rows import RowFormat, Rows, as_rows
 from verifiers.progress import Progress, make_progress
@@ -310,7 +311,7 @@ def _metadata(
         "env_id": env.env_id or type(env).__name__,
         "env_args": env.env_args,
         "model": answerer.model,
-        "base_url": str(getattr(answerer.given, "base_url", "") or ""),
+        "base_url": hide_in_url(str(getattr(answerer.given, "base_url", "") or "")),
         "num_examples": len(examples),
         "rollouts_per_example": max(job.repeat for job in jobs) + 1,
         "sampling_args": sampling,

@@ -11,7 +11,10 @@ import msgspec
 
 from verifiers.store.plain import to_json
 
-_SECRET = re.compile(r"(^|[_-])(api_?key|secret|password|authorization|(access|auth|bearer)_?token)$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(api[_-]?key|secret|password|authorization|cookie|credentials?|^token|(access|api|auth|bearer|hf|session)[_-]?token)$",
+    re.IGNORECASE,
+)
 _ADDRESS = re.compile(rb" at 0x[0-9a-fA-F]+")  # in the repr of a function: another one in every process
 
 
@@ -22,7 +25,8 @@ def normalise(config: Mapping[str, Any]) -> dict[str, Any]:
     {'seeds': [1, 2], 'env_args': {'judge_api_key': '***'}}
     """
     stored: dict[str, Any] = msgspec.json.decode(_ADDRESS.sub(b"", to_json(dict(config))))
-    return {key: _without_secrets(key, value) for key, value in stored.items()}
+    shown: dict[str, Any] = without_secrets(stored)
+    return shown
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:
@@ -49,11 +53,16 @@ def differences(made_with: Mapping[str, Any], asked_for: Mapping[str, Any]) -> l
     ]
 
 
-def _without_secrets(key: str, value: Any) -> Any:
+def without_secrets(value: Any, key: str = "") -> Any:
+    """Plain data with every text hidden whose key says that it is a secret.
+
+    >>> without_secrets({"extra_headers": {"X-Api-Key": "sk-1", "X-Title": "mine"}, "max_tokens": 8})
+    {'extra_headers': {'X-Api-Key': '***', 'X-Title': 'mine'}, 'max_tokens': 8}
+    """
     if isinstance(value, dict):
-        return {inner: _without_secrets(inner, item) for inner, item in value.items()}
+        return {inner: without_secrets(item, str(inner)) for inner, item in value.items()}
     if isinstance(value, list):
-        return [_without_secrets(key, item) for item in value]
+        return [without_secrets(item, key) for item in value]
     return "***" if isinstance(value, str) and _SECRET.search(key) else value
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from verifiers.errors import describe
+from verifiers.store.config import without_secrets
 from verifiers.store.plain import describe_object, plain, to_json
 from verifiers.types import Usage
 
@@ -63,7 +64,7 @@ def to_record(state: Mapping[str, Any], *, rollout: int, state_columns: Collecti
     }
     for column in state_columns:
         if column not in record:
-            record[column] = _without_responses(state.get(column)) if column == "trajectory" else state.get(column)
+            record[column] = _kept_of(column, state.get(column))
     for name, value in metrics.items():
         record.setdefault(name, value)
     made: Record = plain(record)
@@ -133,6 +134,12 @@ def _usage_of(usage: Any) -> dict[str, Any] | None:
         "completion_tokens": usage.completion_tokens,
         "cost_usd": usage.cost_usd,
     }
+
+
+def _kept_of(column: str, value: Any) -> Any:
+    if column == "trajectory":
+        return _without_responses(value)
+    return without_secrets(plain(value)) if column == "sampling_args" else value
 
 
 def _without_responses(trajectory: Any) -> Any:

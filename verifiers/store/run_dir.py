@@ -114,7 +114,7 @@ class RunDir:
 
     def update_metadata(self, changes: Mapping[str, Any]) -> None:
         """Change keys of ``metadata.json``, atomically and durably."""
-        replace_file(self.metadata_path, [to_json({**self.metadata, **changes}) + b"\n"])
+        replace_file(self.metadata_path, [to_json({**self.metadata, **normalise(changes)}) + b"\n"])
 
     def check_same(self, config: Mapping[str, Any]) -> None:
         """Raise ValueError, naming each difference, unless the run was made with this configuration."""

@@ -1,0 +1,175 @@
+"""Tokens per second of the local engine beside `transformers.generate`, on the same prompts in the same run.
+
+    python benchmarks/engine.py               # on CUDA if there is a card, else on the CPU
+    python benchmarks/engine.py --model PATH  # a real model instead of SmolLM2-135M's shape with random weights
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from verifiers.engine.engine import Engine  # noqa: E402
+from verifiers.engine.requests import Sampling  # noqa: E402
+
+SMOLLM2 = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+               num_key_value_heads=3, vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True)  # fmt: skip
+QWEN_1B = dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+               num_key_value_heads=2, vocab_size=151936, max_position_embeddings=8192, tie_word_embeddings=True)  # fmt: skip
+TINY = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=2048, max_position_embeddings=2048, tie_word_embeddings=True)  # fmt: skip
+
+
+def make(shape: dict[str, Any], device: str, family: str = "Llama") -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**shape, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+
+
+def prompts_of(n: int, low: int, high: int, vocabulary: int) -> list[list[int]]:
+    return [[random.randrange(3, vocabulary) for _ in range(random.randint(low, high))] for _ in range(n)]
+
+
+def timed(work: Callable[[], int]) -> float:
+    """Tokens per second of a piece of work that returns how many it made."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    tokens = work()
+    return tokens / (time.perf_counter() - began)
+
+
+def by_generate(model: Any, prompts: list[list[int]], tokens: int) -> int:
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), 0)
+    mask = torch.zeros_like(ids)
+    for i, prompt in enumerate(prompts):
+        ids[i, width - len(prompt) :] = torch.tensor(prompt)
+        mask[i, width - len(prompt) :] = 1
+    with torch.inference_mode():
+        out = model.generate(
+            input_ids=ids.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=tokens,
+            min_new_tokens=tokens, do_sample=True, pad_token_id=0,
+        )  # fmt: skip
+    return (out.shape[1] - width) * len(prompts)
+
+
+def by_engine(engine: Engine, prompts: list[list[int]], tokens: list[int], n: int = 1) -> int:
+    asked = [
+        engine.submit(prompt, Sampling(max_tokens=limit, seed=i), n=n)
+        for i, (prompt, limit) in enumerate(zip(prompts, tokens, strict=True))
+    ]
+    return sum(len(answer.result().ids) for answers in asked for answer in answers)
+
+
+def compare(name: str, ours: Callable[[], int], theirs: Callable[[], int] | None, rounds: int) -> None:
+    """Best of several rounds, one after the other in turn."""
+    best, other = 0.0, 0.0
+    for _ in range(rounds):
+        best = max(best, timed(ours))
+        if theirs is not None:
+            other = max(other, timed(theirs))
+    against = f"   generate {other:>9,.0f}   {best / other:.1f}×" if theirs is not None else ""
+    print(f"{name:<58} engine {best:>9,.0f} tokens/s{against}", flush=True)
+
+
+def on_cuda(model: Any, label: str, sizes: tuple[int, ...]) -> None:
+    vocabulary = model.config.vocab_size
+    for rows in sizes:
+        engine = Engine(model, rows=rows, length=512, prefill_tokens=32768)
+        limits = [random.randint(64, 256) for _ in range(rows)]
+        mean = sum(limits) // rows
+        compare(
+            f"{label}: {rows} requests at once, 32–96 + 64–256 tokens",
+            lambda: by_engine(engine, prompts_of(rows, 32, 96, vocabulary), limits),  # noqa: B023
+            lambda: by_generate(model, prompts_of(rows, 32, 96, vocabulary), mean),  # noqa: B023
+            rounds=4,
+        )
+        more = [random.randint(64, 256) for _ in range(4 * rows)]
+        compare(
+            f"{label}: {4 * rows} requests through {rows} rows",
+            lambda: by_engine(engine, prompts_of(4 * rows, 32, 96, vocabulary), more),  # noqa: B023
+            None,
+            rounds=2,
+        )
+        engine.close()
+        del engine
+        torch.cuda.empty_cache()
+
+
+def on_cpu(model: Any, label: str, tokens: int) -> None:
+    vocabulary = model.config.vocab_size
+    groups, chats = prompts_of(4, 60, 100, vocabulary), prompts_of(32, 30, 120, vocabulary)
+    engine = Engine(model, rows=32, length=512)
+    limits = [random.randint(tokens // 2, tokens * 3 // 2) for _ in chats]
+    compare(
+        f"{label}: 4 prompts × 8, {tokens} tokens (GRPO-shaped)",
+        lambda: by_engine(engine, groups, [tokens] * 4, n=8),
+        lambda: by_generate(model, [prompt for prompt in groups for _ in range(8)], tokens),
+        rounds=3,
+    )
+    compare(
+        f"{label}: 32 chats, {tokens // 2}–{tokens * 3 // 2} tokens",
+        lambda: by_engine(engine, chats, limits),
+        lambda: by_generate(model, chats, max(limits)) * sum(limits) // (max(limits) * len(limits)),
+        rounds=3,
+    )
+    engine.close()
+
+
+def second_turn(model: Any, length: int) -> None:
+    """Time to the first token of a second turn, with the history's keys and without."""
+    engine = Engine(model, rows=4, length=length + 200)
+    history = prompts_of(1, length - 64, length - 64, model.config.vocab_size)[0]
+    first = engine.submit(history, Sampling(max_tokens=64, seed=1))[0].result()
+    turn = [*first.prompt_ids, *first.ids, *prompts_of(1, 20, 20, model.config.vocab_size)[0]]
+    times = {}
+    for name in ("with", "without"):
+        if name == "without":
+            engine.forget()
+        began = time.perf_counter()
+        answer = engine.submit(turn, Sampling(max_tokens=1))[0].result()
+        times[name] = time.perf_counter() - began
+        assert (answer.reused > 0) == (name == "with"), answer.reused
+    engine.close()
+    ratio = times["without"] / times["with"]
+    print(f"second turn over {length:,} tokens: first token {ratio:.1f}× sooner with the history's keys", flush=True)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--model")
+    options.add_argument("--quick", action="store_true")
+    args = options.parse_args()
+    random.seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.model:
+        from verifiers.engine.models import load
+
+        model = load(args.model)[0]
+    else:
+        model = make(SMOLLM2, device)
+    if device == "cuda":
+        on_cuda(model, "SmolLM2-135M", (256, 1024))
+        second_turn(model, 2000)
+        if not args.quick:
+            on_cuda(make(QWEN_1B, device, "Qwen2"), "Qwen2-shaped 1.5B", (256,))
+        return
+    on_cpu(model, "SmolLM2-135M", 64)
+    on_cpu(make(TINY, device), "0.9M parameters", 64)
+    second_turn(model, 2000)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Commands run as a person would run them: in an empty folder, with the repository's environments at hand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from verifiers.cli.main import vf
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, repo: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "environments").symlink_to(repo / "environments")
+    return tmp_path
+
+
+@pytest.fixture
+def run() -> Callable[..., Result]:
+    """``run("eval", "arithmetic", …)`` in this process; ``code=`` is the exit code it must end with."""
+
+    def call(*args: str, code: int = 0, env: dict[str, str] | None = None) -> Result:
+        result = CliRunner().invoke(vf, list(args), prog_name="vf", env=env)
+        shown = f"{result.stdout}\n{result.stderr}"
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code == code, shown
+        return result
+
+    return call
+
+
+@pytest.fixture
+def start(repo: Path) -> Callable[..., subprocess.Popen[str]]:
+    """``start("eval", …)`` as a process of its own."""
+
+    def begin(*args: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "verifiers", *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(repo), **(env or {})},
+        )
+
+    return begin

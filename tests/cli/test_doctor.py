@@ -1,0 +1,61 @@
+"""``vf doctor``: it ends with something to run, on a machine with everything and on one with nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from verifiers.cli import doctor
+
+
+def test_it_says_what_is_there_and_what_to_run_next(run):
+    shown = run("doctor", "--no-probe").stdout
+    for part in (
+        "verifiers  0.",
+        "machine    ",
+        "[math]     math-verify",
+        "keys       none is set",
+        "sandbox    not yet",
+    ):
+        assert part in shown
+    assert "vf eval arithmetic -m fake" in shown
+
+
+def test_it_is_one_json_object_for_a_script_and_shows_no_key(run):
+    result = run("doctor", "--no-probe", "--json", env={"OPENAI_API_KEY": "sk-secret"})
+    found = json.loads(result.stdout)
+    assert found["keys"]["OPENAI_API_KEY"] is True
+    assert found["memory_bytes"]["total"] > 0
+    assert "sk-secret" not in result.stdout
+
+
+def test_extras_that_are_not_installed_are_named_with_the_command():
+    lines = doctor._describe_extras({"math": {"math-verify": None}, "data": {"datasets": "5.0", "pyarrow": None}})
+    assert lines[0] == "[math]     math-verify missing: pip install 'verifiers[math]'"
+    assert lines[1] == "[data]     datasets 5.0; pyarrow missing: pip install 'verifiers[data]'"
+
+
+def test_a_torch_that_does_not_start_is_a_line_and_not_a_crash(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so is missing')\n")
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{sys.path[0]}:{doctor.Path(doctor.__file__).parents[2]}")
+    found = doctor.run_probe()
+    assert found == {"error": "torch does not start: ImportError: libcudart.so is missing"}
+    assert doctor._describe_engine(found) == ["engine     torch does not start: ImportError: libcudart.so is missing"]
+
+
+def test_what_was_measured_is_told():
+    engine = {
+        "torch": "2.13.0",
+        "device": "cuda",
+        "threads": 8,
+        "gpu": "H200",
+        "gpus": 1,
+        "gpu_bytes": 2**37,
+        "dtype": "bfloat16",
+        "rows": 256,
+        "tokens_per_s": {"float32": 10_000, "bfloat16": 90_000},
+    }
+    first, second = doctor._describe_engine(engine)
+    assert first == "engine     torch 2.13.0 on 1 × H200, 128.0 GiB, 8 threads, bfloat16"
+    assert "up to 90,000 tokens/s" in second

@@ -1,0 +1,259 @@
+"""``vf eval``: what it runs, what it prints, what it saves, how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import verifiers as vf
+
+TOY = '''
+"""A toy."""
+import verifiers as vf
+
+def load_environment(fails=0, text="{reply}", n=4):
+    def exact(completion, answer, state):
+        if state["example_id"] < fails:
+            raise RuntimeError("the grader is down\\x1b[2J")
+        return completion[-1]["content"] == answer
+
+    rows = [{{"question": f"say {{i}}", "answer": str(i % 2)}} for i in range(n)]
+    return vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.Rubric([exact]))
+'''
+
+
+@pytest.fixture
+def toy(folder: Path) -> Path:
+    """An environment of our own in a folder of its own."""
+    home = folder / "mine" / "toy_env"
+    home.mkdir(parents=True)
+    (home / "toy_env.py").write_text(TOY.format(reply="x"))
+    return home
+
+
+def figures(result) -> dict:
+    return json.loads(result.stdout)
+
+
+# --- a first look -------------------------------------------------------------------------------------------------
+
+
+def test_the_fake_model_says_that_it_is_fake_and_gives_a_report(run):
+    result = run("eval", "arithmetic", "-m", "fake", "-n", "20")
+    assert "arithmetic: 20 examples × 3 with fake (no model at all" in result.stderr
+    for part in (
+        "60 rollouts of 20 examples, 0 failed",
+        "assistant: This is the fake model",
+        "correct: pass@1 0.000",
+        "stopped by: max_turns_reached 60",
+        "rewards:\n  0.020  ██",
+        "not saved (-s saves",
+    ):
+        assert part in result.stdout
+
+
+def test_without_a_model_and_a_key_one_sentence_says_what_to_do(run):
+    shown = run("eval", "arithmetic", code=2).stderr
+    assert "no model was named and OPENAI_API_KEY is not set" in shown
+    assert "-m local" in shown
+    assert "-m fake" in shown
+
+
+def test_a_dry_run_asks_no_model(run):
+    with vf.FakeServer("4") as server:
+        result = run("eval", "arithmetic", "-m", "m", "-b", server.url, "-n", "3", "-r", "2", "-T", "0.5", "--dry-run")
+        assert not server.requests
+    assert re.search(r"^rollouts +6$", result.stdout, re.MULTILINE)
+    assert "{'temperature': 0.5}" in result.stdout
+    assert "What is" in result.stdout
+    plan = figures(run("eval", "arithmetic", "-m", "fake", "--dry-run", "--json"))
+    assert plan["rollouts"] == 60
+
+
+# --- flags --------------------------------------------------------------------------------------------------------
+
+
+def test_flags_reach_the_environment_the_request_and_the_endpoint(run):
+    with vf.FakeServer("x", api_key="sk-right") as server:
+        result = run(
+            *("eval", "arithmetic", "-b", server.url, "-m", "some/model", "-k", "MY_KEY", "--header", "X-Title: mine"),
+            *("-n", "2", "-r", "1", "-t", "7", "-T", "0.25", "-S", '{"temperature": 0.5, "top_p": 0.9}', "--json"),
+            *("-a", '{"difficulty": "easy"}', "-x", '{"max_seq_len": 9}', "-c", "1"),
+            env={"MY_KEY": "sk-right"},
+        )
+        body = server.requests[0]
+    shown = figures(result)
+    assert shown["model"] == "some/model"
+    assert shown["rollouts"] == 2
+    assert shown["failed"] == 0
+    assert shown["env_args"] == {"difficulty": "easy"}
+    assert shown["sampling_args"] == {"max_tokens": 7, "temperature": 0.5, "top_p": 0.9}
+    assert "sk-right" not in result.stdout + result.stderr
+    assert "0.5" in str(body)
+
+
+def test_a_name_of_the_registry_is_its_model_at_its_server(run, folder):
+    with vf.FakeServer("x") as server:
+        (folder / "configs").mkdir()
+        entry = f'[[endpoint]]\nendpoint_id = "mini"\nmodel = "big/name"\nurl = "{server.url}"\n'
+        (folder / "configs" / "endpoints.toml").write_text(entry)
+        shown = figures(run("eval", "arithmetic", "-m", "mini", "-n", "1", "-r", "1", "--json"))
+        assert shown["base_url"] == server.url
+    assert shown["model"] == "big/name"
+
+
+def test_a_default_of_the_environment_gives_way_to_a_flag(run, toy):
+    (toy / "pyproject.toml").write_text(
+        '[project]\nname = "toy-env"\n[tool.verifiers.eval]\nnum_examples = 3\nrollouts_per_example = 2\n'
+        'temperature = 0.5\ncolour = "red"\n'
+    )
+    result = run("eval", "toy-env", "-p", "mine", "-m", "fake", "--json")
+    assert figures(result)["rollouts"] == 6
+    assert figures(result)["sampling_args"] == {"temperature": 0.5}
+    assert "has unknown ['colour']" in result.stderr
+    assert figures(run("eval", "toy-env", "-p", "mine", "-m", "fake", "-n", "-1", "-r", "1", "--json"))["rollouts"] == 4
+
+
+def test_without_defaults_it_is_five_examples_three_times(run, toy):
+    shown = figures(run("eval", "toy-env", "-p", "mine", "-m", "fake", "-a", '{"n": 9}', "--json"))
+    assert (shown["examples"], shown["rollouts"]) == (5, 15)
+
+
+def test_the_folder_of_an_environment_names_it(run, toy):
+    assert figures(run("eval", "mine/toy_env/", "-m", "fake", "--json"))["env_id"] == "toy_env"
+
+
+def test_what_has_no_effect_is_said_in_one_line(run):
+    shown = run("eval", "arithmetic", "-m", "fake", "-n", "1", "-r", "1", "-N", "-f", "10").stderr
+    assert "warning: -N has no effect" in shown
+    assert "warning: save_every has no effect" in shown
+    assert ".py:" not in shown
+
+
+# --- saving, failing, resuming ------------------------------------------------------------------------------------
+
+
+def test_failures_are_counted_told_and_the_exit_code_and_a_run_goes_on_where_it_stopped(run, toy):
+    command = ["eval", "toy-env", "-p", "mine", "-m", "fake", "-n", "4", "-r", "2", "-s", "--header", "X-Key: abc"]
+    result = run(*command, "-x", '{"judge_api_key": "sk-1"}', "-a", '{"fails": 1}', code=1)
+    assert "8 rollouts of 4 examples, 2 failed" in result.stdout
+    assert "the grader is down\\x1b[2J" in result.stdout
+    assert "25.0% of the rollouts failed, more than --max-failure-rate 0" in result.stderr
+    (saved,) = Path("outputs/evals/toy-env--fake").iterdir()
+    assert f"saved in {saved}" in result.stdout
+    again = re.search(r"again with: (.*)", result.stdout)[1]
+    assert again.endswith(f"--resume {saved}")
+    assert "abc" not in again
+    assert "sk-1" not in again
+    assert " -s" not in again
+
+    lines = len((saved / "results.jsonl").read_text().splitlines())
+    assert lines == 8
+    run(*shlex.split(again)[1:], code=1)
+    run(*shlex.split(again)[1:], "--max-failure-rate", "0.3")
+
+
+def test_a_run_made_differently_is_not_resumed(run, toy):
+    run("eval", "toy-env", "-p", "mine", "-m", "fake", "-s")
+    (saved,) = Path("outputs/evals/toy-env--fake").iterdir()
+    shown = run("eval", "toy-env", "-p", "mine", "-m", "fake", "-r", "1", "--resume", str(saved), code=2).stderr
+    assert "this run was made with" in shown
+    assert "there is no saved run" in run("eval", "toy-env", "-p", "mine", "-m", "fake", "--resume", "x", code=2).stderr
+
+
+def test_state_columns_are_saved(run, toy):
+    run("eval", "toy-env", "-p", "mine", "-m", "fake", "-n", "1", "-r", "1", "-s", "-C", "turn, trajectory_id")
+    (saved,) = Path("outputs/evals/toy-env--fake").iterdir()
+    assert {"turn", "trajectory_id"} <= json.loads((saved / "results.jsonl").read_text()).keys()
+
+
+def test_an_endpoint_that_is_not_there_is_a_failure_and_not_a_zero(run):
+    shown = run(
+        *("eval", "arithmetic", "-m", "m", "-b", "http://127.0.0.1:9/v1", "--max-retries", "0", "-n", "1", "--json"),
+        code=1,
+    )
+    assert figures(shown)["failed"] == 3
+    assert figures(shown)["reward"]["mean"] is None
+
+
+def test_ctrl_c_ends_with_130_and_the_command_to_go_on(start, folder):
+    with vf.FakeServer("x", latency_s=0.2) as server:
+        process = start(
+            *("eval", "arithmetic", "-m", "m", "-b", server.url, "-n", "200", "-r", "1", "-c", "2", "-s"),
+        )
+        deadline = time.monotonic() + 20
+        while len(server.requests) < 4 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert "stopped by Ctrl-C" in stdout
+    again = re.search(r"go on with: (.*)", stdout)[1]
+    (saved,) = Path("outputs/evals/arithmetic--m").iterdir()
+    assert shlex.split(again)[-2:] == ["--resume", str(saved)]
+    assert (saved / "results.jsonl").read_text().count("\n") >= 4
+
+
+# --- what is wrong is named ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["arithmetc"], "Did you mean arithmetic?"),
+        (["../etc"], "is not an environment id"),
+        (["json"], "'json' is not an environment: it has no load_environment()"),
+        (["arithmetic", "-a", '{"level": 1}'], "does not take ['level']; it takes difficulty"),
+        (["arithmetic", "-a", "[1]"], "must be a JSON object"),
+        (["arithmetic", "-a", ""], "this is not JSON: Expecting value at character 1"),
+        (["arithmetic", "-n", "0"], "1 or more, or -1"),
+        (["arithmetic", "-c", "-2"], "1 or more, or -1"),
+        (["arithmetic", "-r", "0"], "'-r'"),
+        (["arithmetic", "--header", "sk-secret"], "a header looks like 'Name: Value'"),
+        (["arithmetic", "-e", "nowhere.toml"], "-e nowhere.toml: there is no such file or folder"),
+        (["arithmetic", "-k", "sk-secret"], "-k takes the name of an environment variable"),
+    ],
+)
+def test_wrong_usage_is_explained_and_exits_with_2(run, args, message):
+    shown = run("eval", *args, "-m", "fake", code=2).stderr
+    assert message in shown
+    assert "sk-secret" not in shown
+
+
+def test_malformed_json_is_shown_with_a_mark_at_its_place(run):
+    text = '{"difficulty": "hard" "seed": 1}'
+    shown = run("eval", "arithmetic", "-m", "fake", "-a", text, code=2).stderr
+    line, mark = shown.rstrip().splitlines()[-2:]
+    assert line.strip() == text
+    assert mark.index("^") == line.index('"seed"')
+
+
+def test_an_environment_that_raises_is_named_with_the_place_and_v_shows_the_traceback(run, toy):
+    (toy / "toy_env.py").write_text("def load_environment():\n    return 1 / 0\n")
+    shown = run("eval", "toy-env", "-p", "mine", "-m", "fake", code=1).stderr
+    assert "cannot be loaded: ZeroDivisionError: division by zero" in shown
+    assert "toy_env.py:2; -v shows the traceback" in shown
+    assert "Traceback" in run("eval", "toy-env", "-p", "mine", "-m", "fake", "-v", code=1).stderr
+
+
+def test_rows_that_cannot_be_read_are_one_sentence(run, toy):
+    (toy / "toy_env.py").write_text(
+        "import verifiers as vf\ndef rows():\n    raise OSError('no disk')\n"
+        "def load_environment():\n    return vf.SingleTurnEnv(eval_dataset=rows)\n"
+    )
+    shown = run("eval", "toy-env", "-p", "mine", "-m", "fake", code=1).stderr
+    assert "the rows of 'toy-env' cannot be read: OSError: no disk" in shown
+
+
+def test_what_a_model_writes_cannot_move_the_cursor(run, toy):
+    with vf.FakeServer("\x1b[2J\x1b]0;owned\x07 ok\rgone") as server:
+        shown = run("eval", "toy-env", "-p", "mine", "-m", "m", "-b", server.url, "-n", "1", "-r", "1").stdout
+    assert "\\x1b[2J" in shown
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)

@@ -1,0 +1,69 @@
+"""``vf`` itself: its help costs next to nothing, its commands are found, near misses are named."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import tomllib
+
+import click
+import pytest
+
+from verifiers.cli.main import COMMANDS, vf
+
+
+def test_help_names_every_command_with_the_line_the_command_itself_has(run):
+    shown = run("--help").stdout
+    context = click.Context(vf)
+    for name, (_, line) in COMMANDS.items():
+        command = vf.get_command(context, name)
+        assert command.name == name
+        assert command.short_help == line
+        assert f"{name:<6}" in shown
+        assert line in shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(run, name):
+    assert run(name, "--help").stdout.startswith(f"Usage: vf {name}")
+
+
+def test_help_takes_less_than_200_ms_of_cpu_and_imports_no_command(repo):
+    code = (
+        "import sys\nsys.argv = ['vf', '--help']\nfrom verifiers.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\nprint('|'.join(sys.modules), file=sys.stderr)"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.2
+    imported = set(done.stderr.strip().split("|"))
+    assert imported.isdisjoint({"verifiers.cli.eval", "verifiers.envs", "rich", "aiohttp", "msgspec", "torch"})
+
+
+def test_an_unknown_command_names_the_nearest(run):
+    assert "there is no command 'evl'; did you mean 'eval'?" in run("evl", code=2).stderr
+    assert "there are eval, models" in run("zzz", code=2).stderr
+
+
+def test_the_version_is_that_of_the_package(run, repo):
+    version = tomllib.loads((repo / "pyproject.toml").read_text())["project"]["version"]
+    assert run("--version").stdout.strip() == f"vf, version {version}"
+
+
+def test_the_programs_of_the_package_are_these_functions(repo):
+    scripts = tomllib.loads((repo / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts["vf"] == "verifiers.cli.main:main"
+    assert scripts["vf-eval"] == "verifiers.scripts.eval:main"
+
+
+def test_the_classic_module_is_the_same_command(repo, folder):
+    done = subprocess.run(
+        [sys.executable, "-m", "verifiers.scripts.eval", "arithmetic", "-m", "fake", "-n", "2", "-r", "1"],
+        env={"PYTHONPATH": str(repo)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "2 rollouts of 2 examples, 0 failed" in done.stdout

@@ -1,0 +1,35 @@
+"""docs/cli.md: every command on the page is one that the program takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+from verifiers.cli.main import COMMANDS, vf
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
+LINES = re.findall(r"^vf .*$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_command_of_the_page_is_understood(line):
+    words = shlex.split(line)[1:]
+    command: click.Command = vf
+    context = click.Context(vf)
+    while isinstance(command, click.Group):
+        command = command.get_command(context, words.pop(0))
+    command.make_context("vf", words)
+
+
+def test_every_command_and_every_flag_of_eval_is_on_the_page():
+    text = PAGE.read_text(encoding="utf-8")
+    assert len(LINES) > 8
+    for name in COMMANDS:
+        assert f"`vf {name} " in text or f"`vf {name}`" in text
+    for param in vf.get_command(click.Context(vf), "eval").params:
+        if isinstance(param, click.Option):
+            assert any(f"`{flag}`" in text or f"`{flag} " in text for flag in param.opts), param.opts

@@ -1,0 +1,50 @@
+"""The report: the right figures, in whatever shape the rewards come, and nothing that was not measured."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verifiers.cli.report import histogram, report, summary
+from verifiers.results import Results
+
+
+def results_of(rewards: list[float], **columns) -> Results:
+    n = len(rewards)
+    return Results(
+        prompt=["q"] * n, completion=["a"] * n, example_id=[i // 2 for i in range(n)], reward=rewards, **columns
+    )
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1))
+def test_a_histogram_has_every_reward_once(values):
+    bins = histogram(values)
+    assert sum(count for _, count in bins) == len(values)
+    assert len(bins) <= 10
+
+
+def test_pass_at_k_is_of_the_reward_where_it_is_right_or_wrong():
+    shown = summary(results_of([1, 0, 1, 1], metrics={"other": [1, 0, 0, 0]}))["pass_at_k"]
+    assert list(shown) == ["reward"]
+    assert [shown["reward"][k]["mean"] for k in "12"] == [0.75, 1.0]
+
+
+def test_pass_at_k_is_of_each_right_or_wrong_metric_where_the_reward_is_not():
+    metrics = {"right": [1, 0, 1, 1], "style": [0.5, 0.2, 0.1, 0.1], "num_turns": [1, 1, 1, 1]}
+    assert list(summary(results_of([1.1, 0, 1, 1], metrics=metrics))["pass_at_k"]) == ["right"]
+
+
+def test_one_rollout_an_example_has_no_pass_at_k_and_no_results_are_a_report_too():
+    assert summary(Results(prompt=["q"], completion=["a"], example_id=[0], reward=[1.0]))["pass_at_k"] == {}
+    assert "0 rollouts of 0 examples" in "\n".join(report(Results([])))
+
+
+def test_the_worst_examples_are_named_with_their_question():
+    shown = "\n".join(report(results_of([1, 1, 0, 0, 1, 0])))
+    assert shown.index("0.000  example 1: q") < shown.index("0.500  example 2: q")
+
+
+def test_a_rollout_without_a_reward_is_no_zero():
+    shown = "\n".join(report(results_of([None, None])))
+    assert "reward –" in shown
+    assert "rewards:" not in shown

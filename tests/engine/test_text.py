@@ -1,0 +1,114 @@
+"""Ids and text: characters split over tokens, stop strings across token borders, and others' settings kept out."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engine import tiny
+from verifiers.engine.text import Codec, StopWatch, TextStream, first_stop, safe_length
+
+CODEC = Codec(tiny.tokenizer())
+
+
+def streamed(text: str, stops: tuple[str, ...] = ()) -> list[str]:
+    stream = TextStream(CODEC, CODEC.encode("hello world", special=False), stops)
+    return [stream.push(token) for token in CODEC.encode(text, special=False)] + [stream.finish()]
+
+
+def test_no_half_character_is_ever_shown() -> None:
+    text = "naïve 🎉🎊 漢字 the answer"
+    pieces = streamed(text)
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_character_that_never_comes_whole_is_shown_broken_at_the_end() -> None:
+    stream = TextStream(CODEC)
+    ids = CODEC.encode("🎉", special=False)
+    assert [stream.push(token) for token in ids[:-1]] == [""] * (len(ids) - 1)
+    assert set(stream.finish()) == {"\ufffd"}
+
+
+def test_bytes_that_are_no_text_do_not_hold_up_the_stream() -> None:
+    continuation = CODEC.encode("é", special=False)[-1]
+    stream = TextStream(CODEC)
+    shown = [stream.push(continuation) for _ in range(100)]
+    assert sum(map(len, shown)) > 80
+
+
+@given(st.text())
+def test_pieces_add_up_to_the_text(text: str) -> None:
+    assert "".join(streamed(text)) == text
+
+
+LETTERS = "abc<>é"
+
+
+@given(
+    st.text(alphabet=LETTERS, max_size=40),
+    st.lists(st.text(alphabet=LETTERS, min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_a_stream_shows_just_what_the_whole_reply_says(text: str, stops: list[str]) -> None:
+    watch, stream = StopWatch(CODEC, stops), TextStream(CODEC, (), stops)
+    sampled: list[int] = []
+    pieces: list[str] = []
+    for token in CODEC.encode(text, special=False):
+        sampled.append(token)
+        pieces.append(stream.push(token))
+        if watch(token, 0.0):
+            break
+    pieces.append(stream.finish())
+    whole = CODEC.decode(sampled)
+    stop = first_stop(whole, stops)
+    assert "".join(pieces) == (whole if stop < 0 else whole[:stop])
+    assert stop >= 0 or whole == text
+
+
+@pytest.mark.parametrize("stop", ["</answer>", "\n", "🎉", "4", " world", "swer"])
+def test_a_stop_string_is_noticed_with_the_token_that_completes_it(stop: str) -> None:
+    ids = CODEC.encode(f"hello{stop} and more", special=False)
+    watch = StopWatch(CODEC, [stop])
+    seen = next(n for n, token in enumerate(ids, 1) if watch(token, 0.0))
+    assert stop in CODEC.decode(ids[:seen])
+    assert stop not in CODEC.decode(ids[: seen - 1])
+
+
+def test_only_tokens_that_can_end_a_stop_string_are_looked_at() -> None:
+    enders = CODEC.enders("</answer>")
+    assert enders is not None
+    assert CODEC.encode(">", special=False)[0] in enders
+    assert CODEC.encode("hello", special=False)[0] not in enders
+    assert CODEC.enders("\n") is None
+
+
+def test_text_is_held_back_only_while_a_stop_may_be_under_way() -> None:
+    assert safe_length("a </answ", ["</answer>"]) == 2
+    assert safe_length("a </b", ["</answer>"]) == 5
+    assert safe_length("aaa", []) == 3
+
+
+def test_truncation_and_padding_that_a_trainer_switches_on_do_not_reach_us() -> None:
+    shared = tiny.tokenizer()
+    codec = Codec(shared)
+    shared(["hello world hello world"], truncation=True, max_length=2, padding="max_length")
+    assert codec.decode(codec.encode("hello world hello world", special=True)) == "hello world hello world"
+
+
+def test_a_space_before_a_reply_is_kept_where_a_tokenizer_eats_it_at_the_start() -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {"▁": 0, "▁a": 1, "▁b": 2, "<unk>": 3}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    codec = Codec(type("Holder", (), {"backend_tokenizer": backend})())
+    assert codec.decode([2]) == "b"
+    assert codec.continuation([1], [2]) == " b"
+    stream = TextStream(codec, [1])
+    assert stream.push(2) + stream.finish() == " b"

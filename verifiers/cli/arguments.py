@@ -1,0 +1,99 @@
+"""Texts of a command line → values: JSON objects, headers, lists of names; and the command that would say it again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from verifiers.clients.secrets import hide_in_url
+from verifiers.store.config import without_secrets
+
+SHOWN_CHARS = 72
+
+
+def read_json(ctx: click.Context, param: click.Parameter, text: str | None) -> dict[str, Any] | None:
+    """A JSON object; a mistake is shown where it is."""
+    if text is None:
+        return None
+    try:
+        parsed = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise click.BadParameter(point_at(error), ctx, param) from error
+    if not isinstance(parsed, dict):
+        message = f'it must be a JSON object such as {{"key": 1}}, not {json.dumps(parsed):.60}'
+        raise click.BadParameter(message, ctx, param)
+    return parsed
+
+
+def point_at(error: json.JSONDecodeError) -> str:
+    """The mistake in words, and under the line it is in a mark at its place.
+
+    >>> try: json.loads('{"a" 1}')
+    ... except json.JSONDecodeError as error: print(point_at(error))
+    this is not JSON: Expecting ':' delimiter at character 6
+      {"a" 1}
+           ^
+    """
+    line = error.doc.splitlines()[error.lineno - 1] if error.doc.strip() else ""
+    start = max(0, error.colno - 1 - SHOWN_CHARS // 2)
+    shown = re.sub(r"[^\x20-\uffff]", "?", line[start : start + SHOWN_CHARS])
+    mark = " " * (error.colno - 1 - start) + "^"
+    return f"this is not JSON: {error.msg} at character {error.pos + 1}\n  {shown}\n  {mark}"
+
+
+def read_headers(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, str]:
+    """``Name: Value`` each."""
+    headers = {}
+    for text in texts:
+        name, colon, value = text.partition(":")
+        if not colon or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name.strip()):
+            raise click.BadParameter("a header looks like 'Name: Value'", ctx, param)  # not shown: it may be a key
+        headers[name.strip()] = value.strip()
+    return headers
+
+
+def read_count(ctx: click.Context, param: click.Parameter, number: int | None) -> int | None:
+    """So many, or -1 for all."""
+    if number is not None and (number == 0 or number < -1):
+        raise click.BadParameter(f"it must be 1 or more, or -1 for no limit, not {number}", ctx, param)
+    return number
+
+
+def read_names(ctx: click.Context, param: click.Parameter, text: str) -> list[str]:
+    """Names with commas between them."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def command_line(ctx: click.Context, *, without: Sequence[str] = (), **changes: str) -> str:
+    """The command that was given, with secrets hidden and some options changed: one that a person can paste."""
+    words = ctx.command_path.split()
+    for param in ctx.command.params:
+        name = param.name or ""
+        if (
+            name in without
+            or name in changes
+            or ctx.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE
+        ):
+            continue
+        words += _words(param, ctx.params[name])
+    for name, value in changes.items():
+        words += [f"--{name.replace('_', '-')}", value]
+    return shlex.join(words)
+
+
+def _words(param: click.Parameter, value: Any) -> list[str]:
+    if isinstance(param, click.Argument):
+        return [str(value)]
+    flag = param.opts[0]
+    if isinstance(param, click.Option) and param.is_flag:
+        return [flag]
+    if param.multiple:  # headers: most of those that are given by hand are keys
+        return [word for name in value for word in (flag, f"{name}: ***")]
+    if isinstance(value, dict):
+        return [flag, json.dumps(without_secrets(value), ensure_ascii=False)]
+    return [flag, ",".join(value) if isinstance(value, list) else hide_in_url(str(value))]

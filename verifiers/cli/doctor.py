@@ -1,0 +1,190 @@
+"""``vf doctor``: what is installed and what this machine has → what works here, how fast, and what to run next."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from verifiers.cli.main import own_version
+
+PROBE_TIMEOUT_S = 120
+CPU_FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
+NOT_SHOWN = ("classic", "dev")  # made of others
+KEYS = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "HF_TOKEN")
+
+
+@click.command("doctor", short_help="Show what is installed and what this machine can do.")
+@click.option("--json", "as_json", is_flag=True, help="Print it as one JSON object.")
+@click.option("--no-probe", is_flag=True, help="Leave out what takes a few seconds: starting torch and measuring.")
+def doctor(as_json: bool, no_probe: bool) -> None:
+    """Show what is installed, what this machine can do, and what to run next."""
+    found = examine(with_probe=not no_probe)
+    click.echo(json.dumps(found) if as_json else "\n".join(describe(found)))
+
+
+def examine(*, with_probe: bool = True) -> dict[str, Any]:
+    """Everything ``vf doctor`` knows, as plain data."""
+    extras = read_extras()
+    found: dict[str, Any] = {
+        "verifiers": own_version(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_features": cpu_features(),
+        "memory_bytes": memory_bytes(),
+        "extras": extras,
+        "keys": {name: bool(os.environ.get(name)) for name in KEYS},
+        "sandbox": "not yet",
+    }
+    has_torch = _version("torch") is not None
+    found["engine"] = run_probe() if has_torch and with_probe else None
+    found["next"] = advise(found, has_torch=has_torch)
+    return found
+
+
+def read_extras() -> dict[str, dict[str, str | None]]:
+    """Each extra of this package: its libraries, with the version of those that are installed."""
+    extras: dict[str, dict[str, str | None]] = {}
+    for extra, need in _needs():
+        name = re.match(r"[\w.-]+", need)
+        if name is not None and extra not in NOT_SHOWN:
+            extras.setdefault(extra, {})[name[0]] = _version(name[0])
+    return extras
+
+
+def _needs() -> Iterator[tuple[str, str]]:
+    """Pairs of an extra and a requirement, as installed; from pyproject.toml where the source tree is used as it is."""
+    try:
+        needs = importlib.metadata.requires("verifiers") or []
+    except importlib.metadata.PackageNotFoundError:
+        source = Path(__file__).resolve().parents[2] / "pyproject.toml"
+        table = tomllib.loads(source.read_text(encoding="utf-8")) if source.is_file() else {}
+        for extra, needs in table.get("project", {}).get("optional-dependencies", {}).items():
+            yield from ((extra, need) for need in needs)
+        return
+    for need in needs:
+        marker = re.search(r"extra == ['\"]([\w-]+)['\"]", need)
+        if marker is not None:
+            yield marker[1], need
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_features() -> list[str]:
+    """Of what matters to a model's arithmetic, what this processor has."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        return []
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, flags=re.MULTILINE)
+    words = set(flags[1].split()) if flags else set()
+    return [name for name in CPU_FEATURES if name in words]
+
+
+def memory_bytes() -> dict[str, int | None]:
+    """The memory of the machine, and what is free of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        return {"total": total, "available": None}
+    available = re.search(r"^MemAvailable:\s*(\d+) kB", text, flags=re.MULTILINE)
+    return {"total": total, "available": int(available[1]) * 1024 if available else None}
+
+
+def run_probe() -> dict[str, Any]:
+    """What torch can do here, measured in a process of its own; ``{"error": …}`` where it does not even start."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "verifiers.cli.probe"],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"torch took longer than {PROBE_TIMEOUT_S} s"}
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        return {"error": f"torch does not start: {last[0]}"}
+    measured: dict[str, Any] = json.loads(done.stdout)
+    return measured
+
+
+def advise(found: dict[str, Any], *, has_torch: bool) -> list[str]:
+    """Commands to run next, the easiest first."""
+    lines = ["vf eval arithmetic -m fake              a first look, with no model"]
+    if has_torch and "error" not in (found["engine"] or {}):
+        lines.append("vf eval arithmetic -m local -n 5 -r 1   a small real model in this process")
+    else:
+        lines.append("pip install 'verifiers[local]'          a model in this process")
+    if found["keys"]["OPENAI_API_KEY"]:
+        lines.append("vf eval arithmetic -m gpt-4.1-mini      the endpoint of your key")
+    else:
+        lines.append("export OPENAI_API_KEY=…                 a hosted model, or -b URL for a server of your own")
+    return lines
+
+
+# --- in words -----------------------------------------------------------------------------------------------------
+
+
+def describe(found: dict[str, Any]) -> list[str]:
+    """The same, to read."""
+    memory = found["memory_bytes"]
+    free = "" if memory["available"] is None else f", {_gib(memory['available'])} free"
+    features = f" ({', '.join(found['cpu_features'])})" if found["cpu_features"] else ""
+    set_keys = [name for name, is_set in found["keys"].items() if is_set]
+    return [
+        f"verifiers  {found['verifiers']} on Python {found['python']}, {found['platform']}",
+        f"machine    {found['cpus']} CPUs{features}, {_gib(memory['total'])} of memory{free}",
+        *_describe_extras(found["extras"]),
+        *_describe_engine(found["engine"]),
+        f"keys       {', '.join(set_keys) or 'none is set'}",
+        f"sandbox    {found['sandbox']}",
+        "next",
+        *(f"  {line}" for line in found["next"]),
+    ]
+
+
+def _describe_extras(extras: dict[str, dict[str, str | None]]) -> list[str]:
+    lines = []
+    for extra, libraries in extras.items():
+        missing = [name for name, version in libraries.items() if version is None]
+        there = ", ".join(f"{name} {version}" for name, version in libraries.items() if version)
+        lacks = f"{', '.join(missing)} missing: pip install 'verifiers[{extra}]'" if missing else ""
+        lines.append(f"{f'[{extra}]':<10} {'; '.join(filter(None, (there, lacks)))}")
+    return lines
+
+
+def _describe_engine(engine: dict[str, Any] | None) -> list[str]:
+    if engine is None:
+        return ["engine     no torch was asked"]
+    if "error" in engine:
+        return [f"engine     {engine['error']}"]
+    device = "CPU" if engine["device"] == "cpu" else f"{engine['gpus']} × {engine['gpu']}, {_gib(engine['gpu_bytes'])}"
+    speeds = ", ".join(f"{name} {speed:,}" for name, speed in engine["tokens_per_s"].items())
+    return [
+        f"engine     torch {engine['torch']} on {device}, {engine['threads']} threads, {engine['dtype']}",
+        f"speed      up to {engine['tokens_per_s'][engine['dtype']]:,} tokens/s with SmolLM2-135M, {engine['rows']} "
+        f"rollouts at once (its matrix products, measured: {speeds})",
+    ]
+
+
+def _gib(number: int) -> str:
+    return f"{number / 2**30:.1f} GiB"

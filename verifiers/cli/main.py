@@ -1,0 +1,80 @@
+"""``vf`` itself: the list of commands, each imported only when it is called."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
+
+# name → where the command is, and its line in `vf --help`
+COMMANDS = {
+    "eval": ("verifiers.cli.eval:eval_command", "Evaluate a model on an environment."),
+    "models": ("verifiers.cli.models:models", "Fetch and list models that run in this process."),
+    "serve": ("verifiers.cli.serve:serve", "Serve a local model to OpenAI clients."),
+    "doctor": ("verifiers.cli.doctor:doctor", "Show what is installed and what this machine can do."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are named in a table, so that help and completion import none of them."""
+
+    def __init__(self, *args: Any, table: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.table = table
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.table)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.table:
+            return None
+        module, _, attribute = self.table[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in self.table.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.table and not args[0].startswith("-"):
+            close = difflib.get_close_matches(args[0], self.table, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(self.table)}"
+            raise click.UsageError(f"there is no command {args[0]!r}; {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("stopped", err=True)
+            ctx.exit(INTERRUPTED)
+
+
+def own_version() -> str:
+    """The version of this package, which nothing inside it imports."""
+    version: str = importlib.import_module("verifiers").__version__
+    return version
+
+
+@click.group(
+    cls=LazyGroup,
+    table=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    epilog="A first look, with no key and no model: vf eval arithmetic -m fake",
+)
+@click.version_option(own_version(), prog_name="vf")
+def vf() -> None:
+    """Environments for language models: evaluate on them, serve and train models with them."""
+
+
+def main() -> None:
+    """The entry point of ``vf``."""
+    vf(prog_name="vf")

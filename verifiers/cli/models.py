@@ -1,0 +1,53 @@
+"""``vf models``: the models that can be loaded into this process, and fetching the bundled one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from verifiers.cli.answering import check_local
+
+BUNDLED = {"smollm2": "SmolLM2-135M-Instruct"}
+
+
+@click.group("models", short_help="Fetch and list models that run in this process.")
+def models() -> None:
+    """Fetch and list models that run in this process; any folder, GGUF file or hub name will do as well."""
+
+
+@models.command("pull")
+@click.argument("name", type=click.Choice(list(BUNDLED)))
+@click.option("--from", "source", metavar="FILE", type=click.Path(exists=True), help="The file, if you fetched it.")
+def pull(name: str, source: str | None) -> None:
+    """Fetch a model once (93 MB); from then on it is used without a network."""
+    check_local(name)
+    from verifiers.engine import smollm2
+
+    if not smollm2.is_pulled():
+        click.echo(f"fetching {name} ({BUNDLED[name]})", err=True)
+    try:
+        folder = smollm2.pull(source=source)
+    except (OSError, ValueError, ImportError) as error:
+        raise click.ClickException(f"{name!r} was not fetched: {error}") from error
+    click.echo(f"{name} is in {folder}; try: vf eval arithmetic -m local -n 5 -r 1")
+
+
+@models.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print them as one JSON object.")
+def list_models(as_json: bool) -> None:
+    """List the bundled models, and where those that were fetched are."""
+    from verifiers.engine import smollm2
+
+    folder = smollm2.default_folder() if smollm2.is_pulled() else None
+    if as_json:
+        click.echo(json.dumps({"smollm2": {"path": None if folder is None else str(folder)}}))
+        return
+    where = "not fetched yet: vf models pull smollm2" if folder is None else f"{folder} ({_size(folder)})"
+    click.echo(f"smollm2  {BUNDLED['smollm2']}  {where}")
+    click.echo("-m also takes a folder, a GGUF file, or org/name of the Hugging Face hub")
+
+
+def _size(folder: Path) -> str:
+    return f"{sum(path.stat().st_size for path in folder.rglob('*') if path.is_file()) / 1e6:,.0f} MB"

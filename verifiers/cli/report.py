@@ -1,0 +1,208 @@
+"""Results → what a person reads at the end of ``vf eval``, and what a script reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from heapq import nlargest, nsmallest
+from operator import itemgetter
+from typing import Any
+
+from verifiers import stats
+from verifiers.logs import printable
+from verifiers.messages import messages_to_printable, role_of, text_of
+from verifiers.results import Results
+from verifiers.types import State
+
+SHOWN_EXAMPLES = 3
+SHOWN_LINES = 14
+LINE_CHARS = 100
+BAR_CHARS = 32
+MAX_BINS = 10
+WORTH_TELLING_S = 0.1
+COUNTS = ("num_turns", "parse_retries")
+
+
+def report(results: Results) -> list[str]:
+    """The lines of the report; nothing in it can move the cursor."""
+    lines = [""]
+    if results.scored:
+        lines += _one_rollout(results)
+    lines += [*str(results).splitlines(), ""]
+    if results.scored:
+        lines += [*_pass_at_k(results), *_stops(results), *_histogram(results), *_examples(results), ""]
+    return [printable(line) for line in lines]
+
+
+def summary(results: Results) -> dict[str, Any]:
+    """The same in plain data."""
+    metadata, usage = results.metadata, results.usage
+    return {
+        "env_id": metadata.get("env_id"),
+        "env_args": metadata.get("env_args"),
+        "model": metadata.get("model"),
+        "base_url": metadata.get("base_url"),
+        "sampling_args": metadata.get("sampling_args"),
+        "examples": len({state.get("example_id") for state in results.rollouts}),
+        "rollouts": len(results.rollouts),
+        "failed": len(results.failed),
+        "causes": results.causes,
+        "reward": _figures(results, "reward"),
+        "metrics": {name: _figures(results, name) for name in results.metric_names},
+        "pass_at_k": {
+            name: {str(found.k): {"mean": found.mean, "low": found.low, "high": found.high} for found in row}
+            for name, row in _pass_table(results).items()
+        },
+        "stop_conditions": dict(_stop_counts(results)),
+        "truncated": sum(map(bool, results["is_truncated"])),
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cost_usd": usage.cost_usd,
+        },
+        "time_s": round(metadata.get("time_ms", 0.0) / 1000, 3),
+        "path": None if metadata.get("path_to_save") is None else str(metadata["path_to_save"]),
+    }
+
+
+def _figures(results: Results, name: str) -> dict[str, float | None]:
+    found = results.interval(name)
+    return {"mean": found.mean, "low": found.low, "high": found.high}
+
+
+# --- the parts ----------------------------------------------------------------------------------------------------
+
+
+def _pass_table(results: Results) -> dict[str, list[stats.PassAtK]]:
+    """pass@k of the reward where it is right-or-wrong, else of each metric that is."""
+    repeats = max(Counter(results["example_id"]).values(), default=0)
+    if repeats < 2:
+        return {}
+    names = [name for name in ("reward", *results.metric_names) if name not in COUNTS and _is_binary(results[name])]
+    if "reward" in names:
+        names = ["reward"]
+    ks = (
+        range(1, repeats + 1)
+        if repeats <= 4
+        else sorted({1, 2, 4, *(k for k in (8, 16, 32, 64) if k < repeats), repeats})
+    )
+    ids = results["example_id"]
+    return {name: [stats.pass_at_k(results[name], ids, k=k) for k in ks] for name in names}
+
+
+def _is_binary(values: Sequence[float | None]) -> bool:
+    return set(values) <= {0.0, 1.0}
+
+
+def _pass_at_k(results: Results) -> Iterator[str]:
+    for name, row in _pass_table(results).items():
+        shown = [
+            f"pass@{found.k} {found.mean:.3f}" + ("" if found.low is None else f" [{found.low:.3f}, {found.high:.3f}]")
+            for found in row
+            if found.mean is not None
+        ]
+        yield f"{'' if name == 'reward' else f'{name}: '}{'   '.join(shown)}"
+
+
+def _stop_counts(results: Results) -> list[tuple[str, int]]:
+    return Counter(str(stop or "no reason given") for stop in results["stop_condition"]).most_common()
+
+
+def _stops(results: Results) -> Iterator[str]:
+    cut = sum(map(bool, results["is_truncated"]))
+    reasons = ", ".join(f"{reason} {count}" for reason, count in _stop_counts(results))
+    yield f"stopped by: {reasons}" + (f"; {cut} cut off at the token limit" if cut else "")
+
+
+def _histogram(results: Results) -> Iterator[str]:
+    bins = histogram([reward for reward in results["reward"] if reward is not None])
+    if not bins:
+        return
+    most = max(count for _, count in bins)
+    width = max(len(label) for label, _ in bins)
+    yield "rewards:"
+    for label, count in bins:
+        bar = "█" * max(round(count / most * BAR_CHARS), count > 0)
+        yield f"  {label:>{width}}  {bar} {count}"
+
+
+def histogram(values: Sequence[float]) -> list[tuple[str, int]]:
+    """Counts by value where there are few values, else by ten equal ranges.
+
+    >>> histogram([0, 1, 1, 0.5])
+    [('0.000', 1), ('0.500', 1), ('1.000', 2)]
+    """
+    rounded = Counter(f"{value + 0.0:.3f}" for value in values)
+    if len(rounded) <= MAX_BINS:
+        return sorted(rounded.items(), key=lambda item: float(item[0]))
+    low, high = min(values), max(values)
+    step = (high - low) / MAX_BINS
+    counts = Counter(min(int((value - low) / step), MAX_BINS - 1) for value in values)
+    return [(f"{low + i * step:.3f} to {low + (i + 1) * step:.3f}", counts[i]) for i in range(MAX_BINS)]
+
+
+def _examples(results: Results) -> Iterator[str]:
+    """The slowest and the worst examples, where they differ from the rest."""
+    groups: dict[Any, list[State]] = {}
+    for state in results.scored:
+        groups.setdefault(state.get("example_id"), []).append(state)
+    if len(groups) < 2:
+        return
+    slowest = nlargest(
+        SHOWN_EXAMPLES, ((max(map(_seconds, group)), key) for key, group in groups.items()), itemgetter(0)
+    )
+    if slowest[0][0] >= WORTH_TELLING_S:
+        yield f"slowest: {', '.join(f'example {key} {seconds:.1f} s' for seconds, key in slowest)}"
+    means = []
+    for key, group in groups.items():
+        rewards = [state["reward"] for state in group]
+        if None not in rewards:
+            means.append((sum(rewards) / len(rewards), key))
+    worst = nsmallest(SHOWN_EXAMPLES, means, itemgetter(0))
+    if not worst or worst[0][0] == max(means, key=itemgetter(0))[0]:
+        return
+    yield "worst:"
+    for mean, key in worst:
+        yield f"  {mean:.3f}  example {key}: {_asked(groups[key][0])}"
+
+
+def _seconds(state: State) -> float:
+    return float((state.get("timing") or {}).get("total_ms") or 0.0) / 1000
+
+
+def _asked(state: State) -> str:
+    prompt = state.get("prompt")
+    text = prompt if isinstance(prompt, str) else text_of(prompt[-1]) if prompt else ""
+    return _cut(" ".join(text.split()), LINE_CHARS - 20)
+
+
+def _one_rollout(results: Results) -> list[str]:
+    state = results.scored[0]
+    reward = "–" if state.get("reward") is None else f"{state['reward']:.3f}"
+    prompt, completion = state.get("prompt"), state.get("completion")
+    asked = prompt if isinstance(prompt, str) else (prompt or [])[-1:]
+    return [
+        f"one rollout (example {state.get('example_id')}, reward {reward}):",
+        *conversation(asked),
+        *conversation(completion, role="model"),
+        "",
+    ]
+
+
+def conversation(messages: Any, *, role: str = "prompt") -> list[str]:
+    """Messages as indented lines, long ones cut."""
+    if isinstance(messages, str):
+        pairs = [(role, messages)]
+    else:
+        pairs = [(role_of(message) or role, text_of(message)) for message in messages_to_printable(messages or [])]
+    shown = []
+    for speaker, text in pairs:
+        lines = text.strip().splitlines() or ["(nothing)"]
+        if len(lines) > SHOWN_LINES:
+            lines = [*lines[:SHOWN_LINES], f"… ({len(lines) - SHOWN_LINES} more lines)"]
+        shown += [f"  {speaker}: {_cut(lines[0])}", *(f"    {_cut(line)}" for line in lines[1:])]
+    return [printable(line) for line in shown]
+
+
+def _cut(line: str, chars: int = 4 * LINE_CHARS) -> str:
+    return line if len(line) <= chars else f"{line[:chars]}…"

@@ -1,0 +1,52 @@
+"""``vf serve``: a model → an OpenAI-compatible server in front of it."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from verifiers.cli.answering import check_local, load_local
+from verifiers.logs import setup_logging
+
+
+@click.command("serve", short_help="Serve a local model to OpenAI clients.")
+@click.argument("model")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for every one.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on.")
+@click.option("--api-key", metavar="KEY", help="The key clients must send; other users of this machine can see it.")
+@click.option("--api-key-var", metavar="NAME", help="Environment variable with that key.")
+@click.option("--rows", type=click.IntRange(min=1), metavar="N", help="Requests at once.")
+@click.option("--length", type=click.IntRange(min=1), metavar="N", help="Tokens of a conversation at most.")
+def serve(
+    model: str,
+    host: str,
+    port: int,
+    api_key: str | None,
+    api_key_var: str | None,
+    rows: int | None,
+    length: int | None,
+) -> None:
+    """Serve MODEL (local, a folder, a GGUF file, a hub name) at http://HOST:PORT/v1 until Ctrl-C."""
+    if api_key is not None and api_key_var is not None:
+        raise click.UsageError("--api-key and --api-key-var are the same thing; give one of them")
+    if api_key_var is not None:
+        api_key = os.environ.get(api_key_var)
+        if not api_key:
+            raise click.UsageError(f"--api-key-var {api_key_var}: this environment variable is not set")
+    check_local(model)
+    setup_logging("WARNING")
+    click.echo(f"loading {model}", err=True)
+    local_model = load_local(model, rows=rows, length=length)
+    from verifiers.engine import server
+
+    try:
+        server.serve(local_model, host, port, api_key, on_ready=lambda url: _say(local_model.model, url))
+    except OSError as error:
+        raise click.ClickException(f"{host}:{port} cannot be listened on: {error}") from error
+    finally:
+        local_model.close()
+
+
+def _say(model: str, url: str) -> None:
+    click.echo(f"serving {model} at {url}; try: vf eval arithmetic -m {model} -b {url}\npress Ctrl-C to stop", err=True)

@@ -1,0 +1,58 @@
+"""Local inference with exact tokens: a model in this process as a client, and as an OpenAI-compatible server.
+
+Importing this imports no torch: the names below do, when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+from weakref import WeakValueDictionary
+
+from verifiers.clients.protocol import Client
+
+_HOME = {
+    "Engine": "engine",
+    "EngineFullError": "engine",
+    "Generated": "requests",
+    "LocalModel": "local_model",
+    "LocalServer": "server",
+    "Sampling": "requests",
+    "serve": "server",
+}
+
+__all__ = sorted([*_HOME, "as_client"])
+
+# A LocalModel holds its module, so an id in here cannot be that of another one.
+_clients: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def as_client(value: Any, model: str | None = None) -> Client:
+    """A client over a model in this process: a module of transformers (or peft), an `Engine`, or a `LocalModel`.
+
+    The same module gives the same client for as long as that is in use, so that it is sampled by one engine.
+    """
+    from verifiers.engine.local_model import LocalModel
+
+    if isinstance(value, LocalModel):
+        return value
+    if not hasattr(value, "submit") and not (hasattr(value, "parameters") and hasattr(value, "config")):
+        raise TypeError(f"a {type(value).__name__} is no model: give a transformers model, an Engine or a LocalModel")
+    client = _clients.get(id(value))
+    if client is None:
+        client = _clients[id(value)] = LocalModel(value, name=model)
+    found: Client = client
+    return found
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'verifiers.engine' has no attribute {name!r}")
+    try:
+        value = getattr(importlib.import_module(f"verifiers.engine.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("torch", "transformers", "numpy"):
+            raise
+        raise ImportError(f"verifiers.engine.{name} needs {error.name}: pip install 'verifiers[local]'") from error
+    globals()[name] = value
+    return value

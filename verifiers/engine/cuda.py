@@ -1,0 +1,248 @@
+"""Decoding on CUDA: captured graphs over static rows, sampling on the device, the host one step behind.
+
+The device holds the truth while it runs: last token, length and knobs of each row, updated by the graph itself. The host
+launches the next step before it reads the one before, so it never waits for a token; what a row samples after its end is
+thrown away.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from verifiers.engine import kernels, slots
+from verifiers.engine.requests import Ask
+from verifiers.engine.sampling import Knobs, sample
+from verifiers.engine.slots import Segment, SlotCache
+
+if TYPE_CHECKING:
+    from verifiers.engine.engine import Engine
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+
+
+@dataclass(slots=True)
+class CudaDecode:
+    """Attention of one token a row, by our kernel."""
+
+    cache: SlotCache
+    length_B: Tensor
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        keys, values = self.cache.layers[layer]
+        return kernels.attend(q, k, v, keys, values, self.length_B, scale=scale, window=window, softcap=softcap)
+
+
+class CudaPrefill:
+    """Several fresh prompts at once: packed for the linear layers, padded for attention, which is plainly causal."""
+
+    def __init__(self, cache: SlotCache, segments: Sequence[Segment], device: torch.device) -> None:
+        self.cache = cache
+        sizes = np.array([s.end - s.start for s in segments])
+        starts = np.array([s.start for s in segments])
+        self.width = int(sizes.max())
+        offset_T = np.arange(self.width)
+        inside_bT = offset_T[None] < sizes[:, None]
+        packed_bT = np.where(inside_bT, starts[:, None] + offset_T[None], 0)
+        self.packed = torch.from_numpy(packed_bT.reshape(-1)).to(device)
+        self.inside = torch.from_numpy(np.flatnonzero(inside_bT.reshape(-1))).to(device)
+        self.rows = torch.tensor([s.row for s in segments], device=device)
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        keys, values = self.cache.layers[layer]
+        q_b, k_b, v_b = (self._padded(x) for x in (q, k, v))
+        keys[self.rows, :, : self.width] = k_b
+        values[self.rows, :, : self.width] = v_b
+        out = slots.attend_causally(q_b, k_b, v_b, 0, scale, window, softcap)
+        heads, dim = out.shape[1], out.shape[3]
+        return out.transpose(0, 1).reshape(heads, -1, dim).index_select(1, self.inside)[None]
+
+    def _padded(self, x: Tensor) -> Tensor:
+        heads, dim = x.shape[1], x.shape[3]
+        return x[0].index_select(1, self.packed).view(heads, -1, self.width, dim).transpose(0, 1)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step that was launched: who was in which row, and where its tokens will arrive."""
+
+    asks: list[Ask]
+    arrived: torch.cuda.Event
+    token: Tensor
+    logprob: Tensor
+    raw: Tensor
+
+
+class CudaDecoder:
+    """The device's side of the table, the graphs, and the steps in flight."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        rows, device = engine.rows, engine.device
+        self._whole = torch.zeros((5, rows), dtype=torch.int64, device=device)
+        self._real = torch.zeros((3, rows), device=device)
+        self.token, self.length, top_k, seed, step = self._whole
+        temperature, top_p, min_p = self._real
+        self.knobs = Knobs(temperature, top_p, top_k, min_p, seed, step)
+        self.length.fill_(engine.length)
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor, Tensor]]] = {}
+        self._pool: Any = None
+        self._flights: deque[_Flight] = deque()
+        self._spare: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._norms = fusible_norms(engine.model)
+        kernels.warm_up(device)
+
+    # --- the table's copy on the device ---------------------------------------------------------------------------
+
+    def seat(self, rows: np.ndarray) -> None:
+        """Tell the device about rows that were just filled and have sampled their first token."""
+        table, device = self.engine.table, self.engine.device
+        index = slots.host_index(rows.tolist(), device)
+        whole = np.stack([column[rows] for column in (table.token, table.length, table.top_k, table.seed, table.steps)])
+        real = np.stack([column[rows] for column in (table.temperature, table.top_p, table.min_p)])
+        for target, values in ((self._whole, whole), (self._real, real)):
+            target[:, index] = torch.from_numpy(values).pin_memory().to(device, non_blocking=True)
+
+    def retire(self, holes: Sequence[int], movers: Sequence[int], first: int, last: int) -> None:
+        """Follow the host in closing gaps; rows that are not live write to the spare position behind every end."""
+        if holes:
+            index = slots.host_index([*holes, *movers], self.engine.device)
+            to, source = index.split(len(holes))
+            self._whole[:, to] = self._whole[:, source]
+            self._real[:, to] = self._real[:, source]
+        self.length[first:last] = self.engine.length
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Start a step for all live rows without waiting for anything."""
+        asks = list(self.engine.live)
+        truncates = bool(self.engine.table.truncates[: len(asks)].any())
+        bucket = next((size for size in BUCKETS if size >= len(asks)), self.engine.rows)
+        graph, outputs = self._graph(min(bucket, self.engine.rows), truncates)
+        graph.replay()
+        n = len(asks)
+        buffers = self._spare.pop() if self._spare else self._pinned()
+        for buffer, output in zip(buffers, outputs, strict=True):
+            buffer[:n].copy_(output[:n], non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._flights.append(_Flight(asks, arrived, *buffers))
+
+    def drop_graphs(self) -> None:
+        self._graphs.clear()
+        self._pool = None
+
+    def reset(self) -> None:
+        """Forget the steps in flight, and let no row write."""
+        self._flights.clear()
+        self.length.fill_(self.engine.length)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._flights)
+
+    def land(self) -> tuple[list[Ask], np.ndarray, np.ndarray, np.ndarray]:
+        """Wait for the oldest step in flight; gives the rows that are still live, with their tokens."""
+        flight = self._flights.popleft()
+        flight.arrived.synchronize()
+        keep = [i for i, ask in enumerate(flight.asks) if ask.row >= 0]
+        asks = [flight.asks[i] for i in keep]
+        values = [buffer.numpy()[keep] for buffer in (flight.token, flight.logprob, flight.raw)]
+        self._spare.append((flight.token, flight.logprob, flight.raw))
+        return asks, values[0], values[1], values[2]
+
+    def _pinned(self) -> tuple[Tensor, Tensor, Tensor]:
+        rows = self.engine.rows
+        kinds = (torch.int64, torch.float32, torch.float32)
+        one, two, three = (torch.empty(rows, dtype=kind, pin_memory=True) for kind in kinds)
+        return one, two, three
+
+    def _graph(self, size: int, truncates: bool) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor, Tensor]]:
+        key = (size, truncates)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(size, truncates)
+        return self._graphs[key]
+
+    def _capture(self, size: int, truncates: bool) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor, Tensor]]:
+        """Run the step a few times aside, then record it. The rows' state is put back afterwards."""
+        state = [self.token, self.length, self.knobs.step_B]
+        before = [column.clone() for column in state]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.length.fill_(self.engine.length)  # practise on the spare position
+                self._step(size, truncates)
+        torch.cuda.current_stream().wait_stream(stream)
+        for column, value in zip(state, before, strict=True):
+            column.copy_(value)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = self._step(size, truncates)
+        if self._pool is None:
+            self._pool = graph.pool()
+        return graph, outputs
+
+    def _step(self, size: int, truncates: bool) -> tuple[Tensor, Tensor, Tensor]:
+        engine = self.engine
+        length = self.length[:size]
+        with fused(self._norms):
+            logits = engine.forward(self.token[:size, None], length[:, None], CudaDecode(engine.cache, length))[:, 0]
+        knobs = Knobs(*(getattr(self.knobs, name)[:size] for name in Knobs.__slots__))
+        if truncates:
+            outputs = sample(logits, knobs, truncates=True)
+        else:
+            outputs = kernels.sample(logits, knobs.temperature_B, knobs.seed_B, knobs.step_B)
+        self.token[:size] = outputs[0]
+        length.add_(1).clamp_(max=engine.length)
+        knobs.step_B.add_(1)
+        return outputs
+
+
+# --- fewer, larger kernels ----------------------------------------------------------------------------------------
+
+
+def fusible_norms(model: nn.Module) -> list[tuple[nn.Module, float]]:
+    """RMS norms that PyTorch's fused one computes too, found out by trying them on numbers."""
+    found = []
+    for module in model.modules():
+        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if not type(module).__name__.endswith("RMSNorm") or not isinstance(epsilon, float):
+            continue
+        weight = module.weight
+        x = torch.randn((4, weight.shape[0]), device=weight.device, dtype=weight.dtype)
+        with torch.no_grad():
+            mine = F.rms_norm(x, weight.shape, weight, epsilon).float()
+            theirs = module(x).float()
+        if torch.allclose(mine, theirs, rtol=2e-2, atol=2e-2):
+            found.append((module, epsilon))
+    return found
+
+
+@contextmanager
+def fused(norms: Sequence[tuple[nn.Module, float]]) -> Iterator[None]:
+    """While this lasts these norms are one kernel each."""
+
+    def forward_of(module: Any, epsilon: float) -> Any:
+        return lambda x: F.rms_norm(x, module.weight.shape, module.weight, epsilon)
+
+    for module, epsilon in norms:
+        module.__dict__["forward"] = forward_of(module, epsilon)
+    try:
+        yield
+    finally:
+        for module, _ in norms:
+            del module.__dict__["forward"]

@@ -1,0 +1,458 @@
+"""A live model becomes a sampler: requests join and leave between steps, each row its own, tokens exact.
+
+The engine reads the parameters of the module it was given: there is no copy, and nothing to transfer after an update.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verifiers.engine import slots
+from verifiers.engine.packed import PackedLinears
+from verifiers.engine.requests import Ask, Generated, OnToken, Sampling
+from verifiers.engine.sampling import sample
+from verifiers.engine.slots import Decode, Prefill, Segment, Shape, SlotCache
+from verifiers.engine.table import Table
+from verifiers.errors import InfraError, ModelError, OverlongPromptError
+
+if TYPE_CHECKING:
+    from verifiers.engine.cuda import CudaDecoder
+
+logger = logging.getLogger("verifiers.engine")
+
+AHEAD = 2  # steps in flight on CUDA before the host reads the first of them
+ADMIT_SHARE = 16  # on CUDA, new requests are taken in when a 16th of the rows is free: each time empties the pipeline
+
+# Tokens: reusing fewer is not worth the copy; on CUDA prompts that reuse are run one by one, fresh ones together.
+LEAST_SHARED, LEAST_SHARED_CUDA = 16, 512
+SPAN_STEP = 32
+PACK_AFTER = 8  # steps on the same weights: packing them costs about as much as it saves in so many
+ONE_THREAD_BELOW = 4_000_000  # parameters: threads would wait for one another longer than they compute
+
+
+class EngineFullError(ModelError):
+    """More requests are waiting than the engine takes."""
+
+
+class Engine:
+    """Continuous batching over one model. ``submit`` from any thread; the work is done on one of the engine's own."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        rows: int = 32,
+        length: int | None = None,
+        prefill_tokens: int = 1024,
+        max_waiting: int = 65536,
+        stop_ids: Sequence[int] = (),
+    ) -> None:
+        slots.register()
+        self.model = model
+        config = model.config
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self._configs = [config] if text is config else [config, text]
+        longest = getattr(text, "max_position_embeddings", None) or 2048
+        self.length = min(length or longest, longest)
+        self.rows = rows
+        self.prefill_tokens = prefill_tokens
+        self.max_waiting = max_waiting
+        self._parameters = list(model.parameters())
+        self.device, self.dtype = self._parameters[0].device, self._parameters[0].dtype
+        # One position more than is promised: where rows that are not live write on CUDA.
+        self.cache = SlotCache(Shape.of(config), rows, self.length + 1, dtype=self.dtype, device=self.device)
+        least_shared = LEAST_SHARED_CUDA if self.device.type == "cuda" else LEAST_SHARED
+        self.table = Table(rows, self.length, least_shared=least_shared)
+        self.live: list[Ask] = []
+        self.waiting: deque[Ask] = deque()
+        self._joining: list[Ask] = []
+        self.lock = threading.RLock()  # held while the model runs: whoever updates its weights takes it
+        self.steps = 0
+        self.tokens = 0
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._has_cancelled = False
+        self.stop_ids = frozenset(stop_ids)
+        self._is_stop = np.zeros(getattr(text, "vocab_size", 0) + 1, bool)
+        self._is_stop[[token for token in stop_ids if token < len(self._is_stop)]] = True
+        self._weights = 0
+        self._fingerprint: tuple[int, int] = (0, 0)
+        self._draw = np.random.default_rng()
+        self._cuda = _cuda_decoder(self) if self.device.type == "cuda" else None
+        self._packed = PackedLinears(model) if PackedLinears.helps(model) else None
+        self._same_weights_steps = 0
+
+    # --- asking ---------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        n: int = 1,
+        on_token: OnToken | Sequence[OnToken] | None = None,
+    ) -> list[Future[Generated]]:
+        """Queue ``n`` completions of one prompt, which is run through the model once; ``on_token`` may be one for each."""
+        sampling = sampling or Sampling()
+        prompt = [int(token) for token in prompt_ids]
+        if not prompt:
+            raise ValueError("the prompt is empty: give at least one token")
+        if len(prompt) >= self.length:
+            raise OverlongPromptError(f"the prompt has {len(prompt)} tokens, and the context is {self.length}")
+        first = sampling.seed if sampling.seed is not None else int(self._draw.integers(1 << 62))
+        told = list(on_token) if isinstance(on_token, Sequence) else [on_token] * n
+        asks = [Ask(prompt, sampling, first + i, told[i]) for i in range(n)]
+        for ask in asks:
+            ask.future.on_cancel = self._note_cancel
+        with self._wake:
+            if self._is_closed:
+                raise InfraError("the engine is closed")
+            if len(self.waiting) + n > self.max_waiting:
+                raise EngineFullError(f"{len(self.waiting)} requests are waiting already; try again in a moment")
+            self.waiting.extend(asks)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="verifiers-engine", daemon=True)
+                self._thread.start()
+                atexit.register(self.close)  # a thread cut off within torch aborts the process
+            self._wake.notify()
+        return [ask.future for ask in asks]
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None, n: int = 1) -> list[Generated]:
+        """Completions of many prompts, in order: plain code that waits."""
+        futures = [future for prompt in prompts for future in self.submit(prompt, sampling, n=n)]
+        return [future.result() for future in futures]
+
+    def _note_cancel(self) -> None:
+        self._has_cancelled = True
+
+    def close(self) -> None:
+        """Fail what is under way and end the thread."""
+        with self._wake:
+            self._is_closed = True
+            self._wake.notify()
+        atexit.unregister(self.close)
+        if self._thread is not None:
+            self._thread.join()
+
+    def forget(self) -> None:
+        """Drop every key and value kept for reuse (they were made by other weights, say)."""
+        with self.lock:
+            self.table.forget(len(self.live))
+            self._fingerprint = (-1, -1)  # live rows are not to be kept either, nor packed weights
+            if self._packed is not None:
+                self._packed.drop()
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        if self.device.type == "cpu" and sum(p.numel() for p in self.model.parameters()) < ONE_THREAD_BELOW:
+            torch.set_num_threads(1)
+        while True:
+            with self._wake:
+                while not self._is_closed and not self.waiting and not self.live:
+                    self._wake.wait()
+                if self._is_closed:
+                    break
+            try:
+                with self.lock, torch.inference_mode():
+                    self._turn()
+            except Exception as error:  # the model is foreign code: it fails its requests, not the engine
+                logger.exception("the engine's step failed")
+                self._fail_all(error)
+        self._fail_all(InfraError("the engine was closed"))
+
+    def _turn(self) -> None:
+        """Take in what fits, then one token for everyone."""
+        self._notice_weights()
+        if self._cuda is not None:
+            self._turn_ahead(self._cuda)
+            return
+        self._drop_cancelled()
+        admitted = self._admit()
+        if admitted:
+            self._prefill(admitted)
+        if self.live:
+            self._decode()
+
+    def _turn_ahead(self, cuda: CudaDecoder) -> None:
+        """As above, but the host reads a step only when the next ones have been launched."""
+        free = self.rows - len(self.live)
+        wants_in = bool(self.waiting) and (free * ADMIT_SHARE >= self.rows or not self.live)
+        if wants_in or self._has_cancelled:
+            while cuda.in_flight:
+                self._land(cuda)
+            self._drop_cancelled()
+            while admitted := self._admit():
+                self._prefill(admitted)
+        if self.table.is_biased[: len(self.live)].any():
+            while cuda.in_flight:
+                self._land(cuda)
+            self._decode()  # biases differ from row to row and step to step: not worth a graph
+            cuda.seat(np.arange(len(self.live)))
+        elif self.live:
+            cuda.launch()
+            self.steps += 1
+        while cuda.in_flight > (AHEAD if self.live else 0):
+            self._land(cuda)
+
+    def _land(self, cuda: CudaDecoder) -> None:
+        asks, token_N, logprob_N, raw_N = cuda.land()
+        if not asks:
+            return
+        rows_N = np.array([ask.row for ask in asks])
+        self.table.length[rows_N] += 1
+        self._take(rows_N, asks, token_N, logprob_N, raw_N)
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._wake:
+            asks = [*self.live, *self._joining, *self.waiting]
+            self.live.clear()
+            self._joining.clear()
+            self.waiting.clear()
+        self.table.forget(0)
+        if self._cuda is not None:
+            self._cuda.reset()
+        for ask in asks:
+            # One that waits may be cancelled at any moment: from here on it cannot.
+            if not ask.future.done() and (ask.future.running() or ask.future.set_running_or_notify_cancel()):
+                ask.future.set_exception(error)
+
+    def _drop_cancelled(self) -> None:
+        if not self._has_cancelled:
+            return
+        self._has_cancelled = False
+        dropped = [ask for ask in self.live if ask.is_cancelled]
+        if dropped:
+            self._retire(dropped)
+        for ask in dropped:
+            if not ask.future.done():
+                ask.future.set_exception(CancelledError())
+
+    def _notice_weights(self) -> None:
+        """An optimizer step counts up the versions of the tensors it changes; keys made before it are of no use."""
+        versions = pointers = 0
+        for parameter in self._parameters:
+            versions += parameter._version
+            pointers ^= parameter.data_ptr()
+        if (versions, pointers) != self._fingerprint:
+            if self._cuda is not None and pointers != self._fingerprint[1]:
+                self._cuda.drop_graphs()  # they read from where the parameters were
+            self._fingerprint = (versions, pointers)
+            self._weights += 1
+            self._same_weights_steps = 0
+            self.table.forget(len(self.live))
+            if self._packed is not None:
+                self._packed.drop()
+
+    # --- taking in ------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> list[tuple[Ask, list[Ask]]]:
+        """Waiting requests that fit now: each with those that have the same prompt and share its prefill."""
+        groups: dict[int, tuple[Ask, list[Ask]]] = {}
+        room, budget = self.rows - len(self.live), self.prefill_tokens
+        while self.waiting and room > 0:
+            ask = self.waiting[0]
+            mates = groups.get(id(ask.prompt_ids))
+            if mates is None and groups and budget < len(ask.prompt_ids):
+                break
+            self.waiting.popleft()
+            if ask.is_cancelled or not ask.future.set_running_or_notify_cancel():
+                ask.future.cancel()
+                continue
+            room -= 1
+            if mates is not None:
+                mates[1].append(ask)
+            else:
+                groups[id(ask.prompt_ids)] = (ask, [])
+                budget -= len(ask.prompt_ids)
+        return list(groups.values())
+
+    def _prefill(self, groups: list[tuple[Ask, list[Ask]]]) -> None:
+        segments, ids, positions, last = [], [], [], []
+        for ask, _ in groups:
+            ask.row, ask.reused = self._take_row(ask.prompt_ids)
+            fresh = ask.prompt_ids[ask.reused :]
+            segments.append(Segment(len(ids), len(ids) + len(fresh), ask.row, ask.reused))
+            ids += fresh
+            positions += range(ask.reused, len(ask.prompt_ids))
+            last.append(len(ids) - 1)
+            self._seat(ask)
+        packed = [torch.tensor([values], device=self.device) for values in (ids, positions)]
+        logits = self.forward(*packed, self._attend_prefill(segments), torch.tensor(last, device=self.device))[0]
+        order = list(range(len(groups)))
+        for i, (ask, mates) in enumerate(groups):
+            rows = [len(self.live) + j for j in range(len(mates))]
+            for mate, row in zip(mates, rows, strict=True):
+                mate.row, mate.reused = row, len(ask.prompt_ids)
+                self._seat(mate)
+            if mates:
+                self.cache.spread(ask.row, rows, len(ask.prompt_ids))
+            order += [i] * len(mates)
+        asks = [ask for ask, _ in groups] + [mate for _, mates in groups for mate in mates]
+        rows_N = np.array([ask.row for ask in asks])
+        self._sample(logits[torch.tensor(order, device=self.device)], rows_N, asks)
+        seated = np.array([ask.row for ask in asks if ask.row >= 0], np.int64)
+        if self._cuda is not None and len(seated):
+            self._cuda.seat(seated)
+
+    def _attend_prefill(self, segments: list[Segment]) -> slots.Attend:
+        if self._cuda is not None and not any(segment.past for segment in segments):
+            from verifiers.engine.cuda import CudaPrefill
+
+            return CudaPrefill(self.cache, segments, self.device)
+        return Prefill(self.cache, segments)
+
+    def _take_row(self, prompt: list[int]) -> tuple[int, int]:
+        """The next live row, holding as much of the prompt as any kept row has; and how much that is."""
+        row = len(self.live)
+        kept, shared = self.table.best_match(prompt, row)
+        if shared:
+            self.cache.swap(kept, row, shared, int(self.table.kept_length(row)))
+            self.table.swap_kept(kept, row)
+        else:
+            oldest = self.table.oldest(row)
+            if oldest != row:
+                self.cache.move(row, oldest, self.table.kept_length(row))
+                self.table.swap_kept(oldest, row)
+        return row, shared
+
+    def _seat(self, ask: Ask) -> None:
+        ask.weights = self._weights
+        self.live.append(ask)
+        self.table.seat(ask)
+
+    # --- tokens ---------------------------------------------------------------------------------------------------
+
+    def forward(self, ids: Tensor, positions: Tensor, attend: slots.Attend, keep: Tensor | int = 0) -> Tensor:
+        packed = self._packed.in_use() if self._packed is not None else nullcontext()
+        with slots.attending(self._configs, attend), packed:
+            logits: Tensor = self.model(
+                input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep, return_dict=True
+            ).logits
+        return logits
+
+    def _decode(self) -> None:
+        """One token for every live row."""
+        n = len(self.live)
+        self._same_weights_steps += 1
+        if self._packed is not None and self._same_weights_steps == PACK_AFTER:
+            self._packed.pack(self.rows)
+        table = self.table
+        length_B = torch.from_numpy(table.length[:n]).to(self.device)
+        span = min(self.length, (int(table.length[:n].max()) // SPAN_STEP + 1) * SPAN_STEP)
+        attend = Decode(self.cache, torch.arange(n, device=self.device), length_B, span)
+        ids = torch.from_numpy(table.token[:n]).to(self.device)[:, None]
+        logits_BV = self.forward(ids, length_B[:, None], attend)[:, 0]
+        table.length[:n] += 1
+        self.steps += 1
+        self._sample(logits_BV, np.arange(n), list(self.live))
+
+    def _sample(self, logits_NV: Tensor, rows_N: np.ndarray, asks: Sequence[Ask]) -> None:
+        """Draw a token for each row, keep it, and let go of the rows that are done."""
+        self._add_bias(logits_NV, asks)
+        truncates = bool(self.table.truncates[rows_N].any())
+        drawn = sample(logits_NV, self.table.knobs(rows_N, self.device), truncates=truncates)
+        self._take(rows_N, asks, *(value.cpu().numpy() for value in drawn))
+
+    def _take(
+        self, rows_N: np.ndarray, asks: Sequence[Ask], token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray
+    ) -> None:
+        """Keep what was drawn, and finish the rows for which it was the last."""
+        self.table.record(rows_N, token_N, logprob_N, raw_N)
+        self.tokens += len(asks)
+        self._finish(self._ends(rows_N, token_N, logprob_N, raw_N, asks))
+
+    def _add_bias(self, logits_NV: Tensor, asks: Sequence[Ask]) -> None:
+        for i, ask in enumerate(asks):
+            if ask.sampling.logit_bias:
+                index = torch.tensor(list(ask.sampling.logit_bias), device=self.device)
+                bias = torch.tensor(list(ask.sampling.logit_bias.values()), device=self.device, dtype=logits_NV.dtype)
+                logits_NV[i].index_add_(0, index, bias)
+
+    def _ends(
+        self, rows_N: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray, asks: Sequence[Ask]
+    ) -> list[tuple[Ask, str]]:
+        table = self.table
+        is_full_N = (table.steps[rows_N] >= table.max_tokens[rows_N]) | (table.length[rows_N] >= self.length)
+        is_bad_N = ~np.isfinite(raw_N)
+        is_stop_N = self._is_stop[token_N]
+        ends = []
+        for i in np.flatnonzero(is_full_N | is_bad_N | is_stop_N | table.is_watched[rows_N]):
+            ask, token = asks[int(i)], int(token_N[i])
+            if is_bad_N[i]:
+                ends.append((ask, "error"))
+            elif is_stop_N[i] or token in ask.sampling.stop_ids:
+                ends.append((ask, "stop"))
+            elif ask.on_token is not None and ask.on_token(token, float(logprob_N[i])):
+                ends.append((ask, "stop"))
+            elif is_full_N[i]:
+                ends.append((ask, "length"))
+        return ends
+
+    def _finish(self, ends: Sequence[tuple[Ask, str]]) -> None:
+        """Free the rows of requests that have ended, then hand out what they gave."""
+        if not ends:
+            return
+        outputs = [(ask, reason, self.table.output(ask.row)) for ask, reason in ends]
+        self._retire([ask for ask, _ in ends], spoilt=[ask for ask, reason in ends if reason == "error"])
+        for ask, reason, (ids, logprobs, raw) in outputs:
+            if reason == "error":
+                message = "the model gave logits that are not numbers (NaN); its weights are bad"
+                ask.future.set_exception(ModelError(message))
+                continue
+            ask.future.set_result(
+                Generated(
+                    prompt_ids=ask.prompt_ids,
+                    ids=ids,
+                    logprobs=logprobs,
+                    raw_logprobs=raw,
+                    finish_reason=reason,
+                    reused=ask.reused,
+                    weights=(ask.weights, self._weights),
+                )
+            )
+
+    def _retire(self, asks: Sequence[Ask], *, spoilt: Sequence[Ask] = ()) -> None:
+        """Take rows out of the live ones, which stay without gaps; what they hold stays behind, for who comes back."""
+        for ask in asks:
+            is_kept = ask not in spoilt and ask.weights == self._weights
+            self.table.park(ask, keep=is_kept and self.table.length[ask.row] >= self.table.least_shared)
+        gone = {ask.row for ask in asks}
+        n = len(self.live) - len(gone)
+        holes = sorted(row for row in gone if row < n)
+        movers = [row for row in range(n, len(self.live)) if row not in gone]
+        if holes:
+            ahead = 0 if self._cuda is None else self._cuda.in_flight + 1  # the device is that much further
+            for hole, mover in zip(holes, movers, strict=True):
+                filled = min(int(self.table.length[mover]) + ahead, self.length)
+                if self.table.kept[hole]:
+                    self.cache.swap(hole, mover, int(self.table.kept[hole]), filled)
+                else:
+                    self.cache.move(mover, hole, filled)
+            self.table.exchange(np.array([holes, movers]))
+        for hole, mover in zip(holes, movers, strict=True):
+            self.live[hole] = self.live[mover]
+            self.live[hole].row = hole
+        del self.live[n:]
+        for ask in asks:
+            ask.row = -1
+        if self._cuda is not None:
+            self._cuda.retire(holes, movers, n, n + len(gone))
+
+
+def _cuda_decoder(engine: Engine) -> CudaDecoder:
+    from verifiers.engine.cuda import CudaDecoder
+
+    return CudaDecoder(engine)

@@ -1,0 +1,173 @@
+"""The tokenizer metadata of a GGUF become a fast tokenizer of transformers that gives llama.cpp's very ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from verifiers.engine.gguf import GGUF
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_CONTROL, _USER_DEFINED = 3, 4  # token types; the rest are made of merges
+_SPECIALS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def tokenizer_of(file: GGUF) -> Any:
+    """The tokenizer of the model in the file, with its special tokens and chat template; it can be saved."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = _tokens(file)
+    core = _core(file, tokens)
+    options: dict[str, Any] = {}
+    for option, key in _SPECIALS.items():
+        number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if number is None:
+            continue
+        if not isinstance(number, int) or not 0 <= number < len(tokens):
+            raise ValueError(f"{file.path}: the {key} token is number {number!r} of {len(tokens):,} tokens")
+        options[option] = tokens[number]
+    template = file.metadata.get("tokenizer.chat_template")
+    if isinstance(template, str) and template.strip():
+        options["chat_template"] = template
+    context = file.metadata.get(f"{file.metadata.get('general.architecture')}.context_length")
+    if isinstance(context, int):
+        options["model_max_length"] = context
+    return PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **options)
+
+
+def _list(file: GGUF, key: str, kind: type) -> list[Any]:
+    values = file.metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        raise ValueError(
+            f"{file.path} has no tokenizer, or a corrupt one: tokenizer.ggml.{key} is no list of {kind.__name__}"
+        )
+    return values
+
+
+def _tokens(file: GGUF) -> list[str]:
+    model = file.metadata.get("tokenizer.ggml.model")
+    if model != "gpt2":
+        raise ValueError(
+            f"{file.path} has a tokenizer of the type {model!r}; 'gpt2' (byte-level BPE) is read from GGUF: take the "
+            "model's own folder with its tokenizer.json instead"
+        )
+    tokens = _list(file, "tokens", str)
+    if len(set(tokens)) != len(tokens):
+        raise ValueError(f"{file.path} is corrupt: its tokenizer lists a token twice")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is not None and len(tokens) > embedding.shape[0]:
+        raise ValueError(f"{file.path} is corrupt: {len(tokens):,} tokens, but embeddings for {embedding.shape[0]:,}")
+    return tokens
+
+
+def _core(file: GGUF, tokens: list[str]) -> Any:
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    name = str(file.metadata.get("tokenizer.ggml.pre"))
+    if name not in _SPLITTERS:
+        raise ValueError(
+            f"{file.path} splits text by the rule {name!r}, which is not known here; known are {', '.join(_SPLITTERS)}"
+        )
+    vocab = {token: number for number, token in enumerate(tokens)}
+    merges = []
+    for merge in _list(file, "merges", str):
+        left, _, right = merge.partition(" ")
+        if not (left in vocab and right in vocab and left + right in vocab):
+            raise ValueError(f"{file.path} is corrupt: its tokenizer merges {merge!r}, which are no tokens of it")
+        merges.append((left, right))
+    is_llama3 = _SPLITTERS[name] is _llama3
+    core = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=is_llama3))
+    _SPLITTERS[name](core)
+    core.decoder = decoders.ByteLevel()
+    types = _list(file, "token_type", int)
+    if len(types) != len(tokens):
+        raise ValueError(f"{file.path} is corrupt: {len(types):,} token types for {len(tokens):,} tokens")
+    core.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in _of(tokens, types, _CONTROL)])
+    core.add_tokens([AddedToken(t, normalized=False) for t in _of(tokens, types, _USER_DEFINED)])
+    core.post_processor = _post_processor(file, tokens, adds_bos=is_llama3)
+    return core
+
+
+def _of(tokens: list[str], types: list[int], wanted: int) -> list[str]:
+    return [token for token, kind in zip(tokens, types, strict=True) if kind == wanted]
+
+
+def _post_processor(file: GGUF, tokens: list[str], *, adds_bos: bool) -> Any:
+    """Offsets as ByteLevel has them, and the tokens that the model wants around every text."""
+    from tokenizers import processors
+
+    byte_level = processors.ByteLevel(trim_offsets=True)
+    around = {"bos": adds_bos, "eos": False}
+    found: dict[str, tuple[str, int]] = {}
+    for key, default in around.items():
+        number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if file.metadata.get(f"tokenizer.ggml.add_{key}_token", default) and isinstance(number, int):
+            if not 0 <= number < len(tokens):
+                raise ValueError(f"{file.path}: the {key} token is number {number} of {len(tokens):,} tokens")
+            found[key] = (tokens[number], number)
+    if not found:
+        return byte_level
+    before, after = ([found[key][0]] if key in found else [] for key in around)
+    template = processors.TemplateProcessing(
+        single=[*before, "$A:0", *after],
+        pair=[*before, "$A:0", *after, *(f"{token}:1" for token in before), "$B:1", *(f"{t}:1" for t in after)],
+        special_tokens=list(found.values()),
+    )
+    return processors.Sequence([byte_level, template])
+
+
+# --- how text is split before merging: the names are llama.cpp's ----------------------------------------------------
+
+
+def _gpt2(core: Any) -> None:
+    from tokenizers import pre_tokenizers
+
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _digits(core: Any) -> None:
+    """Each digit stands alone; then as GPT-2."""
+    from tokenizers import pre_tokenizers
+
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+
+
+def _split(core: Any, pattern: str) -> None:
+    from tokenizers import Regex, pre_tokenizers
+
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _llama3(core: Any) -> None:
+    _split(core, _LLAMA3)
+
+
+def _qwen2(core: Any) -> None:
+    from tokenizers import normalizers
+
+    core.normalizer = normalizers.NFC()
+    _split(core, _QWEN2)
+
+
+_SPLITTERS: dict[str, Callable[[Any], None]] = {
+    "gpt-2": _gpt2,
+    "smollm": _digits,
+    "starcoder": _digits,
+    "refact": _digits,
+    "llama-bpe": _llama3,
+    "qwen2": _qwen2,
+}

@@ -1,0 +1,101 @@
+"""A model that is ready to be asked: its engine, how its text is read and written, and what ends its replies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verifiers.engine.chat import ChatTemplate, KnownTexts
+from verifiers.engine.text import Codec
+
+if TYPE_CHECKING:
+    from verifiers.engine.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """What `LocalModel` has once it has loaded."""
+
+    engine: Engine
+    codec: Codec
+    template: ChatTemplate
+    stop_ids: frozenset[int]
+    vocabulary: int
+    known: KnownTexts = field(default_factory=KnownTexts)
+
+
+def load(
+    source: Any,
+    tokenizer: Any = None,
+    *,
+    name: str,
+    sizes: Mapping[str, int],
+    device: Any = None,
+    dtype: Any = None,
+    stop_ids: frozenset[int] = frozenset(),
+) -> Loaded:
+    """Make a name, a module or an engine ready; ``sizes`` may hold rows, length and max_waiting, the rest is planned.
+
+    Raises ValueError or OSError, with what is missing, where a model cannot be had or does not fit into memory.
+    """
+    from verifiers.engine import models
+    from verifiers.engine.engine import Engine
+
+    if isinstance(source, Engine):
+        model = source.model
+        tokenizer = models.get_tokenizer(model) if tokenizer is None else tokenizer
+    else:
+        tokenizer = getattr(source, "tokenizer", None) if tokenizer is None else tokenizer
+        model, tokenizer = models.load(source, tokenizer, device=device, dtype=dtype)
+    codec = Codec(tokenizer)
+    template = ChatTemplate(tokenizer, model=name)
+    stop_ids |= stop_ids_of(model, tokenizer, template, codec)
+    engine = source if isinstance(source, Engine) else _engine(model, sizes, stop_ids)
+    return Loaded(
+        engine=engine,
+        codec=codec,
+        template=template,
+        stop_ids=stop_ids | engine.stop_ids,
+        vocabulary=vocabulary_of(model),
+    )
+
+
+def _engine(model: Any, sizes: Mapping[str, int], stop_ids: frozenset[int]) -> Engine:
+    from verifiers.engine.engine import Engine
+    from verifiers.engine.plan import plan
+
+    parameter = next(model.parameters())
+    fits = plan(
+        model.config,
+        rows=sizes.get("rows"),
+        length=sizes.get("length"),
+        dtype=parameter.dtype,
+        device=parameter.device,
+        weights_loaded=True,
+    )
+    return Engine(model, **{**sizes, "rows": fits.rows, "length": fits.length}, stop_ids=sorted(stop_ids))
+
+
+def name_of(model: Any) -> str:
+    """What a model is called: as it was asked for, or as its configuration or class says."""
+    if isinstance(model, (str, Path)):
+        return str(model)
+    inner = getattr(model, "model", model) if hasattr(model, "submit") else model
+    named = getattr(getattr(inner, "config", None), "_name_or_path", None)
+    return str(named) if named else type(inner).__name__
+
+
+def stop_ids_of(model: Any, tokenizer: Any, template: ChatTemplate, codec: Codec) -> frozenset[int]:
+    """Every token that ends a reply: as the tokenizer, the generation settings, and the chat template say."""
+    generation = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = [getattr(tokenizer, "eos_token_id", None), template.end_of_turn(codec)]
+    found += generation if isinstance(generation, (list, tuple)) else [generation]
+    return frozenset(int(token) for token in found if token is not None)
+
+
+def vocabulary_of(model: Any) -> int:
+    config = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return int(text.vocab_size)

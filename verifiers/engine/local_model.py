@@ -1,0 +1,303 @@
+"""A request → a completion from a model in this process, with the exact tokens of prompt and reply."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from verifiers import calls
+from verifiers.clients.protocol import Completion, Request
+from verifiers.engine import loaded as loading
+from verifiers.engine.loaded import Loaded, name_of
+from verifiers.engine.options import Options, read_options
+from verifiers.engine.replies import Choice, Prompt, completion_of, read_choice
+from verifiers.engine.requests import Generated, OnToken
+from verifiers.engine.streams import ReplyStream
+from verifiers.engine.text import StopWatch
+from verifiers.errors import DeadlineError, InfraError, ModelError, OverlongPromptError, RequestRefusedError, wrap
+
+if TYPE_CHECKING:
+    from verifiers.engine.engine import Engine
+
+DEFAULT_MODEL = "smollm2"
+
+
+class LocalModel:
+    """A model in this process as a client: ``env.evaluate(client=vf.LocalModel("smollm2"))``.
+
+    ``model`` is the embedded one's name, a folder, a GGUF file, a name on the hub, or a live module with its
+    ``tokenizer``, whose parameters are then read where they are: after an optimizer step the next token comes from the
+    new weights. Nothing is loaded before the first request. ``rows`` requests run at once, each of at most ``length``
+    tokens; ``stop`` are texts or token ids that end every reply.
+    """
+
+    needs_no_model = True
+    base_url = "local://"
+    api_key = ""
+
+    def __init__(
+        self,
+        model: Any = DEFAULT_MODEL,
+        tokenizer: Any = None,
+        *,
+        rows: int | None = None,
+        length: int | None = None,
+        device: Any = None,
+        dtype: Any = None,
+        stop: Iterable[str | int] = (),
+        max_waiting: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        stops: list[Any] = [stop] if isinstance(stop, (str, int)) else list(stop)
+        if wrong := [one for one in stops if one == "" or type(one) not in (str, int)]:
+            raise ValueError(f"stop holds {wrong[0]!r}; it takes texts and token ids")
+        sizes: dict[str, Any] = {"rows": rows, "length": length, "max_waiting": max_waiting}
+        for label, value in sizes.items():
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{label} must be at least 1, got {value!r}")
+        if not isinstance(model, (str, Path)) and (device is not None or dtype is not None):
+            raise ValueError("device and dtype are those of the model you hand in: leave them out")
+        self.model = name or name_of(model)
+        self._source = model
+        self._tokenizer = tokenizer
+        self._sizes = {label: value for label, value in sizes.items() if value is not None}
+        self._device, self._dtype = device, dtype
+        self._stop_texts = tuple(one for one in stops if isinstance(one, str))
+        self._stop_ids = frozenset(one for one in stops if isinstance(one, int))
+        self._lock = threading.Lock()
+        self._loaded: Loaded | None = None
+        self._failure: Exception | None = None
+        self._is_closed = False
+        self._merges = 0
+        self.chat = SimpleNamespace(completions=SimpleNamespace(create=calls.both(self._create_chat)))
+        self.completions = SimpleNamespace(create=calls.both(self._create_text))
+
+    def __repr__(self) -> str:
+        return f"LocalModel({self.model!r})"
+
+    # --- asking ---------------------------------------------------------------------------------------------------
+
+    async def complete(self, request: Request) -> Completion:
+        """The reply to a request; with ``n`` above 1 the others are in ``completion.raw["choices"]``."""
+        ready = await self.ready()
+        prompt = self._prompt(ready, request)
+        watches: list[OnToken] | None = None
+        if prompt.options.stop:
+            watches = [StopWatch(ready.codec, prompt.options.stop) for _ in range(prompt.options.n)]
+        futures = ready.engine.submit(prompt.ids, prompt.sampling, n=prompt.options.n, on_token=watches)
+        generated = await _results(futures, prompt.timeout_s)
+        choices = [self._choice(ready, prompt, one) for one in generated]
+        return completion_of(prompt, choices, ready.codec)
+
+    async def stream(self, request: Request) -> ReplyStream:
+        """A reply piece by piece: ``async for piece in await model.stream(request)``."""
+        ready = await self.ready()
+        prompt = self._prompt(ready, request)
+        return ReplyStream(ready, prompt, lambda generated: self._choice(ready, prompt, generated))
+
+    def _choice(self, loaded: Loaded, prompt: Prompt, generated: Generated) -> Choice:
+        choice = read_choice(prompt, generated, loaded.codec)
+        if prompt.text is not None:
+            loaded.known.remember(prompt.text + choice.sampled_text, prompt.ids + generated.ids[: choice.body])
+        return choice
+
+    async def _create_chat(self, *, messages: Any, model: str = "", tools: Any = None, **sampling: Any) -> Completion:
+        return await self.complete(Request(model=model or self.model, prompt=messages, tools=tools, sampling=sampling))
+
+    async def _create_text(self, *, prompt: Any, model: str = "", **sampling: Any) -> Completion:
+        return await self.complete(
+            Request(model=model or self.model, prompt=prompt, sampling=sampling, message_type="completion")
+        )
+
+    # --- a request's tokens ---------------------------------------------------------------------------------------
+
+    def _prompt(self, loaded: Loaded, request: Request) -> Prompt:
+        options = self._options(loaded, request)
+        is_chat = request.message_type == "chat"
+        tools = (options.tools or None) if is_chat and options.tool_choice != "none" else None
+        text: str | None
+        if is_chat:
+            if isinstance(request.prompt, str):
+                raise RequestRefusedError("a chat's prompt is a list of messages; this is a string")
+            text = "chat:" + loaded.template.render(request.prompt, tools, **options.template)
+            ids = self._encode(loaded, text, is_chat=True)
+        elif isinstance(request.prompt, str):
+            text = "text:" + request.prompt
+            ids = self._encode(loaded, text, is_chat=False)
+        else:
+            text, ids = None, _checked_ids(request.prompt, loaded.vocabulary)
+        room = loaded.engine.length - len(ids)
+        if room < 1:
+            raise OverlongPromptError(
+                f"the prompt has {len(ids)} tokens, and the maximum context length of {self.model} is "
+                f"{loaded.engine.length} tokens, reply included"
+            )
+        if not ids:
+            raise RequestRefusedError("the prompt is empty: give at least one token")
+        seconds = [s for s in (request.timeout_s, options.timeout_s) if s is not None]
+        return Prompt.stamped(
+            model=self.model,
+            message_type=request.message_type,
+            text=text,
+            ids=ids,
+            options=options,
+            sampling=options.sampling(room, loaded.stop_ids - loaded.engine.stop_ids),
+            stop_ids=loaded.stop_ids | options.stop_ids,
+            tool_names=tuple(_tool_name(tool) for tool in tools or ()),
+            tool_style=loaded.template.style(tools) if tools else None,
+            timeout_s=min(seconds, default=None),
+        )
+
+    def _options(self, loaded: Loaded, request: Request) -> Options:
+        given = dict(request.sampling)
+        if request.tools and "tools" not in given:
+            given["tools"] = request.tools
+        stops = given.get("stop")
+        if self._stop_texts:
+            given["stop"] = [*([stops] if isinstance(stops, str) else stops or []), *self._stop_texts]
+        return read_options(given, vocabulary=loaded.vocabulary)
+
+    def _encode(self, loaded: Loaded, text: str, *, is_chat: bool) -> list[int]:
+        """The ids of a prompt: of a conversation that goes on, those that were sampled; then those of what is new."""
+        known, ids = loaded.known.longest(text)
+        start = known or len("chat:")
+        try:
+            rest = loaded.codec.encode(text[start:], special=not is_chat and not known)
+        except (UnicodeEncodeError, TypeError) as error:  # half a surrogate pair: no text that a tokenizer takes
+            raise RequestRefusedError(f"the prompt is not text that can be tokenized: {error}") from error
+        return ids + rest
+
+    # --- its life -------------------------------------------------------------------------------------------------
+
+    async def ready(self) -> Loaded:
+        """Load the model if that has not been done; a thread does it, once."""
+        if self._loaded is not None:
+            return self._loaded
+        if self._failure is None:
+            try:
+                return await asyncio.to_thread(self.load)
+            except (ValueError, OSError, ImportError) as error:
+                self._failure = error  # the next thousand requests need not try in vain
+        raise InfraError(f"the model {self.model} could not be loaded: {self._failure}") from self._failure
+
+    def load(self) -> Loaded:
+        """Load the model now: ValueError or OSError where there is none, or it does not fit into memory."""
+        with self._lock:
+            if self._is_closed:
+                raise InfraError(f"{self!r} is closed")
+            if self._loaded is None:
+                self._loaded = loading.load(
+                    self._source,
+                    self._tokenizer,
+                    name=self.model,
+                    sizes=self._sizes,
+                    device=self._device,
+                    dtype=self._dtype,
+                    stop_ids=self._stop_ids,
+                )
+                if self._loaded.engine is not self._source:
+                    weakref.finalize(self, _close_later, self._loaded.engine).atexit = False
+            return self._loaded
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, loaded if need be."""
+        return self.load().engine
+
+    def close(self) -> None:
+        """Fail what is under way and give the memory back; an engine that was handed in is left running."""
+        with self._lock:
+            self._is_closed = True
+            loaded, self._loaded = self._loaded, None
+        if loaded is not None and loaded.engine is not self._source:
+            loaded.engine.close()
+
+    def __enter__(self) -> LocalModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- its weights ----------------------------------------------------------------------------------------------
+
+    def update_weights(self, path: str | Path) -> int:
+        """Load a folder of safetensors into the live module, in place; the number of tensors.
+
+        A folder that does not fit the model raises ValueError and changes nothing.
+        """
+        from verifiers.engine.weights import load_into
+
+        engine = self.engine
+        with engine.lock:
+            count = load_into(engine.model, path)
+            engine.forget()
+        return count
+
+    def forget(self) -> None:
+        """Drop the keys and values kept for reuse."""
+        self.engine.forget()
+
+    @contextmanager
+    def merge_adapters(self) -> Iterator[None]:
+        """While this lasts, LoRA adapters (peft) are merged into the weights: sampling is as quick as without them."""
+        engine = self.engine
+        if not callable(getattr(engine.model, "merge_adapter", None)):
+            raise TypeError(f"a {type(engine.model).__name__} has no adapters to merge; hand in a peft model")
+        self._merge(engine, +1)
+        try:
+            yield
+        finally:
+            self._merge(engine, -1)
+
+    def _merge(self, engine: Engine, change: int) -> None:
+        with engine.lock:
+            was, self._merges = self._merges, self._merges + change
+            if was == 0:
+                engine.model.merge_adapter()
+            elif self._merges == 0:
+                engine.model.unmerge_adapter()
+            engine.forget()
+
+
+def _close_later(engine: Engine) -> None:
+    # Whoever collects garbage may be the engine's own thread, which cannot wait for itself.
+    threading.Thread(target=engine.close, daemon=True).start()
+
+
+async def _results(futures: Sequence[Future[Generated]], timeout_s: float | None) -> list[Generated]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return [await asyncio.wrap_future(future) for future in futures]
+    except TimeoutError:
+        raise DeadlineError(f"the reply took longer than {timeout_s:g} s") from None
+    except Exception as error:
+        failure = wrap(error, ModelError, "the model")
+        raise failure from failure.__cause__
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _checked_ids(prompt: Any, vocabulary: int) -> list[int]:
+    if not isinstance(prompt, (list, tuple)) or not all(type(token) is int for token in prompt):
+        raise RequestRefusedError("a completion's prompt is a text or a list of token ids")
+    if wrong := [token for token in prompt if not 0 <= token < vocabulary]:
+        raise RequestRefusedError(f"the prompt holds token {wrong[0]}, and the model has {vocabulary}")
+    return list(prompt)
+
+
+def _tool_name(tool: Mapping[str, Any]) -> str:
+    function = tool.get("function", tool)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise RequestRefusedError(f"a tool has a function with a name, not {tool!r:.100}")
+    return name

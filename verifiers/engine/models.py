@@ -1,0 +1,343 @@
+"""A name becomes a model and its tokenizer: the embedded default, a folder, a GGUF, a hub name, or what is loaded."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeGuard
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import torch
+
+from verifiers.engine import smollm2
+from verifiers.engine.gguf import GGUF
+from verifiers.engine.gguf_model import model_of, quietly
+from verifiers.engine.gguf_tokenizer import tokenizer_of
+
+logger = logging.getLogger("verifiers.engine")
+
+EMBEDDED = ("smollm2", "local")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+_PULL = "run: vf models pull smollm2"
+
+
+# --- the public functions -----------------------------------------------------------------------------------------
+
+
+def load(
+    name: Any,
+    tokenizer: Any = None,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    needs_template: bool = False,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """A model to sample from, in eval mode, and its tokenizer.
+
+    ``name`` is ``"smollm2"`` (or ``"local"``), a folder, a ``.gguf`` file, a hub name, or a model that is loaded
+    already, which is left as it is. ``tokenizer`` is a tokenizer, or where to find one, if not with the model. Further
+    keywords go to transformers' ``from_pretrained``.
+    """
+    place = find(name)
+    _check_decodes(place, kwargs)
+    tokenizer = _tokenizer(place if tokenizer is None else tokenizer)
+    if needs_template:
+        check_template(tokenizer, place)
+    model = _model(place, _device(device), _dtype(dtype), kwargs) if isinstance(place, str | Path) else place
+    if model is place and (device is not None or dtype is not None or kwargs):
+        raise ValueError("the model is loaded already, so its device, dtype and options are its own: leave them out")
+    return model, tokenizer
+
+
+def get_model(
+    name: Any,
+    use_liger: bool | None = None,
+    model_kwargs: dict[str, Any] | None = None,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    **kwargs: Any,
+) -> Any:
+    """A model to train: every weight takes gradients, ``save_pretrained`` works; float32 unless on a GPU."""
+    if use_liger:
+        warnings.warn("use_liger has no effect here: the model's own layers are used", stacklevel=2)
+    options = {**(model_kwargs or {}), **kwargs}
+    dtype = dtype if dtype is not None else options.pop("dtype", None)
+    dtype = dtype if dtype is not None else options.pop("torch_dtype", None)
+    place = find(name)
+    if not isinstance(place, str | Path):
+        return place
+    _check_decodes(place, options)
+    target = _device(device)
+    return _model(place, target, _dtype(dtype) or _training_dtype(target), options)
+
+
+def get_tokenizer(name: Any) -> Any:
+    """The tokenizer of a model: by the same names as ``get_model``."""
+    return _tokenizer(find(name))
+
+
+def get_model_and_tokenizer(name: Any, use_liger: bool | None = None, **kwargs: Any) -> tuple[Any, Any]:
+    """A model to train and its tokenizer: ``model, tokenizer = vf.get_model_and_tokenizer("smollm2")``."""
+    model = get_model(name, use_liger, **kwargs)
+    return model, get_tokenizer(name)
+
+
+def check_template(tokenizer: Any, name: Any) -> None:
+    """A chat needs a chat template; say which model has none."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            f"the tokenizer of {_title(name)} has no chat template: take an instruction-tuned model, put a "
+            "chat_template.jinja into its folder, or ask for plain completions"
+        )
+
+
+# --- where a name leads -------------------------------------------------------------------------------------------
+
+
+def find(name: Any) -> Any:
+    """A folder or file that is there (``Path``), a hub name (``str``), or the loaded model itself.
+
+    The embedded model is fetched where it is missing.
+    """
+    if isinstance(name, torch.nn.Module):
+        if not hasattr(name, "config"):
+            raise ValueError(f"a {type(name).__name__} has no configuration: give a transformers or peft model")
+        return name
+    if not isinstance(name, str | os.PathLike) or not os.fspath(name):
+        raise TypeError(f"a model is a name, a path or a loaded transformers model, not {name!r}")
+    if name in EMBEDDED:
+        return _embedded()
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ValueError(f"{path} is a file: give a folder of safetensors, or a .gguf")
+        return path
+    if path.is_dir():
+        return _model_folder(path)
+    if isinstance(name, Path) or _looks_like_path(str(name)):
+        raise FileNotFoundError(f"there is no model at {path}: no such file or folder")
+    return str(name)
+
+
+def _looks_like_path(name: str) -> bool:
+    """Hub names are ``owner/name`` or one old name; anything else was meant as a path.
+
+    >>> _looks_like_path("./model"), _looks_like_path("a/b/c"), _looks_like_path("Qwen/Qwen3-0.6B")
+    (True, True, False)
+    """
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.lower().endswith((".gguf", "/"))
+
+
+def _embedded() -> Path:
+    if smollm2.is_pulled():
+        return smollm2.default_folder()
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        raise smollm2.PullError(
+            f"the embedded model is not in {smollm2.default_folder()}, and this is offline; {_PULL}"
+        )
+    return smollm2.pull()
+
+
+def _model_folder(path: Path) -> Path:
+    has_adapter = (path / "adapter_config.json").is_file()
+    if not has_adapter and not (path / "config.json").is_file():
+        raise ValueError(f"the folder {path} has no config.json: it is no model of transformers")
+    return path
+
+
+def _title(place: Any) -> str:
+    if isinstance(place, str | Path):
+        return str(place)
+    return getattr(getattr(place, "config", None), "_name_or_path", "") or f"the loaded {type(place).__name__}"
+
+
+# --- devices and types --------------------------------------------------------------------------------------------
+
+
+def default_device() -> torch.device:
+    """The GPU of this process (``LOCAL_RANK`` where several train together), or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    rank = os.environ.get("LOCAL_RANK", "")
+    if rank.isdigit() and int(rank) < torch.cuda.device_count():
+        return torch.device("cuda", int(rank))
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def default_dtype(device: str | torch.device) -> torch.dtype:
+    """What the device samples in fastest: bfloat16 on GPUs and on CPUs that multiply it; elsewhere float32."""
+    kind = torch.device(device).type
+    if kind == "cuda" or (kind == "cpu" and _cpu_multiplies_bfloat16()):
+        return torch.bfloat16
+    return torch.float32
+
+
+def _training_dtype(device: torch.device) -> torch.dtype:
+    """Small updates are lost in bfloat16, so it is for GPUs only, where memory asks for it."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    """Whether the CPU has instructions for it; without them bfloat16 is several times slower than float32."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split()
+    except OSError:
+        return False
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None or device == "auto":
+        return default_device()
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"there is no device {device!r}: say cpu, cuda or cuda:1") from None
+    if wanted.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"the device {device!s} is asked for, and torch sees no GPU here")
+    return wanted
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
+        return dtype if isinstance(dtype, torch.dtype) else None
+    found = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(dtype)
+    found = found or getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"there is no dtype {dtype!r} for weights: say float32, bfloat16 or float16")
+    return found
+
+
+# --- loading ------------------------------------------------------------------------------------------------------
+
+
+def _model(place: str | Path, device: torch.device, dtype: torch.dtype | None, kwargs: dict[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    dtype = dtype or default_dtype(device)
+    if _is_gguf(place):
+        with GGUF(place) as file:
+            return model_of(file, dtype=dtype, **kwargs).to(device)
+    options = {**_hub_options(place), "dtype": dtype, "output_loading_info": True, **kwargs}
+    with quietly(), _told_plainly(place):
+        model, told = AutoModelForCausalLM.from_pretrained(place, **options)
+    if missing := sorted(told["missing_keys"]):
+        raise ValueError(f"{place} lacks {len(missing)} weights of its model, such as {missing[0]!r}: it is not whole")
+    return model.eval().to(device)
+
+
+def _is_gguf(place: Any) -> TypeGuard[Path]:
+    return isinstance(place, Path) and place.suffix.lower() == ".gguf" and place.is_file()
+
+
+def _hub_options(place: Any) -> dict[str, Any]:
+    """Without a network the hub's client tries again for most of a minute, so it is told to look in its cache only."""
+    return {"local_files_only": True} if isinstance(place, str) and not _is_hub_reachable() else {}
+
+
+def _is_hub_reachable() -> bool:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if "https" in getproxies():  # names are looked up by the proxy
+        return True
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        return False
+    return True
+
+
+def _check_decodes(place: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a model that does not write text from left to right, before its weights are read."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    if not isinstance(place, str) and not (isinstance(place, Path) and (place / "config.json").is_file()):
+        return
+    passed = {key: kwargs[key] for key in ("revision", "trust_remote_code", "cache_dir", "token") if key in kwargs}
+    with _told_plainly(place):
+        config = AutoConfig.from_pretrained(place, **_hub_options(place), **passed)
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return
+    kind = config.model_type
+    is_encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or is_encoder or getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{place} is a {kind} model, which does not write text token by token: give a causal decoder")
+
+
+def _tokenizer(place: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    if isinstance(place, torch.nn.Module):
+        place = _home_of(place)
+    elif not isinstance(place, str | Path):
+        return place
+    else:
+        place = find(place)
+    if _is_gguf(place):
+        with GGUF(place) as file:
+            return tokenizer_of(file)
+    if isinstance(place, Path) and not any((place / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(
+            f"the folder {place} has no tokenizer: save it there (tokenizer.save_pretrained({str(place)!r}))"
+        )
+    with _told_plainly(place, "tokenizer"):
+        return AutoTokenizer.from_pretrained(place, **_hub_options(place))
+
+
+def _home_of(model: Any) -> Any:
+    """Where a loaded model came from: its tokenizer is there."""
+    home = getattr(model.config, "_name_or_path", "")
+    if not home:
+        raise ValueError(f"the loaded {type(model).__name__} does not say where it came from: give its tokenizer too")
+    return find(home)
+
+
+@contextmanager
+def _told_plainly(place: str | Path, what: str = "model") -> Iterator[None]:
+    """What goes wrong in transformers, as one sentence with the name in it."""
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        causes = _chain(error)
+        if isinstance(place, str):
+            if any(isinstance(cause, GatedRepoError) for cause in causes):
+                raise ValueError(
+                    f"the {what} {place!r} is gated: ask for access on its page, then `hf auth login`"
+                ) from error
+            if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+                raise ValueError(
+                    f"there is no {what} {place!r}, neither here as a folder nor on Hugging Face"
+                ) from error
+            if any(isinstance(cause, LocalEntryNotFoundError | ConnectionError) for cause in causes):
+                raise ValueError(
+                    f"the {what} {place!r} is no folder here and not in the cache, and Hugging Face cannot be reached: "
+                    "check the name, or use -m local"
+                ) from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the {what} {str(place)!r} could not be loaded: {reason[:300]}") from error
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    causes: list[BaseException] = []
+    step: BaseException | None = error
+    while step is not None and step not in causes:
+        causes.append(step)
+        step = step.__cause__ or step.__context__
+    return causes

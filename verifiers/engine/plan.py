@@ -1,0 +1,205 @@
+"""A model's configuration and the free memory become a number of rows and a length that fit, before anything is loaded.
+
+Keys and values are what grows: rows × length × the bytes that one token takes in every layer.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verifiers.engine.slots import Shape
+
+ROWS = {"cuda": 1024}
+ROWS_ELSEWHERE = 32
+LENGTH = 8192
+MIDDLING = 4096
+SHORT = 2048
+SHORTEST = 128
+LEFT_FREE = 0.1  # of what is free now: activations, the allocator's leftovers, other programs
+CHOSEN_SHARE = {"cuda": 0.9}  # of what may be used, where nobody asked for a size
+CHOSEN_SHARE_ELSEWHERE = 0.5
+LOGIT_COPIES = 4  # float32 tables [rows, vocabulary] that sampling has alive at once
+
+
+class WillNotFitError(ValueError):
+    """The model, rows and length asked for need more memory than is free."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How many requests run at once (``rows``), of how many tokens each (``length``), and what that takes."""
+
+    rows: int
+    length: int
+    weights_bytes: int
+    cache_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Memory:
+    """What there is, and what one more row or token costs."""
+
+    free: int
+    weights: int
+    per_token: int
+    per_row: int
+
+    def room(self, share: float = 1.0) -> float:
+        """Bytes for rows, after the weights."""
+        return (self.free * (1 - LEFT_FREE) - self.weights) * share
+
+    def rows_at(self, length: int, share: float = 1.0) -> int:
+        return max(0, int(self.room(share) // (length * self.per_token + self.per_row)))
+
+    def length_at(self, rows: int, share: float = 1.0) -> int:
+        return max(0, int((self.room(share) / rows - self.per_row) // self.per_token))
+
+
+def plan(
+    config: Any,
+    *,
+    rows: int | None = None,
+    length: int | None = None,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    weights_loaded: bool,
+    free_bytes: int | None = None,
+) -> Plan:
+    """Rows and length that fit: those asked for, or a ``WillNotFitError`` with the numbers; the rest is chosen.
+
+    ``weights_loaded`` says that the weights are counted in what is taken already. ``free_bytes`` is measured if not
+    given.
+    """
+    device = torch.device(device)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    longest = getattr(text, "max_position_embeddings", None)
+    _check(rows, length, longest)
+    weights = weights_bytes(config, dtype)
+    memory = _Memory(
+        free=free_memory(device) if free_bytes is None else free_bytes,
+        weights=0 if weights_loaded else weights,
+        per_token=Shape.of(config).bytes_per_token(dtype),
+        per_row=text.vocab_size * 4 * LOGIT_COPIES,
+    )
+    if memory.room() <= 0:
+        raise WillNotFitError(
+            f"the weights need {_gb(memory.weights)} as {_name(dtype)}, and {_gb(memory.free)} are free on {device}: "
+            "take a smaller model or another device"
+        )
+    aim = LENGTH if longest is None else min(LENGTH, longest)
+    share = CHOSEN_SHARE.get(device.type, CHOSEN_SHARE_ELSEWHERE)
+    most_rows = ROWS.get(device.type, ROWS_ELSEWHERE)
+    chosen = _choose(memory, rows, length, aim=aim, most_rows=most_rows, share=share)
+    cache = chosen[0] * chosen[1] * memory.per_token
+    if chosen[0] > memory.rows_at(chosen[1]):
+        raise WillNotFitError(_refusal(memory, *chosen, cache, device))
+    return Plan(rows=chosen[0], length=chosen[1], weights_bytes=weights, cache_bytes=cache, free_bytes=memory.free)
+
+
+def _check(rows: int | None, length: int | None, longest: int | None) -> None:
+    for name, value in (("rows", rows), ("length", length)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value!r}")
+    if length is not None and longest is not None and length > longest:
+        raise ValueError(f"length={length:,} is more than the {longest:,} positions that the model knows")
+
+
+def _choose(
+    memory: _Memory, rows: int | None, length: int | None, *, aim: int, most_rows: int, share: float
+) -> tuple[int, int]:
+    """Fill in what was not asked for, in powers of two: all the rows as long as they are of a good length."""
+    if rows is not None and length is not None:
+        return rows, length
+    if rows is not None:
+        fits = _power_of_two(memory.length_at(rows, share)) or _power_of_two(memory.length_at(rows))
+        return rows, min(aim, max(fits, min(SHORTEST, aim)))
+    if length is not None:
+        return max(1, min(most_rows, _power_of_two(memory.rows_at(length, share)))), length
+    for fewest, shortest in ((most_rows, MIDDLING), (most_rows // 4, SHORT), (1, SHORTEST)):
+        tried = aim
+        while tried >= min(shortest, aim):
+            fits = min(most_rows, _power_of_two(memory.rows_at(tried, share)))
+            if fits >= fewest:
+                return fits, tried
+            tried //= 2
+    return 1, min(SHORTEST, aim)
+
+
+def _refusal(memory: _Memory, rows: int, length: int, cache: int, device: torch.device) -> str:
+    fewer = _power_of_two(memory.rows_at(length))
+    shorter = _power_of_two(memory.length_at(rows))
+    ways = [f"rows={fewer}"] if fewer else []
+    ways += [f"length={shorter}"] if shorter >= SHORTEST else []
+    advice = f"use {' or '.join(ways)}" if ways else "take a smaller model, or both fewer rows and a shorter length"
+    weights = f" beside {_gb(memory.weights)} of weights" if memory.weights else ""
+    return (
+        f"{rows:,} rows × {length:,} tokens need {_gb(cache)} for keys and values{weights}; "
+        f"{_gb(memory.free)} are free on {device}: {advice}"
+    )
+
+
+def _power_of_two(n: int) -> int:
+    """The largest power of two that is not above ``n``; 0 for 0.
+
+    >>> [_power_of_two(n) for n in (0, 1, 7, 8)]
+    [0, 1, 4, 8]
+    """
+    return 1 << (n.bit_length() - 1) if n > 0 else 0
+
+
+def _gb(n: int) -> str:
+    return f"{n / 1e9:.1f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+def weights_bytes(config: Any, dtype: torch.dtype) -> int:
+    """What the parameters take, tied ones once; the model is laid out, not allocated."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def free_memory(device: str | torch.device) -> int:
+    """Bytes that can still be taken: of the GPU, or of this machine within the limits of its container."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    within = _container_free()
+    return min(_machine_free(), within) if within is not None else _machine_free()
+
+
+def _machine_free() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # macOS does not say; half is a safe guess
+
+
+def _container_free() -> int | None:
+    """What a control group leaves, its file cache counted as free; None without a limit."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (root / "memory.max").read_text().strip(), int((root / "memory.current").read_text())
+        stats = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return max(0, int(limit) - used + int(stats.get("inactive_file", 0))) if limit.isdigit() else None

@@ -1,0 +1,164 @@
+"""Sampled ids → a completion: text, tool calls, tokens, and the response as OpenAI's endpoints word it."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verifiers.clients.protocol import Completion, Tokens
+from verifiers.engine.options import Options
+from verifiers.engine.requests import Generated, Sampling
+from verifiers.engine.text import Codec, first_stop
+from verifiers.engine.tool_calls import Style, ToolCall, parse
+from verifiers.types import ChatMessage, MessageType, Usage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """A request, ready for the engine. ``text`` is None where the caller gave ids."""
+
+    model: str
+    message_type: MessageType
+    text: str | None
+    ids: list[int]
+    options: Options
+    sampling: Sampling
+    stop_ids: frozenset[int]
+    tool_names: tuple[str, ...] = ()
+    tool_style: Style | None = None
+    timeout_s: float | None = None
+    id: str = ""
+    created: int = 0
+
+    @classmethod
+    def stamped(cls, **fields: Any) -> Prompt:
+        kind = "chatcmpl" if fields["message_type"] == "chat" else "cmpl"
+        return cls(**fields, id=f"{kind}-{uuid.uuid4().hex}", created=int(time.time()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One of the replies to a prompt, read."""
+
+    content: str | None
+    calls: list[ToolCall]
+    finish_reason: str
+    generated: Generated
+    body: int  # tokens that are not the one that ended it
+    sampled_text: str  # all of them as text, special tokens and stop string included
+
+    @property
+    def message(self) -> ChatMessage:
+        message: ChatMessage = {"role": "assistant", "content": self.content}
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+
+def read_choice(prompt: Prompt, generated: Generated, codec: Codec) -> Choice:
+    """The text of a reply without its stop token or stop string, and the tool calls in it."""
+    ids = generated.ids
+    ended_by_id = generated.finish_reason == "stop" and bool(ids) and ids[-1] in prompt.stop_ids
+    body = len(ids) - 1 if ended_by_id else len(ids)
+    sampled_text = codec.continuation(prompt.ids, ids[:body], special=True)
+    text = codec.continuation(prompt.ids, ids[:body])
+    stop = first_stop(text, prompt.options.stop)
+    if stop >= 0:
+        text = text[:stop]
+    content: str | None = text
+    calls: list[ToolCall] = []
+    reason = generated.finish_reason
+    if prompt.tool_style is not None:
+        whole = text if stop >= 0 else sampled_text
+        reply = parse(whole, prompt.tool_style, names=prompt.tool_names, salt=str(len(prompt.ids)))
+        if reply.calls:
+            content, calls = reply.content, reply.calls
+            reason = "tool_calls" if reason == "stop" else reason
+    return Choice(
+        content=content, calls=calls, finish_reason=reason, generated=generated, body=body, sampled_text=sampled_text
+    )
+
+
+def usage_of(prompt: Prompt, choices: Sequence[Choice]) -> dict[str, Any]:
+    sampled = sum(len(choice.generated.ids) for choice in choices)
+    cached = max((choice.generated.reused for choice in choices[:1]), default=0)
+    return {
+        "prompt_tokens": len(prompt.ids),
+        "completion_tokens": sampled,
+        "total_tokens": len(prompt.ids) + sampled,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def completion_of(prompt: Prompt, choices: Sequence[Choice], codec: Codec) -> Completion:
+    """What `LocalModel.complete` returns; ``raw`` is what the server sends."""
+    first = choices[0]
+    usage = usage_of(prompt, choices)
+    return Completion(
+        message=first.message,
+        finish_reason=first.finish_reason,
+        tokens=Tokens(prompt_ids=prompt.ids, completion_ids=first.generated.ids, logprobs=first.generated.logprobs),
+        usage=Usage(prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"]),
+        model=prompt.model,
+        raw={
+            **envelope(prompt),
+            "choices": [_written(prompt, choice, index, codec) for index, choice in enumerate(choices)],
+            "usage": usage,
+            "prompt_token_ids": prompt.ids,
+            "sampling": prompt.options.record(),
+        },
+    )
+
+
+def usage_of_completion(completion: Completion | None) -> dict[str, Any]:
+    """The usage that a whole reply came with."""
+    usage: dict[str, Any] = completion.raw["usage"] if completion is not None else {}
+    return usage
+
+
+def envelope(prompt: Prompt, *, is_chunk: bool = False) -> dict[str, Any]:
+    kind = "text_completion"
+    if prompt.message_type == "chat":
+        kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+    return {"id": prompt.id, "object": kind, "created": prompt.created, "model": prompt.model}
+
+
+def _written(prompt: Prompt, choice: Choice, index: int, codec: Codec) -> dict[str, Any]:
+    generated = choice.generated
+    said = {"message": choice.message} if prompt.message_type == "chat" else {"text": choice.content}
+    logprobs = None
+    if prompt.options.logprobs:
+        logprobs = write_logprobs(prompt, generated.ids, generated.logprobs, codec)
+    written: dict[str, Any] = {
+        "index": index,
+        **said,
+        "finish_reason": choice.finish_reason,
+        "logprobs": logprobs,
+        "token_ids": generated.ids,
+        "weights": list(generated.weights),
+    }
+    if prompt.options.raw_logprobs:
+        written["raw_logprobs"] = generated.raw_logprobs
+    return written
+
+
+def write_logprobs(prompt: Prompt, ids: Sequence[int], logprobs: Sequence[float], codec: Codec) -> dict[str, Any]:
+    """The logprobs of sampled tokens, in the words of a chat or of a plain completion."""
+    if prompt.options.return_tokens_as_token_ids:
+        pieces = [f"token_id:{token}" for token in ids]
+    else:
+        pieces = codec.pieces(ids)
+    if prompt.message_type == "chat":
+        content = [
+            {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
+            for piece, logprob in zip(pieces, logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+    offsets, at = [], 0
+    for piece in pieces:
+        offsets.append(at)
+        at += len(piece)
+    return {"tokens": pieces, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}

@@ -1,0 +1,89 @@
+"""Logits become tokens: each row with its own temperature, truncation, bias and random numbers, all rows at once.
+
+Random numbers are a function of (seed, position) alone, so a request draws the same ones whatever batch it is in. One
+uniform a token picks from the cumulative distribution. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_BISECTIONS = 32
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+@dataclass(slots=True)
+class Knobs:
+    """How each of B rows is sampled; ``step_B`` counts the tokens it has sampled so far."""
+
+    temperature_B: Tensor
+    top_p_B: Tensor
+    top_k_B: Tensor
+    min_p_B: Tensor
+    seed_B: Tensor
+    step_B: Tensor
+
+
+def uniforms(seed_B: Tensor, step_B: Tensor) -> Tensor:
+    """One number in [0, 1) for each (seed, step): splitmix64, whose 64-bit arithmetic wraps alike on every device.
+
+    >>> a = uniforms(torch.tensor([7, 7]), torch.tensor([0, 1])); bool(a[0] != a[1])
+    True
+    """
+    z = seed_B + (step_B + 1) * _GOLDEN
+    z = (z ^ _shift(z, 30)) * _MIX_1
+    z = (z ^ _shift(z, 27)) * _MIX_2
+    z = z ^ _shift(z, 31)
+    return _shift(z, 40).to(torch.float32) * 2.0**-24
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right: the sign bit is not dragged along."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def sample(logits_BV: Tensor, knobs: Knobs, *, truncates: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, their logprobs under the distribution they were drawn from, and under the raw one.
+
+    A temperature of 0 takes the likeliest token; its logprob is then the raw one.
+    """
+    logits_BV = logits_BV.float()
+    raw_lse_B = torch.logsumexp(logits_BV, -1)
+    is_greedy_B = knobs.temperature_B <= 0
+    scale_B = torch.where(is_greedy_B, torch.ones_like(knobs.temperature_B), knobs.temperature_B)
+    scaled_BV = logits_BV / scale_B[:, None]
+    probs_BV = torch.softmax(scaled_BV, -1)
+    if truncates:
+        probs_BV = truncate(probs_BV, knobs)
+    cdf_BV = probs_BV.cumsum(-1)
+    mass_B = cdf_BV[:, -1]
+    drawn_B = torch.searchsorted(cdf_BV, (uniforms(knobs.seed_B, knobs.step_B) * mass_B)[:, None], right=True)[:, 0]
+    drawn_B = drawn_B.clamp_(max=logits_BV.shape[1] - 1)
+    token_B = torch.where(is_greedy_B, logits_BV.argmax(-1), drawn_B)
+    raw_B = logits_BV.gather(1, token_B[:, None])[:, 0] - raw_lse_B
+    chosen_B = probs_BV.gather(1, token_B[:, None])[:, 0]
+    return token_B, torch.where(is_greedy_B, raw_B, chosen_B.log() - mass_B.log()), raw_B
+
+
+def truncate(probs_BV: Tensor, knobs: Knobs) -> Tensor:
+    """Zero what top-k, top-p and min-p leave out. Tokens exactly as likely as the last one kept are kept too.
+
+    The lowest probability that stays is found by bisection, which sweeps the row a fixed number of times and needs no
+    sort.
+    """
+    top_B = probs_BV.amax(-1)
+    low_B = torch.zeros_like(top_B)
+    high_B = top_B.clone()
+    for _ in range(_BISECTIONS):
+        middle_B = (low_B + high_B) / 2
+        kept_BV = probs_BV >= middle_B[:, None]
+        enough_B = ((probs_BV * kept_BV).sum(-1) >= knobs.top_p_B) | (kept_BV.sum(-1) >= knobs.top_k_B)
+        low_B = torch.where(enough_B, middle_B, low_B)
+        high_B = torch.where(enough_B, high_B, middle_B)
+    floor_B = torch.maximum(low_B, knobs.min_p_B * top_B)
+    return torch.where(probs_BV >= floor_B[:, None], probs_BV, torch.zeros_like(probs_BV))

@@ -1,0 +1,228 @@
+"""Where keys and values live: one row a request, live rows first, and behind them rows kept for who comes back.
+
+The attention function here is registered with transformers under a name of its own, so any decoder that asks that
+registry for its attention works: the model's forward is its own, only what is done with keys and values is ours.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NAME = "verifiers_slots"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the cache of a model looks like."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: Any) -> Shape:
+        """Read off a transformers configuration, under whatever names the family uses."""
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        heads = text.num_attention_heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return cls(layers=text.num_hidden_layers, kv_heads=kv_heads, head_dim=head_dim)
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
+
+class SlotCache:
+    """Keys and values of every layer: ``[layers, 2, rows, kv_heads, length, head_dim]``."""
+
+    def __init__(self, shape: Shape, rows: int, length: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.rows = rows
+        self.length = length
+        size = (shape.layers, 2, rows, shape.kv_heads, length, shape.head_dim)
+        self.store = torch.zeros(size, dtype=dtype, device=device)
+        self.layers = [(self.store[i, 0], self.store[i, 1]) for i in range(shape.layers)]
+
+    def move(self, source: int, target: int, n: int) -> None:
+        """Copy the first ``n`` positions of a row over another."""
+        if source != target:
+            self.store[:, :, target, :, :n] = self.store[:, :, source, :, :n]
+
+    def swap(self, one: int, other: int, n_one: int, n_other: int) -> None:
+        if one == other:
+            return
+        n = max(n_one, n_other)
+        kept = self.store[:, :, one, :, :n].clone()
+        self.store[:, :, one, :, :n] = self.store[:, :, other, :, :n]
+        self.store[:, :, other, :, :n] = kept
+
+    def spread(self, source: int, targets: Sequence[int], n: int) -> None:
+        """Copy a row to several others at once."""
+        index = host_index(targets, self.store.device)
+        self.store[:, :, index, :, :n] = self.store[:, :, source : source + 1, :, :n]
+
+
+def host_index(rows: Sequence[int], device: torch.device) -> Tensor:
+    """Row numbers on a device, without waiting for what it is doing."""
+    index = torch.tensor(rows, dtype=torch.int64)
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One request's part of a packed prefill: tokens ``[start, end)`` go to a row that holds ``past`` already."""
+
+    start: int
+    end: int
+    row: int
+    past: int
+
+
+class Attend(Protocol):
+    """What one forward does with the queries, keys and values of a layer."""
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class Prefill:
+    """Several prompts side by side in one row of tokens; each attends to itself and to its row's past."""
+
+    cache: SlotCache
+    segments: list[Segment]
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        keys, values = self.cache.layers[layer]
+        outputs = []
+        for segment in self.segments:
+            part = slice(segment.start, segment.end)
+            q_part, k_part, v_part = q[:, :, part], k[:, :, part], v[:, :, part]
+            end = segment.past + segment.end - segment.start
+            keys[segment.row, :, segment.past : end] = k_part[0]
+            values[segment.row, :, segment.past : end] = v_part[0]
+            if segment.past:
+                k_part, v_part = keys[segment.row : segment.row + 1, :, :end], values[segment.row : segment.row + 1, :, :end]
+            outputs.append(attend_causally(q_part, k_part, v_part, segment.past, scale, window, softcap))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+
+
+@dataclass(slots=True)
+class Decode:
+    """One new token for each of the first B rows; ``length_B`` positions of each are filled before it."""
+
+    cache: SlotCache
+    rows_B: Tensor
+    length_B: Tensor
+    span: int
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        keys, values = self.cache.layers[layer]
+        keys[self.rows_B, :, self.length_B] = k[:, :, 0]
+        values[self.rows_B, :, self.length_B] = v[:, :, 0]
+        batch, heads, _, dim = q.shape
+        groups = keys.shape[1]
+        k_seen, v_seen = keys[:batch, :, : self.span], values[:batch, :, : self.span]
+        scores = torch.matmul(q.view(batch, groups, heads // groups, dim) * scale, k_seen.transpose(2, 3))
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores + self._mask(window, scores.dtype)
+        return torch.matmul(torch.softmax(scores, -1), v_seen).reshape(batch, heads, 1, dim)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        mask = self._masks.get(window)
+        if mask is None:
+            position_S = torch.arange(self.span, device=self.length_B.device)
+            hidden = position_S[None] > self.length_B[:, None]
+            if window is not None:
+                hidden = hidden | (position_S[None] <= self.length_B[:, None] - window)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            mask = self._masks[window] = mask[:, None, None]
+        return mask
+
+
+def attend_causally(
+    q: Tensor, k: Tensor, v: Tensor, past: int, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    n, total = q.shape[2], k.shape[2]
+    needs_window = window is not None and total > window
+    if not past and not needs_window and softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    position_q = torch.arange(past, past + n, device=q.device)[:, None]
+    position_k = torch.arange(total, device=q.device)[None]
+    seen = position_k <= position_q
+    if needs_window:
+        seen &= position_k > position_q - window
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+    share = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    scores = torch.tanh(torch.matmul(q, k.transpose(2, 3)) * (scale / softcap)) * softcap
+    return torch.matmul(torch.softmax(scores.masked_fill(~seen, float("-inf")), -1), v)
+
+
+# --- the door into transformers -----------------------------------------------------------------------------------
+
+
+class _Current(threading.local):
+    attend: Attend | None = None
+
+
+_current = _Current()
+
+
+def slot_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls while the engine runs the model."""
+    if kwargs.get("s_aux") is not None:
+        raise NotImplementedError("attention sinks are not supported by the local engine")
+    attend = _current.attend
+    assert attend is not None, "the model is run by the engine's attention outside of the engine"
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    output = attend(module.layer_idx, query, key, value, scale=scale, window=sliding_window, softcap=softcap)
+    return output.transpose(1, 2), None
+
+
+def register() -> None:
+    """Make the attention function known to transformers; doing it twice changes nothing."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, slot_attention)
+
+
+@contextmanager
+def attending(configs: Sequence[Any], attend: Attend) -> Iterator[None]:
+    """While this lasts, the model that these configurations belong to attends in our way, on this thread."""
+    before = [config._attn_implementation for config in configs]
+    for config in configs:
+        config._attn_implementation = NAME
+    _current.attend = attend
+    try:
+        yield
+    finally:
+        _current.attend = None
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation = name

@@ -1,0 +1,141 @@
+"""A reply on its way: pieces of text with their tokens, as the engine samples them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from verifiers.clients.protocol import Completion
+from verifiers.engine.loaded import Loaded
+from verifiers.engine.replies import Choice, Prompt, completion_of
+from verifiers.engine.requests import Generated, OnToken
+from verifiers.engine.text import StopWatch, TextStream
+from verifiers.engine.tool_calls import ToolCall, shown_length
+from verifiers.errors import DeadlineError, ModelError, wrap
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Some more of one choice: its text, and the tokens sampled since the last piece."""
+
+    index: int
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class _Half:
+    """A choice on its way."""
+
+    def __init__(self, loaded: Loaded, prompt: Prompt) -> None:
+        self._style = prompt.tool_style
+        self._text = TextStream(loaded.codec, prompt.ids, prompt.options.stop)
+        self._held = ""
+        self._told = 0
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+
+    def push(self, index: int, token: int, logprob: float) -> Piece | None:
+        self._ids.append(token)
+        self._logprobs.append(logprob)
+        self._held += self._text.push(token)
+        shown = len(self._held) if self._style is None else shown_length(self._held, self._style)
+        return self._piece(index, shown) if shown else None
+
+    def _piece(self, index: int, shown: int, **rest: Any) -> Piece:
+        text, self._held = self._held[:shown], self._held[shown:]
+        piece = Piece(index=index, text=text, ids=self._ids, logprobs=self._logprobs, **rest)
+        self._told += len(self._ids)
+        self._ids, self._logprobs = [], []
+        return piece
+
+    def finish(self, index: int, choice: Choice) -> Piece:
+        """The last piece: what was held back, and the token that ended the reply."""
+        generated = choice.generated
+        for token, logprob in zip(
+            generated.ids[self._told + len(self._ids) : choice.body],
+            generated.logprobs[self._told + len(self._ids) : choice.body],
+            strict=True,
+        ):
+            self._ids.append(token)
+            self._logprobs.append(logprob)
+            self._held += self._text.push(token)
+        self._held += self._text.finish()
+        self._ids = generated.ids[self._told :]
+        self._logprobs = generated.logprobs[self._told :]
+        shown = 0 if choice.calls else len(self._held)
+        return self._piece(index, shown, calls=choice.calls, finish_reason=choice.finish_reason)
+
+
+class ReplyStream:
+    """The pieces of a reply; ``completion`` is the whole of it once they are through. Left early, its row is free."""
+
+    def __init__(self, loaded: Loaded, prompt: Prompt, read: Callable[[Generated], Choice]) -> None:
+        self.prompt = prompt
+        self.completion: Completion | None = None
+        self._loaded = loaded
+        self._read = read
+        self._futures: list[Future[Generated]] = []
+        self._queue: asyncio.Queue[tuple[int, Any, float]] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def start(self) -> None:
+        """Queue the request (which a full engine refuses); done by the first step of the iteration otherwise."""
+        n = self.prompt.options.n
+        self._futures = self._loaded.engine.submit(
+            self.prompt.ids, self.prompt.sampling, n=n, on_token=[self._teller(i) for i in range(n)]
+        )
+        for index, future in enumerate(self._futures):
+            future.add_done_callback(lambda done, index=index: self._tell(index, done, 0.0))  # type: ignore[misc]
+
+    def _teller(self, index: int) -> OnToken:
+        stops = self.prompt.options.stop
+        watch = StopWatch(self._loaded.codec, stops) if stops else None
+
+        def on_token(token: int, logprob: float) -> bool:
+            is_heard = self._tell(index, token, logprob)
+            return not is_heard or (watch is not None and watch(token, logprob))
+
+        return on_token
+
+    def _tell(self, index: int, what: Any, logprob: float) -> bool:
+        try:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, what, logprob))
+        except RuntimeError:  # the loop is closed: nobody reads this any more
+            return False
+        return True
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        if not self._futures:
+            self.start()
+        halves = [_Half(self._loaded, self.prompt) for _ in self._futures]
+        choices: dict[int, Choice] = {}
+        timeout_s = self.prompt.timeout_s
+        deadline = None if timeout_s is None else self._loop.time() + timeout_s
+        try:
+            while len(choices) < len(halves):
+                async with asyncio.timeout_at(deadline):
+                    index, what, logprob = await self._queue.get()
+                if isinstance(what, Future):
+                    choices[index] = self._read(what.result())
+                    yield halves[index].finish(index, choices[index])
+                elif piece := halves[index].push(index, what, logprob):
+                    yield piece
+        except TimeoutError:
+            raise DeadlineError(f"the reply took longer than {self.prompt.timeout_s:g} s") from None
+        except Exception as error:
+            failure = wrap(error, ModelError, "the model")
+            raise failure from failure.__cause__
+        finally:
+            self.close()
+        self.completion = completion_of(self.prompt, [choices[index] for index in sorted(choices)], self._loaded.codec)
+
+    def close(self) -> None:
+        """Nobody wants the rest: free the rows."""
+        for future in self._futures:
+            future.cancel()

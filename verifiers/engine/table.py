@@ -1,0 +1,108 @@
+"""What the engine knows of each row, as arrays: how far it is, how it is sampled, what it has said, what it keeps."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from verifiers.engine.requests import NO_TOP_K, Ask
+from verifiers.engine.sampling import Knobs
+
+
+
+class Table:
+    """One entry a row. Rows below the live count belong to requests; the others may keep the tokens of one gone by."""
+
+    def __init__(self, rows: int, length: int, *, least_shared: int) -> None:
+        self.rows = rows
+        self.least_shared = least_shared
+        self.length = np.zeros(rows, np.int64)
+        self.token = np.zeros(rows, np.int64)
+        self.steps = np.zeros(rows, np.int64)
+        self.max_tokens = np.zeros(rows, np.int64)
+        self.seed = np.zeros(rows, np.int64)
+        self.top_k = np.zeros(rows, np.int64)
+        self.temperature, self.top_p, self.min_p = (np.zeros(rows, np.float32) for _ in range(3))
+        self.out_ids = np.zeros((rows, length + 1), np.int32)
+        self.out_logprobs, self.out_raw = (np.zeros((rows, length + 1), np.float32) for _ in range(2))
+        self.truncates, self.is_biased, self.is_watched = (np.zeros(rows, bool) for _ in range(3))
+        self.kept_ids = np.zeros((rows, length), np.int32)
+        self.kept = np.zeros(rows, np.int64)
+        self.kept_at = np.zeros(rows, np.int64)
+        self._tick = 0
+        self._columns = [value for value in vars(self).values() if isinstance(value, np.ndarray)]
+
+    def seat(self, ask: Ask) -> None:
+        """Give a row to a request whose prompt is being filled in."""
+        row, sampling = ask.row, ask.sampling
+        self.length[row] = len(ask.prompt_ids)
+        self.steps[row] = 0
+        self.max_tokens[row] = sampling.max_tokens
+        self.seed[row] = ask.seed
+        self.top_k[row] = sampling.top_k or NO_TOP_K
+        self.temperature[row], self.top_p[row], self.min_p[row] = sampling.temperature, sampling.top_p, sampling.min_p
+        self.truncates[row] = sampling.truncates
+        self.is_biased[row] = bool(sampling.logit_bias)
+        self.is_watched[row] = ask.on_token is not None or bool(sampling.stop_ids)
+        self.kept[row] = 0
+
+    def knobs(self, rows_N: np.ndarray, device: torch.device) -> Knobs:
+        columns = (self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.steps)
+        return Knobs(*(torch.from_numpy(column[rows_N]).to(device) for column in columns))
+
+    def record(self, rows_N: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray) -> None:
+        steps_N = self.steps[rows_N]
+        self.token[rows_N] = token_N
+        self.out_ids[rows_N, steps_N] = token_N
+        self.out_logprobs[rows_N, steps_N] = logprob_N
+        self.out_raw[rows_N, steps_N] = raw_N
+        self.steps[rows_N] = steps_N + 1
+
+    def output(self, row: int) -> tuple[list[int], list[float], list[float]]:
+        """All that a row has sampled."""
+        n = self.steps[row]
+        return self.out_ids[row, :n].tolist(), self.out_logprobs[row, :n].tolist(), self.out_raw[row, :n].tolist()
+
+    # --- rows kept for reuse --------------------------------------------------------------------------------------
+
+    def park(self, ask: Ask, *, keep: bool) -> None:
+        """Note which tokens a row's keys and values belong to, now that its request is done."""
+        row, prompt = ask.row, len(ask.prompt_ids)
+        self._tick += 1
+        self.kept_at[row] = self._tick
+        self.kept[row] = self.length[row] if keep else 0
+        if keep:
+            self.kept_ids[row, :prompt] = ask.prompt_ids
+            self.kept_ids[row, prompt : self.length[row]] = self.out_ids[row, : self.length[row] - prompt]
+
+    def best_match(self, prompt: list[int], first: int) -> tuple[int, int]:
+        """The kept row (from ``first`` on) that shares the longest beginning with a prompt, and how long it is."""
+        if not self.kept[first:].any():
+            return first, 0
+        most = min(len(prompt) - 1, self.kept_ids.shape[1])  # the last token has to be run for its logits
+        same = self.kept_ids[first:, :most] == np.asarray(prompt[:most], np.int32)
+        shared = np.where(same.all(1), most, same.argmin(1)) if most else np.zeros(len(same), np.int64)
+        shared = np.minimum(shared, self.kept[first:])
+        best = int(shared.argmax())
+        return (first + best, int(shared[best])) if shared[best] >= self.least_shared else (first, 0)
+
+    def oldest(self, first: int) -> int:
+        """The row (from ``first`` on) that is least worth keeping."""
+        age = np.where(self.kept[first:] > 0, self.kept_at[first:], -1)
+        return first + int(age.argmin())
+
+    def kept_length(self, row: int) -> int:
+        return int(self.kept[row])
+
+    def swap_kept(self, one: int, other: int) -> None:
+        for column in (self.kept_ids, self.kept, self.kept_at):
+            column[[one, other]] = column[[other, one]]
+
+    def exchange(self, rows: np.ndarray) -> None:
+        """Swap the rows of two equally long lists."""
+        here, there = rows.reshape(-1), rows[::-1].reshape(-1)
+        for column in self._columns:
+            column[here] = column[there]
+
+    def forget(self, first: int) -> None:
+        self.kept[first:] = 0

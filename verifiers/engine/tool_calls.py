@@ -1,0 +1,210 @@
+"""Tool calls in a reply's text → calls as OpenAI writes them, and the text around them. Nothing raises here.
+
+A call that is cut off, or is not JSON, stays what it is: text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator
+from typing import Any, Literal, NamedTuple
+
+Style = Literal["hermes", "llama3", "mistral"]
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MISTRAL, MISTRAL_ARGS = "[TOOL_CALLS]", "[ARGS]"
+LLAMA_TAG = "<|python_tag|>"
+ID_CHARS = "0123456789abcdefghijklmnopqrstuvwxyz"
+ID_LENGTH = 9  # what Mistral's templates insist on
+
+ToolCall = dict[str, Any]
+_decoder = json.JSONDecoder(strict=False)  # models write line breaks inside of strings
+
+
+class Reply(NamedTuple):
+    """A reply taken apart: its text (None where there are only calls) and its calls."""
+
+    content: str | None
+    calls: list[ToolCall]
+
+
+def style_of(template: str) -> Style:
+    """How a model writes tool calls, told from its chat template; Hermes' way where the template does not say.
+
+    >>> style_of("… {{ '<tool_call>' }} …"), style_of("… [TOOL_CALLS] …"), style_of("… Environment: ipython …")
+    ('hermes', 'mistral', 'llama3')
+    """
+    if MISTRAL in template:
+        return "mistral"
+    if OPEN in template:
+        return "hermes"
+    if LLAMA_TAG in template or "ipython" in template or '"parameters": dictionary' in template:
+        return "llama3"
+    return "hermes"
+
+
+def parse(text: str, style: Style, *, names: Collection[str] | None = None, salt: str = "") -> Reply:
+    """Take a reply apart. ``names`` are the tools there are: a bare JSON object is a call only if it names one.
+
+    Ids are made from the text and ``salt``, so that the same sampling gives the same ids.
+
+    >>> reply = parse('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "hermes")
+    >>> reply.content, reply.calls[0]["function"]
+    ('Let me see.', {'name': 'add', 'arguments': '{"a": 1}'})
+    >>> parse('<tool_call>{"name": "add", "arg', "hermes")
+    Reply(content='<tool_call>{"name": "add", "arg', calls=[])
+    """
+    reader = {"hermes": _hermes, "llama3": _llama3, "mistral": _mistral}[style]
+    content, found = reader(text, names)
+    if not found:
+        return Reply(text, [])
+    seal = f"{salt}\0{text}"
+    calls = [
+        {"id": call_id(seal, i), "type": "function", "function": {"name": name, "arguments": arguments}}
+        for i, (name, arguments) in enumerate(found)
+    ]
+    return Reply(content.strip() or None, calls)
+
+
+def call_id(seal: str, index: int) -> str:
+    """Nine letters and digits for the call at ``index`` of a reply."""
+    digest = hashlib.blake2b(f"{index}\0{seal}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    number = int.from_bytes(digest, "big")
+    chars = []
+    for _ in range(ID_LENGTH):
+        number, char = divmod(number, len(ID_CHARS))
+        chars.append(ID_CHARS[char])
+    return "".join(chars)
+
+
+# --- the three ways of writing ------------------------------------------------------------------------------------
+
+Found = list[tuple[str, str]]
+
+
+def _hermes(text: str, names: Collection[str] | None) -> tuple[str, Found]:
+    """``<tool_call>{"name": …, "arguments": …}</tool_call>``, any number, with text around; or a list inside."""
+    outside: list[str] = []
+    found: Found = []
+    at = 0
+    for start, end in _blocks(text):
+        calls = _calls_in(text[start + len(OPEN) : end])
+        if calls is not None:
+            outside.append(text[at:start])
+            found += calls
+            at = end + len(CLOSE)
+    outside.append(text[at:])
+    return "".join(outside), found
+
+
+def _blocks(text: str) -> Iterator[tuple[int, int]]:
+    at = 0
+    while (end := text.find(CLOSE, at)) >= 0:
+        start = text.rfind(OPEN, at, end)
+        if start >= 0:
+            yield start, end
+        at = end + len(CLOSE)
+
+
+def _llama3(text: str, names: Collection[str] | None) -> tuple[str, Found]:
+    """The whole reply is ``{"name": …, "parameters": …}``, or several of these with ``;`` between."""
+    body = text.strip().removeprefix(LLAMA_TAG)
+    found: Found = []
+    at = 0
+    while True:
+        value, at = _value_at(body, at)
+        calls = None if isinstance(value, list) else _calls_of(value)
+        if calls is None or (names is not None and calls[0][0] not in names):
+            return text, []
+        found += calls
+        at = _skip(body, at)
+        if at == len(body):
+            return "", found
+        if body[at] != ";":
+            return text, []
+        at += 1
+
+
+def _mistral(text: str, names: Collection[str] | None) -> tuple[str, Found]:
+    """``[TOOL_CALLS][{"name": …, "arguments": …}]``, or ``[TOOL_CALLS]name[ARGS]{…}`` any number of times."""
+    before, marker, body = text.partition(MISTRAL)
+    if not marker:
+        return text, []
+    if body.lstrip()[:1] in ("[", "{"):
+        calls = _calls_in(body)
+        return (before, calls) if calls else (text, [])
+    found: Found = []
+    for part in body.split(MISTRAL):
+        brace = part.find("{")
+        if brace < 0:
+            return text, []
+        name = part[:brace].strip().removesuffix(MISTRAL_ARGS).strip()
+        arguments, end = _value_at(part, brace)
+        call = _call_of({"name": name, "arguments": arguments})
+        if call is None or arguments is None or _skip(part, end) != len(part):
+            return text, []
+        found.append(call)
+    return before, found
+
+
+# --- JSON ---------------------------------------------------------------------------------------------------------
+
+
+def _calls_in(text: str) -> Found | None:
+    """The calls in a text that is nothing but one JSON value; None when it is not."""
+    value, at = _value_at(text, 0)
+    return _calls_of(value) if _skip(text, at) == len(text) else None
+
+
+def _value_at(text: str, at: int) -> tuple[Any, int]:
+    try:
+        return _decoder.raw_decode(text, _skip(text, at))
+    except (ValueError, RecursionError):
+        return None, at
+
+
+def _skip(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _calls_of(value: Any) -> Found | None:
+    values = value if isinstance(value, list) else [value]
+    calls = [_call_of(item) for item in values]
+    known = [call for call in calls if call is not None]
+    return known if known and len(known) == len(calls) else None
+
+
+def _call_of(value: Any) -> tuple[str, str] | None:
+    if not isinstance(value, dict):
+        return None
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
+    if not isinstance(name, str) or not name.isprintable() or not name:
+        return None
+    if isinstance(arguments, str):  # JSON within JSON: some models write it so
+        arguments, _ = _value_at(arguments, 0)
+    if not isinstance(arguments, dict):
+        return None
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        written.encode()
+        name.encode()
+    except UnicodeEncodeError:  # half a surrogate pair: only its escape can be sent on
+        return (name, json.dumps(arguments)) if name.isascii() else None
+    except (ValueError, RecursionError):
+        return None
+    return name, written
+
+
+def shown_length(text: str, style: Style) -> int:
+    """How much of a reply under way is surely text: what may be (the beginning of) a call is held back."""
+    if style != "hermes":
+        return 0  # the whole reply is either a call or not
+    at = text.find(OPEN)
+    if at >= 0:
+        return at
+    for n in range(min(len(OPEN) - 1, len(text)), 0, -1):
+        if text.endswith(OPEN[:n]):
+            return len(text) - n
+    return len(text)
