@@ -1,6 +1,6 @@
 """CPU milliseconds a single-turn rollout (parser, two rewards, saved to disk), beside classic 0.1.14 and bare aiohttp.
 
-    python benchmarks/rollouts.py                # sets the peer up in .bench/classic on first use
+python benchmarks/rollouts.py                # sets the peer up in .bench/classic on first use
 """
 
 from __future__ import annotations
@@ -47,15 +47,17 @@ def run_ours(url, n, concurrency, folder):
         client=client, model="canned", max_concurrent=concurrency, results_path=f"{folder}/run", use_tqdm=False
     )
     took = time.process_time() - began
-    assert len(results.rewards) == n and abs(sum(results.rewards) / n - 1.2) < 1e-9, results
-    assert sum(1 for _ in open(f"{folder}/run/results.jsonl")) == n
+    assert len(results.rewards) == n, results
+    assert abs(sum(results.rewards) / n - 1.2) < 1e-9, results
+    assert Path(folder, "run", "results.jsonl").read_bytes().count(b"\n") == n
     return took
 
 
 def run_classic(url, n, concurrency, folder):
     os.environ["NO_KEY"] = "none"
-    import verifiers as vf
     from datasets import Dataset
+
+    import verifiers as vf
     from verifiers.types import ClientConfig
 
     env = make_env(vf, Dataset.from_list(questions(n)))
@@ -72,10 +74,11 @@ def run_classic(url, n, concurrency, folder):
         took = time.process_time() - began
         assert len(results["outputs"]) == n, len(results["outputs"])
         assert abs(sum(o["reward"] for o in results["outputs"]) / n - 1.2) < 1e-9
-        assert sum(1 for _ in open(path / "results.jsonl")) == n
         return took
 
-    return asyncio.run(both())
+    took = asyncio.run(both())
+    assert Path(folder, "classic", "results.jsonl").read_bytes().count(b"\n") == n
+    return took
 
 
 def run_bare(url, n, concurrency, folder):

@@ -1,7 +1,8 @@
-"""`make demo`: a bundled environment, a fake model behind a flaky server, and the report.
+"""`make demo`: a bundled environment, first with a fake model behind a flaky server, then with a real one.
 
-The model is a function that is often right, sometimes careless and now and then forgets the format. It is served over
-HTTP by the package's fake server, which fails every fifth request on purpose: nothing of that reaches the scores.
+The fake model is a function that is often right, sometimes careless and now and then forgets the format. It is served
+over HTTP by the package's fake server, which fails every fifth request on purpose: nothing of that reaches the scores.
+The real one is SmolLM2-135M-Instruct, in this process, without a network.
 """
 
 from __future__ import annotations
@@ -30,9 +31,14 @@ def careless_student(messages: list[dict[str, str]]) -> str:
     return f"<reasoning>\n{question} I work from left to right.\n</reasoning>\n<answer>\n{value}\n</answer>"
 
 
-def main() -> None:
-    random.seed(0)
-    env = vf.load_environment("arithmetic", environments_dir=ROOT / "environments", difficulty="mixed")
+def show(results: vf.Results, n: int) -> None:
+    """A few questions with what was said to them."""
+    questions = [prompt[-1:] for prompt in results["prompts"]]
+    vf.print_prompt_completions_sample(questions, results["completions"], results["rewards"], num_samples=n)
+
+
+def fake_model(env: vf.Environment) -> None:
+    print("A fake model behind a server that fails on purpose:\n")
     with vf.FakeServer(careless_student, chaos=vf.Chaos(rate=0.2)) as server:
         results = env.evaluate(
             client=vf.HTTPClient(server.url),
@@ -42,16 +48,32 @@ def main() -> None:
             max_concurrent=64,
             save_results=True,
         )
-    print("\nOne rollout:")
-    vf.print_prompt_completions_sample(
-        [results["prompts"][0][-1:]], [results["completions"][0]], [results["rewards"][0]], num_samples=1
-    )
-    print(f"The report (the server failed {server.faults} times on purpose; each was asked again):\n")
-    print(results)
+    show(results, 1)
+    print(f"The server failed {server.faults} times; each request was repeated. The report:\n\n{results}")
     for k in (1, 4):
         print(vf.stats.pass_at_k(results["correct"], results["example_ids"], k=k))
     for level, part in results.by("difficulty").items():
         print(f"{level:<6} correct {part.interval('correct')}")
+
+
+def real_model(env: vf.Environment) -> None:
+    print("\nA real model in this process (135M parameters: do not expect much of it):\n")
+    model = vf.LocalModel("smollm2", length=1024)
+    results = env.evaluate(client=model, num_examples=12, temperature=0.2, max_tokens=96, seed=1)
+    show(results, 4)
+    print(results)
+
+
+def main() -> None:
+    random.seed(0)
+    folder = ROOT / "environments"
+    fake_model(vf.load_environment("arithmetic", environments_dir=folder))
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        print("\nFor a real model in this process: pip install 'verifiers[local]'")
+        return
+    real_model(vf.load_environment("arithmetic", environments_dir=folder, difficulty="easy"))
 
 
 if __name__ == "__main__":

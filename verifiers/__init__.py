@@ -29,21 +29,19 @@ _NAMES = {
     "State TrajectoryStep TrajectoryStepTokens Usage",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-# Classic hands these on from OpenAI's package; they are no part of __all__, so that a star import does not need it.
-_OPENAI = (
-    "AsyncOpenAI",
-    "ChatCompletion",
-    "ChatCompletionMessageParam",
-    "ChatCompletionMessageToolCall",
-    "ChatCompletionRole",
-    "ChatCompletionToolParam",
-    "FunctionDefinition",
-    "FunctionParameters",
-)
+# What needs an extra, or OpenAI's package (whose names classic hands on): no part of __all__, so that a star import
+# does not need them.
+_EXTRA_NAMES = {
+    "engine": "LocalModel LocalServer get_model get_model_and_tokenizer get_tokenizer",
+    "types": "AsyncOpenAI ChatCompletion ChatCompletionMessageParam ChatCompletionMessageToolCall ChatCompletionRole "
+    "ChatCompletionToolParam FunctionDefinition FunctionParameters",
+}
+_EXTRA_HOME = {name: module for module, names in _EXTRA_NAMES.items() for name in names.split()}
 _MODULES = (
     "calls",
     "clients",
     "decorators",
+    "engine",
     "envs",
     "errors",
     "messages",
@@ -62,8 +60,9 @@ __all__ = sorted([*_HOME, "stats", "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME or name in _OPENAI:
-        value = getattr(importlib.import_module(f"verifiers.{_HOME.get(name, 'types')}"), name)
+    home = _HOME.get(name) or _EXTRA_HOME.get(name)
+    if home is not None:
+        value = getattr(importlib.import_module(f"verifiers.{home}"), name)
     elif name in _MODULES:
         value = importlib.import_module(f"verifiers.{name}")
     else:

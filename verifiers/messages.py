@@ -54,6 +54,15 @@ def _part_text(part: Any) -> str:
     return text if isinstance(text, str) else ""
 
 
+def has_audio(messages: Any) -> bool:
+    """Does any message carry a sound? Endpoints then want to be told that text is to come back."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list) and any(isinstance(p, dict) and p.get("type") == "input_audio" for p in content):
+            return True
+    return False
+
+
 def role_of(message: Any) -> str | None:
     """The role of a message, a dict or an SDK object."""
     role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)

@@ -77,7 +77,7 @@ def read_error(state: State) -> None:
 
 def note_error(state: State, error: Exception) -> None:
     """What the policy caused ends the rollout and is scored; anything else makes it failed."""
-    wrapped = wrap(error, HookError, "an environment hook")
+    wrapped = wrap(error, HookError, _where(error))
     if isinstance(wrapped, OverlongPromptError):
         state["prompt_too_long"] = True
         state["is_truncated"] = True
@@ -87,6 +87,17 @@ def note_error(state: State, error: Exception) -> None:
     elif state.get("error") is None:
         state["error"] = wrapped
         state["stop_condition"] = "has_error"
+
+
+def _where(error: Exception) -> str:
+    """The hook an error came out of: the first function on its way that is not ours."""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not str(trace.tb_frame.f_globals.get("__name__", "")).startswith(("verifiers", "asyncio")):
+            return code.co_qualname.replace(".<locals>", "")
+        trace = trace.tb_next
+    return "an environment hook"
 
 
 def note_timing(state: State) -> None:

@@ -15,16 +15,17 @@ def load(**kwargs):
     return vf.load_environment("arithmetic", environments_dir=FOLDER, **kwargs)
 
 
-def expression(row) -> str:
-    return row["question"].removeprefix("What is ").removesuffix("?")
+def value(question: str) -> str:
+    expression = question.removeprefix("What is ").removesuffix("?")
+    assert set(expression) <= set("0123456789+-*() ")
+    return str(eval(expression))  # noqa: S307 - nothing but digits and signs
 
 
 @pytest.mark.parametrize("difficulty", ["easy", "medium", "hard", "mixed"])
 def test_every_gold_answer_is_the_value_of_its_question(difficulty):
     env = load(difficulty=difficulty, num_train_examples=300)
     for row in env.dataset:
-        assert set(expression(row)) <= set("0123456789+-*() ")
-        assert str(eval(expression(row))) == row["answer"]
+        assert value(row["question"]) == row["answer"]
 
 
 def test_the_same_seed_gives_the_same_questions_and_another_seed_others():
@@ -42,7 +43,7 @@ def test_a_right_reply_scores_more_than_a_wrong_one_and_both_more_than_none():
         return results.mean_reward
 
     def gold(messages):
-        return reply(reasoning="r", answer=str(eval(expression({"question": messages[-1]["content"]}))))
+        return reply(reasoning="r", answer=value(messages[-1]["content"]))
 
     right, wrong, empty = score(gold), score(lambda _: reply(reasoning="r", answer="x")), score(lambda _: "")
     assert right == pytest.approx(1.1)

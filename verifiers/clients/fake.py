@@ -7,12 +7,12 @@ import inspect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 
 from verifiers import calls, messages
+from verifiers.clients.openai_looks import OpenAILooks
 from verifiers.clients.protocol import Completion, Request, Tokens
 from verifiers.errors import DeadlineError, ModelError, RequestRefusedError, wrap
 from verifiers.types import Usage
@@ -20,7 +20,7 @@ from verifiers.types import Usage
 START, END = 256, 257  # every byte is its own token; these two mark where a message begins and ends
 
 
-class FakeClient:
+class FakeClient(OpenAILooks):
     """A client that answers with ``reply``, and remembers what it was asked in ``.requests``.
 
     ``reply`` is a text, a message, a `Completion` or an error to raise; a function (sync or async) that gets the
@@ -43,8 +43,6 @@ class FakeClient:
         self.tokens = tokens
         self.requests: list[Request] = []
         self._turns = itertools.count()
-        self.chat = SimpleNamespace(completions=SimpleNamespace(create=self._create_chat))
-        self.completions = SimpleNamespace(create=self._create_text)
 
     async def complete(self, request: Request) -> Completion:
         prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
@@ -72,14 +70,6 @@ class FakeClient:
         if isinstance(reply, Sequence) and not isinstance(reply, str):
             return await self._say(reply[next(self._turns) % len(reply)], request)
         return reply
-
-    @calls.both
-    async def _create_chat(self, *, model: str, messages: Any, tools: Any = None, **sampling: Any) -> Completion:
-        return await self.complete(Request(model=model, prompt=messages, tools=tools, sampling=sampling))
-
-    @calls.both
-    async def _create_text(self, *, model: str, prompt: str, **sampling: Any) -> Completion:
-        return await self.complete(Request(model=model, prompt=prompt, sampling=sampling, message_type="completion"))
 
 
 def _check(reply: Any) -> None:

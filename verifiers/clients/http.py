@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import read_response
 from verifiers.clients.remote import RemoteClient
 from verifiers.errors import RequestRefusedError, ServerError
+from verifiers.messages import has_audio
 
 
 class HTTPClient(RemoteClient):
@@ -28,7 +28,7 @@ class HTTPClient(RemoteClient):
         if "max_tokens" in args:
             args.setdefault("max_completion_tokens", args["max_tokens"])
             del args["max_tokens"]
-        if "modalities" not in args and _has_audio(request.prompt):
+        if "modalities" not in args and has_audio(request.prompt):
             args["modalities"] = ["text"]
         if request.tools:
             args.setdefault("tools", request.tools)
@@ -39,11 +39,3 @@ class HTTPClient(RemoteClient):
         if completion.finish_reason == "error":  # how gateways say that the model behind them broke off
             raise ServerError("the reply broke off with an error")
         return completion
-
-
-def _has_audio(messages: Iterable[Any]) -> bool:
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list) and any(isinstance(p, dict) and p.get("type") == "input_audio" for p in content):
-            return True
-    return False

@@ -11,6 +11,7 @@ from urllib.parse import urlencode, urlsplit
 
 from verifiers.calls import PerLoop
 from verifiers.clients import wire
+from verifiers.clients.openai_looks import OpenAILooks
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import Prices
 from verifiers.clients.retries import Backoff, Failure, bad_reply, reported_failure, status_failure
@@ -29,7 +30,7 @@ SHOWN_CHARS = 500
 _READ_CHARS = 65536  # of an error's body
 
 
-class RemoteClient:
+class RemoteClient(OpenAILooks):
     """What every client over HTTP does; each says how it writes a request (`_write`) and reads a reply (`_read`).
 
     ``timeout_s`` bounds one attempt, ``max_concurrent`` the requests of this client (the endpoint's own limit adapts by

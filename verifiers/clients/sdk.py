@@ -13,6 +13,7 @@ from verifiers.calls import Hook, PerLoop, is_async_callable, maybe_await
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import is_overlong, read_response
 from verifiers.clients.secrets import redact, secrets_in
+from verifiers.messages import has_audio
 from verifiers.types import MessageType
 
 DEFAULT_TIMEOUT_S = 3600.0
@@ -116,6 +117,8 @@ def arguments(create: Callable[..., Any], request: Request) -> dict[str, Any]:
         if "max_tokens" in sampling:
             limit = sampling.pop("max_tokens")
             sampling.setdefault("max_completion_tokens", limit)
+        if "modalities" not in sampling and has_audio(request.prompt):
+            sampling["modalities"] = ["text"]
     if request.tools:
         kwargs["tools"] = request.tools
     known = _parameters(create)

@@ -18,6 +18,9 @@ _HOME = {
     "LocalModel": "local_model",
     "LocalServer": "server",
     "Sampling": "requests",
+    "get_model": "models",
+    "get_model_and_tokenizer": "models",
+    "get_tokenizer": "models",
     "serve": "server",
 }
 

@@ -1,22 +1,24 @@
 """Decoding on CUDA: captured graphs over static rows, sampling on the device, the host one step behind.
 
-The device holds the truth while it runs: last token, length and knobs of each row, updated by the graph itself. The host
-launches the next step before it reads the one before, so it never waits for a token; what a row samples after its end is
-thrown away.
+The device holds the truth while it runs: last token, length and knobs of each row, updated by the graph itself. The
+host launches the next step before it reads the one before, so it never waits for a token; what a row samples after its
+end is thrown away.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from verifiers.engine import kernels, slots
 from verifiers.engine.requests import Ask
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from verifiers.engine.engine import Engine
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+
+# Not cuDNN's: it plans anew for every shape, and prompts come in all lengths.
+_SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(slots=True)
@@ -65,7 +70,11 @@ class CudaPrefill:
         q_b, k_b, v_b = (self._padded(x) for x in (q, k, v))
         keys[self.rows, :, : self.width] = k_b
         values[self.rows, :, : self.width] = v_b
-        out = slots.attend_causally(q_b, k_b, v_b, 0, scale, window, softcap)
+        share = q_b.shape[1] // k_b.shape[1]
+        if share > 1:  # with heads written out PyTorch takes its quickest kernel
+            k_b, v_b = k_b.repeat_interleave(share, 1), v_b.repeat_interleave(share, 1)
+        with sdpa_kernel(_SDPA):
+            out = slots.attend_causally(q_b, k_b, v_b, 0, scale, window, softcap)
         heads, dim = out.shape[1], out.shape[3]
         return out.transpose(0, 1).reshape(heads, -1, dim).index_select(1, self.inside)[None]
 
@@ -123,6 +132,13 @@ class CudaDecoder:
             self._whole[:, to] = self._whole[:, source]
             self._real[:, to] = self._real[:, source]
         self.length[first:last] = self.engine.length
+
+    def fused_norms(self) -> AbstractContextManager[None]:
+        return fused(self._norms)
+
+    def sample(self, logits_NV: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor, Tensor]:
+        """Untruncated sampling, in one sweep."""
+        return kernels.sample(logits_NV, knobs.temperature_B, knobs.seed_B, knobs.step_B)
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -199,13 +215,12 @@ class CudaDecoder:
     def _step(self, size: int, truncates: bool) -> tuple[Tensor, Tensor, Tensor]:
         engine = self.engine
         length = self.length[:size]
-        with fused(self._norms):
-            logits = engine.forward(self.token[:size, None], length[:, None], CudaDecode(engine.cache, length))[:, 0]
+        logits = engine.forward(self.token[:size, None], length[:, None], CudaDecode(engine.cache, length))[:, 0]
         knobs = Knobs(*(getattr(self.knobs, name)[:size] for name in Knobs.__slots__))
         if truncates:
             outputs = sample(logits, knobs, truncates=True)
         else:
-            outputs = kernels.sample(logits, knobs.temperature_B, knobs.seed_B, knobs.step_B)
+            outputs = self.sample(logits, knobs)
         self.token[:size] = outputs[0]
         length.add_(1).clamp_(max=engine.length)
         knobs.step_B.add_(1)
@@ -232,15 +247,15 @@ def fusible_norms(model: nn.Module) -> list[tuple[nn.Module, float]]:
     return found
 
 
+def _rms_norm(module: Any, epsilon: float, x: Tensor) -> Tensor:
+    return F.rms_norm(x, module.weight.shape, module.weight, epsilon)
+
+
 @contextmanager
 def fused(norms: Sequence[tuple[nn.Module, float]]) -> Iterator[None]:
     """While this lasts these norms are one kernel each."""
-
-    def forward_of(module: Any, epsilon: float) -> Any:
-        return lambda x: F.rms_norm(x, module.weight.shape, module.weight, epsilon)
-
     for module, epsilon in norms:
-        module.__dict__["forward"] = forward_of(module, epsilon)
+        module.__dict__["forward"] = partial(_rms_norm, module, epsilon)
     try:
         yield
     finally:

@@ -9,10 +9,11 @@ import atexit
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -39,6 +40,25 @@ LEAST_SHARED, LEAST_SHARED_CUDA = 16, 512
 SPAN_STEP = 32
 PACK_AFTER = 8  # steps on the same weights: packing them costs about as much as it saves in so many
 ONE_THREAD_BELOW = 4_000_000  # parameters: threads would wait for one another longer than they compute
+
+
+_engines: WeakSet[Engine] = WeakSet()
+_threads: set[threading.Thread] = set()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A thread that Python cuts off within torch aborts the process: let each come to its end."""
+    for engine in list(_engines):
+        engine.stop()
+    for thread in list(_threads):
+        thread.join()
+
+
+def _remember(engine: Engine, thread: threading.Thread) -> None:
+    _threads.difference_update([other for other in _threads if other.ident is not None and not other.is_alive()])
+    _engines.add(engine)
+    _threads.add(thread)
 
 
 class EngineFullError(ModelError):
@@ -68,8 +88,10 @@ class Engine:
         self.rows = rows
         self.prefill_tokens = prefill_tokens
         self.max_waiting = max_waiting
-        self._parameters = list(model.parameters())
-        self.device, self.dtype = self._parameters[0].device, self._parameters[0].dtype
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self._parameters: list[Tensor] = []
+        self._adapter: Any = None
         # One position more than is promised: where rows that are not live write on CUDA.
         self.cache = SlotCache(Shape.of(config), rows, self.length + 1, dtype=self.dtype, device=self.device)
         least_shared = LEAST_SHARED_CUDA if self.device.type == "cuda" else LEAST_SHARED
@@ -77,6 +99,7 @@ class Engine:
         self.live: list[Ask] = []
         self.waiting: deque[Ask] = deque()
         self._joining: list[Ask] = []
+        self._outbox: list[tuple[Ask, Generated | BaseException]] = []
         self.lock = threading.RLock()  # held while the model runs: whoever updates its weights takes it
         self.steps = 0
         self.tokens = 0
@@ -85,10 +108,11 @@ class Engine:
         self._is_closed = False
         self._has_cancelled = False
         self.stop_ids = frozenset(stop_ids)
-        self._is_stop = np.zeros(getattr(text, "vocab_size", 0) + 1, bool)
+        self.vocabulary = int(text.vocab_size)
+        self._is_stop = np.zeros(self.vocabulary + 1, bool)
         self._is_stop[[token for token in stop_ids if token < len(self._is_stop)]] = True
         self._weights = 0
-        self._fingerprint: tuple[int, int] = (0, 0)
+        self._fingerprint: tuple[int, Any] = (0, None)
         self._draw = np.random.default_rng()
         self._cuda = _cuda_decoder(self) if self.device.type == "cuda" else None
         self._packed = PackedLinears(model) if PackedLinears.helps(model) else None
@@ -104,16 +128,18 @@ class Engine:
         n: int = 1,
         on_token: OnToken | Sequence[OnToken] | None = None,
     ) -> list[Future[Generated]]:
-        """Queue ``n`` completions of one prompt, which is run through the model once; ``on_token`` may be one for each."""
+        """Queue ``n`` completions of one prompt, which is run once; ``on_token`` may be one function for each."""
         sampling = sampling or Sampling()
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
             raise ValueError("the prompt is empty: give at least one token")
         if len(prompt) >= self.length:
             raise OverlongPromptError(f"the prompt has {len(prompt)} tokens, and the context is {self.length}")
+        if strangers := [token for token in (*prompt, *sampling.logit_bias) if not 0 <= token < self.vocabulary]:
+            raise ValueError(f"there is no token {strangers[0]}: the model has {self.vocabulary}")
         first = sampling.seed if sampling.seed is not None else int(self._draw.integers(1 << 62))
         told = list(on_token) if isinstance(on_token, Sequence) else [on_token] * n
-        asks = [Ask(prompt, sampling, first + i, told[i]) for i in range(n)]
+        asks = [Ask(prompt, sampling, (first + i) % (1 << 63), told[i]) for i in range(n)]
         for ask in asks:
             ask.future.on_cancel = self._note_cancel
         with self._wake:
@@ -125,11 +151,13 @@ class Engine:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="verifiers-engine", daemon=True)
                 self._thread.start()
-                atexit.register(self.close)  # a thread cut off within torch aborts the process
+                _remember(self, self._thread)
             self._wake.notify()
         return [ask.future for ask in asks]
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None, n: int = 1) -> list[Generated]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None, n: int = 1
+    ) -> list[Generated]:
         """Completions of many prompts, in order: plain code that waits."""
         futures = [future for prompt in prompts for future in self.submit(prompt, sampling, n=n)]
         return [future.result() for future in futures]
@@ -139,24 +167,34 @@ class Engine:
 
     def close(self) -> None:
         """Fail what is under way and end the thread."""
+        self.stop()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def stop(self) -> None:
+        """As `close`, without waiting for the thread: safe wherever garbage is collected."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()
-        atexit.unregister(self.close)
-        if self._thread is not None:
-            self._thread.join()
 
     def forget(self) -> None:
         """Drop every key and value kept for reuse (they were made by other weights, say)."""
         with self.lock:
             self.table.forget(len(self.live))
-            self._fingerprint = (-1, -1)  # live rows are not to be kept either, nor packed weights
+            self._fingerprint = (-1, None)  # live rows are not to be kept either, nor packed weights
             if self._packed is not None:
                 self._packed.drop()
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
+        try:
+            self._run()
+        finally:
+            self._is_closed = True
+            self._fail(InfraError("the engine was closed"), waiting=True)
+
+    def _run(self) -> None:
         if self.device.type == "cpu" and sum(p.numel() for p in self.model.parameters()) < ONE_THREAD_BELOW:
             torch.set_num_threads(1)
         while True:
@@ -166,12 +204,12 @@ class Engine:
                 if self._is_closed:
                     break
             try:
-                with self.lock, torch.inference_mode():
+                with self.lock, torch.inference_mode(), _evaluating(self.model):
                     self._turn()
             except Exception as error:  # the model is foreign code: it fails its requests, not the engine
                 logger.exception("the engine's step failed")
-                self._fail_all(error)
-        self._fail_all(InfraError("the engine was closed"))
+                self._fail(error)
+            self._deliver()
 
     def _turn(self) -> None:
         """Take in what fits, then one token for everyone."""
@@ -215,19 +253,34 @@ class Engine:
         self.table.length[rows_N] += 1
         self._take(rows_N, asks, token_N, logprob_N, raw_N)
 
-    def _fail_all(self, error: Exception) -> None:
+    def _fail(self, error: Exception, *, waiting: bool = False) -> None:
+        """Fail what is under way; those that wait too if asked to, or if nothing under way could be at fault."""
         with self._wake:
-            asks = [*self.live, *self._joining, *self.waiting]
+            asks = list(dict.fromkeys([*self.live, *self._joining]))
+            if waiting or not asks:
+                asks += self.waiting
+                self.waiting.clear()
+            n = len(self.live)
             self.live.clear()
             self._joining.clear()
-            self.waiting.clear()
-        self.table.forget(0)
-        if self._cuda is not None:
-            self._cuda.reset()
+        self._deliver()
         for ask in asks:
             # One that waits may be cancelled at any moment: from here on it cannot.
             if not ask.future.done() and (ask.future.running() or ask.future.set_running_or_notify_cancel()):
                 ask.future.set_exception(error)
+        self.table.forget(0)
+        self.cache.clear(range(n))
+        if self._cuda is not None:
+            self._cuda.reset()
+
+    def _deliver(self) -> None:
+        """Hand out what has ended, now that the model is again as its owner left it."""
+        outbox, self._outbox = self._outbox, []
+        for ask, outcome in outbox:
+            if isinstance(outcome, Generated):
+                ask.future.set_result(outcome)
+            else:
+                ask.future.set_exception(outcome)
 
     def _drop_cancelled(self) -> None:
         if not self._has_cancelled:
@@ -236,20 +289,28 @@ class Engine:
         dropped = [ask for ask in self.live if ask.is_cancelled]
         if dropped:
             self._retire(dropped)
-        for ask in dropped:
-            if not ask.future.done():
-                ask.future.set_exception(CancelledError())
+        self._outbox += [(ask, CancelledError()) for ask in dropped]
+        with self._wake:
+            gone = [ask for ask in self.waiting if ask.future.cancelled()]
+            if gone:
+                self.waiting = deque(ask for ask in self.waiting if not ask.future.cancelled())
+        for ask in gone:
+            ask.future.set_running_or_notify_cancel()
 
     def _notice_weights(self) -> None:
         """An optimizer step counts up the versions of the tensors it changes; keys made before it are of no use."""
+        if not self.live:  # parameters may have been replaced, adapters added
+            self._parameters = list(self.model.parameters())
+            self._adapter = next((one for one in self.model.modules() if hasattr(one, "merged_adapters")), None)
         versions = pointers = 0
         for parameter in self._parameters:
             versions += parameter._version
             pointers ^= parameter.data_ptr()
-        if (versions, pointers) != self._fingerprint:
-            if self._cuda is not None and pointers != self._fingerprint[1]:
+        fingerprint = (versions, (pointers, _adapter_state(self._adapter)))
+        if fingerprint != self._fingerprint:
+            if self._cuda is not None and fingerprint[1] != self._fingerprint[1]:
                 self._cuda.drop_graphs()  # they read from where the parameters were
-            self._fingerprint = (versions, pointers)
+            self._fingerprint = fingerprint
             self._weights += 1
             self._same_weights_steps = 0
             self.table.forget(len(self.live))
@@ -268,8 +329,10 @@ class Engine:
             if mates is None and groups and budget < len(ask.prompt_ids):
                 break
             self.waiting.popleft()
-            if ask.is_cancelled or not ask.future.set_running_or_notify_cancel():
-                ask.future.cancel()
+            if not ask.future.set_running_or_notify_cancel():
+                continue
+            if ask.is_cancelled:  # a moment too late to be told so
+                self._outbox.append((ask, CancelledError()))
                 continue
             room -= 1
             if mates is not None:
@@ -280,7 +343,12 @@ class Engine:
         return list(groups.values())
 
     def _prefill(self, groups: list[tuple[Ask, list[Ask]]]) -> None:
-        segments, ids, positions, last = [], [], [], []
+        """Run prompts through the model, give their rows to the requests, and draw the first token of each."""
+        segments: list[Segment] = []
+        ids: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
+        self._joining = [ask for one, mates in groups for ask in (one, *mates)]
         for ask, _ in groups:
             ask.row, ask.reused = self._take_row(ask.prompt_ids)
             fresh = ask.prompt_ids[ask.reused :]
@@ -289,23 +357,29 @@ class Engine:
             positions += range(ask.reused, len(ask.prompt_ids))
             last.append(len(ids) - 1)
             self._seat(ask)
-        packed = [torch.tensor([values], device=self.device) for values in (ids, positions)]
-        logits = self.forward(*packed, self._attend_prefill(segments), torch.tensor(last, device=self.device))[0]
+        ids_T, positions_T, last_N = (slots.host_index(values, self.device) for values in (ids, positions, last))
+        logits_NV = self.forward(ids_T[None], positions_T[None], self._attend_prefill(segments), last_N)[0]
         order = list(range(len(groups)))
         for i, (ask, mates) in enumerate(groups):
-            rows = [len(self.live) + j for j in range(len(mates))]
-            for mate, row in zip(mates, rows, strict=True):
-                mate.row, mate.reused = row, len(ask.prompt_ids)
-                self._seat(mate)
-            if mates:
-                self.cache.spread(ask.row, rows, len(ask.prompt_ids))
+            self._seat_mates(ask, mates)
             order += [i] * len(mates)
         asks = [ask for ask, _ in groups] + [mate for _, mates in groups for mate in mates]
+        self._joining = []
         rows_N = np.array([ask.row for ask in asks])
-        self._sample(logits[torch.tensor(order, device=self.device)], rows_N, asks)
+        self._sample(logits_NV[slots.host_index(order, self.device)], rows_N, asks)
         seated = np.array([ask.row for ask in asks if ask.row >= 0], np.int64)
         if self._cuda is not None and len(seated):
             self._cuda.seat(seated)
+
+    def _seat_mates(self, ask: Ask, mates: Sequence[Ask]) -> None:
+        """Requests with the same prompt get a copy of its keys and values."""
+        if not mates:
+            return
+        first = len(self.live)
+        for i, mate in enumerate(mates):
+            mate.row, mate.reused = first + i, len(ask.prompt_ids)
+            self._seat(mate)
+        self.cache.spread(ask.row, range(first, len(self.live)), len(ask.prompt_ids))
 
     def _attend_prefill(self, segments: list[Segment]) -> slots.Attend:
         if self._cuda is not None and not any(segment.past for segment in segments):
@@ -317,6 +391,8 @@ class Engine:
     def _take_row(self, prompt: list[int]) -> tuple[int, int]:
         """The next live row, holding as much of the prompt as any kept row has; and how much that is."""
         row = len(self.live)
+        if not self.table.kept[row:].any():
+            return row, 0
         kept, shared = self.table.best_match(prompt, row)
         if shared:
             self.cache.swap(kept, row, shared, int(self.table.kept_length(row)))
@@ -336,12 +412,17 @@ class Engine:
     # --- tokens ---------------------------------------------------------------------------------------------------
 
     def forward(self, ids: Tensor, positions: Tensor, attend: slots.Attend, keep: Tensor | int = 0) -> Tensor:
-        packed = self._packed.in_use() if self._packed is not None else nullcontext()
-        with slots.attending(self._configs, attend), packed:
+        with slots.attending(self._configs, attend), self._quicker():
             logits: Tensor = self.model(
                 input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep, return_dict=True
             ).logits
         return logits
+
+    def _quicker(self) -> AbstractContextManager[None]:
+        """The same layers, as this device computes them best."""
+        if self._cuda is not None:
+            return self._cuda.fused_norms()
+        return self._packed.in_use() if self._packed is not None else nullcontext()
 
     def _decode(self) -> None:
         """One token for every live row."""
@@ -361,10 +442,18 @@ class Engine:
 
     def _sample(self, logits_NV: Tensor, rows_N: np.ndarray, asks: Sequence[Ask]) -> None:
         """Draw a token for each row, keep it, and let go of the rows that are done."""
-        self._add_bias(logits_NV, asks)
+        raw_NV = logits_NV
+        if self.table.is_biased[rows_N].any():
+            logits_NV = self._biased(logits_NV, asks)
+        knobs = self.table.knobs(rows_N, self.device)
         truncates = bool(self.table.truncates[rows_N].any())
-        drawn = sample(logits_NV, self.table.knobs(rows_N, self.device), truncates=truncates)
-        self._take(rows_N, asks, *(value.cpu().numpy() for value in drawn))
+        if self._cuda is not None and not truncates:
+            token_N, logprob_N, raw_N = self._cuda.sample(logits_NV, knobs)
+        else:
+            token_N, logprob_N, raw_N = sample(logits_NV, knobs, truncates=truncates)
+        if raw_NV is not logits_NV:
+            raw_N = torch.log_softmax(raw_NV.float(), -1).gather(1, token_N[:, None])[:, 0]
+        self._take(rows_N, asks, *(value.cpu().numpy() for value in (token_N, logprob_N, raw_N)))
 
     def _take(
         self, rows_N: np.ndarray, asks: Sequence[Ask], token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray
@@ -374,61 +463,63 @@ class Engine:
         self.tokens += len(asks)
         self._finish(self._ends(rows_N, token_N, logprob_N, raw_N, asks))
 
-    def _add_bias(self, logits_NV: Tensor, asks: Sequence[Ask]) -> None:
+    def _biased(self, logits_NV: Tensor, asks: Sequence[Ask]) -> Tensor:
+        logits_NV = logits_NV.clone()
         for i, ask in enumerate(asks):
             if ask.sampling.logit_bias:
                 index = torch.tensor(list(ask.sampling.logit_bias), device=self.device)
                 bias = torch.tensor(list(ask.sampling.logit_bias.values()), device=self.device, dtype=logits_NV.dtype)
                 logits_NV[i].index_add_(0, index, bias)
+        return logits_NV
 
     def _ends(
         self, rows_N: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray, asks: Sequence[Ask]
-    ) -> list[tuple[Ask, str]]:
+    ) -> list[tuple[Ask, str | Exception]]:
         table = self.table
-        is_full_N = (table.steps[rows_N] >= table.max_tokens[rows_N]) | (table.length[rows_N] >= self.length)
+        is_full_N = (table.steps[rows_N] >= table.max_tokens[rows_N]) | (table.length[rows_N] + 1 >= self.length)
         is_bad_N = ~np.isfinite(raw_N)
         is_stop_N = self._is_stop[token_N]
-        ends = []
+        ends: list[tuple[Ask, str | Exception]] = []
         for i in np.flatnonzero(is_full_N | is_bad_N | is_stop_N | table.is_watched[rows_N]):
             ask, token = asks[int(i)], int(token_N[i])
             if is_bad_N[i]:
-                ends.append((ask, "error"))
+                message = "the model gave logits that are not numbers (NaN); its weights are bad"
+                ends.append((ask, ModelError(message)))
             elif is_stop_N[i] or token in ask.sampling.stop_ids:
                 ends.append((ask, "stop"))
-            elif ask.on_token is not None and ask.on_token(token, float(logprob_N[i])):
-                ends.append((ask, "stop"))
+            elif ask.on_token is not None and (told := _tell(ask.on_token, token, float(logprob_N[i]))):
+                ends.append((ask, told))
             elif is_full_N[i]:
                 ends.append((ask, "length"))
         return ends
 
-    def _finish(self, ends: Sequence[tuple[Ask, str]]) -> None:
-        """Free the rows of requests that have ended, then hand out what they gave."""
+    def _finish(self, ends: Sequence[tuple[Ask, str | Exception]]) -> None:
+        """Free the rows of requests that have ended; what they gave is handed out when the turn is over."""
         if not ends:
             return
-        outputs = [(ask, reason, self.table.output(ask.row)) for ask, reason in ends]
-        self._retire([ask for ask, _ in ends], spoilt=[ask for ask, reason in ends if reason == "error"])
-        for ask, reason, (ids, logprobs, raw) in outputs:
-            if reason == "error":
-                message = "the model gave logits that are not numbers (NaN); its weights are bad"
-                ask.future.set_exception(ModelError(message))
+        for ask, reason in ends:
+            if isinstance(reason, Exception):
+                self._outbox.append((ask, reason))
                 continue
-            ask.future.set_result(
-                Generated(
-                    prompt_ids=ask.prompt_ids,
-                    ids=ids,
-                    logprobs=logprobs,
-                    raw_logprobs=raw,
-                    finish_reason=reason,
-                    reused=ask.reused,
-                    weights=(ask.weights, self._weights),
-                )
+            ids, logprobs, raw = self.table.output(ask.row)
+            generated = Generated(
+                prompt_ids=ask.prompt_ids,
+                ids=ids,
+                logprobs=logprobs,
+                raw_logprobs=raw,
+                finish_reason=reason,
+                reused=ask.reused,
+                weights=(ask.weights, self._weights),
             )
+            self._outbox.append((ask, generated))
+        self._retire([ask for ask, _ in ends], spoilt=[ask for ask, reason in ends if isinstance(reason, Exception)])
 
     def _retire(self, asks: Sequence[Ask], *, spoilt: Sequence[Ask] = ()) -> None:
         """Take rows out of the live ones, which stay without gaps; what they hold stays behind, for who comes back."""
         for ask in asks:
             is_kept = ask not in spoilt and ask.weights == self._weights
             self.table.park(ask, keep=is_kept and self.table.length[ask.row] >= self.table.least_shared)
+        self.cache.clear([ask.row for ask in spoilt])  # NaN times a weight of zero is NaN: who comes next would see it
         gone = {ask.row for ask in asks}
         n = len(self.live) - len(gone)
         holes = sorted(row for row in gone if row < n)
@@ -450,6 +541,34 @@ class Engine:
             ask.row = -1
         if self._cuda is not None:
             self._cuda.retire(holes, movers, n, n + len(gone))
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """A module that is being trained has no dropout while it is sampled from."""
+    trained = [module for module in model.modules() if module.training] if model.training else []
+    for module in trained:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
+def _tell(on_token: OnToken, token: int, logprob: float) -> str | Exception | None:
+    """Why the request ends here, if it does: its owner wants no more, or its owner's code failed."""
+    try:
+        return "stop" if on_token(token, logprob) else None
+    except Exception as error:  # foreign code: it fails its own request
+        return error
+
+
+def _adapter_state(layer: Any) -> Any:
+    """Which adapters (peft) are in force, read off one layer that has them: they are switched on all at once."""
+    if layer is None:
+        return None
+    return layer.disable_adapters, tuple(layer.active_adapters), tuple(layer.merged_adapters)
 
 
 def _cuda_decoder(engine: Engine) -> CudaDecoder:

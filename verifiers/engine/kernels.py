@@ -53,7 +53,7 @@ def _attend(
         seen = (s < n) & (s >= first)
         at = s[:, None] * DIM + d[None, :]
         k = tl.load(keys + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k)).to(tl.float32) * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee").to(tl.float32) * scale
         if CAPPED:
             scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
         scores = tl.where(seen[None, :], scores, float("-inf"))
@@ -61,7 +61,7 @@ def _attend(
         shrink = tl.exp(top - higher)
         weights = tl.exp(scores - higher[:, None])
         v = tl.load(values + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
-        out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v).to(tl.float32)
+        out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee").to(tl.float32)
         total = total * shrink + tl.sum(weights, 1)
         top = higher
     out = out / total[:, None]
@@ -81,7 +81,8 @@ def attend(
     _attend[(batch, groups)](
         q, k, v, keys, values, out, length, scale, softcap or 1.0,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), keys.stride(0), keys.stride(1),
-        WINDOW=window or 0, CAPPED=softcap is not None, HEADS=share, PADDED_HEADS=max(16, triton.next_power_of_2(share)),
+        WINDOW=window or 0, CAPPED=softcap is not None,
+        HEADS=share, PADDED_HEADS=max(16, triton.next_power_of_2(share)),
         DIM=dim, PADDED_DIM=max(16, triton.next_power_of_2(dim)), BLOCK=BLOCK_S, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from verifiers import calls
+from verifiers.clients.openai_looks import OpenAILooks
 from verifiers.clients.protocol import Completion, Request
 from verifiers.engine import loaded as loading
 from verifiers.engine.loaded import Loaded, name_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "smollm2"
 
 
-class LocalModel:
+class LocalModel(OpenAILooks):
     """A model in this process as a client: ``env.evaluate(client=vf.LocalModel("smollm2"))``.
 
     ``model`` is the embedded one's name, a folder, a GGUF file, a name on the hub, or a live module with its
@@ -76,8 +76,6 @@ class LocalModel:
         self._failure: Exception | None = None
         self._is_closed = False
         self._merges = 0
-        self.chat = SimpleNamespace(completions=SimpleNamespace(create=calls.both(self._create_chat)))
-        self.completions = SimpleNamespace(create=calls.both(self._create_text))
 
     def __repr__(self) -> str:
         return f"LocalModel({self.model!r})"
@@ -107,14 +105,6 @@ class LocalModel:
         if prompt.text is not None:
             loaded.known.remember(prompt.text + choice.sampled_text, prompt.ids + generated.ids[: choice.body])
         return choice
-
-    async def _create_chat(self, *, messages: Any, model: str = "", tools: Any = None, **sampling: Any) -> Completion:
-        return await self.complete(Request(model=model or self.model, prompt=messages, tools=tools, sampling=sampling))
-
-    async def _create_text(self, *, prompt: Any, model: str = "", **sampling: Any) -> Completion:
-        return await self.complete(
-            Request(model=model or self.model, prompt=prompt, sampling=sampling, message_type="completion")
-        )
 
     # --- a request's tokens ---------------------------------------------------------------------------------------
 
@@ -203,7 +193,7 @@ class LocalModel:
                     stop_ids=self._stop_ids,
                 )
                 if self._loaded.engine is not self._source:
-                    weakref.finalize(self, _close_later, self._loaded.engine).atexit = False
+                    weakref.finalize(self, self._loaded.engine.stop).atexit = False
             return self._loaded
 
     @property
@@ -266,11 +256,6 @@ class LocalModel:
             elif self._merges == 0:
                 engine.model.unmerge_adapter()
             engine.forget()
-
-
-def _close_later(engine: Engine) -> None:
-    # Whoever collects garbage may be the engine's own thread, which cannot wait for itself.
-    threading.Thread(target=engine.close, daemon=True).start()
 
 
 async def _results(futures: Sequence[Future[Generated]], timeout_s: float | None) -> list[Generated]:

@@ -20,7 +20,8 @@ class PackedLinears:
     """Packed weights of every `nn.Linear` in a model; nothing is packed until `pack`, and `drop` forgets it all."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._linears = [module for module in model.modules() if type(module) is nn.Linear]
+        self._model = model
+        self._linears: list[nn.Linear] = []
         self._forwards: list[Callable[[Tensor], Tensor]] = []
 
     @staticmethod
@@ -40,7 +41,9 @@ class PackedLinears:
         return bool(self._forwards)
 
     def pack(self, rows: int) -> None:
-        """Lay the weights out for batches of about so many rows."""
+        """Lay the weights out for batches of about so many rows; layers with a forward of their own are left alone."""
+        modules = self._model.modules()
+        self._linears = [module for module in modules if type(module) is nn.Linear and "forward" not in vars(module)]
         self._forwards = [_packed_forward(module, rows) for module in self._linears]
 
     def drop(self) -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_BISECTIONS = 32
+_BISECTIONS = 31  # probabilities are at most 1.0, whose bits are below 2**30
+_LIKELIEST = 1024
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
@@ -71,19 +72,45 @@ def sample(logits_BV: Tensor, knobs: Knobs, *, truncates: bool) -> tuple[Tensor,
 
 
 def truncate(probs_BV: Tensor, knobs: Knobs) -> Tensor:
-    """Zero what top-k, top-p and min-p leave out. Tokens exactly as likely as the last one kept are kept too.
+    """Zero what top-k, top-p and min-p leave out. Tokens exactly as likely as the last one kept are kept too."""
+    find_floor = _floor_among_likeliest if probs_BV.device.type == "cpu" else _floor_by_bisection
+    floor_B = torch.maximum(find_floor(probs_BV, knobs), knobs.min_p_B * probs_BV.amax(-1))
+    return torch.where(probs_BV >= floor_B[:, None], probs_BV, torch.zeros_like(probs_BV))
 
-    The lowest probability that stays is found by bisection, which sweeps the row a fixed number of times and needs no
-    sort.
+
+def _floor_by_bisection(probs_BV: Tensor, knobs: Knobs) -> Tensor:
+    """The lowest probability that top-k and top-p keep; the row is swept a fixed number of times, and not sorted.
+
+    It goes by the bits of the numbers, which are in the same order as the numbers: the answer is exact.
     """
     top_B = probs_BV.amax(-1)
-    low_B = torch.zeros_like(top_B)
-    high_B = top_B.clone()
+    low_B = torch.zeros_like(top_B, dtype=torch.int32)
+    high_B = top_B.view(torch.int32) + 1
+    share_B = torch.where(knobs.top_p_B < 1, knobs.top_p_B, torch.inf)  # a sum may round to 1 before its end
     for _ in range(_BISECTIONS):
-        middle_B = (low_B + high_B) / 2
-        kept_BV = probs_BV >= middle_B[:, None]
-        enough_B = ((probs_BV * kept_BV).sum(-1) >= knobs.top_p_B) | (kept_BV.sum(-1) >= knobs.top_k_B)
+        middle_B = low_B + (high_B - low_B) // 2
+        kept_BV = probs_BV >= middle_B.view(torch.float32)[:, None]
+        enough_B = ((probs_BV * kept_BV).sum(-1) >= share_B) | (kept_BV.sum(-1) >= knobs.top_k_B)
         low_B = torch.where(enough_B, middle_B, low_B)
         high_B = torch.where(enough_B, high_B, middle_B)
-    floor_B = torch.maximum(low_B, knobs.min_p_B * top_B)
-    return torch.where(probs_BV >= floor_B[:, None], probs_BV, torch.zeros_like(probs_BV))
+    return low_B.view(torch.float32)
+
+
+def _floor_among_likeliest(probs_BV: Tensor, knobs: Knobs) -> Tensor:
+    """The same from the likeliest tokens alone, ten times quicker on a CPU; rows that need more are bisected."""
+    vocabulary = probs_BV.shape[1]
+    likeliest_BN = probs_BV.topk(min(_LIKELIEST, vocabulary)).values
+    count_N = torch.arange(1, likeliest_BN.shape[1] + 1)
+    has_share_B = knobs.top_p_B < 1
+    enough_BN = (likeliest_BN.cumsum(-1) >= knobs.top_p_B[:, None]) & has_share_B[:, None]
+    enough_BN |= count_N >= knobs.top_k_B[:, None]
+    found_B = enough_BN.any(-1)
+    last_B = likeliest_BN.gather(1, enough_BN.int().argmax(-1, keepdim=True))[:, 0]
+    floor_B = torch.where(found_B, last_B, torch.zeros_like(last_B))
+    is_bounded_B = has_share_B | (knobs.top_k_B < vocabulary)
+    min_p_decides_B = knobs.min_p_B * likeliest_BN[:, 0] > likeliest_BN[:, -1]
+    rest_B = (is_bounded_B & ~found_B & ~min_p_decides_B).nonzero()[:, 0]
+    if len(rest_B) and len(count_N) < vocabulary:
+        some = Knobs(*(getattr(knobs, name)[rest_B] for name in Knobs.__slots__))
+        floor_B[rest_B] = _floor_by_bisection(probs_BV[rest_B], some)
+    return floor_B

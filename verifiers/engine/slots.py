@@ -37,7 +37,7 @@ class Shape:
         return cls(layers=text.num_hidden_layers, kv_heads=kv_heads, head_dim=head_dim)
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+        return 2 * self.layers * self.kv_heads * self.head_dim * int(dtype.itemsize)
 
 
 class SlotCache:
@@ -62,6 +62,10 @@ class SlotCache:
         kept = self.store[:, :, one, :, :n].clone()
         self.store[:, :, one, :, :n] = self.store[:, :, other, :, :n]
         self.store[:, :, other, :, :n] = kept
+
+    def clear(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self.store[:, :, row] = 0
 
     def spread(self, source: int, targets: Sequence[int], n: int) -> None:
         """Copy a row to several others at once."""
@@ -112,7 +116,8 @@ class Prefill:
             keys[segment.row, :, segment.past : end] = k_part[0]
             values[segment.row, :, segment.past : end] = v_part[0]
             if segment.past:
-                k_part, v_part = keys[segment.row : segment.row + 1, :, :end], values[segment.row : segment.row + 1, :, :end]
+                row = slice(segment.row, segment.row + 1)
+                k_part, v_part = keys[row, :, :end], values[row, :, :end]
             outputs.append(attend_causally(q_part, k_part, v_part, segment.past, scale, window, softcap))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 

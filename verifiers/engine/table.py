@@ -8,6 +8,7 @@ import torch
 from verifiers.engine.requests import NO_TOP_K, Ask
 from verifiers.engine.sampling import Knobs
 
+COLDEST = 1e-5  # a lower temperature is greedy: logits divided by it would not be numbers any more
 
 
 class Table:
@@ -37,10 +38,11 @@ class Table:
         row, sampling = ask.row, ask.sampling
         self.length[row] = len(ask.prompt_ids)
         self.steps[row] = 0
-        self.max_tokens[row] = sampling.max_tokens
+        self.max_tokens[row] = min(sampling.max_tokens, self.out_ids.shape[1])
         self.seed[row] = ask.seed
-        self.top_k[row] = sampling.top_k or NO_TOP_K
-        self.temperature[row], self.top_p[row], self.min_p[row] = sampling.temperature, sampling.top_p, sampling.min_p
+        self.top_k[row] = min(sampling.top_k or NO_TOP_K, NO_TOP_K)
+        self.temperature[row] = sampling.temperature if sampling.temperature >= COLDEST else 0.0
+        self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
         self.truncates[row] = sampling.truncates
         self.is_biased[row] = bool(sampling.logit_bias)
         self.is_watched[row] = ask.on_token is not None or bool(sampling.stop_ids)

@@ -167,7 +167,7 @@ class Environment:
             trajectory_id=uuid.uuid4().hex,
             responses=[],
             turn=0,
-            completion=None,
+            completion=[] if self.message_type == "chat" else "",
             reward=None,
             advantage=None,
             metrics=None,

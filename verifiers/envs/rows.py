@@ -278,14 +278,16 @@ def _check(raw: Sequence[Any], row_format: RowFormat) -> bool:
 
 
 def _check_ids(ids: Sequence[Any], n: int) -> bool:
-    if len(ids) != n or not all(type(value) is int for value in ids):
+    if len(ids) != n:
         return False
-    first: dict[int, int] = {}
+    first: dict[Any, int] = {}
     for position, value in enumerate(ids):
+        if not isinstance(value, int | str):
+            return False
         if value in first:
-            raise ValueError(f"example_id {value} stands in rows {first[value]} and {position}; ids must be unique")
+            raise ValueError(f"example_id {value!r} stands in rows {first[value]} and {position}; ids must be unique")
         first[value] = position
-    return True
+    return all(type(value) is int for value in ids)
 
 
 Source = Sequence[Mapping[str, Any]] | Callable[[], Any] | Iterable[Mapping[str, Any]] | str | Path

@@ -1,0 +1,129 @@
+"""What the engine itself costs a decode step, beside the model's forward and the sampling: 2M parameters, 32 requests.
+
+    python benchmarks/engine_overhead.py            # prints the share; exits with 1 above 25 %
+    python benchmarks/engine_overhead.py --profile  # and where the time goes
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from verifiers.engine import engine as engines
+from verifiers.engine.engine import Engine
+from verifiers.engine.requests import Sampling
+
+MOST = 0.25
+SHAPE = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+
+
+class Clock:
+    """Time spent within a function, added up until it is read."""
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+
+    def timing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.spent += time.perf_counter() - began
+
+        return timed
+
+    def read(self) -> float:
+        spent, self.spent = self.spent, 0.0
+        return spent
+
+
+def measure(requests: int, tokens: int, truncates: bool, profile: bool) -> tuple[float, float, float, float]:
+    """Median milliseconds of a step, of its forward and of its sampling; and the share that is neither."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()  # type: ignore[arg-type]
+    engine = Engine(model, rows=requests, length=512)
+    forward, sampling = Clock(), Clock()
+    steps: list[tuple[float, float, float]] = []
+    # The model itself and not `engine.forward`: putting the attention and packed layers in place is the engine's work.
+    model.forward = forward.timing(model.forward)
+    engines.sample = sampling.timing(engines.sample)
+    engine_turn = engine._turn
+    watch = cProfile.Profile()
+    began = [0.0]
+
+    def one_turn() -> None:
+        """From the start of a turn to the start of the next, so that what lies between them counts too."""
+        began.append(time.perf_counter())
+        is_full = len(engine.live) == requests and not engine.waiting  # in the turn before this one nobody came or went
+        parts = forward.read(), sampling.read()
+        if is_full and engine.steps > 1:
+            steps.append((began[-1] - began[-2], *parts))
+        if profile:
+            watch.enable()
+        engine_turn()
+        watch.disable()
+
+    engine._turn = one_turn  # type: ignore[method-assign]
+    draw = random.Random(0)
+    futures = [
+        engine.submit(
+            [draw.randrange(3, 2048) for _ in range(draw.randint(30, 120))],
+            Sampling(max_tokens=tokens, seed=i, top_p=0.95 if truncates else 1.0),
+        )[0]
+        for i in range(requests)
+    ]
+    for future in futures:
+        future.result()
+    engine.close()
+    if profile:
+        pstats.Stats(watch).sort_stats("tottime").print_stats(25)
+    whole, model_s, sample_s = (statistics.median(column) for column in zip(*steps, strict=True))
+    own = statistics.median((step - a - b) / step for step, a, b in steps)
+    return whole * 1e3, model_s * 1e3, sample_s * 1e3, own
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--requests", type=int, default=32)
+    options.add_argument("--tokens", type=int, default=300)
+    options.add_argument("--profile", action="store_true")
+    args = options.parse_args()
+    own_sample, worst = engines.sample, 0.0
+    for truncates in (False, True):
+        engines.sample = own_sample
+        step, forward, sampling, own = measure(args.requests, args.tokens, truncates, args.profile)
+        worst = max(worst, own)
+        kind = "top-p 0.95" if truncates else "untruncated"
+        print(
+            f"2M parameters, {args.requests} requests, {kind:<11}: step {step:.2f} ms = forward {forward:.2f} + "
+            f"sampling {sampling:.2f} + engine {own * step:.2f} ({own:.1%}; at most {MOST:.0%})",
+            flush=True,
+        )
+    sys.exit(worst > MOST)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Other projects' types ↔ ours, one module for each; none of them imports another."""
