@@ -242,3 +242,13 @@ def test_the_embedded_model_is_used_from_the_cache(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("VERIFIERS_CACHE", str(tmp_path))
     saved(tmp_path / "models" / "smollm2")
     assert models.get_tokenizer("local").chat_template == tiny.CHATML
+
+
+def test_what_will_not_fit_is_refused_before_any_weights_are_read(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"not weights: reading them would be another error")
+    from verifiers.engine.local_model import LocalModel
+    from verifiers.engine.plan import WillNotFitError
+
+    with pytest.raises(WillNotFitError, match="free"):
+        LocalModel(str(folder), rows=10**9).load()

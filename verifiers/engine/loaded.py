@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,8 @@ def load(
         tokenizer = models.get_tokenizer(model) if tokenizer is None else tokenizer
     else:
         tokenizer = getattr(source, "tokenizer", None) if tokenizer is None else tokenizer
-        model, tokenizer = models.load(source, tokenizer, device=device, dtype=dtype)
+        check = partial(_check_fits, sizes)
+        model, tokenizer = models.load(source, tokenizer, device=device, dtype=dtype, before_weights=check)
     codec = Codec(tokenizer)
     template = ChatTemplate(tokenizer, model=name)
     stop_ids |= stop_ids_of(model, tokenizer, template, codec)
@@ -60,6 +62,14 @@ def load(
         stop_ids=stop_ids | engine.stop_ids,
         vocabulary=vocabulary_of(model),
     )
+
+
+def _check_fits(sizes: Mapping[str, int], config: Any, dtype: Any, device: Any) -> None:
+    """Refuse what will not fit before the weights are read."""
+    from verifiers.engine.plan import plan
+
+    rows, length = sizes.get("rows"), sizes.get("length")
+    plan(config, rows=rows, length=length, dtype=dtype, device=device, weights_loaded=False)
 
 
 def _engine(model: Any, sizes: Mapping[str, int], stop_ids: frozenset[int]) -> Engine:

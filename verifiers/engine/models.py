@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 
 from verifiers.engine import smollm2
 from verifiers.engine.gguf import GGUF
-from verifiers.engine.gguf_model import model_of, quietly
+from verifiers.engine.gguf_model import config_of, model_of, quietly
 from verifiers.engine.gguf_tokenizer import tokenizer_of
 
 logger = logging.getLogger("verifiers.engine")
@@ -39,16 +39,23 @@ def load(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     needs_template: bool = False,
+    before_weights: Callable[[Any, torch.dtype, torch.device], object] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """A model to sample from, in eval mode, and its tokenizer.
 
     ``name`` is ``"smollm2"`` (or ``"local"``), a folder, a ``.gguf`` file, a hub name, or a model that is loaded
     already, which is left as it is. ``tokenizer`` is a tokenizer, or where to find one, if not with the model. Further
-    keywords go to transformers' ``from_pretrained``.
+    keywords go to transformers' ``from_pretrained``. ``before_weights(config, dtype, device)`` is called before any
+    weights are read, and may refuse the model.
     """
     place = find(name)
-    _check_decodes(place, kwargs)
+    config = _config(place, kwargs)
+    if config is not None:
+        _check_decodes(place, config)
+        if before_weights is not None:
+            wanted = _device(device)
+            before_weights(config, _dtype(dtype) or default_dtype(wanted), wanted)
     tokenizer = _tokenizer(place if tokenizer is None else tokenizer)
     if needs_template:
         check_template(tokenizer, place)
@@ -76,7 +83,8 @@ def get_model(
     place = find(name)
     if not isinstance(place, str | Path):
         return place
-    _check_decodes(place, options)
+    if (config := _config(place, options)) is not None:
+        _check_decodes(place, config)
     target = _device(device)
     return _model(place, target, _dtype(dtype) or _training_dtype(target), options)
 
@@ -267,19 +275,27 @@ def _is_hub_reachable() -> bool:
     return True
 
 
-def _check_decodes(place: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse a model that does not write text from left to right, before its weights are read."""
+def _config(place: Any, kwargs: dict[str, Any]) -> Any:
+    """A model's configuration, without its weights; None where there is none to be read (it is loaded already)."""
     from transformers import AutoConfig
+
+    if _is_gguf(place):
+        with GGUF(place) as file:
+            return config_of(file)
+    if not isinstance(place, str) and not (isinstance(place, Path) and (place / "config.json").is_file()):
+        return None
+    passed = {key: kwargs[key] for key in ("revision", "trust_remote_code", "cache_dir", "token") if key in kwargs}
+    with _told_plainly(place):
+        return AutoConfig.from_pretrained(place, **_hub_options(place), **passed)
+
+
+def _check_decodes(place: Any, config: Any) -> None:
+    """Refuse a model that does not write text from left to right, before its weights are read."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
 
-    if not isinstance(place, str) and not (isinstance(place, Path) and (place / "config.json").is_file()):
-        return
-    passed = {key: kwargs[key] for key in ("revision", "trust_remote_code", "cache_dir", "token") if key in kwargs}
-    with _told_plainly(place):
-        config = AutoConfig.from_pretrained(place, **_hub_options(place), **passed)
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return
     kind = config.model_type

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _BISECTIONS = 31  # probabilities are at most 1.0, whose bits are below 2**30
-_LIKELIEST = 1024
+_LIKELIEST = 2048
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
