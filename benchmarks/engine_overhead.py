@@ -1,7 +1,7 @@
 """What the engine itself costs a decode step, beside the model's forward and the sampling: 2M parameters, 32 requests.
 
-    python benchmarks/engine_overhead.py            # prints the share; exits with 1 above 25 %
-    python benchmarks/engine_overhead.py --profile  # and where the time goes
+python benchmarks/engine_overhead.py            # prints the share; exits with 1 above 25 %
+python benchmarks/engine_overhead.py --profile  # and where the time goes
 """
 
 from __future__ import annotations

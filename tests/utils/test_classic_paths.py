@@ -11,32 +11,9 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionMessage
-from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
-from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 
 import verifiers as vf
-
-
-def chat_completion(text: str, finish_reason: Any = "stop", **extra: Any) -> ChatCompletion:
-    message = ChatCompletionMessage(role="assistant", content=text)
-    choice = Choice(index=0, finish_reason=finish_reason, message=message)
-    return ChatCompletion(id="0", created=0, model="m", object="chat.completion", choices=[choice], **extra)
-
-
-def with_tokens(text: str, prompt_ids: list[int], reply_ids: list[int]) -> ChatCompletion:
-    """What vLLM sends with ``return_token_ids``: ids beside the fields that OpenAI's types know."""
-    entries = [ChatCompletionTokenLogprob(token=str(i), logprob=-0.5, bytes=None, top_logprobs=[]) for i in reply_ids]
-    message = ChatCompletionMessage(role="assistant", content=text)
-    logprobs = ChoiceLogprobs(content=entries)
-    choice = Choice(index=0, finish_reason="stop", message=message, logprobs=logprobs, token_ids=reply_ids)
-    return ChatCompletion(
-        id="0", created=0, model="m", object="chat.completion", choices=[choice], prompt_token_ids=prompt_ids
-    )
-
-
-def quiet(**kwargs: Any) -> dict[str, Any]:
-    return {"model": "m", "use_tqdm": False, **kwargs}
+from tests.support.classic import chat_completion, quiet, with_tokens
 
 
 def echo(**kwargs: Any) -> vf.Environment:

@@ -6,11 +6,9 @@ import asyncio
 import hashlib
 import socket
 import struct
-import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -19,9 +17,9 @@ from aiohttp import web
 from verifiers import errors
 from verifiers.clients.fake import FakeClient
 from verifiers.clients.fake_dialects import CREATED, Dialect, dialect_of
+from verifiers.clients.server_thread import ServerThread
 
 KINDS = ("rate_limit", "server_error", "reset", "slow", "broken_json", "empty")
-START_TIMEOUT_S = 10.0
 
 # What a reply function raises, as the endpoint would say it: the fault, or a status and an error code.
 _FAULT_OF: dict[type[errors.Error], str] = {
@@ -74,7 +72,7 @@ class ReceivedRequest:
     body: dict[str, Any]
 
 
-class FakeServer:
+class FakeServer(ServerThread):
     """A server on 127.0.0.1 that answers as `FakeClient` does; it runs in a thread of its own while the block lasts.
 
     ``server.url`` is the base URL for OpenAI's chat, completions, responses and models endpoints and for Anthropic's
@@ -95,6 +93,7 @@ class FakeServer:
         api_key: str | None = None,
         tokens: bool = False,
     ) -> None:
+        super().__init__()
         self.chaos = chaos
         self.seed = seed
         self.api_key = api_key
@@ -102,81 +101,19 @@ class FakeServer:
         self.fault_kinds: Counter[str] = Counter()
         self._model = FakeClient(reply, latency_s=latency_s, tokens=tokens)
         self._arrivals: Counter[bytes] = Counter()
-        self._port = 0
-        self._thread: threading.Thread | None = None
-        self._stopping: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def url(self) -> str:
-        if not self._port:
-            raise RuntimeError("the server is not running; use it in a block: `with FakeServer(...) as server:`")
-        return f"http://127.0.0.1:{self._port}/v1"
+        return f"http://{self.host}:{self.port}/v1"
 
     @property
     def faults(self) -> int:
         """How many faults were injected so far."""
         return self.fault_kinds.total()
 
-    # --- its life -------------------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        if self._thread is not None:
-            raise RuntimeError("this server is already running")
-        ready = threading.Event()
-        raised: list[BaseException] = []
-
-        def target() -> None:
-            try:
-                asyncio.run(self._serve(ready))
-            except BaseException as error:  # handed to the starting thread
-                raised.append(error)
-                ready.set()
-
-        self._thread = threading.Thread(target=target, daemon=True, name="verifiers-fake-server")
-        self._thread.start()
-        if not ready.wait(START_TIMEOUT_S):
-            raise RuntimeError(f"the fake server did not start within {START_TIMEOUT_S} s")
-        if raised:
-            raise raised[0]
-
-    def stop(self) -> None:
-        if self._thread is None or self._loop is None or self._stopping is None:
-            return
-        self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join()
-        self._thread, self._loop, self._stopping, self._port = None, None, None, 0
-
-    async def _serve(self, ready: threading.Event) -> None:
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+    def make_runner(self) -> web.ServerRunner:
         server = web.Server(self._answer, access_log=None, keepalive_timeout=600.0)
-        runner = web.ServerRunner(server, shutdown_timeout=0.01)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
-            await site.start()
-            self._port = runner.addresses[0][1]
-            ready.set()
-            await self._stopping.wait()
-        finally:
-            await runner.cleanup()
-
-    def __enter__(self) -> FakeServer:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    async def __aenter__(self) -> FakeServer:
-        return self.__enter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await asyncio.to_thread(self.stop)
+        return web.ServerRunner(server, shutdown_timeout=0.01)
 
     # --- its answers ----------------------------------------------------------------------------------------------
 

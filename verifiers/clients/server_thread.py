@@ -1,0 +1,93 @@
+"""An aiohttp server that lives in a thread of its own while a block lasts, for sync and async callers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import TracebackType
+from typing import Self
+
+from aiohttp import web
+
+START_TIMEOUT_S = 60.0
+
+
+class ServerThread:
+    """``with Server(...) as server:``; a subclass says what is served (`make_runner`)."""
+
+    def __init__(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.host = host
+        self._wanted_port = port
+        self._port = 0
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+
+    def make_runner(self) -> web.BaseRunner:
+        raise NotImplementedError
+
+    @property
+    def port(self) -> int:
+        if not self._port:
+            name = type(self).__name__
+            raise RuntimeError(f"the server is not running; use it in a block: `with {name}(...) as server:`")
+        return self._port
+
+    def start(self) -> None:
+        if self._thread is not None:
+            raise RuntimeError("this server is already running")
+        ready = threading.Event()
+        raised: list[BaseException] = []
+
+        def target() -> None:
+            try:
+                asyncio.run(self._serve(ready))
+            except BaseException as error:  # handed to the starting thread
+                raised.append(error)
+                ready.set()
+
+        self._thread = threading.Thread(target=target, daemon=True, name=f"verifiers-{type(self).__name__}")
+        self._thread.start()
+        if not ready.wait(START_TIMEOUT_S):
+            raise RuntimeError(f"the server did not start within {START_TIMEOUT_S:g} s")
+        if raised:
+            self._thread = None
+            raise raised[0]
+
+    def stop(self) -> None:
+        if self._thread is None or self._loop is None or self._stopping is None:
+            return
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join()
+        self._thread, self._loop, self._stopping, self._port = None, None, None, 0
+
+    async def _serve(self, ready: threading.Event) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        runner = self.make_runner()
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, self.host, self._wanted_port, backlog=4096)
+            await site.start()
+            self._port = runner.addresses[0][1]
+            ready.set()
+            await self._stopping.wait()
+        finally:
+            await runner.cleanup()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self.start)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.stop)
