@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import verifiers as vf
-from verifiers.envs.evaluation import state_of
+from verifiers.envs.states import restored_state
 from verifiers.store import encode, to_record
 
 
@@ -176,7 +176,7 @@ def test_a_rollout_read_back_from_disk_makes_the_same_record_again(state: vf.Sta
 
     record = to_record(state, rollout=rollout, state_columns=("hints",))
     line = encode(record)
-    back = state_of(msgspec.json.decode(line), dict(state["input"]))
+    back = restored_state(msgspec.json.decode(line), dict(state["input"]))
     again = to_record(back, rollout=rollout, state_columns=("hints",))
     assert encode(again) == line
     assert back.get("example_id") == state.get("example_id")

@@ -166,6 +166,26 @@ def test_many_threads_submit_at_once(make: Any) -> None:
         assert_exact(MODEL, answer, way)
 
 
+def test_two_engines_over_one_model_do_not_get_into_each_others_way(make: Any) -> None:
+    engines = [make(rows=3), make(rows=2)]
+    requests = some_requests(40, seed=4)
+    futures = [engines[i % 2].submit(*request)[0] for i, request in enumerate(requests)]
+    for answer, (_, way) in zip([future.result(60) for future in futures], requests, strict=True):
+        assert_exact(MODEL, answer, way)
+
+
+def test_the_model_can_be_run_beside_the_engine_under_its_lock(make: Any) -> None:
+    engine = make(rows=2)
+    future = engine.submit(prompt_of(5), Sampling(max_tokens=150, seed=0))[0]
+    ids = torch.tensor([prompt_of(30)])
+    with torch.no_grad():
+        alone = PRECISE(input_ids=ids).logits
+        while not future.done():
+            with engine.lock:
+                assert torch.allclose(MODEL(input_ids=ids).logits.double(), alone, atol=1e-3)
+    assert_exact(MODEL, future.result(), Sampling(max_tokens=150))
+
+
 # --- ends -----------------------------------------------------------------------------------------------------------
 
 
@@ -305,11 +325,12 @@ def test_cancelling_a_running_request_frees_its_row(make: Any, slow: Slow) -> No
     waiting = engine.submit(prompt_of(7), Sampling(max_tokens=4, seed=3))[0]
     for future in doomed:
         future.cancel()
-    assert_exact(MODEL, waiting.result(20), Sampling(max_tokens=4))
+    answer = waiting.result(20)
     for future in doomed:
         with pytest.raises(CancelledError):
             future.result(20)
     wait_for(lambda: not engine.live)
+    assert_exact(MODEL, answer, Sampling(max_tokens=4))
     assert engine.tokens < 250
 
 
@@ -386,8 +407,8 @@ def test_nan_logits_fail_the_request_and_not_those_beside_it(make: Any) -> None:
     bad = engine.submit([3] * 60 + [poison], way)[0]
     with pytest.raises(ModelError, match="NaN"):
         bad.result(20)
-    for future in good:
-        assert_exact(model, future.result(20), way)
+    for answer in [future.result(20) for future in good]:
+        assert_exact(model, answer, way)
 
 
 def test_a_row_that_held_nan_is_as_good_as_new(make: Any) -> None:
@@ -467,6 +488,17 @@ def test_the_same_prompt_again_runs_its_last_token_only(make: Any) -> None:
     first, second = (engine.generate([prompt], way)[0] for _ in range(2))
     assert (first.reused, second.reused) == (0, 39)
     assert first.ids == second.ids
+
+
+def test_requests_that_share_a_prefill_do_not_drive_out_a_conversation_while_rows_are_free(make: Any) -> None:
+    engine = make(PRECISE, rows=4, length=256)
+    text, way = prompt_of(60), Sampling(max_tokens=5, seed=1)
+    answer = engine.generate([text], way)[0]
+    engine.generate([prompt_of(12, seed=9)], Sampling(max_tokens=5, seed=0), n=3)
+    again = [*text, *answer.ids, *prompt_of(8, seed=3)]
+    turn = engine.generate([again], way)[0]
+    assert turn.reused >= 60
+    assert_exact(PRECISE, turn, way, within=1e-5)
 
 
 def test_the_conversation_longest_unused_gives_way(make: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
@@ -61,6 +62,9 @@ def _remember(engine: Engine, thread: threading.Thread) -> None:
     _threads.add(thread)
 
 
+_locks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # engines of one model share a lock
+
+
 class EngineFullError(ModelError):
     """More requests are waiting than the engine takes."""
 
@@ -100,7 +104,8 @@ class Engine:
         self.waiting: deque[Ask] = deque()
         self._joining: list[Ask] = []
         self._outbox: list[tuple[Ask, Generated | BaseException]] = []
-        self.lock = threading.RLock()  # held while the model runs: whoever updates its weights takes it
+        # Held while the model runs: whoever runs it besides, or updates its weights, takes it.
+        self.lock = _locks.setdefault(id(config), threading.RLock())
         self.steps = 0
         self.tokens = 0
         self._wake = threading.Condition()
@@ -377,6 +382,7 @@ class Engine:
             return
         first = len(self.live)
         for i, mate in enumerate(mates):
+            self._vacate(first + i)
             mate.row, mate.reused = first + i, len(ask.prompt_ids)
             self._seat(mate)
         self.cache.spread(ask.row, range(first, len(self.live)), len(ask.prompt_ids))
@@ -391,18 +397,22 @@ class Engine:
     def _take_row(self, prompt: list[int]) -> tuple[int, int]:
         """The next live row, holding as much of the prompt as any kept row has; and how much that is."""
         row = len(self.live)
-        if not self.table.kept[row:].any():
-            return row, 0
         kept, shared = self.table.best_match(prompt, row)
         if shared:
             self.cache.swap(kept, row, shared, int(self.table.kept_length(row)))
             self.table.swap_kept(kept, row)
         else:
-            oldest = self.table.oldest(row)
-            if oldest != row:
-                self.cache.move(row, oldest, self.table.kept_length(row))
-                self.table.swap_kept(oldest, row)
+            self._vacate(row)
         return row, shared
+
+    def _vacate(self, row: int) -> None:
+        """What a row keeps is moved to the row that is least worth keeping, before it is used."""
+        if not self.table.kept[row]:
+            return
+        oldest = self.table.oldest(row)
+        if oldest != row:
+            self.cache.move(row, oldest, self.table.kept_length(row))
+            self.table.swap_kept(oldest, row)
 
     def _seat(self, ask: Ask) -> None:
         ask.weights = self._weights

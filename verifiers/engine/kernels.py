@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_S, WARPS, STAGES = 64, 4, 3
+SHARED_BYTES = 160 << 10  # what a block of threads may hold of keys and values on every card we aim at
 BLOCK_V = 2048
 
 
@@ -69,6 +70,18 @@ def _attend(
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=is_head[:, None] & in_dim[None, :])
 
 
+def _block(row_bytes: int) -> tuple[int, int]:
+    """Positions at a time and loads in flight, so that keys and values of wide heads fit too.
+
+    >>> _block(128), _block(1024)
+    ((64, 3), (64, 1))
+    """
+    for block, stages in ((BLOCK_S, STAGES), (BLOCK_S, 2), (BLOCK_S, 1), (BLOCK_S // 2, 1)):
+        if 2 * block * row_bytes * stages <= SHARED_BYTES:
+            return block, stages
+    return 16, 1
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: Tensor,
     *, scale: float, window: int | None, softcap: float | None,
@@ -78,12 +91,14 @@ def attend(
     groups = keys.shape[1]
     out = torch.empty((batch, heads, 1, dim), dtype=q.dtype, device=q.device)
     share = heads // groups
+    padded = max(16, triton.next_power_of_2(dim))
+    block, stages = _block(padded * keys.element_size())
     _attend[(batch, groups)](
         q, k, v, keys, values, out, length, scale, softcap or 1.0,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), keys.stride(0), keys.stride(1),
         WINDOW=window or 0, CAPPED=softcap is not None,
         HEADS=share, PADDED_HEADS=max(16, triton.next_power_of_2(share)),
-        DIM=dim, PADDED_DIM=max(16, triton.next_power_of_2(dim)), BLOCK=BLOCK_S, num_warps=WARPS, num_stages=STAGES,
+        DIM=dim, PADDED_DIM=padded, BLOCK=block, num_warps=WARPS, num_stages=stages,
     )  # fmt: skip
     return out
 

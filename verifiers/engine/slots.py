@@ -205,7 +205,8 @@ def slot_attention(
     if kwargs.get("s_aux") is not None:
         raise NotImplementedError("attention sinks are not supported by the local engine")
     attend = _current.attend
-    assert attend is not None, "the model is run by the engine's attention outside of the engine"
+    if attend is None:
+        raise RuntimeError("the engine is sampling from this model just now: run it `with engine.lock:`")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     output = attend(module.layer_idx, query, key, value, scale=scale, window=sliding_window, softcap=softcap)
     return output.transpose(1, 2), None

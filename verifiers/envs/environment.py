@@ -6,14 +6,10 @@ import atexit
 import inspect
 import logging
 import random
-import time
-import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from verifiers import calls
 from verifiers.clients import as_client
@@ -29,6 +25,7 @@ from verifiers.envs.calling import (
     read_call,
 )
 from verifiers.envs.rows import RowFormat, Rows, as_rows, few_shot_messages
+from verifiers.envs.states import fresh_state
 from verifiers.errors import GraderError, HookError, RequestRefusedError, wrap
 from verifiers.messages import strip_nones_from_content
 from verifiers.parsers import Parser
@@ -146,37 +143,15 @@ class Environment:
 
     def new_state(self, row: Mapping[str, Any], client: Any, model: str, sampling_args: SamplingArgs | None) -> State:
         """The state a rollout of this row starts from; the row itself stays as it is."""
-        fields = {key: _copied(value) for key, value in row.items()}
-        if isinstance(fields.get("info"), str):
-            fields["info"] = msgspec.json.decode(fields["info"])
-        fields.setdefault("task", self.env_id or "default")
-        fields.setdefault("example_id", 0)
-        state = State({key: value for key, value in fields.items() if key not in State.INPUT_FIELDS})
-        info = fields.get("info")
-        tools = info.get("oai_tools") if isinstance(info, Mapping) else None
-        state.update(
-            input=fields,
+        return fresh_state(
+            row,
             client=client,
             model=model,
             sampling_args=sampling_args,
-            is_completed=False,
-            is_truncated=False,
-            stop_condition=None,
-            oai_tools=tools if tools is not None else self.oai_tools,
-            trajectory=[],
-            trajectory_id=uuid.uuid4().hex,
-            responses=[],
-            turn=0,
-            completion=[] if self.message_type == "chat" else "",
-            reward=None,
-            advantage=None,
-            metrics=None,
-            usage=None,
-            error=None,
-            final_env_response=None,
-            timing={"start_time": time.time(), "generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0},
+            task=self.env_id or "default",
+            oai_tools=self.oai_tools,
+            message_type=self.message_type,
         )
-        return state
 
     async def _init_state(
         self, input: Mapping[str, Any], client: Any, model: str, sampling_args: SamplingArgs | None = None
@@ -533,13 +508,6 @@ class Environment:
 def _take(rows: Rows, n: int, seed: int | None) -> Rows:
     rows = rows if seed is None else rows.shuffle(seed)
     return rows if n < 0 else rows[:n]
-
-
-def _copied(value: Any) -> Any:
-    """A copy deep enough that a rollout can change what it was given; leaves are shared."""
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if type(value) is list else value
 
 
 def _close_if_alive(reference: weakref.ref[Environment]) -> None:

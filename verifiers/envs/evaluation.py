@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
 from verifiers.envs.rows import RowFormat, Rows, as_rows
+from verifiers.envs.states import restored_state
 from verifiers.progress import Progress, make_progress
 from verifiers.results import Results
 from verifiers.rubrics.score import Score, note_scoring_time, write_advantages, write_score
 from verifiers.runner import Job, Limits, Run, RunInterruptedError
 from verifiers.store import DEFAULT_ROOT, Record, RunDir, encode, to_hf_dataset, to_record
-from verifiers.types import Row, SamplingArgs, State, Usage
+from verifiers.types import Row, SamplingArgs, State
 
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
@@ -372,7 +373,7 @@ def _partial_groups(run_dir: RunDir, jobs: Sequence[Job], kept: set[tuple[Any, i
         return {}
     keyed = ((_key(record), record) for record in run_dir.records())
     rows = {job.key: job.row for job in jobs if job.key in again}
-    return {key: state_of(record, rows[key]) for key, record in keyed if key in rows}
+    return {key: restored_state(record, rows[key]) for key, record in keyed if key in rows}
 
 
 def _key(record: Record) -> tuple[Any, int]:
@@ -403,7 +404,7 @@ def _assemble(
         rows = {job.key: job.row for job in jobs if job.key in kept and job.key not in states}
         for record in run_dir.records():
             if (key := _key(record)) in rows:
-                states[key] = state_of(record, rows[key])
+                states[key] = restored_state(record, rows[key])
     ordered = [states[job.key] for job in jobs if job.key in states]
     groups: dict[Any, list[State]] = {}
     for state in ordered:
@@ -423,21 +424,6 @@ def _assemble(
     if run_dir is not None:
         run_dir.update_metadata({**metadata, **figures, "path_to_save": str(run_dir.path)})
     return results
-
-
-_TIMING_FIELDS = ("generation_ms", "scoring_ms", "total_ms")
-
-
-def state_of(record: Record, row: Row) -> State:
-    """A saved rollout as a state again: all that was saved of it, and the row it was made from."""
-    state = State({"trajectory": [], **row, **record})
-    for key in (*State.INPUT_FIELDS, *_TIMING_FIELDS):
-        state.pop(key, None)
-    state["input"] = {**row, **{key: record.get(key) for key in State.INPUT_FIELDS}}
-    state["timing"] = {key: record.get(key) or 0.0 for key in _TIMING_FIELDS}
-    usage = record.get("usage")
-    state["usage"] = Usage(**usage) if usage else None
-    return state
 
 
 def make_dataset(

@@ -1,0 +1,79 @@
+"""A row becomes the state its rollout starts from; a saved record becomes the state it was."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from verifiers.store import Record
+from verifiers.types import MessageType, Row, SamplingArgs, State, Usage
+
+
+def fresh_state(
+    row: Mapping[str, Any],
+    *,
+    client: Any,
+    model: str,
+    sampling_args: SamplingArgs | None,
+    task: str,
+    oai_tools: list[dict[str, Any]] | None,
+    message_type: MessageType,
+) -> State:
+    """The state a rollout of this row starts from; the row itself stays as it is."""
+    fields = {key: _copied(value) for key, value in row.items()}
+    if isinstance(fields.get("info"), str):
+        fields["info"] = msgspec.json.decode(fields["info"])
+    fields.setdefault("task", task)
+    fields.setdefault("example_id", 0)
+    state = State({key: value for key, value in fields.items() if key not in State.INPUT_FIELDS})
+    info = fields.get("info")
+    tools = info.get("oai_tools") if isinstance(info, Mapping) else None
+    state.update(
+        input=fields,
+        client=client,
+        model=model,
+        sampling_args=sampling_args,
+        is_completed=False,
+        is_truncated=False,
+        stop_condition=None,
+        oai_tools=tools if tools is not None else oai_tools,
+        trajectory=[],
+        trajectory_id=uuid.uuid4().hex,
+        responses=[],
+        turn=0,
+        completion=[] if message_type == "chat" else "",
+        reward=None,
+        advantage=None,
+        metrics=None,
+        usage=None,
+        error=None,
+        final_env_response=None,
+        timing={"start_time": time.time(), "generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0},
+    )
+    return state
+
+
+def _copied(value: Any) -> Any:
+    """A copy deep enough that a rollout can change what it was given; leaves are shared."""
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if type(value) is list else value
+
+
+_TIMING_FIELDS = ("generation_ms", "scoring_ms", "total_ms")
+
+
+def restored_state(record: Record, row: Row) -> State:
+    """A saved rollout as a state again: all that was saved of it, and the row it was made from."""
+    state = State({"trajectory": [], **row, **record})
+    for key in (*State.INPUT_FIELDS, *_TIMING_FIELDS):
+        state.pop(key, None)
+    state["input"] = {**row, **{key: record.get(key) for key in State.INPUT_FIELDS}}
+    state["timing"] = {key: record.get(key) or 0.0 for key in _TIMING_FIELDS}
+    usage = record.get("usage")
+    state["usage"] = Usage(**usage) if usage else None
+    return state
