@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import assert_exact, prompt_of, random_model  # noqa: E402
-from verifiers.engine import engine as engines  # noqa: E402
+from verifiers.engine import live_model  # noqa: E402
 from verifiers.engine import packed as packing  # noqa: E402
 from verifiers.engine.engine import Engine  # noqa: E402
 from verifiers.engine.packed import PackedLinears  # noqa: E402
@@ -63,8 +63,8 @@ def test_the_numbers_are_the_same_to_rounding(model: Any, rows: int) -> None:
 
 def test_the_engine_packs_after_a_few_steps_and_stays_exact(model: Any, engine: Engine) -> None:
     answers = engine.generate([prompt_of(5), prompt_of(20, seed=1)], WAY, n=3)
-    assert engine._packed is not None
-    assert engine._packed.is_packed
+    assert engine.live_model._packed is not None
+    assert engine.live_model._packed.is_packed
     again = engine.generate([prompt_of(5), prompt_of(20, seed=1)], WAY, n=3)
     for answer in answers + again:
         assert_exact(model, answer, WAY)
@@ -138,4 +138,4 @@ def test_packing_is_for_float32_models_of_some_size_on_the_cpu() -> None:
     assert not PackedLinears.helps(random_model())
     assert not PackedLinears.helps(random_model(dtype=torch.bfloat16, hidden_size=512, intermediate_size=1024))
     assert PackedLinears.helps(random_model(hidden_size=512, intermediate_size=1024))
-    assert engines.PACK_AFTER > 1
+    assert live_model.PACK_AFTER > 1

@@ -8,16 +8,13 @@ end is thrown away.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from verifiers.engine import kernels, slots
@@ -110,7 +107,6 @@ class CudaDecoder:
         self._pool: Any = None
         self._flights: deque[_Flight] = deque()
         self._spare: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._norms = fusible_norms(engine.model)
         kernels.warm_up(device)
 
     # --- the table's copy on the device ---------------------------------------------------------------------------
@@ -132,9 +128,6 @@ class CudaDecoder:
             self._whole[:, to] = self._whole[:, source]
             self._real[:, to] = self._real[:, source]
         self.length[first:last] = self.engine.length
-
-    def fused_norms(self) -> AbstractContextManager[None]:
-        return fused(self._norms)
 
     def sample(self, logits_NV: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor, Tensor]:
         """Untruncated sampling, in one sweep."""
@@ -215,7 +208,9 @@ class CudaDecoder:
     def _step(self, size: int, truncates: bool) -> tuple[Tensor, Tensor, Tensor]:
         engine = self.engine
         length = self.length[:size]
-        logits = engine.forward(self.token[:size, None], length[:, None], CudaDecode(engine.cache, length))[:, 0]
+        logits = engine.live_model.forward(self.token[:size, None], length[:, None], CudaDecode(engine.cache, length))[
+            :, 0
+        ]
         knobs = Knobs(*(getattr(self.knobs, name)[:size] for name in Knobs.__slots__))
         if truncates:
             outputs = sample(logits, knobs, truncates=True)
@@ -225,39 +220,3 @@ class CudaDecoder:
         length.add_(1).clamp_(max=engine.length)
         knobs.step_B.add_(1)
         return outputs
-
-
-# --- fewer, larger kernels ----------------------------------------------------------------------------------------
-
-
-def fusible_norms(model: nn.Module) -> list[tuple[nn.Module, float]]:
-    """RMS norms that PyTorch's fused one computes too, found out by trying them on numbers."""
-    found = []
-    for module in model.modules():
-        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if not type(module).__name__.endswith("RMSNorm") or not isinstance(epsilon, float):
-            continue
-        weight = module.weight
-        x = torch.randn((4, weight.shape[0]), device=weight.device, dtype=weight.dtype)
-        with torch.no_grad():
-            mine = F.rms_norm(x, weight.shape, weight, epsilon).float()
-            theirs = module(x).float()
-        if torch.allclose(mine, theirs, rtol=2e-2, atol=2e-2):
-            found.append((module, epsilon))
-    return found
-
-
-def _rms_norm(module: Any, epsilon: float, x: Tensor) -> Tensor:
-    return F.rms_norm(x, module.weight.shape, module.weight, epsilon)
-
-
-@contextmanager
-def fused(norms: Sequence[tuple[nn.Module, float]]) -> Iterator[None]:
-    """While this lasts these norms are one kernel each."""
-    for module, epsilon in norms:
-        module.__dict__["forward"] = partial(_rms_norm, module, epsilon)
-    try:
-        yield
-    finally:
-        for module, _ in norms:
-            del module.__dict__["forward"]

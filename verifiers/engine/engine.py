@@ -1,27 +1,20 @@
-"""A live model becomes a sampler: requests join and leave between steps, each row its own, tokens exact.
-
-The engine reads the parameters of the module it was given: there is no copy, and nothing to transfer after an update.
-"""
+"""A live model becomes a sampler: requests join and leave between steps, each row its own, tokens exact."""
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
-import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verifiers.engine import slots
-from verifiers.engine.packed import PackedLinears
+from verifiers.engine import slots, threads
+from verifiers.engine.live_model import LiveModel
 from verifiers.engine.requests import Ask, Generated, OnToken, Sampling
 from verifiers.engine.sampling import sample
 from verifiers.engine.slots import Decode, Prefill, Segment, Shape, SlotCache
@@ -39,30 +32,8 @@ ADMIT_SHARE = 16  # on CUDA, new requests are taken in when a 16th of the rows i
 # Tokens: reusing fewer is not worth the copy; on CUDA prompts that reuse are run one by one, fresh ones together.
 LEAST_SHARED, LEAST_SHARED_CUDA = 16, 512
 SPAN_STEP = 32
-PACK_AFTER = 8  # steps on the same weights: packing them costs about as much as it saves in so many
+PREFILL, PREFILL_CUDA = 1024, 32768  # tokens of prompts run at once
 ONE_THREAD_BELOW = 4_000_000  # parameters: threads would wait for one another longer than they compute
-
-
-_engines: WeakSet[Engine] = WeakSet()
-_threads: set[threading.Thread] = set()
-
-
-@atexit.register
-def _end_threads() -> None:
-    """A thread that Python cuts off within torch aborts the process: let each come to its end."""
-    for engine in list(_engines):
-        engine.stop()
-    for thread in list(_threads):
-        thread.join()
-
-
-def _remember(engine: Engine, thread: threading.Thread) -> None:
-    _threads.difference_update([other for other in _threads if other.ident is not None and not other.is_alive()])
-    _engines.add(engine)
-    _threads.add(thread)
-
-
-_locks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # engines of one model share a lock
 
 
 class EngineFullError(ModelError):
@@ -78,34 +49,28 @@ class Engine:
         *,
         rows: int = 32,
         length: int | None = None,
-        prefill_tokens: int = 1024,
+        prefill_tokens: int | None = None,
         max_waiting: int = 65536,
         stop_ids: Sequence[int] = (),
     ) -> None:
-        slots.register()
         self.model = model
-        config = model.config
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        self._configs = [config] if text is config else [config, text]
+        self.live_model = live = LiveModel(model)
+        text = live.text_config
         longest = getattr(text, "max_position_embeddings", None) or 2048
         self.length = min(length or longest, longest)
         self.rows = rows
-        self.prefill_tokens = prefill_tokens
+        self.prefill_tokens = prefill_tokens or (PREFILL_CUDA if live.device.type == "cuda" else PREFILL)
         self.max_waiting = max_waiting
-        parameter = next(model.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
-        self._parameters: list[Tensor] = []
-        self._adapter: Any = None
+        self.device, self.dtype = live.device, live.dtype
         # One position more than is promised: where rows that are not live write on CUDA.
-        self.cache = SlotCache(Shape.of(config), rows, self.length + 1, dtype=self.dtype, device=self.device)
+        self.cache = SlotCache(Shape.of(model.config), rows, self.length + 1, dtype=self.dtype, device=self.device)
         least_shared = LEAST_SHARED_CUDA if self.device.type == "cuda" else LEAST_SHARED
         self.table = Table(rows, self.length, least_shared=least_shared)
         self.live: list[Ask] = []
         self.waiting: deque[Ask] = deque()
         self._joining: list[Ask] = []
         self._outbox: list[tuple[Ask, Generated | BaseException]] = []
-        # Held while the model runs: whoever runs it besides, or updates its weights, takes it.
-        self.lock = _locks.setdefault(id(config), threading.RLock())
+        self.lock = live.lock
         self.steps = 0
         self.tokens = 0
         self._wake = threading.Condition()
@@ -116,12 +81,8 @@ class Engine:
         self.vocabulary = int(text.vocab_size)
         self._is_stop = np.zeros(self.vocabulary + 1, bool)
         self._is_stop[[token for token in stop_ids if token < len(self._is_stop)]] = True
-        self._weights = 0
-        self._fingerprint: tuple[int, Any] = (0, None)
         self._draw = np.random.default_rng()
         self._cuda = _cuda_decoder(self) if self.device.type == "cuda" else None
-        self._packed = PackedLinears(model) if PackedLinears.helps(model) else None
-        self._same_weights_steps = 0
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
@@ -156,7 +117,7 @@ class Engine:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="verifiers-engine", daemon=True)
                 self._thread.start()
-                _remember(self, self._thread)
+                threads.remember(self, self._thread)
             self._wake.notify()
         return [ask.future for ask in asks]
 
@@ -186,9 +147,7 @@ class Engine:
         """Drop every key and value kept for reuse (they were made by other weights, say)."""
         with self.lock:
             self.table.forget(len(self.live))
-            self._fingerprint = (-1, None)  # live rows are not to be kept either, nor packed weights
-            if self._packed is not None:
-                self._packed.drop()
+            self.live_model.forget()  # live rows are not to be kept either, nor packed weights
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -209,7 +168,7 @@ class Engine:
                 if self._is_closed:
                     break
             try:
-                with self.lock, torch.inference_mode(), _evaluating(self.model):
+                with self.lock, torch.inference_mode(), self.live_model.evaluating():
                     self._turn()
             except Exception as error:  # the model is foreign code: it fails its requests, not the engine
                 logger.exception("the engine's step failed")
@@ -218,7 +177,11 @@ class Engine:
 
     def _turn(self) -> None:
         """Take in what fits, then one token for everyone."""
-        self._notice_weights()
+        has_changed, has_moved = self.live_model.notice(is_idle=not self.live)
+        if has_changed:
+            self.table.forget(len(self.live))
+        if has_moved and self._cuda is not None:
+            self._cuda.drop_graphs()  # they read from where the parameters were
         if self._cuda is not None:
             self._turn_ahead(self._cuda)
             return
@@ -302,26 +265,6 @@ class Engine:
         for ask in gone:
             ask.future.set_running_or_notify_cancel()
 
-    def _notice_weights(self) -> None:
-        """An optimizer step counts up the versions of the tensors it changes; keys made before it are of no use."""
-        if not self.live:  # parameters may have been replaced, adapters added
-            self._parameters = list(self.model.parameters())
-            self._adapter = next((one for one in self.model.modules() if hasattr(one, "merged_adapters")), None)
-        versions = pointers = 0
-        for parameter in self._parameters:
-            versions += parameter._version
-            pointers ^= parameter.data_ptr()
-        fingerprint = (versions, (pointers, _adapter_state(self._adapter)))
-        if fingerprint != self._fingerprint:
-            if self._cuda is not None and fingerprint[1] != self._fingerprint[1]:
-                self._cuda.drop_graphs()  # they read from where the parameters were
-            self._fingerprint = fingerprint
-            self._weights += 1
-            self._same_weights_steps = 0
-            self.table.forget(len(self.live))
-            if self._packed is not None:
-                self._packed.drop()
-
     # --- taking in ------------------------------------------------------------------------------------------------
 
     def _admit(self) -> list[tuple[Ask, list[Ask]]]:
@@ -363,7 +306,7 @@ class Engine:
             last.append(len(ids) - 1)
             self._seat(ask)
         ids_T, positions_T, last_N = (slots.host_index(values, self.device) for values in (ids, positions, last))
-        logits_NV = self.forward(ids_T[None], positions_T[None], self._attend_prefill(segments), last_N)[0]
+        logits_NV = self.live_model.forward(ids_T[None], positions_T[None], self._attend_prefill(segments), last_N)[0]
         order = list(range(len(groups)))
         for i, (ask, mates) in enumerate(groups):
             self._seat_mates(ask, mates)
@@ -415,37 +358,22 @@ class Engine:
             self.table.swap_kept(oldest, row)
 
     def _seat(self, ask: Ask) -> None:
-        ask.weights = self._weights
+        ask.weights = self.live_model.version
         self.live.append(ask)
         self.table.seat(ask)
 
     # --- tokens ---------------------------------------------------------------------------------------------------
 
-    def forward(self, ids: Tensor, positions: Tensor, attend: slots.Attend, keep: Tensor | int = 0) -> Tensor:
-        with slots.attending(self._configs, attend), self._quicker():
-            logits: Tensor = self.model(
-                input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep, return_dict=True
-            ).logits
-        return logits
-
-    def _quicker(self) -> AbstractContextManager[None]:
-        """The same layers, as this device computes them best."""
-        if self._cuda is not None:
-            return self._cuda.fused_norms()
-        return self._packed.in_use() if self._packed is not None else nullcontext()
-
     def _decode(self) -> None:
         """One token for every live row."""
         n = len(self.live)
-        self._same_weights_steps += 1
-        if self._packed is not None and self._same_weights_steps == PACK_AFTER:
-            self._packed.pack(self.rows)
+        self.live_model.count_step(self.rows)
         table = self.table
         length_B = torch.from_numpy(table.length[:n]).to(self.device)
         span = min(self.length, (int(table.length[:n].max()) // SPAN_STEP + 1) * SPAN_STEP)
         attend = Decode(self.cache, torch.arange(n, device=self.device), length_B, span)
         ids = torch.from_numpy(table.token[:n]).to(self.device)[:, None]
-        logits_BV = self.forward(ids, length_B[:, None], attend)[:, 0]
+        logits_BV = self.live_model.forward(ids, length_B[:, None], attend)[:, 0]
         table.length[:n] += 1
         self.steps += 1
         self._sample(logits_BV, np.arange(n), list(self.live))
@@ -519,7 +447,7 @@ class Engine:
                 raw_logprobs=raw,
                 finish_reason=reason,
                 reused=ask.reused,
-                weights=(ask.weights, self._weights),
+                weights=(ask.weights, self.live_model.version),
             )
             self._outbox.append((ask, generated))
         self._retire([ask for ask, _ in ends], spoilt=[ask for ask, reason in ends if isinstance(reason, Exception)])
@@ -527,7 +455,7 @@ class Engine:
     def _retire(self, asks: Sequence[Ask], *, spoilt: Sequence[Ask] = ()) -> None:
         """Take rows out of the live ones, which stay without gaps; what they hold stays behind, for who comes back."""
         for ask in asks:
-            is_kept = ask not in spoilt and ask.weights == self._weights
+            is_kept = ask not in spoilt and ask.weights == self.live_model.version
             self.table.park(ask, keep=is_kept and self.table.length[ask.row] >= self.table.least_shared)
         self.cache.clear([ask.row for ask in spoilt])  # NaN times a weight of zero is NaN: who comes next would see it
         gone = {ask.row for ask in asks}
@@ -553,32 +481,12 @@ class Engine:
             self._cuda.retire(holes, movers, n, n + len(gone))
 
 
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """A module that is being trained has no dropout while it is sampled from."""
-    trained = [module for module in model.modules() if module.training] if model.training else []
-    for module in trained:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in trained:
-            module.training = True
-
-
 def _tell(on_token: OnToken, token: int, logprob: float) -> str | Exception | None:
     """Why the request ends here, if it does: its owner wants no more, or its owner's code failed."""
     try:
         return "stop" if on_token(token, logprob) else None
     except Exception as error:  # foreign code: it fails its own request
         return error
-
-
-def _adapter_state(layer: Any) -> Any:
-    """Which adapters (peft) are in force, read off one layer that has them: they are switched on all at once."""
-    if layer is None:
-        return None
-    return layer.disable_adapters, tuple(layer.active_adapters), tuple(layer.merged_adapters)
 
 
 def _cuda_decoder(engine: Engine) -> CudaDecoder:

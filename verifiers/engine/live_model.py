@@ -1,0 +1,114 @@
+"""A module that others may train meanwhile: run for its logits alone, and watched for changes of its weights.
+
+The engine reads the parameters of the module it was given: there is no copy, and nothing to transfer after an update.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from verifiers.engine import slots
+from verifiers.engine.fused import Fused
+from verifiers.engine.packed import PackedLinears
+
+PACK_AFTER = 8  # steps on the same weights: packing them costs about as much as it saves in so many
+
+_locks: WeakValueDictionary[int, Any] = WeakValueDictionary()  # engines of one model share a lock
+
+
+class LiveModel:
+    """One module, its version, and the quickest way to run it here."""
+
+    def __init__(self, module: Any) -> None:
+        slots.register()
+        self.module = module
+        config = module.config
+        self.text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self._configs = [config] if self.text_config is config else [config, self.text_config]
+        parameter = next(module.parameters())
+        self.device: torch.device = parameter.device
+        self.dtype: torch.dtype = parameter.dtype
+        # Held while the model runs: whoever runs it besides, or updates its weights, takes it.
+        self.lock = _locks.setdefault(id(config), threading.RLock())
+        self.version = 0
+        self._fused = Fused(module)
+        self._parameters: list[Tensor] = []
+        self._adapter: Any = None
+        self._seen: tuple[int, Any] = (0, None)
+        self._packed = PackedLinears(module) if PackedLinears.helps(module) else None
+        self._steps = 0
+
+    def forward(self, ids: Tensor, positions: Tensor, attend: slots.Attend, keep: Tensor | int = 0) -> Tensor:
+        """The logits of the positions in ``keep`` (0: of all)."""
+        packed = self._packed.in_use() if self._packed is not None else nullcontext()
+        with slots.attending(self._configs, attend), self._fused, packed:
+            logits: Tensor = self.module(
+                input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep, return_dict=True
+            ).logits
+        return logits
+
+    def count_step(self, rows: int) -> None:
+        """After some steps on the same weights it pays to lay them out for this many rows."""
+        self._steps += 1
+        if self._packed is not None and self._steps == PACK_AFTER:
+            self._packed.pack(rows)
+
+    # --- changes --------------------------------------------------------------------------------------------------
+
+    def notice(self, *, is_idle: bool) -> tuple[bool, bool]:
+        """Have the weights changed since last time, and have they moved (or adapters been switched)?
+
+        An optimizer step counts up the versions of the tensors it changes. Writing through ``.data`` does not: say
+        `forget` after that.
+        """
+        if is_idle:  # parameters may have been replaced, adapters added
+            self._parameters = list(self.module.parameters())
+            self._adapter = next((one for one in self.module.modules() if hasattr(one, "merged_adapters")), None)
+        versions = pointers = 0
+        for parameter in self._parameters:
+            versions += parameter._version
+            pointers ^= parameter.data_ptr()
+        now = (versions, (pointers, _adapter_state(self._adapter)))
+        if now == self._seen:
+            return False, False
+        has_moved = now[1] != self._seen[1]
+        self._seen = now
+        self.version += 1
+        self._drop_packed()
+        return True, has_moved
+
+    def forget(self) -> None:
+        """Whatever was made from the weights so far counts as made from others."""
+        self._seen = (-1, None)
+        self._drop_packed()
+
+    def _drop_packed(self) -> None:
+        self._steps = 0
+        if self._packed is not None:
+            self._packed.drop()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A module that is being trained has no dropout while it is sampled from."""
+        trained = [one for one in self.module.modules() if one.training] if self.module.training else []
+        for one in trained:
+            one.training = False
+        try:
+            yield
+        finally:
+            for one in trained:
+                one.training = True
+
+
+def _adapter_state(layer: Any) -> Any:
+    """Which adapters (peft) are in force, read off one layer that has them: they are switched on all at once."""
+    if layer is None:
+        return None
+    return layer.disable_adapters, tuple(layer.active_adapters), tuple(layer.merged_adapters)

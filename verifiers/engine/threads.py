@@ -1,0 +1,32 @@
+"""Threads that run torch, which must come to their end before Python does."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from typing import Protocol
+from weakref import WeakSet
+
+
+class Stoppable(Protocol):
+    def stop(self) -> None: ...
+
+
+_owners: WeakSet[Stoppable] = WeakSet()
+_threads: set[threading.Thread] = set()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A thread that Python cuts off within torch aborts the process: let each come to its end."""
+    for owner in list(_owners):
+        owner.stop()
+    for thread in list(_threads):
+        thread.join()
+
+
+def remember(owner: Stoppable, thread: threading.Thread) -> None:
+    """At exit the owner is told to stop, and the thread is waited for."""
+    _threads.difference_update([other for other in _threads if other.ident is not None and not other.is_alive()])
+    _owners.add(owner)
+    _threads.add(thread)
