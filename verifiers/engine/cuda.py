@@ -208,9 +208,9 @@ class CudaDecoder:
     def _step(self, size: int, truncates: bool) -> tuple[Tensor, Tensor, Tensor]:
         engine = self.engine
         length = self.length[:size]
-        logits = engine.live_model.forward(self.token[:size, None], length[:, None], CudaDecode(engine.cache, length))[
-            :, 0
-        ]
+        position = length.clamp(max=engine.length - 1)  # resting rows stand one behind the last that a model knows
+        attend = CudaDecode(engine.cache, length)
+        logits = engine.live_model.forward(self.token[:size, None], position[:, None], attend)[:, 0]
         knobs = Knobs(*(getattr(self.knobs, name)[:size] for name in Knobs.__slots__))
         if truncates:
             outputs = sample(logits, knobs, truncates=True)
