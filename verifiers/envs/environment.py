@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import inspect
 import logging
 import random
 import warnings
@@ -24,12 +23,13 @@ from verifiers.envs.calling import (
     override_arguments,
     read_call,
 )
+from verifiers.envs.hooks import Hooks
 from verifiers.envs.rows import RowFormat, Rows, as_rows, few_shot_messages
 from verifiers.envs.states import fresh_state
 from verifiers.errors import GraderError, HookError, RequestRefusedError, wrap
 from verifiers.messages import strip_nones_from_content
 from verifiers.parsers import Parser
-from verifiers.rollout import marked, note_error, note_timing, read_error
+from verifiers.rollout import note_error, note_timing, read_error
 from verifiers.rubrics import Rubric, RubricGroup
 from verifiers.rubrics.score import Score
 from verifiers.rubrics.signature import Plan, as_score
@@ -38,8 +38,6 @@ from verifiers.types import Messages, MessageType, ProcessedOutputs, Row, Sampli
 
 if TYPE_CHECKING:
     from verifiers.results import Results
-
-HOOK_TIMEOUT_S = 3600.0
 
 
 class Environment:
@@ -106,7 +104,7 @@ class Environment:
         )
         self.dataset: Rows | None = None if dataset is None else as_rows(dataset, self._format)
         self.eval_dataset: Rows | None = None if eval_dataset is None else as_rows(eval_dataset, self._format)
-        self._hooks: dict[str, calls.Hook | None] = {}
+        self._hooks = Hooks(self)
 
     def _set_attributes(self, kwargs: Mapping[str, Any]) -> None:
         for name, value in kwargs.items():
@@ -299,27 +297,11 @@ class Environment:
 
     def _hook(self, name: str, *, may_inline: bool = True) -> calls.Hook | None:
         """A user's method by this name, ready to be called; None where the library's own (or none) is in force."""
-        try:
-            return self._hooks[name]
-        except KeyError:
-            method = getattr(self, name, None)
-            is_ours = name not in vars(self) and calls.is_default(getattr(type(self), name, None))
-            hook = None
-            if method is not None and not is_ours:
-                hook = calls.Hook(method, timeout_s=HOOK_TIMEOUT_S, may_inline=may_inline)
-            self._hooks[name] = hook
-            return hook
-
-    def _marked_hooks(self, kind: str) -> list[calls.Hook]:
-        hooks = vars(self).get(f"_{kind}_hooks")
-        if hooks is None:
-            hooks = [calls.Hook(method) for method in marked(self, kind)]
-            setattr(self, f"_{kind}_hooks", hooks)
-        return hooks
+        return self._hooks.named(name, may_inline=may_inline)
 
     async def meets_a_stop(self, state: State) -> bool:
         """Has a stop condition been met? The first that has is written into the state."""
-        for hook in self._marked_hooks("stop"):
+        for hook in self._hooks.marked("stop"):
             if await hook(state):
                 state["is_completed"] = True
                 state["stop_condition"] = state.get("stop_condition") or hook.function.__name__
@@ -344,7 +326,7 @@ class Environment:
             return
         state["is_cleaned_up"] = True
         first_error: Exception | None = None
-        for hook in self._marked_hooks("cleanup"):
+        for hook in self._hooks.marked("cleanup"):
             try:
                 await hook(state)
             except Exception as error:  # foreign code
@@ -354,14 +336,14 @@ class Environment:
 
     async def _close(self) -> None:
         """Run the teardown hooks; called at exit for environments that have any and were used."""
-        for hook in self._marked_hooks("teardown"):
+        for hook in self._hooks.marked("teardown"):
             await hook()
 
     close = calls.both(_close)
 
     def tear_down_at_exit(self) -> None:
         """Called when the environment is first used: constructors have no side effects."""
-        if not vars(self).get("_is_armed") and self._marked_hooks("teardown"):
+        if not vars(self).get("_is_armed") and self._hooks.marked("teardown"):
             self._is_armed = True
             atexit.register(_close_if_alive, weakref.ref(self))
 
@@ -501,8 +483,11 @@ class Environment:
 
     def __getstate__(self) -> dict[str, Any]:
         """Hooks are made anew where the environment is unpickled."""
-        made_here = ("_stop_hooks", "_cleanup_hooks", "_teardown_hooks", "_is_armed")
-        return {**{key: value for key, value in vars(self).items() if key not in made_here}, "_hooks": {}}
+        return {key: value for key, value in vars(self).items() if key not in ("_hooks", "_is_armed")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._hooks = Hooks(self)
 
 
 def _take(rows: Rows, n: int, seed: int | None) -> Rows:
@@ -514,9 +499,3 @@ def _close_if_alive(reference: weakref.ref[Environment]) -> None:
     env = reference()
     if env is not None:
         env.close()
-
-
-def takes_messages(function: Callable[..., Any]) -> bool:
-    """Was a hook written as ``(messages, state)`` rather than ``(state)``?"""
-    names = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    return len(names) > 1 and names[0] != "state"

@@ -7,7 +7,8 @@ from typing import Any
 
 from verifiers import calls
 from verifiers.clients.protocol import Completion
-from verifiers.envs.environment import Environment, takes_messages
+from verifiers.envs.environment import Environment
+from verifiers.envs.hooks import takes_messages
 from verifiers.messages import as_messages, concat_messages, text_of
 from verifiers.parsers import Parser
 from verifiers.rollout import merge_state, run_episode, split_response, step_tokens, stop

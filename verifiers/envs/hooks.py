@@ -1,0 +1,48 @@
+"""The methods a subclass wrote, found by name or by mark, ready to be called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from verifiers import calls
+from verifiers.rollout import marked
+
+HOOK_TIMEOUT_S = 3600.0
+
+
+class Hooks:
+    """One object's hooks; each is looked up once."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        self._named: dict[str, calls.Hook | None] = {}
+        self._marked: dict[str, list[calls.Hook]] = {}
+
+    def named(self, name: str, *, may_inline: bool = True) -> calls.Hook | None:
+        """The method of this name, unless it is the library's own default (or there is none)."""
+        try:
+            return self._named[name]
+        except KeyError:
+            owner = self._owner
+            method = getattr(owner, name, None)
+            is_ours = name not in vars(owner) and calls.is_default(getattr(type(owner), name, None))
+            hook = None
+            if method is not None and not is_ours:
+                hook = calls.Hook(method, timeout_s=HOOK_TIMEOUT_S, may_inline=may_inline)
+            self._named[name] = hook
+            return hook
+
+    def marked(self, kind: str) -> list[calls.Hook]:
+        """The methods marked ``@stop``, ``@cleanup`` or ``@teardown``, highest priority first."""
+        hooks = self._marked.get(kind)
+        if hooks is None:
+            hooks = self._marked[kind] = [calls.Hook(method) for method in marked(self._owner, kind)]
+        return hooks
+
+
+def takes_messages(function: Callable[..., Any]) -> bool:
+    """Was a hook written as ``(messages, state)`` rather than ``(state)``?"""
+    names = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    return len(names) > 1 and names[0] != "state"
