@@ -510,3 +510,20 @@ def test_a_resource_is_made_once_a_loop_and_closed_with_it() -> None:
     asyncio.run(main())
     assert len(made) == 2
     assert closed == made
+
+
+def test_asking_whether_there_is_a_handle_does_not_run_it() -> None:
+    ran = []
+
+    @calls.both
+    async def note() -> list[int]:
+        ran.append(1)
+        return []
+
+    async def main() -> None:
+        handle = note()
+        assert bool(handle)
+        assert not ran
+        assert await handle == []
+
+    asyncio.run(main())

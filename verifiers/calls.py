@@ -148,6 +148,9 @@ class Deferred(collections.abc.Coroutine[Any, Any, T], Generic[T]):
     def __setitem__(self, key: Any, value: Any) -> None:
         self._settle()[key] = value  # type: ignore[index]
 
+    def __bool__(self) -> bool:
+        return True  # asyncio asks this of a task's coroutine when it shows it: no reason to run it
+
     def __len__(self) -> int:
         return len(self._settle())  # type: ignore[arg-type]
 
