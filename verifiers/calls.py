@@ -387,7 +387,11 @@ class _Threads:
         except IndexError:
             worker = _Worker(self)
             worker.job = job
-            worker.start()
+            try:
+                worker.start()
+            except RuntimeError:  # Python is shutting down, and some versions start no threads then
+                job()
+                return
         worker.ready.release()
 
 
