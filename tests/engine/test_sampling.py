@@ -222,3 +222,18 @@ def test_uniforms_are_even_and_unrelated(axis: str) -> None:
 def test_nonsense_is_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Sampling(**wrong)
+
+
+def test_the_largest_random_number_does_not_draw_a_token_that_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verifiers.engine import sampling
+
+    monkeypatch.setattr(sampling, "uniforms", lambda seed_B, step_B: torch.ones(len(seed_B)))  # rounded up to the mass
+    logits_BV = torch.tensor([[3.0, 2.0, 1.0, -4.0]]).repeat(3, 1)
+    n = len(logits_BV)
+    knobs = sampling.Knobs(
+        torch.ones(n), torch.tensor([0.5, 0.9, 1.0]), torch.tensor([1 << 30] * n), torch.zeros(n),
+        torch.arange(n), torch.zeros(n, dtype=torch.int64),
+    )  # fmt: skip
+    token_B, logprob_B, _ = sampling.sample(logits_BV, knobs, truncates=True)
+    assert token_B.tolist() == [0, 1, 3]
+    assert torch.isfinite(logprob_B).all()

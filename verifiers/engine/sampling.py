@@ -63,8 +63,11 @@ def sample(logits_BV: Tensor, knobs: Knobs, *, truncates: bool) -> tuple[Tensor,
         probs_BV = truncate(probs_BV, knobs)
     cdf_BV = probs_BV.cumsum(-1)
     mass_B = cdf_BV[:, -1]
-    drawn_B = torch.searchsorted(cdf_BV, (uniforms(knobs.seed_B, knobs.step_B) * mass_B)[:, None], right=True)[:, 0]
-    drawn_B = drawn_B.clamp_(max=logits_BV.shape[1] - 1)
+    # Below the whole mass even where rounding says otherwise: the last token may be one that was left out.
+    below_B = torch.nextafter(mass_B, torch.zeros_like(mass_B))
+    target_B = torch.minimum(uniforms(knobs.seed_B, knobs.step_B) * mass_B, below_B)
+    drawn_B = torch.searchsorted(cdf_BV, target_B[:, None], right=True)[:, 0]
+    drawn_B = drawn_B.clamp_(max=logits_BV.shape[1] - 1)  # not a number: reported as such by its logprob
     token_B = torch.where(is_greedy_B, logits_BV.argmax(-1), drawn_B)
     raw_B = logits_BV.gather(1, token_B[:, None])[:, 0] - raw_lse_B
     chosen_B = probs_BV.gather(1, token_B[:, None])[:, 0]
