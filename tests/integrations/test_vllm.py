@@ -236,11 +236,11 @@ def test_a_cache_still_in_use_is_reset_when_it_is_free_and_not_waited_for_withou
     async def use(fake: FakeServer, server: VLLMServer) -> None:
         fake.answer("/reset_prefix_cache", (200, {"success": False}), (200, {"success": True}))
         await server.reset_prefix_cache()
-        fake.answer("/reset_prefix_cache", *[(200, {"success": False})] * 20)
+        fake.answer("/reset_prefix_cache", *[(200, {"success": False})] * 500)
         with pytest.raises(errors.DeadlineError, match="still in use after"):
             await server.reset_prefix_cache()
 
-    assert with_server(use, timeout_s=0.5).paths.count("/reset_prefix_cache") >= 3
+    assert with_server(use, timeout_s=2.0).paths.count("/reset_prefix_cache") >= 3
 
 
 def test_an_adapter_is_loaded_replaced_and_dropped(tmp_path: Path) -> None:
@@ -304,14 +304,14 @@ def test_a_server_that_hangs_is_given_up_and_no_error_shows_the_key() -> None:
         with pytest.raises(errors.RequestRefusedError) as raised:
             await server.reset_prefix_cache()
         assert "sk-secret" not in f"{raised.value!r}{raised.value.__context__!r}{server!r}"
-        fake.delay_s = 1.0
+        fake.delay_s = 6.0
         started = time.monotonic()
-        with pytest.raises(errors.DeadlineError, match=r"no whole reply within 0\.2 s"):
+        with pytest.raises(errors.DeadlineError, match=r"no whole reply within 1 s"):
             await server.reset_prefix_cache()
-        assert time.monotonic() - started < 0.9
+        assert time.monotonic() - started < 5
         fake.delay_s = 0.0
 
-    with_server(use, api_key="sk-secret", timeout_s=0.2)
+    with_server(use, api_key="sk-secret", timeout_s=1.0)
 
 
 @pytest.mark.parametrize(("url", "options"), [("localhost:8000", {}), ("http://h", {"timeout_s": 0})])

@@ -236,7 +236,7 @@ def test_waiting_for_a_worker_does_not_count_against_the_limit(fresh_pool: Any) 
     fresh_pool(1)
 
     async def many() -> list[Any]:
-        return await asyncio.gather(*(call_in_worker(nap, {"seconds": 0.3}, timeout_s=0.8) for _ in range(4)))
+        return await asyncio.gather(*(call_in_worker(nap, {"seconds": 0.6}, timeout_s=2.0) for _ in range(5)))
 
     assert len(set(asyncio.run(many()))) == 1
 
