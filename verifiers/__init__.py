@@ -12,7 +12,18 @@ _NAMES = {
     "load_endpoints",
     "clients.protocol": "Client Completion Request Tokens",
     "envs": "EnvGroup Environment MultiTurnEnv SingleTurnEnv load_environment",
+    "envs.code_math_env": "CodeMathEnv",
+    "envs.double_check_env": "DoubleCheckEnv",
     "envs.example_data": "load_example_dataset",
+    "envs.gym_env": "GymEnv",
+    "envs.mcp_env": "MCPEnv",
+    "envs.python_env": "PythonEnv",
+    "envs.reasoning_gym_env": "ReasoningGymEnv",
+    "envs.sandbox_env": "SandboxEnv",
+    "envs.smol_tool_env": "SmolToolEnv",
+    "envs.stateful_tool_env": "StatefulToolEnv",
+    "envs.textarena_env": "TextArenaEnv",
+    "envs.tool_env": "ToolEnv",
     "errors": "BadReplyError ConnectionFailedError DeadlineError EmptyModelResponseError Error GraderError HookError "
     "InfraError JudgeError ModelError OverlongPromptError RateLimitError RequestRefusedError RolloutCancelledError "
     "SandboxError ServerError ToolCallError ToolError ToolParseError WorkerError",
@@ -20,7 +31,7 @@ _NAMES = {
     "parsers": "MaybeThinkParser Parser ThinkParser XMLParser extract_boxed_answer extract_hash_answer",
     "results": "Results",
     "rollout": "cleanup stop teardown",
-    "rubrics": "JudgeRubric MathRubric Rubric RubricGroup cpu_bound group_reward",
+    "rubrics": "JudgeRubric MathRubric Rubric RubricGroup ToolRubric cpu_bound group_reward",
     "runner": "RunInterruptedError",
     "store": "RunDir export_parquet to_dpo to_hf_dataset to_sft",
     "types": "BaseRolloutInput ChatMessage ChatMessages ClientConfig Endpoint Endpoints EvalConfig GenerateMetadata "
@@ -33,6 +44,7 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 # does not need them.
 _EXTRA_NAMES = {
     "engine": "LocalModel LocalServer get_model get_model_and_tokenizer get_tokenizer",
+    "trainers": "GRPOConfig GRPOTrainer SFTConfig SFTTrainer grpo_defaults lora_defaults tiny_model",
     "types": "AsyncOpenAI ChatCompletion ChatCompletionMessageParam ChatCompletionMessageToolCall ChatCompletionRole "
     "ChatCompletionToolParam FunctionDefinition FunctionParameters",
 }
@@ -50,8 +62,11 @@ _MODULES = (
     "rubrics",
     "runner",
     "samples",
+    "sandbox",
     "stats",
     "store",
+    "tools",
+    "trainers",
     "types",
     "utils",
 )

@@ -14,6 +14,7 @@ your steps
 <answer>
 one whole number
 </answer>"""
+PLAIN_PROMPT = "Reply with the value of the expression, one whole number, and nothing else."
 
 # level → how many numbers, the largest of them, and the operations between them
 LEVELS = {
@@ -47,19 +48,27 @@ def load_environment(
     num_train_examples: int = 1000,
     num_eval_examples: int = 200,
     seed: int = 0,
+    use_tags: bool = True,
+    system_prompt: str | None = None,
 ) -> vf.SingleTurnEnv:
     """Arithmetic at ``difficulty`` easy, medium, hard or mixed; the evaluation rows come from another seed."""
     if difficulty not in (*LEVELS, "mixed"):
         raise ValueError(f"difficulty is one of {', '.join(LEVELS)} or mixed, got {difficulty!r}")
-    parser = vf.XMLParser(["reasoning", "answer"])
+    parser = vf.XMLParser(["reasoning", "answer"]) if use_tags else vf.Parser(extract_fn=str.strip)
 
     def correct(completion: vf.Messages, answer: str) -> bool:
         return parser.parse_answer(completion) == answer
 
+    rubric = vf.Rubric([correct], parser=parser)
+    if use_tags:
+        rubric.add_reward_func(parser.get_format_reward_func(), 0.1)
+    if system_prompt is None:
+        system_prompt = SYSTEM_PROMPT if use_tags else PLAIN_PROMPT
+
     return vf.SingleTurnEnv(
         dataset=make_rows(num_train_examples, difficulty, seed),
         eval_dataset=make_rows(num_eval_examples, difficulty, seed + 1_000_003),
-        system_prompt=SYSTEM_PROMPT,
+        system_prompt=system_prompt or None,
         parser=parser,
-        rubric=vf.Rubric([correct, parser.get_format_reward_func()], [1.0, 0.1], parser=parser),
+        rubric=rubric,
     )

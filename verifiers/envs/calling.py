@@ -92,8 +92,10 @@ class Answerer:
 def find_answerer(client: Any, model: Any) -> Answerer:
     """From whatever was passed as client and model; a model in this process is its own client."""
     if model is not None and not isinstance(model, str):
-        name = getattr(model, "name_or_path", None) or getattr(model, "name", None) or type(model).__name__
-        return Answerer(model, as_client(model), str(name))
+        if not getattr(client, "needs_no_model", False):
+            name = getattr(model, "name_or_path", None) or getattr(model, "name", None) or type(model).__name__
+            return Answerer(model, as_client(model), str(name))
+        model = None  # the client answers by itself: this is the module it serves
     if client is None and model is not None:
         resolved, name = resolve_endpoint(model)
         return Answerer(resolved, resolved, name)

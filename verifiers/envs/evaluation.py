@@ -289,16 +289,21 @@ async def run_group(
 
     states = list(await asyncio.gather(*map(generate_one, group_inputs)))
     if score and env.score_rollouts:
-        began = time.perf_counter()
-        live = [state for state in states if state.get("error") is None]
         async with score_sem or nullcontext():
-            scores = await asyncio.gather(*map(env.score_alone, live))
-            await env.add_group_scores(live, scores)
-        for state, scored in zip(live, scores, strict=True):
-            write_score(state, scored)
-        note_scoring_time(live, (time.perf_counter() - began) * 1000)
-        write_advantages(states)
+            await score_states(env, states)
     return states
+
+
+async def score_states(env: Environment, states: Sequence[State]) -> None:
+    """Score finished rollouts of one group, and write it into them; failed ones stay as they are."""
+    began = time.perf_counter()
+    live = [state for state in states if state.get("error") is None]
+    scores = await asyncio.gather(*map(env.score_alone, live))
+    await env.add_group_scores(live, scores)
+    for state, scored in zip(live, scores, strict=True):
+        write_score(state, scored)
+    note_scoring_time(live, (time.perf_counter() - began) * 1000)
+    write_advantages(states)
 
 
 # --- what is kept -------------------------------------------------------------------------------------------------

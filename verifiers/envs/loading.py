@@ -53,8 +53,9 @@ def split_id(env_id: str) -> tuple[str, str | None]:
 
 
 def _import_local(module_name: str, folder: Path) -> ModuleType | None:
-    """``environments/<mod>/<mod>.py`` or ``environments/<mod>/__init__.py``; a local folder wins over a package."""
-    for path in (folder / module_name / f"{module_name}.py", folder / module_name / "__init__.py"):
+    """A module, a package, or a package in its project's folder; what is local wins over what is installed."""
+    home = folder / module_name
+    for path in (home / f"{module_name}.py", home / "__init__.py", home / module_name / "__init__.py"):
         if not path.is_file():
             continue
         loaded = sys.modules.get(module_name)

@@ -21,7 +21,8 @@ class MultiTurnEnv(Environment):
     def __init__(self, max_turns: int = 10, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.max_turns = max_turns
-        if max_turns != 1 and self._hook("env_response") is None and self._hook("get_prompt_messages") is None:
+        is_silent = type(self)._env_response is MultiTurnEnv._env_response and self._hook("env_response") is None
+        if max_turns != 1 and is_silent and self._hook("get_prompt_messages") is None:
             raise TypeError(f"{type(self).__name__} must define env_response(messages, state)")
         is_completed = self._hook("is_completed")
         self._reads_messages = is_completed is not None and takes_messages(is_completed.function)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from verifiers.store import Record
-from verifiers.types import MessageType, Row, SamplingArgs, State, Usage
+from verifiers.types import MessageType, Row, SamplingArgs, State, Usage, unique_id
 
 
 def fresh_state(
@@ -42,7 +41,7 @@ def fresh_state(
         stop_condition=None,
         oai_tools=tools if tools is not None else oai_tools,
         trajectory=[],
-        trajectory_id=uuid.uuid4().hex,
+        trajectory_id=unique_id(),
         responses=[],
         turn=0,
         completion=[] if message_type == "chat" else "",

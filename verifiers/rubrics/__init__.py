@@ -5,5 +5,6 @@ from verifiers.rubrics.math_rubric import MathRubric
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.rubric_group import RubricGroup
 from verifiers.rubrics.signature import cpu_bound, group_reward
+from verifiers.rubrics.tool_rubric import ToolRubric
 
-__all__ = ["JudgeRubric", "MathRubric", "Rubric", "RubricGroup", "cpu_bound", "group_reward"]
+__all__ = ["JudgeRubric", "MathRubric", "Rubric", "RubricGroup", "ToolRubric", "cpu_bound", "group_reward"]

@@ -1,0 +1,121 @@
+"""The spaces of Gymnasium in words: what actions there are, a text as an action, an observation as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class BadActionError(Exception):
+    """A reply that is no action; the message is for the model."""
+
+
+def describe_space(space: Any, names: Sequence[str] | None = None) -> str:
+    """What actions there are, in words.
+
+    >>> from gymnasium.spaces import Box, Discrete
+    >>> describe_space(Discrete(4)), describe_space(Box(-1, 1, (2,)))
+    ('a whole number from 0 to 3', 'a JSON list of 2 numbers from -1 to 1')
+    """
+    kind = type(space).__name__
+    if names is not None:
+        _check_names(space, names)
+        return ", ".join(names)
+    if kind == "Discrete":
+        return f"a whole number from {space.start} to {space.start + space.n - 1}"
+    if kind == "Box":
+        bounds = f"from {float(space.low.min()):g} to {float(space.high.max()):g}"
+        return f"a JSON list {_shape(space.shape)} numbers {bounds}" if space.shape else f"a number {bounds}"
+    if kind == "MultiDiscrete":
+        return f"a JSON list {_shape(space.shape)} whole numbers from 0, below {_listed(space.nvec)}"
+    if kind == "MultiBinary":
+        return f"a JSON list {_shape(space.shape)} zeros and ones"
+    if kind == "Text":
+        return f"a text of {space.min_length} to {space.max_length} characters"
+    raise TypeError(f"there is no standard way to write an action of {space}; pass action_parser= and say it yourself")
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "of " + " lists of ".join(map(str, shape))
+
+
+def _listed(values: Any) -> str:
+    return json.dumps(values.tolist())
+
+
+def _check_names(space: Any, names: Sequence[str]) -> None:
+    count = int(space.n) if type(space).__name__ == "Discrete" else None
+    if count != len(names):
+        raise ValueError(f"action_names has {len(names)} names, but the actions are {space}")
+
+
+def read_action(space: Any, text: str, names: Sequence[str] | None = None) -> Any:
+    """The action that a text names; `BadActionError` where it names none.
+
+    >>> from gymnasium.spaces import Discrete
+    >>> read_action(Discrete(4), " 2 "), read_action(Discrete(2), "Stay", ["go", "stay"])
+    (2, 1)
+    """
+    said = text.strip()
+    action = _by_name(space, said, names) if names is not None else _read(space, said)
+    if action is None or not space.contains(action):
+        raise BadActionError(f"{said!r:.100} is not an action. Give {describe_space(space, names)}.")
+    return action
+
+
+def _by_name(space: Any, said: str, names: Sequence[str]) -> int | None:
+    places = {name.lower(): i for i, name in enumerate(names)}
+    place = places.get(said.lower())
+    return None if place is None else int(space.start) + place
+
+
+def _read(space: Any, said: str) -> Any:
+    kind = type(space).__name__
+    if kind == "Text":
+        return said
+    try:
+        value = json.loads(said, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    if kind == "Discrete":
+        return value if type(value) is int else None
+    return _as_array(space, value)
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no number to act with")
+
+
+def _as_array(space: Any, value: Any) -> Any:
+    import numpy
+
+    try:
+        array = numpy.asarray(value)
+        is_lossy = array.dtype.kind not in "biu" and space.dtype.kind != "f"
+        return None if is_lossy else array.astype(space.dtype).reshape(space.shape)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def show(seen: Any) -> str:
+    """An observation as text: what is text stays so, arrays are lists, a dict has a line for each entry.
+
+    >>> show({"position": (3, 4), "goal": "north"})
+    'position: [3, 4]\\ngoal: north'
+    """
+    if isinstance(seen, str):
+        return seen
+    if isinstance(seen, Mapping):
+        return "\n".join(f"{name}: {show(value)}" for name, value in seen.items())
+    return json.dumps(_plain(seen))
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | None) else str(value)

@@ -1,0 +1,1 @@
+"""Classic import paths of environments over other makers' packages."""

@@ -1,0 +1,5 @@
+"""Classic import path: games of TextArena."""
+
+from verifiers.envs.textarena_env import TextArenaEnv
+
+__all__ = ["TextArenaEnv"]

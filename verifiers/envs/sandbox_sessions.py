@@ -1,0 +1,123 @@
+"""A rollout → its session in the sandbox: opened when first needed, read out and closed when the rollout ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from verifiers.errors import HookError
+from verifiers.sandbox import Result, Sandbox, Session
+from verifiers.tools.programs import Language, report
+from verifiers.types import State
+
+LOST = "(the earlier cells are forgotten: their process was ended)"
+
+
+class Sessions:
+    """The sandbox of an environment, and one session in it for each rollout under way.
+
+    ``files`` lie in every session's folder, and so do those of a row's ``info["files"]``; ``collect`` names files that
+    are read into ``state["files"]`` when a rollout ends.
+    """
+
+    def __init__(
+        self,
+        language: Language,
+        *,
+        files: Mapping[str, bytes | str] | None = None,
+        collect: Iterable[str] = (),
+        memory_mb: int = 512,
+        timeout_s: float = 30.0,
+        packages: Iterable[str] = (),
+        allow_unsafe: bool = False,
+    ) -> None:
+        if isinstance(collect, str):
+            raise TypeError(f"collect must be a list of file names; got the string {collect!r}")
+        self.collect = tuple(collect)
+        self._settings: dict[str, Any] = {
+            "language": language,
+            "memory_mb": memory_mb,
+            "timeout_s": timeout_s,
+            "packages": tuple(packages),
+            "allow_unsafe": allow_unsafe,
+        }
+        self._files = dict(files or {})
+        self._sandbox = Sandbox(files=self._files, **self._settings)
+        self._open: dict[str, Session] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A sandbox and its sessions stay where they are; a copy starts with none."""
+        return {key: value for key, value in vars(self).items() if key not in ("_sandbox", "_open")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._sandbox = Sandbox(files=self._files, **self._settings)
+        self._open = {}
+
+    def of(self, state: State) -> Session:
+        """The session of a rollout."""
+        key = state["trajectory_id"]
+        session = self._open.get(key)
+        if session is None:
+            session = self._open[key] = self._sandbox_for(state).session()
+        return session
+
+    def _sandbox_for(self, state: State) -> Sandbox:
+        info = state.get("info")
+        own = info.get("files") if isinstance(info, Mapping) else None
+        if not own:
+            return self._sandbox
+        if not isinstance(own, Mapping) or not all(isinstance(content, (str, bytes)) for content in own.values()):
+            raise HookError(f"a row's info['files'] maps names to texts, not {own!r:.100}")
+        return Sandbox(files={**self._files, **own}, warm=0, **self._settings)
+
+    async def run(self, code: str, state: State) -> str:
+        """Run a cell in the rollout's session: what the model reads of it."""
+        log: list[str] = state.setdefault("cells", [])
+        try:
+            result: Result = await self.of(state).run(code)
+        except ValueError as error:  # files that do not fit: nothing that the model did
+            raise HookError(f"the sandbox cannot be used: {error}") from error
+        shown = report(result)
+        if log and result.is_fresh:
+            shown = f"{LOST}\n{shown}"
+        log.append(result.status)
+        return shown
+
+    async def finish(self, state: State) -> None:
+        """Read the files that are to be kept, and end the session."""
+        session = self._open.pop(state["trajectory_id"], None)
+        if session is None:
+            return
+        try:
+            if self.collect:
+                state["files"] = await self._collected(session)
+        finally:
+            self._end(session)
+
+    def _end(self, session: Session) -> None:
+        session.close()
+        if session.sandbox is not self._sandbox:  # made for the files of one row
+            session.sandbox.close()
+
+    async def _collected(self, session: Session) -> dict[str, str]:
+        kept = {}
+        for name in self.collect:
+            try:
+                kept[name] = (await session.read(name)).decode(errors="replace")
+            except OSError:  # the model did not write it, or wrote a folder there
+                continue
+        return kept
+
+    def close(self) -> None:
+        """End everything that is still open."""
+        for session in self._open.values():
+            self._end(session)
+        self._open.clear()
+        self._sandbox.close()
+
+
+def cell_metrics(state: State) -> dict[str, float]:
+    """How many cells a rollout ran, and how many of them failed."""
+    log = state.get("cells") or ()
+    return {"cells": float(len(log)), "failed_cells": float(sum(status != "ok" for status in log))}

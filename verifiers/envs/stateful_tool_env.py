@@ -1,0 +1,59 @@
+"""Tools that know their rollout: arguments that the model never sees are filled in from its state."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from verifiers.envs.tool_env import Answer, ToolEnv
+from verifiers.errors import HookError, wrap
+from verifiers.tools.protocols import Call
+from verifiers.tools.tool import Tool
+from verifiers.types import Messages, State
+
+
+class StatefulToolEnv(ToolEnv):
+    """A `ToolEnv` whose tools take more than the model gives.
+
+    ``add_tool(tool, args_to_skip=["cart"])`` hides an argument from the model, and ``update_tool_args`` fills it in for
+    each call; a hidden ``state`` or ``messages`` is filled in without it. The calls of a turn run one after another, in
+    order: a tool may change what the next one works on.
+    """
+
+    def add_tool(self, tool: Callable[..., Any] | Tool, args_to_skip: Iterable[str] = ()) -> None:
+        """Offer another tool; the model is not shown the arguments to skip."""
+        self.toolbox.add(tool, args_to_skip)
+        self._tell_endpoint()
+
+    def update_tool_args(
+        self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State, **kwargs: Any
+    ) -> Any:
+        """Override, sync or async: the arguments that a tool is called with, made from those that the model gave."""
+        return tool_args
+
+    async def answer_all(self, found: Sequence[Call], messages: Messages, state: State) -> list[Answer]:
+        return [await self.answer_one(call, messages, state) for call in found]
+
+    async def fill_in(self, tool: Tool, arguments: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:
+        if type(self).update_tool_args is not StatefulToolEnv.update_tool_args:
+            arguments = await self._updated(tool, arguments, messages, state)
+        known = {"state": state, "messages": messages}
+        filled = {name: value for name, value in known.items() if name in tool.hidden and name not in arguments}
+        arguments = {**arguments, **filled}
+        try:
+            inspect.signature(tool.function).bind(**arguments)
+        except TypeError as error:
+            raise HookError(f"update_tool_args gave {tool.name} arguments that do not fit: {error}") from error
+        return arguments
+
+    async def _updated(self, tool: Tool, arguments: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:
+        hook = self._hook("update_tool_args")
+        assert hook is not None
+        try:
+            updated = await hook(tool.name, arguments, messages, state)
+        except Exception as error:  # foreign code: it is the environment's, so the model is not told
+            raise wrap(error, HookError, "update_tool_args") from error
+        if not isinstance(updated, dict):
+            raise HookError(f"update_tool_args returned {updated!r:.100} for {tool.name}; it must return a dict")
+        return updated

@@ -1,0 +1,166 @@
+"""A game of TextArena as a conversation: the model plays, alone or against others, and the game says how it went."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verifiers import calls
+from verifiers.clients import as_client
+from verifiers.clients.protocol import Request
+from verifiers.envs.multiturn_env import MultiTurnEnv
+from verifiers.envs.textarena_game import Game, check_game, make_template
+from verifiers.errors import HookError
+from verifiers.messages import text_of
+from verifiers.parsers import Parser, XMLParser
+from verifiers.parsers.parser import identity
+from verifiers.rollout import cleanup
+from verifiers.rubrics import Rubric
+from verifiers.types import ChatMessage, Messages, Row, State
+
+EVAL_SEEDS_FROM = 1_000_003
+POLICY = 0
+
+
+def game_reward(state: State) -> float:
+    """What the game gave the policy: 0 for a game that was not over when its moves were."""
+    return float(state.get("game_reward") or 0.0)
+
+
+class TextArenaEnv(MultiTurnEnv):
+    """Any game of TextArena by its id; a row is a game, set up by a seed of its own.
+
+    The model's move is what ``parser`` reads in its reply (``<move>`` tags by default), or the whole reply. Games for
+    several need an ``opponent`` for the other players: a function from messages to a move (sync or async), a client
+    (with ``opponent_model``), or ``"self"``, the policy itself.
+
+    >>> env = TextArenaEnv("GuessTheNumber-v0", num_train_examples=2)
+    >>> env.dataset[0]["question"].splitlines()[0]
+    'You are Player 0. You are playing Guess The Number.'
+    """
+
+    def __init__(
+        self,
+        game: str,
+        num_train_examples: int = 1000,
+        num_eval_examples: int = 20,
+        system_prompt: str | None = None,
+        parser: Parser | None = None,
+        rubric: Rubric | None = None,
+        feedback_fn: Callable[[str], str] = identity,
+        seed: int = 0,
+        *,
+        num_players: int = 1,
+        opponent: Any = None,
+        opponent_model: str | None = None,
+        game_kwargs: Mapping[str, Any] | None = None,
+        max_moves: int = 100,
+        **kwargs: Any,
+    ) -> None:
+        check_game(game)
+        if num_players < 1 or max_moves < 1:
+            raise ValueError(f"num_players={num_players} and max_moves={max_moves} must be at least 1")
+        if (num_players > 1) != (opponent is not None):
+            raise ValueError(f"a game for {num_players} takes {'no' if num_players == 1 else 'an'} opponent=")
+        self.game = game
+        self.game_kwargs = dict(game_kwargs or {})
+        self.num_players = num_players
+        self.opponent = opponent
+        self.opponent_model = opponent_model
+        self.feedback_fn = feedback_fn
+        self.max_moves = max_moves
+        parser = parser or XMLParser(["move"], answer_field="move")
+        super().__init__(
+            max_turns=-1,  # `max_moves` ends a game, after the last of them was made
+            dataset=functools.partial(self._make_rows, num_train_examples, seed),
+            eval_dataset=functools.partial(self._make_rows, num_eval_examples, seed + EVAL_SEEDS_FROM),
+            system_prompt=system_prompt,
+            parser=parser,
+            rubric=rubric or Rubric([game_reward], parser=parser),
+            **kwargs,
+        )
+
+    @functools.cached_property
+    def _template(self) -> Any:
+        return make_template(self.game, self.game_kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in super().__getstate__().items() if key != "_template"}
+
+    def _new_game(self, seed: int | None) -> Game:
+        template = self._template
+        try:
+            return Game(template, self.num_players, seed)
+        except Exception as error:  # foreign code
+            what = f"TextArena's {self.game!r} cannot be set up for num_players={self.num_players}"
+            raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
+
+    def _make_rows(self, n: int, first_seed: int) -> list[Row]:
+        rows = []
+        for seed in range(first_seed, first_seed + n):
+            game = self._new_game(seed)
+            # Where another player begins, what the policy is told depends on it: the rollout writes that.
+            question = game.news(POLICY) if game.player == POLICY else f"Game {seed}"
+            rows.append({"question": question, "answer": game.secret, "info": {"seed": seed}})
+        return rows
+
+    async def setup_state(self, state: State) -> None:
+        """Set the game up; players before the policy make their moves."""
+        game = state["ta_game"] = self._new_game((state.get("info") or {}).get("seed"))
+        state.update(ta_talks={player: [] for player in range(1, self.num_players)}, game_reward=None)
+        await self._let_others_move(game, state)
+        first = game.news(POLICY)
+        prompt = state["prompt"]
+        if isinstance(prompt, str):
+            state["prompt"] = prompt.removesuffix(state.get("question", prompt)) + first
+        else:
+            state["prompt"] = [*prompt[:-1], {**prompt[-1], "content": first}]
+        if game.is_over:
+            raise HookError(f"{self.game!r} was over before the policy could move: {first}")
+
+    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> tuple[str, dict[str, Any]]:
+        game: Game = state["ta_game"]
+        reply = state["trajectory"][-1]["completion"]
+        said = self.parser.parse_answer(reply)
+        game.move(said if said is not None else reply if isinstance(reply, str) else text_of(reply[-1]))
+        await self._let_others_move(game, state)
+        news = self.feedback_fn(game.news(POLICY))
+        is_last = len(state["trajectory"]) >= self.max_moves
+        if game.is_over:
+            state.update(game_reward=game.reward(POLICY), broke_rules=game.broke_rules(POLICY))
+        return news, {"completed": game.is_over or is_last}
+
+    async def _let_others_move(self, game: Game, state: State) -> None:
+        while not game.is_over and game.player != POLICY:
+            talk: list[ChatMessage] = state["ta_talks"][game.player]
+            talk.append({"role": "user", "content": game.news(game.player)})
+            move = await self._ask_opponent(talk, state)
+            talk.append({"role": "assistant", "content": move})
+            game.move(move)
+
+    async def _ask_opponent(self, talk: list[ChatMessage], state: State) -> str:
+        if callable(self.opponent):
+            return str(await calls.maybe_await(self.opponent, list(talk)))
+        is_self = self.opponent == "self"
+        rules = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        request = Request(
+            model=state["model"] if is_self else self.opponent_model or state["model"],
+            prompt=[*rules, *talk],
+            sampling=(state["sampling_args"] or {}) if is_self else {},
+        )
+        reply = await as_client(state["client"] if is_self else self.opponent).complete(request)
+        said = self.parser.parse_answer([reply.message])
+        return reply.text if said is None else said
+
+    @cleanup
+    def leave_game(self, state: State) -> None:
+        """The game is over for us: nothing of it has to be kept."""
+        state.pop("ta_game", None)
+
+    def own_metrics(self, state: State) -> dict[str, float]:
+        own = {
+            "game_over": float(state.get("game_reward") is not None),
+            "broke_rules": float(bool(state.get("broke_rules"))),
+        }
+        return {**super().own_metrics(state), **own}

@@ -1,0 +1,313 @@
+"""Turns with tools: the model calls functions, reads what they return, and goes on until it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+from verifiers import calls
+from verifiers.envs.multiturn_env import MultiTurnEnv
+from verifiers.messages import text_of
+from verifiers.parsers import Parser, XMLParser
+from verifiers.rollout import stop
+from verifiers.rubrics import Rubric
+from verifiers.rubrics.tool_rubric import count_calls
+from verifiers.tools.calling import (
+    MAX_RESULT_CHARS,
+    TOOL_TIMEOUT_S,
+    Content,
+    ErrorFormatter,
+    ToolBox,
+    as_text,
+    explain,
+    is_content_parts,
+    record,
+)
+from verifiers.tools.faults import KINDS, BadJSONError, NoCallError, ToolFailedError, is_the_models, kind_of
+from verifiers.tools.protocols import EXAMPLE, TAG, Call, describe_tools, native_calls, read_arguments, tagged_calls
+from verifiers.tools.tool import Tool
+from verifiers.types import ChatMessage, Messages, SamplingArgs, State
+
+MAX_CALLS = 64  # of one turn
+PLACEHOLDER = "{tool_descriptions}"
+TOOLS_TEXT = """You have these tools:
+
+{tool_descriptions}
+
+To call one, write its name and arguments as JSON:
+{example}
+The result comes back in <result> tags. When you know the answer, write it in <{answer}> tags and call nothing more."""
+
+Answer = tuple[ChatMessage, dict[str, Any]]
+
+
+class ToolEnv(MultiTurnEnv):
+    """An environment whose model may call functions, until a turn without a call.
+
+    Tools are functions, sync or async; their schemas come from signatures and docstrings. With a parser that has a
+    ``tool`` field, ``XMLParser(["reasoning", ("tool", "answer")])``, calls are written as JSON in ``<tool>`` tags, and
+    the rollout goes on until ``<answer>``. Whatever is wrong with a call, the model is told and may try again.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any] | Tool] | None = None,
+        max_turns: int = 10,
+        error_formatter: ErrorFormatter | None = None,
+        stop_errors: Iterable[type[Exception]] | None = None,
+        *,
+        parser: Parser | None = None,
+        rubric: Rubric | None = None,
+        tool_timeout_s: float = TOOL_TIMEOUT_S,
+        max_result_chars: int = MAX_RESULT_CHARS,
+        **kwargs: Any,
+    ) -> None:
+        if "oai_tools" in kwargs:
+            raise TypeError("a ToolEnv makes oai_tools from its tools; a row may bring others in info['oai_tools']")
+        self.toolbox = ToolBox(tools or (), timeout_s=tool_timeout_s, max_result_chars=max_result_chars)
+        self.error_formatter = error_formatter
+        self.stop_errors = _exception_types(stop_errors)
+        super().__init__(max_turns=max_turns, parser=parser, rubric=rubric, **kwargs)
+        self.uses_tags = isinstance(self.parser, XMLParser) and hasattr(self.parser.parse(""), TAG)
+        if self.message_type == "completion" and not self.uses_tags:
+            raise ValueError(
+                "a completions endpoint takes no tools: leave out message_type='completion', or give "
+                'parser=XMLParser(["reasoning", ("tool", "answer")])'
+            )
+        self._tell_endpoint()
+
+    # --- its tools ------------------------------------------------------------------------------------------------
+
+    @property
+    def tools(self) -> list[Callable[..., Any]]:
+        """The functions, in order."""
+        return [tool.function for tool in self.toolbox]
+
+    @property
+    def tool_map(self) -> dict[str, Callable[..., Any]]:
+        """The functions by the names that the model knows."""
+        return {tool.name: tool.function for tool in self.toolbox}
+
+    def add_tool(self, tool: Callable[..., Any] | Tool) -> None:
+        """Offer another tool, from the next rollout on."""
+        self.toolbox.add(tool)
+        self._tell_endpoint()
+
+    def remove_tool(self, tool: Callable[..., Any] | Tool | str) -> None:
+        """Offer a tool no more: it is given as a function, or by its name."""
+        self.toolbox.remove(tool)
+        self._tell_endpoint()
+
+    def _tell_endpoint(self) -> None:
+        self.oai_tools = None if self.uses_tags else self.toolbox.schemas or None
+
+    def new_state(self, row: Mapping[str, Any], client: Any, model: str, sampling_args: SamplingArgs | None) -> State:
+        state = super().new_state(row, client, model, sampling_args)
+        state["tool_log"] = []
+        self.tell(state)
+        return state
+
+    def tell(self, state: State) -> None:
+        """Tell the model of its tools: through the endpoint, or in the system message."""
+        if not self.uses_tags:
+            state["oai_tools"] = state["oai_tools"] or self.oai_tools
+            return
+        schemas = state["oai_tools"] or self.toolbox.schemas
+        state["oai_tools"] = None
+        state["prompt"] = tell_of_tools(state["prompt"], describe_tools(schemas), self._answer_tag)
+
+    @property
+    def _answer_tag(self) -> str:
+        return self.parser.answer_field if isinstance(self.parser, XMLParser) else "answer"
+
+    # --- when it ends ---------------------------------------------------------------------------------------------
+
+    def is_tool_call(self, message: ChatMessage) -> bool:
+        """Does an assistant message call a tool?"""
+        return bool(self.calls_in(message))
+
+    def calls_in(self, message: ChatMessage) -> list[Call]:
+        """The calls that an assistant message makes, as it writes them."""
+        return tagged_calls(text_of(message)).calls if self.uses_tags else native_calls(message)
+
+    @stop(priority=10)
+    async def no_tools_called(self, state: State) -> bool:
+        """Where tools are called natively: the last reply called none."""
+        if self.uses_tags or not state["trajectory"]:
+            return False
+        return not self.is_tool_call(_last_reply(state))
+
+    @stop(priority=10)
+    async def answer_given(self, state: State) -> bool:
+        """Where tools are called in tags: the last reply has an answer, outside of its calls."""
+        if not self.uses_tags or not state["trajectory"]:
+            return False
+        outside = tagged_calls(text_of(_last_reply(state))).outside
+        return getattr(self.parser.parse(outside), self._answer_tag, None) is not None
+
+    # --- a turn of the environment --------------------------------------------------------------------------------
+
+    async def _env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
+        """Carry out the calls of the last message; the answers come back in the order of the calls."""
+        last: Any = messages if isinstance(messages, str) else messages[-1]
+        if isinstance(last, str):
+            last = {"role": "assistant", "content": _last_reply(state)["content"]}
+        found = self.calls_in(last)
+        if self.uses_tags and not found:
+            nothing = f"there is neither a <{TAG}> call nor an <{self._answer_tag}> in your reply. Write {EXAMPLE}"
+            found = [Call(id="call_0", name="", arguments={}, problem=NoCallError(nothing))]
+        answers = await self.answer_all(_limited(found, merge=self.uses_tags), messages, state)
+        state.setdefault("tool_log", []).extend(noted for _, noted in answers)
+        said = [message for message, _ in answers]
+        return [tagged_results(said)] if self.uses_tags else said
+
+    env_response = calls.both(_env_response)  # type: ignore[arg-type]
+
+    async def answer_all(self, found: Sequence[Call], messages: Messages, state: State) -> list[Answer]:
+        """Answer the calls of one turn, all at once."""
+        return await _together([self.answer_one(call, messages, state) for call in found])
+
+    async def answer_one(self, call: Call, messages: Messages, state: State) -> Answer:
+        """Carry out one call: the message for the model, and what is noted of the call."""
+        began = time.perf_counter()
+        fault: Exception | None = None
+        try:
+            message = await self._carry_out(call, messages, state)
+        except Exception as error:  # foreign code: the tool
+            self._raise_if_fatal(error, call)
+            fault = error
+            message = _tool_message(explain(error, self.error_formatter), call.id)
+        content, is_cut = self.toolbox.shown(message.get("content"))
+        noted = record(call, fault, is_cut=is_cut, seconds=time.perf_counter() - began)
+        return {**message, "content": content}, noted
+
+    async def _carry_out(self, call: Call, messages: Messages, state: State) -> ChatMessage:
+        if call.problem is not None:
+            raise call.problem
+        arguments = read_arguments(call.arguments)
+        hook = self._hook("call_tool")
+        if hook is None or call.name in self.toolbox:  # an override may know tools of its own
+            tool = self.toolbox[call.name]
+            arguments = await self.fill_in(tool, tool.check(arguments), messages, state)
+        run = self._call_tool if hook is None else hook
+        message = await run(call.name, arguments, call.id)
+        said: ChatMessage = message if isinstance(message, dict) else {"content": message}  # an override's plain text
+        return {**_tool_message("", call.id), **said}
+
+    async def fill_in(self, tool: Tool, arguments: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:
+        """The arguments that a tool is called with: those that the model gave."""
+        return arguments
+
+    async def _call_tool(
+        self, tool_name: str, tool_args: Mapping[str, Any], tool_call_id: str, **kwargs: Any
+    ) -> ChatMessage:
+        """Run one tool and return its result as a message; what the tool raises is raised."""
+        result = await self.toolbox.run(self.toolbox[tool_name], tool_args)
+        return _tool_message(result if is_content_parts(result) else as_text(result), tool_call_id)
+
+    call_tool = calls.both(_call_tool)
+
+    def _raise_if_fatal(self, error: Exception, call: Call) -> None:
+        """What is down below the rollout fails it; so do ``stop_errors``, and a call of theirs ends it."""
+        if not is_the_models(error):
+            raise error
+        if not isinstance(error, self.stop_errors) and not isinstance(error.__cause__, self.stop_errors):
+            return
+        if kind_of(error) in ("exception", "timeout"):
+            raise ToolFailedError(f"the tool {call.name!r} raised {type(error).__name__}: {error}") from error
+        raise error
+
+    def own_metrics(self, state: State) -> dict[str, float]:
+        counted = count_calls(state.get("completion"), tags=self.uses_tags)
+        faults = Counter(noted["fault"] for noted in state.get("tool_log") or () if noted["fault"])
+        return {
+            **super().own_metrics(state),
+            "total_tool_calls": float(counted.total()),
+            **{f"{tool.name}_calls": float(counted[tool.name]) for tool in self.toolbox},
+            "tool_faults": float(faults.total()),
+            **{f"{kind}_faults": float(faults[kind]) for kind in KINDS},
+        }
+
+
+def _exception_types(stop_errors: Iterable[type[Exception]] | None) -> tuple[type[Exception], ...]:
+    kinds = tuple(stop_errors or ())
+    if wrong := [kind for kind in kinds if not _is_exception_type(kind)]:
+        raise TypeError(f"stop_errors holds exception types, not {wrong[0]!r}")
+    return kinds
+
+
+def _is_exception_type(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Exception)
+
+
+def _last_reply(state: State) -> ChatMessage:
+    completion = state["trajectory"][-1]["completion"]
+    if isinstance(completion, str):
+        return {"role": "assistant", "content": completion}
+    return completion[-1] if completion else {"role": "assistant", "content": ""}
+
+
+def _limited(found: list[Call], *, merge: bool) -> list[Call]:
+    """The first calls of a turn as they are; a model that writes thousands is told that the rest was not run."""
+    if len(found) <= MAX_CALLS:
+        return found
+    said = f"a turn may make {MAX_CALLS} calls, and this one makes {len(found)}; this was not run"
+    rest = found[MAX_CALLS : MAX_CALLS + 1] if merge else found[MAX_CALLS:]
+    refused = [Call(id=call.id, name=call.name, arguments={}, problem=BadJSONError(said)) for call in rest]
+    return found[:MAX_CALLS] + refused
+
+
+async def _together(answers: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+    """All of them at once, in order; when one ends the rollout the others are cancelled."""
+    if len(answers) == 1:
+        return [await answers[0]]
+    tasks = [asyncio.ensure_future(answer) for answer in answers]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _tool_message(content: Content, tool_call_id: str) -> ChatMessage:
+    return {"role": "tool", "content": content, "tool_call_id": tool_call_id}
+
+
+def tagged_results(answers: Sequence[ChatMessage]) -> ChatMessage:
+    """Tool messages as one message of the user, each result in ``<result>`` tags.
+
+    >>> tagged_results([{"role": "tool", "content": "4", "tool_call_id": "call_0"}])
+    {'role': 'user', 'content': '<result>\\n4\\n</result>'}
+    """
+    if all(isinstance(answer["content"], str) for answer in answers):
+        blocks = [f"<result>\n{answer['content']}\n</result>" for answer in answers]
+        return {"role": "user", "content": "\n".join(blocks)}
+    parts: list[dict[str, Any]] = []
+    for answer in answers:
+        shown = answer["content"]
+        inside = [{"type": "text", "text": shown}] if isinstance(shown, str) else shown
+        parts += [{"type": "text", "text": "<result>\n"}, *inside, {"type": "text", "text": "\n</result>\n"}]
+    return {"role": "user", "content": parts}
+
+
+def tell_of_tools(prompt: Messages, described: str, answer_tag: str) -> Messages:
+    """The prompt with the tools in its system message: where ``{tool_descriptions}`` stands, or after it.
+
+    >>> tell_of_tools([{"role": "system", "content": "Tools: {tool_descriptions}"}], "now: The time.", "answer")
+    [{'role': 'system', 'content': 'Tools: now: The time.'}]
+    """
+    said = TOOLS_TEXT.format(tool_descriptions=described, example=EXAMPLE, answer=answer_tag)
+    if isinstance(prompt, str):
+        return prompt if prompt.startswith(said) else f"{said}\n\n{prompt}"
+    first = prompt[0] if prompt else {}
+    if first.get("role") != "system":
+        return [{"role": "system", "content": said}, *(prompt or ())]
+    content, text = first.get("content"), text_of(first)
+    if isinstance(content, str) and PLACEHOLDER in content:
+        content = content.replace(PLACEHOLDER, described)
+    elif described not in text:  # a prompt of an earlier rollout has been told already
+        content = [*content, {"type": "text", "text": said}] if isinstance(content, list) else f"{text}\n\n{said}"
+    return [{**first, "content": content}, *prompt[1:]]

@@ -1,0 +1,195 @@
+"""A tool call → what the model reads: the result as text, or one sentence about what was wrong with the call."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from verifiers.calls import Hook
+from verifiers.errors import Error
+from verifiers.tools.faults import ToolTimeoutError, UnknownToolError, kind_of
+from verifiers.tools.protocols import Call, read_arguments
+from verifiers.tools.schemas import Schema
+from verifiers.tools.tool import Tool, as_tool
+
+TOOL_TIMEOUT_S = 60.0
+MAX_RESULT_CHARS = 20_000
+
+ErrorFormatter = Callable[[Exception], str]
+Content = str | list[dict[str, Any]]
+_PARTS = ("text", "image_url", "input_audio", "input_image", "file")
+
+
+class ToolBox:
+    """The tools of an environment, by name, in order.
+
+    >>> def largest(numbers: list[int]) -> int: return max(numbers)
+    >>> import asyncio
+    >>> box = ToolBox([largest])
+    >>> asyncio.run(box.call("largest", '{"numbers": [1, 3, 2]}'))
+    '3'
+    >>> asyncio.run(box.call("larges", "{}"))
+    Traceback (most recent call last):
+    verifiers.tools.faults.UnknownToolError: there is no tool 'larges'; did you mean 'largest'?
+    """
+
+    def __init__(
+        self,
+        tools: Iterable[Any] = (),
+        *,
+        timeout_s: float = TOOL_TIMEOUT_S,
+        max_result_chars: int = MAX_RESULT_CHARS,
+    ) -> None:
+        if not timeout_s > 0:
+            raise ValueError(f"tool_timeout_s={timeout_s!r} must be a number above 0")
+        if max_result_chars < 100:
+            raise ValueError(f"max_result_chars={max_result_chars!r} must be at least 100")
+        self.timeout_s = timeout_s
+        self.max_result_chars = max_result_chars
+        self._tools: dict[str, Tool] = {}
+        self._hooks: dict[str, Hook] = {}
+        for tool in tools:
+            self.add(tool)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Hooks are made anew where tools are unpickled."""
+        return {**vars(self), "_hooks": {}}
+
+    def add(self, tool: Any, args_to_skip: Iterable[str] = ()) -> Tool:
+        """Add a tool; a second one of the same name is an error."""
+        made = as_tool(tool, args_to_skip=args_to_skip)
+        if made.name in self._tools:
+            raise ValueError(f"there is a tool {made.name!r} already; give one of them another name")
+        self._tools[made.name] = made
+        return made
+
+    def remove(self, tool: Any) -> Tool:
+        """Take a tool out: by the function it was made of, or by name."""
+        for name, known in self._tools.items():
+            if tool is known or tool == name or tool == known.function:
+                return self._tools.pop(name)
+        raise ValueError(f"{tool!r:.100} is not one of the tools; they are {self.listed}")
+
+    def __iter__(self) -> Iterator[Tool]:
+        return iter(self._tools.values())
+
+    def __len__(self) -> int:
+        return len(self._tools)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tools
+
+    def __getitem__(self, name: str) -> Tool:
+        """The tool of this name; where there is none, an error that names the nearest."""
+        tool = self._tools.get(name)
+        if tool is not None:
+            return tool
+        near = difflib.get_close_matches(name[:100], self._tools, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the tools are {self.listed}"
+        raise UnknownToolError(f"there is no tool {name[:100]!r}; {hint}")
+
+    @property
+    def listed(self) -> str:
+        return ", ".join(self._tools) or "none"
+
+    @property
+    def schemas(self) -> list[Schema]:
+        """What an endpoint is told of the tools."""
+        return [tool.schema for tool in self]
+
+    async def call(self, name: str, arguments: Any) -> Content:
+        """Read the arguments, check them, and run the tool: its result as the model reads it. Faults are raised."""
+        tool = self[name]
+        return self.shown(await self.run(tool, tool.check(read_arguments(arguments))))[0]
+
+    async def run(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
+        """Run a tool with arguments that were checked: a sync one in a thread; what it raises is raised."""
+        hook = self._hook(tool)
+        limit_s = hook.timeout_s or self.timeout_s
+        began = time.monotonic()
+        try:
+            return await hook(**arguments)
+        except TimeoutError as error:
+            if time.monotonic() - began < limit_s:  # the tool's own
+                raise
+            raise ToolTimeoutError(f"{tool.name} took longer than {limit_s:g} seconds") from error
+
+    def _hook(self, tool: Tool) -> Hook:
+        """The limit counts from when a call has its thread. Never on the loop's own: what the model writes decides how
+        long a call takes, and one that was quick so far may block next time."""
+        hook = self._hooks.get(tool.name)
+        if hook is None or hook.function is not tool.function:
+            hook = Hook(tool.function, timeout_s=tool.timeout_s or self.timeout_s, may_inline=False)
+            self._hooks[tool.name] = hook
+        return hook
+
+    def shown(self, result: Any) -> tuple[Content, bool]:
+        """A result as the model reads it, and whether it had to be cut."""
+        if is_content_parts(result):
+            return result, False
+        text = as_text(result)
+        limit = self.max_result_chars
+        if len(text) <= limit:
+            return text, False
+        note = f"\n[cut: the result has {len(text):,} characters, these are the first {limit:,}]"
+        return text[:limit] + note, True
+
+
+def is_content_parts(result: Any) -> bool:
+    """Did a tool return content parts (a text, an image), as chat messages hold them?"""
+    return (
+        isinstance(result, list)
+        and bool(result)
+        and all(isinstance(part, dict) and part.get("type") in _PARTS and len(part) > 1 for part in result)
+    )
+
+
+def as_text(result: Any) -> str:
+    """What a tool returned as text: a text as it is, data as JSON, any other object as it prints itself.
+
+    >>> as_text({"ok": True, "seen": [1, None]}), as_text(4.0), as_text(None)
+    ('{"ok":true,"seen":[1,null]}', '4.0', 'None')
+    """
+    text = result if isinstance(result, str) else _written(result)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair: no endpoint takes it
+        text = text.encode("utf-8", "backslashreplace").decode()
+    return text
+
+
+def _written(result: Any) -> str:
+    if isinstance(result, (dict, list, tuple)) or (dataclasses.is_dataclass(result) and not isinstance(result, type)):
+        try:
+            return msgspec.json.encode(result).decode()
+        except (TypeError, ValueError, RecursionError, OverflowError):
+            pass
+    return str(result)
+
+
+def explain(error: Exception, formatter: ErrorFormatter | None = None) -> str:
+    """What the model is told of an error: the environment's own words where it has a formatter.
+
+    >>> explain(ZeroDivisionError("division by zero")), explain(UnknownToolError("there is no tool 'x'"))
+    ('Error: ZeroDivisionError: division by zero', "Error: there is no tool 'x'")
+    """
+    if formatter is not None:
+        return as_text(formatter(error))
+    try:
+        said = str(error)
+    except Exception:  # foreign __str__
+        said = ""
+    if isinstance(error, Error):
+        return as_text(f"Error: {said}")
+    return as_text(f"Error: {type(error).__name__}: {said}" if said else f"Error: {type(error).__name__}")
+
+
+def record(call: Call, error: Exception | None, *, is_cut: bool, seconds: float) -> dict[str, Any]:
+    """What is kept of one call in ``state["tool_log"]``: plain data."""
+    fault = kind_of(error) if error is not None else "oversized" if is_cut else None
+    return {"name": call.name, "arguments": call.arguments, "fault": fault, "seconds": round(seconds, 6)}

@@ -1,0 +1,256 @@
+"""A reply → the tool calls in it, in both ways of writing them: as the endpoint lists them, or in ``<tool>`` tags.
+
+Nothing raises here but `read_arguments`: what is wrong with a call goes with it, and the model is told.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verifiers.errors import Error
+from verifiers.tools.faults import BadJSONError, NoCallError
+from verifiers.tools.schemas import Schema
+
+TAG = "tool"
+EXAMPLE = '<tool>{"name": "<tool name>", "arguments": {"<argument>": <value>}}</tool>'
+_SPACES = " \t\r\n"
+_MARK = re.compile(r'[][{}"<\\]')
+_STRING_MARK = re.compile(r'["\\]')
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call as the model wrote it; ``problem`` says why it cannot be carried out."""
+
+    id: str
+    name: str
+    arguments: Any
+    problem: Error | None = None
+
+
+def read_arguments(arguments: Any) -> dict[str, Any]:
+    """The arguments of a call as a dict: they are one, or its JSON; nothing at all is none.
+
+    >>> read_arguments('{"a": 1}'), read_arguments(""), read_arguments(None)
+    ({'a': 1}, {}, {})
+    """
+    if isinstance(arguments, Mapping):
+        return dict(arguments)
+    if arguments is None or arguments == "":
+        return {}
+    if not isinstance(arguments, str):
+        raise BadJSONError(f"the arguments must be a JSON object, not {_shown(arguments)}")
+    try:
+        value = json.loads(arguments, strict=False)
+        if isinstance(value, str):  # JSON within JSON: some models write it so
+            value = json.loads(value, strict=False)
+    except (ValueError, RecursionError) as error:
+        raise BadJSONError(f"the arguments are not valid JSON ({_reason(error)}): {_shown(arguments)}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise BadJSONError(f"the arguments must be a JSON object, not {_shown(value)}")
+    return value
+
+
+def _reason(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+# --- as the endpoint lists them -----------------------------------------------------------------------------------
+
+
+def native_calls(message: Any) -> list[Call]:
+    """The calls that an assistant message lists, whatever shape they came in.
+
+    >>> native_calls({"tool_calls": [{"id": "7", "function": {"name": "add", "arguments": '{"a": 1}'}}]})[0].name
+    'add'
+    """
+    listed = _field(message, "tool_calls")
+    if not isinstance(listed, Sequence) or isinstance(listed, str):
+        return []
+    return [_native_call(call, index) for index, call in enumerate(listed)]
+
+
+def _native_call(call: Any, index: int) -> Call:
+    if isinstance(call, str):  # stored data sets hold them as JSON
+        try:
+            call = json.loads(call)
+        except (ValueError, RecursionError):
+            call = None
+    given_id = _field(call, "id")
+    call_id = given_id if isinstance(given_id, str) and given_id else f"call_{index}"
+    function = _field(call, "function")
+    name, arguments = _field(function, "name"), _field(function, "arguments")
+    if not isinstance(name, str) or not name:
+        problem = BadJSONError("the call names no function")
+        return Call(id=call_id, name="", arguments=arguments, problem=problem)
+    return Call(id=call_id, name=name, arguments=arguments)
+
+
+def _field(source: Any, name: str) -> Any:
+    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+
+
+# --- in tags ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaggedReply:
+    """A reply taken apart: its calls, and the text outside of them."""
+
+    calls: list[Call]
+    outside: str
+
+
+def tagged_calls(text: str, tag: str = TAG) -> TaggedReply:
+    """The calls between tags, any number of them; one that was cut off, or is not JSON, carries its problem.
+
+    A tag inside a JSON string is part of that string, and what is in a call is no answer.
+
+    >>> reply = tagged_calls('Sum: <tool>{"name": "add", "args": {"a": 1}}</tool>')
+    >>> reply.calls[0].name, reply.calls[0].arguments, reply.outside
+    ('add', {'a': 1}, 'Sum: ')
+    """
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    calls: list[Call] = []
+    outside: list[str] = []
+    at = 0
+    start = text.find(opening)
+    while start >= 0:
+        body = start + len(opening)
+        following = text.find(opening, body)
+        value, end = _json_block(text, body, closing)
+        if end < 0:
+            limit = len(text) if following < 0 else following
+            close = text.find(closing, body, limit)
+            if close < 0 and following >= 0:  # words about the tag, or a false start: the next one counts
+                start = following
+                continue
+            outside.append(text[at:start])
+            calls.append(_broken(text[body : close if close >= 0 else limit], closing, len(calls), is_cut=close < 0))
+            at = close + len(closing) if close >= 0 else limit
+        else:
+            outside.append(text[at:start])
+            calls += _calls_of(value, len(calls))
+            at = end
+        start = following if following >= at or following < 0 else text.find(opening, at)
+    outside.append(text[at:])
+    return TaggedReply(calls=calls, outside="".join(outside))
+
+
+def _json_block(text: str, at: int, closing: str) -> tuple[Any, int]:
+    """The JSON value that fills a tag, and where the tag ends; -1 where it is not one."""
+    at = _skip(text, at)
+    end = _json_end(text, at) if text[at : at + 1] in ("{", "[") else -1
+    after = _skip(text, end)
+    if end < 0 or not text.startswith(closing, after):
+        return None, -1
+    try:
+        return json.loads(text[at:end], strict=False), after + len(closing)
+    except (ValueError, RecursionError):
+        return None, -1
+
+
+def _json_end(text: str, at: int) -> int:
+    """Where the brackets that open here are closed again; -1 where they are not.
+
+    A ``<`` outside of strings ends the search at once: it cannot be JSON, and a reply of nothing but tags then takes
+    linear time.
+    """
+    depth = 0
+    while found := _MARK.search(text, at):
+        mark, at = found[0], found.end()
+        if mark in "<\\":
+            return -1
+        if mark == '"':
+            at = _string_end(text, at)
+            if at < 0:
+                return -1
+        else:
+            depth += 1 if mark in "{[" else -1
+            if depth == 0:
+                return at
+    return -1
+
+
+def _string_end(text: str, at: int) -> int:
+    while found := _STRING_MARK.search(text, at):
+        if found[0] == '"':
+            return found.end()
+        at = found.end() + 1  # whatever a backslash stands before
+    return -1
+
+
+def _skip(text: str, at: int) -> int:
+    while 0 <= at < len(text) and text[at] in _SPACES:
+        at += 1
+    return at
+
+
+def _calls_of(value: Any, index: int) -> list[Call]:
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        return [Call(id=f"call_{index}", name="", arguments={}, problem=BadJSONError("the list of calls is empty"))]
+    return [_tagged_call(item, index + i) for i, item in enumerate(values)]
+
+
+def _tagged_call(value: Any, index: int) -> Call:
+    call_id = f"call_{index}"
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not name:
+        problem = BadJSONError(f'a call is a JSON object with "name" and "arguments", not {_shown(value)}')
+        return Call(id=call_id, name="", arguments={}, problem=problem)
+    for key in ("arguments", "args", "parameters"):
+        if key in value:
+            return Call(id=call_id, name=name, arguments=value[key])
+    return Call(id=call_id, name=name, arguments={})
+
+
+def _broken(body: str, closing: str, index: int, *, is_cut: bool) -> Call:
+    problem: Error
+    if is_cut:
+        problem = NoCallError(f"the call was cut off: there is no {closing} after it. Write {EXAMPLE}")
+    else:
+        try:
+            json.loads(body, strict=False)
+            reason = "it is not an object"
+        except (ValueError, RecursionError) as error:
+            reason = _reason(error)
+        problem = BadJSONError(f"the call is not valid JSON ({reason}): {_shown(body.strip())}. Write {EXAMPLE}")
+    return Call(id=f"call_{index}", name="", arguments={}, problem=problem)
+
+
+# --- what a model is told of tools in tags ------------------------------------------------------------------------
+
+
+def describe_tools(schemas: Sequence[Schema]) -> str:
+    """The tools in words, for a system prompt.
+
+    >>> print(describe_tools([{"type": "function", "function": {"name": "now", "description": "The time."}}]))
+    now: The time.
+    """
+    return "\n\n".join(_described(schema["function"]) for schema in schemas)
+
+
+def _described(function: Mapping[str, Any]) -> str:
+    lines = [f"{function['name']}: {function.get('description', '')}".rstrip(": ")]
+    parameters = function.get("parameters") or {}
+    properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
+    if properties:
+        lines.append("Arguments:")
+    for name, schema in properties.items():
+        kind = {key: value for key, value in schema.items() if key not in ("description", "title")}
+        optional = "" if name in required else ", optional"
+        text = f": {schema['description']}" if schema.get("description") else ""
+        lines.append(f"- {name} ({json.dumps(kind, ensure_ascii=False)}{optional}){text}")
+    return "\n".join(lines)

@@ -1,0 +1,236 @@
+"""A type hint → JSON Schema; and a value that a model wrote → a value of that type, or a sentence about why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+import typing
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+
+Schema = dict[str, Any]
+
+_PLAIN: dict[Any, Schema] = {
+    str: {"type": "string"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    bool: {"type": "boolean"},
+    type(None): {"type": "null"},
+    bytes: {"type": "string"},
+    dict: {"type": "object"},
+    list: {"type": "array"},
+    tuple: {"type": "array"},
+    set: {"type": "array"},
+    frozenset: {"type": "array"},
+}
+_HINTS = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
+_ARRAYS = (list, set, frozenset, Sequence, Collection, Iterable)
+MAX_DEPTH = 8  # types that contain themselves end here
+
+
+def schema_of(hint: Any, _depth: int = 0) -> Schema:
+    """The JSON Schema of a type hint; of one that JSON cannot describe, the schema that allows anything.
+
+    >>> schema_of(list[int] | None)
+    {'anyOf': [{'type': 'array', 'items': {'type': 'integer'}}, {'type': 'null'}]}
+    >>> schema_of(Literal["up", "down"])
+    {'type': 'string', 'enum': ['up', 'down']}
+    """
+    if _depth > MAX_DEPTH:
+        return {}
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        described = description_in(hint)
+        inner = schema_of(args[0], _depth)
+        return {**inner, "description": described} if described else inner
+    if isinstance(hint, type) and hint in _PLAIN:
+        return dict(_PLAIN[hint])
+    if hint is None:
+        return {"type": "null"}
+    if origin is Literal:
+        return _enumerated(list(args))
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [schema_of(arg, _depth + 1) for arg in args]}
+    if origin is tuple:
+        return _tuple(args, _depth)
+    if origin in _ARRAYS:
+        return {"type": "array", "items": schema_of(args[0], _depth + 1)} if args else {"type": "array"}
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        values = schema_of(args[1], _depth + 1) if len(args) == 2 else {}
+        return {"type": "object", "additionalProperties": values} if values else {"type": "object"}
+    return _class_schema(hint, _depth) if isinstance(hint, type) else {}
+
+
+def _enumerated(values: list[Any]) -> Schema:
+    kinds = {type(value) for value in values}
+    schema = dict(_PLAIN.get(kinds.pop(), {})) if len(kinds) == 1 else {}
+    return {**schema, "enum": values}
+
+
+def _tuple(args: tuple[Any, ...], depth: int) -> Schema:
+    if len(args) == 2 and args[1] is Ellipsis:
+        return {"type": "array", "items": schema_of(args[0], depth + 1)}
+    items = [schema_of(arg, depth + 1) for arg in args]
+    return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
+
+
+def _class_schema(cls: type, depth: int) -> Schema:
+    if issubclass(cls, enum.Enum):
+        return _enumerated([member.value for member in cls])
+    if callable(described := getattr(cls, "model_json_schema", None)):  # pydantic
+        return dict(described())
+    if typing.is_typeddict(cls):
+        return _typed_dict(cls, depth)
+    if dataclasses.is_dataclass(cls):
+        hints = typing.get_type_hints(cls, include_extras=True)
+        fields = [f for f in dataclasses.fields(cls) if f.init]
+        required = [
+            f.name for f in fields if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        ]
+        return _object({f.name: hints[f.name] for f in fields}, required, depth)
+    for known, schema in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string")):
+        if issubclass(cls, known):
+            return {"type": schema}
+    if issubclass(cls, Mapping):
+        return {"type": "object"}
+    return _library_schema(cls)
+
+
+def _typed_dict(cls: Any, depth: int) -> Schema:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    # Where annotations are strings, the class itself has not seen its marks.
+    marks = {name: get_origin(hint) for name, hint in hints.items()}
+    optional = {name for name, mark in marks.items() if mark is typing.NotRequired}
+    required = {name for name, mark in marks.items() if mark is typing.Required} | cls.__required_keys__
+    return _object(hints, required - optional, depth)
+
+
+def _object(hints: Mapping[str, Any], required: Collection[str], depth: int) -> Schema:
+    return {
+        "type": "object",
+        "properties": {name: schema_of(_bare(hint), depth + 1) for name, hint in hints.items()},
+        "required": [name for name in hints if name in required],
+    }
+
+
+def _bare(hint: Any) -> Any:
+    """A TypedDict's field without ``Required[…]`` or ``NotRequired[…]`` around it."""
+    return get_args(hint)[0] if get_origin(hint) in (typing.Required, typing.NotRequired) else hint
+
+
+def _library_schema(cls: type) -> Schema:
+    """Dates, decimals, UUIDs: what msgspec knows; any other class may be anything."""
+    try:
+        schema = msgspec.json.schema(cls)
+    except (TypeError, RuntimeError):
+        return {}
+    return {} if "$ref" in schema else schema
+
+
+def description_in(hint: Any) -> str:
+    """What ``Annotated[int, "…"]`` says of an argument; a pydantic ``Field`` or msgspec ``Meta`` is read too.
+
+    >>> description_in(Annotated[int, "how many"])
+    'how many'
+    """
+    for extra in getattr(hint, "__metadata__", ()):
+        text = extra if isinstance(extra, str) else getattr(extra, "description", None)
+        if isinstance(text, str) and text:
+            return text
+    return ""
+
+
+def hint_of(schema: Any) -> Any:
+    """A type hint for a JSON Schema, as far as it names a simple type: for tools that come with a schema.
+
+    >>> hint_of({"type": "integer"}), hint_of({"anyOf": [{"type": "string"}, {"type": "null"}]})
+    (<class 'int'>, typing.Any)
+    """
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    if isinstance(kind, str):
+        hint = _HINTS.get(kind, Any)
+        return hint | None if hint is not Any and schema.get("nullable") else hint
+    return Any
+
+
+# --- values -------------------------------------------------------------------------------------------------------
+
+
+def fit(value: Any, hint: Any) -> Any:
+    """A JSON value as the type that a hint asks for, with the slips of models forgiven; ValueError if it is not one.
+
+    >>> fit("3", int), fit(3.0, int), fit("[1, 2]", list[int]), fit(7, str), fit("yes", str | None)
+    (3, 3, [1, 2], '7', 'yes')
+    >>> fit("three", int)
+    Traceback (most recent call last):
+    ValueError: expected integer, got 'three'
+    """
+    if not schema_of(hint):  # nothing is known of it, so nothing can be wrong with it
+        return value
+    for attempt in (_strictly, _leniently, _unwrapped, _spelled):
+        try:
+            return attempt(value, hint)
+        except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
+            continue
+    raise ValueError(f"expected {_named(hint)}, got {value!r:.100}")
+
+
+def _strictly(value: Any, hint: Any) -> Any:
+    return _converted(value, hint, strict=True)
+
+
+def _leniently(value: Any, hint: Any) -> Any:
+    return _converted(value, hint, strict=False)
+
+
+def _unwrapped(value: Any, hint: Any) -> Any:
+    """JSON within a string: ``"[1, 2]"`` for a list."""
+    if not isinstance(value, str):
+        raise ValueError("only a text can hold JSON")
+    return _converted(msgspec.json.decode(value), hint, strict=False)
+
+
+def _spelled(value: Any, hint: Any) -> Any:
+    """A number where a text is asked for is its digits."""
+    if isinstance(value, (dict, list)) or value is None:
+        raise ValueError("not a number")
+    return _converted(msgspec.json.encode(value).decode(), hint, strict=True)
+
+
+def _converted(value: Any, hint: Any, *, strict: bool) -> Any:
+    if get_origin(hint) is Annotated:
+        return _converted(value, get_args(hint)[0], strict=strict)
+    if isinstance(hint, type) and callable(validate := getattr(hint, "model_validate", None)):  # pydantic
+        return validate(value)
+    try:
+        return msgspec.convert(value, hint, strict=strict)
+    except TypeError:  # a hint that msgspec does not take
+        if get_origin(hint) not in (Union, types.UnionType):
+            return value
+    for arg in get_args(hint):
+        try:
+            return _converted(value, arg, strict=strict)
+        except ValueError:
+            continue
+    raise ValueError(f"{value!r:.100} is none of {_named(hint)}")
+
+
+def _named(hint: Any) -> str:
+    """A hint in the words of JSON: ``integer``, ``array of string``, ``one of "up", "down"``."""
+    return _in_words(schema_of(hint))
+
+
+def _in_words(schema: Schema) -> str:
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_in_words(one) for one in schema["anyOf"]))
+    if "enum" in schema:
+        return "one of " + ", ".join(msgspec.json.encode(value).decode() for value in schema["enum"])
+    kind = str(schema.get("type", "another value"))
+    if kind == "array" and schema.get("items"):
+        return f"array of {_in_words(schema['items'])}"
+    if kind == "object" and "properties" in schema:
+        return f"object with {', '.join(schema['properties'])}"
+    return kind

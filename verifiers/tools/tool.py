@@ -1,0 +1,264 @@
+"""A function → a tool: its schema as OpenAI writes it, and what its arguments must be."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verifiers.tools.docstrings import read_docstring
+from verifiers.tools.faults import MissingArgumentError, UnknownArgumentError, WrongTypeError
+from verifiers.tools.schemas import Schema, description_in, fit, hint_of, schema_of
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """One argument of a tool."""
+
+    name: str
+    hint: Any = Any
+    is_required: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """A function that a model may call, with the schema that says so.
+
+    Any callable becomes one by `as_tool`; ``hidden`` are arguments that the environment fills in and the model never
+    sees. Without ``timeout_s`` the environment's limit holds.
+
+    >>> def add(a: int, b: int = 1) -> int:
+    ...     '''Add two numbers.'''
+    ...     return a + b
+    >>> as_tool(add).schema["function"]["parameters"]["required"]
+    ['a']
+    """
+
+    name: str
+    function: Callable[..., Any]
+    schema: Schema
+    parameters: tuple[Parameter, ...]
+    hidden: frozenset[str] = frozenset()
+    takes_more: bool = False
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(
+                f"{self.name!r} cannot be a tool's name: endpoints take up to 64 letters, digits, _ and -; "
+                "give it a name with vf.tools.as_tool(function, name=...)"
+            )
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"timeout_s={self.timeout_s!r} of tool {self.name!r} must be a number above 0")
+
+    @property
+    def description(self) -> str:
+        return str(self.schema["function"].get("description", ""))
+
+    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as the function wants them; a `ToolError` that names the first thing that is wrong."""
+        known = {p.name: p for p in self.parameters}
+        extra = [name for name in arguments if name not in known]
+        if extra and not self.takes_more:
+            raise UnknownArgumentError(self._takes(f"has no argument {extra[0]!r}"))
+        missing = [p.name for p in self.parameters if p.is_required and p.name not in arguments]
+        if missing:
+            raise MissingArgumentError(self._takes(f"needs the argument {missing[0]!r}"))
+        fitted: dict[str, Any] = {}
+        for name, value in arguments.items():
+            try:
+                fitted[name] = fit(value, known[name].hint) if name in known else value
+            except ValueError as error:
+                raise WrongTypeError(f"the argument {name!r} of {self.name} is wrong: {error}") from error
+        return fitted
+
+    def _takes(self, problem: str) -> str:
+        listed = ", ".join(p.name if p.is_required else f"{p.name} (optional)" for p in self.parameters)
+        return f"{self.name} {problem}; it takes {listed or 'no arguments'}"
+
+
+def as_tool(
+    function: Any,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    args_to_skip: Iterable[str] = (),
+    timeout_s: float | None = None,
+) -> Tool:
+    """A function (or method, or callable object, or a smolagents tool) as a tool; a `Tool` stays what it is.
+
+    A function with an attribute ``timeout_s`` brings its own limit.
+    """
+    args_to_skip = tuple(args_to_skip)
+    if isinstance(function, Tool):
+        if name or description or args_to_skip or timeout_s:
+            raise TypeError(f"{function.name!r} is a tool already; give the settings where it is made")
+        return function
+    if is_smolagents_tool(function):
+        return _from_smolagents(function, timeout_s)
+    if not callable(function) or isinstance(function, type):
+        raise TypeError(f"a tool is a function with type hints and a docstring, not {function!r:.100}")
+    hidden = frozenset(args_to_skip)
+    parameters = _parameters(function)
+    if unknown := hidden - {p.name for p in parameters}:
+        raise ValueError(
+            f"args_to_skip names {sorted(unknown)}, which {name_of(function)!r} does not take; it takes "
+            f"{', '.join(p.name for p in parameters) or 'no arguments'}"
+        )
+    doc = read_docstring(_documented(function))
+    shown = [p for p in parameters if p.name not in hidden and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    hints = _hints(function)
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    tool_name = name or name_of(function)
+    return Tool(
+        name=tool_name,
+        function=function,
+        schema=_schema(
+            tool_name,
+            doc.description if description is None else description,
+            {p.name: _property(p, hints.get(p.name, Any), doc.args.get(p.name, "")) for p in shown},
+            [p.name for p in shown if p.default is p.empty],
+            takes_more=takes_more,
+        ),
+        parameters=tuple(
+            Parameter(name=p.name, hint=hints.get(p.name, Any), is_required=p.default is p.empty) for p in shown
+        ),
+        hidden=hidden,
+        takes_more=takes_more,
+        timeout_s=getattr(function, "timeout_s", None) if timeout_s is None else timeout_s,
+    )
+
+
+def convert_func_to_oai_tool(func: Any, args_to_skip: Iterable[str] = (), **_: Any) -> Schema:
+    """The schema of a function, as OpenAI's chat endpoints take it.
+
+    >>> def shout(text: str) -> str:
+    ...     '''Say it loudly.
+    ...
+    ...     Args:
+    ...         text: What to say.
+    ...     '''
+    ...     return text.upper()
+    >>> convert_func_to_oai_tool(shout)["function"]["parameters"]["properties"]
+    {'text': {'type': 'string', 'description': 'What to say.'}}
+    """
+    return as_tool(func, args_to_skip=args_to_skip).schema
+
+
+def from_schema(
+    name: str,
+    function: Callable[..., Any],
+    parameters: Mapping[str, Any],
+    *,
+    description: str = "",
+    timeout_s: float | None = None,
+) -> Tool:
+    """A tool whose arguments are described by a JSON Schema already."""
+    properties = parameters.get("properties") or {}
+    required: Collection[str] = parameters.get("required") or ()
+    return Tool(
+        name=name,
+        function=function,
+        schema={
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": description,
+                "parameters": {"type": "object", "properties": {}, **parameters},
+            },
+        },
+        parameters=tuple(
+            Parameter(name=key, hint=hint_of(schema), is_required=key in required) for key, schema in properties.items()
+        ),
+        takes_more=bool(parameters.get("additionalProperties")),
+        timeout_s=timeout_s,
+    )
+
+
+def name_of(function: Any) -> str:
+    """The name of a function, as the model sees it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = getattr(function, "__name__", None) or getattr(function, "name", None)
+    return str(named or type(function).__name__)
+
+
+# --- reading a signature ------------------------------------------------------------------------------------------
+
+
+def _parameters(function: Any) -> list[inspect.Parameter]:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # builtins without a signature
+        raise TypeError(f"the arguments of {name_of(function)!r} cannot be read; wrap it in a function") from None
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    parameters = [p for p in signature.parameters.values() if p.name not in bound]
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise TypeError(
+                f"the argument {parameter.name!r} of tool {name_of(function)!r} is positional only; tools are called "
+                "with arguments by name"
+            )
+    return [p for p in parameters if p.kind is not p.POSITIONAL_ONLY]
+
+
+def _documented(function: Any) -> Any:
+    """Whose docstring and hints count: those below partials, and of an object its ``__call__``."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function if inspect.isroutine(function) else type(function).__call__
+
+
+def _hints(function: Any) -> dict[str, Any]:
+    source = inspect.unwrap(_documented(function))
+    try:
+        return typing.get_type_hints(source, include_extras=True)
+    except (NameError, TypeError, AttributeError):  # a name known only where the function was written
+        annotations = getattr(source, "__annotations__", {})
+        return {name: hint for name, hint in annotations.items() if not isinstance(hint, str)}
+
+
+def _property(parameter: inspect.Parameter, hint: Any, described: str) -> Schema:
+    schema = schema_of(hint)
+    if text := description_in(hint) or described:
+        schema["description"] = text
+    default = parameter.default
+    if isinstance(default, (str, int, float, bool)) or (isinstance(default, (list, dict)) and not default):
+        schema["default"] = default
+    return schema
+
+
+def _schema(
+    name: str, description: str, properties: Mapping[str, Schema], required: list[str], *, takes_more: bool
+) -> Schema:
+    parameters: Schema = {"type": "object", "properties": dict(properties), "required": required}
+    if not takes_more:
+        parameters["additionalProperties"] = False
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+# --- smolagents ---------------------------------------------------------------------------------------------------
+
+
+def is_smolagents_tool(value: Any) -> bool:
+    """Is this a tool of smolagents? Told by its shape: nothing is imported for it."""
+    return isinstance(getattr(value, "inputs", None), dict) and callable(getattr(value, "forward", None))
+
+
+def _from_smolagents(tool: Any, timeout_s: float | None) -> Tool:
+    properties: dict[str, Schema] = {}
+    for name, described in tool.inputs.items():
+        kind = described.get("type")
+        schema = {key: value for key, value in described.items() if key != "nullable"}
+        if kind in ("any", "image", "audio"):  # kinds that JSON Schema does not have
+            schema.pop("type")
+        properties[name] = {**schema, "nullable": True} if described.get("nullable") else schema
+    required = [name for name, described in tool.inputs.items() if not described.get("nullable")]
+    schema = {"properties": properties, "required": required, "additionalProperties": False}
+    return from_schema(tool.name, tool, schema, description=tool.description, timeout_s=timeout_s)

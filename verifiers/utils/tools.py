@@ -1,0 +1,6 @@
+"""Classic import path: tools that are ready to be used."""
+
+from verifiers.tools.arithmetic import calculator
+from verifiers.tools.programs import bash, python, python_executor
+
+__all__ = ["bash", "calculator", "python", "python_executor"]
