@@ -1,0 +1,183 @@
+"""Seconds a training step of ours and of TRL's GRPO trainer: the same model, prompts, group size, lengths and steps.
+
+python benchmarks/training.py                  # a tiny model on the CPU; SmolLM2's shape where there is a card
+python benchmarks/training.py --only ours      # without TRL (pip install trl for it)
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import random
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import verifiers as vf
+
+SHAPES = {  # hidden, feed-forward, layers, heads, key/value heads, vocabulary
+    "tiny": (128, 256, 4, 4, 2, 512),
+    "smollm2": (576, 1536, 30, 9, 3, 49152),
+}
+
+
+def make(shape: str, device: str) -> tuple[Any, Any]:
+    """A model with random weights, and a tokenizer that has a word for each of its tokens."""
+    hidden, feed_forward, layers, heads, kv_heads, vocabulary = SHAPES[shape]
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, vocabulary)}}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = LlamaForCausalLM(config)
+    return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32), tokenizer
+
+
+def prompts_of(n: int, words: int, vocabulary: int) -> list[str]:
+    draw = random.Random(0)
+    return [" ".join(f"w{draw.randrange(3, vocabulary)}" for _ in range(words)) for _ in range(n)]
+
+
+def coin(text: str) -> float:
+    """A reward that differs from reply to reply and costs nothing: every group has something to learn from."""
+    return hashlib.blake2b(text.encode(), digest_size=1).digest()[0] / 255
+
+
+def ours(case: dict[str, Any], device: str) -> list[float]:
+    model, tokenizer = make(case["shape"], device)
+
+    def reward(completion: str) -> float:
+        return coin(completion)
+
+    rows = [{"prompt": text, "answer": ""} for text in prompts_of(512, case["words"], SHAPES[case["shape"]][-1])]
+    env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([reward]), message_type="completion")
+    times = [time.perf_counter()]
+    config = vf.GRPOConfig(
+        batch_size=case["micro"],
+        gradient_accumulation_steps=case["rollouts"] // case["micro"],
+        group_size=case["group"],
+        max_new_tokens=case["new"],
+        max_prompt_length=case["words"] + 2,
+        max_steps=case["steps"],
+        learning_rate=1e-6,
+        output_dir=tempfile.mkdtemp() + "/run",
+        show_progress=False,
+    )
+    trainer = vf.GRPOTrainer(
+        model=model,
+        tokenizer=tokenizer,
+        env=env,
+        config=config,
+        callbacks=[lambda trainer, figures: times.append(time.perf_counter())],
+    )
+    report = trainer.train()
+    last = report.steps[-1]
+    print(f"   of which sampling {last['generation_s']:.3f} s, learning {last['training_s']:.3f} s", flush=True)
+    return [b - a for a, b in zip(times, times[1:], strict=False)]
+
+
+def trl(case: dict[str, Any], device: str) -> list[float]:
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    model, tokenizer = make(case["shape"], device)
+    tokenizer.padding_side = "left"
+    rows = Dataset.from_list([{"prompt": text} for text in prompts_of(512, case["words"], SHAPES[case["shape"]][-1])])
+    times = [time.perf_counter()]
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            times.append(time.perf_counter())
+
+    config = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=case["micro"],
+        gradient_accumulation_steps=case["rollouts"] // case["micro"],
+        num_generations=case["group"],
+        max_completion_length=case["new"],
+        max_steps=case["steps"],
+        learning_rate=1e-6,
+        beta=0.0,
+        bf16=device == "cuda",
+        use_cpu=device == "cpu",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=1000,
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        args=config,
+        train_dataset=rows,
+        reward_funcs=[lambda completions, **_: [coin(text) for text in completions]],
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    return [b - a for a, b in zip(times, times[1:], strict=False)]
+
+
+def median_after_warmup(seconds: list[float]) -> float:
+    return statistics.median(seconds[len(seconds) // 3 :])
+
+
+CASES = {
+    "cpu": [{"shape": "tiny", "rollouts": 16, "micro": 16, "group": 4, "words": 16, "new": 32, "steps": 24}],
+    "cuda": [
+        {"shape": "smollm2", "rollouts": 256, "micro": 64, "group": 16, "words": 64, "new": 128, "steps": 8},
+        {"shape": "smollm2", "rollouts": 1024, "micro": 128, "group": 16, "words": 64, "new": 128, "steps": 6},
+    ],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["ours", "trl"])
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    warnings.filterwarnings("ignore")
+    if device == "cpu":
+        torch.set_num_threads(1)
+    for case in CASES[device]:
+        what = f"{case['shape']}, {case['rollouts']} rollouts in groups of {case['group']}, {case['new']} new tokens"
+        print(what, flush=True)
+        mine = theirs = None
+        if args.only != "trl":
+            mine = median_after_warmup(ours(case, device))
+            print(f"   ours {mine:.3f} s a step", flush=True)
+        if args.only != "ours" and importlib.util.find_spec("trl") is not None:
+            theirs = median_after_warmup(trl(case, device))
+            print(f"   TRL  {theirs:.3f} s a step", flush=True)
+        elif args.only != "ours":
+            print("   TRL is not installed: pip install trl", flush=True)
+        if mine and theirs:
+            print(f"   {theirs / mine:.1f}× quicker", flush=True)
+
+
+if __name__ == "__main__":
+    main()

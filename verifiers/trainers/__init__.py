@@ -1,0 +1,39 @@
+"""An environment and a model become a better model: `GRPOTrainer`, and `SFTTrainer` to warm it up."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verifiers.trainers.building import lora_defaults
+    from verifiers.trainers.config import GRPOConfig, SFTConfig, grpo_defaults
+    from verifiers.trainers.grpo_trainer import GRPOTrainer
+    from verifiers.trainers.sft_trainer import SFTTrainer
+    from verifiers.trainers.tiny import tiny_model
+
+_HOME = {
+    "GRPOConfig": "config",
+    "GRPOTrainer": "grpo_trainer",
+    "SFTConfig": "config",
+    "SFTTrainer": "sft_trainer",
+    "grpo_defaults": "config",
+    "lora_defaults": "building",
+    "tiny_model": "tiny",
+}
+
+__all__ = ["GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer", "grpo_defaults", "lora_defaults", "tiny_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f"verifiers.trainers.{_HOME[name]}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "verifiers":
+            raise
+        raise ImportError(f"vf.{name} needs {error.name}: pip install 'verifiers[train]'") from error
+    value = getattr(module, name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,37 @@
+"""Batches made while the ones before them are learned from, by a thread that is so many steps ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Ahead(Generic[T]):
+    """``make(step)`` is called in order, up to ``distance`` steps before its batch is taken; 0: when it is taken."""
+
+    def __init__(self, make: Callable[[int], T], distance: int) -> None:
+        self._make, self._distance = make, distance
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="verifiers-batches") if distance else None
+        self._coming: deque[Future[T]] = deque()
+
+    def take(self, step: int, end: int) -> T:
+        """The batch of this step; there is none from step ``end`` on."""
+        if self._pool is None:
+            return self._make(step)
+        while len(self._coming) <= self._distance and step + len(self._coming) < end:
+            self._coming.append(self._pool.submit(self._make, step + len(self._coming)))
+        return self._coming.popleft().result()
+
+    def __enter__(self) -> Ahead[T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)

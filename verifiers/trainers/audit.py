@@ -1,0 +1,359 @@
+"""A finished training → a page for a person: did it learn, what did it learn from, and does that smell of a trick?"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verifiers.messages import messages_to_printable, role_of, text_of
+from verifiers.stats import mean_interval
+from verifiers.trainers.display import clean, number
+from verifiers.trainers.journal import is_step_line
+
+SHOWN = 5  # rollouts of each list
+KEPT = 50  # candidates of each list that are held with their text
+EXCERPT_CHARS = 600
+MAX_STEPS = 20  # of each end that the reward is compared by
+SHORT_SHARE = 0.1  # of the usual length
+HIGH_SHARE = 0.9  # of the way from the lowest to the highest reward
+REPETITIVE_CHARS, REPETITIVE_RATIO = 200, 0.15  # text that long which packs that small
+ERRORS = 2.0  # standard errors that a metric must move by to have risen or fallen
+
+_TAG = re.compile(r"<[A-Za-z_][\w-]*>")
+
+
+@dataclass(slots=True)
+class Traits:
+    """What the drift of replies is told by; sums over rollouts."""
+
+    count: int = 0
+    sums: Counter[str] = field(default_factory=Counter)
+    openings: Counter[str] = field(default_factory=Counter)
+
+    def add(self, record: Mapping[str, Any], reply: str) -> None:
+        self.count += 1
+        self.openings[" ".join(reply.split(None, 3)[:3])[:60]] += 1
+        self.sums["characters"] += len(reply)
+        self.sums["lines"] += len(reply.splitlines())
+        for name, is_so in (
+            ("is cut off", bool(record.get("is_truncated"))),
+            ("is empty", not reply.strip()),
+            ("repeats itself", is_repetitive(reply)),
+            ("has XML tags", _TAG.search(reply) is not None),
+            ("has a code block", "```" in reply),
+            ("has a \\boxed answer", "\\boxed" in reply),
+            ("is not plain ASCII", not reply.isascii()),
+        ):
+            self.sums[name] += is_so
+
+    def mean(self, name: str) -> float:
+        return self.sums[name] / self.count
+
+    def same_opening(self) -> float:
+        """The share of replies that begin with the most common three words."""
+        return max(self.openings.values()) / self.count
+
+
+class Gathered:
+    """One pass over the rollouts: a few numbers of each, and the text of those that may be shown."""
+
+    def __init__(self, last_step: int) -> None:
+        self.last_step = max(last_step, 1)
+        self.count = self.failed = 0
+        self.rewards: list[float] = []
+        self.lengths: list[int] = []
+        self.first, self.last = Traits(), Traits()
+        self._best: list[tuple[float, int, Mapping[str, Any]]] = []
+        self._shortest: list[tuple[float, int, int, Mapping[str, Any]]] = []
+        self._repetitive: list[tuple[float, int, Mapping[str, Any]]] = []
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        self.count += 1
+        reward = number(record.get("reward"))
+        if reward is None:
+            self.failed += 1
+            return
+        reply = reply_of(record)
+        self.rewards.append(reward)
+        self.lengths.append(len(reply.strip()))
+        step = number(record.get("step"))
+        if step is not None:
+            quarter = math.ceil(step / self.last_step * 4)
+            if quarter <= 1:
+                self.first.add(record, reply)
+            elif quarter >= 4:
+                self.last.add(record, reply)
+        advantage = number(record.get("advantage"))
+        if advantage is not None:
+            _push(self._best, (advantage, self.count, record))
+        _push(self._shortest, (reward, -len(reply.strip()), self.count, record))
+        if is_repetitive(reply):
+            _push(self._repetitive, (reward, self.count, record))
+
+    def best(self) -> list[Mapping[str, Any]]:
+        """The rollouts that were reinforced most, each example once."""
+        seen: dict[Any, Mapping[str, Any]] = {}
+        for _, _, record in sorted(self._best, key=lambda item: item[:2], reverse=True):
+            seen.setdefault(record.get("example_id"), record)
+        return list(seen.values())[:SHOWN]
+
+    def suspicious(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """Highly rewarded rollouts that say nothing, hardly anything, or the same over and over."""
+        if not self.rewards or max(self.rewards) == min(self.rewards):
+            return []
+        low, high = min(self.rewards), max(self.rewards)
+        bar = low + HIGH_SHARE * (high - low)
+        usual = sorted(self.lengths)[len(self.lengths) // 2]
+        found: list[tuple[float, int, str, Mapping[str, Any]]] = []
+        for reward, negative, order, record in self._shortest:
+            if reward >= bar and (negative == 0 or -negative < SHORT_SHARE * usual):
+                why = "the reply is empty" if negative == 0 else f"{-negative} characters where {usual} are usual"
+                found.append((reward, order, why, record))
+        found += [(reward, n, "it repeats itself", record) for reward, n, record in self._repetitive if reward >= bar]
+        found.sort(key=lambda item: (-item[0], item[1]))
+        return [(why, record) for _, _, why, record in found[:SHOWN]]
+
+
+def audit(steps: Iterable[Mapping[str, Any]], rollouts: Iterable[Mapping[str, Any]]) -> str:
+    """A page in Markdown about a training, from the lines of its ``metrics.jsonl`` and its sampled rollouts.
+
+    What the model wrote stands in indented blocks: nothing in it can become a heading, a link or a tag.
+
+    >>> page = audit([{"step": 1, "reward": 0.25}, {"step": 2, "reward": 0.75}], [])
+    >>> print(page.splitlines()[4])
+    The mean reward went from 0.250 (step 1) to 0.750 (step 2).
+    """
+    lines = list(steps)
+    made = [line for line in lines if is_step_line(line)]
+    numbers = [int(line["step"]) for line in made]
+    gathered = Gathered(max(numbers, default=1))
+    for record in rollouts:
+        gathered.take(record)
+    parts = [
+        ["# Audit of a training", "", "What follows is for a person to judge; nothing here is a verdict."],
+        _reward_part(made, [line for line in lines if isinstance(line.get("eval"), Mapping)]),
+        _metrics_part(made),
+        _notices_part([line for line in lines if isinstance(line.get("notice"), str)]),
+        _suspicious_part(gathered),
+        _best_part(gathered),
+        _drift_part(gathered),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+# --- the parts ----------------------------------------------------------------------------------------------------
+
+
+def _reward_part(made: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]) -> list[str]:
+    scored = [line for line in made if number(line.get("reward")) is not None]
+    if not scored:
+        return ["No step has a reward."]
+    k = max(1, min(MAX_STEPS, len(scored) // 10))
+    start, end = _reward_words(scored[:k]), _reward_words(scored[-k:])
+    said = [f"The mean reward went from {start} to {end}."]
+    measured = [(line, line["eval"]) for line in evals if number(line["eval"].get("reward")) is not None]
+    for line, figures in [measured[0], measured[-1]] if len(measured) > 1 else measured:
+        low, high = number(figures.get("low")), number(figures.get("high"))
+        between = "" if low is None or high is None else f" (interval {low:.3f} to {high:.3f})"
+        said.append(f"Evaluated after step {line.get('step')}: {figures['reward']:.3f}{between}.")
+    return said
+
+
+def _reward_words(lines: Sequence[Mapping[str, Any]]) -> str:
+    first, last = lines[0]["step"], lines[-1]["step"]
+    where = f"step {first}" if first == last else f"steps {first} to {last}"
+    if len(lines) == 1:
+        mean, low, high = (number(lines[0].get(name)) for name in ("reward", "reward_low", "reward_high"))
+    else:
+        found = mean_interval([line["reward"] for line in lines])
+        mean, low, high = found.mean, found.low, found.high
+    between = "" if low is None or high is None else f", interval {low:.3f} to {high:.3f}"
+    return f"{mean:.3f} ({where}{between})"
+
+
+def _metrics_part(made: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which reward functions and metrics rose and which fell, by the first and the last quarter of the steps."""
+    rows: list[str] = []
+    rose: list[str] = []
+    fell: list[str] = []
+    for name in sorted({name for line in made for name in _mapping(line.get("metrics"))}):
+        values = [number(_mapping(line.get("metrics")).get(name)) for line in made]
+        known = [value for value in values if value is not None]
+        quarter = max(1, len(known) // 4)
+        if len(known) < 2:
+            continue
+        before, after = known[:quarter], known[-quarter:]
+        change = _mean(after) - _mean(before)
+        error = math.sqrt(_variance(before) / len(before) + _variance(after) / len(after))
+        if change and abs(change) > ERRORS * error:
+            (rose if change > 0 else fell).append(_inline(name))
+        rows.append(f"| {_inline(name)} | {_mean(before):.3f} | {_mean(after):.3f} | {change:+.3f} |")
+    if not rows:
+        return []
+    said = [
+        "## Reward functions and metrics",
+        "",
+        "| name | first quarter | last quarter | change |",
+        "|---|---|---|---|",
+    ]
+    said += rows
+    if rose and fell:
+        said += ["", f"While {', '.join(rose)} rose, {', '.join(fell)} fell: is one bought with the other?"]
+    return said
+
+
+def _notices_part(notices: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not notices:
+        return []
+    return ["## Notices given", "", *(f"- step {line.get('step')}: {_inline(line['notice'])}" for line in notices)]
+
+
+def _suspicious_part(gathered: Gathered) -> list[str]:
+    if not gathered.count:
+        return []
+    head = ["## Suspicious rollouts", ""]
+    found = gathered.suspicious()
+    if not found:
+        return [*head, "No highly rewarded rollout is empty, very short or repetitive."]
+    return head + [line for why, record in found for line in _rollout(record, why)]
+
+
+def _best_part(gathered: Gathered) -> list[str]:
+    best = gathered.best()
+    if not best:
+        return []
+    head = ["## What was reinforced most", "", "The rollouts with the highest advantages, one of each example.", ""]
+    return head + [line for record in best for line in _rollout(record)]
+
+
+def _drift_part(gathered: Gathered) -> list[str]:
+    first, last = gathered.first, gathered.last
+    if not first.count or not last.count:
+        return []
+    counts = f"{first.count} and {last.count} sampled rollouts"
+    said = ["## Drift of replies", "", f"From the first to the last quarter of the steps ({counts})."]
+    said += ["", "| a reply | first quarter | last quarter |", "|---|---|---|"]
+    for name in ("characters", "lines"):
+        said.append(f"| {name} | {first.mean(name):.1f} | {last.mean(name):.1f} |")
+    shares = [
+        (name, first.mean(name), last.mean(name))
+        for name in first.sums | last.sums
+        if name not in ("characters", "lines")
+    ]
+    shares.append(("begins as most others do", first.same_opening(), last.same_opening()))
+    said += [f"| {name} | {before:.0%} | {after:.0%} |" for name, before, after in shares if before or after]
+    opening, count = last.openings.most_common(1)[0]
+    said += ["", f"The most common beginning at the end ({count} of {last.count}):", "", *block(opening)]
+    return said
+
+
+# --- what the model wrote -----------------------------------------------------------------------------------------
+
+
+def _rollout(record: Mapping[str, Any], why: str = "") -> Iterator[str]:
+    reward, advantage = number(record.get("reward")), number(record.get("advantage"))
+    parts = [f"example {_inline(str(record.get('example_id')))}"]
+    if number(record.get("step")) is not None:
+        parts.append(f"step {record['step']}")
+    parts.append("no reward" if reward is None else f"reward {reward:.3f}")
+    if advantage is not None:
+        parts.append(f"advantage {advantage:+.3f}")
+    yield f"**{', '.join(parts)}**{f': {why}' if why else ''}"
+    yield ""
+    metrics = [(name, number(value)) for name, value in _mapping(record.get("metrics")).items()]
+    if metrics:
+        yield ", ".join(f"{_inline(name)} {'–' if value is None else f'{value:.3g}'}" for name, value in metrics)
+        yield ""
+    for head, text in (("Prompt:", _asked(record)), ("Reply:", reply_of(record))):
+        yield head
+        yield ""
+        yield from block(excerpt(text))
+        yield ""
+
+
+def reply_of(record: Mapping[str, Any]) -> str:
+    """All that the model said in a rollout.
+
+    >>> reply_of({"completion": [{"role": "assistant", "content": "4"}, {"role": "user", "content": "Sure?"}]})
+    '4'
+    """
+    completion = record.get("completion")
+    if isinstance(completion, str):
+        return completion
+    if not isinstance(completion, list):
+        return ""
+    said = [text_of(message) for message in completion if role_of(message) == "assistant"]
+    return "\n".join(said)
+
+
+def _asked(record: Mapping[str, Any]) -> str:
+    prompt = record.get("prompt")
+    if isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):
+        return text_of(messages_to_printable(prompt)[-1])
+    return prompt if isinstance(prompt, str) else ""
+
+
+def excerpt(text: str, chars: int = EXCERPT_CHARS) -> str:
+    """The beginning and the end of a long text.
+
+    >>> excerpt("abcdefghij", 4)
+    'ab … (6 characters) … ij'
+    """
+    text = text.strip()
+    if len(text) <= chars:
+        return text
+    half = chars // 2
+    return f"{text[:half]} … ({len(text) - 2 * half} characters) … {text[-half:]}"
+
+
+def block(text: str) -> list[str]:
+    r"""Text as an indented block, which no content can end.
+
+    >>> block("a\n```\n\n# b\x1b[31m")
+    ['    a', '    ```', '    ', '    # b']
+    """
+    return [f"    {clean(line)}" for line in text.splitlines()] or ["    (nothing)"]
+
+
+def _inline(text: str) -> str:
+    """A name within a sentence or a table, with nothing that Markdown would act on."""
+    return re.sub(r"([\\`*_\[\]<>|#&!])", r"\\\1", clean(text))
+
+
+def is_repetitive(text: str) -> bool:
+    """Does a long text say the same over and over?
+
+    >>> is_repetitive("and so on, " * 60), is_repetitive("short short short")
+    (True, False)
+    """
+    if len(text) < REPETITIVE_CHARS:
+        return False
+    raw = text[:20_000].encode("utf-8", "replace")
+    return len(zlib.compress(raw, 1)) < REPETITIVE_RATIO * len(raw)
+
+
+def _push(heap: list[Any], item: tuple[Any, ...]) -> None:
+    """Keep the largest few; the records at the end of the tuples are never compared, as a count comes before them."""
+    if len(heap) < KEPT:
+        heapq.heappush(heap, item)
+    else:
+        heapq.heappushpop(heap, item)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return math.fsum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)

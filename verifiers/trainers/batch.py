@@ -1,0 +1,144 @@
+"""Rollouts become the columns that an update learns from, and back: what ``train_step`` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from verifiers.messages import as_messages
+from verifiers.samples import Sample, samples_of, tokenized
+from verifiers.trainers.advantages import Scale, batch_advantages
+from verifiers.types import State
+
+FindTokens = Callable[[Any, Any], list[Sample]]
+
+
+class Reply(str):
+    """What the model said in a rollout, as text; the messages and the state it came from are attached.
+
+    >>> reply = Reply("4", messages=[{"role": "assistant", "content": "4"}])
+    >>> reply.lower(), len(reply), reply.messages[0]["role"]
+    ('4', 1, 'assistant')
+    """
+
+    messages: Any
+    state: State | None
+
+    def __new__(cls, text: str, *, messages: Any = None, state: State | None = None) -> Reply:
+        reply = super().__new__(cls, text)
+        reply.messages = text if messages is None else messages
+        reply.state = state
+        return reply
+
+    @classmethod
+    def of(cls, state: State) -> Reply:
+        completion = state["completion"]
+        return cls(text_of(completion), messages=completion, state=state)
+
+    def __reduce__(self) -> Any:
+        return _make_reply, (str(self), self.messages, self.state)
+
+
+def _make_reply(text: str, messages: Any, state: State | None) -> Reply:
+    return Reply(text, messages=messages, state=state)
+
+
+def text_of(completion: Any) -> str:
+    """The model's own words in a completion.
+
+    >>> text_of([{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}])
+    'a'
+    """
+    if isinstance(completion, str):
+        return completion
+    said = [one.get("content") for one in as_messages(completion) if one.get("role") == "assistant"]
+    return "\n".join(text if isinstance(text, str) else str(text or "") for text in said)
+
+
+class Batch(dict[str, list[Any]]):
+    """Columns of scored rollouts, all of one length: prompts, completions, rewards, groups, answers, advantages.
+
+    Failed rollouts are not in it; ``failed`` holds them. ``cursor`` is how far into the rows it got.
+    """
+
+    def __init__(self, columns: Mapping[str, list[Any]], *, failed: Sequence[State] = (), cursor: int = 0) -> None:
+        super().__init__(columns)
+        self.failed = list(failed)
+        self.cursor = cursor
+        self.seconds: dict[str, float] = {}
+
+    @classmethod
+    def of_states(cls, states: Sequence[State], groups: Sequence[int], **kwargs: Any) -> Batch:
+        """Scored states as a batch; those with an error are set aside."""
+        alive = [(state, group) for state, group in zip(states, groups, strict=True) if state.get("error") is None]
+        columns: dict[str, list[Any]] = {
+            "prompts": [state["prompt"] for state, _ in alive],
+            "completions": [Reply.of(state) for state, _ in alive],
+            "rewards": [state.get("reward") for state, _ in alive],
+            "groups": [group for _, group in alive],
+            "answers": [state.get("answer") for state, _ in alive],
+        }
+        return cls(columns, failed=[state for state in states if state.get("error") is not None], **kwargs)
+
+    def __add__(self, other: Batch) -> Batch:
+        columns = {name: self[name] + other[name] for name in self}
+        return Batch(columns, failed=self.failed + other.failed, cursor=max(self.cursor, other.cursor))
+
+    def keep(self, places: Sequence[int]) -> Batch:
+        columns = {name: [values[i] for i in places] for name, values in self.items()}
+        return Batch(columns, failed=self.failed, cursor=self.cursor)
+
+
+def as_batch(given: Any) -> Batch:
+    """A batch from whatever ``get_batch`` returned: a batch, a mapping, or (prompts, completions, rewards).
+
+    There may be several completions to a prompt, one group after the other.
+    """
+    if isinstance(given, Batch):
+        return given
+    if isinstance(given, tuple) and len(given) == 3:
+        given = dict(zip(("prompts", "completions", "rewards"), given, strict=True))
+    if not isinstance(given, Mapping) or not {"prompts", "completions", "rewards"} <= set(given.keys()):
+        raise TypeError("a batch has prompts, completions and rewards: a mapping of columns, or a tuple of the three")
+    columns = {name: list(given[name]) for name in given}
+    prompts = [row["prompt"] if isinstance(row, Mapping) and "prompt" in row else row for row in columns["prompts"]]
+    n, m = len(columns["completions"]), len(prompts)
+    if m == 0 or n % m or len(columns["rewards"]) != n:
+        raise ValueError(
+            f"{m} prompts, {n} completions and {len(columns['rewards'])} rewards: each prompt has as many completions"
+        )
+    columns["prompts"] = [prompt for prompt in prompts for _ in range(n // m)]
+    if "groups" not in columns:
+        columns["groups"] = [i // (n // m) for i in range(n)] if n > m else group_equal(columns["prompts"])
+    return Batch({name: values for name, values in columns.items() if len(values) == n})
+
+
+def group_equal(prompts: Sequence[Any]) -> list[int]:
+    """Equal prompts are one group.
+
+    >>> group_equal(["a", "b", "a"])
+    [0, 1, 0]
+    """
+    seen: dict[str, int] = {}
+    return [seen.setdefault(repr(prompt), len(seen)) for prompt in prompts]
+
+
+def with_advantages(batch: Batch, scale: Scale) -> Batch:
+    """The batch with a column of advantages; one that has them already keeps them."""
+    if "advantages" not in batch:
+        batch["advantages"] = batch_advantages(batch["rewards"], batch["groups"], scale)
+    return batch
+
+
+def samples_of_reply(prompt: Any, reply: Any, find_tokens: FindTokens | None, tokenizer: Any) -> list[Sample]:
+    """The tokens of one rollout: exact where an engine of ours sampled it, from its text otherwise."""
+    state = getattr(reply, "state", None)
+    if state is not None:
+        found = samples_of(state.get("trajectory") or ())
+        if found:
+            return found
+        if state.get("trajectory") == [] and not reply:
+            return []  # it ended before the model was asked
+    completion = getattr(reply, "messages", reply)
+    known = find_tokens(prompt, completion) if find_tokens is not None else []
+    return known or [tokenized(prompt, completion, tokenizer)]

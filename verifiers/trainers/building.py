@@ -1,0 +1,330 @@
+"""What a trainer is given becomes what it is made of, or one sentence that says why it cannot be."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from verifiers import calls
+from verifiers.clients.protocol import Request
+from verifiers.engine import models
+from verifiers.engine.engine import ONE_THREAD_BELOW
+from verifiers.engine.plan import free_memory, plan
+from verifiers.envs.env_group import EnvGroup
+from verifiers.envs.environment import Environment
+from verifiers.envs.rows import Rows, as_rows
+from verifiers.envs.singleturn_env import SingleTurnEnv
+from verifiers.messages import as_messages
+from verifiers.rubrics import Rubric, RubricGroup
+from verifiers.trainers.checkpoints import save_model
+from verifiers.trainers.config import GRPOConfig, LearningKnobs
+from verifiers.trainers.sampler import Sampler
+
+if TYPE_CHECKING:
+    from verifiers.trainers.grpo_trainer import GRPOTrainer
+    from verifiers.trainers.update import PolicyUpdate
+
+Put = Callable[[list[float]], None]
+MOST_ROWS = {"cpu": 64, "cuda": 1024}
+TRAINED_BYTES = 16  # a trained parameter's gradient, and Adam's two averages, and a float32 copy of it
+
+
+def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
+    """The one of two names for the same thing that was passed."""
+    if value is not None and other is not None:
+        raise TypeError(f"{name} and {other_name} are the same thing; pass one of them")
+    return value if value is not None else other
+
+
+def accelerator() -> Any:
+    try:
+        from accelerate import Accelerator
+    except ImportError:
+        raise ImportError("training needs: pip install 'verifiers[train]'") from None
+    return Accelerator()
+
+
+# --- the model ----------------------------------------------------------------------------------------------------
+
+
+def model_and_tokenizer(
+    model: Any, tokenizer: Any, config: LearningKnobs, device: torch.device, peft_config: Any
+) -> tuple[Any, Any]:
+    """The module to train, on its device and in its precision, and a tokenizer that can do what is asked of it."""
+    if model is None:
+        raise ValueError("there is no model to train; pass model='smollm2', a folder, a hub name or a module")
+    if isinstance(model, (str, Path)):
+        model = models.get_model(model)
+    if tokenizer is None or isinstance(tokenizer, (str, Path)):
+        tokenizer = models.get_tokenizer(model if tokenizer is None else tokenizer)
+    _check_pad(tokenizer)
+    model = _in_precision(model, config, device)
+    if peft_config is not None:
+        model = with_adapters(model, peft_config)
+    _check_memory(model)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if hasattr(model, "enable_input_require_grads"):
+            model.enable_input_require_grads()
+    return model, tokenizer
+
+
+def _in_precision(model: Any, config: LearningKnobs, device: torch.device) -> Any:
+    parameter = next(model.parameters())
+    if getattr(model, "hf_device_map", None) and len(set(model.hf_device_map.values())) > 1:
+        raise ValueError("this model is spread over several devices; load it onto one, without device_map")
+    if config.fp16 and device.type == "cpu":
+        raise ValueError("fp16=True needs a GPU: on a CPU leave it out, and training is in float32")
+    wanted = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else parameter.dtype
+    if parameter.device.type == "meta":
+        raise ValueError("this model has no weights yet (they are on the meta device); load them first")
+    return model.to(device=device, dtype=wanted)
+
+
+def with_adapters(model: Any, peft_config: Any) -> Any:
+    """The model with LoRA adapters, in its own precision (their float32 copies are with the optimizer)."""
+    try:
+        from peft import get_peft_model
+    except ImportError:
+        raise ImportError("LoRA needs: pip install 'verifiers[train]'") from None
+    if hasattr(model, "peft_config"):
+        raise ValueError("this model has adapters already; leave out peft_config")
+    return get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+
+
+def lora_defaults(r: int = 8, alpha: int = 16, **kwargs: Any) -> Any:
+    """A `peft.LoraConfig` for every linear layer but the head; further keywords go to it."""
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        raise ImportError("LoRA needs: pip install 'verifiers[train]'") from None
+    settings = {"target_modules": "all-linear", "lora_dropout": 0.0, "task_type": "CAUSAL_LM", **kwargs}
+    return LoraConfig(r=r, lora_alpha=alpha, **settings)
+
+
+def _check_pad(tokenizer: Any) -> None:
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError("this tokenizer has neither a pad nor an end token; set tokenizer.pad_token")
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+def check_template(tokenizer: Any, env: Environment | None) -> None:
+    if env is not None and env.message_type == "chat" and not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "this tokenizer has no chat template, and the environment holds chats; set tokenizer.chat_template, "
+            "or make the environment with message_type='completion'"
+        )
+
+
+def _check_memory(model: Any) -> None:
+    parameter = next(model.parameters())
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    needed, free = trained * TRAINED_BYTES, free_memory(parameter.device)
+    if needed > free:
+        raise ValueError(
+            f"training {trained:,} parameters needs about {needed / 1e9:.1f} GB beside the model, and "
+            f"{free / 1e9:.1f} GB are free on {parameter.device}; train adapters instead (peft_config=vf.lora_defaults()), "
+            "or a smaller model"
+        )
+
+
+# --- the sampler --------------------------------------------------------------------------------------------------
+
+
+def sampler(model: Any, tokenizer: Any, config: GRPOConfig, env: Environment | None) -> Sampler:
+    """The model as a client with room for a step's rollouts, as far as memory allows."""
+    parameter = next(model.parameters())
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length = config.max_seq_length
+    if length is None and config.max_prompt_length is not None and isinstance(env, SingleTurnEnv):
+        length = config.max_prompt_length + config.max_new_tokens
+    if length is not None and longest is not None:
+        length = min(length, longest)
+    fits = plan(model.config, length=length, dtype=parameter.dtype, device=parameter.device, weights_loaded=True)
+    wanted = min(config.rollouts_per_step, MOST_ROWS.get(parameter.device.type, 64))
+    return Sampler(model, tokenizer, rows=min(wanted, fits.rows), length=fits.length, remembers=8 * wanted)
+
+
+def seed_of(*parts: object) -> int:
+    """A number made of these."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+class RemoteWeights:
+    """The weights as a folder that a server reads after each step."""
+
+    def __init__(self, server: Any, model: Any, tokenizer: Any) -> None:
+        self._server, self._model, self._tokenizer = server, model, tokenizer
+        self._folder = tempfile.TemporaryDirectory(prefix="verifiers-weights-")
+
+    def send(self) -> None:
+        save_model(self._model, self._tokenizer, self._folder.name)
+        sent = self._server.reload_weights(self._folder.name)
+        if inspect.isawaitable(sent):
+            calls.run(lambda: _awaited(sent))
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def remote_weights(client: Any, server: Any, model: Any, tokenizer: Any) -> RemoteWeights | None:
+    """How a model that is served elsewhere gets its new weights; None where it is this very one."""
+    if client is None or isinstance(client, Sampler) or getattr(client, "engine_model", None) is model:
+        return None
+    server = server if server is not None else client if hasattr(client, "reload_weights") else None
+    if server is None:
+        raise ValueError(
+            "client answers from elsewhere, and would go on with the old weights; pass weight_server= (VLLMServer, or any "
+            "object with reload_weights(folder)), or leave client out to sample in this process"
+        )
+    return RemoteWeights(server, model, tokenizer)
+
+
+
+
+def request(prompt: Any, config: GRPOConfig, *, is_chat: bool) -> Request:
+    asked = as_messages(prompt) if is_chat else prompt
+    return Request(model="", prompt=asked, sampling=config.sampling(), message_type="chat" if is_chat else "completion")
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+def check_env(env: Any) -> None:
+    """An environment that scores nothing teaches nothing."""
+    if not isinstance(env, Environment):
+        raise TypeError(f"env is an environment (vf.load_environment('…')), not a {type(env).__name__}")
+    rubric = env.rubric
+    is_plain = type(rubric) is Rubric and not rubric.scores_its_own_way and not isinstance(env, EnvGroup)
+    if is_plain and not any(rubric.weights) and env._hook("score_rollout") is None:
+        raise ValueError("this environment rewards nothing: give its rubric a reward function with a weight above 0")
+
+
+def short_enough(rows: Any, tokenizer: Any, config: GRPOConfig, tools: Any = None) -> tuple[Any, int]:
+    """The rows whose prompt has at most ``max_prompt_length`` tokens, and how many were dropped."""
+    if config.max_prompt_length is None:
+        return rows, 0
+    kept = [i for i in range(len(rows)) if _length(rows[i]["prompt"], tokenizer, tools) <= config.max_prompt_length]
+    if not kept:
+        raise ValueError(f"all {len(rows)} prompts are longer than max_prompt_length={config.max_prompt_length} tokens")
+    return (rows.select(kept) if isinstance(rows, Rows) else [rows[i] for i in kept]), len(rows) - len(kept)
+
+
+def _length(prompt: Any, tokenizer: Any, tools: Any) -> int:
+    if isinstance(prompt, str):
+        return len(tokenizer.encode(prompt))
+    ids = tokenizer.apply_chat_template(prompt, tools=tools, tokenize=True, add_generation_prompt=True)
+    return len(ids["input_ids"] if hasattr(ids, "keys") else ids)
+
+
+def rows_of(env: Environment, given: Any) -> Rows:
+    """Rows for an environment: those handed in, in its format, or its own."""
+    return env.get_dataset() if given is None else as_rows(given, env._format)
+
+
+def eval_rows(env: Environment | None, given: Any) -> Any:
+    if env is None:
+        return []
+    return env.get_eval_dataset() if given is None else as_rows(given, env._format)
+
+
+# --- the run ------------------------------------------------------------------------------------------------------
+
+
+def fitting(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a method with as many of these arguments as it takes: ``get_batch()`` and ``get_batch(epoch, step)``.
+
+    >>> fitting(lambda epoch: epoch, 1, 2)
+    1
+    """
+    parameters = inspect.signature(function).parameters.values()
+    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        return function(*args)
+    places = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return function(*args[: len(places)])
+
+
+def is_due(config: LearningKnobs, what: str, step: int, is_epoch_end: bool) -> bool:
+    """Whether to evaluate or save after this step."""
+    strategy = config.strategy(what)
+    return is_epoch_end if strategy == "epoch" else strategy == "steps" and step % getattr(config, f"{what}_steps") == 0
+
+
+def tell(trainer: Any, event: str, *what: Any) -> None:
+    """Call the method of this name of a trainer's callbacks; a plain function is told of each step."""
+    for callback in trainer.callbacks:
+        method = getattr(callback, event, None)
+        if method is not None:
+            method(trainer, *what)
+        elif event == "on_step_end" and callable(callback):
+            callback(trainer, *what)
+
+
+@contextmanager
+def rubric_weights(
+    env: Environment | None, schedule: Callable[[float], Sequence[float]] | None, epochs: float
+) -> Iterator[None]:
+    """While this lasts the environment's rubric has the weights that a schedule gives it."""
+    if env is None or schedule is None:
+        yield
+        return
+    rubric, weights = env.rubric, [float(weight) for weight in schedule(epochs)]
+    if isinstance(rubric, RubricGroup):
+        before, put = rubric.get_group_weights(), cast("Put", rubric.set_group_weights)
+    else:
+        if len(weights) != len(rubric.weights):
+            raise ValueError(f"{len(rubric.weights)} reward functions but {len(weights)} weights from weight_schedule")
+        before, put = list(rubric.weights), lambda values: rubric.weights.__setitem__(slice(None), values)
+    put(weights)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+@contextmanager
+def sensible_threads(model: Any) -> Iterator[None]:
+    """Tiny models on a CPU are trained by one thread: more would wait for one another longer than they compute."""
+    before = torch.get_num_threads()
+    is_tiny = sum(one.numel() for one in model.parameters()) < ONE_THREAD_BELOW
+    if next(model.parameters()).device.type == "cpu" and is_tiny:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def update(trainer: GRPOTrainer) -> PolicyUpdate:
+    """How a trainer's policy learns, from what the trainer has now."""
+    from verifiers.trainers.update import PolicyUpdate
+
+    processes = trainer.accelerator
+    model = processes.unwrap_model(trainer.model)
+    is_ours = isinstance(trainer.client, Sampler)
+    return PolicyUpdate(
+        model,
+        trainer.weights,
+        trainer.config,
+        lock=trainer.client.engine.lock if is_ours else nullcontext(),
+        pad_id=trainer.tokenizer.pad_token_id,
+        reduce=(lambda masters: average(processes, masters)) if processes.num_processes > 1 else None,
+    )
+
+
+def average(processes: Any, masters: Sequence[torch.Tensor]) -> None:
+    """Give every process the mean of all gradients."""
+    for master in masters:
+        if master.requires_grad:
+            gradient = master.grad if master.grad is not None else torch.zeros_like(master)
+            master.grad = processes.reduce(gradient, "mean")

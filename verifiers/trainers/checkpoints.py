@@ -1,0 +1,113 @@
+"""A training so far becomes a folder from which it can go on: written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verifiers.engine.gguf_model import quietly
+from verifiers.store.disk import sync_folder
+from verifiers.trainers.weights import Weights
+
+STATE, TENSORS = "trainer.json", "trainer.pt"
+_NAME = re.compile(r"step-(\d+)")
+
+
+def checkpoint_path(root: Path, step: int) -> Path:
+    return root / f"step-{step:06d}"
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """The whole checkpoints under a folder, oldest first."""
+    found = [one for one in root.glob("step-*") if _NAME.fullmatch(one.name) and (one / STATE).is_file()]
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:
+    """Write a model, or its adapters, and its tokenizer."""
+    with quietly():
+        model.save_pretrained(path)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(path)
+
+
+def save(
+    root: Path, *, step: int, model: Any, tokenizer: Any, weights: Weights, state: Mapping[str, Any], keep: int | None
+) -> Path:
+    """Write a checkpoint of this step; with ``keep``, the oldest ones beyond so many are removed afterwards."""
+    path, parts = checkpoint_path(root, step), root / f".step-{step:06d}.{os.getpid()}"
+    shutil.rmtree(parts, ignore_errors=True)
+    parts.mkdir(parents=True)
+    save_model(model, tokenizer, parts)
+    torch.save(_tensors(weights), parts / TENSORS)
+    (parts / STATE).write_text(json.dumps({**state, "step": step, "python_rng": _python_rng()}, indent=1))
+    for file in parts.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+    shutil.rmtree(path, ignore_errors=True)
+    parts.rename(path)
+    sync_folder(root)
+    for old in checkpoints(root)[: -keep if keep else 0]:
+        shutil.rmtree(old)
+    return path
+
+
+def _tensors(weights: Weights) -> dict[str, Any]:
+    return {
+        "names": weights.names,
+        "masters": [one.detach() for one in weights.masters],
+        "optimizer": weights.optimizer.state_dict(),
+        "scale": weights.scale,
+        "torch_rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _python_rng() -> list[Any]:
+    version, internal, gauss = random.getstate()
+    return [version, list(internal), gauss]
+
+
+def load(path: Path, weights: Weights) -> dict[str, Any]:
+    """Put weights, optimizer and random numbers back as they were; the rest of the state is returned."""
+    try:
+        state: dict[str, Any] = json.loads((path / STATE).read_text())
+        tensors = torch.load(path / TENSORS, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is no checkpoint: it has no {STATE} and {TENSORS}") from None
+    shapes = dict(zip(weights.names, (tuple(one.shape) for one in weights.masters), strict=True))
+    saved = dict(zip(tensors["names"], (tuple(one.shape) for one in tensors["masters"]), strict=True))
+    if shapes != saved:
+        odd = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
+        raise ValueError(
+            f"{path} is a checkpoint of another model: {odd[0]} is {_shape(saved.get(odd[0]))} there and "
+            f"{_shape(shapes.get(odd[0]))} here ({len(odd)} parameters differ)"
+        )
+    with torch.no_grad():
+        for master, value in zip(weights.masters, tensors["masters"], strict=True):
+            master.copy_(value)
+    weights.publish()
+    weights.optimizer.load_state_dict(tensors["optimizer"])
+    weights.scale = tensors["scale"]
+    torch.set_rng_state(tensors["torch_rng"])
+    if tensors["cuda_rng"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(tensors["cuda_rng"])
+    version, internal, gauss = state.pop("python_rng")
+    random.setstate((version, tuple(internal), gauss))
+    return state
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else "×".join(map(str, shape)) or "a number"

@@ -1,0 +1,365 @@
+"""The figures of a training → something to watch: a live panel in a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import IO, TYPE_CHECKING, Any
+
+from verifiers.logs import printable
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+SPARK_CHARS = 32
+BAR_CHARS = 24
+RECENT_STEPS = 20  # steps that the time left is judged by
+DRAW_EVERY_S = 0.2
+_SPARKS = "▁▂▃▄▅▆▇█"
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
+_PARTS = (
+    ("generation", "generation_s", "cyan"),
+    ("scoring", "scoring_s", "magenta"),
+    ("training", "training_s", "green"),
+)
+
+
+class TrainingDisplay:
+    """Shows how a training goes on stderr; a terminal gets a panel that stays in place, a file or pipe gets lines.
+
+    >>> display = TrainingDisplay(stream=sys.stdout)
+    >>> display.start(200, "reverse-text")
+    reverse-text: 200 steps
+    >>> display.update({"step": 10, "reward": 0.25, "reward_low": 0.2, "reward_high": 0.3, "entropy": 1.5})
+    step 10/200  reward 0.250 ± 0.050  entropy 1.50
+    >>> display.stop()
+    """
+
+    def __init__(self, *, logging_steps: int = 1, show: bool = True, stream: IO[str] | None = None) -> None:
+        self.logging_steps = max(1, logging_steps)
+        self.show = show
+        self.stream = stream
+        self.total_steps = 0
+        self.title = ""
+        self.metrics: Mapping[str, Any] = {}
+        self.last_eval: Mapping[str, Any] | None = None
+        self.last_notice = ""
+        self._history: dict[str, list[float]] = {}
+        self._ends: deque[float] = deque(maxlen=RECENT_STEPS + 1)
+        self._began = self._drawn_at = 0.0
+        self._live: Any = None
+
+    # --- what the trainer calls ---------------------------------------------------------------------------------
+
+    def start(self, total_steps: int, title: str) -> None:
+        """Begin to show a training."""
+        self.total_steps, self.title = total_steps, clean(title)
+        self._began = time.monotonic()
+        self._ends.append(self._began)
+        if not self.show:
+            return
+        stream = self.stream or sys.stderr
+        if stream.isatty():
+            self._live = _make_live(stream, self.panel)
+            self._live.start()
+        else:
+            self._say(f"{self.title}: {total_steps} steps")
+
+    def recall(self, steps: Iterable[Mapping[str, Any]]) -> None:
+        """Take the curves up where they were before a resume."""
+        for metrics in steps:
+            self._remember(metrics)
+
+    def update(self, metrics: Mapping[str, Any]) -> None:
+        """The figures of a finished step."""
+        self._remember(metrics)
+        self._ends.append(time.monotonic())
+        step = metrics.get("step")
+        if self._live is not None:
+            self._draw()
+        elif not isinstance(step, int) or step % self.logging_steps == 0 or step == self.total_steps:
+            self._say(self.line())
+
+    def notice(self, text: str) -> None:
+        """What the watch has to say; the last one stays in sight."""
+        self.last_notice = f"! {self._at()}{clean(text)}"
+        if self._live is not None:
+            from rich.text import Text
+
+            self._live.console.print(Text(self.last_notice, style="yellow"))
+        else:
+            self._say(self.last_notice)
+
+    def eval(self, figures: Mapping[str, Any]) -> None:
+        """The figures of an evaluation: ``reward``, ``low``, ``high``, ``n``, ``failed``."""
+        self.last_eval = {**figures, "step": self.metrics.get("step")}
+        if self._live is not None:
+            self._draw(force=True)
+        else:
+            self._say(self._eval_text())
+
+    def stop(self) -> None:
+        """End, leaving the last figures on the screen; a second call does nothing."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+
+    # --- the pictures -------------------------------------------------------------------------------------------
+
+    def line(self) -> str:
+        """The last step in one line; figures that it does not have are left out."""
+        metrics = self.metrics
+        parts = [f"step {metrics.get('step', '–')}/{self.total_steps}", self._reward_text()]
+        parts += [
+            _named("loss", metrics.get("loss"), ".4f"),
+            _named("kl", metrics.get("kl"), ".4f"),
+            _named("entropy", metrics.get("entropy"), ".2f"),
+            _named("length", metrics.get("completion_tokens"), ".0f"),
+            _named("cut off", _some(metrics.get("truncated")), ".0%"),
+            _named("flat groups", _some(metrics.get("zero_variance")), ".0%"),
+            _named("failed", _some(metrics.get("failed")), ".0f"),
+            _named("", metrics.get("tokens_per_s"), ",.0f", " tokens/s"),
+            _named("", metrics.get("step_s"), ".2f", " s"),
+        ]
+        if self._time_left_s() is not None and len(self._ends) > 2:
+            parts.append(f"{_clock(self._time_left_s())} left")
+        return "  ".join(part for part in parts if part)
+
+    def panel(self) -> RenderableType:
+        """The live picture."""
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.table import Table
+        from rich.text import Text
+
+        curves = Table.grid(padding=(0, 2))
+        for name, value, history in self._curves():
+            curves.add_row(Text(name, style="bold" if name == "reward" else ""), Text(value), sparkline(history))
+        rows: list[RenderableType] = [self._progress_row(), curves]
+        if counts := self._counts_text():
+            rows.append(Text(counts))
+        if self._seconds():
+            rows.append(self._time_row())
+        if self.last_eval is not None:
+            rows.append(Text(self._eval_text(), style="bold"))
+        if self.last_notice:
+            rows.append(Text(self.last_notice, style="yellow"))
+        return Panel(Group(*rows), title=Text(self.title), title_align="left", border_style="dim")
+
+    def _progress_row(self) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        step = number(self.metrics.get("step")) or 0
+        epoch = _named("epoch", self.metrics.get("epoch"), ".2f")
+        gone = f"{_clock(time.monotonic() - self._began)} gone, {_clock(self._time_left_s())} left"
+        row = Table.grid(padding=(0, 2))
+        row.add_row(
+            Text(f"step {step:.0f}/{self.total_steps}"),
+            ProgressBar(total=max(self.total_steps, 1), completed=step, width=BAR_CHARS),
+            Text("  ".join(part for part in (epoch, gone) if part)),
+        )
+        return row
+
+    def _curves(self) -> list[tuple[str, str, list[float]]]:
+        """Name, value now and history of each figure that has a curve."""
+        shown = [("reward", self._reward_text(label=False), self._history.get("reward", []))]
+        wanted = (
+            ("loss", "loss", ".4f"),
+            ("kl", "kl", ".4f"),
+            ("entropy", "entropy", ".2f"),
+            ("length", "completion_tokens", ".0f"),
+            ("tokens/s", "tokens_per_s", ",.0f"),
+        )
+        beside = {
+            "completion_tokens": _named(", longest", self.metrics.get("completion_tokens_max"), ".0f"),
+            "tokens_per_s": _named(",", self.metrics.get("step_s"), ".2f", " s a step"),
+        }
+        for name, key, form in wanted:
+            value = _named("", self.metrics.get(key), form) or "–"
+            shown.append((name, value + beside.get(key, ""), self._history.get(key, [])))
+        return [row for row in shown if row[2]]
+
+    def _counts_text(self) -> str:
+        metrics = self.metrics
+        parts = (
+            _named("cut off", metrics.get("truncated"), ".0%"),
+            _named("groups without variance", metrics.get("zero_variance"), ".0%"),
+            _named("clipped", metrics.get("clip_fraction"), ".1%"),
+            _named("failed", metrics.get("failed"), ".0f"),
+        )
+        return "  ".join(part for part in parts if part)
+
+    def _seconds(self) -> list[tuple[str, float, str]]:
+        """Where the last step's time went, with the rest of it."""
+        found = [(name, number(self.metrics.get(key)) or 0.0, color) for name, key, color in _PARTS]
+        known = sum(seconds for _, seconds, _ in found)
+        rest = (number(self.metrics.get("step_s")) or known) - known
+        if rest > 0.01 * known:  # parts may overlap, and then there is no rest
+            found.append(("other", rest, "dim"))
+        return [part for part in found if part[1] > 0]
+
+    def _time_row(self) -> RenderableType:
+        from rich.text import Text
+
+        parts = self._seconds()
+        total = sum(seconds for _, seconds, _ in parts)
+        row = Text()
+        for _, seconds, color in parts:
+            row.append("█" * round(seconds / total * BAR_CHARS), style=color)
+        for name, seconds, color in parts:
+            row.append(f"  {name} {seconds / total:.0%}", style=color)
+        return row
+
+    # --- the words ----------------------------------------------------------------------------------------------
+
+    def _reward_text(self, label: bool = True) -> str:
+        metrics = self.metrics
+        return _with_interval(
+            "reward" if label else "", metrics.get("reward"), metrics.get("reward_low"), metrics.get("reward_high")
+        )
+
+    def _eval_text(self) -> str:
+        found = self.last_eval or {}
+        reward = _with_interval("reward", found.get("reward"), found.get("low"), found.get("high")) or "no reward"
+        counts = _named(" of", found.get("n"), ".0f", " rollouts") + _named(
+            ",", _some(found.get("failed")), ".0f", " failed"
+        )
+        step = number(found.get("step"))
+        return f"evaluation{'' if step is None else f' after step {step:.0f}'}: {reward}{counts}"
+
+    def _at(self) -> str:
+        step = number(self.metrics.get("step"))
+        return "" if step is None else f"step {step:.0f}: "
+
+    def _time_left_s(self) -> float | None:
+        """Judged by the last steps, with all that lay between them (evaluations, checkpoints)."""
+        step = number(self.metrics.get("step"))
+        if step is None or len(self._ends) < 2:
+            return None
+        return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) * max(self.total_steps - step, 0)
+
+    # --- the rest -----------------------------------------------------------------------------------------------
+
+    def _remember(self, metrics: Mapping[str, Any]) -> None:
+        self.metrics = metrics
+        for key, value in metrics.items():
+            if (found := number(value)) is not None:
+                self._history.setdefault(key, []).append(found)
+
+    def _say(self, text: str) -> None:
+        if self.show:
+            print(text, file=self.stream or sys.stderr, flush=True)
+
+    def _draw(self, force: bool = False) -> None:
+        now = time.monotonic()
+        if force or now - self._drawn_at >= DRAW_EVERY_S:
+            self._drawn_at = now
+            self._live.refresh()
+
+
+def _make_live(stream: IO[str], picture: Any) -> Any:
+    from rich.console import Console
+    from rich.live import Live
+
+    # A program's results on a piped stdout are not drawn into the panel.
+    return Live(
+        get_renderable=picture,
+        console=Console(file=stream),
+        refresh_per_second=1,
+        redirect_stdout=sys.stdout.isatty(),
+        redirect_stderr=True,
+    )
+
+
+def sparkline(values: Iterable[float], width: int = SPARK_CHARS) -> str:
+    """A row of blocks, lowest to highest; more values than room are averaged in stretches.
+
+    >>> sparkline([0, 1, 2, 3])
+    '▁▃▆█'
+    >>> sparkline([5, 5])
+    '▄▄'
+    """
+    means = stretches(list(values), width)
+    if not means:
+        return ""
+    low, high = min(means), max(means)
+    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
+        return _SPARKS[3] * len(means)
+    return "".join(_SPARKS[min(int((value - low) / (high - low) * len(_SPARKS)), len(_SPARKS) - 1)] for value in means)
+
+
+def stretches(values: list[float], count: int) -> list[float]:
+    """At most ``count`` means of equal stretches of a list.
+
+    >>> stretches([1, 3, 5, 7], 2), stretches([1], 2)
+    ([2.0, 6.0], [1.0])
+    """
+    if len(values) <= count:
+        return [float(value) for value in values]
+    bounds = [len(values) * i // count for i in range(count + 1)]
+    return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
+
+
+def clean(text: str) -> str:
+    r"""Text on one line that cannot steer a terminal: escape sequences are taken out, other controls shown.
+
+    >>> clean("a\x1b[31mb\x1b]0;title\x07c\nd\x08")
+    'abc d\\x08'
+    """
+    return printable(" ".join(_ESCAPES.sub("", text).splitlines()))
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for anything else.
+
+    >>> number(0.5), number(float("nan")), number(None), number(True)
+    (0.5, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return value
+
+
+def _some(value: Any) -> Any:
+    """None for nothing: a count of 0 needs no words in a line."""
+    return value or None
+
+
+def _named(name: str, value: Any, form: str, unit: str = "") -> str:
+    found = number(value)
+    return "" if found is None else f"{name}{' ' * bool(name)}{found:z{form}}{unit}"
+
+
+def _with_interval(name: str, mean: Any, low: Any, high: Any) -> str:
+    """A mean with its interval: ± where it is about in the middle, else from where to where.
+
+    >>> _with_interval("", 0.5, 0.4, 0.6), _with_interval("", 1.0, 0.7, 1.0), _with_interval("", 0.5, None, None)
+    ('0.500 ± 0.100', '1.000 [0.700, 1.000]', '0.500')
+    """
+    text, middle = _named(name, mean, ".3f"), number(mean)
+    below, above = number(low), number(high)
+    if middle is None or below is None or above is None:
+        return text
+    if abs((below + above) / 2 - middle) <= 0.1 * (above - below):
+        return f"{text} ± {(above - below) / 2:.3f}"
+    return f"{text} [{below:.3f}, {above:.3f}]"
+
+
+def _clock(seconds: float | None) -> str:
+    """A time as one reads it.
+
+    >>> _clock(5), _clock(75), _clock(7384), _clock(None)
+    ('0:05', '1:15', '2:03:04', '–')
+    """
+    if seconds is None:
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

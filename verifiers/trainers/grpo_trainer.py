@@ -1,0 +1,308 @@
+"""An environment and a model become a better model: rollouts in groups, scored, and learned from, step by step."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verifiers import calls
+from verifiers.clients import as_client
+from verifiers.envs.evaluation import score_states
+from verifiers.trainers import building
+from verifiers.trainers.advantages import flat_groups
+from verifiers.trainers.ahead import Ahead
+from verifiers.trainers.batch import Batch, Reply, as_batch, samples_of_reply, with_advantages
+from verifiers.trainers.checkpoints import save_model
+from verifiers.trainers.config import GRPOConfig
+from verifiers.trainers.micro_batches import Trained
+from verifiers.trainers.offline import read_offline
+from verifiers.trainers.report import Report
+from verifiers.trainers.row_stream import RowStream
+from verifiers.trainers.sampler import Sampler
+from verifiers.trainers.update import PolicyUpdate
+from verifiers.trainers.weights import Weights, learning_rate
+from verifiers.types import Row, State
+
+if TYPE_CHECKING:
+    from verifiers.results import Results
+
+RowSampler = Callable[[Sequence[Row], float], Sequence[Row]]
+WeightSchedule = Callable[[float], Sequence[float]]
+
+
+class GRPOTrainer:
+    """Trains a model on an environment, in this process, by comparing rollouts of the same prompt with one another.
+
+    ``model`` is a name, a folder or a module; ``client`` answers in its place where it is served elsewhere. ``row_sampler``
+    chooses the rows to draw from: (all rows, epochs so far) → rows; ``weight_schedule`` the rubric's weights: epochs so
+    far → weights. Each method below is a step of the loop and may be overridden.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        env: Any = None,
+        config: Any = None,
+        *,
+        args: Any = None,
+        tokenizer: Any = None,
+        processing_class: Any = None,
+        dataset: Any = None,
+        eval_dataset: Any = None,
+        peft_config: Any = None,
+        client: Any = None,
+        weight_server: Any = None,
+        callbacks: Sequence[Any] = (),
+        row_sampler: RowSampler | None = None,
+        weight_schedule: WeightSchedule | None = None,
+    ) -> None:
+        self.config = GRPOConfig.of(building.one_of("config", config, "args", args))
+        tokenizer = building.one_of("tokenizer", tokenizer, "processing_class", processing_class)
+        self.accelerator = building.accelerator()
+        self.config.check(self.accelerator.num_processes)
+        self.env, self.offline = env, None if dataset is None else read_offline(dataset)
+        if self.offline is None:
+            building.check_env(env)
+        self.model, self.tokenizer = building.model_and_tokenizer(
+            model, tokenizer, self.config, self.accelerator.device, peft_config
+        )
+        building.check_template(self.tokenizer, env)
+        self.weights = Weights(self.model, self.config)
+        self.optimizer = self.weights.optimizer
+        self._remote = building.remote_weights(client, weight_server, self.model, self.tokenizer)
+        self.client = building.sampler(self.model, self.tokenizer, self.config, env) if client is None else client
+        rows: Any = self.offline.groups() if self.offline is not None else building.rows_of(env, dataset)
+        self.dropped_prompts = 0
+        if self.offline is None:
+            rows, self.dropped_prompts = building.short_enough(rows, self.tokenizer, self.config, env.oai_tools)
+        shard = (self.accelerator.process_index, self.accelerator.num_processes)
+        self.rows = RowStream(rows, seed=self.config.seed, shard=shard)
+        self.eval_rows = building.eval_rows(env, eval_dataset)
+        self.callbacks = list(callbacks)
+        self.row_sampler, self.weight_schedule = row_sampler, weight_schedule
+        self.step, self.epoch, self.cursor, self.should_stop = 0, 0, 0, False
+        self.report: Report | None = None
+        self._update: PolicyUpdate | None = None
+        self._batch_epoch = 0
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def train(self, resume: bool | str | Path = False) -> Report:
+        """Train for ``max_steps`` steps, or ``num_epochs`` times through the rows; the report says how it went."""
+        with self._training(resume) as report, Ahead(self._next_batch, self.config.num_batches_ahead) as batches:
+            while self.step < self.total_steps and not self.should_stop:
+                if self.step % self.num_steps_per_epoch == 0:
+                    self.epoch = self.step // self.num_steps_per_epoch
+                    self.on_epoch_begin(self.epoch)
+                began = time.perf_counter()
+                batch = batches.take(self.step, self.total_steps)
+                sampled = time.perf_counter()
+                figures = self.train_step(batch) or {}
+                self.step += 1
+                report.step(self, batch, figures, waited_s=sampled - began, trained_s=time.perf_counter() - sampled)
+                self._after_step(report, batch)
+        return report
+
+    def get_batch(self, epoch: int, step: int) -> Any:
+        """The batch of a step: rollouts of the next rows, or of those that ``row_sampler`` offers."""
+        if self.row_sampler is None:
+            return self.sample_batch(self.rows.take(self.prompts_per_step))
+        return self.sample_batch(self.row_sampler(self.rows.all, epoch + step / self.num_steps_per_epoch))
+
+    def sample_batch(self, rows: Sequence[Any]) -> Batch:
+        """Roll out and score ``prompts_per_step`` of these rows, ``group_size`` times each.
+
+        With ``dynamic_sampling``, groups that all scored the same are replaced by those of other rows.
+        """
+        if self.offline is not None:
+            return self.offline.batch(rows)
+        pool = list(rows)
+        chosen = self.rows.choose(pool, self.prompts_per_step)
+        batch = self._rollouts(chosen)
+        for _ in range(self.config.max_resamples if self.config.dynamic_sampling else 0):
+            flat = flat_groups(batch["rewards"], batch["groups"])
+            if not flat:
+                break
+            good = batch.keep([i for i, group in enumerate(batch["groups"]) if group not in flat])
+            spare = self.rows.choose(pool, len(flat)) if len(pool) > len(chosen) else self.rows.take(len(flat))
+            batch = good + self._rollouts(spare, first_group=max(batch["groups"]) + 1)
+        batch.cursor = self.rows.cursor
+        return batch
+
+    def compute_rewards(self, completions: Sequence[Reply], prompts: Sequence[Any]) -> list[float]:
+        """Score completions, whose state is attached, with the environment's rubric: NaN where that failed.
+
+        Overridden, this is asked for every batch; its values are the rewards (of those that could be scored).
+        """
+        states = [completion.state for completion in completions if completion.state is not None]
+        if len(states) < len(completions):
+            raise TypeError("compute_rewards scores completions of this trainer's rollouts: they carry their state")
+        calls.run(lambda: score_states(self.env, states))
+        return [math.nan if state.get("error") is not None else float(state["reward"]) for state in states]
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        """Learn from a batch: its figures (loss, kl, clip_fraction, grad_norm, …)."""
+        batch = with_advantages(as_batch(batch), self.config.scale)  # type: ignore[arg-type]
+        rate = learning_rate(self.config, self.step, self.total_steps)
+        figures = self.update.run(self.sequences(batch), rate)
+        if self.config.sync_ref_model and (self.step + 1) % self.config.ref_model_sync_steps == 0:
+            self.update.reference.follow(self.config.ref_model_mixup_alpha)  # type: ignore[union-attr]
+        return {**figures, "learning_rate": rate}
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Called before the first step of each epoch, counted from 0."""
+
+    def evaluate(self) -> Results:
+        """Roll out the evaluation rows with the model as it is now."""
+        if self.env is None:
+            raise ValueError("this trainer has no environment to evaluate on; pass env=")
+        sampling = {**self.config.sampling(), **self.config.eval_sampling_args}
+        inputs = self.eval_rows if self.config.eval_examples < 0 else self.eval_rows[: self.config.eval_examples]
+        self._start_sampling("eval", len(inputs) * self.config.eval_rollouts_per_example)
+        results: Results = self.env.generate_sync(
+            inputs=inputs,
+            client=self.client,
+            rollouts_per_example=self.config.eval_rollouts_per_example,
+            sampling_args=sampling,
+            max_concurrent=self.config.max_concurrent,
+            use_tqdm=False,
+        )
+        return results
+
+    def generate(self, prompts: Sequence[Any]) -> list[Reply]:
+        """One reply to each prompt (text or messages), sampled as in training."""
+
+        async def ask_all() -> list[Any]:
+            return await asyncio.gather(*(client.complete(request) for request in requests))
+
+        client = as_client(self.client)
+        is_chat = getattr(self.env, "message_type", "chat") == "chat"
+        requests = [building.request(prompt, self.config, is_chat=is_chat) for prompt in prompts]
+        replies = calls.run(ask_all)
+        return [Reply(one.text, messages=[one.message] if is_chat else one.text) for one in replies]
+
+    def save_model(self, path: str | Path) -> None:
+        """Write the model (with LoRA: its adapter) and its tokenizer as a folder of safetensors."""
+        if self.accelerator.is_main_process:
+            save_model(self.accelerator.unwrap_model(self.model), self.tokenizer, path)
+        self.accelerator.wait_for_everyone()
+
+    # --- sizes ----------------------------------------------------------------------------------------------------
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Rows that one step of this process rolls out."""
+        return max(1, self.config.rollouts_per_step // self.config.group_size)
+
+    @property
+    def num_steps_per_epoch(self) -> int:
+        rows_per_step: int = self.prompts_per_step * self.accelerator.num_processes
+        return max(1, math.ceil(len(self.rows) / rows_per_step))
+
+    @property
+    def total_steps(self) -> int:
+        if self.config.max_steps is not None:
+            return int(self.config.max_steps)
+        return max(1, round(self.config.num_epochs * self.num_steps_per_epoch))
+
+    @property
+    def eval_dataloader(self) -> Iterator[dict[str, list[Any]]]:
+        """The evaluation rows in batches: ``{"prompts": […], "answers": […], …}``."""
+        rows, size = self.eval_rows, self.config.batch_size
+        for i in range(0, len(rows), size):
+            part = [rows[j] for j in range(i, min(i + size, len(rows)))]
+            yield {f"{name}s": [row.get(name) for row in part] for name in ("prompt", "answer", "task", "info")}
+
+    # --- rollouts -------------------------------------------------------------------------------------------------
+
+    def _next_batch(self, step: int) -> Batch:
+        epoch, within = divmod(step, self.num_steps_per_epoch)
+        self._batch_epoch = epoch
+        began = time.perf_counter()
+        with building.rubric_weights(self.env, self.weight_schedule, step / self.num_steps_per_epoch):
+            batch = as_batch(building.fitting(self.get_batch, epoch, within))
+        batch.cursor = batch.cursor or self.rows.cursor
+        batch.seconds["generation"] = time.perf_counter() - began
+        return batch
+
+    def _rollouts(self, rows: Sequence[Row], first_group: int = 0) -> Batch:
+        """Groups of rollouts of these rows, scored: by the run as they finish, or by an overridden `compute_rewards`."""
+        size, scores_itself = self.config.group_size, type(self).compute_rewards is not GRPOTrainer.compute_rewards
+        self._start_sampling(self.rows.cursor, len(rows) * size)
+        results: Results = self.env.generate_sync(
+            inputs=list(rows),
+            client=self.client,
+            rollouts_per_example=size,
+            sampling_args=self.config.sampling(),
+            max_concurrent=self.config.max_concurrent,
+            use_tqdm=False,
+            score=not scores_itself,
+        )
+        groups = [first_group + i for i in range(len(rows)) for _ in range(size)]
+        batch = Batch.of_states(results.rollouts, groups, cursor=self.rows.cursor)
+        if not scores_itself:
+            return batch
+        rewards = building.fitting(self.compute_rewards, batch["completions"], batch["prompts"], self._batch_epoch)
+        unscored = {i for i, reply in enumerate(batch["completions"]) if reply.state.get("error") is not None}
+        batch["rewards"] = [float(reward) for reward in rewards]
+        batch.failed += [batch["completions"][i].state for i in unscored]
+        return batch.keep([i for i in range(len(batch["rewards"])) if i not in unscored])
+
+    def _start_sampling(self, what: int | str, count: int) -> None:
+        """Rollouts of a step get seeds of their own, made of the run's; the sampler begins them together."""
+        if isinstance(self.client, Sampler):
+            engine = self.client.engine
+            engine.reseed(building.seed_of(self.config.seed, self.accelerator.process_index, self.step, what))
+            engine.gather(min(count, engine.rows) if self.config.max_concurrent < 0 else 0)
+
+    def sequences(self, batch: Batch) -> list[Trained]:
+        """The samples of a batch's rollouts with their advantages; a rollout whose history was rewritten has several."""
+        find = getattr(self.client, "samples", None)
+        trained: list[Trained] = []
+        for prompt, reply, advantage in zip(batch["prompts"], batch["completions"], batch["advantages"], strict=True):
+            state: State | Mapping[str, Any] = getattr(reply, "state", None) or {}
+            if advantage is None or (self.config.mask_truncated_completions and state.get("is_truncated")):
+                continue
+            samples = samples_of_reply(prompt, reply, find, self.tokenizer)
+            trained += [Trained(sample=sample, advantage=advantage) for sample in samples]
+        return trained
+
+    # --- around the loop ------------------------------------------------------------------------------------------
+
+    @property
+    def update(self) -> PolicyUpdate:
+        """How the policy learns; made when it is first needed."""
+        if self._update is None:
+            self._update = building.update(self)
+        return self._update
+
+    @contextmanager
+    def _training(self, resume: bool | str | Path) -> Iterator[Report]:
+        with ExitStack() as stack:
+            self.report = report = stack.enter_context(Report(self, resume))
+            if resume:
+                state = report.resume(self.weights)
+                self.step, self.rows.cursor = state["step"], state["cursor"]
+            stack.enter_context(building.sensible_threads(self.model))
+            building.tell(self, "on_train_begin")
+            yield report
+            building.tell(self, "on_train_end")
+            report.finish()
+
+    def _after_step(self, report: Report, batch: Batch) -> None:
+        if self._remote is not None:
+            self._remote.send()
+        self.cursor = batch.cursor
+        is_epoch_end = self.step % self.num_steps_per_epoch == 0 or self.step == self.total_steps
+        if building.is_due(self.config, "eval", self.step, is_epoch_end) and self.env is not None:
+            figures = self.evaluate()
+            report.evaluated(self.step, figures)
+            building.tell(self, "on_evaluate", figures)
+        if building.is_due(self.config, "save", self.step, is_epoch_end):
+            report.checkpoint(self, cursor=self.cursor)
+        building.tell(self, "on_step_end", report.last)

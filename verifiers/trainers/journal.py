@@ -1,0 +1,178 @@
+"""What happens in a training → lines on disk: figures in ``metrics.jsonl``, sampled rollouts in ``results.jsonl``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from verifiers.store import Appender, Record, RunDir, example_key, read_records, to_record
+from verifiers.store.disk import append_missing, replace_file
+from verifiers.store.mending import DAMAGED, mend_last_line
+
+METRICS = "metrics.jsonl"
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class Journal:
+    """The diary of a training in its run directory; nobody else may write there until it is closed.
+
+    >>> import tempfile
+    >>> run = RunDir.create(tempfile.mkdtemp(), env_id="sums", model="tiny", config={})
+    >>> with Journal(run) as journal:
+    ...     journal.write_step({"step": 1, "reward": 0.25, "kl": float("nan")})
+    ...     journal.write_notice(1, "every reply is cut off")
+    >>> [(line["step"], line["reward"], line["kl"]) for line in journal.steps()]
+    [(1, 0.25, None)]
+    """
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.run_dir = run_dir
+        self.path = run_dir.path / METRICS
+        self._metrics: Appender | None = None
+        self._rollouts: Appender | None = None
+        self._next_rollout: dict[int | str, int] | None = None
+
+    # --- writing ------------------------------------------------------------------------------------------------
+
+    def open(self) -> Journal:
+        """Take the run directory now, or raise RunInUseError; the first line written does it otherwise."""
+        if self._rollouts is None:
+            self._rollouts = self.run_dir.appender()
+        if self._metrics is None:
+            self._metrics = Appender(self.path)
+        return self
+
+    def close(self) -> None:
+        """Sync to disk and give the run directory back; a line written later takes it again."""
+        held = [appender for appender in (self._rollouts, self._metrics) if appender is not None]
+        self._metrics = self._rollouts = None
+        with ExitStack() as closing:  # the second is closed even where the first one's disk fails
+            for appender in held:
+                closing.callback(appender.close)
+
+    def __enter__(self) -> Journal:
+        return self.open()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write_step(self, metrics: Mapping[str, Any]) -> None:
+        """Append the figures of one optimizer step; ``step`` must be among them."""
+        if not _is_step(metrics.get("step")):
+            raise ValueError(f"the figures of a step need its number, got step={metrics.get('step')!r}")
+        self._append({"step": metrics["step"], "time": time.time(), **metrics})
+
+    def write_eval(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Append the figures of an evaluation made after a step."""
+        self._append({"step": step, "time": time.time(), "eval": dict(figures)})
+
+    def write_notice(self, step: int, text: str) -> None:
+        """Append what the watch saw at a step."""
+        self._append({"step": step, "time": time.time(), "notice": text})
+
+    def write_rollouts(
+        self, step: int, states: Sequence[Mapping[str, Any]], advantages: Sequence[float | None]
+    ) -> None:
+        """Append sampled rollouts with the step they were trained in and how much better than their group they were."""
+        if len(states) != len(advantages):
+            raise ValueError(f"{len(states)} rollouts but {len(advantages)} advantages; give one for each")
+        out = self.open()._rollouts
+        assert out is not None
+        for state, advantage in zip(states, advantages, strict=True):
+            record = to_record(state, rollout=self._take_number(state.get("example_id")))
+            # Set afterwards: a state or a metric may use these names for something of its own.
+            record["step"] = step
+            record["advantage"] = None if advantage is None else float(advantage)
+            out.append(record)
+
+    def _append(self, line: Record) -> None:
+        out = self.open()._metrics
+        assert out is not None
+        out.append(line)
+
+    def _take_number(self, example_id: Any) -> int:
+        """A number that no rollout of this example has yet, in this process or before it."""
+        if self._next_rollout is None:
+            self._next_rollout = {}
+            for example, rollout in self.run_dir.load_index():
+                self._next_rollout[example] = max(rollout + 1, self._next_rollout.get(example, 0))
+        example = example_key(example_id)
+        number = self._next_rollout.get(example, 0)
+        self._next_rollout[example] = number + 1
+        return number
+
+    # --- resuming -----------------------------------------------------------------------------------------------
+
+    def rewind(self, step: int) -> None:
+        """Forget what was written after a step, to go on from its checkpoint; a crash in between changes nothing."""
+        with self.run_dir.lock():
+            was_open = self._rollouts is not None
+            self.close()
+            _keep_until(step, self.path)
+            _keep_until(step, self.run_dir.results_path)
+            self._next_rollout = None
+            if was_open:
+                self.open()
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def lines(self) -> Iterator[Record]:
+        """Every whole line of ``metrics.jsonl``, in order; also while it is being written."""
+        return read_records(self.path) if self.path.exists() else iter(())
+
+    def steps(self) -> Iterator[Record]:
+        """The figures of the steps."""
+        return (line for line in self.lines() if is_step_line(line))
+
+    def evals(self) -> Iterator[Record]:
+        """The evaluations: ``{"step": 12, "time": …, "eval": {"reward": 0.5, …}}``."""
+        return (line for line in self.lines() if isinstance(line.get("eval"), dict))
+
+    def notices(self) -> Iterator[Record]:
+        """What the watch said: ``{"step": 12, "time": …, "notice": "…"}``."""
+        return (line for line in self.lines() if isinstance(line.get("notice"), str))
+
+
+def is_step_line(line: Mapping[str, Any]) -> bool:
+    """Does a line of ``metrics.jsonl`` hold the figures of a step?
+
+    >>> is_step_line({"step": 3, "reward": 0.5}), is_step_line({"step": 3, "eval": {"reward": 0.5}})
+    (True, False)
+    """
+    return _is_step(line.get("step")) and "eval" not in line and "notice" not in line
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _keep_until(step: int, path: Path) -> None:
+    """Leave the lines of a file up to a step; what is no record goes to the file of damaged lines."""
+    if not path.exists():
+        return
+    mend_last_line(path)
+    with open(path, "rb") as file:
+        replace_file(path, _lines_until(step, file, path.with_name(DAMAGED)))
+
+
+def _lines_until(step: int, file: BinaryIO, damaged: Path) -> Iterator[bytes]:
+    decode = msgspec.json.Decoder(_Stepped).decode
+    for line in file:
+        try:
+            found = decode(line).step
+        except _UNREADABLE:
+            append_missing(damaged, [line])
+            continue
+        if not (_is_step(found) and found > step):
+            yield line
+
+
+class _Stepped(msgspec.Struct):
+    """The one field of a line that says when it was written."""
+
+    step: Any = None

@@ -1,0 +1,43 @@
+"""The policy before training, asked for its logprobs: what the divergence is measured from."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verifiers.trainers.logprobs import TokenScorer
+from verifiers.trainers.micro_batches import MicroBatch
+
+
+class Reference:
+    """With LoRA, the same model with its adapters switched off; otherwise a frozen copy, which may follow the policy."""
+
+    def __init__(self, model: Any) -> None:
+        self._policy = model
+        self._is_adapter = hasattr(model, "disable_adapter")
+        self.model = model if self._is_adapter else _frozen(model)
+        self._scorer = TokenScorer(self.model)
+
+    def logprobs(self, batch: MicroBatch, temperature: float) -> Tensor:
+        off: AbstractContextManager[Any] = self.model.disable_adapter() if self._is_adapter else nullcontext()
+        with torch.no_grad(), off:
+            return self._scorer.logprobs(batch, temperature)
+
+    def follow(self, share: float) -> None:
+        """Move the reference towards the policy: by this share of the way."""
+        if self._is_adapter:
+            raise ValueError("sync_ref_model needs a copy of the model, and with LoRA the reference is the base model")
+        with torch.no_grad():
+            for mine, its in zip(self.model.parameters(), self._policy.parameters(), strict=True):
+                mine.lerp_(its.to(mine.dtype), share)
+
+
+def _frozen(model: Any) -> Any:
+    frozen = copy.deepcopy(model).eval()
+    for parameter in frozen.parameters():
+        parameter.requires_grad_(False)
+    return frozen

@@ -1,0 +1,269 @@
+"""A training as it goes becomes a run directory, a display, and what trackers and the watch have to say."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from verifiers.results import Results
+from verifiers.store import RunDir, safe_name
+from verifiers.trainers import checkpoints
+from verifiers.trainers.audit import audit
+from verifiers.trainers.batch import Batch, as_batch
+from verifiers.trainers.display import TrainingDisplay
+from verifiers.trainers.figures import batch_view, rollout_figures
+from verifiers.trainers.journal import Journal
+from verifiers.trainers.plot import plot_svg, plot_text
+from verifiers.trainers.tracking import trackers
+from verifiers.trainers.watch import Watch
+
+if TYPE_CHECKING:
+    from verifiers.trainers.config import LearningKnobs
+    from verifiers.trainers.grpo_trainer import GRPOTrainer
+    from verifiers.trainers.sft_trainer import SFTTrainer
+    from verifiers.trainers.weights import Weights
+
+DEFAULT_ROOT = Path("outputs/train")
+
+
+class Report:
+    """What is known of a training: ``path`` (its run directory), ``steps`` and ``evals`` (their figures), ``last``."""
+
+    def __init__(self, trainer: GRPOTrainer | SFTTrainer, resume: bool | str | Path = False) -> None:
+        self.config: LearningKnobs = trainer.config
+        self.is_main: bool = trainer.accelerator.is_main_process
+        self.env_id = _name_of(trainer.env)
+        self.model = str(getattr(trainer.model, "name_or_path", "") or type(trainer.model).__name__)
+        self.from_checkpoint, self.path = self._place(resume)
+        self._resumes = bool(resume)
+        self.steps: list[dict[str, Any]] = []
+        self.evals: list[dict[str, Any]] = []
+        self.notices: list[dict[str, Any]] = []
+        self.last: dict[str, Any] = {}
+        self._total_steps = trainer.total_steps
+        self._total_tokens = 0
+        self._resources = ExitStack()
+        self._watch = Watch(self.config, weights=_weights_of(trainer.env))
+        self._is_open = False
+
+    def _place(self, resume: bool | str | Path) -> tuple[Path | None, Path]:
+        """Which checkpoint to go on from, if any, and the run directory."""
+        if isinstance(resume, (str, Path)):
+            path = Path(resume)
+            if (path / checkpoints.STATE).is_file():
+                return path, path.parent.parent
+            return _newest(path), path
+        name = Path(safe_name(f"{self.env_id}--{self.model}"))
+        if self.config.output_dir is not None:
+            path = Path(self.config.output_dir)
+        elif self.config.run_name is not None:
+            path = DEFAULT_ROOT / name / safe_name(self.config.run_name)
+        elif resume:
+            raise ValueError(
+                "resume=True needs output_dir or run_name, to know which run to go on with; or resume='its path'"
+            )
+        else:
+            path = DEFAULT_ROOT / name / os.urandom(4).hex()
+        return (_newest(path) if resume else None), path
+
+    # --- its life -------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Report:
+        if not self.is_main:
+            return self
+        try:
+            self._open()
+        except BaseException:
+            self._resources.close()
+            raise
+        return self
+
+    def _open(self) -> None:
+        stored = {"kind": "training", **self.config.to_dict()}
+        if (self.path / "metadata.json").is_file():
+            if not self._resumes:
+                raise FileExistsError(
+                    f"{self.path} holds a run already; go on with it by train(resume=True), or choose another output_dir"
+                )
+            self.run_dir = RunDir.open(self.path)
+        else:
+            self.run_dir = RunDir.create_at(self.path, env_id=self.env_id, model=self.model, config=stored)
+        self.journal = self._resources.enter_context(Journal(self.run_dir))
+        self.run_dir.update_metadata({"kind": "training", "finished": False})
+        self._trackers = trackers(
+            self.config.report_to,
+            run_name=self.config.run_name or self.path.name,
+            config=self.config.to_dict(),
+            folder=self.path,
+        )
+        for tracker in self._trackers:
+            self._resources.callback(tracker.close)
+        self._display = TrainingDisplay(show=self.config.show_progress, logging_steps=self.config.logging_steps)
+        self._display.start(self._total_steps, f"{self.env_id} · {self.model}")
+        self._resources.callback(self._display.stop)
+        self._is_open = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_open = False
+        self._resources.close()
+
+    def resume(self, weights: Weights) -> dict[str, Any]:
+        """Put the weights back as the checkpoint has them; where the run is from there on is forgotten."""
+        state: dict[str, Any] = {"step": 0, "cursor": 0}
+        if self.from_checkpoint is not None:
+            state = checkpoints.load(self.from_checkpoint, weights)
+        if self._is_open:
+            self.journal.rewind(state["step"])
+            self.steps, self.evals = list(self.journal.steps()), list(self.journal.evals())
+            self._watch.recall(self.steps)
+            self._display.recall(self.steps)
+            self._total_tokens = int(self.steps[-1].get("total_tokens") or 0) if self.steps else 0
+        return state
+
+    # --- what happens ---------------------------------------------------------------------------------------------
+
+    def step(
+        self, trainer: GRPOTrainer, batch: Any, figures: dict[str, Any], *, waited_s: float, trained_s: float
+    ) -> None:
+        """Note a step that has been made."""
+        batch = as_batch(batch)
+        seen = rollout_figures(batch)
+        self._total_tokens += seen.get("sampled_tokens", 0)
+        step_s = waited_s + trained_s
+        figures = {
+            "step": trainer.step,
+            "epoch": round(trainer.step / trainer.num_steps_per_epoch, 4),
+            **seen,
+            **figures,
+            "generation_s": batch.seconds.get("generation", waited_s),
+            "training_s": trained_s,
+            "step_s": step_s,
+            "tokens_per_s": seen.get("sampled_tokens", 0) / step_s if step_s else None,
+            "total_tokens": self._total_tokens,
+        }
+        if self._is_open:
+            self._keep_rollouts(trainer.step, batch)
+        self.note(figures, batch_view(batch))
+
+    def note(self, figures: dict[str, Any], view: dict[str, Any] | None = None) -> None:
+        """Note the figures of a step, ``step`` among them; ``view`` is what the watch may see of its rollouts."""
+        self.last, step = figures, figures["step"]
+        self.steps.append(figures)
+        if not self._is_open:
+            return
+        self.journal.write_step(figures)
+        if step % self.config.logging_steps == 0 or step == self._total_steps:
+            for tracker in self._trackers:
+                tracker.log(step, figures)
+        self._display.update(figures)
+        for notice in self._watch.look(figures, view or {}):
+            self.notices.append({"step": step, "notice": notice.text})
+            self.journal.write_notice(step, notice.text)
+            self._display.notice(notice.text)
+
+    def _keep_rollouts(self, step: int, batch: Batch) -> None:
+        most = getattr(self.config, "log_rollouts", 0)
+        advantages = batch.get("advantages") or [None] * len(batch["completions"])
+        kept = [
+            (reply.state, advantage)
+            for reply, advantage in zip(batch["completions"], advantages, strict=True)
+            if getattr(reply, "state", None) is not None
+        ][:most]
+        kept += [(state, None) for state in batch.failed[:most]]
+        if kept:
+            self.journal.write_rollouts(step, [state for state, _ in kept], [advantage for _, advantage in kept])
+
+    def evaluated(self, step: int, outcome: Any) -> None:
+        """Note an evaluation: `Results`, or whatever an overridden ``evaluate`` gave."""
+        figures = _eval_figures(outcome)
+        self.evals.append({"step": step, **figures})
+        if not self._is_open:
+            return
+        self.journal.write_eval(step, figures)
+        for tracker in self._trackers:
+            tracker.log(step, {"eval": figures})
+        self._display.eval(figures)
+
+    def checkpoint(self, trainer: GRPOTrainer | SFTTrainer, *, cursor: int) -> Path | None:
+        """Write a checkpoint of where the training is now."""
+        if not self._is_open:
+            return None
+        return checkpoints.save(
+            self.path / "checkpoints",
+            step=trainer.step,
+            model=trainer.accelerator.unwrap_model(trainer.model),
+            tokenizer=trainer.tokenizer,
+            weights=trainer.weights,
+            state={"cursor": cursor, "config": trainer.config.to_dict()},
+            keep=self.config.save_total_limit,
+        )
+
+    def finish(self) -> None:
+        """The picture and the audit, for a person to look at."""
+        if not self._is_open:
+            return
+        self._display.stop()
+        title = f"{self.env_id} · {self.model}"
+        (self.path / "plot.svg").write_text(plot_svg(self.steps, self.evals, title), encoding="utf-8")
+        (self.path / "audit.md").write_text(audit(self.journal.lines(), self.run_dir.records()), encoding="utf-8")
+        self.run_dir.update_metadata({"finished": True, "num_steps": len(self.steps), "finished_at": time.time()})
+
+    # --- reading it -----------------------------------------------------------------------------------------------
+
+    @property
+    def rewards(self) -> list[float]:
+        """The mean reward of each step."""
+        return [line["reward"] for line in self.steps if line.get("reward") is not None]
+
+    def curve(self) -> tuple[str, list[float]]:
+        """What the training is about, step by step: its reward, or its loss where it has none."""
+        name = "reward" if self.rewards else "loss"
+        return name, [line[name] for line in self.steps if line.get(name) is not None]
+
+    def picture(self, width: int = 64, height: int = 12) -> str:
+        """The reward (of a supervised training: the loss), step by step, as text."""
+        return plot_text(self.curve()[1], width, height)
+
+    def __repr__(self) -> str:
+        name, values = self.curve()
+        course = f", {name} {values[0]:.3f} → {values[-1]:.3f}" if values else ""
+        return f"Report({len(self.steps)} steps{course}, {str(self.path)!r})"
+
+
+def _name_of(env: Any) -> str:
+    return "examples" if env is None else getattr(env, "env_id", "") or type(env).__name__
+
+
+def _weights_of(env: Any) -> dict[str, float]:
+    """What each reward function counts, by name."""
+    if env is None:
+        return {}
+    rubric = env.rubric
+    return dict(zip(rubric._get_reward_func_names(), rubric._get_reward_weights(), strict=True))
+
+
+def _newest(path: Path) -> Path | None:
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no training to resume in {path}")
+    found = checkpoints.checkpoints(path / "checkpoints")
+    return found[-1] if found else None
+
+
+def _eval_figures(outcome: Any) -> dict[str, Any]:
+    if not isinstance(outcome, Results):
+        return {"reward": float(outcome)} if isinstance(outcome, (int, float)) else dict(outcome or {})
+    interval = outcome.interval()
+    return {
+        "reward": interval.mean,
+        "low": interval.low,
+        "high": interval.high,
+        "n": len(outcome.scored),
+        "failed": len(outcome.failed),
+        "metrics": {name: outcome.interval(name).mean for name in outcome.metric_names},
+    }

@@ -1,0 +1,54 @@
+"""The model that is being trained, as a client: it samples from the live weights and remembers the exact tokens."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from verifiers.clients.protocol import Completion, Request, Tokens
+from verifiers.engine.local_model import LocalModel
+from verifiers.messages import as_messages
+from verifiers.rollout import step_tokens
+from verifiers.samples import Sample, samples_of
+
+
+class Sampler(LocalModel):
+    """A `LocalModel` that can say later which tokens a reply was made of, for loops that keep only its text."""
+
+    def __init__(self, *args: Any, remembers: int = 4096, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._remembers = remembers
+        self._ledger: OrderedDict[tuple[str, str], Tokens] = OrderedDict()
+
+    async def complete(self, request: Request) -> Completion:
+        completion = await super().complete(request)
+        if completion.tokens is not None:
+            self._ledger[_key(request.prompt, completion.message)] = completion.tokens
+            while len(self._ledger) > self._remembers:
+                self._ledger.popitem(last=False)
+        return completion
+
+    def samples(self, prompt: Any, completion: Any) -> list[Sample]:
+        """The samples of a conversation that was held with this client; none if any of its turns is not known."""
+        if isinstance(prompt, str):
+            tokens = self._ledger.get(_key(prompt, completion))
+            return samples_of([{"tokens": step_tokens(tokens)}]) if tokens is not None else []
+        messages = as_messages(prompt)
+        steps = []
+        for message in as_messages(completion, role="assistant"):
+            if message.get("role") == "assistant":
+                tokens = self._ledger.get(_key(messages, message))
+                if tokens is None:
+                    return []
+                steps.append({"tokens": step_tokens(tokens)})
+            messages = [*messages, message]
+        return samples_of(steps)
+
+
+def _key(prompt: Any, reply: Any) -> tuple[str, str]:
+    if isinstance(prompt, str):
+        return prompt, reply if isinstance(reply, str) else str(reply.get("content"))
+    turns = "\x00".join(f"{one.get('role')}\x01{one.get('content')}\x01{one.get('tool_calls')}" for one in prompt)
+    said = reply if isinstance(reply, Mapping) else {"content": str(reply)}
+    return turns, f"{said.get('content')}\x01{said.get('tool_calls')}"

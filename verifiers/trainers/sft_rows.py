@@ -1,0 +1,246 @@
+"""Examples to imitate (texts, chats, gold answers, saved rollouts) become samples: only their replies are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from verifiers.envs.env_group import EnvGroup
+from verifiers.envs.environment import Environment
+from verifiers.messages import as_messages
+from verifiers.results import Results
+from verifiers.samples import Sample, samples_of, tokenized
+from verifiers.trainers.offline import read_file
+
+_KINDS = "prompt and completion, messages, or (with env=) question and answer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Imitated:
+    """What is to be imitated, and how many rows were left out: failed, below ``min_reward``, or longer than fits."""
+
+    samples: list[Sample]
+    failed: int = 0
+    below: int = 0
+    overlong: int = 0
+
+    @property
+    def dropped(self) -> int:
+        return self.failed + self.below + self.overlong
+
+
+def read_samples(
+    given: Any,
+    tokenizer: Any,
+    *,
+    env: Environment | None = None,
+    min_reward: float | None = None,
+    max_length: int | None = None,
+) -> Imitated:
+    """The samples of a data set: rows, columns, `Results`, a run directory, a file; None: the environment's rows."""
+    rows = _rows_of(given, env)
+    if not rows:
+        raise ValueError("there are no rows to imitate")
+    alive = [row for row in rows if not row.get("error")]
+    wanted = alive if min_reward is None else [row for row in alive if _reward(row) >= min_reward]
+    if not wanted:
+        raise ValueError(_nothing_left(rows, alive, min_reward))
+    samples: list[Sample] = []
+    overlong = 0
+    for i, row in enumerate(wanted):
+        found = [_cut(sample, max_length) for sample in _samples(row, i, tokenizer, env)]
+        fitting = [_without_tail(sample, tokenizer.eos_token_id) for sample in found if any(sample.completion_mask)]
+        overlong += not fitting
+        samples += fitting
+    if not samples:
+        raise ValueError(
+            f"no reply of {len(wanted)} rows begins within max_seq_length={max_length} tokens: nothing is left"
+        )
+    return Imitated(samples=samples, failed=len(rows) - len(alive), below=len(alive) - len(wanted), overlong=overlong)
+
+
+def _nothing_left(rows: Sequence[Any], alive: Sequence[Any], min_reward: float | None) -> str:
+    if not alive:
+        return f"all {len(rows)} rollouts failed: there is nothing to imitate"
+    best = max((_reward(row) for row in alive), default=float("-inf"))
+    if best == float("-inf"):
+        return f"min_reward={min_reward} needs rows with a reward, and these have none; leave it out"
+    return f"no row has a reward of min_reward={min_reward} or more: the best has {best:g}"
+
+
+def _reward(row: Mapping[str, Any]) -> float:
+    reward = row.get("reward")
+    return float("-inf") if reward is None else float(reward)
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+def _rows_of(given: Any, env: Environment | None) -> Sequence[Mapping[str, Any]]:
+    if given is None:
+        if env is None:
+            raise ValueError(f"there is nothing to imitate; pass dataset= (rows with {_KINDS}), or env=")
+        given = env.get_dataset()
+    if isinstance(given, (str, Path)):
+        given = read_file(Path(given))
+    if isinstance(given, Results):
+        return given.rollouts
+    if isinstance(given, Mapping):
+        names = list(given)
+        return [dict(zip(names, values, strict=True)) for values in zip(*given.values(), strict=True)]
+    rows = [given[i] for i in range(len(given))]
+    if odd := [row for row in rows if not isinstance(row, Mapping)]:
+        raise TypeError(f"a row is a mapping with {_KINDS}, not a {type(odd[0]).__name__}")
+    return rows
+
+
+def _samples(row: Mapping[str, Any], position: int, tokenizer: Any, env: Environment | None) -> list[Sample]:
+    """The samples of a row: the tokens that were sampled where it has them, those of its text otherwise."""
+    exact = samples_of(row.get("trajectory") or ())
+    if exact:
+        return exact
+    prompt, completion = _parts(row, position, env)
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return [_ended(tokenized(prompt, completion, tokenizer), tokenizer.eos_token_id)]
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("these rows are chats, and this tokenizer has no chat template; set tokenizer.chat_template")
+    info = row.get("info")
+    tools = row.get("tools") or (info.get("oai_tools") if isinstance(info, Mapping) else None)
+    writer = _WithTools(tokenizer, tools or getattr(env, "oai_tools", None))
+    try:
+        return [tokenized(prompt, completion, writer)]
+    except ValueError:  # the template rewrites earlier turns: then each reply is a sample, after the turns before it
+        return list(_reply_by_reply(as_messages(prompt), as_messages(completion, role="assistant"), writer))
+
+
+def _parts(row: Mapping[str, Any], position: int, env: Environment | None) -> tuple[Any, Any]:
+    """Prompt and completion of a row, as texts or as messages."""
+    if row.get("messages") is not None:
+        return _split(as_messages(row["messages"]), position)
+    if row.get("completion") is not None:
+        return _prompt(row, position, env), row["completion"]
+    if row.get("answer") is not None and env is not None:
+        reply = gold_reply(env, row)
+        prompt = _prompt(row, position, env)
+        return prompt, reply if isinstance(prompt, str) else [{"role": "assistant", "content": reply}]
+    columns = ", ".join(map(str, row)) or "none"
+    hint = "; its answers need env=, whose parser says how they are written" if row.get("answer") is not None else ""
+    raise ValueError(f"row {position} has nothing to imitate: give {_KINDS} (its columns: {columns}{hint})")
+
+
+def _prompt(row: Mapping[str, Any], position: int, env: Environment | None) -> Any:
+    if env is not None:
+        return env.formatted(row)["prompt"]
+    prompt = row.get("prompt")
+    if prompt is None and row.get("question") is not None:
+        prompt = as_messages(row["question"])
+    if prompt is None:
+        raise ValueError(f"row {position} has a completion but neither a 'prompt' nor a 'question'")
+    return prompt
+
+
+def _split(messages: list[dict[str, Any]], position: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    first = next((i for i, message in enumerate(messages) if message.get("role") == "assistant"), None)
+    if first is None:
+        raise ValueError(f"row {position}: none of its {len(messages)} messages is the assistant's, so none is trained")
+    return messages[:first], messages[first:]
+
+
+def _reply_by_reply(
+    messages: list[dict[str, Any]], completion: list[dict[str, Any]], writer: _WithTools
+) -> Iterator[Sample]:
+    for message in completion:
+        if message.get("role") == "assistant":
+            yield tokenized(messages, [message], writer)
+        messages = [*messages, message]
+
+
+class _WithTools:
+    """A tokenizer whose chat template is always given these tools."""
+
+    def __init__(self, tokenizer: Any, tools: Any) -> None:
+        self._tokenizer, self._tools = tokenizer, tools or None
+
+    def apply_chat_template(self, messages: Any, **kwargs: Any) -> Any:
+        return self._tokenizer.apply_chat_template(messages, tools=self._tools, **kwargs)
+
+
+# --- gold ---------------------------------------------------------------------------------------------------------
+
+
+def gold_reply(env: Environment, row: Mapping[str, Any]) -> str:
+    """The reply that the environment's parser reads the row's answer out of; other fields are the row's own columns.
+
+    >>> from verifiers.envs import SingleTurnEnv
+    >>> from verifiers.parsers import XMLParser
+    >>> from verifiers.rubrics import Rubric
+    >>> env = SingleTurnEnv(dataset=[], parser=XMLParser(["think", "answer"]), rubric=Rubric([]))
+    >>> gold_reply(env, {"think": "2 and 2", "answer": "4"})
+    '<think>\\n2 and 2\\n</think>\\n<answer>\\n4\\n</answer>'
+    """
+    while isinstance(env, EnvGroup):
+        env = env.get_env_for_task(row["task"])
+    parser, answer = env.parser, str(row["answer"])
+    for reply in _forms(parser, row, answer):
+        if str(parser.parse_answer([{"role": "assistant", "content": reply}])).strip() == answer.strip():
+            return reply
+    raise ValueError(
+        f"the environment's {type(parser).__name__} reads the answer {answer[:60]!r} out of no usual form of reply; "
+        "give rows with a completion, as it should be written"
+    )
+
+
+def _forms(parser: Any, row: Mapping[str, Any], answer: str) -> Iterator[str]:
+    fields, write = getattr(parser, "get_fields", None), getattr(parser, "format", None)
+    if callable(fields) and callable(write):
+        target = getattr(parser, "answer_field", "answer")
+        yield str(write(**{name: answer if name == target else row.get(name) or "" for name in fields()}))
+    yield answer
+    yield f"\\boxed{{{answer}}}"
+    yield f"<think>\n\n</think>\n\n{answer}"
+    yield f"<think>\n\n</think>\n\n\\boxed{{{answer}}}"
+    yield f"#### {answer}"
+
+
+# --- tokens -------------------------------------------------------------------------------------------------------
+
+
+def _ended(sample: Sample, end: int | None) -> Sample:
+    """A text that is imitated ends."""
+    if end is None or sample.completion_ids[-1:] == [end]:
+        return sample
+    return replace(
+        sample,
+        completion_ids=[*sample.completion_ids, end],
+        completion_mask=[*sample.completion_mask, 1],
+        completion_logprobs=[*sample.completion_logprobs, float("nan")],
+    )
+
+
+def _without_tail(sample: Sample, end: int | None) -> Sample:
+    """What a template writes after a reply's end, a line break say, is never sampled and so not trained."""
+    mask = list(sample.completion_mask)
+    has_ended = False
+    for i, (token, is_trained) in enumerate(zip(sample.completion_ids, sample.completion_mask, strict=True)):
+        if not is_trained:
+            has_ended = False
+        elif has_ended:
+            mask[i] = 0
+        else:
+            has_ended = token == end
+    return replace(sample, completion_mask=mask)
+
+
+def _cut(sample: Sample, most: int | None) -> Sample:
+    room = None if most is None else max(most - len(sample.prompt_ids), 0)
+    if room is None or len(sample.completion_ids) <= room:
+        return sample
+    return replace(
+        sample,
+        completion_ids=sample.completion_ids[:room],
+        completion_mask=sample.completion_mask[:room],
+        completion_logprobs=sample.completion_logprobs[:room],
+        is_truncated=True,
+    )

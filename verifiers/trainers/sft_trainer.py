@@ -1,0 +1,207 @@
+"""Examples to imitate and a model become a model that has the form of the task: a warm-up before it is rewarded."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verifiers.samples import Sample
+from verifiers.trainers import building
+from verifiers.trainers.checkpoints import save_model
+from verifiers.trainers.config import SFTConfig
+from verifiers.trainers.logprobs import TokenScorer
+from verifiers.trainers.micro_batches import Trained, micro_batches
+from verifiers.trainers.report import Report
+from verifiers.trainers.row_stream import RowStream
+from verifiers.trainers.sft_rows import Imitated, read_samples
+from verifiers.trainers.update import micro_batch_tokens
+from verifiers.trainers.weights import Weights, learning_rate
+
+
+class SFTTrainer:
+    """Trains a model to say what is said in examples: the mean of -logprob over the tokens of the replies goes down.
+
+    ``dataset`` is rows with prompt and completion (texts or messages), or with messages, of which every assistant turn
+    is trained; saved rollouts (`Results`, a run directory, a file), those with ``min_reward`` or more; or, with
+    ``env``, rows with an answer, written as the environment's parser wants it (left out: the environment's own rows).
+
+    >>> from verifiers.trainers import SFTTrainer, tiny_model
+    >>> model, tokenizer = tiny_model("ab", hidden_size=32)
+    >>> rows = [{"prompt": "a", "completion": "bb"}, {"prompt": "b", "completion": "aa"}]
+    >>> trainer = SFTTrainer(model=model, tokenizer=tokenizer, dataset=rows, config={"show_progress": False})
+    >>> len(trainer.rows), trainer.total_steps
+    (2, 1)
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        dataset: Any = None,
+        config: Any = None,
+        *,
+        args: Any = None,
+        tokenizer: Any = None,
+        processing_class: Any = None,
+        env: Any = None,
+        eval_dataset: Any = None,
+        peft_config: Any = None,
+        callbacks: Sequence[Any] = (),
+    ) -> None:
+        self.config = SFTConfig.of(building.one_of("config", config, "args", args))
+        tokenizer = building.one_of("tokenizer", tokenizer, "processing_class", processing_class)
+        self.config.check()
+        self.env = env
+        self.accelerator = building.accelerator()
+        self.model, self.tokenizer = building.model_and_tokenizer(
+            model, tokenizer, self.config, self.accelerator.device, peft_config
+        )
+        self.examples = self._read(dataset)
+        self.eval_samples: list[Sample] = [] if eval_dataset is None else self._read(eval_dataset).samples
+        self.weights = Weights(self.model, self.config)
+        self.optimizer = self.weights.optimizer
+        shard = (self.accelerator.process_index, self.accelerator.num_processes)
+        self.rows = RowStream(self.examples.samples, seed=self.config.seed, shard=shard)
+        self.callbacks = list(callbacks)
+        self.step, self.epoch, self.should_stop = 0, 0, False
+        self.report: Report | None = None
+        self._scorer: TokenScorer | None = None
+        self._total_tokens = 0
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def train(self, resume: bool | str | Path = False) -> Report:
+        """Train for ``max_steps`` steps, or ``num_epochs`` times through the examples; the report says how it went."""
+        with self._training(resume) as report:
+            while self.step < self.total_steps and not self.should_stop:
+                self.epoch = self.step // self.num_steps_per_epoch
+                began = time.perf_counter()
+                figures = self.train_step(self.get_batch())
+                self.step += 1
+                report.note(self._line(figures, time.perf_counter() - began))
+                self._after_step(report)
+        return report
+
+    def get_batch(self) -> list[Sample]:
+        """The samples of the next step."""
+        return self.rows.take(self.samples_per_step)
+
+    def train_step(self, batch: Sequence[Sample]) -> dict[str, Any]:
+        """Learn from these samples: loss, tokens, grad_norm, learning_rate."""
+        rate = learning_rate(self.config, self.step, self.total_steps)
+        count = sum(sum(sample.completion_mask) for sample in batch)
+        total = 0.0
+        self.model.train()
+        for loss in self._losses(batch):
+            self.weights.backward(loss.sum() / max(count, 1))
+            total += float(loss.detach().sum())
+        if self.accelerator.num_processes > 1:
+            building.average(self.accelerator, self.weights.masters)
+        norm = self.weights.step(rate)
+        return {
+            "loss": total / max(count, 1),
+            "tokens": count,
+            "samples": len(batch),
+            "grad_norm": norm,
+            "learning_rate": rate,
+        }
+
+    def evaluate(self) -> dict[str, Any]:
+        """The loss over ``eval_dataset`` with the model as it is now."""
+        if not self.eval_samples:
+            raise ValueError("there is nothing to evaluate on; pass eval_dataset=")
+        self.model.eval()
+        count = sum(sum(sample.completion_mask) for sample in self.eval_samples)
+        with torch.no_grad(), building.sensible_threads(self.model):
+            total = sum(float(loss.sum()) for loss in self._losses(self.eval_samples))
+        return {"loss": total / max(count, 1), "n": len(self.eval_samples)}
+
+    def save_model(self, path: str | Path) -> None:
+        """Write the model (with LoRA: its adapter) and its tokenizer as a folder of safetensors."""
+        if self.accelerator.is_main_process:
+            save_model(self.accelerator.unwrap_model(self.model), self.tokenizer, path)
+        self.accelerator.wait_for_everyone()
+
+    # --- sizes ----------------------------------------------------------------------------------------------------
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that one update of this process learns from."""
+        return self.config.batch_size * self.config.gradient_accumulation_steps
+
+    @property
+    def cursor(self) -> int:
+        """How many samples have been taken: where a checkpoint goes on."""
+        return self.rows.cursor
+
+    @property
+    def num_steps_per_epoch(self) -> int:
+        processes: int = self.accelerator.num_processes
+        return max(1, math.ceil(len(self.rows) / (self.samples_per_step * processes)))
+
+    @property
+    def total_steps(self) -> int:
+        if self.config.max_steps is not None:
+            return self.config.max_steps
+        return max(1, round(self.config.num_epochs * self.num_steps_per_epoch))
+
+    # --- the rest -------------------------------------------------------------------------------------------------
+
+    def _read(self, dataset: Any) -> Imitated:
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        most = min((n for n in (self.config.max_seq_length, longest) if n is not None), default=None)
+        return read_samples(dataset, self.tokenizer, env=self.env, min_reward=self.config.min_reward, max_length=most)
+
+    def _losses(self, batch: Sequence[Sample]) -> Iterator[torch.Tensor]:
+        """The loss of each trained token, micro-batch by micro-batch."""
+        if self._scorer is None:
+            self._scorer = TokenScorer(self.accelerator.unwrap_model(self.model))
+        made = micro_batches(
+            [Trained(sample=sample, advantage=1.0) for sample in batch],
+            max_tokens=micro_batch_tokens(self.config, self.model),
+            pad_id=self.tokenizer.pad_token_id,
+        )
+        for one in made:
+            yield -self._scorer.logprobs(one.to(self.weights.live[0].device))
+
+    def _line(self, figures: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """The figures of a step as they are written down."""
+        self._total_tokens += figures.get("tokens", 0)
+        return {
+            "step": self.step,
+            "epoch": round(self.step / self.num_steps_per_epoch, 4),
+            **figures,
+            "training_s": seconds,
+            "step_s": seconds,
+            "tokens_per_s": figures.get("tokens", 0) / seconds if seconds else None,
+            "total_tokens": self._total_tokens,
+        }
+
+    @contextmanager
+    def _training(self, resume: bool | str | Path) -> Iterator[Report]:
+        with Report(self, resume) as report, building.sensible_threads(self.model):
+            self.report = report
+            if resume:
+                state = report.resume(self.weights)
+                self.step, self.rows.cursor = state["step"], state["cursor"]
+                self._total_tokens = int(report.steps[-1].get("total_tokens") or 0) if report.steps else 0
+            building.tell(self, "on_train_begin")
+            yield report
+            self.model.eval()
+            building.tell(self, "on_train_end")
+            report.finish()
+
+    def _after_step(self, report: Report) -> None:
+        is_epoch_end = self.step % self.num_steps_per_epoch == 0 or self.step == self.total_steps
+        if building.is_due(self.config, "eval", self.step, is_epoch_end) and self.eval_samples:
+            figures = self.evaluate()
+            report.evaluated(self.step, figures)
+            building.tell(self, "on_evaluate", figures)
+        if building.is_due(self.config, "save", self.step, is_epoch_end):
+            report.checkpoint(self, cursor=self.cursor)
+        building.tell(self, "on_step_end", report.last)

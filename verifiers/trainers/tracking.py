@@ -1,0 +1,291 @@
+"""The figures of a training → Weights & Biases, Trackio or TensorBoard, whichever ``report_to`` names."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import itertools
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from verifiers.store.config import normalise
+from verifiers.store.plain import to_json
+
+PROJECT = "verifiers"
+_NO_NAMES = ("none", "")
+
+
+class Tracker(Protocol):
+    """Told of the figures of each step, and of the end."""
+
+    name: str
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Histogram(NamedTuple):
+    """Counts between edges; there is one edge more than there are counts."""
+
+    edges: list[float]
+    counts: list[float]
+
+
+def trackers(
+    report_to: str | Sequence[str] | None,
+    *,
+    run_name: str | None,
+    config: Mapping[str, Any],
+    folder: str | os.PathLike[str],
+) -> list[Tracker]:
+    """Those that ``report_to`` names, started: None, "none", "all" (those installed), a name, or several.
+
+    What cannot start is one sentence now. What fails later is one warning, and training goes on. A run without a name
+    is called as its folder is.
+
+    >>> trackers(None, run_name="first", config={}, folder=".")
+    []
+    >>> trackers("wandbb", run_name="first", config={}, folder=".")
+    Traceback (most recent call last):
+    ValueError: report_to='wandbb' is not known; choose wandb, trackio, tensorboard, all or none
+    """
+    names = _names_of(report_to)
+    for name in names:
+        if not _is_installed(name):
+            raise ImportError(f"report_to={name!r} needs a package that is not here; pip install {name}")
+    started: list[Tracker] = []
+    for name in names:
+        try:
+            started.append(Guarded(_TRACKERS[name](run_name or Path(folder).name, normalise(config), Path(folder))))
+        except Exception as error:  # foreign code: whatever it raises, the first step has not begun
+            for other in started:
+                other.close()
+            raise RuntimeError(
+                f"report_to={name!r} could not start: {_one_line(error)}{_HINTS.get(name, '')}"
+            ) from error
+    return started
+
+
+def flatten(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | Histogram]:
+    """The numbers of nested mappings by names with slashes; what is missing, not finite or no number is left out.
+
+    >>> flatten({"reward": 0.5, "kl": None, "metrics": {"format": 1.0}, "h": {"edges": [0, 1, 2], "counts": [3, 1]}})
+    {'reward': 0.5, 'metrics/format': 1.0, 'h': Histogram(edges=[0.0, 1.0, 2.0], counts=[3.0, 1.0])}
+    """
+    flat: dict[str, float | Histogram] = {}
+    for key, value in metrics.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            histogram = _histogram_of(value)
+            flat |= flatten(value, f"{name}/") if histogram is None else {name: histogram}
+        elif isinstance(value, (int, float)) and math.isfinite(value):
+            flat[name] = value
+    return flat
+
+
+def _histogram_of(value: Mapping[str, Any]) -> Histogram | None:
+    edges, counts = value.get("edges"), value.get("counts")
+    if not isinstance(edges, Sequence) or not isinstance(counts, Sequence) or len(edges) != len(counts) + 1:
+        return None
+    return Histogram([float(edge) for edge in edges], [float(count) for count in counts]) if counts else None
+
+
+def _names_of(report_to: str | Sequence[str] | None) -> list[str]:
+    if report_to is None:
+        return []
+    asked = [report_to] if isinstance(report_to, str) else list(report_to)
+    names: list[str] = []
+    for name in asked:
+        if name == "all":
+            names += [known for known in _TRACKERS if _is_installed(known)]
+        elif name in _TRACKERS:
+            names.append(name)
+        elif name not in _NO_NAMES:
+            raise ValueError(f"report_to={name!r} is not known; choose {', '.join(_TRACKERS)}, all or none")
+    return list(dict.fromkeys(names))
+
+
+def _is_installed(name: str) -> bool:
+    spec = importlib.util.find_spec(name)
+    # A folder called wandb, which wandb itself leaves behind, looks like a package without an origin.
+    return spec is not None and spec.origin is not None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+# --- the three ----------------------------------------------------------------------------------------------------
+
+
+class Guarded:
+    """A tracker whose failures cost a warning, one for all of them, and never the training."""
+
+    def __init__(self, inner: Tracker) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self._has_warned = False
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        figures = {name: value for name, value in metrics.items() if name not in ("step", "time")}
+        self._try(lambda: self.inner.log(step, figures))
+
+    def close(self) -> None:
+        self._try(self.inner.close)
+
+    def _try(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # foreign code, and often a network
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"{self.name} does not take figures ({type(error).__name__}: {_one_line(error)}); training "
+                    "goes on, and metrics.jsonl has them all",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+
+
+class Wandb:
+    """A run at Weights & Biases, or its offline files in the run directory; a resumed training goes on in its run."""
+
+    name = "wandb"
+
+    def __init__(self, run_name: str, config: dict[str, Any], folder: Path) -> None:
+        wandb = importlib.import_module("wandb")
+        self._histogram = wandb.Histogram
+        known = _run_id(folder, self.name)
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or PROJECT,
+            name=run_name,
+            config=config,
+            dir=str(folder),
+            id=known,
+            resume="allow" if known else None,
+            reinit="create_new",
+            settings=wandb.Settings(console="off"),  # the live display draws there
+        )
+        _keep_run_id(folder, self.name, str(self._run.id))
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._run.log(_with_histograms(metrics, self._histogram), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """A run in the local database of Trackio (``trackio show``); a resumed training goes on in its run."""
+
+    name = "trackio"
+
+    def __init__(self, run_name: str, config: dict[str, Any], folder: Path) -> None:
+        trackio = importlib.import_module("trackio")
+        self._histogram, self._finish = trackio.Histogram, trackio.finish
+        known = _run_id(folder, self.name)
+        with _talk_on_stderr():
+            self._run = trackio.init(
+                project=os.environ.get("TRACKIO_PROJECT") or PROJECT,
+                name=run_name,
+                config=config,
+                resume="allow" if known else "never",
+                embed=False,
+            )
+        _keep_run_id(folder, self.name, run_name)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._run.log(_with_histograms(metrics, self._histogram), step=step)
+
+    def close(self) -> None:
+        with _talk_on_stderr():
+            self._finish()
+
+
+class TensorBoard:
+    """Event files in ``tensorboard/`` of the run directory (``tensorboard --logdir``)."""
+
+    name = "tensorboard"
+
+    def __init__(self, run_name: str, config: dict[str, Any], folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._make_writer = SummaryWriter
+        self._folder = folder / "tensorboard"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._config = msgspec.json.format(to_json({"run_name": run_name, **config}), indent=2).decode()
+        self._writer: Any = None
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self._writer is None:  # now, because a resumed training hides what an earlier one wrote from here on
+            self._writer = self._make_writer(log_dir=str(self._folder), purge_step=step)
+            self._writer.add_text("config", f"    {self._config}".replace("\n", "\n    "), global_step=step)
+        for name, value in flatten(metrics).items():
+            if isinstance(value, Histogram):
+                self._add_histogram(name, value, step)
+            else:
+                self._writer.add_scalar(name, value, global_step=step)
+        self._writer.flush()
+
+    def _add_histogram(self, name: str, histogram: Histogram, step: int) -> None:
+        edges, counts = histogram
+        middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
+        self._writer.add_histogram_raw(
+            name,
+            min=edges[0],
+            max=edges[-1],
+            num=sum(counts),
+            sum=sum(middle * count for middle, count in zip(middles, counts, strict=True)),
+            sum_squares=sum(middle**2 * count for middle, count in zip(middles, counts, strict=True)),
+            bucket_limits=edges[1:],
+            bucket_counts=counts,
+            global_step=step,
+        )
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+_TRACKERS: dict[str, Callable[[str, dict[str, Any], Path], Tracker]] = {
+    "wandb": Wandb,
+    "trackio": Trackio,
+    "tensorboard": TensorBoard,
+}
+_HINTS = {
+    "wandb": "; run `wandb login`, set WANDB_MODE=offline, or leave it out of report_to",
+    "tensorboard": "; it writes through torch: pip install 'verifiers[train]'",
+}
+
+
+def _with_histograms(metrics: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
+    return {
+        name: make(np_histogram=(value.counts, value.edges)) if isinstance(value, Histogram) else value
+        for name, value in flatten(metrics).items()
+    }
+
+
+def _run_id(folder: Path, name: str) -> str | None:
+    try:
+        return (folder / f".{name}-run").read_text(encoding="utf-8").strip() or None
+    except FileNotFoundError:
+        return None
+
+
+def _keep_run_id(folder: Path, name: str, run_id: str) -> None:
+    (folder / f".{name}-run").write_text(f"{run_id}\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _talk_on_stderr() -> Iterator[None]:
+    """What a library prints about itself does not belong among a program's results."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield

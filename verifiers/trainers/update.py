@@ -1,0 +1,158 @@
+"""Sequences with advantages become one update of the weights, and the figures that say how it went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verifiers.engine.plan import free_memory
+from verifiers.trainers.config import GRPOConfig, LearningKnobs
+from verifiers.trainers.logprobs import TokenScorer
+from verifiers.trainers.losses import Objective, token_losses, token_weights
+from verifiers.trainers.micro_batches import MicroBatch, Trained, micro_batches
+from verifiers.trainers.reference import Reference
+from verifiers.trainers.weights import Weights
+
+RATIO_EDGES = [0.0, 0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0, 4.0, 100.0]
+MOST_TOKENS = {"cpu": 4096, "cuda": 65536}
+ACTIVATION_BYTES = 100  # for each token, layer and unit of width, in float32: what a backward pass needs, roughly
+
+
+class PolicyUpdate:
+    """How a policy learns from a batch: ``num_iterations`` passes, each one step of the optimizer."""
+
+    def __init__(
+        self,
+        model: Any,
+        weights: Weights,
+        config: GRPOConfig,
+        *,
+        lock: AbstractContextManager[Any],
+        pad_id: int = 0,
+        reduce: Callable[[list[Tensor]], None] | None = None,
+    ) -> None:
+        self.model, self.weights, self.config = model, weights, config
+        self.scorer = TokenScorer(model)
+        self.reference = Reference(model) if config.kl_coef > 0 else None
+        self.device = weights.live[0].device
+        self._lock, self._pad_id, self._reduce = lock, pad_id, reduce
+        low, high = config.clip
+        self.objective = Objective(
+            kind=config.loss_type,  # type: ignore[arg-type]
+            epsilon=low,
+            epsilon_high=high,
+            delta=config.delta,
+            importance_cap=config.importance_cap,
+            kl_coef=config.kl_coef,
+        )
+        self._tokens = micro_batch_tokens(config, model)
+
+    def run(self, sequences: Sequence[Trained], learning_rate: float) -> dict[str, Any]:
+        """Learn from these; returns loss, kl, clip_fraction, ratios, grad_norm."""
+        counts = torch.tensor([sum(one.sample.completion_mask) for one in sequences])
+        shares = token_weights(self.objective.kind, counts, self.config.max_new_tokens).tolist() if len(counts) else []
+        matter = [
+            Trained(sample=one.sample, advantage=one.advantage, weight=share)
+            for one, share in zip(sequences, shares, strict=True)
+            if one.advantage or self.reference is not None  # the others would have no gradient
+        ]
+        made = micro_batches(matter, max_tokens=self._tokens, pad_id=self._pad_id)
+        batches = [_Prepared(batch, self.device, self.config.truncates) for batch in made]
+        figures = _Figures()
+        with self._lock:
+            self.model.train()
+        for iteration in range(self.config.num_iterations):
+            for batch in batches:
+                with self._lock:
+                    self._learn(batch, figures, is_first=iteration == 0)
+            if self._reduce is not None:
+                self._reduce(self.weights.masters)
+            with self._lock:
+                figures.grad_norm = self.weights.step(learning_rate)
+        with self._lock:
+            self.model.eval()  # as the sampler wants it
+        return figures.read()
+
+    def _learn(self, prepared: _Prepared, figures: _Figures, *, is_first: bool) -> None:
+        batch = prepared.batch
+        if self.reference is not None and prepared.reference_N is None:
+            prepared.reference_N = self.reference.logprobs(batch, self.config.temperature)
+        new_N = self.scorer.logprobs(batch, self.config.temperature)
+        if prepared.old_N is None:  # nobody else knows what the old policy thought of these tokens
+            prepared.old_N = new_N.detach()
+        losses = token_losses(
+            self.objective,
+            new_T=new_N,
+            old_T=prepared.old_N,
+            advantage_T=batch.advantage_N,
+            sequence_T=batch.sequence_N,
+            reference_T=prepared.reference_N,
+        )
+        loss = (losses.loss_T * batch.weight_N).sum()
+        self.weights.backward(loss)
+        figures.add(loss.detach(), losses.ratio_T, losses.is_clipped_T, losses.kl_T, is_first=is_first)
+
+
+class _Prepared:
+    """A micro-batch on the device, and what is found out about its tokens once."""
+
+    def __init__(self, batch: MicroBatch, device: torch.device, truncates: bool) -> None:
+        # Logprobs of a truncated distribution are no logprobs of the policy: they are measured instead, and so are
+        # those that nobody recorded.
+        is_known = not truncates and not bool(batch.old_N.isnan().any())
+        self.batch = batch.to(device)
+        self.old_N: Tensor | None = self.batch.old_N if is_known else None
+        self.reference_N: Tensor | None = None
+
+
+@dataclass
+class _Figures:
+    """What is measured on the way, left on the device until the end."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    ratios: list[Tensor] = field(default_factory=list)
+    first_ratios: list[Tensor] = field(default_factory=list)
+    clipped: list[Tensor] = field(default_factory=list)
+    kls: list[Tensor] = field(default_factory=list)
+    grad_norm: float = 0.0
+
+    def add(self, loss: Tensor, ratio_N: Tensor, clipped_N: Tensor, kl_N: Tensor | None, *, is_first: bool) -> None:
+        self.losses.append(loss)
+        self.ratios.append(ratio_N)
+        self.clipped.append(clipped_N)
+        if is_first:
+            self.first_ratios.append(ratio_N)
+        if kl_N is not None:
+            self.kls.append(kl_N)
+
+    def read(self) -> dict[str, Any]:
+        if not self.ratios:
+            return {"loss": 0.0, "grad_norm": self.grad_norm, "clip_fraction": 0.0, "kl": None}
+        ratios, first = torch.cat(self.ratios).float().cpu(), torch.cat(self.first_ratios).float().cpu()
+        counts = torch.histogram(first.clamp(max=RATIO_EDGES[-1]), torch.tensor(RATIO_EDGES)).hist
+        return {
+            "loss": float(torch.stack(self.losses).sum()) / max(1, len(self.losses) // max(1, len(self.first_ratios))),
+            "grad_norm": self.grad_norm,
+            "clip_fraction": float(torch.cat(self.clipped).float().mean()),
+            "kl": float(torch.cat(self.kls).mean()) if self.kls else None,
+            "ratio_mean": float(ratios.mean()),
+            "ratio_max": float(ratios.max()),
+            "ratio_histogram": {"edges": RATIO_EDGES, "counts": [int(count) for count in counts]},
+        }
+
+
+def micro_batch_tokens(config: LearningKnobs, model: Any) -> int:
+    """How many tokens one forward pass takes: as configured, or as half of the free memory can hold."""
+    if config.micro_batch_tokens is not None:
+        return config.micro_batch_tokens
+    parameter = next(model.parameters())
+    text = model.config.get_text_config()
+    width = ACTIVATION_BYTES * text.num_hidden_layers * text.hidden_size * parameter.element_size() // 4
+    width = max(width // (8 if config.gradient_checkpointing else 1), 1)
+    most = MOST_TOKENS.get(parameter.device.type, 8192)
+    return int(max(256, min(most, free_memory(parameter.device) // 2 // width)))

@@ -1,0 +1,308 @@
+"""The figures of each step → a sentence when a training goes wrong: what is seen, and which knob to turn."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verifiers.trainers.advantages import flat_groups
+from verifiers.trainers.display import number
+
+SILENCE = 50  # steps for which a kind of notice, once given, is not repeated
+PATIENCE = 3  # steps in a row before something is more than an accident
+WINDOW = 10  # steps over which reward functions are judged
+STRETCH, MAX_STRETCHES = 20, 50  # steps over which the reward is judged, and how many such stretches are compared
+
+CUT_SHARE = 0.9  # of completions cut off
+FAILED_SHARE = 0.2  # of rollouts that failed
+CLIPPED_SHARE = 0.3  # of tokens whose ratio was clipped
+RATIO_MEAN = (0.8, 1.25)
+RATIO_MAX = 20.0
+KL_MAX = 1.0  # nats a token
+ENTROPY_SHARE, ENTROPY_MAX = 0.2, 0.1  # of its start; nats a token
+SOLVED_SHARE = 0.9  # of the way from the worst to the best single reward seen
+DOMINANT_SHARE = 0.98  # of the weighted variance
+DOMINANT_SCALE = 20.0  # how much wider one function's values are spread than another's
+LIVELY_SPREAD = 0.1  # of a function's own range, below which it is saturated and not drowned
+FALL_ERRORS, FALL_SHARE = 5.0, 0.1  # standard errors (many stretches are compared); of the range of rewards
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notice:
+    """One thing that the watch saw: a kind to tell it by, the step, and the sentence."""
+
+    kind: str
+    step: int
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Watch:
+    """Looks at every step of a training and speaks up when something is wrong, each kind once in a while.
+
+    ``config`` is a GRPOConfig or a mapping: its values are named beside the knobs. ``weights`` are those of the reward
+    functions by name; without them no reward function is judged, as plain metrics may well stay the same.
+
+    >>> watch = Watch({"max_new_tokens": 64})
+    >>> for step in range(1, 4):
+    ...     notices = watch.look({"step": step, "truncated": 1.0}, {})
+    >>> print(notices[0])
+    100% of completions were cut off at the token limit for 3 steps, so few end with an answer: raise max_new_tokens
+    (now 64), ask for shorter replies, or leave them out of the loss with mask_truncated_completions
+    """
+
+    def __init__(
+        self, config: Any = None, *, weights: Mapping[str, float] | None = None, silence: int = SILENCE
+    ) -> None:
+        self.config = config
+        self.weights = {name: weight for name, weight in (weights or {}).items() if weight}
+        self.silence = silence
+        self._spoke_at: dict[str, int] = {}
+        self._in_a_row: dict[str, int] = {}
+        self._rewards: list[float] = []
+        self._entropies: list[float] = []
+        self._best, self._worst = -math.inf, math.inf
+        self._columns: deque[Mapping[str, list[float]]] = deque(maxlen=WINDOW)
+        self._moved: set[str] = set()
+
+    def look(self, step_metrics: Mapping[str, Any], batch_view: Mapping[str, Any]) -> list[Notice]:
+        """What is to be said after a step; usually nothing."""
+        step = step_metrics.get("step") or 0
+        self._remember(step_metrics, batch_view)
+        found = {
+            "not_finite": self._not_finite(step_metrics),
+            "failures": self._failures(step_metrics, batch_view),
+            "no_variance": self._no_variance(step_metrics, batch_view),
+            "truncated": self._truncation(step_metrics, batch_view),
+            "entropy": self._entropy(),
+            "ratio": self._ratio(step_metrics),
+            "kl": self._divergence(step_metrics),
+            "falling_reward": self._falling_reward(),
+            **{f"dead:{name}": self._dead_function(name) for name in self.weights},
+            "dominance": self._dominance(),
+        }
+        notices = []
+        for kind, text in found.items():
+            last = self._spoke_at.get(kind)
+            if text is not None and (last is None or step - last >= self.silence):
+                self._spoke_at[kind] = step
+                notices.append(Notice(kind=kind, step=step, text=text))
+        return notices
+
+    def recall(self, steps: Iterable[Mapping[str, Any]]) -> None:
+        """Take note of the steps before a resume, without a word."""
+        for metrics in steps:
+            self.look(metrics, {})
+
+    # --- what it looks for --------------------------------------------------------------------------------------
+
+    def _not_finite(self, metrics: Mapping[str, Any]) -> str | None:
+        for name in ("loss", "grad_norm"):
+            value = metrics.get(name)
+            if isinstance(value, float) and not math.isfinite(value):
+                return (
+                    f"{name} is {value}: the weights may be spoilt; resume from an earlier checkpoint with a lower "
+                    f"{self._knob('learning_rate')}, and bf16 or full precision rather than fp16"
+                )
+        return None
+
+    def _failures(self, metrics: Mapping[str, Any], view: Mapping[str, Any]) -> str | None:
+        rewards = view.get("rewards") or ()
+        failed = max(sum(reward is None for reward in rewards), int(number(metrics.get("failed")) or 0))
+        scored = sum(reward is not None for reward in rewards) or int(number(metrics.get("samples")) or 0)
+        share = failed / max(scored + failed, 1)
+        if not self._lasts("failures", share >= FAILED_SHARE):
+            return None
+        return (
+            f"{share:.0%} of rollouts failed ({failed} of {scored + failed}), for {PATIENCE} steps: they train "
+            "nothing; their errors are in results.jsonl (see `vf view`), and lie with the environment, a judge or an "
+            "endpoint, not with the policy"
+        )
+
+    def _no_variance(self, metrics: Mapping[str, Any], view: Mapping[str, Any]) -> str | None:
+        share = number(metrics.get("zero_variance"))
+        rewards, groups = view.get("rewards"), view.get("groups")
+        if share is None and rewards and groups:
+            share = len(flat_groups(rewards, groups)) / len(set(groups))
+        if not self._lasts("no_variance", share is not None and share >= 1.0):
+            return None
+        mean = f" (mean {self._rewards[-1]:.3f})" if self._rewards else ""
+        seen = f"no group had any variance in its rewards{mean} for {PATIENCE} steps: nothing is learned"
+        if self._is_solved():
+            return f"{seen}; these rows look solved: stop here, or go on with harder ones"
+        return (
+            f"{seen}; raise {self._knob('temperature')} or {self._knob('group_size')}, give easier rows or a reward "
+            "for part of the way, warm up with SFTTrainer, or look for rows that differ with "
+            f"{self._knob('dynamic_sampling')}"
+        )
+
+    def _truncation(self, metrics: Mapping[str, Any], view: Mapping[str, Any]) -> str | None:
+        share, cut = number(metrics.get("truncated")), view.get("is_truncated")
+        if share is None and cut:
+            share = sum(map(bool, cut)) / len(cut)
+        if not self._lasts("truncated", share is not None and share >= CUT_SHARE) or self._is_solved():
+            return None
+        seen = f"{share:.0%} of completions were cut off at the token limit for {PATIENCE} steps"
+        if self._value("mask_truncated_completions") is True:
+            return (
+                f"{seen}, and with mask_truncated_completions they train nothing: raise "
+                f"{self._knob('max_new_tokens')}, or ask for shorter replies"
+            )
+        return (
+            f"{seen}, so few end with an answer: raise {self._knob('max_new_tokens')}, ask for shorter replies, or "
+            "leave them out of the loss with mask_truncated_completions"
+        )
+
+    def _entropy(self) -> str | None:
+        if len(self._entropies) < 2 * PATIENCE:
+            return None
+        start, now = _mean(self._entropies[:PATIENCE]), _mean(self._entropies[-PATIENCE:])
+        if now >= ENTROPY_SHARE * start or now >= ENTROPY_MAX or self._is_solved():
+            return None
+        return (
+            f"entropy fell from {start:.2f} to {now:.3f} nats a token: the policy says nearly the same each time and "
+            f"finds nothing new; from an earlier checkpoint, raise {self._knob('temperature')} or "
+            f"{self._knob('kl_coef')}, or lower {self._knob('learning_rate')}"
+        )
+
+    def _ratio(self, metrics: Mapping[str, Any]) -> str | None:
+        mean, most = number(metrics.get("ratio_mean")), number(metrics.get("ratio_max"))
+        clipped = number(metrics.get("clip_fraction"))
+        seen = []
+        if mean is not None and not RATIO_MEAN[0] <= mean <= RATIO_MEAN[1]:
+            seen.append(f"the mean ratio of new to old probabilities is {mean:.2f}")
+        if most is not None and most > RATIO_MAX:
+            seen.append(f"the largest ratio of new to old probabilities is {most:.4g}")
+        if clipped is not None and clipped > CLIPPED_SHARE:
+            seen.append(f"{clipped:.0%} of tokens are clipped")
+        if not self._lasts("ratio", bool(seen)):
+            return None
+        return (
+            f"{' and '.join(seen)}, for {PATIENCE} steps: updates go too far from the policy that was sampled; lower "
+            f"{self._knob('learning_rate')}, {self._knob('num_iterations')} or {self._knob('epsilon')}, or cap the "
+            f"weights of tokens with {self._knob('importance_cap')}"
+        )
+
+    def _divergence(self, metrics: Mapping[str, Any]) -> str | None:
+        kl = number(metrics.get("kl"))
+        if not self._lasts("kl", kl is not None and kl > KL_MAX):
+            return None
+        return (
+            f"the policy is {kl:.2f} nats a token away from the reference (above {KL_MAX:g} for {PATIENCE} steps): "
+            f"raise {self._knob('kl_coef')} or lower {self._knob('learning_rate')}, and read some replies: are they "
+            "still language?"
+        )
+
+    def _falling_reward(self) -> str | None:
+        """The last steps against the best stretch before them, both of the same length."""
+        recent = self._rewards[-STRETCH * MAX_STRETCHES :]
+        blocks = [recent[end - STRETCH : end] for end in range(len(recent), STRETCH - 1, -STRETCH)]
+        if len(blocks) < 2:
+            return None
+        last, best = blocks[0], max(blocks[1:], key=_mean)
+        drop = _mean(best) - _mean(last)
+        error = math.sqrt(2 * _mean([_variance(block) for block in blocks]) / STRETCH)
+        span = self._best - self._worst if self._best > self._worst else max(recent) - min(recent)
+        if drop <= FALL_ERRORS * error or drop <= FALL_SHARE * span:
+            return None
+        return (
+            f"the reward fell from {_mean(best):.3f} to {_mean(last):.3f} (means of {STRETCH} steps): lower "
+            f"{self._knob('learning_rate')}, raise {self._knob('kl_coef')}, or go back to an earlier checkpoint; "
+            "harder rows explain it too"
+        )
+
+    def _dead_function(self, name: str) -> str | None:
+        values = self._values(name)
+        if len(self._columns) < WINDOW or not values or name in self._moved:
+            return None
+        return (
+            f"the reward function {name!r} has given {values[0]:.3g} to every rollout so far: it has a weight "
+            f"({self.weights[name]:g}) but changes no advantage; check that it can give anything else, and that the "
+            "parser finds what it looks for"
+        )
+
+    def _dominance(self) -> str | None:
+        """One function drowns another because its numbers are so much larger, not because it was weighted so."""
+        if len(self._columns) < WINDOW:
+            return None
+        columns = {name: values for name in self.weights if (values := self._values(name))}
+        spreads = {name: math.sqrt(_variance(values)) for name, values in columns.items()}
+        parts = {name: (self.weights[name] * spread) ** 2 for name, spread in spreads.items()}
+        total = sum(parts.values())
+        loud = max(parts, key=lambda name: parts[name], default="")
+        if total == 0 or parts[loud] <= DOMINANT_SHARE * total:
+            return None
+        for name, spread in spreads.items():
+            is_lively = spread > LIVELY_SPREAD * (max(columns[name]) - min(columns[name]))
+            if is_lively and spreads[loud] > DOMINANT_SCALE * spread:
+                return (
+                    f"the reward function {loud!r} makes up {parts[loud] / total:.1%} of the rewards' variance: its "
+                    f"values spread by {spreads[loud]:.3g}, those of {name!r} by {spread:.3g}, which thus hardly "
+                    f"counts; bring them to one scale, or lower the weight of {loud!r} (now {self.weights[loud]:g})"
+                )
+        return None
+
+    # --- what it remembers --------------------------------------------------------------------------------------
+
+    def _remember(self, metrics: Mapping[str, Any], view: Mapping[str, Any]) -> None:
+        if (reward := number(metrics.get("reward"))) is not None:
+            self._rewards.append(reward)
+        if (entropy := number(metrics.get("entropy"))) is not None:
+            self._entropies.append(entropy)
+        for one in view.get("rewards") or ():
+            if (value := number(one)) is not None:
+                self._best, self._worst = max(self._best, value), min(self._worst, value)
+        columns = {
+            name: [value for one in (view.get("metrics") or {}).get(name) or () if (value := number(one)) is not None]
+            for name in self.weights
+        }
+        if any(columns.values()):
+            for name, values in columns.items():
+                earlier = next((found[name][0] for found in self._columns if found[name]), None)
+                if values and (max(values) > min(values) or (earlier is not None and values[0] != earlier)):
+                    self._moved.add(name)
+            self._columns.append(columns)
+
+    def _lasts(self, kind: str, is_so: bool) -> bool:
+        """Has something been so for several steps in a row?"""
+        self._in_a_row[kind] = self._in_a_row.get(kind, 0) + 1 if is_so else 0
+        return self._in_a_row[kind] >= PATIENCE
+
+    def _is_solved(self) -> bool:
+        """Does nearly every rollout get the best reward that was ever seen, and was there a worse one?"""
+        if not self._rewards or self._best <= self._worst:
+            return False
+        reached = _mean(self._rewards[-PATIENCE:]) - self._worst
+        return reached >= SOLVED_SHARE * (self._best - self._worst)
+
+    def _values(self, name: str) -> list[float]:
+        return [value for columns in self._columns for value in columns[name]]
+
+    def _value(self, knob: str) -> Any:
+        if isinstance(self.config, Mapping):
+            return self.config.get(knob)
+        return getattr(self.config, knob, None)
+
+    def _knob(self, name: str) -> str:
+        value = self._value(name)
+        return (
+            name
+            if value is None
+            else f"{name} (now {value:g})"
+            if number(value) is not None
+            else f"{name} (now {value})"
+        )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return math.fsum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)

@@ -1,0 +1,125 @@
+"""The parameters that are trained: gradients in, a step of the optimizer out, in float32 whatever the model is in."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verifiers.trainers.config import LearningKnobs
+
+LARGEST_SCALE, SCALE_GROWS_AFTER = 2.0**16, 200
+
+
+class Weights:
+    """Trained parameters and the optimizer that moves them.
+
+    A parameter in half precision is too coarse for small steps: it has a float32 copy, which collects the gradients and is
+    what the optimizer moves; the parameter, which the sampler reads, is rounded from it after each step.
+    """
+
+    def __init__(self, model: Any, config: LearningKnobs) -> None:
+        self.config = config
+        named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+        if not named:
+            raise ValueError("no parameter of this model asks for a gradient: there is nothing to train")
+        self.names = [name for name, _ in named]
+        self.live = [one for _, one in named]
+        self.masters = [_master(one) for one in self.live]
+        self.scale = LARGEST_SCALE if any(one.dtype == torch.float16 for one in self.live) else 1.0
+        self._good_steps = 0
+        device = self.live[0].device.type
+        self.optimizer = torch.optim.AdamW(
+            self.masters,
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            fused=device in ("cuda", "cpu"),
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        """Add a micro-batch's gradients to those of the step."""
+        (loss * self.scale if self.scale != 1.0 else loss).backward()
+        halves = [
+            (live, master)
+            for live, master in zip(self.live, self.masters, strict=True)
+            if live is not master and live.grad is not None
+        ]
+        for live, master in halves:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        if halves:
+            torch._foreach_add_([master.grad for _, master in halves], [live.grad for live, _ in halves])
+        for live, _ in halves:
+            live.grad = None
+
+    def gradients(self) -> list[Tensor]:
+        return [master.grad for master in self.masters if master.grad is not None]
+
+    def step(self, learning_rate: float) -> float:
+        """Move the parameters; the norm of the gradient before it was clipped. NaN or infinity moves nothing."""
+        gradients = self.gradients()
+        if self.scale != 1.0 and gradients:
+            torch._foreach_div_(gradients, self.scale)
+        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros(())]
+        norm = float(torch.linalg.vector_norm(torch.stack([one.float() for one in norms])))
+        is_sound = math.isfinite(norm)
+        if is_sound:
+            most = self.config.max_grad_norm
+            if most is not None and norm > most:
+                torch._foreach_mul_(gradients, most / (norm + 1e-6))
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+            self.publish()
+        self._rescale(is_sound)
+        self.clear()
+        return norm
+
+    def clear(self) -> None:
+        for one in self.masters:
+            one.grad = None
+
+    def publish(self) -> None:
+        """Round the float32 copies into the parameters that everyone reads."""
+        pairs = [(live, master) for live, master in zip(self.live, self.masters, strict=True) if live is not master]
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([live for live, _ in pairs], [master for _, master in pairs])
+
+    def _rescale(self, is_sound: bool) -> None:
+        """Float16 gradients are scaled up so that small ones are not lost; overflow halves the scale."""
+        if self.scale == 1.0:
+            return
+        self._good_steps = self._good_steps + 1 if is_sound else 0
+        if not is_sound:
+            self.scale = max(self.scale / 2, 2.0)
+        elif self._good_steps % SCALE_GROWS_AFTER == 0:
+            self.scale = min(self.scale * 2, LARGEST_SCALE)
+
+
+def _master(parameter: Tensor) -> Tensor:
+    if parameter.dtype == torch.float32:
+        return parameter
+    return parameter.detach().float().clone().requires_grad_()
+
+
+def learning_rate(config: LearningKnobs, step: int, total: int) -> float:
+    """The rate of a step (counted from 0): up in the warm-up, then as the schedule says.
+
+    >>> config = LearningKnobs(learning_rate=1.0, warmup_steps=2, lr_scheduler_type="linear")
+    >>> [round(learning_rate(config, step, 6), 2) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(total - warmup, 1)
+    if config.lr_scheduler_type == "linear":
+        return config.learning_rate * (1.0 - progress)
+    if config.lr_scheduler_type == "cosine":
+        return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.learning_rate
