@@ -1,0 +1,178 @@
+"""What isolation costs: a fresh call, a call to a process kept ready, the next cell, calls a second, memory, a kill.
+
+The contenders take turns, so that what else the machine does meets all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[1]
+CODE = "sum(range(100))"
+BARE = "python -I -S, not isolated"
+BUBBLE = "--unshare-all --die-with-parent --clearenv --proc /proc --dev /dev --tmpfs /scratch --chdir /scratch"
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def commands() -> dict[str, list[str]]:
+    """The same code in a process of its own: plain, and inside bubblewrap where that is installed."""
+    from verifiers.sandbox.host import readable_folders
+
+    plain = [sys.executable, "-I", "-S", "-c", f"print({CODE})"]
+    found = {BARE: plain}
+    if program := shutil.which("bwrap"):
+        binds = [part for folder in readable_folders() for part in ("--ro-bind", folder, folder)]
+        found["bubblewrap"] = [program, *BUBBLE.split(), *binds, *plain]
+    return found
+
+
+def spawn(command: list[str]) -> None:
+    subprocess.run(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=True)
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found += [int(child), *descendants(int(child))]
+    return found
+
+
+def cpu_s() -> float:
+    """CPU of this process, of all it started, and of all that these have waited for (bubblewrap waits for nothing)."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = time.process_time() + children.ru_utime + children.ru_stime
+    for pid in descendants(os.getpid()):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += sum(int(field) for field in fields[11:15]) / CLOCK_TICKS
+    return total
+
+
+def compare(calls: dict[str, Callable[[], object]], times: int, pause_s: float) -> None:
+    """Call each in turn, many times; print the median, the best, and the ratio of medians to the bare process."""
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(times):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            call()
+            took[name].append(time.perf_counter() - began)
+            time.sleep(pause_s)
+    bare = median(took[BARE])
+    for name, seconds in took.items():
+        ratio = median(seconds) / bare
+        print(f"{name:28} p50 {median(seconds) * 1e3:7.2f} ms   best {min(seconds) * 1e3:6.2f} ms   {ratio:5.2f}×")
+
+
+def cpu_of(calls: dict[str, Callable[[], object]], times: int) -> None:
+    """CPU of one call of each."""
+    for name, call in calls.items():
+        before = cpu_s()
+        for _ in range(times):
+            call()
+        time.sleep(0.2)  # until the last one is buried
+        print(f"{name:28} {(cpu_s() - before) / times * 1e3:7.2f} ms of CPU")
+
+
+def calls_per_second(call: Callable[[], object], clients: int, seconds: float) -> float:
+    """How many calls a few clients get done together."""
+    ends = time.perf_counter() + seconds
+
+    def client(_: int) -> int:
+        done = 0
+        while time.perf_counter() < ends:
+            call()
+            done += 1
+        return done
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        done = sum(pool.map(client, range(clients)))
+    return done / (time.perf_counter() - began)
+
+
+def proportional_mb(pids: list[int]) -> float:
+    """Memory of processes, what they share counted once among them."""
+    rows = [line for pid in pids for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
+    return sum(int(row.split()[1]) for row in rows if row.startswith("Pss:")) / 1024
+
+
+def memory_of_sessions(count: int) -> float:
+    """MiB of one session that is ready and waiting."""
+    from verifiers.sandbox import Sandbox
+
+    with Sandbox(warm=0) as sandbox:
+        first = sandbox.session()
+        first.run("1")
+        before = proportional_mb(descendants(os.getpid()))
+        sessions = [sandbox.session() for _ in range(count)]
+        for session in sessions:
+            session.files()
+        after = proportional_mb(descendants(os.getpid()))
+    return (after - before) / count
+
+
+def kill_to_dead(times: int) -> str:
+    """From the kill of a session that is busy until the kernel says that it is gone."""
+    from verifiers.sandbox import Sandbox
+
+    took = []
+    with Sandbox(warm=0) as sandbox:
+        for _ in range(times):
+            with sandbox.session() as session:
+                session.run("import threading\nthreading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()")
+                pidfd = os.dup(session._process._held.pidfd)
+                poll = select.poll()
+                poll.register(pidfd, select.POLLIN)
+                began = time.perf_counter()
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                poll.poll()
+                took.append(time.perf_counter() - began)
+                os.close(pidfd)
+    return f"p50 {median(took) * 1e3:7.2f} ms   best {min(took) * 1e3:6.2f} ms"
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--times", type=int, default=200)
+    options.add_argument("--seconds", type=float, default=5.0)
+    given = options.parse_args()
+    from verifiers.sandbox import Sandbox, level
+
+    print(f"level {level()}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    calls: dict[str, Callable[[], object]] = {name: lambda c=command: spawn(c) for name, command in commands().items()}
+    if "bubblewrap" not in calls:
+        print("bubblewrap is not installed (bwrap)")
+    with ExitStack() as stack:
+        cold, warm = (stack.enter_context(Sandbox(warm=count)) for count in (0, 1))
+        session = stack.enter_context(cold.session())
+        calls["sandbox, fresh"] = lambda: cold.run(CODE)
+        warm.start()
+        session.run(CODE)
+        compare(
+            {**calls, "sandbox, prewarmed": lambda: warm.run(CODE), "sandbox, next cell": lambda: session.run(CODE)},
+            given.times,
+            pause_s=0.01,
+        )
+        cpu_of({name: call for name, call in calls.items() if name != "bubblewrap"}, given.times)
+        for name, call in calls.items():
+            print(f"{name:28} {calls_per_second(call, 4, given.seconds):7.0f} a second with 4 clients")
+    print(f"a session that is ready      {memory_of_sessions(40):7.2f} MiB")
+    print(f"kill to dead                 {kill_to_dead(50)}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()

@@ -1,0 +1,151 @@
+"""Attempts on the application itself, by what a session sends it instead of an honest reply."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tests.sandbox.arena import PRELUDE, Arena, attack
+from verifiers.sandbox import Result
+
+# The session's only descriptor beyond the standard ones is its socket.
+SOCKET = """
+import json, struct
+fd = next(fd for fd in range(3, 256) if attempt(os.fstat, fd).startswith('GOT'))
+def frame(body): return struct.pack('<I', len(body)) + body
+def send(body):
+    while body: body = body[os.write(fd, body):]
+"""
+
+
+def forge(arena: Arena, code: str, **settings: Any) -> Result:
+    result = arena.run(SOCKET + code, **settings)
+    arena.still_works()
+    return result
+
+
+@attack()
+def claims_a_reply_of_four_gigabytes(arena: Arena) -> None:
+    result = forge(arena, "send(b'\\xff\\xff\\xff\\xff'); time.sleep(60)")
+    assert result.status == "killed", result
+    assert "4294967295 bytes" in (result.error or "")
+
+
+@attack()
+def sends_a_long_reply_bit_by_bit(arena: Arena) -> None:
+    result = forge(arena, "send(struct.pack('<I', 100_000))\nwhile True: send(b' '); time.sleep(0.01)", timeout_s=0.5)
+    assert result.status == "timeout", result
+
+
+@attack()
+def sends_garbage(arena: Arena) -> None:
+    for body in ("b'\\xff' * 100", "b'not json'", "b'[1, 2]'", "b'null'", "b'\"text\"'", "b''"):
+        result = forge(arena, f"send(frame({body})); time.sleep(60)")
+        assert result.status == "killed", result
+
+
+@attack()
+def sends_a_flood_of_garbage(arena: Arena) -> None:
+    result = forge(arena, "while True: send(os.urandom(65536))")
+    assert result.status == "killed", result
+
+
+@attack()
+def sends_json_nested_without_end(arena: Arena) -> None:
+    for body in ("b'[' * 200_000", "b'{\"a\":' * 50_000"):
+        result = forge(arena, f"send(frame({body})); time.sleep(60)")
+        assert result.status == "killed", result
+
+
+@attack()
+def sends_a_number_too_long_to_read(arena: Arena) -> None:
+    result = forge(arena, "send(frame(b'{\"number\": ' + b'9' * 100_000 + b'}')); time.sleep(60)")
+    assert result.status == "killed", result
+
+
+@attack()
+def sends_fields_of_the_wrong_kind(arena: Arena) -> None:
+    result = forge(
+        arena,
+        "body = {'number': 1, 'status': ['ok'], 'error': {'a': 1}, 'exit_code': 'x', 'value': float('nan'),"
+        " 'is_fresh': 7, 'stdout': 'forged'}\n"
+        "send(frame(json.dumps(body).encode())); time.sleep(60)",
+    )
+    assert result.status == "killed", result
+    assert (result.error, result.exit_code, result.stdout, result.is_fresh) == (None, None, "", True)
+    assert math.isnan(result.value)
+
+
+@attack()
+def answers_before_it_is_asked(arena: Arena) -> None:
+    with arena.sandbox().session() as session:
+        forged = (
+            "for n in range(1, 50): send(frame(json.dumps({'number': n, 'status': 'ok', 'value': 'forged'}).encode()))"
+        )
+        assert session.run(PRELUDE + SOCKET + forged).value == "forged"  # its own cell, about which it may lie
+        second = session.run("1")
+        assert second.status in ("ok", "killed")
+    arena.still_works()
+
+
+@attack()
+def pretends_that_the_zygote_had_ended_it(arena: Arena) -> None:
+    for note in ({"why": "memory"}, {"why": "signal", "number": 10**30}, {"why": None, "number": "x"}, {"why": ["x"]}):
+        result = forge(arena, f"send(frame(json.dumps({{'ended': {note!r}}}).encode())); time.sleep(60)")
+        assert result.status in ("memory", "killed"), result
+
+
+@attack()
+def closes_its_socket(arena: Arena) -> None:
+    for way in ("os.close(fd)", "socket.socket(fileno=fd).shutdown(socket.SHUT_RDWR)"):
+        result = forge(arena, f"{way}; time.sleep(60)", timeout_s=1.0)
+        assert result.status in ("killed", "timeout"), result
+
+
+@attack()
+def sends_descriptors_to_the_application(arena: Arena) -> None:
+    result = forge(arena, "attempt(socket.send_fds, socket.socket(fileno=os.dup(fd)), [frame(b'{}')], [0] * 100)")
+    assert "PermissionError" in result.value, result
+
+
+@attack()
+def prints_what_is_not_text(arena: Arena) -> None:
+    result = arena.run("os.write(1, bytes(range(256))); print('\\ud800'); '\\ud800'")
+    assert result.status == "ok", result
+    assert "\\ud800" in result.stdout
+
+
+@attack()
+def moves_the_end_of_its_output(arena: Arena) -> None:
+    result = arena.run("print('x'); os.lseek(1, 1 << 40, os.SEEK_SET)")
+    assert len(result.stdout) <= 64 << 10, result
+    arena.still_works()
+
+
+@attack()
+def breaks_what_its_replies_are_made_with(arena: Arena) -> None:
+    for code in (
+        "import json; json.dumps = None",
+        "import builtins; builtins.len = lambda x: 10 ** 30",
+        "import builtins; builtins.dict = None; builtins.BaseException = int",
+        "import struct; struct.pack = None; sys.modules.clear()",
+        "sys.stdout.close(); os.close(1); os.close(2)",
+        "import signal; signal.setitimer = None",
+        "import gc; [o.clear() for o in gc.get_objects() if type(o) is dict]",
+    ):
+        result = arena.run(code, timeout_s=2.0)
+        assert result.status in ("ok", "error", "killed", "timeout"), (code, result)
+    arena.still_works()
+
+
+@attack()
+def gives_a_value_whose_text_attacks(arena: Arena) -> None:
+    for body in ("raise SystemExit(0)", "import os; os._exit(0)", "return 5", "return Text('x')", "while True: pass"):
+        result = arena.run(
+            f"class Text(str):\n    def __len__(self): return 1 << 40\n    def __getitem__(self, at): return self\n"
+            f"class A:\n    def __repr__(self):\n        {body}\nA()",
+            timeout_s=0.5,
+        )
+        assert result.status in ("ok", "error", "killed", "timeout"), result
+        assert result.value is None or len(result.value) < 100
+    arena.still_works()

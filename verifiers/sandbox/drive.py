@@ -1,0 +1,159 @@
+"""Steps that wait for descriptors → one function for plain callers and for event loops alike.
+
+A protocol is written once, as a generator that yields what it waits for. Plain code polls; a loop is told to call back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from verifiers.calls import Deferred, has_running_loop
+
+LONGEST_MS = 1e9
+
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Until:
+    """Wait until a descriptor can be read (or written to), or the deadline (of ``time.monotonic``) has passed."""
+
+    fd: int
+    deadline: float
+    is_write: bool = False
+
+
+Steps = Generator[Until | Future[None], bool, T]
+"""Yields what it waits for; is sent True when that came, and False when the deadline passed first."""
+
+
+def either(function: Callable[Concatenate[S, P], Steps[T]]) -> Callable[Concatenate[S, P], Any]:
+    """Make a method written as steps callable from plain code, and awaitable inside a running loop.
+
+    Like `calls.both`, without the price of an event loop for plain callers.
+    """
+
+    @functools.wraps(function)
+    async def coroutine(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await drive_async(function(self, *args, **kwargs))
+
+    @functools.wraps(function)
+    def call(self: S, *args: P.args, **kwargs: P.kwargs) -> Any:
+        if has_running_loop():
+            return Deferred(lambda: coroutine(self, *args, **kwargs), function.__qualname__)
+        return drive(function(self, *args, **kwargs))
+
+    call.coroutine = coroutine  # type: ignore[attr-defined]
+    return cast(Callable[Concatenate[S, P], Any], call)
+
+
+def drive(steps: Steps[T]) -> T:
+    """Take the steps one by one, blocking this thread in between."""
+    try:
+        wanted = next(steps)
+        while True:
+            try:
+                came = _wait(wanted)
+            except BaseException as error:  # Ctrl-C: the steps clean up after themselves
+                wanted = steps.throw(error)
+            else:
+                wanted = steps.send(came)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+
+
+async def drive_async(steps: Steps[T]) -> T:
+    """Take the steps one by one, leaving the loop to others in between."""
+    try:
+        wanted = next(steps)
+        while True:
+            try:
+                came = await _arrival(wanted)
+            except BaseException as error:  # cancelled: the steps clean up after themselves
+                wanted = steps.throw(error)
+            else:
+                wanted = steps.send(came)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+
+
+def _wait(wanted: Until | Future[None]) -> bool:
+    if isinstance(wanted, Future):
+        wanted.result()
+        return True
+    poll = select.poll()
+    poll.register(wanted.fd, select.POLLOUT if wanted.is_write else select.POLLIN)
+    left_ms = (wanted.deadline - time.monotonic()) * 1000
+    return bool(poll.poll(max(0.0, min(left_ms, LONGEST_MS))))
+
+
+async def _arrival(wanted: Until | Future[None]) -> bool:
+    if isinstance(wanted, Future):
+        await asyncio.wrap_future(wanted)
+        return True
+    loop = asyncio.get_running_loop()
+    came: asyncio.Future[bool] = loop.create_future()
+    add, remove = (loop.add_writer, loop.remove_writer) if wanted.is_write else (loop.add_reader, loop.remove_reader)
+    add(wanted.fd, _settle, came, True)
+    timer = loop.call_later(max(0, wanted.deadline - time.monotonic()), _settle, came, False)
+    try:
+        return await came
+    finally:
+        timer.cancel()
+        remove(wanted.fd)
+
+
+def _settle(came: asyncio.Future[bool], result: bool) -> None:
+    if not came.done():
+        came.set_result(result)
+
+
+class Gate:
+    """At most so many at once, first come first served, across threads and event loops."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._lock = RLock()  # a place may be freed by the garbage collector, in the middle of anything
+        self._inside = 0
+        self._line: deque[Future[None]] = deque()
+
+    def is_busy(self) -> bool:
+        """Is anybody inside?"""
+        return self._inside > 0
+
+    def enter(self) -> Steps[None]:
+        """Wait for a place; one that is given up while waiting goes to the next in line."""
+        ticket: Future[None] = Future()
+        with self._lock:
+            if self._inside < self.limit:
+                self._inside += 1
+                return
+            self._line.append(ticket)
+        try:
+            yield ticket
+        except BaseException:
+            if not ticket.cancel() and not ticket.cancelled():
+                self.leave()
+            raise
+
+    def leave(self) -> None:
+        with self._lock:
+            while self._line:
+                ticket = self._line.popleft()
+                if ticket.set_running_or_notify_cancel():
+                    break
+            else:
+                self._inside -= 1
+                return
+        ticket.set_result(None)

@@ -1,0 +1,141 @@
+"""A freshly forked process → one that code can be let loose in: what it sees, what it may use, what it may ask for."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verifiers.sandbox.inside import kernel, landlock, namespaces, seccomp
+from verifiers.sandbox.inside.namespaces import INNER, SCRATCH, World
+
+STACK = 8 << 20
+ADDRESS_SLACK = 256 << 20
+OPEN_FILES = 256
+PENDING_SIGNALS = 256
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(kw_only=True)
+class Policy:
+    """What the zygote found out once and every session needs."""
+
+    level: str
+    readable: list[str]
+    landlock: int
+    programs: str = "/usr/bin"
+    world: World | None = None
+    filters: dict[bool, bytes] = field(default_factory=dict)
+    address_space: int = 1 << 30
+    private_memory: int = 256 << 20
+
+    def measure(self) -> None:
+        """Note what the zygote itself has mapped: a session's budget comes on top of that."""
+        with open("/proc/self/statm", encoding="ascii") as file:
+            pages = [int(number) for number in file.read().split()]
+        self.address_space, self.private_memory = pages[0] * PAGE, pages[5] * PAGE
+
+    def prepare(self) -> None:
+        """Make the filters before they are needed in a hurry."""
+        if self.level == "full":
+            self.filters = {may_fork: seccomp.filter_program(may_fork=may_fork) for may_fork in (False, True)}
+
+
+def confine(policy: Policy, order: Mapping[str, Any], home: str) -> None:
+    """Confine this process, as far as the level goes. An OSError means that nothing may be run in it."""
+    _be_expendable()
+    if policy.world is not None:
+        _own_world(policy.world, order)
+    os.chdir(home)
+    if policy.world is None:
+        _be_nobody(order["uid"])
+    _limit(policy, order)
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    if policy.level == "none":
+        return
+    if policy.landlock:
+        is_full = policy.level == "full"  # then nothing is in sight but what may be read
+        landlock.restrict(
+            version=policy.landlock,
+            readable=["/"] if is_full else policy.readable,
+            writable=[home],
+            devices=["/dev"] if is_full else namespaces.DEVICES,
+        )
+    if policy.level == "full":
+        kernel.seccomp(policy.filters[order["language"] == "bash"])
+    else:  # without a namespace for its processes there is one process, of one thread
+        kernel.seccomp(seccomp.filter_program(may_fork=False, may_thread=False, only_pid=os.getpid()))
+
+
+def _be_expendable() -> None:
+    """If the machine's memory runs out, let it be this that goes."""
+    try:
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(fd, b"1000")
+        os.close(fd)
+    except OSError:  # a courtesy to the machine, not a part of the isolation
+        return
+
+
+def _own_world(world: World, order: Mapping[str, Any]) -> None:
+    """Its own mounts, made by the zygote's user and so out of its reach; then a user of its own, without any power."""
+    kernel.unshare(kernel.NEWNS)
+    options = f"size={order['disk']},nr_inodes={order['inodes']},mode=700,uid={world.uid},gid={world.gid}"
+    kernel.mount("scratch", SCRATCH, "tmpfs", namespaces.TMPFS_FLAGS, options)
+    kernel.mount("proc", "/proc", "proc", namespaces.PROC_FLAGS, "subset=pid")
+    kernel.unshare(kernel.NEWUSER)
+    namespaces.map_user(world.proc, world.uid, world.gid, INNER, INNER)
+    os.close(world.proc)
+    for name in (".tmp", ".shm"):
+        os.mkdir(f"{SCRATCH}/{name}", 0o700)
+    kernel.drop_capabilities()
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1 if order["language"] == "python" else 0)
+
+
+def _be_nobody(uid: int | None) -> None:
+    """Without namespaces: give up root, if that is who this is, for a user that owns nothing."""
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        kernel.drop_capabilities()
+    kernel.die_with_parent()
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+
+
+def _limit(policy: Policy, order: Mapping[str, Any]) -> None:
+    """Private memory is the budget; the address space is looser, and bounds what is shared."""
+    memory = order["memory"]
+    limits = {
+        resource.RLIMIT_CORE: 1,  # not even to a program that takes them over a pipe, which 0 would allow
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: PENDING_SIGNALS,
+        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_FSIZE: max(order["disk"], order["output"]),
+        resource.RLIMIT_STACK: STACK,
+        resource.RLIMIT_DATA: policy.private_memory + memory,
+        resource.RLIMIT_AS: policy.address_space + 2 * memory + ADDRESS_SLACK,
+    }
+    if policy.level == "full" or order["uid"] is not None:
+        limits[resource.RLIMIT_NPROC] = order["processes"]
+    elif policy.level == "none":  # the count goes by user, and this user has others; "reduced" allows one thread anyway
+        limits[resource.RLIMIT_NPROC] = _tasks_of(os.geteuid()) + order["processes"]
+    for kind, limit in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def _tasks_of(uid: int) -> int:
+    """How many processes and threads a user has now."""
+    count = 0
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == uid:
+                count += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:  # it has just ended
+            continue
+    return count

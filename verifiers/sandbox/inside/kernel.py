@@ -1,0 +1,140 @@
+"""What Python has no function for: namespaces, mounts, capabilities, Landlock and seccomp, by way of the C library."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+
+from verifiers.sandbox.inside import syscalls
+
+NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
+NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+MNT_DETACH = 2
+AT_FDCWD, AT_RECURSIVE = -100, 0x8000
+ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_NOEXEC = 1, 2, 4, 8
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 4, 24, 38, 47
+PR_CAP_AMBIENT_CLEAR_ALL = 4
+CAPABILITY_VERSION_3 = 0x20080522
+SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC = 1, 1
+LANDLOCK_CREATE_RULESET_VERSION, LANDLOCK_RULE_PATH_BENEATH = 1, 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+_libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+
+
+def _checked(result: int, what: str) -> int:
+    if result == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def _syscall(name: str, *args: object) -> int:
+    number = syscalls.REFUSED.get(name)
+    if number is None:
+        raise OSError(38, f"{name} is not known for {syscalls.MACHINE}")
+    return _checked(_libc.syscall(ctypes.c_long(number), *args), name)
+
+
+def unshare(flags: int) -> None:
+    """Leave some of the parent's namespaces for new ones."""
+    _checked(_libc.unshare(ctypes.c_int(flags)), f"unshare({flags:#x})")
+
+
+def setns(fd: int, kind: int) -> None:
+    """Enter a namespace that is open as a descriptor."""
+    _checked(_libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)), "setns")
+
+
+def mount(source: str | None, target: str, kind: str | None = None, flags: int = 0, options: str | None = None) -> None:
+    """Mount a file system, or change a mount."""
+    texts = [None if text is None else text.encode() for text in (source, target, kind, options)]
+    done = _libc.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
+    _checked(done, f"mount {kind or source or ''} on {target}")
+
+
+def make_read_only(target: str, *, is_device: bool = False) -> None:
+    """Make a mount and all below it read-only, without set-uid programs and devices."""
+    wanted = ATTR_RDONLY | ATTR_NOSUID | (ATTR_NOEXEC if is_device else ATTR_NODEV)
+    attributes = struct.pack("=QQQQ", wanted, 0, 0, 0)
+    size = ctypes.c_size_t(len(attributes))
+    flags = ctypes.c_uint(AT_RECURSIVE)
+    _syscall("mount_setattr", ctypes.c_int(AT_FDCWD), target.encode(), flags, attributes, size)
+
+
+def pivot_root(new: str, old: str) -> None:
+    """Make ``new`` the root of the file system and put the old one at ``old``."""
+    _syscall("pivot_root", new.encode(), old.encode())
+
+
+def detach(target: str) -> None:
+    """Unmount, as soon as nobody uses it."""
+    _checked(_libc.umount2(target.encode(), ctypes.c_int(MNT_DETACH)), f"umount {target}")
+
+
+def set_hostname(name: str) -> None:
+    """The name of the machine, in this namespace."""
+    _checked(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
+
+
+def prctl(option: int, *values: int) -> None:
+    """Change an attribute of this process."""
+    _checked(_libc.prctl(option, *(*values, 0, 0, 0, 0)[:4]), f"prctl({option})")
+
+
+def die_with_parent() -> None:
+    """Be killed when the parent ends. A change of user takes this back: say it again after one."""
+    prctl(PR_SET_PDEATHSIG, 9)
+
+
+def drop_capabilities() -> None:
+    """Give up every capability, for this process and all it may ever start."""
+    for capability in range(64):
+        if _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == -1:
+            break  # past the last one that the kernel knows
+    _libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    _syscall("capset", struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24))
+
+
+def landlock_version() -> int:
+    """The version of Landlock in this kernel; 0 where there is none."""
+    try:
+        return _syscall(
+            "landlock_create_ruleset", None, ctypes.c_size_t(0), ctypes.c_uint(LANDLOCK_CREATE_RULESET_VERSION)
+        )
+    except OSError:
+        return 0
+
+
+def landlock_ruleset(attributes: bytes) -> int:
+    """A new set of rules, as a descriptor."""
+    return _syscall("landlock_create_ruleset", attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint(0))
+
+
+def landlock_allow(ruleset: int, fd: int, access: int) -> None:
+    """Add to the rules what may be done below an open file or folder."""
+    rule = struct.pack("=Qi", access, fd)
+    kind = ctypes.c_uint(LANDLOCK_RULE_PATH_BENEATH)
+    _syscall("landlock_add_rule", ctypes.c_int(ruleset), kind, rule, ctypes.c_uint(0))
+
+
+def landlock_restrict(ruleset: int) -> None:
+    """Hold this process to the rules, for good."""
+    _syscall("landlock_restrict_self", ctypes.c_int(ruleset), ctypes.c_uint(0))
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
+
+
+def seccomp(program: bytes) -> None:
+    """Filter the calls of all threads of this process by a program of 8-byte instructions, for good."""
+    instructions = ctypes.create_string_buffer(program, len(program))
+    header = _Program(len(program) // 8, ctypes.addressof(instructions))
+    flags = ctypes.c_uint(SECCOMP_FILTER_FLAG_TSYNC)
+    if _syscall("seccomp", ctypes.c_uint(SECCOMP_SET_MODE_FILTER), flags, ctypes.byref(header)):
+        raise OSError(0, "seccomp: a thread could not be held to the filter")

@@ -1,0 +1,142 @@
+"""A fresh process → one in a world of its own: user, process, mount, network and name namespaces, and a bare root.
+
+Every namespace but that of a session's own processes, mounts and user is made once, here, and shared by all sessions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from verifiers.sandbox.inside import kernel
+
+NOBODY = 65534
+INNER = 1000
+"""The user that a session believes to be."""
+SCRATCH = "/scratch"
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+LINKS = {
+    "/dev/fd": "/proc/self/fd",
+    "/dev/stdin": "/proc/self/fd/0",
+    "/dev/stdout": "/proc/self/fd/1",
+    "/dev/stderr": "/proc/self/fd/2",
+    "/dev/shm": f"{SCRATCH}/.shm",
+    "/tmp": f"{SCRATCH}/.tmp",
+}
+NEW_ROOT = "/proc"
+"""Where the new root is put together: a folder that every machine has and none keeps programs in."""
+PROC_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+TMPFS_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV
+SHARED = kernel.NEWNS | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS | kernel.NEWCGROUP | kernel.NEWPID
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Where the zygote ended up: its user and group outside, /proc, and the process namespace it forks from."""
+
+    uid: int
+    gid: int
+    proc: int
+    own_pids: int
+
+
+def enter(readable: Sequence[str], wait_for: Callable[[int], None]) -> World:
+    """Go into the new world; ``wait_for`` is what each process left behind does until its child ends.
+
+    As root the bare root is made first, with root's eyes, and root given up; then, as for everybody else, a user
+    namespace gives just enough power to make the rest.
+    """
+    uid, gid = os.geteuid(), os.getegid()
+    if uid == 0:
+        kernel.unshare(SHARED)
+        _fork_into(wait_for)
+        _make_root(readable)
+        uid = gid = NOBODY
+        os.setgroups([])
+        os.setresgid(gid, gid, gid)
+        os.setresuid(uid, uid, uid)
+        kernel.die_with_parent()
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+        proc = os.open("/proc", os.O_DIRECTORY)
+        kernel.unshare(kernel.NEWUSER | kernel.NEWNS | kernel.NEWPID)
+        map_user(proc, uid, gid, uid, gid)
+        os.close(proc)
+        _fork_into(wait_for)
+        kernel.mount("proc", "/proc", "proc", PROC_FLAGS)
+    else:
+        proc = os.open("/proc", os.O_DIRECTORY)
+        kernel.unshare(kernel.NEWUSER | SHARED)
+        map_user(proc, uid, gid, uid, gid)
+        os.close(proc)
+        _fork_into(wait_for)
+        _make_root(readable)
+    proc = os.open("/proc", os.O_DIRECTORY)
+    own_pids = os.open("self/ns/pid", os.O_RDONLY, dir_fd=proc)
+    return World(uid=uid, gid=gid, proc=proc, own_pids=own_pids)
+
+
+def map_user(proc: int, uid: int, gid: int, inner_uid: int, inner_gid: int) -> None:
+    """Say who this process is in the user namespace it has just made."""
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{inner_uid} {uid} 1"),
+        ("gid_map", f"{inner_gid} {gid} 1"),
+    ):
+        fd = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
+        try:
+            os.write(fd, text.encode())
+        finally:
+            os.close(fd)
+
+
+def _fork_into(wait_for: Callable[[int], None]) -> None:
+    """Become the first process of the namespace just made; what is left behind waits."""
+    child = os.fork()
+    if child:
+        wait_for(child)
+    kernel.die_with_parent()
+
+
+def _make_root(readable: Sequence[str]) -> None:
+    """A root with nothing in it but programs and libraries, all read-only, a few devices and /proc."""
+    kernel.set_hostname("sandbox")
+    kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("root", NEW_ROOT, "tmpfs", TMPFS_FLAGS, "size=1m,mode=755")
+    for path in readable:
+        _show(path)
+    for path in DEVICES:
+        _bind(path)
+        kernel.make_read_only(NEW_ROOT + path, is_device=True)
+    for path, target in LINKS.items():
+        os.symlink(target, NEW_ROOT + path)
+    for path in ("/proc", SCRATCH, "/etc", "/old"):
+        os.makedirs(NEW_ROOT + path, exist_ok=True)
+    with open(NEW_ROOT + "/etc/passwd", "w", encoding="ascii") as passwd:
+        passwd.write(f"sandbox:x:{INNER}:{INNER}::{SCRATCH}:/bin/sh\n")
+    kernel.mount("proc", NEW_ROOT + "/proc", "proc", PROC_FLAGS)
+    kernel.pivot_root(NEW_ROOT, NEW_ROOT + "/old")
+    os.chdir("/")
+    kernel.detach("/old")
+    os.rmdir("/old")
+    kernel.mount(None, "/", None, kernel.MS_BIND | kernel.MS_REMOUNT | kernel.MS_RDONLY | TMPFS_FLAGS)
+
+
+def _show(path: str) -> None:
+    """Make a file or folder of the machine visible, to be read only."""
+    if os.path.islink(path):  # /lib is often a link into /usr
+        os.makedirs(os.path.dirname(NEW_ROOT + path), exist_ok=True)
+        os.symlink(os.readlink(path), NEW_ROOT + path)
+    elif os.path.exists(path):
+        _bind(path)
+        kernel.make_read_only(NEW_ROOT + path)
+
+
+def _bind(path: str) -> None:
+    if os.path.isdir(path):
+        os.makedirs(NEW_ROOT + path, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(NEW_ROOT + path), exist_ok=True)
+        with open(NEW_ROOT + path, "x", encoding="ascii"):
+            pass
+    kernel.mount(path, NEW_ROOT + path, None, kernel.MS_BIND | kernel.MS_REC)

@@ -1,0 +1,70 @@
+"""A session → a folder of its own: mounted by itself where it can be, and on the machine's disk where it cannot."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+
+from verifiers.sandbox.inside.confine import Policy
+from verifiers.sandbox.inside.namespaces import NOBODY, SCRATCH
+
+FIRST_UID = 2_000_000_000
+UIDS = 1_000_000
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Where a session works, and the user it is to become (None: whoever it is)."""
+
+    path: str
+    uid: int | None = None
+    is_on_disk: bool = False
+
+    @classmethod
+    def make(cls, policy: Policy) -> Scratch:
+        """A folder for one session. Under root each gets a user of its own, so that none can touch another."""
+        if policy.world is not None:
+            return cls(SCRATCH)
+        path = tempfile.mkdtemp(prefix="sandbox-")
+        uid = None
+        if os.geteuid() == 0:
+            uid = FIRST_UID + next(_numbers) % UIDS
+            try:
+                os.chown(path, uid, uid)
+            except OSError:  # in a container such a user may not exist
+                uid = NOBODY
+                os.chown(path, uid, uid)
+        return cls(path, uid, is_on_disk=True)
+
+    def size(self, most: int) -> int:
+        """Bytes and files in it, a file counting as one page at least; stops counting past ``most``."""
+        total, folders = 0, [self.path]
+        while folders and total <= most:
+            try:
+                with os.scandir(folders.pop()) as entries:
+                    for entry in entries:
+                        status = entry.stat(follow_symlinks=False)
+                        total += max(4096, status.st_blocks * 512)
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(entry.path)
+                        if total > most:
+                            break
+            except OSError:  # just removed, or too deep to name
+                continue
+        return total
+
+    def remove(self) -> None:
+        """Delete the folder, however deep it has been made; its session has ended."""
+        if not self.is_on_disk:
+            return
+        try:
+            os.rmdir(self.path)
+        except OSError:
+            done = subprocess.run(["rm", "-rf", "--", self.path], stderr=subprocess.DEVNULL, check=False)
+            if done.returncode:
+                shutil.rmtree(self.path, ignore_errors=True)

@@ -1,0 +1,146 @@
+"""Which calls a session may make → the filter program that holds it to them.
+
+An allow-list: what is not known answers that it does not exist (so that libraries fall back to what does), what is
+known to be dangerous answers that it is not permitted, and calls of another architecture end the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+
+from verifiers.sandbox.inside import syscalls
+
+LOAD, JUMP, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x05, 0x15, 0x35, 0x45, 0x06
+FARTHEST = 255
+ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
+AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+X32 = 0x40000000
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
+
+CLONE_THREAD = 0x00010000
+CLONE_NAMESPACES = 0x7E020000
+AF_UNIX = 1
+# To have a signal sent to any process, to take leases on files, to take more memory for a pipe.
+FCNTL_HARMFUL = (8, 10, 15, 1024, 1026, 1031)
+TERMINAL_QUERIES = (0x5401, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
+PRCTL_HARMLESS = (3, 15, 16, 21, 23, 27, 30, 39, 0x53564D41)  # get or set names, and questions
+PERSONALITY_QUESTIONS = (0, 0xFFFFFFFF)
+
+Instruction = tuple[int, int, int, int]
+Body = tuple[Instruction, ...]
+"""What is done about a call; it ends in a verdict on every path."""
+
+
+def fail(number: int) -> int:
+    """The verdict: the call is not made, and this error is its answer."""
+    return FAIL | number
+
+
+def always(verdict: int) -> Body:
+    """The same verdict whatever is asked for."""
+    return ((RETURN, 0, 0, verdict),)
+
+
+def filter_program(*, may_fork: bool, may_thread: bool = True, only_pid: int | None = None) -> bytes:
+    """The program for one kind of session. ``only_pid``: it has no namespaces, and may touch this one process only.
+
+    >>> len(filter_program(may_fork=False)) % 8
+    0
+    """
+    program: list[Instruction] = [
+        (LOAD, 0, 0, ARCHITECTURE),
+        (JUMP_EQUAL, 1, 0, AUDIT[syscalls.MACHINE]),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, NUMBER),
+    ]
+    if syscalls.MACHINE == "x86_64":
+        program += [(JUMP_AT_LEAST, 0, 1, X32), (RETURN, 0, 0, KILL)]
+    allowed = [syscalls.FILES, syscalls.DESCRIPTORS, syscalls.MEMORY, syscalls.SIGNALS_AND_TIME, syscalls.OWN_PROCESS]
+    allowed += [syscalls.OTHER_PROCESSES, syscalls.FILE_ATTRIBUTES] if only_pid is None else []
+    allowed += [syscalls.NEW_PROCESSES] if may_fork else []
+    refused = [syscalls.REFUSED, syscalls.NEW_PROCESSES, syscalls.FILE_ATTRIBUTES]
+    bodies = {number: always(fail(errno.EPERM)) for group in refused for number in group.values()}
+    bodies |= {number: always(ALLOW) for group in allowed for number in group.values()}
+    numbers = syscalls.BY_ARGUMENT | syscalls.OTHER_PROCESSES
+    for name, body in by_argument(may_fork=may_fork, may_thread=may_thread, only_pid=only_pid).items():
+        if name in numbers:
+            bodies[numbers[name]] = body
+    program += search(spans(bodies, otherwise=always(fail(errno.ENOSYS))))
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+def spans(bodies: Mapping[int, Body], otherwise: Body) -> list[tuple[int, Body]]:
+    """All numbers there are, as stretches with the same body: where each begins, and what it is.
+
+    >>> [start for start, _ in spans({1: always(ALLOW), 2: always(ALLOW), 7: always(ALLOW)}, always(KILL))]
+    [0, 1, 3, 7, 8]
+    """
+    found: list[tuple[int, Body]] = []
+    for number in range(max(bodies) + 2):
+        body = bodies.get(number, otherwise)
+        if not found or found[-1][1] != body:
+            found.append((number, body))
+    return found
+
+
+def search(stretches: Sequence[tuple[int, Body]]) -> list[Instruction]:
+    """A binary search: the kernel runs this for every call, and for all numbers once when it is installed."""
+    if len(stretches) == 1:
+        return list(stretches[0][1])
+    middle = len(stretches) // 2
+    below, above = search(stretches[:middle]), search(stretches[middle:])
+    start = stretches[middle][0]
+    if len(below) <= FARTHEST:
+        return [(JUMP_AT_LEAST, len(below), 0, start), *below, *above]
+    return [(JUMP_AT_LEAST, 0, 1, start), (JUMP, 0, 0, len(below)), *below, *above]
+
+
+def by_argument(*, may_fork: bool, may_thread: bool, only_pid: int | None) -> dict[str, Body]:
+    """The calls whose verdict depends on what they ask for."""
+    no = fail(errno.EPERM)
+    bodies = {
+        "clone": clone(may_fork=may_fork, may_thread=may_thread),
+        "socketpair": only(0, (AF_UNIX,), fail(errno.EAFNOSUPPORT)),
+        "fcntl": never(1, FCNTL_HARMFUL, no),
+        "ioctl": only(1, TERMINAL_QUERIES, fail(errno.ENOTTY)),
+        "prctl": only(0, PRCTL_HARMLESS, no),
+        "personality": only(0, PERSONALITY_QUESTIONS, no),
+    }
+    if only_pid is not None:
+        for name in ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"):
+            bodies[name] = only(0, (only_pid,), no)
+        for name in ("prlimit64", "sched_setaffinity"):
+            bodies[name] = only(0, (0, only_pid), no)
+        for name in ("tkill", "pidfd_open", "pidfd_send_signal"):
+            bodies[name] = always(no)
+    return bodies
+
+
+def clone(*, may_fork: bool, may_thread: bool) -> Body:
+    """New processes and threads, and never a namespace."""
+    if not may_thread:
+        return always(fail(errno.EAGAIN))
+    no_namespace: Body = (
+        (LOAD, 0, 0, ARGUMENTS),
+        (JUMP_ANY_BIT, 0, 1, CLONE_NAMESPACES),
+        (RETURN, 0, 0, fail(errno.EPERM)),
+    )
+    no_process: Body = ((JUMP_ANY_BIT, 1, 0, CLONE_THREAD), (RETURN, 0, 0, fail(errno.EPERM)))
+    return (*no_namespace, *(() if may_fork else no_process), (RETURN, 0, 0, ALLOW))
+
+
+def only(index: int, values: Iterable[int], otherwise: int) -> Body:
+    """Allowed with one of these values as an argument."""
+    return (*_compare(index, values, ALLOW), (RETURN, 0, 0, otherwise))
+
+
+def never(index: int, values: Iterable[int], verdict: int) -> Body:
+    """Allowed unless an argument has one of these values."""
+    return (*_compare(index, values, verdict), (RETURN, 0, 0, ALLOW))
+
+
+def _compare(index: int, values: Iterable[int], verdict: int) -> Body:
+    load = (LOAD, 0, 0, ARGUMENTS + 8 * index)  # the low half: the kernel takes these as 32 bits
+    return (load, *(part for value in values for part in ((JUMP_EQUAL, 0, 1, value), (RETURN, 0, 0, verdict))))

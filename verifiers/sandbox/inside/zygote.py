@@ -1,0 +1,330 @@
+"""Orders on a socket → confined processes: the first process of the sandbox, exec'ed clean; all others are its forks.
+
+It lives as long as the application does: when the application's end of the socket closes, or the application itself
+ends in any way, so does this, and everything forked from it.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import stat
+import struct
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from verifiers.sandbox.inside import kernel, namespaces, syscalls
+from verifiers.sandbox.inside.confine import Policy, confine
+from verifiers.sandbox.inside.monitor import Monitor, Watched
+from verifiers.sandbox.inside.runner import prepare, serve_session
+from verifiers.sandbox.inside.scratch import Scratch
+
+CONTROL = 0
+COMMON = (
+    "argparse ast base64 bisect calendar cmath collections collections.abc contextlib copy csv dataclasses datetime "
+    "decimal difflib enum fractions functools hashlib heapq inspect io itertools json linecache math operator os.path "
+    "pprint queue random re statistics string struct textwrap threading time traceback types typing unicodedata uuid"
+)
+# Without a root of its own, a session that gave up root may not be able to read a Python that lies in root's home.
+IF_UNREADABLE = (
+    "abc array asyncio concurrent.futures contextvars copyreg encodings.idna fnmatch getopt glob gzip html html.parser "
+    "keyword locale logging mmap numbers optparse pathlib pickle platform reprlib sched secrets selectors shlex shutil "
+    "signal socket stat subprocess symtable tempfile token tokenize urllib.parse warnings weakref zipfile zlib"
+)
+ORDER_BYTES = 1 << 16
+TICK_S = 0.1
+SELF_TEST = {
+    "language": "python",
+    "memory": 64 << 20,
+    "disk": 1 << 20,
+    "inodes": 64,
+    "processes": 4,
+    "output": 4096,
+}
+
+
+def main(config: Mapping[str, Any]) -> None:
+    """Find the best level that works, and fork sessions until the application is gone."""
+    sys.path[:0] = [path for path in config["paths"] if path not in sys.path]
+    client = os.pidfd_open(config["client"])
+    if os.getppid() != config["client"]:
+        os._exit(1)
+    wanted, reasons = config["level"], []
+    if syscalls.MACHINE not in syscalls.MACHINES:
+        reasons.append(f"the processor is {syscalls.MACHINE}, and only {' and '.join(syscalls.MACHINES)} are known")
+        wanted = wanted or "none"
+    if wanted in (None, "full"):
+        reasons.append(_try_full(config, client))
+    if wanted in (None, "reduced"):
+        policy = _policy("reduced", config)
+        problem = _try_reduced(policy)
+        if problem is None:
+            Zygote(policy, client, config["packages"]).serve(reasons)
+        reasons.append(problem)
+    policy = _policy("none", config)
+    if wanted in ("full", "reduced") or not config["allow_unsafe"]:
+        _say_hello(CONTROL, policy, reasons)
+        os._exit(0)
+    Zygote(policy, client, config["packages"]).serve(reasons)
+
+
+def _policy(level: str, config: Mapping[str, Any], world: namespaces.World | None = None) -> Policy:
+    return Policy(
+        level=level,
+        readable=config["readable"],
+        programs=config["programs"],
+        landlock=kernel.landlock_version(),
+        world=world,
+    )
+
+
+def _try_full(config: Mapping[str, Any], client: int) -> str:
+    """Serve at the full level in a child, if that can be; only otherwise come back, with the reason."""
+    came, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(came)
+        kernel.die_with_parent()
+        try:
+            world = namespaces.enter(config["readable"], lambda child: _wait_for(child, client))
+            policy = _policy("full", config, world)
+            zygote = Zygote(policy, client, config["packages"])
+            zygote.self_test()
+        except OSError as error:
+            os.write(told, (error.strerror or str(error)).encode())
+            os._exit(1)
+        os.close(told)
+        zygote.serve([] if policy.landlock else ["this kernel has no Landlock, a second lock on files"])
+    os.close(told)
+    with open(came, "rb") as pipe:
+        reason = pipe.read().decode(errors="replace")
+    if not reason:
+        _wait_for(child, client)
+    os.waitpid(child, 0)
+    return f"namespaces cannot be used ({reason})"
+
+
+def _try_reduced(policy: Policy) -> str | None:
+    """Does a process come out confined without namespaces? The reason, if not."""
+    if not policy.landlock:
+        return "this kernel has no Landlock"
+    came, told = os.pipe()
+    scratch = Scratch.make(policy)
+    child = os.fork()
+    if child == 0:
+        try:
+            confine(policy, {**SELF_TEST, "uid": scratch.uid}, scratch.path)
+        except OSError as error:
+            os.write(told, (error.strerror or str(error)).encode())
+        os._exit(0)
+    os.close(told)
+    with open(came, "rb") as pipe:
+        reason = pipe.read().decode(errors="replace")
+    os.waitpid(child, 0)
+    scratch.remove()
+    return f"a process cannot be confined ({reason})" if reason else None
+
+
+def _wait_for(child: int, client: int) -> NoReturn:
+    """What a process that only stands above a namespace does: end with its child, or with the application."""
+    os.close(CONTROL)
+    poll = select.poll()
+    for fd in (os.pidfd_open(child), client):
+        poll.register(fd, select.POLLIN)
+    poll.poll()
+    os._exit(0)  # the child is told to end with this
+
+
+def _say_hello(control: int, policy: Policy, reasons: list[str]) -> None:
+    hello = {"level": policy.level, "reasons": reasons, "landlock": policy.landlock}
+    os.write(control, json.dumps(hello).encode())
+
+
+class Zygote:
+    """Forks a confined process for each order, tells the application which it is, and says how each ended."""
+
+    def __init__(self, policy: Policy, client: int, packages: list[str]) -> None:
+        self.policy = policy
+        self.client = client
+        self.packages = packages
+        self.control = socket.socket(fileno=os.dup(CONTROL))
+        null = os.open("/dev/null", os.O_RDWR)
+        os.dup2(null, CONTROL)  # the standard input of every session
+        os.close(null)
+        self.sessions: dict[int, Watched] = {}
+        self.monitor = Monitor()
+        self.poll = select.epoll()
+        policy.prepare()
+        prepare(namespaces.SCRATCH, policy.programs)
+
+    def self_test(self) -> None:
+        """Confine one process for nothing, before anything is promised."""
+        near, far = socket.socketpair()
+        nothing = os.open("/dev/null", os.O_RDWR)
+        with near, far:
+            session = self._fork(SELF_TEST, [far.fileno(), nothing, nothing])
+            far.close()
+            said = bytearray()
+            while chunk := near.recv(4096):
+                said += chunk
+                if said == b"PR":
+                    break
+            os.close(nothing)
+            os.kill(session.pid, signal.SIGKILL)
+            os.waitpid(session.pid, 0)
+            os.close(session.pidfd)
+            if said != b"PR":
+                raise OSError(0, said[6:].decode(errors="replace") or "a session ended at once")
+
+    def serve(self, reasons: list[str]) -> NoReturn:
+        """Say hello, and take orders until the application is gone."""
+        common = COMMON.split()
+        if self.policy.world is None and os.geteuid() == 0 and not _is_readable_by_all(os.__file__):
+            reasons.append("this Python lies where only root can read it, so cells can import only what is preloaded")
+            common += IF_UNREADABLE.split()
+        for name in (*common, *self.packages):
+            try:
+                importlib.import_module(name)
+            except ImportError:  # it is not installed, which a cell that imports it will hear
+                continue
+        self.policy.measure()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        _say_hello(self.control.fileno(), self.policy, reasons)
+        os.dup2(CONTROL, 2)
+        for fd in (self.control.fileno(), self.client):
+            self.poll.register(fd, select.EPOLLIN)
+        while True:
+            for fd, _ in self.poll.poll(TICK_S if self.sessions else None):
+                if fd == self.client:
+                    self._end()
+                elif fd == self.control.fileno():
+                    self._take_order()
+                else:
+                    self._bury(fd)
+            for session in self.monitor.offenders(self.sessions):
+                os.kill(session.pid, signal.SIGKILL)
+
+    def _take_order(self) -> None:
+        room = socket.CMSG_SPACE(3 * array.array("i").itemsize)
+        message, ancillary, _, _ = self.control.recvmsg(ORDER_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+        if not message:
+            self._end()
+        fds = array.array("i")
+        for _, _, packed in ancillary:
+            fds.frombytes(packed)
+        try:
+            session = self._fork(json.loads(message), list(fds))
+        except OSError as error:
+            _tell(fds[0], b"E" + _framed(f"a process could not be forked: {error}".encode()))
+            for fd in fds:
+                os.close(fd)
+            return
+        for fd in fds[1:]:
+            os.close(fd)
+        self.sessions[session.pidfd] = session
+        self.poll.register(session.pidfd, select.EPOLLIN)
+
+    def _fork(self, order: Mapping[str, Any], fds: list[int]) -> Watched:
+        """One process for one order; in a namespace of its own for processes, where it is the first."""
+        scratch = Scratch.make(self.policy)
+        order = {**order, "uid": scratch.uid}
+        world = self.policy.world
+        try:
+            if world is not None:
+                kernel.unshare(kernel.NEWPID)
+            pid = os.fork()
+            if pid == 0:
+                self._be_session(order, fds, scratch.path)
+        except OSError:
+            scratch.remove()
+            raise
+        finally:
+            if world is not None:
+                kernel.setns(world.own_pids, kernel.NEWPID)
+        return Watched(pid=pid, pidfd=os.pidfd_open(pid), conn=fds[0], order=order, scratch=scratch)
+
+    def _be_session(self, order: Mapping[str, Any], fds: list[int], home: str) -> NoReturn:
+        """Keep the session's own descriptors only, be confined, and serve; there is no way back from here."""
+        conn = fds[0]
+        try:
+            conn = _keep(fds, self.policy.world)
+            _hand_over_self(conn)
+            confine(self.policy, order, home)
+            serve_session(conn, order, home)
+        except Exception as error:  # nothing may go on after a failure here, of whatever kind
+            why = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+            _tell(conn, b"E" + _framed(why.encode()))
+        finally:
+            os._exit(70)
+
+    def _bury(self, pidfd: int) -> None:
+        """A session has ended: say how, on its own socket, and clear up after it."""
+        session = self.sessions.pop(pidfd)
+        _, status = os.waitpid(session.pid, 0)
+        number = os.waitstatus_to_exitcode(status)
+        note = {"why": "signal", "number": -number} if number < 0 else {"why": "exit", "number": number}
+        message = json.dumps({"ended": {"why": session.offence} if session.offence else note}).encode()
+        _tell(session.conn, _framed(message))
+        self.poll.unregister(pidfd)
+        os.close(pidfd)
+        os.close(session.conn)
+        session.scratch.remove()
+
+    def _end(self) -> NoReturn:
+        """The application is gone: so is everything here."""
+        for session in self.sessions.values():
+            os.kill(session.pid, signal.SIGKILL)
+        for session in self.sessions.values():
+            os.waitpid(session.pid, 0)
+            session.scratch.remove()
+        os._exit(0)
+
+
+def _keep(fds: list[int], world: namespaces.World | None) -> int:
+    """Input is empty, output goes to the two files, and of all else only the socket stays (and, for now, /proc)."""
+    conn, out, err = fds
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    kept = sorted({conn, world.proc} if world is not None else {conn})
+    for first, last in zip([2, *kept], [*kept, 1 << 20], strict=True):
+        os.closerange(first + 1, last)
+    return conn
+
+
+def _is_readable_by_all(path: str) -> bool:
+    """May any user open this file, by the modes of the folders above it?"""
+    while path != "/":
+        path = os.path.dirname(path)
+        if not os.stat(path).st_mode & stat.S_IXOTH:
+            return False
+    return True
+
+
+def _hand_over_self(conn: int) -> None:
+    """Give the application the handle to end this process by; later nothing can be sent that way any more."""
+    pidfd = os.pidfd_open(os.getpid())
+    with socket.socket(fileno=os.dup(conn)) as near:
+        socket.send_fds(near, [b"P"], [pidfd])
+    os.close(pidfd)
+
+
+def _framed(message: bytes) -> bytes:
+    return struct.pack("<I", len(message)) + message
+
+
+def _tell(conn: int, message: bytes) -> None:
+    """Say something on a session's socket without ever waiting for anybody to read it."""
+    with socket.socket(fileno=os.dup(conn)) as end:
+        try:
+            end.send(message, socket.MSG_DONTWAIT)
+        except OSError:  # nobody listens any more, or the session has filled its socket: its end says enough
+            return

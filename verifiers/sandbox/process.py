@@ -1,0 +1,243 @@
+"""One confined process, as the application holds it: requests go in, length-capped JSON and two capped files come out.
+
+Nothing that comes out is believed: a reply that is too long, late or garbled ends the process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verifiers.errors import SandboxError
+from verifiers.sandbox.drive import Steps, Until
+from verifiers.sandbox.result import Status
+
+HEADER = struct.Struct("<I")
+CHUNK_BYTES = 1 << 20
+START_S = 60.0
+
+
+class EndedError(Exception):
+    """The process is gone, or was ended for what it did; ``status`` says which, for the result."""
+
+    def __init__(self, status: Status, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class Process:
+    """A confined process. ``request`` talks to it; ``close`` ends it and everything it started."""
+
+    def __init__(self, *, output_bytes: int, reply_bytes: int) -> None:
+        self.output_bytes = output_bytes
+        self.reply_bytes = reply_bytes
+        self.is_used = False
+        self._is_ready = False
+        self._number = 0
+        self._began = time.monotonic()
+        held = _Held()
+        self._held = held
+        try:
+            held.conn, held.far = socket.socketpair()
+            held.conn.setblocking(False)
+            held.out, held.err = (_capped_file(name, output_bytes) for name in ("stdout", "stderr"))
+        except BaseException:
+            held.close()
+            raise
+        self._end = weakref.finalize(self, held.close)
+
+    def hand_over(self, control: socket.socket, order: Mapping[str, Any]) -> None:
+        """Send the far ends to the zygote, which starts the process; raises BlockingIOError if it has to wait."""
+        held = self._held
+        socket.send_fds(control, [json.dumps(order).encode()], [held.far.fileno(), held.out, held.err])
+        held.far.close()
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Call this, once, when the process is closed or forgotten."""
+        self._held.on_close = callback
+
+    @property
+    def is_killed(self) -> bool:
+        return self._held.is_killed
+
+    def kill(self) -> None:
+        """End the process and everything in it, now; whoever waits for a reply hears of it and closes."""
+        self._held.kill()
+
+    def close(self) -> None:
+        """End the process, and let go of all that belongs to it."""
+        self._end()
+
+    def request(self, request: Mapping[str, Any], timeout_s: float, *, reply_bytes: int = 0) -> Steps[dict[str, Any]]:
+        """One request and its reply; `EndedError` if the process did not live to give one in time.
+
+        The clock starts when the process is there, which may be after the request was sent.
+        """
+        self._number += 1
+        message = json.dumps({**request, "number": self._number}).encode()
+        yield from self._send(HEADER.pack(len(message)) + message)
+        yield from self._begin()
+        self._began = time.monotonic()
+        deadline = self._began + timeout_s
+        (length,) = HEADER.unpack((yield from self._receive(HEADER.size, deadline)))
+        cap = max(reply_bytes, self.reply_bytes)
+        if length > cap:
+            raise EndedError("killed", f"it sent a reply of {length} bytes, where {cap} are allowed")
+        reply = _decode((yield from self._receive(length, deadline)))
+        if isinstance(ended := reply.get("ended"), dict):
+            raise _ended(ended)
+        if reply.get("number") != self._number:
+            raise EndedError("killed", "it sent a reply that nobody had asked for")
+        return reply
+
+    def time_s(self) -> float:
+        """Seconds since the last request was begun."""
+        return time.monotonic() - self._began
+
+    def rewind(self) -> None:
+        """Let the next cell write from the start of the output files."""
+        for fd in (self._held.out, self._held.err):
+            os.lseek(fd, 0, os.SEEK_SET)
+
+    def output(self) -> tuple[str, str, bool]:
+        """Standard output, standard error, and whether one of them is full."""
+        ends = [min(os.lseek(fd, 0, os.SEEK_CUR), self.output_bytes) for fd in (self._held.out, self._held.err)]
+        out, err = (
+            os.pread(fd, end, 0).decode(errors="replace")
+            for fd, end in zip((self._held.out, self._held.err), ends, strict=True)
+        )
+        return out, err, self.output_bytes in ends
+
+    def _begin(self) -> Steps[None]:
+        """Wait for the handle to end the process by, and then for its word that it is confined."""
+        deadline = time.monotonic() + START_S
+        held = self._held
+        while not self._is_ready:
+            try:
+                said, fds, _, _ = socket.recv_fds(held.conn, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                if not (yield Until(held.conn.fileno(), deadline)):
+                    raise SandboxError(f"a sandbox did not start within {START_S:.0f} s") from None
+                continue
+            except OSError as error:
+                raise SandboxError(f"a sandbox could not be started: {error}") from error
+            if said == b"P" and fds:
+                held.pidfd = fds[0]
+            elif said == b"R" and held.pidfd >= 0:
+                self._is_ready = True
+            else:
+                why = yield from self._last_words(deadline)
+                raise SandboxError(f"a sandbox could not be started: {why}")
+
+    def _last_words(self, deadline: float) -> Steps[str]:
+        try:
+            (length,) = HEADER.unpack((yield from self._receive(HEADER.size, deadline)))
+            return (yield from self._receive(min(length, self.reply_bytes), deadline)).decode(errors="replace")
+        except EndedError:
+            return "its process ended at once"
+
+    def _send(self, message: bytes) -> Steps[None]:
+        left = memoryview(message)
+        deadline = time.monotonic() + START_S
+        while left:
+            try:
+                left = left[self._held.conn.send(left[:CHUNK_BYTES]) :]
+            except BlockingIOError:
+                if not (yield Until(self._held.conn.fileno(), deadline, is_write=True)):
+                    raise EndedError("killed", "it did not take its next request") from None
+            except OSError:
+                return  # it is gone; what it left to read says why
+
+    def _receive(self, length: int, deadline: float) -> Steps[bytes]:
+        received = bytearray()
+        while len(received) < length:
+            try:
+                chunk = self._held.conn.recv(min(length - len(received), CHUNK_BYTES))
+            except BlockingIOError:
+                if not (yield Until(self._held.conn.fileno(), deadline)):
+                    raise EndedError("timeout", "it did not stop in time") from None
+                continue
+            except OSError:
+                chunk = b""
+            if not chunk:
+                raise EndedError("killed", "its process ended")
+            received += chunk
+        return bytes(received)
+
+
+class _Held:
+    """The descriptors of a process; closing them ends it. Apart from `Process`, so that a finalizer can hold it."""
+
+    conn: socket.socket
+    far: socket.socket
+    out = err = pidfd = -1
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.is_killed = False
+        self.on_close: Callable[[], None] | None = None
+
+    def kill(self) -> None:
+        if self.owner != os.getpid():  # a fork of the application ends nothing of its parent's
+            return
+        self.is_killed = True
+        try:
+            if self.pidfd >= 0:
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            self.conn.shutdown(socket.SHUT_RDWR)
+        except (OSError, AttributeError):  # it has ended by itself, or was never begun
+            return
+
+    def close(self) -> None:
+        self.kill()
+        for end in (getattr(self, "conn", None), getattr(self, "far", None)):
+            if end is not None:
+                end.close()
+        for fd in (self.out, self.err, self.pidfd):
+            if fd >= 0:
+                os.close(fd)
+        if self.on_close is not None:
+            self.on_close()
+
+
+def _capped_file(name: str, size: int) -> int:
+    """A file in memory that can never be longer: both sides hold it, so it outlives the process."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _decode(message: bytes) -> dict[str, Any]:
+    try:
+        reply = json.loads(message)
+    except (ValueError, RecursionError) as error:
+        raise EndedError("killed", f"it sent a reply that is not JSON ({type(error).__name__})") from None
+    if not isinstance(reply, dict):
+        raise EndedError("killed", f"it sent a reply that is not an object but {type(reply).__name__}")
+    return reply
+
+
+def _ended(note: Mapping[str, Any]) -> EndedError:
+    """What the zygote wrote when it found the process ended."""
+    if note.get("why") == "memory":
+        return EndedError("memory", "it took more memory than it may")
+    if note.get("why") == "disk":
+        return EndedError("killed", "it took more disk than it may")
+    number = note.get("number")
+    if note.get("why") == "signal" and isinstance(number, int):
+        name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
+        return EndedError("killed", f"its process was ended by signal {name}")
+    return EndedError("killed", f"its process ended by itself, with code {number}")

@@ -1,0 +1,228 @@
+"""Cells of code → results, one after another, with state that lives on from each to the next."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, get_args
+
+from verifiers.sandbox.drive import Gate, Steps, either
+from verifiers.sandbox.process import EndedError, Process
+from verifiers.sandbox.result import Result, Status
+
+if TYPE_CHECKING:
+    from verifiers.sandbox.sandbox import Sandbox
+
+GRACE_S = 0.25
+"""How long after its deadline a cell may take to notice the alarm, before its process is ended."""
+FILES_S = 30.0
+STATUSES: tuple[Status, ...] = get_args(Status)
+
+
+class Session:
+    """One process that keeps its state from cell to cell; get one from ``Sandbox.session()``.
+
+    A cell that ends the process costs the state, never the session: the next cell starts from nothing, and its result
+    says so in ``is_fresh``.
+
+    >>> from verifiers.sandbox import Sandbox
+    >>> with Sandbox() as sandbox, sandbox.session() as session:
+    ...     _ = session.run("x = 20")
+    ...     session.run("x + 1").value
+    '21'
+    """
+
+    def __init__(self, sandbox: Sandbox, *, memory_mb: int | None = None) -> None:
+        self.sandbox = sandbox
+        self._memory_mb = memory_mb
+        self._process: Process | None = None
+        self._turn = Gate(1)
+        self._is_closed = False
+
+    @either
+    def run(self, code: str, *, timeout_s: float | None = None) -> Steps[Result]:
+        """Run a cell and return what it did; several at once wait for one another."""
+        check_code(code)
+        return (yield from self.steps({"do": "run", "code": code}, timeout_s))
+
+    @either
+    def call(
+        self,
+        name: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Steps[Result]:
+        """Call a function that a cell defined; ``value`` is what it returned, as JSON can say it.
+
+        Give it the inputs only. What it should return stays out here, where the code cannot look.
+
+        >>> from verifiers.sandbox import Sandbox
+        >>> with Sandbox() as sandbox, sandbox.session() as session:
+        ...     _ = session.run("def double(x): return 2 * x")
+        ...     session.call("double", [21]).value == 42
+        True
+        """
+        if self.sandbox.language != "python":
+            raise ValueError(f"a function can be called in a python session; this one is {self.sandbox.language}")
+        request = {"do": "call", "name": name, "args": list(args), "kwargs": dict(kwargs or {})}
+        try:
+            json.dumps(request)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"the arguments of {name!r} must be plain values that JSON can say: {error}") from None
+        return (yield from self.steps(request, timeout_s))
+
+    @either
+    def write(self, name: str, content: bytes | str) -> Steps[None]:
+        """Put a file into the session's folder."""
+        yield from self._files({"do": "write", "files": {name: encode(content)}})
+
+    @either
+    def read(self, name: str) -> Steps[bytes]:
+        """The bytes of a file in the session's folder.
+
+        An OSError (it is not there, or the session did not answer) is the code's doing, not the sandbox's.
+        """
+        reply = yield from self._files({"do": "read", "name": name})
+        try:
+            return base64.b64decode(reply.get("content", ""), validate=True)
+        except (ValueError, TypeError):
+            raise OSError(f"the session gave no readable content for {name!r}") from None
+
+    @either
+    def files(self) -> Steps[list[str]]:
+        """The names of all files in the session's folder, with folders inside it as ``folder/name``."""
+        reply = yield from self._files({"do": "files"})
+        names = reply.get("names")
+        return sorted(str(name) for name in names) if isinstance(names, list) else []
+
+    def close(self) -> None:
+        """End the session's process and everything it started; a cell that is running is killed."""
+        self._is_closed = True
+        if self._turn.is_busy() and self._process is not None:
+            self._process.kill()  # the one who waits for the cell closes it
+        else:
+            self._drop()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def steps(self, request: dict[str, Any], timeout_s: float | None) -> Steps[Result]:
+        """One cell, from a free place to its result."""
+        seconds = self.sandbox.timeout_s if timeout_s is None else timeout_s
+        if not (seconds > 0 and math.isfinite(seconds)):
+            raise ValueError(f"timeout_s must be a positive number of seconds; got {timeout_s!r}")
+        yield from self._turn.enter()
+        try:
+            return (yield from self._cell({**request, "timeout_s": seconds}, seconds))
+        finally:
+            self._done()
+
+    def _cell(self, request: dict[str, Any], seconds: float) -> Steps[Result]:
+        process = yield from self._ready()
+        is_fresh, process.is_used = not process.is_used, True
+        process.rewind()
+        try:
+            reply = yield from process.request(request, seconds + GRACE_S)
+        except EndedError as error:
+            result = _ended(process, error, is_fresh)
+            self._drop()
+            self.sandbox.check_host(error)
+            return result
+        except BaseException:  # cancelled: what the cell is at is unknown, so it cannot be gone on with
+            self._drop()
+            raise
+        return _result(process, reply, is_fresh)
+
+    def _files(self, request: dict[str, Any]) -> Steps[dict[str, Any]]:
+        yield from self._turn.enter()
+        try:
+            process = yield from self._ready()
+            try:
+                reply = yield from process.request(request, FILES_S, reply_bytes=self.sandbox.file_bytes)
+            except BaseException as error:
+                self._drop()
+                if not isinstance(error, EndedError):
+                    raise
+                self.sandbox.check_host(error)
+                raise TimeoutError(f"the session's files could not be reached: {error}") from None
+        finally:
+            self._done()
+        if (number := reply.get("errno")) is not None:
+            number = number if isinstance(number, int) else 0
+            raise OSError(number, os.strerror(number), request.get("name"))
+        return reply
+
+    def _ready(self) -> Steps[Process]:
+        if self._is_closed:
+            raise ValueError("the session is closed; open another with sandbox.session()")
+        if self._process is not None and self._process.is_killed:  # the sandbox was closed meanwhile
+            self._drop()
+        if self._process is None:
+            self._process = yield from self.sandbox.take(self._memory_mb)
+        return self._process
+
+    def _done(self) -> None:
+        if self._is_closed:
+            self._drop()
+        else:
+            self.sandbox.refill()
+        self._turn.leave()
+
+    def _drop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+
+
+def check_code(code: str) -> None:
+    """Refuse what is not text before a process is taken for it."""
+    if not isinstance(code, str):
+        raise TypeError(f"code must be a string; got {type(code).__name__}")
+
+
+def encode(content: bytes | str) -> str:
+    """A file's content, for JSON."""
+    return base64.b64encode(content.encode() if isinstance(content, str) else content).decode()
+
+
+def _result(process: Process, reply: dict[str, Any], is_fresh: bool) -> Result:
+    """A result of a reply that nobody vouches for: what is not of the right kind is left out."""
+    out, err, is_full = process.output()
+    said, error, exit_code = reply.get("status"), reply.get("error"), reply.get("exit_code")
+    status: Status = next((status for status in STATUSES if status == said), "killed")
+    return Result(
+        status="output" if is_full and status in ("ok", "error") else status,
+        stdout=out,
+        stderr=err,
+        value=reply.get("value"),
+        error=error if isinstance(error, str) else None,
+        exit_code=exit_code if isinstance(exit_code, int) else None,
+        time_s=process.time_s(),
+        is_fresh=is_fresh or reply.get("is_fresh") is True,
+    )
+
+
+def _ended(process: Process, error: EndedError, is_fresh: bool) -> Result:
+    out, err, _ = process.output()
+    return Result(
+        status=error.status, stdout=out, stderr=err, error=str(error), time_s=process.time_s(), is_fresh=is_fresh
+    )
