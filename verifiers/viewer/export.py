@@ -1,0 +1,94 @@
+"""Run directories → the same pages as one HTML file that needs no server and asks for nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Sequence
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verifiers.viewer import assets
+from verifiers.viewer.comparing import compare
+from verifiers.viewer.figures import run_figures, run_page
+from verifiers.viewer.library import Library, Run
+from verifiers.viewer.records import rollout_page
+from verifiers.viewer.rows import row_of
+
+DEFAULT_LIMIT = 1000  # rollouts of a run that are put into the file
+MAX_COMPARED = 4  # runs of which each pair is compared
+
+
+def export_html(library: Library, path: str | os.PathLike[str], *, limit: int = DEFAULT_LIMIT) -> int:
+    """Write the runs of a library into one file and say how many bytes it has; figures are over all rollouts."""
+    runs = [found for run in library.runs() if (found := library.get(run.id)) is not None]
+    if not runs:
+        raise ValueError("there is no run to export; name one: vf view PATH --export FILE.html")
+    text = render(gather(runs, limit=limit)).encode()
+    Path(path).write_bytes(text)
+    return len(text)
+
+
+def gather(runs: Sequence[Run], *, limit: int) -> dict[str, Any]:
+    """All that the pages of these runs ask a server for."""
+    found: dict[str, Any] = {"runs": [], "figures": {}, "rollouts": {}, "training": {}, "comparisons": {}}
+    for run in runs:
+        run.index.refresh()
+        run.metrics.refresh()
+        about = run_page(run)
+        total = len(run.index)
+        if total > limit:
+            about["notices"].append(f"this file holds the first {limit:,} of {total:,} rollouts; figures are over all")
+        found["runs"].append({**about, "is_live": False})
+        found["figures"][run.id] = run_figures(run.index)
+        found["rollouts"][run.id] = [
+            {**row_of(run.index, number), **rollout_page(run, number)} for number in range(min(total, limit))
+        ]
+        if run.is_training:
+            found["training"][run.id] = run.metrics.page()
+    for a, b in permutations(runs[:MAX_COMPARED], 2):
+        compared = compare(a.index, b.index)
+        found["comparisons"][f"{a.id}/{b.id}"] = {**compared, "rows": compared["rows"][:limit]}
+    return found
+
+
+def render(data: dict[str, Any]) -> str:
+    """The page with everything inside; its policy lets this one script and this one style run, and nothing else."""
+    script, style = assets.one_script(), assets.style()
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src '{_hash(script)}'",
+            f"style-src '{_hash(style)}'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types 'none'",
+        )
+    )
+    # In a script element only "<" can end it or open a comment; in JSON it can be written otherwise.
+    embedded = msgspec.json.encode(data).decode().replace("<", "\\u003c")
+    page = (assets.FOLDER / "index.html").read_text(encoding="utf-8")
+    parts = {
+        '<meta charset="utf-8">': (
+            f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+            '<meta name="referrer" content="no-referrer">'
+        ),
+        '<link rel="stylesheet" href="static/viewer.css">': f"<style>{style}</style>",
+        '<script type="module" src="static/app.js"></script>': (
+            f'<script type="application/json" id="embedded">{embedded}</script>\n'
+            f'<script type="module">{script}</script>'
+        ),
+    }
+    for reference, content in parts.items():
+        page = page.replace(reference, content)
+    return page
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

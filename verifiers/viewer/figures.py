@@ -1,0 +1,210 @@
+"""The index of a run → its figures: means with intervals, distributions, causes of failure, pass@k."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from verifiers import stats
+from verifiers.viewer.index import FAILED, STATUSES, Names, RolloutIndex
+from verifiers.viewer.library import Run
+
+MAX_BARS = 12  # distinct values that get a bar each
+RANGES = 24
+SPARKLINE = 60  # steps that the list of runs shows of a training
+SHOWN = 50  # tasks, causes and stop conditions that are listed
+COUNTS = ("num_turns", "parse_retries")  # facts of a rollout, not scores
+
+
+def run_card(run: Run) -> dict[str, Any]:
+    """A run in the list of runs: what its metadata says, completed by what has been read of its rollouts."""
+    metadata, problem = run.read_metadata()
+    index = run.index
+    is_known = len(index) > 0 and index.share_read == 1.0
+    card: dict[str, Any] = {
+        "id": run.id,
+        "name": run.path.name,
+        "folder": run.path.parent.name,
+        "env_id": _text(metadata.get("env_id")) or run.path.parent.name.partition("--")[0],
+        "model": _text(metadata.get("model")) or run.path.parent.name.partition("--")[2],
+        "date": _text(metadata.get("date")),
+        "changed": run.changed_at() or None,
+        "kind": "training" if run.is_training else "evaluation",
+        "is_live": run.is_live,
+        "is_finished": run.is_finished,
+        "rollouts": len(index) if is_known else _count(metadata.get("num_rollouts")),
+        "failed": index.statuses.count(FAILED) if is_known else _count(metadata.get("num_failed")),
+        "reward": _figure(metadata.get("avg_reward")),
+        "problem": problem,
+    }
+    if card["reward"] is None and is_known:
+        card["reward"] = _mean(index.rewards)
+    if run.is_training:
+        run.metrics.refresh()
+        card["step"] = run.metrics.steps[-1] if run.metrics.steps else None
+        card["reward"] = run.metrics.last("reward") if card["step"] is not None else card["reward"]
+        card["rewards"] = run.metrics.recent("reward", SPARKLINE)
+    return card
+
+
+def run_page(run: Run) -> dict[str, Any]:
+    """What a run is and how far it has been read; the figures are another matter."""
+    index = run.index
+    with index.lock:
+        return {
+            **run_card(run),
+            "metadata": run.metadata,
+            "version": index.version,
+            "stamp": run.stamp(),
+            "share_read": index.share_read,
+            "rollouts": len(index),
+            "examples": len(index.keys),
+            "failed": index.statuses.count(FAILED),
+            "statuses": [[STATUSES[code], count] for code, count in sorted(Counter(index.statuses).items())],
+            "truncated": sum(index.truncated),
+            "tasks": _counted(index.tasks, index.task_names),
+            "stops": _counted(index.stops, index.stop_names),
+            "causes": [item for item in _counted(index.causes, index.cause_names) if item[0]],
+            "steps": _step_counts(index.steps),
+            "metric_names": list(index.metrics),
+            "usage": {
+                "prompt_tokens": index.prompt_tokens,
+                "completion_tokens": index.completion_tokens,
+                "cost_usd": index.cost_usd,
+            },
+            "has_advantages": any(not math.isnan(value) for value in index.advantages[:1000]),
+            "notices": notices(run),
+        }
+
+
+def notices(run: Run) -> list[str]:
+    """What is wrong with the folder, in sentences."""
+    index, found = run.index, []
+    if problem := run.read_metadata()[1]:
+        found.append(problem)
+    if not run.results_path.is_file():
+        found.append("results.jsonl is missing: no rollout has been finished, or the file was taken away")
+    if index.damaged:
+        where = ", ".join(f"line {item['line']} ({item['reason']})" for item in index.damaged_lines[:3])
+        found.append(
+            f"{index.damaged} damaged line(s) of results.jsonl cannot be read and are left out: {where}"
+            f"{' and more' if index.damaged > 3 else ''}; resuming the run moves them to damaged.txt"
+        )
+    if run.metrics.damaged:
+        found.append(f"{run.metrics.damaged} line(s) of metrics.jsonl cannot be read and are left out")
+    if index.has_more_metrics:
+        found.append(f"there are more than {len(index.metrics)} metrics; the first ones are shown")
+    return found
+
+
+def run_figures(index: RolloutIndex) -> dict[str, Any]:
+    """Every figure over all rollouts; failed ones count nowhere."""
+    with index.lock:
+        examples = index.examples
+        rewards = _known(index.rewards)
+        columns = {"reward": rewards, **{name: _known(index.metric(name)) for name in index.metrics}}
+        return {
+            "version": index.version,
+            "figures": [{"name": name, **_interval(name, column, examples)} for name, column in columns.items()],
+            "histogram": histogram([reward for reward in rewards if reward is not None]),
+            "pass_at_k": _pass_at_k(rewards, examples, index.repeats),
+            "by_task": _by_task(index, rewards),
+            "time_ms": _spread(index.times_ms),
+            "tokens": _spread(index.tokens),
+        }
+
+
+def _interval(name: str, column: Sequence[float | None], examples: Sequence[int]) -> dict[str, Any]:
+    found = stats.mean_interval(column, examples)
+    shown = [value for value in column if value is not None]
+    return {
+        "mean": found.mean,
+        "low": None if name in COUNTS else found.low,
+        "high": None if name in COUNTS else found.high,
+        "n": found.n,
+        "least": min(shown, default=None),
+        "most": max(shown, default=None),
+        "histogram": histogram(shown),
+    }
+
+
+def histogram(values: Sequence[float]) -> list[dict[str, Any]]:
+    """Counts by value where there are few values, else by equal ranges.
+
+    >>> histogram([0.0, 1.0, 1.0])
+    [{'low': 0.0, 'high': 0.0, 'count': 1}, {'low': 1.0, 'high': 1.0, 'count': 2}]
+    """
+    counts = Counter(round(value, 9) for value in values)  # sums of weights differ in the last digits
+    if len(counts) <= MAX_BARS:
+        return [{"low": value, "high": value, "count": count} for value, count in sorted(counts.items())]
+    low, high = min(counts), max(counts)
+    step = (high - low) / RANGES or 1.0
+    ranges = [0] * RANGES
+    for value, count in counts.items():
+        ranges[min(int((value - low) / step), RANGES - 1)] += count
+    return [
+        {"low": low + i * step, "high": low + (i + 1) * step if i < RANGES - 1 else high, "count": count}
+        for i, count in enumerate(ranges)
+    ]
+
+
+def _pass_at_k(rewards: Sequence[float | None], examples: Sequence[int], repeats: Sequence[int]) -> list[Any]:
+    """pass@k where the reward is right or wrong and examples have several rollouts."""
+    if not {0.0, 1.0, None}.issuperset(rewards) or max(repeats, default=0) < 1:
+        return []
+    most = max(Counter(examples).values())
+    ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k < most] + [most]
+    found = [stats.pass_at_k(rewards, examples, k=k) for k in ks]
+    return [{"k": item.k, "mean": item.mean, "low": item.low, "high": item.high} for item in found if item.examples]
+
+
+def _by_task(index: RolloutIndex, rewards: Sequence[float | None]) -> list[dict[str, Any]]:
+    names = index.task_names.texts
+    if not 1 < len(names) <= SHOWN:
+        return []
+    parts: list[tuple[list[float | None], list[int]]] = [([], []) for _ in names]
+    for task, reward, example in zip(index.tasks, rewards, index.examples, strict=True):
+        parts[task][0].append(reward)
+        parts[task][1].append(example)
+    figures = [(name, stats.mean_interval(*part)) for name, part in zip(names, parts, strict=True)]
+    return [{"task": name, "mean": f.mean, "low": f.low, "high": f.high, "n": f.n} for name, f in figures]
+
+
+def _spread(column: Sequence[float]) -> dict[str, float] | None:
+    ordered = sorted(value for value in column if not math.isnan(value))
+    if not ordered:
+        return None
+    last = len(ordered) - 1
+    return {"median": ordered[last // 2], "p95": ordered[int(last * 0.95)], "most": ordered[-1]}
+
+
+def _counted(column: Sequence[int], names: Names) -> list[list[Any]]:
+    return [[names.texts[code], count] for code, count in Counter(column).most_common(SHOWN)]
+
+
+def _step_counts(steps: Sequence[float]) -> list[list[float]]:
+    counts = Counter(step for step in steps if not math.isnan(step))
+    return [[step, count] for step, count in sorted(counts.items())]
+
+
+def _known(column: Sequence[float]) -> list[float | None]:
+    return [None if value != value else value for value in column]  # NaN alone is not itself
+
+
+def _mean(column: Sequence[float]) -> float | None:
+    known = [value for value in column if not math.isnan(value)]
+    return math.fsum(known) / len(known) if known else None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int else None
+
+
+def _figure(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) and math.isfinite(value) else None

@@ -1,0 +1,138 @@
+"""A record → what one page shows of it: long texts cut, each turn's tokens with their logprobs."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from verifiers.store import CORE_COLUMNS, Record
+from verifiers.viewer.library import Run
+from verifiers.viewer.rows import facts_of
+
+MAX_TEXT = 200_000  # characters of one text
+MAX_ITEMS = 5_000  # of one list
+MAX_DEPTH = 40
+MAX_TOKENS = 20_000  # of one turn
+_OWN = {*CORE_COLUMNS, "trajectory", "step", "advantage"}
+
+
+def rollout_page(run: Run, number: int) -> dict[str, Any]:
+    """One rollout, whole: its record, what the index knows of it, and its turns with tokens where they are known."""
+    index = run.index
+    with index.lock:
+        record = index.record(number)
+        facts = facts_of(index, number)
+    metrics = record.get("metrics")
+    own = _OWN | (metrics.keys() if isinstance(metrics, dict) else set())
+    return {
+        **facts,
+        **{name: shorten(record.get(name)) for name in ("prompt", "completion", "answer", "info", "error", "usage")},
+        "generation_ms": _finite(record.get("generation_ms")),
+        "scoring_ms": _finite(record.get("scoring_ms")),
+        "turns": turns_of(record, run),
+        "columns": {name: shorten(value) for name, value in record.items() if name not in own},
+    }
+
+
+def turns_of(record: Record, run: Run) -> list[dict[str, Any]]:
+    """The model's turns that have tokens; empty where the run was not saved with its trajectory."""
+    trajectory = record.get("trajectory")
+    if not isinstance(trajectory, list):
+        return []
+    steps = [step if isinstance(step, dict) else {} for step in trajectory[:MAX_ITEMS]]
+    tokenizer = find_tokenizer(run) if any(isinstance(step.get("tokens"), dict) for step in steps) else None
+    return [_turn(step, tokenizer) for step in steps]
+
+
+def _turn(step: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    tokens = step.get("tokens")
+    tokens = tokens if isinstance(tokens, dict) else {}
+    ids, logprobs = tokens.get("completion_ids"), tokens.get("completion_logprobs")
+    ids = [value for value in ids if type(value) is int][:MAX_TOKENS] if isinstance(ids, list) else []
+    logprobs = [_finite(value) for value in logprobs][: len(ids)] if isinstance(logprobs, list) else []
+    return {
+        "ids": ids,
+        "logprobs": logprobs,
+        "pieces": pieces_of(tokenizer, ids) if tokenizer is not None else None,
+        "prompt_tokens": len(tokens["prompt_ids"]) if isinstance(tokens.get("prompt_ids"), list) else None,
+        "reward": _finite(step.get("reward")),
+        "advantage": _finite(step.get("advantage")),
+        "is_truncated": step.get("is_truncated") is True,
+    }
+
+
+def shorten(value: Any, depth: int = 0) -> Any:
+    """The same value with what no page can hold cut off, and saying so.
+
+    >>> shorten(["a" * 200_002])[0][-21:]
+    '… (2 more characters)'
+    """
+    if isinstance(value, str):
+        return value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}… ({len(value) - MAX_TEXT:,} more characters)"
+    if isinstance(value, (dict, list)) and depth >= MAX_DEPTH:
+        return "… (nested too deep to show)"
+    if isinstance(value, dict):
+        return {key: shorten(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list):
+        shown = [shorten(item, depth + 1) for item in value[:MAX_ITEMS]]
+        return shown if len(value) <= MAX_ITEMS else [*shown, f"… ({len(value) - MAX_ITEMS:,} more)"]
+    return value
+
+
+# --- the text of tokens -----------------------------------------------------------------------------------------------
+
+
+def find_tokenizer(run: Run) -> Any:
+    """The tokenizer of the run's model, where its file is on this machine and the library to read it is installed."""
+    for folder in _tokenizer_folders(run):
+        path = folder / "tokenizer.json"
+        if path.is_file():
+            return _load_tokenizer(path, path.stat().st_mtime_ns)
+    return None
+
+
+def _tokenizer_folders(run: Run) -> list[Path]:
+    cache = Path(os.environ.get("VERIFIERS_CACHE") or "~/.cache/verifiers").expanduser()
+    folders = sorted((run.path / "checkpoints").glob("step-*"), reverse=True)[:1]
+    config = run.metadata.get("config")
+    names = [run.metadata.get("model"), config.get("model") if isinstance(config, dict) else None]
+    for name in names:
+        if name in ("smollm2", "local"):
+            folders.append(cache / "models" / "smollm2")
+        elif isinstance(name, str) and name and "\0" not in name:
+            folders.append(Path(name))
+    return [folder for folder in folders if folder.is_dir()]
+
+
+@lru_cache(maxsize=2)
+def _load_tokenizer(path: Path, _stamp: int) -> Any:
+    try:
+        tokenizers = importlib.import_module("tokenizers")
+    except ImportError:
+        return None
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception:  # the library raises nothing narrower; a broken file costs the text of tokens, not the page
+        return None
+
+
+def pieces_of(tokenizer: Any, ids: list[int]) -> list[str]:
+    """The text that each token adds; bytes of an unfinished character go to the token that finishes it."""
+    pieces, pending = [], []
+    for token in ids:
+        pending.append(token)
+        text: str = tokenizer.decode(pending, skip_special_tokens=False)
+        if text.endswith("\ufffd") and len(pending) < 4:
+            pieces.append("")
+            continue
+        pieces.append(text)
+        pending = []
+    return pieces
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) and math.isfinite(value) else None

@@ -1,0 +1,275 @@
+"""Run directories → pages on this machine: a read-only server that answers its own pages and nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import web
+
+from verifiers.clients.server_thread import ServerThread
+from verifiers.viewer import assets
+from verifiers.viewer.comparing import VERDICTS, compare
+from verifiers.viewer.figures import run_card, run_figures, run_page
+from verifiers.viewer.library import Library, Run
+from verifiers.viewer.records import rollout_page
+from verifiers.viewer.rows import Query, neighbours, page
+
+BUDGET_S = 0.25  # of reading or searching, before a page shows what there is so far
+LIST_BUDGET_S = 0.3  # of reading runs that do not say themselves how they went
+MAX_GROUP = 64  # rollouts side by side
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+Answer = Callable[[web.Request], Any]
+
+
+class ViewerServer(ServerThread):
+    """``with ViewerServer(Library()) as server: print(server.url)``."""
+
+    def __init__(self, library: Library, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        super().__init__(host=host, port=port)
+        self.library = library
+        self._files = assets.load()
+
+    @property
+    def is_local(self) -> bool:
+        """Can only this machine reach it?"""
+        return _is_loopback(self.host)
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
+        return f"http://[{host}]:{self.port}/" if ":" in host else f"http://{host}:{self.port}/"
+
+    def make_runner(self) -> web.BaseRunner:
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_get("/", self._file)
+        app.router.add_get("/static/{name}", self._file)
+        answers: dict[str, Answer] = {
+            "/api/runs": self._runs,
+            "/api/runs/{run}": self._run,
+            "/api/runs/{run}/stamp": self._stamp,
+            "/api/runs/{run}/figures": self._figures,
+            "/api/runs/{run}/rollouts": self._rollouts,
+            "/api/runs/{run}/rollouts/{number}": self._rollout,
+            "/api/runs/{run}/group": self._group,
+            "/api/runs/{run}/training": self._training,
+            "/api/compare/{a}/{b}": self._compare,
+            "/api/compare/{a}/{b}/example": self._compare_example,
+        }
+        for path, answer in answers.items():
+            app.router.add_get(path, _in_a_thread(answer))
+        return web.AppRunner(app, access_log=None)
+
+    # --- who may ask ----------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """A foreign page must reach nothing here, under whatever name it has this machine resolved."""
+        try:
+            if not is_own_host(request.headers.get("Host", ""), self.host):
+                raise web.HTTPForbidden(text="this server answers to the address that `vf view` printed, no other\n")
+            is_foreign = request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
+            if is_foreign and request.path != "/":  # a link to the first page harms nobody
+                raise web.HTTPForbidden(text="this server answers its own pages only\n")
+            response = await handler(request)
+        except web.HTTPException as error:
+            error.headers.update(HEADERS)
+            raise
+        response.headers.update(HEADERS)
+        return response
+
+    # --- answers --------------------------------------------------------------------------------------------------
+
+    async def _file(self, request: web.Request) -> web.Response:
+        name = request.match_info.get("name", "index.html")
+        if name not in self._files:
+            raise web.HTTPNotFound(text="there is no such file\n")
+        text, kind = self._files[name]
+        return web.Response(body=text, content_type=kind, charset="utf-8")
+
+    def _runs(self, request: web.Request) -> dict[str, Any]:
+        budget_s, cards = LIST_BUDGET_S, []
+        runs = self.library.runs()
+        for light in runs:
+            run = light
+            if not run.is_finished and budget_s > 0 and run.results_path.is_file():
+                run = self.library.get(light.id) or light
+                run.index.refresh(budget_s / 4)
+                budget_s -= LIST_BUDGET_S / 4
+            cards.append(run_card(run))
+        return {"runs": cards, "roots": [str(root) for root in self.library.roots]}
+
+    def _run(self, request: web.Request) -> dict[str, Any]:
+        run = self._find(request)
+        run.index.refresh(BUDGET_S)
+        run.metrics.refresh()
+        return run_page(run)
+
+    def _stamp(self, request: web.Request) -> dict[str, Any]:
+        run = self._find(request)
+        return {"stamp": run.stamp(), "is_live": run.is_live, "share_read": run.index.share_read}
+
+    def _figures(self, request: web.Request) -> dict[str, Any]:
+        run = self._find(request)
+        run.index.refresh(BUDGET_S)
+        found: dict[str, Any] = run.kept.get(("figures", run.index.version), lambda: run_figures(run.index))
+        return found
+
+    def _rollouts(self, request: web.Request) -> dict[str, Any]:
+        run = self._find(request)
+        query = Query.parse(request.query)
+        run.index.refresh(BUDGET_S)
+        return page(run, query, budget_s=BUDGET_S)
+
+    def _rollout(self, request: web.Request) -> dict[str, Any]:
+        run = self._find(request)
+        number = self._number(request, run)
+        return {
+            "rollout": rollout_page(run, number),
+            "around": neighbours(run, Query.parse(request.query), number),
+            "group": run.index.group(run.index.key(number)[0]),
+        }
+
+    def _number(self, request: web.Request, run: Run) -> int:
+        text = request.match_info["number"]
+        if not (text.isascii() and text.isdigit() and len(text) < 16):
+            raise ValueError(f"{text[:40]!r} is not the number of a rollout")
+        while int(text) >= len(run.index) and not run.index.refresh(BUDGET_S):
+            pass
+        if int(text) >= len(run.index):
+            raise LookupError(f"this run has {len(run.index):,} rollouts, and so no number {text}")
+        return int(text)
+
+    def _group(self, request: web.Request) -> dict[str, Any]:
+        run = self._find(request)
+        run.index.refresh()
+        return _group_of(run, _example(request))
+
+    def _training(self, request: web.Request) -> dict[str, Any]:
+        run = self._find(request)
+        run.metrics.refresh()
+        return run.metrics.page()
+
+    def _compare(self, request: web.Request) -> dict[str, Any]:
+        a, b = self._find(request, "a"), self._find(request, "b")
+        for run in (a, b):
+            run.index.refresh()
+        key = ("compare", a.index.version, b.id, b.index.version)
+        found: dict[str, Any] = a.kept.get(key, lambda: compare(a.index, b.index))
+        query = Query.parse({name: request.query[name] for name in ("start", "n") if name in request.query})
+        verdict = request.query.get("verdict")
+        if verdict is not None and verdict not in VERDICTS:
+            raise ValueError(f"verdict={verdict!r} is none of {', '.join(VERDICTS)}")
+        rows = [row for row in found["rows"] if verdict is None or row["verdict"] == verdict]
+        return {
+            "a": run_card(a),
+            "b": run_card(b),
+            **found,
+            "total": len(rows),
+            "rows": rows[query.start : query.start + query.n],
+        }
+
+    def _compare_example(self, request: web.Request) -> dict[str, Any]:
+        example = _example(request)
+        sides = {}
+        for side in ("a", "b"):
+            run = self._find(request, side)
+            run.index.refresh()
+            sides[side] = _group_of(run, example)["rollouts"]
+        return {"example_id": example, **sides}
+
+    def _find(self, request: web.Request, name: str = "run") -> Run:
+        run = self.library.get(request.match_info[name])
+        if run is None:
+            raise LookupError("there is no such run; it may have been moved or deleted")
+        return run
+
+
+def _group_of(run: Run, example: int | str) -> dict[str, Any]:
+    numbers = run.index.group(example)
+    return {
+        "example_id": example,
+        "total": len(numbers),
+        "rollouts": [rollout_page(run, number) for number in numbers[:MAX_GROUP]],
+    }
+
+
+def _example(request: web.Request) -> int | str:
+    """An example id is written as JSON, so that 7 and "7" stay two examples."""
+    try:
+        return msgspec.json.decode(request.query.get("example", ""), type=int | str)
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        raise ValueError("example= must be an example id as JSON: a number, or a text in quotes") from None
+
+
+def _in_a_thread(answer: Answer) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Reading files blocks, so it is done beside the loop; what was asked wrongly is one sentence."""
+
+    async def handle(request: web.Request) -> web.Response:
+        status = 200
+        try:
+            found = await asyncio.to_thread(answer, request)
+        except LookupError as error:
+            status, found = 404, {"problem": str(error.args[0])}
+        except ValueError as error:
+            status, found = 400, {"problem": str(error)}
+        return web.Response(body=msgspec.json.encode(found), status=status, content_type="application/json")
+
+    return handle
+
+
+def is_own_host(header: str, bound: str) -> bool:
+    """Is this Host header one that this server can be called by? A name that an attacker points here is not.
+
+    >>> is_own_host("127.0.0.1:8000", "127.0.0.1"), is_own_host("evil.example:8000", "127.0.0.1")
+    (True, False)
+    """
+    try:
+        name = urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return False
+    if name == "localhost" or name == bound.lower():
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return not _is_loopback(bound) and name == socket.gethostname().lower()
+    return address.is_loopback or not _is_loopback(bound)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,14 @@
+// What is chosen on a page → its place in the address.
+
+export const FILTERS = ["q", "status", "task", "stop", "cause", "low", "high", "truncated", "step", "sort", "desc"];
+
+export function filtersOf(query) {
+  return Object.fromEntries(Object.entries(query).filter(([name]) => FILTERS.includes(name)));
+}
+
+export function address(path, query = {}) {
+  const search = new URLSearchParams(
+    Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== ""),
+  );
+  return `#/${path}${search.size ? `?${search}` : ""}`;
+}

@@ -1,0 +1,240 @@
+// Two runs, example by example: what was won and lost, and where the answers part.
+
+import { ask } from "./api.js";
+import { conversationView, messagesOf } from "./conversation.js";
+import { firstDifference } from "./difference.js";
+import { h, replace } from "./dom.js";
+import { count, number, plural, signed } from "./format.js";
+import { setKeys } from "./keys.js";
+import { rolloutColumn } from "./page_group.js";
+import { PAGE, card, moveSelection, openSelection, pager, tile } from "./table.js";
+
+export async function comparePage(context) {
+  const { root, params } = context;
+  const path = `compare/${params.a}/${params.b}`;
+  const [list, detail] = [h("div"), h("div.main-column")];
+  let found;
+  const top = h("div");
+  replace(root, top, h("div.compare-layout", {}, list, detail));
+  await refresh();
+  await open();
+
+  async function refresh() {
+    found = await ask(path, { verdict: context.query.verdict, start: context.query.start, n: PAGE });
+    context.crumbs([["compare", null]]);
+    replace(top, compareHead(found, params));
+    replace(
+      list,
+      card(
+        null,
+        verdicts(found, context, change),
+        exampleTable(found, context, pick),
+        pager(found, context.query, change, "example"),
+      ),
+    );
+  }
+
+  async function change(changes) {
+    context.update(changes);
+    await refresh();
+  }
+
+  function pick(example) {
+    context.update({ example: JSON.stringify(example), left: null, right: null });
+    list
+      .querySelectorAll(".row")
+      .forEach((row) => row.classList.toggle("selected", row.dataset.example === JSON.stringify(example)));
+    return open();
+  }
+
+  async function open() {
+    const example = context.query.example ?? (found.rows.length ? JSON.stringify(found.rows[0].example_id) : null);
+    if (example === null) return replace(detail, h("p.nothing", {}, "There is no example to compare."));
+    const pair = await ask(`${path}/example`, { example });
+    return replace(detail, pairView(pair, context, params, open));
+  }
+
+  const step = (by) => () => (moveSelection(list, by), openSelection(list));
+  setKeys([
+    ["j ArrowDown", "next example", step(1)],
+    ["k ArrowUp", "previous example", step(-1)],
+    [
+      "d",
+      "to the first difference",
+      () => document.getElementById("first-difference")?.scrollIntoView({ block: "center" }),
+    ],
+    ["x", "exchange A and B", () => context.go(`#/compare/${params.b}/${params.a}`)],
+    ["Escape u", "back to the runs", () => context.go("#/")],
+  ]);
+}
+
+function compareHead(found, params) {
+  const { figures } = found;
+  const side = (name, run, mean, id) =>
+    h(
+      "a.versus",
+      { href: `#/run/${id}` },
+      h("span.letter", {}, name),
+      h("span", {}, h("b", {}, run.env_id), h("span.muted", {}, ` ${run.model} · ${run.name}`)),
+      h("span.figure", {}, number(mean)),
+    );
+  const verdict =
+    figures.p_value === null
+      ? "no example has a score in both"
+      : figures.p_value >= 0.05
+        ? "no difference shown"
+        : figures.difference > 0
+          ? "B is better"
+          : "B is worse";
+  return [
+    h("header.page-head", {}, h("h1", {}, "Two runs")),
+    h("div.versus-box", {}, side("A", found.a, figures.mean_a, params.a), side("B", found.b, figures.mean_b, params.b)),
+    h(
+      "div.tiles",
+      {},
+      tile(
+        "B − A",
+        signed(figures.difference),
+        figures.low === null ? "no interval" : `95% interval ${signed(figures.low)} to ${signed(figures.high)}`,
+        "main",
+      ),
+      tile(
+        "verdict",
+        verdict,
+        figures.p_value === null ? "" : `p = ${number(figures.p_value)}, ${figures.test}`,
+        "words",
+      ),
+      tile("won by B", count(found.counts.won), `of ${plural(figures.examples, "shared example")}`),
+      tile("lost by B", count(found.counts.lost), `${count(found.counts.tied)} tied`),
+      tile(
+        "not compared",
+        count(found.counts["only in A"] + found.counts["only in B"] + found.counts["without a score"]),
+        `${count(found.counts["only in A"])} only in A, ${count(found.counts["only in B"])} only in B`,
+      ),
+    ),
+  ];
+}
+
+function verdicts(found, context, change) {
+  const names = ["lost", "won", "tied", "only in A", "only in B", "without a score"].filter(
+    (name) => found.counts[name],
+  );
+  const button = (name, words) =>
+    h(
+      "button",
+      {
+        class: (context.query.verdict ?? "") === name ? "active" : "",
+        onclick: () => change({ verdict: name || null, start: null }),
+      },
+      words,
+    );
+  return h(
+    "div.choice.wrap",
+    {},
+    button("", "all"),
+    names.map((name) => button(name, `${name} ${count(found.counts[name])}`)),
+  );
+}
+
+function exampleTable(found, context, pick) {
+  const row = (item, i) => {
+    const key = JSON.stringify(item.example_id);
+    const isChosen = context.query.example ? context.query.example === key : i === 0;
+    return h(
+      "tr.row",
+      { "data-example": key, class: isChosen ? "selected" : "" },
+      h(
+        "td.key",
+        {},
+        h(
+          "a.open",
+          { href: "#", onclick: (event) => (event.preventDefault(), pick(item.example_id)) },
+          String(item.example_id),
+        ),
+      ),
+      h("td.figure", {}, number(item.mean_a, 2)),
+      h("td.figure", {}, number(item.mean_b, 2)),
+      h(
+        "td.figure",
+        { class: item.verdict === "won" ? "good-text" : item.verdict === "lost" ? "bad-text" : "muted" },
+        item.difference === null ? item.verdict : signed(item.difference, 2),
+      ),
+    );
+  };
+  return h(
+    "table.small.examples",
+    {},
+    h(
+      "thead",
+      {},
+      h(
+        "tr",
+        {},
+        ["example", "A", "B", "B − A"].map((name, i) => h("th", { class: i ? "figure" : "" }, name)),
+      ),
+    ),
+    h("tbody", {}, found.rows.map(row)),
+  );
+}
+
+// Of several rollouts, those that show best what changed: the worst and the best, or the first of each.
+function shownPair(pair, query) {
+  const rewards = (rollouts) => rollouts.map((rollout) => rollout.reward ?? NaN);
+  const mean = (values) =>
+    values.filter((value) => !Number.isNaN(value)).reduce((sum, value, _, all) => sum + value / all.length, 0);
+  const at = (values, best) => Math.max(0, values.indexOf(best(...values.filter((value) => !Number.isNaN(value)))));
+  const [a, b] = [rewards(pair.a), rewards(pair.b)];
+  const change = Math.sign(mean(b) - mean(a));
+  const left = change > 0 ? at(a, Math.min) : change < 0 ? at(a, Math.max) : 0;
+  const right = change > 0 ? at(b, Math.max) : change < 0 ? at(b, Math.min) : 0;
+  return { left: Number(query.left ?? left), right: Number(query.right ?? right) };
+}
+
+function pairView(pair, context, params, redraw) {
+  const shown = shownPair(pair, context.query);
+  const [left, right] = [pair.a[shown.left], pair.b[shown.right]];
+  const chooser = (side, rollouts, name) =>
+    rollouts.length > 1
+      ? h(
+          "div.choice",
+          {},
+          rollouts.map((rollout, i) =>
+            h(
+              "button",
+              {
+                class: shown[side] === i ? "active" : "",
+                onclick: () => (context.update({ [side]: String(i) }), redraw()),
+              },
+              `${name}·${rollout.rollout}`,
+            ),
+          ),
+        )
+      : null;
+  const isSamePrompt = left && right && JSON.stringify(left.prompt) === JSON.stringify(right.prompt);
+  const mark =
+    left && right
+      ? firstDifference(messagesOf(left.completion, "assistant"), messagesOf(right.completion, "assistant"))
+      : null;
+  const column = (rollout, run, letter) =>
+    rollout
+      ? rolloutColumn(rollout, run, { withPrompt: !isSamePrompt, mark, letter })
+      : h("section.column", {}, h("p.nothing", {}, "This run has no rollout of the example."));
+  return [
+    h(
+      "div.section-head",
+      {},
+      h("h2", {}, `Example ${pair.example_id}`),
+      h("span.muted", {}, mark ? "the first difference is marked" : left && right ? "both said the same" : ""),
+      h("span.push"),
+      chooser("left", pair.a, "A"),
+      chooser("right", pair.b, "B"),
+    ),
+    left && right && !isSamePrompt
+      ? h("p.notice-line", {}, "The prompts differ: the runs did not ask the same.")
+      : null,
+    isSamePrompt
+      ? h("details.shared-prompt", {}, h("summary", {}, "Prompt"), conversationView(messagesOf(left.prompt, "user")))
+      : null,
+    h("div.side-by-side.two", {}, column(left, params.a, "A"), column(right, params.b, "B")),
+  ];
+}

@@ -1,0 +1,251 @@
+// One rollout: the conversation, what each reward function said, how long it took, and its tokens.
+
+import { ask } from "./api.js";
+import { conversationView, messagesOf, textView, tokensLegend } from "./conversation.js";
+import { h, icon, replace } from "./dom.js";
+import { NONE, compact, count, duration, number, plainJson, shortNumber, signed } from "./format.js";
+import { setKeys } from "./keys.js";
+import { address, filtersOf } from "./address.js";
+import { card, rewardCell } from "./table.js";
+
+export async function rolloutPage(context) {
+  const { root, params } = context;
+  const [about, found] = await Promise.all([
+    ask(`runs/${params.run}`),
+    ask(`runs/${params.run}/rollouts/${params.number}`, filtersOf(context.query)),
+  ]);
+  const { rollout, around } = found;
+  const back = address(`run/${params.run}`, filtersOf(context.query));
+  context.crumbs([
+    [about.env_id, back],
+    [`rollout ${count(rollout.number)}`, null],
+  ]);
+  const turns = rollout.turns.filter((turn) => turn.ids.length);
+  const main = h("div.main-column");
+  const draw = () => drawConversation(main, rollout, turns, context);
+  const hrefTo = (number) => address(`run/${params.run}/rollout/${number}`, filtersOf(context.query));
+  const groupHref = address(`run/${params.run}/group`, { example: JSON.stringify(rollout.example_id) });
+  replace(
+    root,
+    rolloutHead(rollout, around, found.group, hrefTo, groupHref),
+    h("div.with-side", {}, main, side(rollout, about)),
+  );
+  draw();
+  setKeys([
+    ["j n", "next rollout", () => around.next !== null && context.go(hrefTo(around.next))],
+    ["k p", "previous rollout", () => around.previous !== null && context.go(hrefTo(around.previous))],
+    ["g", "its group side by side", () => context.go(groupHref)],
+    [
+      "t",
+      "text, or tokens by logprob",
+      () => turns.length && (context.update({ tokens: context.query.tokens ? null : "1" }), draw()),
+    ],
+    ["Escape u", "back to the run", () => context.go(back)],
+  ]);
+}
+
+function rolloutHead(rollout, around, group, hrefTo, groupHref) {
+  const link = (number, name, words) =>
+    h(
+      "a.button.icon-button",
+      {
+        href: number === null ? null : hrefTo(number),
+        class: number === null ? "off" : "",
+        title: words,
+        "aria-label": words,
+      },
+      icon(name),
+    );
+  return h(
+    "header.page-head",
+    {},
+    h(
+      "div",
+      {},
+      h("h1", {}, `Example ${rollout.example_id}`, h("span.muted", {}, ` · rollout ${rollout.rollout}`)),
+      h(
+        "p.muted",
+        {},
+        [
+          rollout.task && rollout.task !== "default" ? `task ${rollout.task}` : null,
+          rollout.step === null ? null : `step ${shortNumber(rollout.step)}`,
+          around.place === null ? null : `${count(around.place + 1)} of ${count(around.total)}`,
+        ]
+          .filter(Boolean)
+          .join(" · "),
+      ),
+    ),
+    h(
+      "div.actions",
+      {},
+      group.length > 1 ? h("a.button", { href: groupHref }, `Group of ${group.length}`) : null,
+      link(around.previous, "left", "previous rollout (k)"),
+      link(around.next, "right", "next rollout (j)"),
+    ),
+  );
+}
+
+function drawConversation(main, rollout, turns, context) {
+  const showTokens = Boolean(context.query.tokens);
+  const set = (value) => () => (context.update({ tokens: value }), drawConversation(main, rollout, turns, context));
+  const choice = turns.length
+    ? h(
+        "div.choice",
+        { role: "group", "aria-label": "how replies are shown" },
+        h("button", { class: showTokens ? "" : "active", onclick: set(null) }, "Text"),
+        h("button", { class: showTokens ? "active" : "", onclick: set("1") }, "Tokens"),
+      )
+    : null;
+  replace(
+    main,
+    rollout.error ? errorCard(rollout.error) : null,
+    h("div.section-head", {}, h("h2", {}, "Prompt")),
+    conversationView(messagesOf(rollout.prompt, "user"), {
+      find: context.query.q,
+      empty: "This rollout was saved without its prompt.",
+    }),
+    h("div.section-head", {}, h("h2", {}, "Completion"), choice),
+    showTokens ? tokensLegend(turns) : null,
+    conversationView(messagesOf(rollout.completion, "assistant"), {
+      turns: rollout.turns,
+      showTokens,
+      find: context.query.q,
+      empty: "The model said nothing.",
+    }),
+  );
+}
+
+export function errorCard(error) {
+  const blame =
+    error.blame === "policy"
+      ? "the model caused it, so the rollout is scored"
+      : `${error.blame ?? "unknown"} is to blame, so the rollout has no reward`;
+  return h(
+    "section.card.error",
+    {},
+    h("h2", {}, icon("warning"), String(error.type ?? "error")),
+    h("p", {}, String(error.message ?? plainJson(error))),
+    h("p.muted", {}, blame),
+    error.cause
+      ? h("p.muted", {}, "cause: ", typeof error.cause === "string" ? error.cause : plainJson(error.cause))
+      : null,
+    error.traceback ? h("details", {}, h("summary", {}, "Traceback"), h("pre", {}, String(error.traceback))) : null,
+  );
+}
+
+function side(rollout, about) {
+  return h(
+    "aside.side",
+    {},
+    card(
+      "Reward",
+      h("div.big", {}, rollout.status === "failed" ? h("span.chip.bad", {}, "failed") : number(rollout.reward)),
+      metricsList(rollout),
+      rollout.advantage === null ? null : h("p.muted", {}, `advantage ${signed(rollout.advantage)}`),
+    ),
+    rollout.answer === "" || rollout.answer === null
+      ? null
+      : card("Answer", textView(typeof rollout.answer === "string" ? rollout.answer : plainJson(rollout.answer))),
+    card("Facts", facts(rollout), timeline(rollout)),
+    hasKeys(rollout.info)
+      ? card(
+          "Info",
+          textView(typeof rollout.info === "string" ? rollout.info : plainJson(rollout.info), { isCode: true }),
+        )
+      : null,
+    Object.entries(rollout.columns).map(([name, value]) =>
+      h(
+        "section.card",
+        {},
+        h(
+          "details",
+          {},
+          h("summary", {}, name),
+          textView(typeof value === "string" ? value : plainJson(value), { isCode: true }),
+        ),
+      ),
+    ),
+    about.metadata.sampling_args
+      ? card("Sampling", textView(plainJson(about.metadata.sampling_args), { isCode: true }))
+      : null,
+  );
+}
+
+function metricsList(rollout) {
+  const names = Object.keys(rollout.metrics);
+  if (!names.length) return null;
+  return h(
+    "table.small",
+    {},
+    h(
+      "tbody",
+      {},
+      names.map((name) =>
+        h(
+          "tr",
+          {},
+          h("td.word", { title: name }, name),
+          h(
+            "td",
+            {},
+            rollout.metrics[name] === null
+              ? NONE
+              : rewardCell({ reward: rollout.metrics[name] }, "", [
+                  Math.min(0, rollout.metrics[name]),
+                  Math.max(1, rollout.metrics[name]),
+                ]),
+          ),
+        ),
+      ),
+    ),
+  );
+}
+
+function facts(rollout) {
+  const usage = rollout.usage ?? {};
+  const pairs = [
+    ["stopped by", [rollout.stop || NONE, rollout.is_truncated ? h("span.chip.warn", {}, "cut off") : null]],
+    ["turns", rollout.turns.length ? count(rollout.turns.length) : null],
+    ["prompt tokens", usage.prompt_tokens === undefined ? null : compact(usage.prompt_tokens)],
+    ["completion tokens", usage.completion_tokens === undefined ? null : compact(usage.completion_tokens)],
+    ["cost", usage.cost_usd ? `$${usage.cost_usd}` : null],
+    ["place in the file", `record ${count(rollout.number + 1)}`],
+  ];
+  return h(
+    "dl.facts",
+    {},
+    pairs.filter(([, value]) => value !== null).map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]),
+  );
+}
+
+function timeline(rollout) {
+  const parts = [
+    ["generation", rollout.generation_ms],
+    ["scoring", rollout.scoring_ms],
+  ].filter(([, ms]) => ms !== null);
+  const total = Math.max(
+    rollout.time_ms ?? 0,
+    parts.reduce((sum, [, ms]) => sum + ms, 0),
+  );
+  if (!parts.length || !total) return null;
+  const segment = ([name, ms]) => {
+    const bar = h(`span.segment.${name}`, { title: `${name} ${duration(ms)}` });
+    bar.style.width = `${(100 * ms) / total}%`;
+    return bar;
+  };
+  return h(
+    "div.timeline",
+    {},
+    h("div.segments", {}, parts.map(segment)),
+    h(
+      "div.segment-names",
+      {},
+      parts.map(([name, ms]) => h(`span.${name}`, {}, `${name} ${duration(ms)}`)),
+      h("span.muted", {}, `total ${duration(total)}`),
+    ),
+  );
+}
+
+function hasKeys(value) {
+  return value !== null && value !== undefined && (typeof value !== "object" || Object.keys(value).length > 0);
+}

@@ -1,0 +1,174 @@
+"""``metrics.jsonl`` of a training → one series a figure, evaluations, and what the doctor said."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+MAX_SERIES = 128
+MAX_POINTS = 800  # of a series that is sent: more than a chart has pixels for
+MAX_NOTICES = 200
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class MetricsLog:
+    """The lines of a training so far; ``refresh`` reads what was appended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lock = threading.RLock()
+        self._inode = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.steps = array("d")
+        self.series: dict[str, array[float]] = {}
+        self.evaluations: list[dict[str, Any]] = []
+        self.notices: list[dict[str, Any]] = []
+        self.ratio_histogram: dict[str, Any] | None = None
+        self.damaged = 0
+        self._end = 0
+
+    def refresh(self) -> None:
+        with self.lock:
+            try:
+                found = os.stat(self.path)
+            except OSError:
+                self._clear()
+                return
+            if found.st_ino != self._inode or found.st_size < self._end:
+                self._clear()
+                self._inode = found.st_ino
+            if found.st_size > self._end:
+                self._take()
+
+    def _take(self) -> None:
+        with open(self.path, "rb") as file:
+            file.seek(self._end)
+            for text in file:
+                if not text.endswith(b"\n"):
+                    return  # a writer at work
+                self._end += len(text)
+                try:
+                    self._add(msgspec.json.decode(text, type=dict[str, Any]))
+                except _UNREADABLE:
+                    self.damaged += not text.isspace()
+
+    def _add(self, line: dict[str, Any]) -> None:
+        step = _number(line.get("step"))
+        if math.isnan(step):
+            self.damaged += 1
+        elif "eval" in line:
+            found = line["eval"] if isinstance(line["eval"], dict) else {}
+            self.evaluations = [known for known in self.evaluations if known["step"] < step]
+            self.evaluations.append({"step": step, **{key: _known(found.get(key)) for key in _EVAL_KEYS}})
+        elif "notice" in line:
+            if len(self.notices) < MAX_NOTICES:
+                self.notices.append({"step": step, "notice": str(line["notice"])[:2000]})
+        else:
+            self._add_step(step, line)
+
+    def _add_step(self, step: float, line: dict[str, Any]) -> None:
+        self._go_back_to(step)
+        self.steps.append(step)
+        named = {name: value for name, value in line.items() if name != "step"}
+        metrics = named.pop("metrics", None)
+        if isinstance(metrics, dict):
+            named.update({f"metrics.{name}": value for name, value in metrics.items()})
+        histogram = named.pop("ratio_histogram", None)
+        if isinstance(histogram, dict):
+            self.ratio_histogram = _histogram(histogram) or self.ratio_histogram
+        for name, value in named.items():
+            number = _number(value)
+            if name not in self.series:
+                if math.isnan(number) or len(self.series) >= MAX_SERIES:
+                    continue
+                self.series[name] = array("d", [math.nan] * (len(self.steps) - 1))
+            self.series[name].append(number)
+        for column in self.series.values():
+            if len(column) < len(self.steps):
+                column.append(math.nan)
+
+    def _go_back_to(self, step: float) -> None:
+        """A training that was resumed from a checkpoint writes some steps again: the later line holds."""
+        keep = bisect_left(self.steps, step)
+        if keep < len(self.steps):
+            del self.steps[keep:]
+            for column in self.series.values():
+                del column[keep:]
+
+    def last(self, name: str) -> float | None:
+        column = self.series.get(name)
+        return None if not column or math.isnan(column[-1]) else column[-1]
+
+    def recent(self, name: str, n: int) -> list[float | None]:
+        """The last values of one series, for a drawing the size of a word."""
+        return [None if math.isnan(value) else value for value in self.series.get(name, array("d"))[-n:]]
+
+    def page(self) -> dict[str, Any]:
+        """All of it as plain data, thinned to what a chart can show."""
+        with self.lock:
+            edges = _bucket_edges(len(self.steps), MAX_POINTS)
+            return {
+                "steps": [self.steps[end - 1] for _, end in edges],
+                "series": {
+                    name: [_mean(column[start:end]) for start, end in edges] for name, column in self.series.items()
+                },
+                "steps_a_point": max((end - start for start, end in edges), default=1),
+                "last_step": self.steps[-1] if self.steps else None,
+                "evaluations": self.evaluations,
+                "notices": self.notices,
+                "ratio_histogram": self.ratio_histogram,
+                "damaged": self.damaged,
+            }
+
+
+_EVAL_KEYS = ("reward", "low", "high", "n", "failed")
+
+
+def _bucket_edges(n: int, most: int) -> list[tuple[int, int]]:
+    """Up to ``most`` neighbouring ranges that cover ``n`` places.
+
+    >>> _bucket_edges(5, 2)
+    [(0, 2), (2, 5)]
+    """
+    count = min(n, most)
+    return list(pairwise(i * n // count for i in range(count + 1))) if count else []
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else None
+
+
+def _known(value: Any) -> float | None:
+    number = _number(value)
+    return None if math.isnan(number) else number
+
+
+def _number(value: Any) -> float:
+    if type(value) in (int, float):
+        try:
+            number = float(value)
+        except OverflowError:
+            return math.nan
+        return number if math.isfinite(number) else math.nan
+    return math.nan
+
+
+def _histogram(found: dict[str, Any]) -> dict[str, Any] | None:
+    edges, counts = found.get("edges"), found.get("counts")
+    if not isinstance(edges, list) or not isinstance(counts, list) or len(edges) != len(counts) + 1:
+        return None
+    if any(math.isnan(_number(value)) for value in (*edges, *counts)):
+        return None
+    return {"edges": edges[:200], "counts": counts[:199]}
