@@ -15,7 +15,8 @@ def test_it_says_what_is_there_and_what_to_run_next(run):
         "machine    ",
         "[math]     math-verify",
         "keys       none is set",
-        "sandbox    not yet",
+        "sandbox    not tried",
+        "here       ",
     ):
         assert part in shown
     assert "vf eval arithmetic -m fake" in shown
@@ -59,3 +60,15 @@ def test_what_was_measured_is_told():
     first, second = doctor._describe_engine(engine)
     assert first == "engine     torch 2.13.0 on 1 × H200, 128.0 GiB, 8 threads, bfloat16"
     assert "up to 90,000 tokens/s" in second
+
+
+def test_how_well_code_is_held_here_is_found_out_by_trying():
+    found = doctor.sandbox_level()
+    assert found["level"] in ("full", "reduced", "none")
+    assert doctor._describe_sandbox(found).startswith(found["level"])
+    assert doctor._describe_sandbox({"level": "none", "reasons": ["no namespaces"]}).endswith("(no namespaces)")
+
+
+def test_a_folder_without_environments_is_told_how_to_make_one(run, folder):
+    (folder / "environments").unlink()
+    assert "vf init my-env" in run("doctor", "--no-probe").stdout

@@ -44,7 +44,7 @@ def test_help_takes_less_than_200_ms_of_cpu_and_imports_no_command(repo):
 
 def test_an_unknown_command_names_the_nearest(run):
     assert "there is no command 'evl'; did you mean 'eval'?" in run("evl", code=2).stderr
-    assert "there are eval, models" in run("zzz", code=2).stderr
+    assert "there are eval, check" in run("zzz", code=2).stderr
 
 
 def test_the_version_is_that_of_the_package(run, repo):
@@ -55,7 +55,9 @@ def test_the_version_is_that_of_the_package(run, repo):
 def test_the_programs_of_the_package_are_these_functions(repo):
     scripts = tomllib.loads((repo / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts["vf"] == "verifiers.cli.main:main"
-    assert scripts["vf-eval"] == "verifiers.scripts.eval:main"
+    for name in ("eval", "init", "install", "view"):
+        assert scripts[f"vf-{name}"] == f"verifiers.scripts.{name}:main"
+    assert scripts["vf-tui"] == scripts["vf-view"]
 
 
 def test_the_classic_module_is_the_same_command(repo, folder):
@@ -67,3 +69,24 @@ def test_the_classic_module_is_the_same_command(repo, folder):
         check=True,
     )
     assert "2 rollouts of 2 examples, 0 failed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("vf comp", "plain,compare"),
+        ("vf eval arith", "plain,arithmetic"),
+        ("vf eval arithmetic --max-f", "plain,--max-failure-rate"),
+        ("vf replay la", "plain,last"),
+    ],
+)
+def test_the_shell_completes_commands_environments_flags_and_runs(repo, folder, words, offered):
+    env = {
+        "PYTHONPATH": str(repo),
+        "_VF_COMPLETE": "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }
+    command = [sys.executable, "-c", "from verifiers.cli.main import main; main()"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert offered in done.stdout, done.stderr

@@ -1,4 +1,4 @@
-"""docs/cli.md: every command on the page is one that the program takes."""
+"""docs/cli.md and docs/packages.md: every command on the pages is one that the program takes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,27 @@ import pytest
 
 from verifiers.cli.main import COMMANDS, vf
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
-LINES = re.findall(r"^vf .*$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "cli.md"
+LINES = sorted(
+    {
+        line
+        for page in (PAGE, DOCS / "packages.md")
+        for line in re.findall(r"^vf .*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+)
+
+
+@pytest.fixture
+def runs(folder: Path) -> None:
+    """The runs that the page speaks of."""
+    for name in ("gsm8k--small/1a2b3c4d", "gsm8k--large/5e6f7a8b"):
+        (folder / "outputs" / "evals" / name).mkdir(parents=True)
+        (folder / "outputs" / "evals" / name / "metadata.json").write_text("{}")
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_command_of_the_page_is_understood(line):
+def test_a_command_of_the_page_is_understood(line, runs):
     words = shlex.split(line)[1:]
     command: click.Command = vf
     context = click.Context(vf)
@@ -27,7 +42,7 @@ def test_a_command_of_the_page_is_understood(line):
 
 def test_every_command_and_every_flag_of_eval_is_on_the_page():
     text = PAGE.read_text(encoding="utf-8")
-    assert len(LINES) > 8
+    assert len(LINES) > 25
     for name in COMMANDS:
         assert f"`vf {name} " in text or f"`vf {name}`" in text
     for param in vf.get_command(click.Context(vf), "eval").params:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -69,18 +69,22 @@ def read_names(ctx: click.Context, param: click.Parameter, text: str) -> list[st
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def command_line(ctx: click.Context, *, without: Sequence[str] = (), **changes: str) -> str:
-    """The command that was given, with secrets hidden and some options changed: one that a person can paste."""
+def given_values(ctx: click.Context) -> dict[str, Any]:
+    """What was said on the command line, without what is only a default."""
+    return {
+        name: value
+        for name, value in ctx.params.items()
+        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+    }
+
+
+def command_line(ctx: click.Context, given: Mapping[str, Any], *, without: Sequence[str] = (), **changes: str) -> str:
+    """The command that says these values, with secrets hidden and some options changed: one that a person can paste."""
     words = ctx.command_path.split()
     for param in ctx.command.params:
         name = param.name or ""
-        if (
-            name in without
-            or name in changes
-            or ctx.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE
-        ):
-            continue
-        words += _words(param, ctx.params[name])
+        if name in given and name not in without and name not in changes:
+            words += _words(param, given[name])
     for name, value in changes.items():
         words += [f"--{name.replace('_', '-')}", value]
     return shlex.join(words)
@@ -91,7 +95,7 @@ def _words(param: click.Parameter, value: Any) -> list[str]:
         return [str(value)]
     flag = param.opts[0]
     if isinstance(param, click.Option) and param.is_flag:
-        return [flag]
+        return [flag] if value else []
     if param.multiple:  # headers: most of those that are given by hand are keys
         return [word for name in value for word in (flag, f"{name}: ***")]
     if isinstance(value, dict):

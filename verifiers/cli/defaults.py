@@ -42,11 +42,12 @@ def read_defaults(name: str) -> Defaults:
 
 def _find_pyproject(name: str) -> Path | None:
     """Beside the module, or above the package; only one of this very name, for a folder may hold several modules."""
-    file = getattr(sys.modules.get(name.replace("-", "_")), "__file__", None)
+    module = name.replace("-", "_")
+    file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:
         return None
-    for folder in Path(file).resolve().parents[:2]:
-        path = folder / "pyproject.toml"
+    folders = Path(file).resolve().parents[:2]
+    for path in (folders[0] / f"{module}.pyproject.toml", *(folder / "pyproject.toml" for folder in folders)):
         if path.is_file() and _plain(_read(path).get("project", {}).get("name", "")) == _plain(name):
             return path
     return None

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,16 +18,19 @@ from typing import Any
 import click
 
 from verifiers.cli.main import own_version
+from verifiers.cli.tables import some
+from verifiers.packages import list_environments
 
 PROBE_TIMEOUT_S = 120
 CPU_FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 NOT_SHOWN = ("classic", "dev")  # made of others
+PROGRAMS = ("git", "uv")
 KEYS = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "HF_TOKEN")
 
 
 @click.command("doctor", short_help="Show what is installed and what this machine can do.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as one JSON object.")
-@click.option("--no-probe", is_flag=True, help="Leave out what takes a few seconds: starting torch and measuring.")
+@click.option("--no-probe", is_flag=True, help="Leave out what takes a few seconds: torch, measuring, the sandbox.")
 def doctor(as_json: bool, no_probe: bool) -> None:
     """Show what is installed, what this machine can do, and what to run next."""
     found = examine(with_probe=not no_probe)
@@ -45,7 +49,9 @@ def examine(*, with_probe: bool = True) -> dict[str, Any]:
         "memory_bytes": memory_bytes(),
         "extras": extras,
         "keys": {name: bool(os.environ.get(name)) for name in KEYS},
-        "sandbox": "not yet",
+        "programs": {name: shutil.which(name) for name in PROGRAMS},
+        "environments": sum(listed.is_local for listed in list_environments()),
+        "sandbox": sandbox_level() if with_probe else None,
     }
     has_torch = _version("torch") is not None
     found["engine"] = run_probe() if has_torch and with_probe else None
@@ -58,7 +64,7 @@ def read_extras() -> dict[str, dict[str, str | None]]:
     extras: dict[str, dict[str, str | None]] = {}
     for extra, need in _needs():
         name = re.match(r"[\w.-]+", need)
-        if name is not None and extra not in NOT_SHOWN:
+        if name is not None and extra not in NOT_SHOWN and name[0] != "verifiers":
             extras.setdefault(extra, {})[name[0]] = _version(name[0])
     return extras
 
@@ -108,6 +114,18 @@ def memory_bytes() -> dict[str, int | None]:
     return {"total": total, "available": int(available[1]) * 1024 if available else None}
 
 
+def sandbox_level() -> dict[str, Any]:
+    """How well model-written code is held here, found out by trying."""
+    from verifiers.errors import Error
+    from verifiers.sandbox import level
+
+    try:
+        found = level()
+    except (Error, OSError) as error:
+        return {"level": "none", "reasons": [str(error)]}
+    return {"level": found.name, "reasons": list(found.reasons)}
+
+
 def run_probe() -> dict[str, Any]:
     """What torch can do here, measured in a process of its own; ``{"error": …}`` where it does not even start."""
     try:
@@ -138,6 +156,10 @@ def advise(found: dict[str, Any], *, has_torch: bool) -> list[str]:
         lines.append("vf eval arithmetic -m gpt-4.1-mini      the endpoint of your key")
     else:
         lines.append("export OPENAI_API_KEY=…                 a hosted model, or -b URL for a server of your own")
+    if not found["environments"]:
+        lines.append("vf init my-env                          an environment of your own")
+    else:
+        lines.append("vf list                                 the environments here, with their arguments")
     return lines
 
 
@@ -156,7 +178,9 @@ def describe(found: dict[str, Any]) -> list[str]:
         *_describe_extras(found["extras"]),
         *_describe_engine(found["engine"]),
         f"keys       {', '.join(set_keys) or 'none is set'}",
-        f"sandbox    {found['sandbox']}",
+        f"sandbox    {_describe_sandbox(found['sandbox'])}",
+        f"programs   {', '.join(name for name, path in found['programs'].items() if path) or 'neither git nor uv'}",
+        f"here       {some(found['environments'], 'environment')} in ./environments",
         "next",
         *(f"  {line}" for line in found["next"]),
     ]
@@ -170,6 +194,18 @@ def _describe_extras(extras: dict[str, dict[str, str | None]]) -> list[str]:
         lacks = f"{', '.join(missing)} missing: pip install 'verifiers[{extra}]'" if missing else ""
         lines.append(f"{f'[{extra}]':<10} {'; '.join(filter(None, (there, lacks)))}")
     return lines
+
+
+def _describe_sandbox(sandbox: dict[str, Any] | None) -> str:
+    if sandbox is None:
+        return "not tried"
+    words = {
+        "full": "full: model-written code is held in namespaces of its own",
+        "reduced": "reduced: model-written code is held, but less tightly than it could be",
+        "none": "none: model-written code cannot be held here, and is refused",
+    }
+    reasons = f" ({'; '.join(sandbox['reasons'])})" if sandbox["reasons"] else ""
+    return f"{words.get(sandbox['level'], sandbox['level'])}{reasons}"
 
 
 def _describe_engine(engine: dict[str, Any] | None) -> list[str]:

@@ -14,6 +14,18 @@ INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
 # name → where the command is, and its line in `vf --help`
 COMMANDS = {
     "eval": ("verifiers.cli.eval:eval_command", "Evaluate a model on an environment."),
+    "check": ("verifiers.cli.check:check", "Prove an environment before anyone pays for a run."),
+    "init": ("verifiers.cli.init:init", "Make a new environment package."),
+    "install": ("verifiers.cli.install:install", "Install an environment."),
+    "list": ("verifiers.cli.list:list_command", "List environments, with their arguments."),
+    "view": ("verifiers.cli.view:view", "Look at runs and trainings in the browser."),
+    "compare": ("verifiers.cli.compare:compare", "Compare two runs on the same examples."),
+    "power": ("verifiers.cli.power:power", "Say how many examples an answer needs."),
+    "export": ("verifiers.cli.export:export", "Write a run as a table or as training data."),
+    "rescore": ("verifiers.cli.rescore:rescore", "Score a saved run anew, without a model."),
+    "replay": ("verifiers.cli.replay:replay", "Play a saved run again from its record."),
+    "train": ("verifiers.cli.train:train", "Train a model on an environment."),
+    "sft": ("verifiers.cli.sft:sft", "Train a model to imitate examples."),
     "models": ("verifiers.cli.models:models", "Fetch and list models that run in this process."),
     "serve": ("verifiers.cli.serve:serve", "Serve a local model to OpenAI clients."),
     "doctor": ("verifiers.cli.doctor:doctor", "Show what is installed and what this machine can do."),

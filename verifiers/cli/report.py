@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import nlargest, nsmallest
-from operator import itemgetter
 from typing import Any
 
 from verifiers import stats
@@ -54,6 +53,7 @@ def summary(results: Results) -> dict[str, Any]:
             for name, row in _pass_table(results).items()
         },
         "stop_conditions": dict(_stop_counts(results)),
+        "histogram": dict(histogram([reward for reward in results["reward"] if reward is not None])),
         "truncated": sum(map(bool, results["is_truncated"])),
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
@@ -67,6 +67,8 @@ def summary(results: Results) -> dict[str, Any]:
 
 def _figures(results: Results, name: str) -> dict[str, float | None]:
     found = results.interval(name)
+    if name in COUNTS:
+        return {"mean": found.mean, "low": None, "high": None}
     return {"mean": found.mean, "low": found.low, "high": found.high}
 
 
@@ -75,6 +77,8 @@ def _figures(results: Results, name: str) -> dict[str, float | None]:
 
 def _pass_table(results: Results) -> dict[str, list[stats.PassAtK]]:
     """pass@k of the reward where it is right-or-wrong, else of each metric that is."""
+    if results.metadata.get("rollouts_per_example") == 1:
+        return {}
     repeats = max(Counter(results["example_id"]).values(), default=0)
     if repeats < 2:
         return {}
@@ -105,7 +109,8 @@ def _pass_at_k(results: Results) -> Iterator[str]:
 
 
 def _stop_counts(results: Results) -> list[tuple[str, int]]:
-    return Counter(str(stop or "no reason given") for stop in results["stop_condition"]).most_common()
+    counts = Counter(results["stop_condition"]).most_common()
+    return [(str(stop or "no reason given"), count) for stop, count in counts]
 
 
 def _stops(results: Results) -> Iterator[str]:
@@ -143,27 +148,31 @@ def histogram(values: Sequence[float]) -> list[tuple[str, int]]:
 
 def _examples(results: Results) -> Iterator[str]:
     """The slowest and the worst examples, where they differ from the rest."""
-    groups: dict[Any, list[State]] = {}
-    for state in results.scored:
-        groups.setdefault(state.get("example_id"), []).append(state)
-    if len(groups) < 2:
+    states: dict[
+        Any, State
+    ] = {}  # plain numbers beside them: lists by the thousand would set off the garbage collector
+    times: dict[Any, float] = {}
+    sums: dict[Any, float] = {}
+    counts: dict[Any, int] = {}
+    for key, reward, state in zip(results["example_id"], results["reward"], results.scored, strict=True):
+        states.setdefault(key, state)
+        seconds = _seconds(state)
+        if seconds > times.get(key, -1.0):
+            times[key] = seconds
+        if reward is not None:
+            sums[key] = sums.get(key, 0.0) + reward
+            counts[key] = counts.get(key, 0) + 1
+    if len(states) < 2:
         return
-    slowest = nlargest(
-        SHOWN_EXAMPLES, ((max(map(_seconds, group)), key) for key, group in groups.items()), itemgetter(0)
-    )
-    if slowest[0][0] >= WORTH_TELLING_S:
-        yield f"slowest: {', '.join(f'example {key} {seconds:.1f} s' for seconds, key in slowest)}"
-    means = []
-    for key, group in groups.items():
-        rewards = [state["reward"] for state in group]
-        if None not in rewards:
-            means.append((sum(rewards) / len(rewards), key))
-    worst = nsmallest(SHOWN_EXAMPLES, means, itemgetter(0))
-    if not worst or worst[0][0] == max(means, key=itemgetter(0))[0]:
+    slowest = nlargest(SHOWN_EXAMPLES, times, key=times.__getitem__)
+    if times[slowest[0]] >= WORTH_TELLING_S:
+        yield f"slowest: {', '.join(f'example {key} {times[key]:.1f} s' for key in slowest)}"
+    means = {key: total / counts[key] for key, total in sums.items()}
+    if not means or min(means.values()) == max(means.values()):
         return
     yield "worst:"
-    for mean, key in worst:
-        yield f"  {mean:.3f}  example {key}: {_asked(groups[key][0])}"
+    for key in nsmallest(SHOWN_EXAMPLES, means, key=means.__getitem__):
+        yield f"  {means[key]:.3f}  example {key}: {_asked(states[key])}"
 
 
 def _seconds(state: State) -> float:

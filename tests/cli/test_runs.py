@@ -1,0 +1,255 @@
+"""Commands over saved runs: compare, power, export, rescore, replay, and how a run is named."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import verifiers as vf
+from verifiers.store import RunDir
+
+TOY = """
+import verifiers as vf
+
+def exact(completion, answer): return completion[-1]["content"] == answer
+
+def load_environment(n=6):
+    rows = [{"question": f"say {i % 2}\\x1b[2J", "answer": str(i % 2)} for i in range(n)]
+    return vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.Rubric([exact]))
+"""
+
+
+@pytest.fixture
+def runs(folder: Path) -> tuple[Path, Path]:
+    """Two runs of a toy: one is right on the even examples, the other on all but the last."""
+    home = folder / "mine" / "toy_runs"
+    home.mkdir(parents=True)
+    (home / "toy_runs.py").write_text(TOY)
+    env = vf.load_environment("toy-runs", environments_dir=folder / "mine")
+    replies = {"a": ["0"] * 6, "b": ["0", "1", "0", "1", "0", "0"]}
+    paths = []
+    for model, said in replies.items():
+        path = Path("outputs/evals") / f"toy-runs--{model}" / f"{model * 8}"
+        client = vf.FakeClient(said)
+        env.evaluate(client=client, model=model, results_path=path, use_tqdm=False, max_concurrent=1)
+        paths.append(path)
+    return paths[0], paths[1]
+
+
+@pytest.fixture
+def repeated(folder: Path) -> Path:
+    path = Path("outputs/evals/sums--m/cccccccc")
+    run = RunDir.create_at(path, env_id="sums", model="m", config={})
+    with run.appender() as out:
+        for i in range(10):
+            for k in range(4):
+                reward = float((i + k) % 3 == 0)
+                out.append(
+                    {
+                        "example_id": i,
+                        "rollout": k,
+                        "prompt": f"{i}",
+                        "completion": f"{k}",
+                        "reward": reward,
+                        "error": None,
+                        "metrics": {},
+                    }
+                )
+    return path
+
+
+# --- which run ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["outputs/evals/toy-runs--b/bbbbbbbb", "bbbb", "last", "outputs/evals/toy-runs--b"])
+def test_a_run_is_named_by_its_folder_the_start_of_its_id_or_as_the_last(run, runs, name):
+    assert run("export", name, "-o", "-").stdout.count("\n") == 6
+
+
+def test_the_results_file_names_its_run(run, runs):
+    assert run("export", f"{runs[0]}/results.jsonl", "-o", "-").stdout.count("\n") == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bbbc", "there is no run 'bbbc'; there is outputs/evals/toy-runs--b/bbbbbbbb"),
+        ("mine", "mine holds no run: a run has a results.jsonl or a metadata.json"),
+    ],
+)
+def test_a_run_that_is_not_there_names_the_nearest(run, runs, name, message):
+    assert message in run("export", name, code=2).stderr
+
+
+def test_without_any_run_one_sentence_says_how_to_make_one(run):
+    assert "vf eval ENV -s saves one" in run("replay", "last", code=2).stderr
+
+
+def test_a_damaged_run_is_used_as_far_as_it_can_be_read(run, runs):
+    a, b = runs
+    lines = (a / "results.jsonl").read_text().splitlines(keepends=True)
+    (a / "results.jsonl").write_text("".join([lines[0], "{torn\n", *lines[1:]]))
+    (b / "metadata.json").write_text("{")
+    result = run("compare", str(a), str(b))
+    assert "1 damaged line(s)" in result.stderr
+    assert "metadata.json is damaged" in result.stderr
+    assert "shared examples: 6" in result.stdout
+
+
+# --- compare ------------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_are_compared_example_by_example(run, runs):
+    shown = run("compare", *map(str, runs)).stdout
+    assert "model: a → b" in shown
+    assert "B - A = +0.333" in shown
+    assert "McNemar's exact test" in shown
+    assert re.search(r"exact +0\.500 +0\.833 +\+0\.333", shown)
+    assert "B won 2 examples" in shown
+    assert re.search(r"example 1 +0\.000 → 1\.000 +say 1", shown)
+    assert "B lost no example" in shown
+    assert "\x1b" not in shown
+
+
+def test_a_comparison_is_one_json_object_for_a_script(run, runs):
+    found = json.loads(run("compare", *map(str, runs), "--json", "--metric", "exact").stdout)
+    assert list(found["metrics"]) == ["exact", "reward", "num_turns"]
+    assert found["metrics"]["exact"]["won"] == [1, 3]
+
+
+def test_runs_that_share_nothing_end_with_1_and_other_questions_are_told(run, runs, repeated):
+    result = run("compare", str(runs[0]), str(repeated))
+    assert "careful: 6 shared examples ask something else in B" in result.stdout
+    (runs[1] / "results.jsonl").write_text("")
+    assert "no example has a score in both runs" in run("compare", *map(str, runs), code=1).stdout
+
+
+def test_an_unknown_metric_names_those_there_are(run, runs):
+    assert "these runs have reward, exact, num_turns" in run("compare", *map(str, runs), "--metric", "x", code=2).stderr
+
+
+# --- power --------------------------------------------------------------------------------------------------------
+
+
+def test_power_from_a_mean_a_spread_and_a_run(run, repeated):
+    assert run("power", "0.03", "--sd", "0.5").stdout.startswith("1,070 examples to know a mean to ±0.03")
+    shown = run("power", "0.03", "--mean", "0.5", "--correlation", "0.6", "--power", "0.8").stdout
+    assert shown.startswith("1,747 examples to see a difference of 0.03 with a chance of 0.8")
+    table = run("power", "0.05", "--run", str(repeated)).stdout.splitlines()
+    assert table[0] == "to know a mean to ±0.05:"
+    assert [line.split()[0] for line in table[2:]] == ["1", "2", "4", "8", "16"]
+    assert json.loads(run("power", "0.03", "--sd", "0.5", "--json").stdout)["examples"] == {"1": 1070}
+
+
+def test_power_for_a_difference_is_measured_on_two_runs(run, runs):
+    shown = run("power", "0.1", "--run", str(runs[0]), "--against", str(runs[1]), "--power", "0.8").stdout
+    assert "to see a difference of 0.1" in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "say how much scores vary with one of"),
+        (["--sd", "1", "--mean", "0.5"], "say how much scores vary with one of"),
+        (["--mean", "1"], "scores that are all alike do not vary"),
+        (["--sd", "1", "--against", "last"], "--against goes with --run"),
+    ],
+)
+def test_power_that_cannot_be_told_says_what_is_missing(run, repeated, args, message):
+    assert message in run("power", "0.1", *args, code=2).stderr
+
+
+# --- export -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_exported_in_every_form(run, repeated):
+    assert "40 rollouts in cccccccc.jsonl" in run("export", "cccc").stdout
+    assert "10 conversations in cccccccc-sft.jsonl" in run("export", "cccc", "-f", "sft", "--top-k", "1").stdout
+    assert "10 pairs in pairs.jsonl" in run("export", "cccc", "-f", "dpo", "-o", "pairs.jsonl").stdout
+    chosen = [json.loads(line) for line in Path("pairs.jsonl").read_text().splitlines()]
+    assert all(pair["chosen_reward"] > pair["rejected_reward"] for pair in chosen)
+
+
+def test_parquet_is_known_by_its_name(run, repeated):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    run("export", "cccc", "-o", "run.parquet")
+    assert parquet.read_table("run.parquet").num_rows == 40
+    assert "parquet is no text" in run("export", "cccc", "-f", "parquet", "-o", "-", code=2).stderr
+
+
+# --- rescore, replay ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_scored_with_another_rubric_into_a_run_of_its_own(run, runs):
+    Path("strict.py").write_text(
+        "import verifiers as vf\ndef half(completion): return 0.5\ndef make(): return vf.Rubric([half])\nname = 'x'\n"
+    )
+    shown = run("rescore", str(runs[0]), "-p", "mine", "--rubric", "strict.py:make").stdout
+    assert "half       0.500" in shown
+    assert "the reward was 0.500; no model was asked to play" in shown
+    assert re.search(r"compare with: vf compare \S+ \S+", shown)
+    result = run("rescore", "aaaa", "-p", "mine", "--rubric", "strict.py:half", "-o", "new", "--json")
+    found = json.loads(result.stdout)
+    assert found["reward"]["mean"] == found["reward_before"] == 0.5
+    assert RunDir.open("new").metadata["config"]["rescored_from"] == str(runs[0])
+    assert "exists" in run("rescore", "aaaa", "-p", "mine", "-o", "new", code=2).stderr
+    assert "'name' is no rubric" in run("rescore", "aaaa", "-p", "mine", "--rubric", "strict.py:name", code=2).stderr
+    assert "it must be FILE:NAME" in run("rescore", "aaaa", "-p", "mine", "--rubric", "none.py:x", code=2).stderr
+
+
+def test_a_score_that_cannot_be_given_ends_with_1(run, runs):
+    Path("bad.py").write_text("def needs_more(state): return state['board']\n")
+    result = run("rescore", "aaaa", "-p", "mine", "--rubric", "bad.py:needs_more", code=1)
+    assert "6 × GraderError" in result.stdout
+
+
+def test_a_run_is_replayed_with_no_network(run, runs):
+    shown = run("replay", str(runs[1]), "-p", "mine").stdout
+    assert shown == f"6 rollouts of {runs[1]} played again: 6 as recorded\n"
+
+
+def test_a_replay_that_goes_another_way_ends_with_1(run, runs):
+    module = Path("mine/toy_runs/toy_runs.py")
+    again = Path("changed/toy_runs/toy_runs.py")
+    again.parent.mkdir(parents=True)
+    again.write_text(module.read_text().replace("== answer", "!= answer"))
+    shown = run("replay", "bbbb", "-p", "changed", code=1).stdout
+    assert "0 as recorded, 6 not" in shown
+    assert re.search(r"example 0 +rollout 0 +reward 1\.000 → 0\.000", shown)
+    found = json.loads(run("replay", "bbbb", "-p", "changed", "--json", code=1).stdout)
+    assert len(found["changes"]) == 6
+
+
+def test_eval_records_what_judges_say_so_that_replay_needs_none_of_them(run, folder):
+    with vf.FakeServer("yes") as judge:
+        home = folder / "mine" / "toy_judge"
+        home.mkdir(parents=True)
+        (home / "toy_judge.py").write_text(
+            "import verifiers as vf\n"
+            "async def ok(judge, prompt, completion, answer, state):\n"
+            "    return (await judge(prompt, completion, answer, state)) == 'yes'\n"
+            "def load_environment():\n"
+            "    rows = [{'question': 'x', 'answer': 'y'}]\n"
+            f"    rubric = vf.JudgeRubric(judge_client={judge.url!r}, funcs=[ok])\n"
+            "    return vf.SingleTurnEnv(dataset=rows, rubric=rubric)\n"
+        )
+        command = ["eval", "toy-judge", "-p", "mine", "-m", "fake", "-n", "1", "-r", "2", "--record"]
+        assert "--record keeps what judges say beside the saved run; give -s too" in run(*command, code=2).stderr
+        run(*command, "-s")
+    assert "2 as recorded" in run("replay", "last", "-p", "mine").stdout
+
+
+def test_what_a_run_holds_cannot_move_the_cursor(run, runs):
+    for path in runs:
+        found = RunDir.open(path)
+        found.update_metadata({"model": "m\x1b]0;owned\x07"})
+    Path("bad.py").write_text("def bad(completion): raise RuntimeError('\\x1b[2J')\n")
+    shown = [
+        run("compare", *map(str, runs)).stdout,
+        run("rescore", "aaaa", "-p", "mine", "--rubric", "bad.py:bad", code=1).stdout,
+    ]
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(shown))
+    assert "\\x1b[2J" in shown[1]

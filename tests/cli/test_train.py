@@ -1,0 +1,170 @@
+"""``vf train`` and ``vf sft``: what they train, what they print, what they leave behind, how they end."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import verifiers as vf
+
+ENV_ARGS = '{"length": 2, "alphabet": "abc", "use_tags": false, "system_prompt": "Go.", "num_eval_examples": 8}'
+SMALL = ("--batch-size", "8", "--group-size", "4", "--max-new-tokens", "3", "--learning-rate", "1e-3")
+
+
+@pytest.fixture
+def model(folder: Path) -> str:
+    """A folder with a model of a few thousand parameters."""
+    made, tokenizer = vf.tiny_model("abcGo.", hidden_size=16, heads=2, layers=1)
+    made.save_pretrained(folder / "tiny")
+    tokenizer.save_pretrained(folder / "tiny")
+    return "./tiny"
+
+
+def train_words(model: str, *more: str) -> list[str]:
+    return ["train", "reverse-text", "-m", model, "-a", ENV_ARGS, *SMALL, *more]
+
+
+def metrics(path: str | Path) -> list[dict]:
+    return [json.loads(line) for line in (Path(path) / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(path: str | Path) -> list[int]:
+    return [line["step"] for line in metrics(path) if "loss" in line]
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+def test_a_training_leaves_a_run_and_a_model_and_says_where(run, model, folder):
+    result = run(*train_words(model, "--max-steps", "2", "--output-dir", "out"))
+    assert re.search(r"reward \d\.\d{3} → \d\.\d{3} in 2 steps", result.stdout)
+    assert "model: out/model" in result.stdout
+    assert "run: out (vf view out)" in result.stdout
+    assert "step 2/2" in result.stderr
+    assert steps("out") == [1, 2]
+    assert json.loads((folder / "out" / "metadata.json").read_text())["finished"] is True
+    assert vf.get_tokenizer(str(folder / "out" / "model")).eos_token == "<|end|>"
+
+
+def test_evaluations_before_and_after_are_told_with_their_intervals(run, model):
+    result = run(*train_words(model, "--max-steps", "1", "--output-dir", "out", "--eval-before-after"))
+    assert re.search(r"evaluation before \S+ .*, after \S+ .* \(8 rollouts each\)", result.stdout)
+    assert [line["step"] for line in metrics("out") if "eval" in line] == [0, 1]
+
+
+def test_a_file_says_everything_and_the_command_line_wins(run, model, folder):
+    (folder / "config.toml").write_text(
+        f'model = "{model}"\nnum_generations = 2\n[train]\nbatch-size = 4\n'.replace("batch-size", "batch_size")
+        + "max_steps = 9\nmax_tokens = 3\nbf16 = false\n"
+        + '[env]\nid = "reverse-text"\nlength = 2\nalphabet = "abc"\nuse_tags = false\nsystem_prompt = "Go."\n'
+        + "[lora]\nr = 2\n"
+    )
+    for words in (["@", "config.toml"], ["@config.toml"]):
+        result = run("train", *words, "--max_steps", "3", "--dry-run")
+        assert "2 prompts × 2 rollouts of at most 3 tokens" in result.stdout
+        assert re.search(r"steps +3 ", result.stdout)
+        assert re.search(r"trained +[\d,]+ of [\d,]+ parameters", result.stdout)
+        assert "a dry run: nothing was trained or written" in result.stdout
+    assert not (folder / "outputs").exists()
+
+
+def test_names_are_taken_with_dashes_underscores_and_aliases(run, model):
+    result = run(
+        *train_words(model, "--num_train_epochs", "0.5", "--beta", "0.1", "--max-grad-norm", "none", "--dry-run")
+    )
+    assert "num_epochs=0.5" in result.stdout
+    assert "kl_coef=0.1" in result.stdout
+
+
+def test_a_stopped_training_goes_on_where_it_was(run, model):
+    run(*train_words(model, "--max-steps", "4", "--output-dir", "out", "--save-steps", "2"))
+    whole = {line["step"]: line["loss"] for line in metrics("out") if "loss" in line}
+    run(*train_words(model, "--max-steps", "2", "--output-dir", "part", "--save-steps", "2"))
+    run(*train_words(model, "--max-steps", "4", "--resume", "part"))
+    assert {line["step"]: line["loss"] for line in metrics("part") if "loss" in line} == whole
+
+
+def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(start, run, model):
+    process = start(*train_words(model, "--max-steps", "100000", "--output-dir", "out"))
+    wait_for(lambda: Path("out/metrics.jsonl").is_file() and steps("out"), process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "finishing this step, then saving a checkpoint" in err
+    done = int(re.search(r"stopped by Ctrl-C after step (\d+); go on with: (.+)", out)[1])
+    assert Path(f"out/checkpoints/step-{done:06d}/model.safetensors").is_file()
+    assert json.loads(Path("out/metadata.json").read_text())["finished"] is False
+    again = shlex.split(re.search(r"go on with: vf (.+)", out)[1])
+    assert again[-2:] == ["--resume", "out"]
+    run(*[str(done + 1) if word == "100000" else word for word in again])
+    assert steps("out") == list(range(1, done + 2))
+
+
+def wait_for(is_so, process) -> None:
+    for _ in range(600):
+        if is_so():
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.kill()
+    raise AssertionError("nothing was trained within a minute")
+
+
+# --- what is wrong ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "reverse-text"], "which model is to be trained?"),
+        (["train", "-m", "./tiny"], "which environment is it to be trained on?"),
+        (["train", "reverse-text", "-m", "./tiny", "--group-size", "3"], "must be a multiple of group_size = 3"),
+        (["train", "reverse-text", "-m", "./tiny", "--group-size", "x"], "'x' is not a whole number"),
+        (["train", "reverse-text", "-m", "./tiny", "--groupsize", "3"], "--group-size"),
+        (["train", "reverse-text", "-m", "./tiny", "--loss-type", "magic"], "loss_type must be one of grpo"),
+        (["train", "@", "missing.toml"], "missing.toml cannot be read"),
+        (["train", "reverse-text", "-m", "./tiny", "--resume"], "resume=True needs output_dir or run_name"),
+        (["sft", "-m", "./tiny"], "what is it to imitate?"),
+        (["sft", "-m", "./tiny", "-d", "nowhere.jsonl"], "there is no data set at nowhere.jsonl"),
+    ],
+    ids=["model", "env", "group", "number", "unknown", "choice", "file", "resume", "data", "path"],
+)
+def test_what_is_wrong_is_one_sentence(run, model, words, message):
+    result = run(*words, code=1 if "-d" in words else 2)
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_unknown_key_of_a_file_is_named_with_the_nearest(run, model, folder):
+    (folder / "config.toml").write_text("[train]\ngroupsize = 4\n")
+    result = run("train", "reverse-text", "-m", model, "@config.toml", code=2)
+    assert "config.toml: GRPOConfig has no 'groupsize'; did you mean 'group_size'?" in result.stderr
+    (folder / "config.toml").write_text("max_steps = = 4\n")
+    result = run("train", "reverse-text", "-m", model, "@config.toml", code=2)
+    assert "config.toml is not TOML: Invalid value (at line 1, column 13)" in result.stderr
+
+
+# --- imitation ----------------------------------------------------------------------------------------------------
+
+
+def test_the_answers_of_an_environment_are_imitated(run, model):
+    words = ("--max-steps", "3", "--batch-size", "8", "--output-dir", "out", "--learning-rate", "1e-2")
+    result = run("sft", "reverse-text", "-m", model, "-a", ENV_ARGS, *words)
+    assert re.search(r"loss \d\.\d{3} → \d\.\d{3} in 3 steps", result.stdout)
+    assert steps("out") == [1, 2, 3]
+    run("train", "reverse-text", "-m", "out/model", "-a", ENV_ARGS, *SMALL, "--max-steps", "1", "--output-dir", "next")
+
+
+def test_rows_of_a_file_are_imitated_and_a_dry_run_counts_them(run, model, folder):
+    rows = [{"prompt": "ab", "completion": "ba", "reward": i % 2} for i in range(6)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = run("sft", "-m", model, "-d", "rows.jsonl", "--min-reward", "1", "--dry-run")
+    assert "3 with 9 tokens to learn (left out: 3 below min_reward)" in result.stdout
+    run("sft", "-m", model, "-d", "rows.jsonl", "--max-steps", "1", "--output-dir", "out", "--save-model", "kept")
+    assert (folder / "kept" / "model.safetensors").is_file()

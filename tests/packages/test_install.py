@@ -1,0 +1,185 @@
+"""Installing: from a folder, a wheel, an index and a hub, into a folder of its own; what is none changes nothing."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import shutil
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from verifiers.packages import InstallError, install
+from verifiers.packages.install import Installer, find_program
+
+MODULE = "def load_environment(n=3):\n    'Counts.'\n"
+# Builds without a build package, so that nothing has to be fetched.
+BACKEND = """
+import zipfile
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    name = "my_env-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(f"{folder}/{name}", "w") as wheel:
+        wheel.write("my_env.py")
+        wheel.writestr("my_env-0.1.0.dist-info/METADATA", "Metadata-Version: 2.1\\nName: my-env\\nVersion: 0.1.0\\n")
+        wheel.writestr("my_env-0.1.0.dist-info/WHEEL", "Wheel-Version: 1.0\\nTag: py3-none-any\\n")
+        wheel.writestr("my_env-0.1.0.dist-info/RECORD", "")
+    return name
+"""
+PYPROJECT = """
+[project]
+name = "my-env"
+version = "0.1.0"
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    home = tmp_path / "environments" / "my_env"
+    home.mkdir(parents=True)
+    (home / "pyproject.toml").write_text(PYPROJECT)
+    (home / "backend.py").write_text(BACKEND)
+    (home / "my_env.py").write_text(MODULE)
+    return home
+
+
+@pytest.fixture
+def wheel(folder: Path, tmp_path: Path) -> Path:
+    namespace: dict = {}
+    exec(BACKEND, namespace)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return tmp_path / shutil.move(folder / namespace["build_wheel"](str(folder)), tmp_path)
+    finally:
+        os.chdir(before)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A folder, and the address at which its files are served."""
+    root = tmp_path / "served"
+    root.mkdir()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=str(root))
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield root, f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def into(tmp_path: Path) -> dict:
+    return {"target": str(tmp_path / "target"), "has_deps": False}
+
+
+def test_a_folder_is_built_and_installed(folder, tmp_path):
+    done = install(str(folder), **into(tmp_path))
+    assert (done.package.name, done.package.version, done.program) == ("my-env", "0.1.0", "pip")
+    assert (tmp_path / "target" / "my_env.py").read_text() == MODULE
+
+
+def test_a_bare_name_is_looked_up_in_the_folder_of_environments_first(folder, tmp_path):
+    done = install("my-env", environments_dir=folder.parent, **into(tmp_path))
+    assert done.source == str(folder)
+
+
+def test_a_wheel_is_installed(wheel, tmp_path):
+    install(str(wheel), **into(tmp_path))
+    assert (tmp_path / "target" / "my_env.py").is_file()
+
+
+def test_a_name_comes_from_the_index_that_was_named_and_no_other(wheel, served, tmp_path):
+    root, url = served
+    (root / "my-env").mkdir()
+    shutil.copy(wheel, root / "my-env")
+    done = install("my-env@0.1.0", index=url, environments_dir=tmp_path / "none", **into(tmp_path))
+    assert done.source == url
+    assert (tmp_path / "target" / "my_env.py").is_file()
+    with pytest.raises(InstallError, match="No matching distribution"):
+        install("click", index=url, **into(tmp_path))
+
+
+@pytest.mark.parametrize("version", ["0.1.0", "latest"])
+def test_a_name_of_a_hub_is_the_wheel_that_the_hub_names(wheel, served, tmp_path, version, monkeypatch):
+    root, url = served
+    entry = root / "api" / "v1" / "environmentshub" / "org" / "my-env" / f"@{version}"
+    entry.parent.mkdir(parents=True)
+    data = {"name": "my-env", "semantic_version": "0.1.0", "wheel_url": f"{url}/{wheel.name}", "url_dependencies": []}
+    entry.write_text(json.dumps({"data": data}))
+    shutil.copy(wheel, root)
+    monkeypatch.setenv("VF_HUB_URL", url)
+    done = install("org/my-env" if version == "latest" else f"org/my-env@{version}", **into(tmp_path))
+    assert done.source == f"org/my-env on {url}"
+    assert (tmp_path / "target" / "my_env.py").is_file()
+
+
+def test_what_a_hub_does_not_have_is_told(served, tmp_path):
+    with pytest.raises(InstallError, match="org/none@latest: the hub has no such environment"):
+        install("org/none", hub=served[1], **into(tmp_path))
+    with pytest.raises(InstallError, match="no answer to read"):
+        install("org/none", hub="http://127.0.0.1:9", **into(tmp_path))
+
+
+def test_without_a_hub_one_sentence_says_how_to_name_one(tmp_path, monkeypatch):
+    monkeypatch.delenv("VF_HUB_URL", raising=False)
+    with pytest.raises(InstallError, match="VF_HUB_URL, or use its own program: prime env install org/my-env"):
+        install("org/my-env", **into(tmp_path))
+
+
+def test_what_is_no_environment_is_refused_before_anything_is_installed(folder, wheel, tmp_path):
+    (folder / "my_env.py").write_text("x = 1\n")
+    with pytest.raises(InstallError, match="defines no load_environment"):
+        install(str(folder), **into(tmp_path))
+    with zipfile.ZipFile(tmp_path / "other.whl", "w") as archive:
+        archive.writestr("click-1.dist-info/METADATA", "Name: click\nVersion: 1\n")
+        archive.writestr("click/__init__.py", "")
+    with pytest.raises(InstallError, match="defines no load_environment"):
+        install(str(tmp_path / "other.whl"), **into(tmp_path))
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("what", ["a b", "https://x/y", "", "../nowhere"])
+def test_what_cannot_be_installed_is_named(what, tmp_path):
+    with pytest.raises(InstallError, match="is nothing that can be installed"):
+        install(what, environments_dir=tmp_path / "none", **into(tmp_path))
+
+
+def test_uv_is_used_where_there_is_no_pip(monkeypatch, tmp_path, folder):
+    said = tmp_path / "said"
+    program = tmp_path / "bin" / "uv"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$@" >> {said}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert find_program() == "uv"
+    assert install(str(folder)).program == "uv"
+    Installer(program="uv", target="there").install(["my-env==0.1.0"], index="http://x/simple")
+    first, second = said.read_text().splitlines()
+    assert first.startswith("pip install --quiet --python ")
+    assert first.endswith(str(folder))
+    assert second.endswith("--target there --index http://x/simple my-env==0.1.0")
+
+
+def test_without_either_program_the_way_to_get_one_is_told(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(InstallError, match=r"neither pip nor uv is there; try: .* -m ensurepip"):
+        find_program()
+    with pytest.raises(InstallError, match="there is no uv here"):
+        find_program("uv")

@@ -1,0 +1,156 @@
+"""Saved runs used again: new scores without a model, the same rollouts from their record, and what has changed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+import verifiers as vf
+from verifiers.reruns import replay, rescore
+from verifiers.reruns.judges import judges_of, judges_recorded
+from verifiers.reruns.replay import CASSETTE
+from verifiers.store import RunDir
+
+ROWS = [{"question": f"say {n}", "answer": str(n)} for n in range(4)]
+
+
+def exact(completion, answer):
+    return completion[-1]["content"] == answer
+
+
+def turns(state):
+    return float(len(state["trajectory"]))
+
+
+class Twice(vf.MultiTurnEnv):
+    """Asks again once, in words that can be changed."""
+
+    word = "again"
+
+    async def env_response(self, messages, state):
+        return self.word
+
+
+def saved(env: vf.Environment, path: Path, reply="1", **options) -> RunDir:
+    env.evaluate(client=vf.FakeClient(reply), model="m", results_path=path, use_tqdm=False, **options)
+    return RunDir.open(path)
+
+
+def single(*funcs, **kwargs) -> vf.Environment:
+    return vf.SingleTurnEnv(dataset=ROWS, rubric=vf.Rubric(list(funcs)), **kwargs)
+
+
+# --- scores -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_scored_anew_from_what_was_saved(tmp_path):
+    run = saved(single(exact), tmp_path / "run", rollouts_per_example=2)
+
+    def generous(completion, answer):
+        return 0.5
+
+    found = asyncio.run(rescore(single(generous), run))
+    records = list(found.records())
+    assert [record["reward"] for record in records] == [0.5] * 8
+    assert records[0]["metrics"] == {"generous": 0.5, "num_turns": 1.0}
+    assert "exact" not in records[0]
+    assert [(record["example_id"], record["rollout"]) for record in records] == [
+        (i, k) for i in range(4) for k in (0, 1)
+    ]
+
+
+def test_turns_are_put_together_again_where_they_were_not_saved(tmp_path):
+    env = Twice(dataset=ROWS, rubric=vf.Rubric([turns]), max_turns=2)
+    run = saved(env, tmp_path / "run")
+    found = asyncio.run(rescore(env, run))
+    assert [state["reward"] for state in found.states] == [2.0] * 4
+    _, second = found.states[0]["trajectory"]
+    assert [message["content"] for message in second["prompt"]] == ["say 0", "1", "again"]
+
+
+def test_a_rollout_that_failed_in_grading_gets_a_score_and_one_that_was_never_made_does_not(tmp_path):
+    def broken(completion, state):
+        if state["example_id"] < 2:
+            raise RuntimeError("the grader is down")
+        return 1.0
+
+    def reply(messages):
+        if messages[-1]["content"] == "say 3":
+            raise ConnectionError("no endpoint")
+        return "1"
+
+    run = saved(single(broken), tmp_path / "run", reply)
+    found = asyncio.run(rescore(single(exact), run))
+    assert [state["reward"] for state in found.states] == [0.0, 1.0, 0.0]
+    assert found.left_out == 1
+
+
+def test_group_rewards_see_the_whole_group_again(tmp_path):
+    def first_of_group(completions):
+        return [float(i == 0) for i in range(len(completions))]
+
+    run = saved(single(exact), tmp_path / "run", rollouts_per_example=3)
+    found = asyncio.run(rescore(single(first_of_group), run))
+    assert [state["reward"] for state in found.states] == [1.0, 0.0, 0.0] * 4
+
+
+# --- plays --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_replays_without_a_model(tmp_path):
+    env = Twice(dataset=ROWS, rubric=vf.Rubric([exact, turns]), max_turns=2)
+    run = saved(env, tmp_path / "run", ["1", "2", "3"], rollouts_per_example=2, max_concurrent=1)
+    found = asyncio.run(replay(env, run))
+    assert (found.same, found.changes, found.left_out) == (8, [], 0)
+
+
+def test_what_goes_another_way_is_named(tmp_path):
+    env = Twice(dataset=ROWS, rubric=vf.Rubric([exact]), max_turns=2)
+    run = saved(env, tmp_path / "run")
+    env.word = "once more"
+    found = asyncio.run(replay(env, run))
+    assert {change.what for change in found.changes} == {"message 2 of the completion differs"}
+    env = Twice(dataset=ROWS, rubric=vf.Rubric([turns]), max_turns=2)
+    assert asyncio.run(replay(env, run)).changes[0].what == "reward 0.000 → 2.000"
+    env = Twice(dataset=ROWS, rubric=vf.Rubric([exact]), max_turns=3)
+    what = asyncio.run(replay(env, run)).changes[0].what
+    assert "the environment asks for reply 3, and 2 were recorded" in what
+
+
+# --- judges -------------------------------------------------------------------------------------------------------
+
+
+def judged(client) -> vf.Environment:
+    async def approved(judge, prompt, completion, answer, state):
+        return (await judge(prompt, completion, answer, state)) == "yes"
+
+    return vf.SingleTurnEnv(dataset=ROWS, rubric=vf.JudgeRubric(judge_client=client, funcs=[approved]))
+
+
+def test_what_judges_said_is_recorded_and_said_again(tmp_path):
+    env = judged(vf.FakeClient(["yes", "no", "no", "yes"]))
+    with judges_recorded(env, tmp_path / "run" / CASSETTE):
+        run = saved(env, tmp_path / "run", max_concurrent=1)
+    assert isinstance(judges_of(env)[0].judge_client, vf.FakeClient)
+    nobody = judged(vf.FakeClient(RuntimeError("the judge was asked")))
+    found = asyncio.run(replay(nobody, run))
+    assert [state["reward"] for state in found.states] == [1.0, 0.0, 0.0, 1.0]
+    assert found.same == 4
+
+
+def test_a_judge_that_was_not_recorded_is_not_asked(tmp_path):
+    run = saved(judged(vf.FakeClient("yes")), tmp_path / "run")
+    found = asyncio.run(replay(judged(vf.FakeClient("yes")), run))
+    assert found.same == 0
+    assert "vf eval … -s --record" in found.changes[0].what
+
+
+@pytest.mark.parametrize("kind", ["group", "nested"])
+def test_judges_are_found_wherever_they_are(kind):
+    env = judged(vf.FakeClient("yes"))
+    outer = vf.EnvGroup([env, single(exact)], ["a", "b"]) if kind == "group" else single(exact)
+    if kind == "nested":
+        outer.add_rubric(env.rubric)
+    assert judges_of(outer) == [env.rubric]

@@ -1,0 +1,97 @@
+"""Replies → how an environment scored them: rows played with scripted models, several at once, within a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verifiers import calls
+from verifiers.clients import FakeClient
+from verifiers.clients.protocol import Completion, Request
+from verifiers.envs.environment import Environment
+from verifiers.errors import ModelError
+from verifiers.reruns.judges import judges_answer
+from verifiers.reruns.play import play
+from verifiers.rubrics.judge_template import read_scale
+from verifiers.types import Row, State
+
+TRIAL_S = 120.0
+MOST_TURNS = 200
+ReplyTo = Callable[[Row, int], Any]  # a row and its number → what a `FakeClient` takes as a reply
+
+
+class EndlessError(ModelError):
+    """A rollout asked for more replies than any task needs."""
+
+
+class Scripted(FakeClient):
+    """A model that says what it is told to, gives way to others, and does not go on for ever."""
+
+    async def complete(self, request: Request) -> Completion:
+        await asyncio.sleep(0)
+        if len(self.requests) >= MOST_TURNS:
+            raise EndlessError(f"it asked for more than {MOST_TURNS} replies")
+        return await super().complete(request)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """The rollouts of one kind of reply."""
+
+    states: list[State]
+
+    @property
+    def failed(self) -> list[State]:
+        return [state for state in self.states if state.get("error") is not None]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [float(state["reward"]) for state in self.states if state.get("reward") is not None]
+
+    @property
+    def mean(self) -> float | None:
+        return sum(self.rewards) / len(self.rewards) if self.rewards else None
+
+    @property
+    def causes(self) -> str:
+        """Why rollouts failed, the commonest first."""
+        counts = Counter(
+            f"{type(state['error']).__name__}: {str(state['error']).strip().splitlines()[0][:160]}"
+            if str(state["error"]).strip()
+            else type(state["error"]).__name__
+            for state in self.failed
+        )
+        return "; ".join(f"{count} × {cause}" for cause, count in counts.most_common(2))
+
+    @property
+    def slowest_scoring_s(self) -> float:
+        return (
+            max((float((state.get("timing") or {}).get("scoring_ms") or 0) for state in self.states), default=0) / 1000
+        )
+
+
+def try_replies(env: Environment, rows: Sequence[Row], reply_to: ReplyTo, *, judge_says: bool = False) -> Trial:
+    """Play rows with a scripted reply for each; judges approve of it or do not. TimeoutError where it does not end."""
+
+    async def run() -> list[State]:
+        pairs = [(row, Scripted(reply_to(row, number))) for number, row in enumerate(rows)]
+        with judges_answer(env, FakeClient(lambda request: verdict(request, judge_says))):
+            async with asyncio.timeout(TRIAL_S):
+                states = await play(env, pairs, model="check")
+        if any(isinstance(state.get("error"), EndlessError) for state in states):
+            raise TimeoutError
+        return states
+
+    return Trial(states=calls.run(run))
+
+
+def verdict(request: Request, is_good: bool) -> str:
+    """What a judge would say, in the form that its prompt asks for."""
+    text = request.prompt if isinstance(request.prompt, str) else str(request.prompt[-1].get("content", ""))
+    scale = read_scale(text)
+    if scale is None:
+        return "yes" if is_good else "no"
+    return f"<score>{scale[1] if is_good else scale[0]:g}</score>"

@@ -1,0 +1,71 @@
+"""``ENV`` of a command line → the environment, or a sentence about what is wrong with it; and names to complete."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.shell_completion import CompletionItem
+
+if TYPE_CHECKING:
+    from verifiers.envs.environment import Environment
+
+FOLDER = "./environments"
+
+
+def complete_environments(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The environments that could be meant: local ones by their folder, installed ones by their package."""
+    from verifiers.packages import list_environments
+
+    found = list_environments(ctx.params.get("env_dir_path") or FOLDER)
+    items = [
+        CompletionItem(listed.package.name, help=listed.package.summary)
+        for listed in found
+        if listed.package.name.startswith(incomplete)
+    ]
+    return items or [CompletionItem(incomplete, type="file")]
+
+
+def env_dir_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "-p", "--env-dir-path", metavar="PATH", default=FOLDER, help=f"Folder of environments (default {FOLDER})."
+    )(command)
+
+
+def split_path(env_id: str, folder: str) -> tuple[str, str]:
+    """An environment's folder, as the shell completes it, is that environment; anything else is an id."""
+    path = Path(env_id)
+    return (path.resolve().name, str(path.resolve().parent)) if _is_folder(env_id, path) else (env_id, folder)
+
+
+def _is_folder(env_id: str, path: Path) -> bool:
+    return ("/" in env_id or env_id == ".") and path.is_dir()
+
+
+def load(env_id: str, folder: str, env_args: Mapping[str, Any], *, verbose: bool = False) -> Environment:
+    """Load an environment for a command; whatever goes wrong is one sentence."""
+    from verifiers.envs import loading
+
+    name, home = split_path(env_id, folder)
+    try:
+        return loading.load_environment(name, environments_dir=home, **env_args)
+    except Exception as error:  # foreign code
+        raise explained(error, f"the environment {env_id!r} cannot be loaded", verbose) from error
+
+
+def explained(error: Exception, what: str, verbose: bool) -> click.ClickException:
+    """A sentence about an error: as it is where the library says it, with its place where foreign code raised it."""
+    from verifiers.logs import printable
+
+    if verbose:
+        traceback.print_exception(error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    library = Path(__file__).resolve().parents[1]
+    if Path(place.filename).resolve().is_relative_to(library) and isinstance(error, ValueError | TypeError):
+        return click.UsageError(printable(str(error)))
+    hint = "" if verbose else "; -v shows the traceback"
+    said = printable(f"{what}: {type(error).__name__}: {error}")
+    return click.ClickException(f"{said} ({place.filename}:{place.lineno}{hint})")

@@ -1,0 +1,76 @@
+"""``vf export``: a run → a file that other programs read, or training data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verifiers.cli.runs import RUN, note_damage
+from verifiers.cli.tables import some
+
+if TYPE_CHECKING:
+    from verifiers.store import RunDir
+
+FORMATS = ("jsonl", "parquet", "sft", "dpo")
+
+
+@click.command("export", short_help="Write a run as a table or as training data.")
+@click.argument("runs", type=RUN, nargs=-1, required=True, metavar="RUN...")
+@click.option("-f", "--format", "form", type=click.Choice(FORMATS), help="Default: what the name of the file says.")
+@click.option("-o", "--output", metavar="FILE", help="Default: by the id of the run, in this folder; - for stdout.")
+@click.option("--min-reward", type=float, metavar="R", help="sft: rollouts with at least this reward.")
+@click.option("--top-k", type=click.IntRange(min=1), metavar="K", help="sft: the best K of each example.")
+@click.option("--min-margin", type=click.FloatRange(min=0), default=0.0, metavar="R", help="dpo: better by this much.")
+@click.option("--pairs", type=click.IntRange(min=1), default=1, show_default=True, help="dpo: pairs of each example.")
+@click.option("--include-failed", is_flag=True, help="jsonl, parquet: failed rollouts too, without a reward.")
+def export(runs: tuple[RunDir, ...], form: str | None, output: str | None, **given: Any) -> None:
+    """Write the rollouts of one or several runs.
+
+    \b
+    vf export last -f sft --min-reward 1 --top-k 1      conversations worth imitating
+    vf export 1a2b 5e6f -f dpo --min-margin 0.5 -o pairs.jsonl
+    vf export last -o run.parquet                       a table
+    """
+    form = form or _by_name(output)
+    suffix = ".parquet" if form == "parquet" else ".jsonl"
+    default = f"{runs[0].path.name}{suffix if form in ('jsonl', 'parquet') else f'-{form}{suffix}'}"
+    target = Path(output or default)
+    for run in runs:
+        note_damage(run)
+    try:
+        count = _write(runs, form, target, given)
+    except (ImportError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    noun = {"sft": "conversation", "dpo": "pair"}.get(form, "rollout")
+    click.echo(f"{some(count, noun)} in {target}", err=output == "-")
+
+
+def _by_name(output: str | None) -> str:
+    return "parquet" if output and output.endswith(".parquet") else "jsonl"
+
+
+def _write(runs: tuple[RunDir, ...], form: str, target: Path, given: dict[str, Any]) -> int:
+    from verifiers import store
+
+    records = (record for run in runs for record in run.records())
+    if form == "parquet":
+        if str(target) == "-":
+            raise click.UsageError("parquet is no text; name a file with -o")
+        source = runs[0] if len(runs) == 1 else list(records)
+        return store.export_parquet(source, target, include_failed=given["include_failed"])
+    rows: Any
+    if form == "sft":
+        rows = store.to_sft(records, min_reward=given["min_reward"], top_k_per_example=given["top_k"])
+    elif form == "dpo":
+        rows = store.to_dpo(records, min_margin=given["min_margin"], max_pairs_per_example=given["pairs"])
+    else:
+        rows = (record for record in records if given["include_failed"] or not store.is_failed(record))
+    if str(target) != "-":
+        return store.write_jsonl(rows, target)
+    count = 0
+    for row in rows:
+        click.echo(store.encode(row).decode(), nl=False)
+        count += 1
+    return count

@@ -1,0 +1,218 @@
+"""The flags of ``vf eval`` → who answers, and the keywords of one evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from verifiers.cli.answering import Wanted
+from verifiers.cli.arguments import read_count, read_headers, read_json, read_names
+from verifiers.cli.defaults import Defaults
+from verifiers.cli.environments import env_dir_option
+
+ABOVE_0 = click.IntRange(min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What was said on the command line; None where nothing was."""
+
+    env_id: str
+    env_args: dict[str, Any]
+    env_dir_path: str
+    endpoints_path: str | None
+    model: str | None
+    api_key_var: str | None
+    api_base_url: str | None
+    header: dict[str, str]
+    num_examples: int | None
+    rollouts_per_example: int | None
+    max_concurrent: int | None
+    max_concurrent_generation: int | None
+    max_concurrent_scoring: int | None
+    max_tokens: int | None
+    temperature: float | None
+    sampling_args: dict[str, Any] | None
+    verbose: bool
+    no_interleave_scoring: bool
+    state_columns: list[str]
+    save_results: bool
+    save_every: int
+    independent_scoring: bool
+    save_to_hf_hub: bool
+    hf_hub_dataset_name: str
+    extra_env_kwargs: dict[str, Any]
+    resume: str | None
+    record: bool
+    shuffle: bool
+    seed: int
+    dry_run: bool
+    max_retries: int | None
+    timeout: float | None
+    as_json: bool
+    max_failure_rate: float
+
+    def wanted(self) -> Wanted:
+        return Wanted(
+            model=self.model,
+            api_key_var=self.api_key_var,
+            api_base_url=self.api_base_url,
+            headers=self.header,
+            endpoints_path=self.endpoints_path,
+            max_retries=self.max_retries,
+        )
+
+    def run_options(self, defaults: Defaults) -> dict[str, Any]:
+        """The keywords of ``env.evaluate``, apart from who answers."""
+        single = {
+            "max_tokens": defaults.max_tokens if self.max_tokens is None else self.max_tokens,
+            "temperature": defaults.temperature if self.temperature is None else self.temperature,
+        }
+        sampling = {**{key: value for key, value in single.items() if value is not None}, **(self.sampling_args or {})}
+        return {
+            "sampling_args": sampling,
+            "num_examples": defaults.num_examples if self.num_examples is None else self.num_examples,
+            "rollouts_per_example": self.rollouts_per_example or defaults.rollouts_per_example,
+            "max_concurrent": defaults.max_concurrent if self.max_concurrent is None else self.max_concurrent,
+            "max_concurrent_generation": self.max_concurrent_generation,
+            "max_concurrent_scoring": self.max_concurrent_scoring,
+            "state_columns": self.state_columns,
+            "independent_scoring": self.independent_scoring,
+            "save_every": self.save_every,
+            "save_results": self.save_results and self.resume is None and not self.record,
+            "resume": self.resume or False,
+        }
+
+
+OPTIONS: list[Callable[..., Any]] = [
+    click.option(
+        "-m",
+        "--model",
+        metavar="MODEL",
+        help="A name of the registry, a model of the endpoint, local, ./folder, x.gguf, fake.",
+    ),
+    click.option(
+        "-n",
+        "--num-examples",
+        type=int,
+        callback=read_count,
+        metavar="N",
+        help="Examples to evaluate; -1 for all (default 5).",
+    ),
+    click.option("-r", "--rollouts-per-example", type=ABOVE_0, metavar="N", help="Rollouts of each (default 3)."),
+    click.option("--shuffle", is_flag=True, help="Draw the examples at random instead of taking the first."),
+    click.option(
+        "--seed", type=int, metavar="N", default=0, help="Of --shuffle; another seed draws others (default 0)."
+    ),
+    click.option(
+        "-a", "--env-args", metavar="JSON", callback=read_json, default="{}", help="Arguments of load_environment()."
+    ),
+    click.option(
+        "-x",
+        "--extra-env-kwargs",
+        metavar="JSON",
+        callback=read_json,
+        default="{}",
+        help="Attributes to set on the environment.",
+    ),
+    env_dir_option,
+    click.option(
+        "-b",
+        "--api-base-url",
+        metavar="URL",
+        help="URL of an OpenAI-compatible server; the registry is then left alone.",
+    ),
+    click.option(
+        "-k", "--api-key-var", metavar="NAME", help="Environment variable with the key (default OPENAI_API_KEY)."
+    ),
+    click.option(
+        "-e",
+        "--endpoints-path",
+        metavar="PATH",
+        help="Registry of endpoints: a file or its folder (default ./configs).",
+    ),
+    click.option(
+        "--header",
+        metavar="NAME:VALUE",
+        callback=read_headers,
+        multiple=True,
+        help="Sent with each request; may be repeated.",
+    ),
+    click.option("-t", "--max-tokens", type=ABOVE_0, metavar="N", help="Tokens of a reply at most."),
+    click.option("-T", "--temperature", type=float, metavar="T", help="Sampling temperature."),
+    click.option(
+        "-S",
+        "--sampling-args",
+        metavar="JSON",
+        callback=read_json,
+        help="Further sampling arguments; they win over -t and -T.",
+    ),
+    click.option(
+        "-c",
+        "--max-concurrent",
+        type=int,
+        callback=read_count,
+        metavar="N",
+        help="Rollouts at once; -1 for no limit (default 32).",
+    ),
+    click.option("--max-concurrent-generation", type=ABOVE_0, metavar="N", help="Rollouts being generated at once."),
+    click.option("--max-concurrent-scoring", type=ABOVE_0, metavar="N", help="Rollouts being scored at once."),
+    click.option(
+        "--max-retries", type=click.IntRange(min=0), metavar="N", help="Times a failed request is repeated (default 8)."
+    ),
+    click.option(
+        "--timeout",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="S",
+        help="Seconds a request may take (default 600).",
+    ),
+    click.option("-s", "--save-results", is_flag=True, help="Save each rollout under outputs/evals as it is done."),
+    click.option("--resume", metavar="PATH", help="Go on with a saved run: what is missing and what failed."),
+    click.option("--record", is_flag=True, help="With -s or --resume: keep what judges say too, for vf replay."),
+    click.option(
+        "-C",
+        "--state-columns",
+        metavar="NAMES",
+        callback=read_names,
+        default="",
+        help="State keys to save, with commas between.",
+    ),
+    click.option("-H", "--save-to-hf-hub", is_flag=True, help="Push the scored rollouts to the Hugging Face hub."),
+    click.option(
+        "-D",
+        "--hf-hub-dataset-name",
+        metavar="NAME",
+        default="",
+        help="Name of that data set (default env_model_nN_rR).",
+    ),
+    click.option("-R", "--independent-scoring", is_flag=True, help="Group rewards see one rollout at a time."),
+    click.option("--dry-run", is_flag=True, help="Load everything but the model, show the plan and a prompt, and end."),
+    click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object."),
+    click.option(
+        "--max-failure-rate",
+        type=click.FloatRange(0, 1),
+        metavar="SHARE",
+        default=0.0,
+        help="Exit with 1 if a larger share of rollouts failed (default 0).",
+    ),
+    click.option("-v", "--verbose", is_flag=True, help="Show the log and tracebacks."),
+    click.option("-N", "--no-interleave-scoring", is_flag=True, help="Accepted for 0.1.x; it has no effect."),
+    click.option(
+        "-f",
+        "--save-every",
+        type=int,
+        metavar="N",
+        default=-1,
+        help="Accepted for 0.1.x; each rollout is saved anyway.",
+    ),
+]
+
+
+def eval_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """All of them, in this order."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command

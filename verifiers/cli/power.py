@@ -1,0 +1,128 @@
+"""``vf power``: a wanted resolution and how much scores vary → how many examples to run."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verifiers.cli.runs import RUN
+from verifiers.cli.tables import some, table
+
+if TYPE_CHECKING:
+    from verifiers.store import RunDir
+
+ROLLOUTS = (1, 2, 4, 8, 16)
+
+
+@click.command("power", short_help="Say how many examples an answer needs.")
+@click.argument("resolution", type=click.FloatRange(min=0, min_open=True), metavar="±X")
+@click.option("--run", "run", type=RUN, metavar="RUN", help="Measure how much scores vary on this run.")
+@click.option("--against", type=RUN, metavar="RUN", help="A second run: for the difference between two such runs.")
+@click.option("--mean", "mean", type=click.FloatRange(0, 1), metavar="P", help="Right or wrong, right this often.")
+@click.option(
+    "--sd", type=click.FloatRange(min=0, min_open=True), metavar="S", help="The standard deviation of a score."
+)
+@click.option("--metric", default="reward", show_default=True, metavar="NAME", help="Of the run.")
+@click.option("--correlation", type=float, metavar="R", help="For a difference: how alike two runs score an example.")
+@click.option(
+    "--power", "power_share", type=click.FloatRange(0.5, 0.999), metavar="P", help="Chance to see a difference."
+)
+@click.option("--level", type=click.FloatRange(0.5, 0.999), default=0.95, show_default=True, help="Of the interval.")
+@click.option("--json", "as_json", is_flag=True, help="Print it as one JSON object.")
+def power(resolution: float, as_json: bool, metric: str, **given: Any) -> None:
+    """Say how many examples it takes to know a mean to ±X, or to see a difference of X between two runs.
+
+    \b
+    vf power 0.03 --mean 0.7                            right or wrong, about 70% right
+    vf power 0.03 --run last                            as much spread as in this run
+    vf power 0.03 --mean 0.7 --correlation 0.6 --power 0.8
+    vf power 0.02 --run 1a2b --against 5e6f --power 0.8
+    """
+    spread = _spread(metric, given)
+    asked = {
+        "correlation": given["correlation"],
+        "level": given["level"],
+        "power": given["power_share"],
+    }
+    if given["power_share"] is not None and given["correlation"] is None and "difference_sd" not in spread:
+        asked["correlation"] = 0.0
+    needed = _needed(resolution, spread, asked)
+    if as_json:
+        click.echo(json.dumps({"resolution": resolution, "examples": needed}))
+        return
+    what = f"know a mean to ±{resolution:g}"
+    if given["power_share"] is not None:
+        what = f"see a difference of {resolution:g} with a chance of {given['power_share']:g}"
+    elif "difference_sd" in spread or asked["correlation"] is not None:
+        what = f"know a difference to ±{resolution:g}"
+    if list(needed) == [1]:
+        click.echo(f"{some(needed[1], 'example')} to {what}, with one rollout of each")
+        return
+    click.echo(f"to {what}:")
+    rows = [[str(rollouts), f"{n:,}", f"{rollouts * n:,}"] for rollouts, n in needed.items()]
+    click.echo("\n".join(table(rows, header=["rollouts of each", "examples", "rollouts in all"], right=[0, 1, 2])))
+
+
+def _spread(metric: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of ``examples_needed`` that say how much scores vary."""
+    ways = [name for name in ("run", "mean", "sd") if given[name] is not None]
+    if len(ways) != 1:
+        raise click.UsageError("say how much scores vary with one of --run RUN, --mean P and --sd S")
+    if given["against"] is not None:
+        if given["run"] is None or given["correlation"] is not None:
+            raise click.UsageError("--against goes with --run, and takes the place of --correlation")
+        return {"difference_sd": _difference_sd(given["run"], given["against"], metric)}
+    if given["run"] is not None:
+        values, clusters = _scores(given["run"], metric)
+        return {"values": values, "clusters": clusters}
+    if given["sd"] is not None:
+        return {"sd": given["sd"]}
+    p = given["mean"]
+    if p in (0.0, 1.0):
+        raise click.UsageError(f"--mean {p:g}: scores that are all alike do not vary; give a mean between 0 and 1")
+    return {"sd": (p * (1 - p)) ** 0.5}
+
+
+def _scores(run: RunDir, metric: str) -> tuple[list[float | None], list[Any]]:
+    from verifiers.store import is_failed
+
+    values: list[float | None] = []
+    ids = []
+    known: set[str] = {"reward"}
+    for record in run.records(("example_id", "reward", "error", "metrics")):
+        row = {"reward": record["reward"], **(record["metrics"] or {})}
+        known |= row.keys()
+        values.append(None if is_failed(record) else row.get(metric))
+        ids.append(record["example_id"])
+    if metric not in known:
+        raise click.UsageError(f"--metric {metric}: this run has {', '.join(sorted(known))}")
+    return values, ids
+
+
+def _difference_sd(a: RunDir, b: RunDir, metric: str) -> float:
+    from verifiers import stats
+
+    sides = [stats.by_example(*_scores(run, metric)) for run in (a, b)]
+    found = stats.compare(*sides, resamples=0)
+    if not found.sd:
+        raise click.UsageError(
+            f"the two runs share {some(found.examples, 'scored example')} and do not differ in spread"
+        )
+    return found.sd
+
+
+def _needed(resolution: float, spread: dict[str, Any], asked: dict[str, Any]) -> dict[int, int]:
+    """Examples by rollouts of each; one row only where nothing is known of repeats."""
+    from verifiers import stats
+
+    needed: dict[int, int] = {}
+    for rollouts in ROLLOUTS:
+        try:
+            needed[rollouts] = stats.examples_needed(resolution, rollouts_per_example=rollouts, **spread, **asked)
+        except ValueError as error:
+            if rollouts == 1:
+                raise click.UsageError(str(error)) from error
+            break
+    return needed

@@ -1,0 +1,94 @@
+"""``vf replay``: a saved run → the same run played once more from its record, and whether it went the same way."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verifiers.cli.arguments import read_json
+from verifiers.cli.environments import env_dir_option, explained
+from verifiers.cli.rescore import environment_of
+from verifiers.cli.runs import RUN, metadata_of, note_damage
+from verifiers.cli.tables import some, table
+from verifiers.cli.telling import told
+
+if TYPE_CHECKING:
+    from verifiers.reruns import Replayed
+    from verifiers.store import RunDir
+
+SHOWN = 10
+
+
+@click.command("replay", short_help="Play a saved run again from its record.")
+@click.argument("run", type=RUN)
+@click.option("--env", "env_id", metavar="ENV", help="The environment to play in (default: that of the run).")
+@click.option("-a", "--env-args", metavar="JSON", callback=read_json, help="Its arguments (default: those of the run).")
+@env_dir_option
+@click.option("--json", "as_json", is_flag=True, help="Print it as one JSON object.")
+@click.option("-v", "--verbose", is_flag=True, help="Show the log and tracebacks.")
+@click.pass_context
+def replay(
+    ctx: click.Context,
+    run: RunDir,
+    env_id: str | None,
+    env_args: dict[str, Any] | None,
+    env_dir_path: str,
+    as_json: bool,
+    verbose: bool,
+) -> None:
+    """Play RUN again: every turn of the environment and every score, with the replies as they were recorded.
+
+    \b
+    vf replay last
+    vf replay 1a2b3c4d --json
+
+    The model is not asked. Judges answer from what vf eval -s --record kept; without that they cannot be asked.
+    Exit codes: 0 everything went the same way, 1 something did not, 2 wrong usage.
+    """
+    from verifiers import calls, reruns
+
+    with told(verbose):
+        note_damage(run)
+        env = environment_of(metadata_of(run), env_id, env_args, env_dir_path, verbose)
+        try:
+            found = calls.run(lambda: reruns.replay(env, run))
+        except Exception as error:  # foreign code: the rows of an environment are made now
+            raise explained(error, f"{run.path} cannot be replayed", verbose) from error
+    if not found.states:
+        raise click.ClickException(f"{run.path} holds no finished rollout to replay")
+    if as_json:
+        click.echo(json.dumps(_as_data(run, found), ensure_ascii=False, default=str))
+    else:
+        click.echo("\n".join(describe(run, found)))
+    ctx.exit(1 if found.changes else 0)
+
+
+def _as_data(run: RunDir, found: Replayed) -> dict[str, Any]:
+    changes = [
+        {"example_id": change.example_id, "rollout": change.rollout, "what": change.what} for change in found.changes
+    ]
+    return {
+        "path": str(run.path),
+        "rollouts": len(found.states),
+        "same": found.same,
+        "changes": changes,
+        "left_out": found.left_out,
+    }
+
+
+def describe(run: RunDir, found: Replayed) -> list[str]:
+    """How many went the same way, and what became of the others."""
+    lines = [f"{some(len(found.states), 'rollout')} of {run.path} played again: {found.same} as recorded"]
+    if found.changes:
+        lines[0] += f", {len(found.changes)} not"
+        rows = [
+            [f"  example {change.example_id}", f"rollout {change.rollout}", change.what] for change in found.changes
+        ]
+        lines += table(rows[:SHOWN])
+        if len(rows) > SHOWN:
+            lines.append(f"  … and {len(rows) - SHOWN} more")
+    if found.left_out:
+        lines.append(f"left out: {some(found.left_out, 'rollout')} that failed when the run was made")
+    return lines

@@ -1,0 +1,178 @@
+"""``vf rescore``: a saved run → the same rollouts with new scores, in a run directory of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verifiers.cli.arguments import read_json
+from verifiers.cli.environments import env_dir_option, explained, load
+from verifiers.cli.runs import RUN, metadata_of, note_damage
+from verifiers.cli.tables import some
+from verifiers.cli.telling import told
+
+if TYPE_CHECKING:
+    from verifiers.envs.environment import Environment
+    from verifiers.reruns import Rescored
+    from verifiers.store import RunDir
+
+
+@click.command("rescore", short_help="Score a saved run anew, without a model.")
+@click.argument("run", type=RUN)
+@click.option("--env", "env_id", metavar="ENV", help="The environment that scores (default: that of the run).")
+@click.option("-a", "--env-args", metavar="JSON", callback=read_json, help="Its arguments (default: those of the run).")
+@env_dir_option
+@click.option("--rubric", metavar="FILE:NAME", help="A rubric, a function that makes one, or a reward function.")
+@click.option("-o", "--output", metavar="FOLDER", help="Where to save (default: a new folder beside the run).")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
+@click.option("-v", "--verbose", is_flag=True, help="Show the log and tracebacks.")
+@click.pass_context
+def rescore(
+    ctx: click.Context,
+    run: RunDir,
+    env_id: str | None,
+    env_args: dict[str, Any] | None,
+    env_dir_path: str,
+    rubric: str | None,
+    output: str | None,
+    as_json: bool,
+    verbose: bool,
+) -> None:
+    """Score the rollouts of RUN with the environment as it is now, or with another rubric; the policy is not asked.
+
+    \b
+    vf rescore last
+    vf rescore 1a2b3c4d --rubric strict.py:make_rubric
+    vf rescore 1a2b3c4d -a '{"use_think": true}' -o outputs/strict
+
+    A reward function sees what was saved; what it reads besides from the state must be saved with vf eval -C.
+    Exit codes: 0 scored, 1 a rollout could not be scored, 2 wrong usage.
+    """
+    from verifiers import calls, reruns
+
+    with told(verbose):
+        note_damage(run)
+        metadata = metadata_of(run)
+        env = environment_of(metadata, env_id, env_args, env_dir_path, verbose)
+        if rubric is not None:
+            env.rubric = read_rubric(rubric, verbose)
+        try:
+            found = calls.run(lambda: reruns.rescore(env, run))
+        except Exception as error:  # foreign code: the rows of an environment are made now
+            raise explained(error, f"{run.path} cannot be scored", verbose) from error
+        if not found.states:
+            raise click.ClickException(f"{run.path} holds nothing to score ({some(found.left_out, 'failed rollout')})")
+        path = _save(env, run, metadata, found, output, rubric)
+        ctx.exit(_report(run, path, found, as_json))
+
+
+def environment_of(
+    metadata: dict[str, Any], env_id: str | None, env_args: dict[str, Any] | None, folder: str, verbose: bool
+) -> Environment:
+    """The environment that a run was made with, or the one that was named."""
+    name = env_id or metadata.get("env_id")
+    if not name:
+        raise click.UsageError("the run does not say which environment it was made with; name it with --env")
+    args = env_args if env_args is not None else (metadata.get("env_args") or {}) if env_id is None else {}
+    return load(str(name), folder, args, verbose=verbose)
+
+
+def read_rubric(given: str, verbose: bool) -> Any:
+    """``file.py:name`` → the rubric of this name, or what the function of this name returns."""
+    from verifiers.rubrics import Rubric
+
+    file, colon, name = given.rpartition(":")
+    if not colon or not name.isidentifier() or not Path(file).is_file():
+        raise click.UsageError(
+            f"--rubric {given}: it must be FILE:NAME, such as strict.py:make_rubric, and the file exist"
+        )
+    try:
+        spec = importlib.util.spec_from_file_location(f"rubric_of_{Path(file).stem}", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # reward functions in worker processes are found by their module
+        spec.loader.exec_module(module)
+        found = getattr(module, name, None)
+        rubric = found
+        if callable(found) and not isinstance(found, Rubric):
+            rubric = found() if _needs_nothing(found) else Rubric([found])
+    except Exception as error:  # foreign code
+        raise explained(error, f"{file} cannot be loaded", verbose) from error
+    if not isinstance(rubric, Rubric):
+        raise click.UsageError(f"--rubric {given}: {name!r} is no rubric and returns none, but {type(rubric).__name__}")
+    return rubric
+
+
+def _needs_nothing(function: Any) -> bool:
+    """Is this a function that makes a rubric, rather than a reward?"""
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    return True
+
+
+def _save(
+    env: Environment, run: RunDir, metadata: dict[str, Any], found: Rescored, output: str | None, rubric: str | None
+) -> Path:
+    from verifiers.store import RunDir
+
+    config = {
+        **(metadata.get("config") or {}),
+        "rescored_from": str(run.path),
+        "env_args": env.env_args,
+        "rubric": rubric,
+    }
+    about = {"env_id": env.env_id or type(env).__name__, "model": str(metadata.get("model", "unknown"))}
+    try:
+        made = (
+            RunDir.create(run.path.parent.parent, **about, config=config)
+            if output is None
+            else RunDir.create_at(output, **about, config=config)
+        )
+    except FileExistsError as error:
+        raise click.UsageError(f"-o {output}: {error}") from error
+    with made.appender() as out:
+        for record in found.records(metadata.get("state_columns") or ()):
+            out.append(record)
+    rewards = [state["reward"] for state in found.states if state.get("reward") is not None]
+    made.update_metadata(
+        {
+            "num_rollouts": len(found.states),
+            "num_failed": sum(state.get("error") is not None for state in found.states),
+            "avg_reward": sum(rewards) / len(rewards) if rewards else None,
+        }
+    )
+    return made.path
+
+
+def _report(run: RunDir, path: Path, found: Rescored, as_json: bool) -> int:
+    from verifiers.cli.report import summary
+    from verifiers.logs import printable
+    from verifiers.results import Results
+
+    results = Results(found.states, {"path_to_save": path})
+    old = [record["reward"] for record in run.records(("reward",)) if record["reward"] is not None]
+    before = sum(old) / len(old) if old else None
+    if as_json:
+        figures = {
+            **summary(results),
+            "reward_before": before,
+            "left_out": found.left_out,
+            "rescored_from": str(run.path),
+        }
+        click.echo(json.dumps(figures, ensure_ascii=False, default=str))
+    else:
+        click.echo("\n".join(printable(line) for line in str(results).splitlines()))
+        click.echo(f"the reward was {'–' if before is None else f'{before:.3f}'}; no model was asked to play")
+        if found.left_out:
+            click.echo(f"left out: {some(found.left_out, 'rollout')} that failed before there was anything to score")
+        click.echo(f"compare with: vf compare {run.path} {path}")
+    return 1 if results.failed else 0

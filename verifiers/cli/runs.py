@@ -1,0 +1,89 @@
+"""What a person calls a run (a folder, the start of its id, ``last``) → the run directory."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.shell_completion import CompletionItem
+
+if TYPE_CHECKING:
+    from verifiers.store import RunDir
+
+LAST = "last"
+
+
+class RunArgument(click.ParamType):  # type: ignore[type-arg]  # generic in some versions only
+    """A run: its folder, the start of its id under ./outputs/evals, or ``last`` for the newest."""
+
+    name = "RUN"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from verifiers.store import RunDir
+
+        return value if isinstance(value, RunDir) else find_run(str(value))
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from verifiers.store import list_runs
+
+        names = [LAST, *(str(run.path) for run in list_runs()), *(run.path.name for run in list_runs())]
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)] or [
+            CompletionItem(incomplete, type="file")
+        ]
+
+
+RUN = RunArgument()
+
+
+def find_run(name: str) -> RunDir:
+    """The run of this name; where there is none, a sentence with what there is."""
+    from verifiers.store import RunDir, is_run_dir, list_runs
+
+    path = Path(name).expanduser()
+    if path.name == "results.jsonl" and path.is_file():
+        path = path.parent
+    if is_run_dir(path):
+        return RunDir(path)
+    inside = sorted(
+        (folder for folder in path.glob("**/") if is_run_dir(folder)) if path.is_dir() else (),
+        key=lambda folder: folder.stat().st_mtime_ns,
+    )
+    if inside:
+        return RunDir(inside[-1])
+    saved = list_runs()
+    if name == LAST and saved:
+        return saved[0]
+    found = [run for run in saved if run.path.name.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    raise click.UsageError(_not_found(name, found, saved, is_folder=path.is_dir()))
+
+
+def _not_found(name: str, found: list[RunDir], saved: list[RunDir], *, is_folder: bool) -> str:
+    if found:
+        return f"{name!r} begins the id of {len(found)} runs: {', '.join(run.path.name for run in found[:5])}; say more"
+    if is_folder:
+        return f"{name} holds no run: a run has a results.jsonl or a metadata.json"
+    if not saved:
+        return f"there is no run {name!r}, and none in outputs/evals; vf eval ENV -s saves one"
+    names = {run.path.name: str(run.path) for run in saved}
+    close = difflib.get_close_matches(name, [*names, *names.values()], n=2) or list(names.values())[:2]
+    return f"there is no run {name!r}; there is {', '.join(names.get(one, one) for one in close)}"
+
+
+def metadata_of(run: RunDir) -> dict[str, Any]:
+    """What a run says of itself; a damaged file is told and read as empty."""
+    try:
+        return run.metadata
+    except ValueError as error:
+        click.echo(f"notice: {error}; going on without it", err=True)
+        return {}
+
+
+def note_damage(run: RunDir) -> None:
+    """Say so where lines of a run cannot be read."""
+    damaged = run.rows().damaged
+    if damaged:
+        click.echo(f"notice: {damaged} damaged line(s) of {run.results_path} are left out", err=True)

@@ -1,0 +1,66 @@
+"""Rows of cells → aligned lines that cannot move the cursor, and the words for counts."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+import click
+
+from verifiers.logs import printable
+
+GAP = "  "
+COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "bright_black"}
+
+
+def table(rows: Sequence[Sequence[str]], *, header: Sequence[str] = (), right: Sequence[int] = ()) -> list[str]:
+    """Aligned columns; those named in ``right`` are aligned to the right, the last one is never padded.
+
+    >>> table([["a", "1"], ["long", "23"]], header=["name", "n"], right=[1])
+    ['name   n', 'a      1', 'long  23']
+    """
+    cells = [[printable(cell) for cell in row] for row in ([header, *rows] if header else rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(max(map(len, cells), default=0))] if cells else []
+    lines = []
+    for row in cells:
+        padded = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(row)]
+        lines.append(GAP.join(padded).rstrip())
+    return lines
+
+
+def terminal_width() -> int:
+    return max(60, min(shutil.get_terminal_size((110, 24)).columns, 120))
+
+
+def hang(text: str, indent: int) -> str:
+    """A text in the last column: further lines begin under its first.
+
+    >>> print("name: " + hang("one two", 6))
+    name: one two
+    """
+    width = max(20, terminal_width() - indent)
+    lines = [line for part in printable(text).splitlines() for line in textwrap.wrap(part, width) or [""]]
+    return ("\n" + " " * indent).join(lines)
+
+
+def status_word(status: str) -> str:
+    """``ok``, ``warn``, ``fail`` or ``skip`` in its colour, as wide as the others."""
+    return click.style(f"{status:<4}", fg=COLOURS[status])
+
+
+def heading(text: str) -> str:
+    return click.style(text, bold=True)
+
+
+def dim(text: str) -> str:
+    return click.style(text, dim=True)
+
+
+def some(number: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> some(1, "example"), some(1200, "example")
+    ('1 example', '1,200 examples')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

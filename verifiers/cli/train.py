@@ -1,0 +1,107 @@
+"""``vf train``: an environment, a model and a configuration → a trained model and its run directory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verifiers.cli.environments import complete_environments
+from verifiers.cli.knobs import FileCommand, knob_options
+from verifiers.cli.telling import told
+from verifiers.cli.training import Job, training_options
+from verifiers.trainers.config import GRPOConfig
+
+if TYPE_CHECKING:
+    from verifiers.results import Results
+
+
+@click.command("train", cls=FileCommand, short_help="Train a model on an environment.")
+@click.argument("env_id", metavar="[ENV]", required=False, shell_complete=complete_environments)
+@training_options
+@click.option("--eval-before-after", is_flag=True, help="Evaluate before the first and after the last step.")
+@knob_options(GRPOConfig)
+@click.pass_context
+def train(ctx: click.Context, /, **given: Any) -> None:
+    """Train MODEL on ENV in this process, by comparing rollouts of the same prompt with one another.
+
+    \b
+    vf train reverse-text -m local --max-steps 100 --learning-rate 1e-5
+    vf train gsm8k -m Qwen/Qwen3-0.6B --lora --batch-size 64 --group-size 16
+    vf train @ config.toml --eval-before-after      everything from a file
+    vf train … --dry-run                            what would be done
+    vf train … --resume outputs/train/…             go on with a run that was stopped
+
+    The file may hold any of the keys below, at the top or under [train], and env, model, [env] (with id and the
+    arguments of load_environment) and [lora]. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
+    """
+    with told(given["verbose"]):
+        job = Job.of(ctx, GRPOConfig, given)
+        model = job.model()
+        env = job.environment()
+        if env is None:
+            raise click.UsageError("which environment is it to be trained on? give ENV, or env in the file")
+        trainer = job.build(lambda: _trainer(job, model, env))
+        if given["dry_run"]:
+            job.show_plan(trainer, _plan(trainer))
+            return
+        measured = BeforeAfter()
+        if given["eval_before_after"]:
+            trainer.callbacks.append(measured)
+        report, is_stopped = job.run(trainer)
+        job.end(trainer, report, is_stopped=is_stopped, more=measured.lines())
+
+
+def _trainer(job: Job, model: str, env: Any) -> Any:
+    from verifiers.trainers import GRPOTrainer
+
+    return GRPOTrainer(model=model, env=env, config=job.config(), peft_config=job.lora())
+
+
+def _plan(trainer: Any) -> Mapping[str, Any]:
+    config, env = trainer.config, trainer.env
+    dropped = f", {trainer.dropped_prompts} too long" if trainer.dropped_prompts else ""
+    size = f"{trainer.prompts_per_step} prompts × {config.group_size} rollouts"
+    rollouts = trainer.total_steps * trainer.prompts_per_step * config.group_size
+    return {
+        "environment": env.env_id or type(env).__name__,
+        "rows": f"{len(trainer.rows)} to train on{dropped}, {len(trainer.eval_rows)} to evaluate on",
+        "a step": f"{size} of at most {config.max_new_tokens} tokens",
+        "rollouts": f"{rollouts:,} in all",
+    }
+
+
+class BeforeAfter:
+    """Evaluates when a training begins and ends, and can say how the two differ."""
+
+    def __init__(self) -> None:
+        self.found: list[Results] = []
+
+    def on_train_begin(self, trainer: Any) -> None:
+        self._evaluate(trainer)
+
+    def on_train_end(self, trainer: Any) -> None:
+        self._evaluate(trainer)
+
+    def _evaluate(self, trainer: Any) -> None:
+        results = trainer.evaluate()
+        self.found.append(results)
+        trainer.report.evaluated(trainer.step, results)
+
+    def lines(self) -> list[str]:
+        """The two evaluations with their intervals."""
+        if len(self.found) < 2:
+            return []
+        before, after = self.found[0].interval(), self.found[-1].interval()
+        failed = sum(len(results.failed) for results in self.found)
+        more = f"; {failed} rollouts failed" if failed else ""
+        return [f"evaluation before {before}, after {after} ({len(self.found[-1].rollouts)} rollouts each{more})"]
+
+
+def main() -> None:
+    """The entry point of ``vf-train``."""
+    from verifiers.cli.main import vf
+
+    vf(args=["train", *sys.argv[1:]], prog_name="vf")

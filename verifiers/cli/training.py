@@ -1,0 +1,200 @@
+"""What ``vf train`` and ``vf sft`` share: words → a trainer, Ctrl-C → a checkpoint, a report → a few lines."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verifiers.cli.arguments import command_line, given_values, read_json
+from verifiers.cli.environments import env_dir_option, explained, load
+from verifiers.cli.knobs import Settings, read_settings
+from verifiers.cli.main import INTERRUPTED
+
+if TYPE_CHECKING:
+    from verifiers.envs.environment import Environment
+    from verifiers.trainers.config import LearningKnobs
+    from verifiers.trainers.report import Report
+
+ENDS = 5  # steps of each end that a reward or loss is told by
+FAILED = 1
+
+
+def training_options(command: Any) -> Any:
+    """The options of both commands that are no fields of a configuration."""
+    options: list[Callable[[Any], Any]] = [
+        click.option("-m", "--model", metavar="MODEL", help="local, a folder, a hub name."),
+        click.option(
+            "-a",
+            "--env-args",
+            metavar="JSON",
+            callback=read_json,
+            default="{}",
+            help="Arguments of load_environment().",
+        ),
+        env_dir_option,
+        click.option(
+            "--config", metavar="FILE", help="A TOML file, also written @ FILE; the command line wins over it."
+        ),
+        click.option("--lora", is_flag=True, help="Train adapters instead of all weights."),
+        click.option("--lora-r", type=click.IntRange(min=1), metavar="N", help="Their rank (default 8)."),
+        click.option("--lora-alpha", type=click.IntRange(min=1), metavar="N", help="Their scale (default 16)."),
+        click.option(
+            "--resume",
+            metavar="[PATH]",
+            is_flag=False,
+            flag_value="",
+            help="Go on from the last checkpoint: of a run, or of --output-dir or --run-name.",
+        ),
+        click.option("--save-model", metavar="PATH", help="Where the trained model goes (default RUN/model)."),
+        click.option("--dry-run", is_flag=True, help="Load everything, show what would be done, and end."),
+        click.option("-v", "--verbose", is_flag=True, help="Show the log and tracebacks."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training as it was asked for, on the command line and in a file."""
+
+    ctx: click.Context
+    given: Mapping[str, Any]
+    settings: Settings
+    kind: type[LearningKnobs]
+
+    @classmethod
+    def of(cls, ctx: click.Context, kind: type[LearningKnobs], given: Mapping[str, Any]) -> Job:
+        settings = read_settings(given["config"], kind, ctx.info_name or "train")
+        return cls(ctx=ctx, given=given, settings=settings, kind=kind)
+
+    def config(self) -> LearningKnobs:
+        said = {one.name: self.given.get(one.name) for one in fields(self.kind)}
+        said = {name: value for name, value in said.items() if name in given_values(self.ctx)}
+        return self.kind(**{**self.settings.knobs, **said})
+
+    def model(self) -> str:
+        model = self.given["model"] or self.settings.model
+        if model is None:
+            raise click.UsageError("which model is to be trained? give -m local, -m ./folder or -m a hub name")
+        return str(model)
+
+    def environment(self) -> Environment | None:
+        env_id = self.given["env_id"] or self.settings.env_id
+        if env_id is None:
+            return None
+        args = {**self.settings.env_args, **self.given["env_args"]}
+        return load(env_id, self.given["env_dir_path"], args, verbose=self.given["verbose"])
+
+    def lora(self) -> Any:
+        said = {name: self.given[f"lora_{name}"] for name in ("r", "alpha") if self.given[f"lora_{name}"] is not None}
+        if not (self.given["lora"] or said or self.settings.lora is not None):
+            return None
+        from verifiers.trainers import lora_defaults
+
+        return lora_defaults(**{**(self.settings.lora or {}), **said})
+
+    def resume(self) -> bool | str:
+        said = self.given["resume"]
+        return False if said is None else said or True
+
+    # --- running it -----------------------------------------------------------------------------------------------
+
+    def build(self, make: Callable[[], Any]) -> Any:
+        """A trainer; whatever is wrong with what it was given is one sentence."""
+        try:
+            return make()
+        except (click.ClickException, KeyboardInterrupt):
+            raise
+        except Exception as error:  # a model or a data set of others
+            raise explained(error, "the training cannot begin", self.given["verbose"]) from error
+
+    def run(self, trainer: Any) -> tuple[Report, bool]:
+        """Train; also whether Ctrl-C ended it."""
+        with Stopping() as stopping:
+            trainer.callbacks.append(stopping)
+            try:
+                report: Report = trainer.train(resume=self.resume())
+            except Exception as error:  # foreign code: an environment, a model, a disk
+                raise explained(error, "the training ended", self.given["verbose"]) from error
+        if stopping.is_asked:
+            report.run_dir.update_metadata({"finished": False})
+        return report, stopping.is_asked
+
+    def end(self, trainer: Any, report: Report, *, is_stopped: bool, more: Sequence[str] = ()) -> None:
+        """Keep the model, say how it went, and exit with 0, or 130 after Ctrl-C."""
+        lines = [_course(report), *more]
+        if not is_stopped:
+            path = self.given["save_model"] or report.path / "model"
+            trainer.save_model(path)
+            lines.append(f"model: {path}")
+        lines.append(f"run: {report.path} (vf view {report.path})")
+        click.echo("\n".join(lines))
+        if is_stopped:
+            again = command_line(self.ctx, given_values(self.ctx), without=("resume",), resume=str(report.path))
+            click.echo(f"stopped by Ctrl-C after step {trainer.step}; go on with: {again}")
+            self.ctx.exit(INTERRUPTED)
+
+    def show_plan(self, trainer: Any, plan: Mapping[str, Any]) -> None:
+        """What a dry run prints."""
+        from verifiers.trainers.building import TRAINED_BYTES
+
+        model = trainer.model
+        trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+        size = sum(one.numel() * one.element_size() for one in model.parameters())
+        first = next(model.parameters())
+        shown = {
+            **plan,
+            "steps": f"{trainer.total_steps} ({trainer.num_steps_per_epoch} an epoch)",
+            "model": f"{self.model()}, {str(first.dtype).removeprefix('torch.')} on {first.device}",
+            "trained": f"{trained:,} of {sum(one.numel() for one in model.parameters()):,} parameters",
+            "memory": f"about {(size + trained * TRAINED_BYTES) / 1e9:.2f} GB, and activations",
+            "configuration": trainer.config,
+        }
+        width = max(map(len, shown))
+        click.echo("\n".join(f"{name:<{width}}  {value}" for name, value in shown.items()))
+        click.echo("a dry run: nothing was trained or written")
+
+
+def _course(report: Report) -> str:
+    name, values = report.curve()
+    if not values:
+        return "no step was made: there is nothing left to do"
+    n = min(ENDS, len(values))
+    first, last = sum(values[:n]) / n, sum(values[-n:]) / n
+    return f"{name} {first:.3f} → {last:.3f} in {len(values)} steps (means of the first and the last {n})"
+
+
+class Stopping(AbstractContextManager["Stopping"]):
+    """Ctrl-C while this lasts: the step is finished and a checkpoint written; a second one ends at once."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> Stopping:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._asked)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked:
+            raise KeyboardInterrupt
+        self.is_asked = True
+        click.echo("\nfinishing this step, then saving a checkpoint; Ctrl-C again ends at once", err=True)
+
+    def on_step_end(self, trainer: Any, figures: Mapping[str, Any]) -> None:
+        if self.is_asked:
+            trainer.report.checkpoint(trainer, cursor=trainer.cursor)
+            trainer.should_stop = True

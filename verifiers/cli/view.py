@@ -1,0 +1,123 @@
+"""``vf view``: run directories → pages in the browser, or one file that holds them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import webbrowser
+from pathlib import Path
+
+import click
+
+from verifiers.logs import printable
+from verifiers.store import is_run_dir
+from verifiers.viewer.export import DEFAULT_LIMIT, export_html
+from verifiers.viewer.library import DEFAULT_ROOTS, Library, run_id_of
+from verifiers.viewer.server import ViewerServer
+
+
+@click.command("view", short_help="Look at runs and trainings in the browser.")
+@click.argument("runs", metavar="[RUN]...", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port to listen on; any free one if not given.")
+@click.option(
+    "--root",
+    "roots",
+    multiple=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="A folder of runs; outputs/evals and outputs/train if not given. Repeatable.",
+)
+@click.option(
+    "--export",
+    "export_to",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the pages into one HTML file, and serve nothing.",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    default=DEFAULT_LIMIT,
+    show_default=True,
+    help="Rollouts of each run that --export puts into the file.",
+)
+@click.option("--open/--no-open", "opens", default=True, show_default=True, help="Open the browser.")
+def view(
+    runs: tuple[Path, ...],
+    host: str,
+    port: int,
+    roots: tuple[Path, ...],
+    export_to: Path | None,
+    limit: int,
+    opens: bool,
+) -> None:
+    """Look at RUNs (run directories, or folders of them) in the browser, until Ctrl-C; without any, at all runs here.
+
+    Nothing is written to a run, and a run that goes on is followed. Two runs are shown side by side.
+    """
+    library, paths = _library_of(runs, roots)
+    if export_to is not None:
+        _export(library, export_to, limit)
+        return
+    server = ViewerServer(library, host=host, port=port)
+    try:
+        server.start()
+    except OSError as error:
+        raise click.ClickException(f"{host}:{port} cannot be listened on: {error.strerror or error}") from error
+    try:
+        url = server.url + _first_page(library, paths)
+        click.echo(f"the viewer is at {url}\npress Ctrl-C to stop", err=True)
+        if not server.is_local:
+            click.echo(f"note: --host {host} lets everyone who can reach this machine read these runs", err=True)
+        if opens and _has_screen():
+            webbrowser.open(url)
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        click.echo("stopped", err=True)
+    finally:
+        server.stop()
+
+
+def _has_screen() -> bool:
+    """Without one, a browser in the terminal would start and keep it."""
+    named = any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))
+    return named or sys.platform in ("darwin", "win32")
+
+
+def _library_of(runs: tuple[Path, ...], roots: tuple[Path, ...]) -> tuple[Library, list[Path]]:
+    """What was asked for: runs by name, folders of runs, or everything under the usual roots."""
+    paths, folders = [], list(roots)
+    for given in runs:
+        run = given.parent if given.name == "results.jsonl" else given
+        if is_run_dir(run):
+            paths.append(run)
+        elif run.is_dir() and any(is_run_dir(path) for path in run.glob("*/*")):
+            folders.append(run)
+        elif run.is_dir() and any(is_run_dir(path) for path in run.glob("*")):
+            paths += sorted(path for path in run.glob("*") if is_run_dir(path))
+        else:
+            raise click.UsageError(
+                f"{printable(str(given))} is no run directory, and there is none in it; vf eval -s makes one"
+            )
+    if not paths and not folders:
+        folders = list(DEFAULT_ROOTS)
+    return Library(folders, paths), paths
+
+
+def _first_page(library: Library, paths: list[Path]) -> str:
+    ids = [run_id_of(path) for path in paths]
+    if len(ids) == 1:
+        run = library.get(ids[0])
+        return f"#/run/{ids[0]}/training" if run is not None and run.is_training else f"#/run/{ids[0]}"
+    return f"#/compare/{ids[0]}/{ids[1]}" if len(ids) == 2 else ""
+
+
+def _export(library: Library, path: Path, limit: int) -> None:
+    try:
+        size = export_html(library, path, limit=limit)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    except OSError as error:
+        raise click.ClickException(f"{printable(str(path))} cannot be written: {error.strerror}") from error
+    click.echo(f"{printable(str(path))} ({size / 1e6:.1f} MB) opens in any browser, with no server")

@@ -1,0 +1,186 @@
+"""A folder, a wheel, a name of an index or ``org/name@version`` of a hub → an installed environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from verifiers.packages import hub as hubs
+from verifiers.packages.listing import find_in
+from verifiers.packages.source import NotAnEnvironmentError, Package, module_name, read_folder, read_wheel
+
+Program = Literal["pip", "uv"]
+_ON_HUB = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)(?:@([\w.+-]+))?\Z", re.ASCII)
+_NAMED = re.compile(r"([A-Za-z0-9][\w.-]*)(?:(?:@|==)([\w.+-]+))?\Z", re.ASCII)
+_SHOWN_LINES = 12
+
+
+class InstallError(Exception):
+    """Nothing was installed; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Installed:
+    """What was installed, from where, and with which program."""
+
+    package: Package
+    source: str
+    program: Program
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Installer:
+    """``pip`` or ``uv``, and where it installs to."""
+
+    program: Program
+    target: str | None = None
+    has_deps: bool = True
+
+    def fetch(self, requirement: str, index: str | None, folder: Path) -> Package:
+        """The package that a requirement names, in a folder of its own and without what it needs: to look at first."""
+        if self.program == "pip":
+            only_there = {"PIP_EXTRA_INDEX_URL": index, "PIP_FIND_LINKS": str(folder)} if index else {}
+            from_index = ["-i", index] if index else []
+            self._run(["wheel", "--no-deps", "--wheel-dir", str(folder), *from_index, requirement], only_there)
+            return read_wheel(_only_wheel(folder))
+        self._run(
+            [
+                "install",
+                "--no-deps",
+                "--target",
+                str(folder),
+                *(["--default-index", index] if index else []),
+                requirement,
+            ]
+        )
+        return find_in(folder, requirement)
+
+    def install(self, wanted: Sequence[str], *, index: str | None = None, is_editable: bool = False) -> None:
+        words = [
+            "install",
+            *(["--target", self.target] if self.target else []),
+            *([] if self.has_deps else ["--no-deps"]),
+        ]
+        if index is not None:  # of uv: a package that is on this index is taken from no other
+            words += ["--index", index]
+        self._run([*words, *(["--editable"] if is_editable else []), *wanted])
+
+    def _run(self, words: Sequence[str], settings: Mapping[str, str] | None = None) -> None:
+        command, *rest = words
+        start = (
+            [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", command]
+            if self.program == "pip"
+            else ["uv", "pip", command, "--quiet", "--python", sys.executable]
+        )
+        env = {**os.environ, **(settings or {})}
+        done = subprocess.run([*start, *rest], capture_output=True, text=True, check=False, env=env)
+        if done.returncode:
+            said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+            raise InstallError(
+                f"{self.program} {command} ended with {done.returncode}:\n" + "\n".join(said[-_SHOWN_LINES:])
+            )
+
+
+def find_program(wanted: Program | None = None) -> Program:
+    """The one that was asked for, or the one that is there: pip in this Python, else uv."""
+    there: list[Program] = []
+    if importlib.util.find_spec("pip") is not None:
+        there.append("pip")
+    if shutil.which("uv") is not None:
+        there.append("uv")
+    if wanted is not None and wanted not in there:
+        raise InstallError(f"there is no {wanted} here; there is {', '.join(there) or 'neither pip nor uv'}")
+    if not there:
+        raise InstallError(f"neither pip nor uv is there; try: {sys.executable} -m ensurepip")
+    return wanted or there[0]
+
+
+def install(
+    what: str,
+    *,
+    index: str | None = None,
+    hub: str | None = None,
+    environments_dir: str | Path = "environments",
+    program: Program | None = None,
+    target: str | None = None,
+    has_deps: bool = True,
+    is_editable: bool = False,
+) -> Installed:
+    """Install an environment; what turns out to be none is refused before anything is changed."""
+    installer = Installer(program=find_program(program), target=target, has_deps=has_deps)
+    try:
+        return _install(what, installer, index, hub, Path(environments_dir), is_editable)
+    except (NotAnEnvironmentError, hubs.HubError) as error:
+        raise InstallError(str(error)) from error
+
+
+def _install(
+    what: str, installer: Installer, index: str | None, hub: str | None, folder: Path, is_editable: bool
+) -> Installed:
+    path = Path(what).expanduser()
+    local = folder / module_name(what)
+    if what and path.is_dir():
+        return _install_folder(path, installer, is_editable)
+    if what.endswith(".whl"):
+        package = read_wheel(path)
+        installer.install([str(path)])
+        return Installed(package=package, source=str(path), program=installer.program)
+    if index is None and _NAMED.fullmatch(what) and local.is_dir():
+        return _install_folder(local, installer, is_editable)
+    if is_editable:
+        raise InstallError(f"{what!r} is no folder; only a folder can be installed as editable")
+    if on_hub := _ON_HUB.fullmatch(what):
+        return _install_from_hub(on_hub[1], on_hub[2], on_hub[3], installer, hub)
+    named = _NAMED.fullmatch(what)
+    if named is None:
+        forms = "a folder, a .whl file, name, name@version or org/name@version"
+        raise InstallError(f"{what!r} is nothing that can be installed; it can be {forms}")
+    return _install_from_index(named[1], named[2], installer, index)
+
+
+def _install_folder(path: Path, installer: Installer, is_editable: bool) -> Installed:
+    package = read_folder(path)
+    installer.install([str(path.resolve())], is_editable=is_editable)
+    return Installed(package=package, source=str(path), program=installer.program)
+
+
+def _install_from_index(name: str, version: str | None, installer: Installer, index: str | None) -> Installed:
+    requirement = name if version in (None, "latest") else f"{name}=={version}"
+    with tempfile.TemporaryDirectory(prefix="vf-install-") as folder:
+        package = installer.fetch(requirement, index, Path(folder))
+        if installer.program == "pip":  # the very wheel that was looked at; what it needs comes from the usual index
+            installer.install([str(_only_wheel(Path(folder)))])
+        else:
+            installer.install([f"{name}=={package.version}"], index=index)
+    return Installed(package=package, source=index or "the package index", program=installer.program)
+
+
+def _install_from_hub(org: str, name: str, version: str | None, installer: Installer, hub: str | None) -> Installed:
+    address = hub or os.environ.get(hubs.HUB_VARIABLE)
+    if not address:
+        raise InstallError(
+            f"{org}/{name} is on a hub, and no hub is named: give its address with --hub or in {hubs.HUB_VARIABLE}, "
+            f"or use its own program: prime env install {org}/{name}"
+        )
+    entry = hubs.look_up(address, org, name, None if version == "latest" else version)
+    if entry.wheel_url is None:
+        return _install_from_index(entry.name, entry.version, installer, entry.index_url)
+    with tempfile.TemporaryDirectory(prefix="vf-install-") as folder:
+        wheel = hubs.fetch(entry.wheel_url, Path(folder))
+        package = read_wheel(wheel)
+        installer.install([str(wheel), *entry.further])
+    return Installed(package=package, source=f"{org}/{name} on {address}", program=installer.program)
+
+
+def _only_wheel(folder: Path) -> Path:
+    (wheel,) = folder.glob("*.whl")
+    return wheel

@@ -1,0 +1,72 @@
+"""An environment → the judges in its rubrics, and whom they ask for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from verifiers.clients import Cassette, as_client
+from verifiers.clients.openai_looks import OpenAILooks
+from verifiers.clients.protocol import Client, Completion, Request
+from verifiers.envs.environment import Environment
+from verifiers.rubrics import JudgeRubric, Rubric
+
+
+def members_of(env: Environment) -> list[Environment]:
+    """An environment, and the members of a group, however deep."""
+    return [env, *(member for inner in getattr(env, "envs", ()) for member in members_of(inner))]
+
+
+def judges_of(env: Environment) -> list[JudgeRubric]:
+    """Every judge in an environment's rubrics, those of its members too."""
+    waiting: list[Rubric] = [member.rubric for member in members_of(env)]
+    judges: list[JudgeRubric] = []
+    while waiting:
+        rubric = waiting.pop(0)
+        waiting += getattr(rubric, "rubrics", ())
+        if isinstance(rubric, JudgeRubric):
+            judges.append(rubric)
+    return judges
+
+
+class _Looking(OpenAILooks):
+    """A client that reward functions may also call the way OpenAI's objects are called."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.base_url = str(getattr(client, "base_url", ""))
+
+    async def complete(self, request: Request) -> Completion:
+        return await self.client.complete(request)
+
+
+@contextmanager
+def judges_answer(env: Environment, client: Client) -> Iterator[None]:
+    """While this lasts, whoever asks a judge asks this client."""
+    with _instead(env, lambda judge: client):
+        yield
+
+
+@contextmanager
+def judges_recorded(env: Environment, path: Path) -> Iterator[None]:
+    """While this lasts, what judges say is recorded in a cassette."""
+    with _instead(env, lambda judge: Cassette(path, as_client(judge.judge_client))):
+        yield
+
+
+@contextmanager
+def _instead(env: Environment, client_for: Any) -> Iterator[None]:
+    judges = judges_of(env)
+    before = [(judge.judge_client, judge.class_objects["judge_client"]) for judge in judges]
+    try:
+        for judge in judges:
+            client = _Looking(client_for(judge))
+            judge.judge_client = client
+            judge.add_class_object("judge_client", client)
+        yield
+    finally:
+        for judge, (own, injected) in zip(judges, before, strict=True):
+            judge.judge_client = own
+            judge.add_class_object("judge_client", injected)

@@ -1,0 +1,126 @@
+"""A saved run and its environment → the same rollouts played once more from what was recorded, and what differs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import isclose
+from typing import Any
+
+from verifiers.clients import Cassette
+from verifiers.clients.cassette import NotRecordedError
+from verifiers.clients.protocol import Completion, Request
+from verifiers.envs.environment import Environment
+from verifiers.messages import role_of
+from verifiers.reruns.judges import judges_answer
+from verifiers.reruns.play import play
+from verifiers.reruns.rescore import row_of, rows_by_id
+from verifiers.store import Record, RunDir, is_failed
+from verifiers.types import State
+
+CASSETTE = "cassette.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A rollout that did not go as it went when it was recorded."""
+
+    example_id: Any
+    rollout: int
+    what: str
+
+
+@dataclass(kw_only=True)
+class Replayed:
+    """How a replay compares with its record."""
+
+    states: list[State] = field(default_factory=list)
+    rollouts: list[int] = field(default_factory=list)
+    same: int = 0
+    changes: list[Change] = field(default_factory=list)
+    left_out: int = 0
+
+
+class Recorded:
+    """A client that says what was said in one saved rollout, turn by turn."""
+
+    base_url = "recorded:"
+
+    def __init__(self, record: Record) -> None:
+        completion = record.get("completion")
+        self.replies: list[Any] = (
+            [{"role": "assistant", "content": completion}]
+            if isinstance(completion, str)
+            else [message for message in completion or () if role_of(message) == "assistant"]
+        )
+        self.is_truncated = bool(record.get("is_truncated"))
+        self.asked = 0
+
+    async def complete(self, request: Request) -> Completion:
+        self.asked += 1
+        if self.asked > len(self.replies):
+            raise NotRecordedError(
+                f"the environment asks for reply {self.asked}, and {len(self.replies)} were recorded"
+            )
+        message = self.replies[self.asked - 1]
+        is_last = self.asked == len(self.replies)
+        reason = "tool_calls" if message.get("tool_calls") else "length" if is_last and self.is_truncated else "stop"
+        return Completion(message=message, finish_reason=reason, model=request.model)
+
+
+class NoJudge:
+    """In the place of judges whose replies were not recorded."""
+
+    base_url = "recorded:"
+
+    async def complete(self, request: Request) -> Completion:
+        raise NotRecordedError("what its judges said was not recorded; record a run with: vf eval … -s --record")
+
+
+async def replay(env: Environment, run: RunDir) -> Replayed:
+    """Play a saved run again. Judges answer from the run's cassette, and without one they cannot be asked."""
+    rows = rows_by_id(env)
+    found = Replayed()
+    records = []
+    for record in run.sorted_records():
+        if is_failed(record):
+            found.left_out += 1
+        else:
+            records.append(record)
+    metadata = run.metadata
+    cassette = run.path / CASSETTE
+    pairs = [(row_of(record, rows), Recorded(record)) for record in records]
+    with judges_answer(env, Cassette(cassette, mode="replay") if cassette.is_file() else NoJudge()):
+        found.states = await play(
+            env, pairs, model=str(metadata.get("model", "")), sampling_args=metadata.get("sampling_args")
+        )
+    for record, state in zip(records, found.states, strict=True):
+        rollout = record.get("rollout") or 0
+        found.rollouts.append(rollout)
+        what = _difference(record, state)
+        if what is None:
+            found.same += 1
+        else:
+            found.changes.append(Change(example_id=record["example_id"], rollout=rollout, what=what))
+    return found
+
+
+def _difference(record: Record, state: State) -> str | None:
+    error = state.get("error")
+    if error is not None:
+        return f"failed: {type(error).__name__}: {error}"
+    was, now = record.get("reward"), state.get("reward")
+    if was is not None and now is not None and not isclose(was, now, rel_tol=1e-9, abs_tol=1e-9):
+        return f"reward {was:.3f} → {now:.3f}"
+    if (was is None) != (now is None):
+        return f"reward {was} → {now}"
+    before, after = _conversation(record.get("completion")), _conversation(state.get("completion"))
+    if before != after:
+        turn = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
+        return f"message {turn + 1} of the completion differs"
+    return None
+
+
+def _conversation(completion: Any) -> list[Any]:
+    if isinstance(completion, str):
+        return [completion]
+    return [(role_of(message), message.get("content")) for message in completion or ()]

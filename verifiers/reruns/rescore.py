@@ -1,0 +1,91 @@
+"""A saved run and an environment → the same rollouts with that environment's scores; no model is asked to play."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verifiers.envs.environment import Environment
+from verifiers.envs.states import restored_state
+from verifiers.messages import as_messages, role_of
+from verifiers.reruns.play import score
+from verifiers.store import Record, RunDir, is_failed, to_record
+from verifiers.types import Row, State
+
+_OLD_SCORES = ("reward", "error", "metrics", "advantage", "group_size", "scoring_ms")
+
+
+@dataclass(kw_only=True)
+class Rescored:
+    """Rollouts with their new scores, and those that hold nothing to score."""
+
+    states: list[State] = field(default_factory=list)
+    rollouts: list[int] = field(default_factory=list)
+    left_out: int = 0
+
+    def records(self, state_columns: Iterable[str] = ()) -> Iterator[Record]:
+        for state, rollout in zip(self.states, self.rollouts, strict=True):
+            yield to_record(state, rollout=rollout, state_columns=tuple(state_columns))
+
+
+async def rescore(env: Environment, run: RunDir) -> Rescored:
+    """Score what a run saved. A rollout that failed before it could be scored has nothing to score, and is left out."""
+    rows = rows_by_id(env)
+    found = Rescored()
+    groups: dict[Any, list[State]] = {}
+    for record in run.sorted_records():
+        if is_failed(record) and not (_failed_in_grading(record) and record.get("completion")):
+            found.left_out += 1
+            continue
+        state = unscored_state(record, row_of(record, rows))
+        found.states.append(state)
+        found.rollouts.append(record.get("rollout") or 0)
+        groups.setdefault(state.get("example_id"), []).append(state)
+    for group in groups.values():
+        await score(env, group)
+        await asyncio.sleep(0)
+    return found
+
+
+def _failed_in_grading(record: Record) -> bool:
+    error = record.get("error")
+    return isinstance(error, dict) and error.get("blame") == "grader"
+
+
+def rows_by_id(env: Environment) -> dict[Any, Row]:
+    """The environment's rows by example id: those to evaluate on, and where it has none those to train on."""
+    return {row["example_id"]: row for row in env.get_eval_dataset()}
+
+
+def row_of(record: Record, rows: Mapping[Any, Row]) -> Row:
+    """The environment's own row, if it asks what the record was asked; else the row as the record has it."""
+    row = rows.get(record["example_id"])
+    if row is not None and row.get("prompt") == record.get("prompt"):
+        return row
+    return {key: record.get(key) for key in ("prompt", "answer", "info", "task", "example_id")}
+
+
+def unscored_state(record: Record, row: Row) -> State:
+    """A saved rollout as it was before it was scored."""
+    old = record.get("metrics")
+    forgotten = {*_OLD_SCORES, *(old if isinstance(old, Mapping) else ())} - {"prompt", "completion", "answer", "info"}
+    state = restored_state({key: value for key, value in record.items() if key not in forgotten}, row)
+    state.update(reward=None, error=None, metrics=None, advantage=None)
+    if not state.get("trajectory"):
+        state["trajectory"] = list(_turns(record))
+    return state
+
+
+def _turns(record: Record) -> Iterator[dict[str, Any]]:
+    """The turns of a conversation, where the run did not save them: each reply with what came before it."""
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if isinstance(completion, str):
+        yield {"prompt": prompt, "completion": completion, "reward": None, "extras": {}}
+        return
+    before = as_messages(prompt or [])
+    for message in completion or ():
+        if role_of(message) == "assistant":
+            yield {"prompt": list(before), "completion": [message], "reward": None, "extras": {}}
+        before.append(message)
