@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -96,15 +97,19 @@ Work = Callable[[list[list[int]]], int]
 
 
 def compare(name: str, prompts: Callable[[], list[list[int]]], ours: Work, theirs: Work | None, rounds: int) -> None:
-    """Best of several rounds, one after the other in turn, each with fresh prompts."""
-    best, other = 0.0, 0.0
-    for _ in range(rounds):
+    """Medians over several rounds, one after the other in turn, each with fresh prompts; the first warms up."""
+    rates: list[float] = []
+    others: list[float] = []
+    for _ in range(rounds + 1):
         asked = prompts()
-        best = max(best, timed(lambda: ours(asked)))  # noqa: B023
+        rates.append(timed(lambda: ours(asked)))  # noqa: B023
         if theirs is not None:
-            other = max(other, timed(lambda: theirs(asked)))  # noqa: B023
-    against = f"   generate {other:>9,.0f}   {best / other:.1f}×" if theirs is not None else ""
-    print(f"{name:<58} engine {best:>9,.0f} tokens/s{against}", flush=True)
+            others.append(timed(lambda: theirs(asked)))  # noqa: B023
+    line = f"{name:<58} engine {median(rates[1:]):>9,.0f} tokens/s"
+    if theirs is not None:
+        ratio = median(one / other for one, other in zip(rates[1:], others[1:], strict=True))
+        line += f"   generate {median(others[1:]):>9,.0f}   {ratio:.1f}×"
+    print(line, flush=True)
 
 
 def on_cuda(model: Any, label: str, rows: int) -> None:
@@ -116,7 +121,7 @@ def on_cuda(model: Any, label: str, rows: int) -> None:
         lambda: prompts_of(rows, 32, 96, vocabulary),
         lambda asked: by_engine(engine, asked, limits),
         lambda asked: by_generate_mixed(model, asked, limits),
-        rounds=4,
+        rounds=3,
     )
     more = [random.randint(64, 256) for _ in range(4 * rows)]
     compare(
@@ -124,7 +129,7 @@ def on_cuda(model: Any, label: str, rows: int) -> None:
         lambda: prompts_of(4 * rows, 32, 96, vocabulary),
         lambda asked: by_engine(engine, asked, more),
         None,
-        rounds=2,
+        rounds=1,
     )
     engine.close()
     torch.cuda.empty_cache()

@@ -12,8 +12,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, assert_exact, expected, prompt_of, random_model  # noqa: E402
+from verifiers.engine import slots  # noqa: E402
 from verifiers.engine.engine import LEAST_SHARED_CUDA, Engine  # noqa: E402
 from verifiers.engine.requests import Generated, Sampling  # noqa: E402
+from verifiers.engine.sampling import Knobs, sample  # noqa: E402
 from verifiers.errors import ModelError  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")]
@@ -98,6 +100,163 @@ def test_greedy_tokens_are_those_of_generate(start: Any) -> None:
         eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     assert ours.ids == theirs[0, 30:].tolist()
+
+
+# --- kernels --------------------------------------------------------------------------------------------------------
+
+SHAPES = [(3, 9, 3, 64), (2, 4, 2, 24), (5, 4, 4, 16), (2, 6, 1, 128), (4, 12, 2, 256)]
+"""Rows, heads, key heads, dimensions."""
+
+
+def heads_of(batch: int, tokens: int, heads: int, dim: int, dtype: Any) -> Any:
+    """As a projection leaves them: tokens before heads in memory."""
+    return torch.randn((batch, tokens, heads, dim), device="cuda").to(dtype).transpose(1, 2)
+
+
+def angles_of(batch: int, tokens: int, dim: int, dtype: Any) -> tuple[Any, Any]:
+    angle = torch.rand((batch, tokens, dim), device="cuda") * 6.0
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rotation_within_attention_is_rotation_before_it(shape: Any, dtype: Any) -> None:
+    from verifiers.engine import kernels
+
+    batch, heads, groups, dim = shape
+    torch.manual_seed(0)
+    q, k, v = (heads_of(batch, 1, n, dim, dtype) for n in (heads, groups, groups))
+    cache = torch.randn((2, batch, groups, 90, dim), device="cuda").to(dtype)
+    other = cache.clone()
+    length = torch.randint(0, 90, (batch,), device="cuda")
+    length[0] = 0
+    rotary = angles_of(batch, 1, dim, dtype)
+    settings: Any = {"scale": 0.2, "window": None, "softcap": None}
+    one = kernels.attend(q, k, v, *cache, length, rotary=rotary, **settings)
+    rotated = [slots.rotate(x, *rotary) for x in (q, k)]
+    two = kernels.attend(*rotated, v, *other, length, **settings)
+    within = 1e-5 if dtype is torch.float32 else 2e-2  # the last bit of a rotated number
+    assert torch.allclose(one, two, rtol=within, atol=within)
+    assert torch.allclose(cache, other, rtol=1e-5 if dtype is torch.float32 else 1e-2)
+    plain = slots.Decode(SlotsOf(*other), torch.arange(batch, device="cuda"), length, 90)
+    three = plain(0, *rotated, v, **settings)
+    within = 5e-3 if dtype is torch.float32 else 3e-2
+    assert torch.allclose(one, three, rtol=within, atol=within)
+
+
+class SlotsOf:
+    """A cache of one layer."""
+
+    def __init__(self, keys: Any, values: Any) -> None:
+        self.layers = [(keys, values)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rotation_in_place_is_rotation(shape: Any, dtype: Any) -> None:
+    from verifiers.engine import kernels
+
+    _, heads, groups, dim = shape
+    for batch, tokens in ((1, 700), (3, 5)):
+        q, k = (heads_of(batch, tokens, n, dim, dtype) for n in (heads, groups))
+        rotary = angles_of(1, tokens, dim, dtype)
+        due = [slots.rotate(x, *rotary) for x in (q, k)]
+        kernels.rotate_(q, k, *rotary)
+        for given, wanted in zip((q, k), due, strict=True):
+            assert torch.allclose(given, wanted, atol=1e-6, rtol=1e-5 if dtype is torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 7), (3, 1, 1536), (1, 501, 1000)], ids=str)
+def test_gating_is_silu_times_up(shape: Any, dtype: Any) -> None:
+    from verifiers.engine import kernels
+
+    gate, up = (torch.randn(shape, device="cuda").to(dtype) * 4 for _ in range(2))
+    due = torch.nn.functional.silu(gate) * up
+    assert torch.allclose(kernels.gated(gate, up), due, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("rows", [1, 20, 300, 1024])
+def test_projections_in_one_launch_are_the_projections(rows: int, has_bias: bool) -> None:
+    from verifiers.engine import kernels
+
+    torch.manual_seed(0)
+    x = torch.randn((rows, 1, 576), device="cuda", dtype=torch.bfloat16)
+    linears = [torch.nn.Linear(576, n, bias=has_bias, device="cuda", dtype=torch.bfloat16) for n in (576, 192, 192)]
+    with torch.no_grad():
+        due = [linear(x).float() for linear in linears]
+        given = kernels.project(x, [one.weight for one in linears], [one.bias for one in linears])
+        gated = kernels.project_gated(x, linears[1].weight, linears[2].weight)
+        by_hand = [torch.nn.functional.linear(x, one.weight) for one in linears[1:]]
+    for one, other in zip(given, due, strict=True):
+        assert torch.allclose(one.float(), other, rtol=2e-2, atol=2e-2)
+    assert torch.allclose(gated, torch.nn.functional.silu(by_hand[0]) * by_hand[1], rtol=4e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("is_quicker", [False, True], ids=["plain", "together"])
+def test_whichever_way_projections_run_the_tokens_are_exact(start: Any, monkeypatch: Any, is_quicker: bool) -> None:
+    from verifiers.engine import projections
+
+    monkeypatch.setattr(projections, "_choices", {})
+    monkeypatch.setattr(projections, "_is_quicker", lambda *_: is_quicker)
+    settings = {"head_dim": None, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2}
+    for family in ("Llama", "Qwen2"):
+        model = on_card(family, dtype=torch.bfloat16, initializer_range=0.08, num_key_value_heads=1, **settings)
+        requests = mixed(32)
+        gaps = []
+        for answer, (_, way) in zip(answers_of(start(model), requests), requests, strict=True):
+            _, raw = expected(model, answer, way)
+            gaps += [abs(a - b) for a, b in zip(answer.raw_logprobs, raw, strict=True)]
+        gaps.sort()
+        assert gaps[len(gaps) // 2] < 0.02
+        assert gaps[-1] < 0.3
+    assert set(projections._choices.values()) == {is_quicker}
+
+
+def test_projections_are_timed_before_a_step_is_captured(start: Any, monkeypatch: Any) -> None:
+    from verifiers.engine import projections
+
+    monkeypatch.setattr(projections, "_choices", {})
+    model = on_card(
+        dtype=torch.bfloat16, hidden_size=128, intermediate_size=192, num_attention_heads=2, num_key_value_heads=1
+    )
+    start(model).generate([prompt_of(20)], Sampling(max_tokens=10, seed=1), n=3)
+    assert {key[0] for key in projections._choices} == {"project", "gated"}
+
+
+def test_the_card_draws_the_tokens_that_the_cpu_draws() -> None:
+    from verifiers.engine import kernels
+
+    n, zeros = 512, torch.zeros(512, dtype=torch.int64)
+    for vocabulary in (97, 49152):
+        logits = torch.randn(n, vocabulary, generator=torch.Generator().manual_seed(1)) * 2
+        heat = torch.tensor([0.0, 0.7, 1.0, 1.5]).repeat(n // 4)
+        knobs = Knobs(heat, torch.ones(n), zeros, torch.zeros(n), torch.arange(n), zeros + 3)
+        there = kernels.sample(logits.cuda(), heat.cuda(), knobs.seed_B.cuda(), knobs.step_B.cuda())
+        here = sample(logits, knobs, truncates=False)
+        same = there[0].cpu() == here[0]
+        assert same.float().mean() > 0.98  # a number at the very edge may fall on either side
+        for one, other in zip(there[1:], here[1:], strict=True):
+            assert torch.allclose(one.cpu()[same], other[same], atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_common_layers_run_leanly(start: Any, family: str, dtype: Any) -> None:
+    model = on_card(family, dtype=dtype)
+    assert len(start(model).live_model._lean.layers) == model.config.num_hidden_layers
+
+
+def test_a_hook_on_a_layer_is_heard_and_the_tokens_stay_exact(start: Any) -> None:
+    model = on_card()
+    engine = start(model)
+    heard = []
+    handle = model.model.layers[1].self_attn.register_forward_hook(lambda *_: heard.append(1))
+    way = Sampling(max_tokens=10, seed=1)
+    assert_exact(model, engine.generate([prompt_of(20)], way)[0], way, within=5e-3)
+    assert heard
+    handle.remove()
 
 
 # --- load -----------------------------------------------------------------------------------------------------------

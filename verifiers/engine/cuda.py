@@ -44,6 +44,10 @@ class CudaDecode:
         keys, values = self.cache.layers[layer]
         return kernels.attend(q, k, v, keys, values, self.length_B, scale=scale, window=window, softcap=softcap)
 
+    def rotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **settings: Any) -> Tensor:
+        keys, values = self.cache.layers[layer]
+        return kernels.attend(q, k, v, keys, values, self.length_B, rotary=(cos, sin), **settings)
+
 
 class CudaPrefill:
     """Several fresh prompts at once: packed for the linear layers, padded for attention, which is plainly causal."""
@@ -74,6 +78,10 @@ class CudaPrefill:
             out = slots.attend_causally(q_b, k_b, v_b, 0, scale, window, softcap)
         heads, dim = out.shape[1], out.shape[3]
         return out.transpose(0, 1).reshape(heads, -1, dim).index_select(1, self.inside)[None]
+
+    def rotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **settings: Any) -> Tensor:
+        kernels.rotate_(q, k, cos, sin)
+        return self(layer, q, k, v, **settings)
 
     def _padded(self, x: Tensor) -> Tensor:
         heads, dim = x.shape[1], x.shape[3]

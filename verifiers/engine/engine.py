@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verifiers.engine import slots, threads
 from verifiers.engine.live_model import LiveModel
-from verifiers.engine.requests import Ask, Generated, OnToken, Sampling
+from verifiers.engine.requests import Ask, Generated, OnToken, Sampling, Seeds
 from verifiers.engine.sampling import sample
 from verifiers.engine.slots import Decode, Prefill, Segment, Shape, SlotCache
 from verifiers.engine.table import Table
@@ -33,6 +33,7 @@ ADMIT_SHARE = 16  # on CUDA, new requests are taken in when a 16th of the rows i
 LEAST_SHARED, LEAST_SHARED_CUDA = 16, 512
 SPAN_STEP = 32
 PREFILL, PREFILL_CUDA = 1024, 32768  # tokens of prompts run at once
+PATIENCE_S = 2.0  # without a new request, before those that have gathered begin without the others
 ONE_THREAD_BELOW = 4_000_000  # parameters: threads would wait for one another longer than they compute
 
 
@@ -81,7 +82,8 @@ class Engine:
         self.vocabulary = int(text.vocab_size)
         self._is_stop = np.zeros(self.vocabulary + 1, bool)
         self._is_stop[[token for token in stop_ids if token < len(self._is_stop)]] = True
-        self._draw = np.random.default_rng()
+        self._seeds = Seeds()
+        self._gathering = 0
         self._cuda = _cuda_decoder(self) if self.device.type == "cuda" else None
 
     # --- asking ---------------------------------------------------------------------------------------------------
@@ -103,7 +105,7 @@ class Engine:
             raise OverlongPromptError(f"the prompt has {len(prompt)} tokens, and the context is {self.length}")
         if strangers := [token for token in (*prompt, *sampling.logit_bias) if not 0 <= token < self.vocabulary]:
             raise ValueError(f"there is no token {strangers[0]}: the model has {self.vocabulary}")
-        first = sampling.seed if sampling.seed is not None else int(self._draw.integers(1 << 62))
+        first = sampling.seed if sampling.seed is not None else self._seeds.draw(prompt)
         told = list(on_token) if isinstance(on_token, Sequence) else [on_token] * n
         asks = [Ask(prompt, sampling, (first + i) % (1 << 63), told[i]) for i in range(n)]
         for ask in asks:
@@ -127,6 +129,20 @@ class Engine:
         """Completions of many prompts, in order: plain code that waits."""
         futures = [future for prompt in prompts for future in self.submit(prompt, sampling, n=n)]
         return [future.result() for future in futures]
+
+    def reseed(self, seed: int) -> None:
+        """From here on a request without a seed gets one made of this number, its prompt, and how often it was asked.
+
+        The order in which requests arrive then makes no difference to what is sampled.
+        """
+        with self._wake:
+            self._seeds = Seeds(seed)
+
+    def gather(self, count: int) -> None:
+        """Begin the next ``count`` requests together, when all are there (or no more come): prompts are run at once,
+        equal ones once, and the batches are the same ones each time."""
+        with self._wake:
+            self._gathering = count
 
     def _note_cancel(self) -> None:
         self._has_cancelled = True
@@ -165,6 +181,8 @@ class Engine:
             with self._wake:
                 while not self._is_closed and not self.waiting and not self.live:
                     self._wake.wait()
+                if self._gathering:
+                    self._wait_for_all()
                 if self._is_closed:
                     break
             try:
@@ -174,6 +192,15 @@ class Engine:
                 logger.exception("the engine's step failed")
                 self._fail(error)
             self._deliver()
+
+    def _wait_for_all(self) -> None:
+        """Let those that were announced arrive, then put them in an order that does not depend on who came first."""
+        while not self._is_closed and len(self.waiting) < self._gathering:
+            arrived = len(self.waiting)
+            if not self._wake.wait(PATIENCE_S) and len(self.waiting) == arrived:
+                break
+        self._gathering = 0
+        self.waiting = deque(sorted(self.waiting, key=lambda ask: (ask.prompt_ids, ask.seed)))
 
     def _turn(self) -> None:
         """Take in what fits, then one token for everyone."""
@@ -269,11 +296,12 @@ class Engine:
 
     def _admit(self) -> list[tuple[Ask, list[Ask]]]:
         """Waiting requests that fit now: each with those that have the same prompt and share its prefill."""
-        groups: dict[int, tuple[Ask, list[Ask]]] = {}
+        groups: dict[tuple[int, ...], tuple[Ask, list[Ask]]] = {}
         room, budget = self.rows - len(self.live), self.prefill_tokens
         while self.waiting and room > 0:
             ask = self.waiting[0]
-            mates = groups.get(id(ask.prompt_ids))
+            key = tuple(ask.prompt_ids)
+            mates = groups.get(key)
             if mates is None and groups and budget < len(ask.prompt_ids):
                 break
             self.waiting.popleft()
@@ -286,7 +314,7 @@ class Engine:
             if mates is not None:
                 mates[1].append(ask)
             else:
-                groups[id(ask.prompt_ids)] = (ask, [])
+                groups[key] = (ask, [])
                 budget -= len(ask.prompt_ids)
         return list(groups.values())
 
@@ -388,7 +416,8 @@ class Engine:
         if self._cuda is not None and not truncates:
             token_N, logprob_N, raw_N = self._cuda.sample(logits_NV, knobs)
         else:
-            token_N, logprob_N, raw_N = sample(logits_NV, knobs, truncates=truncates)
+            is_plain = not truncates and bool((self.table.temperature[rows_N] == 1.0).all())
+            token_N, logprob_N, raw_N = sample(logits_NV, knobs, truncates=truncates, is_plain=is_plain)
         if raw_NV is not logits_NV:
             raw_N = torch.log_softmax(raw_NV.float(), -1).gather(1, token_N[:, None])[:, 0]
         self._take(rows_N, asks, *(value.cpu().numpy() for value in (token_N, logprob_N, raw_N)))

@@ -18,7 +18,8 @@ def fusible_norms(model: nn.Module) -> list[tuple[nn.Module, float]]:
         if not type(module).__name__.endswith("RMSNorm") or not isinstance(epsilon, float):
             continue
         weight = module.weight
-        x = torch.randn((4, weight.shape[0]), device=weight.device, dtype=weight.dtype)
+        generator = torch.Generator().manual_seed(0)  # the caller's random numbers are not ours to draw
+        x = torch.randn((4, weight.shape[0]), generator=generator).to(weight.device, weight.dtype)
         with torch.no_grad():
             mine = F.rms_norm(x, weight.shape, weight, epsilon).float()
             theirs = module(x).float()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from verifiers.engine import slots
 from verifiers.engine.fused import Fused
+from verifiers.engine.lean import Lean
 from verifiers.engine.packed import PackedLinears
 
 PACK_AFTER = 8  # steps on the same weights: packing them costs about as much as it saves in so many
@@ -38,7 +39,9 @@ class LiveModel:
         # Held while the model runs: whoever runs it besides, or updates its weights, takes it.
         self.lock = _locks.setdefault(id(config), threading.RLock())
         self.version = 0
-        self._fused = Fused(module)
+        with self.lock:
+            self._fused = Fused(module)
+            self._lean = Lean(module, self._configs)
         self._parameters: list[Tensor] = []
         self._adapter: Any = None
         self._seen: tuple[int, Any] = (0, None)
@@ -48,8 +51,13 @@ class LiveModel:
     def forward(self, ids: Tensor, positions: Tensor, attend: slots.Attend, keep: Tensor | int = 0) -> Tensor:
         """The logits of the positions in ``keep`` (0: of all)."""
         packed = self._packed.in_use() if self._packed is not None else nullcontext()
-        with slots.attending(self._configs, attend), self._fused, packed:
-            logits: Tensor = self.module(
+        with slots.attending(self._configs, attend), self._fused, self._lean, packed:
+            return self._run(ids, positions, keep)
+
+    def _run(self, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
+        logits: Tensor | None = self._lean.forward(ids, positions, keep)
+        if logits is None:
+            logits = self.module(
                 input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep, return_dict=True
             ).logits
         return logits
@@ -99,12 +107,12 @@ class LiveModel:
         """A module that is being trained has no dropout while it is sampled from."""
         trained = [one for one in self.module.modules() if one.training] if self.module.training else []
         for one in trained:
-            one.training = False
+            one.__dict__["training"] = False  # a module's own way of setting an attribute takes far longer
         try:
             yield
         finally:
             for one in trained:
-                one.training = True
+                one.__dict__["training"] = True
 
 
 def _adapter_state(layer: Any) -> Any:

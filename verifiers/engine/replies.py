@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from verifiers.engine.options import Options
 from verifiers.engine.requests import Generated, Sampling
 from verifiers.engine.text import Codec, first_stop
 from verifiers.engine.tool_calls import Style, ToolCall, parse
-from verifiers.types import ChatMessage, MessageType, Usage
+from verifiers.types import ChatMessage, MessageType, Usage, unique_id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +35,7 @@ class Prompt:
     @classmethod
     def stamped(cls, **fields: Any) -> Prompt:
         kind = "chatcmpl" if fields["message_type"] == "chat" else "cmpl"
-        return cls(**fields, id=f"{kind}-{uuid.uuid4().hex}", created=int(time.time()))
+        return cls(**fields, id=f"{kind}-{unique_id()}", created=int(time.time()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count
+from secrets import randbits
 
 NO_TOP_K = 1 << 30
 
@@ -91,3 +95,24 @@ class Ask:
     @property
     def is_cancelled(self) -> bool:
         return self.future.is_unwanted
+
+
+class Seeds:
+    """Seeds for requests that have none: random, or from one number, the prompt, and how often it was asked.
+
+    >>> first, second = Seeds(7), Seeds(7)
+    >>> first.draw([1]) == second.draw([1]) != first.draw([1])
+    True
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._key = None if seed is None else seed.to_bytes(16, "little", signed=True)
+        self._asked: defaultdict[bytes, count[int]] = defaultdict(count)
+
+    def draw(self, prompt_ids: Sequence[int]) -> int:
+        if self._key is None:
+            return randbits(62)
+        prompt = blake2b(repr(prompt_ids).encode(), digest_size=16).digest()
+        times = next(self._asked[prompt])
+        digest = blake2b(prompt + times.to_bytes(8, "little"), key=self._key, digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 2

@@ -48,12 +48,20 @@ def _shift(value: Tensor, bits: int) -> Tensor:
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def sample(logits_BV: Tensor, knobs: Knobs, *, truncates: bool) -> tuple[Tensor, Tensor, Tensor]:
+def sample(
+    logits_BV: Tensor, knobs: Knobs, *, truncates: bool, is_plain: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Token ids, their logprobs under the distribution they were drawn from, and under the raw one.
 
-    A temperature of 0 takes the likeliest token; its logprob is then the raw one.
+    A temperature of 0 takes the likeliest token; its logprob is then the raw one. ``is_plain`` says that the knobs
+    change nothing, every temperature being 1: then both are the same.
     """
     logits_BV = logits_BV.float()
+    if is_plain:
+        probs_BV = torch.softmax(logits_BV, -1)
+        token_B, mass_B = _draw(probs_BV, knobs)
+        raw_B = probs_BV.gather(1, token_B[:, None])[:, 0].log()
+        return token_B, raw_B - mass_B.log(), raw_B
     raw_lse_B = torch.logsumexp(logits_BV, -1)
     is_greedy_B = knobs.temperature_B <= 0
     scale_B = torch.where(is_greedy_B, torch.ones_like(knobs.temperature_B), knobs.temperature_B)
@@ -61,17 +69,22 @@ def sample(logits_BV: Tensor, knobs: Knobs, *, truncates: bool) -> tuple[Tensor,
     probs_BV = torch.softmax(scaled_BV, -1)
     if truncates:
         probs_BV = truncate(probs_BV, knobs)
+    drawn_B, mass_B = _draw(probs_BV, knobs)
+    token_B = torch.where(is_greedy_B, logits_BV.argmax(-1), drawn_B)
+    raw_B = logits_BV.gather(1, token_B[:, None])[:, 0] - raw_lse_B
+    chosen_B = probs_BV.gather(1, token_B[:, None])[:, 0]
+    return token_B, torch.where(is_greedy_B, raw_B, chosen_B.log() - mass_B.log()), raw_B
+
+
+def _draw(probs_BV: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor]:
+    """A token of each row by its probabilities, and what they add up to."""
     cdf_BV = probs_BV.cumsum(-1)
     mass_B = cdf_BV[:, -1]
     # Below the whole mass even where rounding says otherwise: the last token may be one that was left out.
     below_B = torch.nextafter(mass_B, torch.zeros_like(mass_B))
     target_B = torch.minimum(uniforms(knobs.seed_B, knobs.step_B) * mass_B, below_B)
     drawn_B = torch.searchsorted(cdf_BV, target_B[:, None], right=True)[:, 0]
-    drawn_B = drawn_B.clamp_(max=logits_BV.shape[1] - 1)  # not a number: reported as such by its logprob
-    token_B = torch.where(is_greedy_B, logits_BV.argmax(-1), drawn_B)
-    raw_B = logits_BV.gather(1, token_B[:, None])[:, 0] - raw_lse_B
-    chosen_B = probs_BV.gather(1, token_B[:, None])[:, 0]
-    return token_B, torch.where(is_greedy_B, raw_B, chosen_B.log() - mass_B.log()), raw_B
+    return drawn_B.clamp_(max=probs_BV.shape[1] - 1), mass_B  # not a number: reported as such by its logprob
 
 
 def truncate(probs_BV: Tensor, knobs: Knobs) -> Tensor:

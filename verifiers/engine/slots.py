@@ -7,7 +7,7 @@ registry for its attention works: the model's forward is its own, only what is d
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -90,7 +90,10 @@ class Segment:
 
 
 class Attend(Protocol):
-    """What one forward does with the queries, keys and values of a layer."""
+    """What one forward does with the queries, keys and values of a layer.
+
+    One that has a method ``rotated`` besides applies the rotary embedding itself (see `attend_rotated`).
+    """
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
@@ -131,23 +134,43 @@ class Decode:
     length_B: Tensor
     span: int
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
+    _index: Tensor | None = None
+    _angles: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         keys, values = self.cache.layers[layer]
-        keys[self.rows_B, :, self.length_B] = k[:, :, 0]
-        values[self.rows_B, :, self.length_B] = v[:, :, 0]
         batch, heads, _, dim = q.shape
-        groups = keys.shape[1]
-        k_seen, v_seen = keys[:batch, :, : self.span], values[:batch, :, : self.span]
-        scores = torch.matmul(q.view(batch, groups, heads // groups, dim) * scale, k_seen.transpose(2, 3))
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        scores = scores + self._mask(window, scores.dtype)
-        return torch.matmul(torch.softmax(scores, -1), v_seen).reshape(batch, heads, 1, dim)
+        groups, length = keys.shape[1], keys.shape[2]
+        if self._index is None:
+            group_G = torch.arange(groups, device=q.device)
+            self._index = ((self.rows_B[:, None] * groups + group_G) * length + self.length_B[:, None]).view(-1)
+        keys.view(-1, dim).index_copy_(0, self._index, k.reshape(-1, dim))
+        values.view(-1, dim).index_copy_(0, self._index, v.reshape(-1, dim))
+        k_seen = keys.view(-1, length, dim)[: batch * groups, : self.span]
+        v_seen = values.view(-1, length, dim)[: batch * groups, : self.span]
+        q = q.reshape(batch * groups, heads // groups, dim)
+        mask = self._mask(window, q.dtype, groups)
+        if softcap is None:
+            scores = torch.baddbmm(mask, q, k_seen.transpose(1, 2), alpha=scale)
+        else:
+            scores = torch.tanh(torch.bmm(q, k_seen.transpose(1, 2)) * (scale / softcap)) * softcap + mask
+        return torch.bmm(torch.softmax(scores, -1), v_seen).view(batch, heads, 1, dim)
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+    def rotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **settings: Any) -> Tensor:
+        """Queries and keys are turned together, by angles that are the same in every layer."""
+        half = q.shape[-1] // 2
+        if self._angles is None or self._angles[0] is not cos:
+            self._angles = cos, cos[:, None], torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
+        _, cos_B, sin_B = self._angles
+        both = torch.cat((q, k), 1)
+        turned = torch.cat((both[..., half:], both[..., :half]), -1)
+        both = (both * cos_B).addcmul_(turned, sin_B)
+        heads = q.shape[1]
+        return self(layer, both[:, :heads], both[:, heads:], v, **settings)
+
+    def _mask(self, window: int | None, dtype: torch.dtype, groups: int) -> Tensor:
         mask = self._masks.get(window)
         if mask is None:
             position_S = torch.arange(self.span, device=self.length_B.device)
@@ -155,7 +178,7 @@ class Decode:
             if window is not None:
                 hidden = hidden | (position_S[None] <= self.length_B[:, None] - window)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            mask = self._masks[window] = mask[:, None, None]
+            mask = self._masks[window] = mask.repeat_interleave(groups, 0)[:, None]
         return mask
 
 
@@ -210,6 +233,28 @@ def slot_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     output = attend(module.layer_idx, query, key, value, scale=scale, window=sliding_window, softcap=softcap)
     return output.transpose(1, 2), None
+
+
+def attend_rotated(
+    layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor,
+    *, scale: float, window: int | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """Attention of queries and keys that are still to be rotated: in one go by whoever can."""
+    attend = _current.attend
+    if attend is None:
+        raise RuntimeError("the engine is sampling from this model just now: run it `with engine.lock:`")
+    rotated: Callable[..., Tensor] | None = getattr(attend, "rotated", None)
+    if rotated is not None:
+        return rotated(layer, q, k, v, cos, sin, scale=scale, window=window, softcap=softcap)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    return attend(layer, q, k, v, scale=scale, window=window, softcap=softcap)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding: each pair (i, i + half) of ``[B, heads, T, dim]`` turned by its position's angle."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x * cos[:, None] + turned * sin[:, None]
 
 
 def register() -> None:
