@@ -1,4 +1,4 @@
-"""A tiny transformer, made and warmed up on the spot, learns to reverse text by reward: before and after, for each seed.
+"""A tiny transformer, made and warmed up on the spot, learns to reverse text by reward: before and after, by seed.
 
 python benchmarks/learning.py [--seeds 3] [--steps 100]
 """

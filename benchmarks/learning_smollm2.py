@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), *map(str, (ROOT / "environments").iterdir())]
+sys.path.insert(0, str(ROOT))
 
 import verifiers as vf
 
@@ -44,6 +44,7 @@ RATES = {"full": 2e-5, "lora": 3e-4}
 
 def run(name: str, how: str, model_name: str, minutes: float) -> dict[str, Any]:
     case = CASES[name]
+    sys.path.append(str(ROOT / "environments" / name))
     env = vf.load_environment(name, **case["env"])
     model, tokenizer = vf.get_model_and_tokenizer(model_name)
     began = time.perf_counter()

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median
 
@@ -45,9 +45,10 @@ def spawn(command: list[str]) -> None:
 
 def descendants(pid: int) -> list[int]:
     found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += [int(child), *descendants(int(child))]
+    with suppress(OSError):  # it has just ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += [int(child), *descendants(int(child))]
     return found
 
 
@@ -56,8 +57,9 @@ def cpu_s() -> float:
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     total = time.process_time() + children.ru_utime + children.ru_stime
     for pid in descendants(os.getpid()):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total += sum(int(field) for field in fields[11:15]) / CLOCK_TICKS
+        with suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += sum(int(field) for field in fields[11:15]) / CLOCK_TICKS
     return total
 
 
@@ -74,6 +76,16 @@ def compare(calls: dict[str, Callable[[], object]], times: int, pause_s: float) 
     for name, seconds in took.items():
         ratio = median(seconds) / bare
         print(f"{name:28} p50 {median(seconds) * 1e3:7.2f} ms   best {min(seconds) * 1e3:6.2f} ms   {ratio:5.2f}×")
+
+
+def one_after_another(call: Callable[[], object], times: int) -> str:
+    """The median and the best of calls that follow at once, as in a loop."""
+    took = []
+    for _ in range(times):
+        began = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - began)
+    return f"p50 {median(took) * 1e3:7.2f} ms   best {min(took) * 1e3:6.2f} ms"
 
 
 def cpu_of(calls: dict[str, Callable[[], object]], times: int) -> None:
@@ -105,8 +117,12 @@ def calls_per_second(call: Callable[[], object], clients: int, seconds: float) -
 
 def proportional_mb(pids: list[int]) -> float:
     """Memory of processes, what they share counted once among them."""
-    rows = [line for pid in pids for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
-    return sum(int(row.split()[1]) for row in rows if row.startswith("Pss:")) / 1024
+    total = 0
+    for pid in pids:
+        with suppress(OSError):  # it has just ended
+            rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            total += sum(int(row.split()[1]) for row in rows if row.startswith("Pss:"))
+    return total / 1024
 
 
 def memory_of_sessions(count: int) -> float:
@@ -116,6 +132,7 @@ def memory_of_sessions(count: int) -> float:
     with Sandbox(warm=0) as sandbox:
         first = sandbox.session()
         first.run("1")
+        time.sleep(0.5)  # until the sessions of others have ended
         before = proportional_mb(descendants(os.getpid()))
         sessions = [sandbox.session() for _ in range(count)]
         for session in sessions:
@@ -166,6 +183,7 @@ def main() -> None:
             given.times,
             pause_s=0.01,
         )
+        print(f"{'sandbox, cell upon cell':28} {one_after_another(lambda: session.run(CODE), given.times)}")
         cpu_of({name: call for name, call in calls.items() if name != "bubblewrap"}, given.times)
         for name, call in calls.items():
             print(f"{name:28} {calls_per_second(call, 4, given.seconds):7.0f} a second with 4 clients")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import itertools
 import random
 import statistics
 import sys
@@ -97,7 +98,7 @@ def ours(case: dict[str, Any], device: str) -> list[float]:
     report = trainer.train()
     last = report.steps[-1]
     print(f"   of which sampling {last['generation_s']:.3f} s, learning {last['training_s']:.3f} s", flush=True)
-    return [b - a for a, b in zip(times, times[1:], strict=False)]
+    return [b - a for a, b in itertools.pairwise(times)]
 
 
 def trl(case: dict[str, Any], device: str) -> list[float]:
@@ -139,7 +140,7 @@ def trl(case: dict[str, Any], device: str) -> list[float]:
         callbacks=[Clock()],
     )
     trainer.train()
-    return [b - a for a, b in zip(times, times[1:], strict=False)]
+    return [b - a for a, b in itertools.pairwise(times)]
 
 
 def median_after_warmup(seconds: list[float]) -> float:
@@ -149,7 +150,7 @@ def median_after_warmup(seconds: list[float]) -> float:
 CASES = {
     "cpu": [{"shape": "tiny", "rollouts": 16, "micro": 16, "group": 4, "words": 16, "new": 32, "steps": 24}],
     "cuda": [
-        {"shape": "smollm2", "rollouts": 256, "micro": 64, "group": 16, "words": 64, "new": 128, "steps": 8},
+        {"shape": "smollm2", "rollouts": 256, "micro": 64, "group": 16, "words": 64, "new": 128, "steps": 6},
         {"shape": "smollm2", "rollouts": 1024, "micro": 128, "group": 16, "words": 64, "new": 128, "steps": 6},
     ],
 }

@@ -137,7 +137,7 @@ def test_rotation_within_attention_is_rotation_before_it(shape: Any, dtype: Any)
     two = kernels.attend(*rotated, v, *other, length, **settings)
     within = 1e-5 if dtype is torch.float32 else 2e-2  # the last bit of a rotated number
     assert torch.allclose(one, two, rtol=within, atol=within)
-    assert torch.allclose(cache, other, rtol=1e-5 if dtype is torch.float32 else 1e-2)
+    assert torch.allclose(cache, other, rtol=within, atol=within)
     plain = slots.Decode(SlotsOf(*other), torch.arange(batch, device="cuda"), length, 90)
     three = plain(0, *rotated, v, **settings)
     within = 5e-3 if dtype is torch.float32 else 3e-2
@@ -163,7 +163,8 @@ def test_rotation_in_place_is_rotation(shape: Any, dtype: Any) -> None:
         due = [slots.rotate(x, *rotary) for x in (q, k)]
         kernels.rotate_(q, k, *rotary)
         for given, wanted in zip((q, k), due, strict=True):
-            assert torch.allclose(given, wanted, atol=1e-6, rtol=1e-5 if dtype is torch.float32 else 1e-2)
+            within = 1e-5 if dtype is torch.float32 else 2e-2  # rounded once, not after each product
+            assert torch.allclose(given, wanted, atol=within, rtol=within)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.sandbox.arena import wait_until, why_not
+from tests.sandbox.arena import descendants, wait_until, why_not
 from verifiers.errors import SandboxError
 from verifiers.sandbox import Level, Result, Sandbox, level
 from verifiers.sandbox.drive import Gate, drive, drive_async
@@ -201,6 +201,13 @@ def test_what_cannot_be_sent_is_refused_and_costs_no_state(ask: Any, message: st
             ask(session)
         with pytest.raises(ValueError, match="timeout_s must be a positive number"):
             session.run("1", timeout_s=float("inf"))
+        assert session.run("x").value == "1"
+
+
+def test_a_cell_with_an_alarm_of_its_own_does_not_silence_the_next(sandbox: Sandbox) -> None:
+    with sandbox.session() as session:
+        session.run("import signal; signal.signal(signal.SIGALRM, signal.SIG_IGN); x = 1")
+        assert session.run("while True: pass", timeout_s=0.2).status == "timeout"
         assert session.run("x").value == "1"
 
 
@@ -607,17 +614,48 @@ def test_a_zygote_that_breaks_at_once_says_why(monkeypatch: pytest.MonkeyPatch) 
         sandbox.run("1")
 
 
-def test_closing_ends_everything_and_using_it_again_starts_anew() -> None:
-    sandbox = Sandbox(packages=("heapq",))
+def test_running_out_of_descriptors_is_an_error_of_the_infrastructure_and_passes() -> None:
+    code = """
+import os, resource
+from verifiers.sandbox import Sandbox, SandboxError
+with Sandbox(warm=0) as sandbox:
+    sandbox.start()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, limits[1]))
+    for _ in range(3):
+        try: sandbox.run("1")
+        except SandboxError as error: print("Too many open files" in str(error))
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    print(sandbox.run("1 + 1").value, sandbox._host.places.is_busy())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True", "True", "2", "False"], done
+
+
+def test_closing_ends_every_process_and_using_it_again_starts_anew() -> None:
+    sandbox = Sandbox(packages=("heapq",), warm=2)
+    sandbox.start()
+    before = set(descendants(os.getpid()))
     session = sandbox.session()
-    session.run("1")
-    host = sandbox._host
+    session.run("x = 1")
     sandbox.close()
     sandbox.close()
-    assert host is not None
-    assert not host.is_alive()
+    assert wait_until(lambda: set(descendants(os.getpid())) < before)
+    assert session.run("'x' in globals()").value == "False"
     assert sandbox.run("1 + 1").value == "2"
     sandbox.close()
+
+
+def test_a_few_zygotes_that_nobody_uses_are_kept_for_the_next_sandbox() -> None:
+    hosts = []
+    for name in ("bisect", "calendar", "colorsys", "csv"):
+        with Sandbox(packages=(name,), warm=0) as sandbox:
+            sandbox.start()
+            hosts.append(sandbox._host)
+    assert [host is not None and host.is_alive() for host in hosts] == [False, False, True, True]
+    with Sandbox(packages=("csv",), warm=0) as sandbox:
+        sandbox.start()
+        assert sandbox._host is hosts[-1]
 
 
 def test_a_fork_of_the_application_uses_a_zygote_of_its_own() -> None:

@@ -105,6 +105,18 @@ def test_half_precision_moves_by_steps_smaller_than_its_grain(tmp_path):
     assert any(not torch.equal(live.float(), master) for live, master in masters)  # kept where bfloat16 cannot hold it
 
 
+def test_what_somebody_else_taught_the_model_in_between_is_not_undone(tmp_path):
+    """The float32 copies of a model in half precision were made when the trainer was; then it was warmed up."""
+    model = tiny.model(tiny.tokenizer()).to(torch.bfloat16)
+    trainer = making.trainer(tmp_path, model=model, max_steps=1, learning_rate=0.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    taught = [parameter.clone() for parameter in model.parameters()]
+    trainer.train()
+    assert all(torch.equal(mine, its) for mine, its in zip(model.parameters(), taught, strict=True))
+
+
 # --- what counts ----------------------------------------------------------------------------------------------------
 
 
@@ -167,7 +179,7 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(tmp_path):
     rows = [{"question": "say", "answer": ""}, {"question": "say it " * 40, "answer": ""}]
     env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([making.share_of_e]))
     trainer = making.trainer(tmp_path, env=env, max_prompt_length=64)
-    assert trainer.dropped_prompts == 1 and len(trainer.rows) == 1
+    assert (trainer.dropped_prompts, len(trainer.rows)) == (1, 1)
     with pytest.raises(ValueError, match="all 2 prompts are longer than max_prompt_length=4"):
         making.trainer(tmp_path, env=env, max_prompt_length=4)
 
@@ -194,7 +206,8 @@ def test_losses_after_a_kill_equal_those_of_a_run_that_was_not_killed(tmp_path):
     metrics = tmp_path / "killed" / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text().count("\n") >= 5):
-        assert killed.poll() is None and time.monotonic() < deadline, killed.communicate()[1].decode()
+        assert killed.poll() is None, killed.communicate()[1].decode()
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     os.kill(killed.pid, signal.SIGKILL)
     killed.communicate()
@@ -211,7 +224,7 @@ def test_losses_after_a_kill_equal_those_of_a_run_that_was_not_killed(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     making.trainer(tmp_path, save_steps=3).train()
     other = making.trainer(tmp_path, model=tiny.model(tiny.tokenizer(), layers=3))
-    with pytest.raises(ValueError, match="checkpoint of another model: model.layers.2"):
+    with pytest.raises(ValueError, match=r"checkpoint of another model: model\.layers\.2"):
         other.train(resume=True)
 
 
@@ -220,9 +233,8 @@ def test_a_run_directory_in_use_is_refused(tmp_path):
     trainer.train()
     with pytest.raises(FileExistsError, match="resume"):
         making.trainer(tmp_path).train()
-    with vf.RunDir.open(tmp_path / "run").lock():
-        with pytest.raises(RuntimeError, match="process"):
-            making.trainer(tmp_path).train(resume=True)
+    with vf.RunDir.open(tmp_path / "run").lock(), pytest.raises(RuntimeError, match="process"):
+        making.trainer(tmp_path).train(resume=True)
 
 
 def test_resume_needs_something_to_resume(tmp_path):
@@ -280,7 +292,8 @@ def test_saved_rollouts_are_learned_from(tmp_path, form):
         model=tiny.model(tokenizer), tokenizer=tokenizer, dataset=dataset, config=making.config(tmp_path, max_steps=6)
     )
     report = trainer.train()
-    assert len(report.steps) == 6 and all(math.isfinite(step["loss"]) for step in report.steps)
+    assert len(report.steps) == 6
+    assert all(math.isfinite(step["loss"]) for step in report.steps)
     assert any(step["grad_norm"] > 0 for step in report.steps)
 
 
@@ -400,3 +413,39 @@ def test_a_row_sampler_and_a_weight_schedule_are_plain_arguments(tmp_path):
     for record in records:
         odd[record["step"]].add(int(record["answer"]) % 2)
     assert odd == {1: {1}, 2: {1}, 3: {0}, 4: {0}}
+
+
+# --- several processes ----------------------------------------------------------------------------------------------
+
+SHARED = """
+import json, sys, pathlib
+sys.path.insert(0, {root!r})
+from tests.trainers import making
+folder = pathlib.Path(sys.argv[1])
+trainer = making.trainer(folder, max_steps=3, batch_size=8, save_steps=3)
+report = trainer.train()
+total = float(sum(one.detach().double().sum() for one in trainer.model.parameters()))
+trainer.rows.cursor = 0
+rows = [row["example_id"] for row in trainer.rows.take(8)]
+(folder / f"process-{{trainer.accelerator.process_index}}").write_text(json.dumps([total, rows]))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_take_rows_of_their_own_and_end_with_the_same_weights(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SHARED.format(root=str(ROOT)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29531"]
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    first, second = (json.loads((tmp_path / f"process-{i}").read_text()) for i in (0, 1))
+    assert first[0] == second[0]
+    assert sorted(first[1] + second[1]) == list(range(16))
+    assert len(lines(tmp_path)) >= 3

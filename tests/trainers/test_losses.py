@@ -73,7 +73,8 @@ def test_on_policy_the_gradient_is_the_advantage_times_that_of_the_logprob(kind)
     given = batch()
     new_T = given["old_T"].clone().requires_grad_()
     found = token_losses(Objective(kind=kind), new_T=new_T, **{**given, "reference_T": None})
-    assert torch.equal(found.ratio_T, torch.ones_like(new_T)) and not found.is_clipped_T.any()
+    assert torch.equal(found.ratio_T, torch.ones_like(new_T))
+    assert not found.is_clipped_T.any()
     found.loss_T.sum().backward()
     assert torch.allclose(new_T.grad, -given["advantage_T"])
 
@@ -83,7 +84,8 @@ def test_a_ratio_outside_the_clip_range_has_no_gradient_where_it_would_go_furthe
     given = {"old_T": torch.zeros(2), "advantage_T": torch.tensor([1.0, -1.0]), "sequence_T": torch.tensor([0, 1])}
     found = token_losses(Objective(kind="grpo"), new_T=new_T, **given)
     found.loss_T.sum().backward()
-    assert found.is_clipped_T.all() and not new_T.grad.any()
+    assert found.is_clipped_T.all()
+    assert not new_T.grad.any()
 
 
 def test_the_importance_of_a_bad_token_is_bounded():

@@ -118,10 +118,14 @@ class Job:
 
     def run(self, trainer: Any) -> tuple[Report, bool]:
         """Train; also whether Ctrl-C ended it."""
+        from verifiers.runner import RunInterruptedError
+
         with Stopping() as stopping:
             trainer.callbacks.append(stopping)
             try:
                 report: Report = trainer.train(resume=self.resume())
+            except RunInterruptedError:  # among rollouts; a checkpoint has been written
+                return trainer.report, True
             except Exception as error:  # foreign code: an environment, a model, a disk
                 raise explained(error, "the training ended", self.given["verbose"]) from error
         if stopping.is_asked:

@@ -31,6 +31,8 @@ CLOSE_S = 5.0
 RETRY_S = 0.02
 MOST_PLACES = 1024
 DESCRIPTORS_EACH = 4
+MOST_IDLE = 2
+MOST_LAUNCHING = 32
 
 Key = tuple[tuple[str, ...], LevelName | None, bool]
 
@@ -59,14 +61,16 @@ ENVIRONMENT = {
 
 
 class Host:
-    """The zygote, and how many processes may be taken from it at once."""
+    """The zygote, how many processes may be taken from it, and how many may be in the making."""
 
     level: Level
 
     def __init__(self, key: Key) -> None:
+        self.key = key
         self.packages, self.wanted, self.allow_unsafe = key
         self.users: WeakSet[Sandbox] = WeakSet()
         self.places = Gate(most_places())
+        self.line = Gate(MOST_LAUNCHING)
         self.owner = os.getpid()
         self.control: socket.socket
         self._starting = Gate(1)
@@ -101,7 +105,7 @@ class Host:
         return not poll.poll(0)
 
     def launch(self, process: Process, order: Mapping[str, Any]) -> Steps[None]:
-        """Have a process forked; waits while the zygote has a full line before it."""
+        """Have a process forked; waits while the zygote's socket is full."""
         deadline = time.monotonic() + HELLO_S
         while True:
             try:
@@ -115,10 +119,12 @@ class Host:
             yield Until(self.control.fileno(), time.monotonic() + RETRY_S, is_write=True)
 
     def release(self, sandbox: Sandbox) -> None:
-        """A sandbox is done with it; the last one closes it."""
+        """A sandbox is done with it. A few that nobody uses are kept: the next sandbox is often just like the last."""
         self.users.discard(sandbox)
-        if not self.users:
-            self.close()
+        with _lock:
+            idle = [host for host in _hosts.values() if not host.users]
+        for host in idle[:-MOST_IDLE]:
+            host.close()
 
     def close(self) -> None:
         """End the zygote; everything it forked ends with it."""
@@ -126,8 +132,8 @@ class Host:
             return
         self._is_closed = True
         with _lock:
-            for key in [key for key, host in _hosts.items() if host is self]:
-                del _hosts[key]
+            if _hosts.get(self.key) is self:
+                del _hosts[self.key]
         if hasattr(self, "control"):
             self.control.close()
         if self._popen is None:
@@ -192,15 +198,16 @@ class Host:
             raise
         hello = json.loads(said)
         self.level = Level(name=hello["level"], reasons=tuple(hello["reasons"]), landlock=hello["landlock"])
+        reasons = "; ".join(self.level.reasons)
+        if self.wanted not in (None, self.level.name):
+            self.close()
+            raise SandboxError(f"the level {self.wanted!r} was asked for and cannot be had here ({reasons})")
         if self.level.name == "none" and not self.allow_unsafe:
             self.close()
             raise SandboxError(
-                f"this machine cannot hold code that is not trusted ({'; '.join(self.level.reasons)}); "
+                f"this machine cannot hold code that is not trusted ({reasons}); "
                 "Sandbox(allow_unsafe=True) runs it without isolation"
             )
-        if self.wanted not in (None, self.level.name):
-            self.close()
-            raise SandboxError(f"the level {self.wanted!r} was asked for, and this machine gives {self.level}")
         self._is_started = True
 
     def _last_words(self) -> str:

@@ -60,6 +60,10 @@ class Process:
         socket.send_fds(control, [json.dumps(order).encode()], [held.far.fileno(), held.out, held.err])
         held.far.close()
 
+    def on_begin(self, callback: Callable[[], None]) -> None:
+        """Call this, once, when the process is there, or closed before it ever was."""
+        self._held.on_begin = callback
+
     def on_close(self, callback: Callable[[], None]) -> None:
         """Call this, once, when the process is closed or forgotten."""
         self._held.on_close = callback
@@ -133,6 +137,7 @@ class Process:
                 held.pidfd = fds[0]
             elif said == b"R" and held.pidfd >= 0:
                 self._is_ready = True
+                held.begun()
             else:
                 why = yield from self._last_words(deadline)
                 raise SandboxError(f"a sandbox could not be started: {why}")
@@ -183,7 +188,13 @@ class _Held:
     def __init__(self) -> None:
         self.owner = os.getpid()
         self.is_killed = False
+        self.on_begin: Callable[[], None] | None = None
         self.on_close: Callable[[], None] | None = None
+
+    def begun(self) -> None:
+        callback, self.on_begin = self.on_begin, None
+        if callback is not None:
+            callback()
 
     def kill(self) -> None:
         if self.owner != os.getpid():  # a fork of the application ends nothing of its parent's
@@ -204,6 +215,7 @@ class _Held:
         for fd in (self.out, self.err, self.pidfd):
             if fd >= 0:
                 os.close(fd)
+        self.begun()
         if self.on_close is not None:
             self.on_close()
 

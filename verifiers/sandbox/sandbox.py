@@ -113,7 +113,7 @@ class Sandbox:
         return host.level
 
     def close(self) -> None:
-        """End every process of this sandbox. Calls made after that start anew."""
+        """End every process that runs code for this sandbox. Calls made after that start anew."""
         with self._lock:
             ready, self._ready = list(self._ready), deque()
             host, self._host = self._host, None
@@ -148,10 +148,16 @@ class Sandbox:
         yield from host.places.enter()
         process = self._next_ready() if memory_mb in (None, self.memory_mb) else None
         is_new = process is None
-        process = process or self._new_process()
+        try:
+            process = process or self._new_process()
+        except OSError as error:
+            host.places.leave()
+            raise SandboxError(f"a sandbox could not be started: {error}") from error
         process.on_close(host.places.leave)
         try:
             if is_new:
+                yield from host.line.enter()
+                process.on_begin(host.line.leave)
                 yield from host.launch(process, self._order(memory_mb or self.memory_mb))
             self._taken.add(process)
             if self.files:
@@ -200,10 +206,13 @@ class Sandbox:
         """Have processes made for the next calls; called once this one is done, so that it does not wait for them."""
         host = self._host
         while host is not None and host.is_alive() and len(self._ready) < self.warm:
-            process = self._new_process()
+            try:
+                process = self._new_process()
+            except OSError:  # too many open files, say: the next call finds out
+                return
             try:
                 process.hand_over(host.control, self._order(self.memory_mb))
-            except OSError:  # the zygote is busy or gone: the next call finds out
+            except OSError:  # the zygote is busy or gone, likewise
                 process.close()
                 return
             self._ready.append(process)

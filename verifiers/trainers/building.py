@@ -131,8 +131,8 @@ def _check_memory(model: Any) -> None:
     if needed > free:
         raise ValueError(
             f"training {trained:,} parameters needs about {needed / 1e9:.1f} GB beside the model, and "
-            f"{free / 1e9:.1f} GB are free on {parameter.device}; train adapters instead (peft_config=vf.lora_defaults()), "
-            "or a smaller model"
+            f"{free / 1e9:.1f} GB are free on {parameter.device}; train adapters instead "
+            "(peft_config=vf.lora_defaults()), or a smaller model"
         )
 
 
@@ -184,8 +184,8 @@ def remote_weights(client: Any, server: Any, model: Any, tokenizer: Any) -> Remo
     server = server if server is not None else client if hasattr(client, "reload_weights") else None
     if server is None:
         raise ValueError(
-            "client answers from elsewhere, and would go on with the old weights; pass weight_server= (VLLMServer, or any "
-            "object with reload_weights(folder)), or leave client out to sample in this process"
+            "client answers from elsewhere, and would go on with the old weights; pass weight_server= (VLLMServer, or "
+            "any object with reload_weights(folder)), or leave client out to sample in this process"
         )
     return RemoteWeights(server, model, tokenizer)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
+
+import numpy as np
 
 from verifiers.stats import mean_interval
 from verifiers.trainers.advantages import flat_groups
@@ -36,8 +39,9 @@ def rollout_figures(batch: Batch) -> dict[str, Any]:
             "sampled_tokens": sum(lengths),
             "truncated": sum(bool(state.get("is_truncated")) for state in states) / len(states),
         }
-        drawn = [-logprob for logprobs in tokens for logprob in logprobs if math.isfinite(logprob)]
-        figures["entropy"] = math.fsum(drawn) / len(drawn) if drawn else None
+        drawn = np.fromiter(chain.from_iterable(tokens), np.float64, sum(lengths))
+        drawn = drawn[np.isfinite(drawn)]
+        figures["entropy"] = float(-drawn.mean()) if len(drawn) else None
         figures["scoring_s"] = sum((state.get("timing") or {}).get("scoring_ms", 0.0) for state in states) / 1000
     return figures
 
@@ -51,17 +55,19 @@ def batch_view(batch: Batch) -> dict[str, Any]:
         "groups": batch["groups"],
         "metrics": {name: [(state.get("metrics") or {}).get(name) for state in states] for name in names},
         "is_truncated": [bool(state.get("is_truncated")) for state in states],
-        "lengths": [len(_said(state)) for state in states],
+        "lengths": [sum(map(len, _logprobs(state))) for state in states],
     }
 
 
+def _logprobs(state: Any) -> list[list[float]]:
+    """The logprobs of what the model said, turn by turn."""
+    steps = state.get("trajectory") or ()
+    return [step["tokens"]["completion_logprobs"] for step in steps if step.get("tokens") is not None]
+
+
 def _said(state: Any) -> list[float]:
-    """The logprobs of what the model said in a rollout."""
-    found: list[float] = []
-    for step in state.get("trajectory") or ():
-        if step.get("tokens") is not None:
-            found += step["tokens"]["completion_logprobs"]
-    return found
+    turns = _logprobs(state)
+    return turns[0] if len(turns) == 1 else [logprob for turn in turns for logprob in turn]
 
 
 def _means(metrics: Sequence[dict[str, Any]]) -> dict[str, float]:

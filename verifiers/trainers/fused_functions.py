@@ -1,7 +1,7 @@
 """Kernels become functions that autograd can go back through: norms, rotary embedding, gating, logprobs of a head.
 
-All of them want tensors on a card. What a function keeps for its way back is what it was given, never what it can compute
-again in the same sweep.
+All of them want tensors on a card. What a function keeps for its way back is what it was given, never what it can
+compute again in the same sweep.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def picked(
     return result
 
 
-class _AddNorm(Function):
+class _AddNorm(Function):  # type: ignore[misc]  # torch is not typed here
     @staticmethod
     def forward(
         ctx: Any, x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float
@@ -72,7 +72,7 @@ class _AddNorm(Function):
         return grad_ND, grad_ND if ctx.adds else None, grad_weight, None
 
 
-class _Rotated(Function):
+class _Rotated(Function):  # type: ignore[misc]  # torch is not typed here
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
@@ -83,7 +83,7 @@ class _Rotated(Function):
         return *kernels.rotate(q.contiguous(), k.contiguous(), *ctx.saved_tensors, back=True), None, None
 
 
-class _Gated(Function):
+class _Gated(Function):  # type: ignore[misc]  # torch is not typed here
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
@@ -92,10 +92,11 @@ class _Gated(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return kernels.gated_back(*ctx.saved_tensors, grad.contiguous())
+        gate, up = ctx.saved_tensors
+        return kernels.gated_back(gate, up, grad.contiguous())
 
 
-class _Picked(Function):
+class _Picked(Function):  # type: ignore[misc]  # torch is not typed here
     """Logits are computed again on the way back, but for the last chunk's: they are there, and are the first needed."""
 
     @staticmethod

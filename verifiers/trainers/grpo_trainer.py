@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from verifiers import calls
 from verifiers.clients import as_client
 from verifiers.envs.evaluation import score_states
+from verifiers.runner import RunInterruptedError
 from verifiers.trainers import building
 from verifiers.trainers.advantages import flat_groups
 from verifiers.trainers.ahead import Ahead
@@ -38,9 +39,9 @@ WeightSchedule = Callable[[float], Sequence[float]]
 class GRPOTrainer:
     """Trains a model on an environment, in this process, by comparing rollouts of the same prompt with one another.
 
-    ``model`` is a name, a folder or a module; ``client`` answers in its place where it is served elsewhere. ``row_sampler``
-    chooses the rows to draw from: (all rows, epochs so far) → rows; ``weight_schedule`` the rubric's weights: epochs so
-    far → weights. Each method below is a step of the loop and may be overridden.
+    ``model`` is a name, a folder or a module; ``client`` answers in its place where it is served elsewhere.
+    ``row_sampler`` chooses the rows to draw from: (all rows, epochs so far) → rows; ``weight_schedule`` the rubric's
+    weights: epochs so far → weights. Each method below is a step of the loop and may be overridden.
     """
 
     def __init__(
@@ -231,7 +232,7 @@ class GRPOTrainer:
         return batch
 
     def _rollouts(self, rows: Sequence[Row], first_group: int = 0) -> Batch:
-        """Groups of rollouts of these rows, scored: by the run as they finish, or by an overridden `compute_rewards`."""
+        """Groups of rollouts of these rows, scored by the run as they finish, or by one's own `compute_rewards`."""
         size, scores_itself = self.config.group_size, type(self).compute_rewards is not GRPOTrainer.compute_rewards
         self._start_sampling(self.rows.cursor, len(rows) * size)
         results: Results = self.env.generate_sync(
@@ -261,7 +262,7 @@ class GRPOTrainer:
             engine.gather(min(count, engine.rows) if self.config.max_concurrent < 0 else 0)
 
     def sequences(self, batch: Batch) -> list[Trained]:
-        """The samples of a batch's rollouts with their advantages; a rollout whose history was rewritten has several."""
+        """The samples of a batch's rollouts with their advantages; one whose history was rewritten has several."""
         find = getattr(self.client, "samples", None)
         trained: list[Trained] = []
         for prompt, reply, advantage in zip(batch["prompts"], batch["completions"], batch["advantages"], strict=True):
@@ -287,10 +288,15 @@ class GRPOTrainer:
             self.report = report = stack.enter_context(Report(self, resume))
             if resume:
                 state = report.resume(self.weights)
-                self.step, self.rows.cursor = state["step"], state["cursor"]
+                self.step, self.cursor = state["step"], state["cursor"]
+                self.rows.cursor = self.cursor
             stack.enter_context(building.sensible_threads(self.model))
             building.tell(self, "on_train_begin")
-            yield report
+            try:
+                yield report
+            except RunInterruptedError:  # Ctrl-C among rollouts: the weights are those of the last whole step
+                report.checkpoint(self, cursor=self.cursor)
+                raise
             building.tell(self, "on_train_end")
             report.finish()
 

@@ -1,9 +1,9 @@
 """Decoder layers of the common kind learn in fewer operations: the engine's lean layers, with a way back.
 
 A layer is recognised as the engine recognises it, and proven again by its numbers: its own forward and the lean one are
-run on the same probe, and results and gradients must agree. Whatever is unusual when it runs (a mask, a hook, dropout in
-attention, another attention than PyTorch's) is left to the layer's own forward. Projections are called as modules, so
-adapters on them work.
+run on the same probe, and results and gradients must agree. Whatever is unusual when it runs (a mask, a hook, dropout
+in attention, another attention than PyTorch's) is left to the layer's own forward. Projections are called as modules,
+so adapters on them work.
 """
 
 from __future__ import annotations
@@ -43,7 +43,12 @@ class LearningLayer:
         return self.known.layer
 
     def forward(
-        self, hidden_states: Tensor, *args: Any, attention_mask: Any = None, position_embeddings: Any = None, **more: Any
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        attention_mask: Any = None,
+        position_embeddings: Any = None,
+        **more: Any,
     ) -> Any:
         """As the layer's own."""
         is_told_more = bool(args) or any(name not in HARMLESS and value for name, value in more.items())
@@ -153,7 +158,9 @@ class LeanTraining:
         for one in self._in_use:
             del one.layer.__dict__["forward"]
 
-    def _checkpointed(self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    def _checkpointed(
+        self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **more: Any
+    ) -> Any:
         def run(*args: Any, **more: Any) -> Any:
             with self:
                 return function(*args, **more)

@@ -61,9 +61,7 @@ class TokenScorer:
         if has_kernels and is_plain(self._head) and self._head.weight.dtype == hidden_ND.dtype:
             from verifiers.trainers import fused_functions
 
-            return fused_functions.picked(
-                hidden_ND, self._head.weight, self._head.bias, batch.target_N, temperature
-            )
+            return fused_functions.picked(hidden_ND, self._head.weight, self._head.bias, batch.target_N, temperature)
         return self._in_chunks(hidden_ND, batch.target_N, temperature)
 
     def _leanly(self) -> AbstractContextManager[None]:

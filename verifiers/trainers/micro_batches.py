@@ -46,9 +46,7 @@ class MicroBatch:
         return MicroBatch(**{name: getattr(self, name).to(device) for name in names}, members=self.members)
 
 
-def micro_batches(
-    sequences: Sequence[Trained], *, max_tokens: int, pad_id: int = 0
-) -> Iterator[MicroBatch]:
+def micro_batches(sequences: Sequence[Trained], *, max_tokens: int, pad_id: int = 0) -> Iterator[MicroBatch]:
     """All sequences that have something to train on, longest first, in rectangles of at most ``max_tokens`` tokens.
 
     A sequence longer than that gets a rectangle of its own. Attention is causal, so the padding on the right is seen by

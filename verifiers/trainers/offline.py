@@ -36,8 +36,8 @@ class Offline:
         self._groups = list(members.values())
         if all(len(group) < 2 for group in self._groups):
             raise ValueError(
-                "no prompt in this data set has two completions: a group-relative method compares completions of the same "
-                "prompt; generate with rollouts_per_example=4 or so"
+                "no prompt in this data set has two completions: a group-relative method compares completions of the "
+                "same prompt; generate with rollouts_per_example=4 or so"
             )
 
     def groups(self) -> list[list[int]]:
@@ -64,7 +64,7 @@ class Offline:
 
 
 def read_offline(given: Any) -> Offline | None:
-    """Saved rollouts from columns, rows, `Results`, or a file (jsonl, parquet, json, `torch.save`); None for plain rows."""
+    """Saved rollouts from columns, rows, `Results` or a file (jsonl, parquet, json, torch.save); None for bare rows."""
     if isinstance(given, (str, Path)):
         given = read_file(Path(given))
     columns = _columns(given)
@@ -116,6 +116,6 @@ def _read_torch(path: Path) -> Any:
         return torch.load(path, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path.name} holds more than plain data, and reading it could run code; save lists, dicts, texts and numbers "
-            f"only ({str(error).splitlines()[0]})"
+            f"{path.name} holds more than plain data, and reading it could run code; save lists, dicts, texts and "
+            f"numbers only ({str(error).splitlines()[0]})"
         ) from None

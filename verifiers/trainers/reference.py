@@ -14,7 +14,7 @@ from verifiers.trainers.micro_batches import MicroBatch
 
 
 class Reference:
-    """With LoRA, the same model with its adapters switched off; otherwise a frozen copy, which may follow the policy."""
+    """With LoRA, the same model with its adapters switched off; otherwise a frozen copy, which may follow."""
 
     def __init__(self, model: Any) -> None:
         self._policy = model

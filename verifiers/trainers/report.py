@@ -87,7 +87,7 @@ class Report:
         if (self.path / "metadata.json").is_file():
             if not self._resumes:
                 raise FileExistsError(
-                    f"{self.path} holds a run already; go on with it by train(resume=True), or choose another output_dir"
+                    f"{self.path} holds a run already; go on with it by train(resume=True), or choose another place"
                 )
             self.run_dir = RunDir.open(self.path)
         else:

@@ -37,7 +37,7 @@ class RowStream:
         return [self._at(place) for place in places]
 
     def choose(self, pool: Sequence[Any], n: int) -> list[Any]:
-        """``n`` rows of a pool at random (one comes twice only if there are too few); all of it if it has just ``n``."""
+        """``n`` rows of a pool at random (one comes twice only if there are too few); all of it if it has just that."""
         if not len(pool):
             raise ValueError("there are no rows to choose from: a row sampler or a filter let none through")
         if len(pool) == n:

@@ -1,8 +1,8 @@
 """Kernels for CUDA: what lies between a layer's multiplications, and what lies behind the head, forwards and backwards.
 
 They exist because a profile showed the need: two thirds of a learning step were elementwise operations that read and
-wrote the same activations over and over. Each kernel reads what it needs once, computes in float32, and rounds where the
-sampler's operations round.
+wrote the same activations over and over. Each kernel reads what it needs once, computes in float32, and rounds where
+the sampler's operations round.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from torch import Tensor
 
 BLOCK_V = 4096
 BLOCK_GATED = 1024
-TOKENS_ROTATED = 32
-TILE_NORMED = 4096  # numbers that one program normalises at a time
-TILE_NORMED_BACK = 2048  # backwards there are more of them to hold
+TILE_ROTATED = 1024  # pairs of numbers of one head that one program turns at a time
+TILE_NORMED = 2048  # numbers that one program normalises at a time
 PARTS = 1024  # programs that share the rows of a norm's backward pass; each adds up a weight gradient of its own
-WIDEST_NORM = 16384
 
 
 # --- logprobs of given tokens -----------------------------------------------------------------------------------------
@@ -105,7 +103,7 @@ def norm(x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float) -
     total = x_ND if more_ND is None else torch.empty_like(x_ND)
     out = torch.empty_like(x_ND)
     scale = torch.empty(rows, dtype=torch.float32, device=x_ND.device)
-    tile = _norm_tile(width, TILE_NORMED)
+    tile = _norm_tile(width)
     _norm[(triton.cdiv(rows, tile["ROWS"]),)](
         x_ND, x_ND if more_ND is None else more_ND, weight, total, out, scale, rows, epsilon,
         ADDS=more_ND is not None, D=width, **tile,
@@ -146,7 +144,7 @@ def norm_back(
     """Gradients of what was normed and of the weight; ``past`` is the gradient that goes past the norm."""
     rows, width = x_ND.shape
     out = torch.empty_like(x_ND)
-    tile = _norm_tile(width, TILE_NORMED_BACK)
+    tile = _norm_tile(width)
     programs = min(PARTS, triton.cdiv(rows, tile["ROWS"]))
     parts = torch.empty((programs, width), dtype=torch.float32, device=x_ND.device) if learns else out
     _norm_back[(programs,)](
@@ -156,15 +154,15 @@ def norm_back(
     return out, parts.sum(0).to(weight.dtype) if learns else None
 
 
-def _norm_tile(width: int, numbers: int) -> dict[str, int]:
+def _norm_tile(width: int) -> dict[str, int]:
     """Rows at a time, so that narrow ones come in tiles as large as wide ones do.
 
-    >>> _norm_tile(576, 4096)
-    {'BLOCK': 1024, 'ROWS': 4, 'num_warps': 4}
+    >>> _norm_tile(576)
+    {'BLOCK': 1024, 'ROWS': 2, 'num_warps': 4}
     """
     block = triton.next_power_of_2(width)
-    rows = max(1, numbers // block)
-    return {"BLOCK": block, "ROWS": rows, "num_warps": min(16, max(4, rows * block // 1024))}
+    rows = max(1, TILE_NORMED // block)
+    return {"BLOCK": block, "ROWS": rows, "num_warps": min(16, max(4, rows * block // 512))}
 
 
 # --- rotary embedding -------------------------------------------------------------------------------------------------
@@ -217,11 +215,12 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False
     """Rotary embedding of queries and keys ``[B, T, heads, dim]``, by angles ``[B or 1, T, dim]``; or its transpose."""
     batch, length, heads, dim = q.shape
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    half = dim // 2
-    tokens = batch * length
-    _rotate[(triton.cdiv(tokens, TOKENS_ROTATED),)](
+    tokens, half = batch * length, dim // 2
+    padded = triton.next_power_of_2(half)
+    block = max(1, TILE_ROTATED // padded)
+    _rotate[(triton.cdiv(tokens, block),)](
         q, k, cos, sin, q_out, k_out, tokens, cos.shape[0] * length, BACK=back, Q_HEADS=heads, K_HEADS=k.shape[2],
-        HALF=half, PADDED_HALF=triton.next_power_of_2(half), BLOCK=TOKENS_ROTATED, num_warps=4,
+        HALF=half, PADDED_HALF=padded, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return q_out, k_out
 
@@ -246,7 +245,5 @@ def gated_back(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``gate`` and ``up``, given that of SiLU of ``gate`` times ``up``."""
     gate_grad, up_grad = torch.empty_like(gate), torch.empty_like(up)
     n = gate.numel()
-    _gated_back[(triton.cdiv(n, BLOCK_GATED),)](
-        gate, up, grad, gate_grad, up_grad, n, BLOCK=BLOCK_GATED, num_warps=4
-    )
+    _gated_back[(triton.cdiv(n, BLOCK_GATED),)](gate, up, grad, gate_grad, up_grad, n, BLOCK=BLOCK_GATED, num_warps=4)
     return gate_grad, up_grad

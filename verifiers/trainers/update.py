@@ -65,6 +65,7 @@ class PolicyUpdate:
         batches = [_Prepared(batch, self.device, self.config.truncates) for batch in made]
         figures = _Figures()
         with self._lock:
+            self.weights.refresh()
             self.model.train()
         for iteration in range(self.config.num_iterations):
             for batch in batches:

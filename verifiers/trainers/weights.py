@@ -16,8 +16,8 @@ LARGEST_SCALE, SCALE_GROWS_AFTER = 2.0**16, 200
 class Weights:
     """Trained parameters and the optimizer that moves them.
 
-    A parameter in half precision is too coarse for small steps: it has a float32 copy, which collects the gradients and is
-    what the optimizer moves; the parameter, which the sampler reads, is rounded from it after each step.
+    A parameter in half precision is too coarse for small steps: it has a float32 copy, which collects the gradients and
+    is what the optimizer moves; the parameter, which the sampler reads, is rounded from it after each step.
     """
 
     def __init__(self, model: Any, config: LearningKnobs) -> None:
@@ -28,6 +28,7 @@ class Weights:
         self.names = [name for name, _ in named]
         self.live = [one for _, one in named]
         self.masters = [_master(one) for one in self.live]
+        self._versions = [one._version for one in self.live]
         self.scale = LARGEST_SCALE if any(one.dtype == torch.float16 for one in self.live) else 1.0
         self._good_steps = 0
         device = self.live[0].device.type
@@ -40,6 +41,14 @@ class Weights:
             fused=device in ("cuda", "cpu"),
         )
 
+    def refresh(self) -> None:
+        """Take over what somebody else wrote into the parameters since the last step: another trainer, a warm-up."""
+        with torch.no_grad():
+            for live, master, version in zip(self.live, self.masters, self._versions, strict=True):
+                if live is not master and live._version != version:
+                    master.copy_(live)
+        self._versions = [one._version for one in self.live]
+
     def backward(self, loss: Tensor) -> None:
         """Add a micro-batch's gradients to those of the step."""
         (loss * self.scale if self.scale != 1.0 else loss).backward()
@@ -48,7 +57,7 @@ class Weights:
             for live, master in zip(self.live, self.masters, strict=True)
             if live is not master and live.grad is not None
         ]
-        for live, master in halves:
+        for _, master in halves:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
         if halves:
@@ -89,6 +98,7 @@ class Weights:
         if pairs:
             with torch.no_grad():
                 torch._foreach_copy_([live for live, _ in pairs], [master for _, master in pairs])
+        self._versions = [one._version for one in self.live]
 
     def _rescale(self, is_sound: bool) -> None:
         """Float16 gradients are scaled up so that small ones are not lost; overflow halves the scale."""

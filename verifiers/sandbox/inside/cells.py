@@ -54,7 +54,6 @@ class PythonCells:
         self.files = [CappedOutput(fd, "wb", closefd=False) for fd in (1, 2)]
         self.streams = [_text(file) for file in self.files]
         vars(sys).update(__stdout__=self.streams[0], __stderr__=self.streams[1])
-        signal.signal(signal.SIGALRM, self._ring)
 
     def wait(self, fd: int) -> None:
         """Nothing is to be done between cells."""
@@ -65,6 +64,7 @@ class PythonCells:
         reply: Reply = {}
         try:
             self.is_running = True
+            signal.signal(signal.SIGALRM, self._ring)  # each time: an earlier cell may have put its own in place
             signal.setitimer(signal.ITIMER_REAL, request["timeout_s"])
             reply = self._call(request) if request["do"] == "call" else self._run(request["code"])
             for stream in self.streams:

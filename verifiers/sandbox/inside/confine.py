@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +70,23 @@ def confine(policy: Policy, order: Mapping[str, Any], home: str) -> None:
         kernel.seccomp(seccomp.filter_program(may_fork=False, may_thread=False, only_pid=os.getpid()))
 
 
+def verify(policy: Policy) -> None:
+    """See that the locks hold before anything is promised: some kernels take the orders and do nothing."""
+    try:
+        socket.socket().close()
+    except PermissionError:
+        pass
+    else:
+        raise OSError(0, "the filter of system calls has no effect")
+    if not policy.landlock:
+        return
+    try:
+        os.close(os.open("/proc/self/comm", os.O_WRONLY))
+    except PermissionError:
+        return
+    raise OSError(0, "Landlock has no effect")
+
+
 def _be_expendable() -> None:
     """If the machine's memory runs out, let it be this that goes."""
     try:
@@ -100,7 +118,7 @@ def _be_nobody(uid: int | None) -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-        kernel.drop_capabilities()
+    kernel.drop_capabilities()
     kernel.die_with_parent()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
 

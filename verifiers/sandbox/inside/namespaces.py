@@ -45,35 +45,55 @@ def enter(readable: Sequence[str], wait_for: Callable[[int], None]) -> World:
     """Go into the new world; ``wait_for`` is what each process left behind does until its child ends.
 
     As root the bare root is made first, with root's eyes, and root given up; then, as for everybody else, a user
-    namespace gives just enough power to make the rest.
+    namespace gives just enough power to make the rest. A root without root's powers is like everybody else.
     """
-    uid, gid = os.geteuid(), os.getegid()
-    if uid == 0:
-        kernel.unshare(SHARED)
+    is_root = os.geteuid() == 0 and _exists(NOBODY, "uid_map") and _exists(NOBODY, "gid_map")
+    if is_root and _has_power():
         _fork_into(wait_for)
         _make_root(readable)
-        uid = gid = NOBODY
-        os.setgroups([])
-        os.setresgid(gid, gid, gid)
-        os.setresuid(uid, uid, uid)
-        kernel.die_with_parent()
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
-        proc = os.open("/proc", os.O_DIRECTORY)
-        kernel.unshare(kernel.NEWUSER | kernel.NEWNS | kernel.NEWPID)
-        map_user(proc, uid, gid, uid, gid)
-        os.close(proc)
+        _become_nobody()
+        _new_user(kernel.NEWNS | kernel.NEWPID)
         _fork_into(wait_for)
         kernel.mount("proc", "/proc", "proc", PROC_FLAGS)
     else:
-        proc = os.open("/proc", os.O_DIRECTORY)
-        kernel.unshare(kernel.NEWUSER | SHARED)
-        map_user(proc, uid, gid, uid, gid)
-        os.close(proc)
+        if is_root:
+            _become_nobody()
+        _new_user(SHARED)
         _fork_into(wait_for)
         _make_root(readable)
+    if not os.path.exists(os.__file__):
+        raise OSError(0, "this Python lies where only root can read it")
     proc = os.open("/proc", os.O_DIRECTORY)
     own_pids = os.open("self/ns/pid", os.O_RDONLY, dir_fd=proc)
-    return World(uid=uid, gid=gid, proc=proc, own_pids=own_pids)
+    return World(uid=os.geteuid(), gid=os.getegid(), proc=proc, own_pids=own_pids)
+
+
+def _has_power() -> bool:
+    """Leave the machine's namespaces as root does, if this root may."""
+    try:
+        kernel.unshare(SHARED)
+    except PermissionError:
+        return False
+    return True
+
+
+def _become_nobody() -> None:
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+    kernel.die_with_parent()
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or the files that map_user writes to would be root's
+
+
+def _new_user(others: int) -> None:
+    """A user namespace, and others that belong to it, in which this user is itself and may do everything."""
+    uid, gid = os.geteuid(), os.getegid()
+    proc = os.open("/proc", os.O_DIRECTORY)
+    try:
+        kernel.unshare(kernel.NEWUSER | others)
+        map_user(proc, uid, gid, uid, gid)
+    finally:
+        os.close(proc)
 
 
 def map_user(proc: int, uid: int, gid: int, inner_uid: int, inner_gid: int) -> None:
@@ -88,6 +108,13 @@ def map_user(proc: int, uid: int, gid: int, inner_uid: int, inner_gid: int) -> N
             os.write(fd, text.encode())
         finally:
             os.close(fd)
+
+
+def _exists(number: int, map_name: str) -> bool:
+    """Is there such a user or group here? In a container only some are."""
+    with open(f"/proc/self/{map_name}", encoding="ascii") as file:
+        rows = [[int(field) for field in line.split()] for line in file]
+    return any(first <= number < first + count for first, _, count in rows)
 
 
 def _fork_into(wait_for: Callable[[int], None]) -> None:

@@ -31,15 +31,13 @@ class Scratch:
         if policy.world is not None:
             return cls(SCRATCH)
         path = tempfile.mkdtemp(prefix="sandbox-")
-        uid = None
-        if os.geteuid() == 0:
-            uid = FIRST_UID + next(_numbers) % UIDS
+        for uid in (FIRST_UID + next(_numbers) % UIDS, NOBODY) if os.geteuid() == 0 else ():
             try:
                 os.chown(path, uid, uid)
             except OSError:  # in a container such a user may not exist
-                uid = NOBODY
-                os.chown(path, uid, uid)
-        return cls(path, uid, is_on_disk=True)
+                continue
+            return cls(path, uid, is_on_disk=True)
+        return cls(path, None, is_on_disk=True)
 
     def size(self, most: int) -> int:
         """Bytes and files in it, a file counting as one page at least; stops counting past ``most``."""

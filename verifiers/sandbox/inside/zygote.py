@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from verifiers.sandbox.inside import kernel, namespaces, syscalls
-from verifiers.sandbox.inside.confine import Policy, confine
+from verifiers.sandbox.inside.confine import Policy, confine, verify
 from verifiers.sandbox.inside.monitor import Monitor, Watched
 from verifiers.sandbox.inside.runner import prepare, serve_session
 from verifiers.sandbox.inside.scratch import Scratch
@@ -121,6 +121,7 @@ def _try_reduced(policy: Policy) -> str | None:
     if child == 0:
         try:
             confine(policy, {**SELF_TEST, "uid": scratch.uid}, scratch.path)
+            verify(policy)
         except OSError as error:
             os.write(told, (error.strerror or str(error)).encode())
         os._exit(0)
@@ -134,9 +135,10 @@ def _try_reduced(policy: Policy) -> str | None:
 
 def _wait_for(child: int, client: int) -> NoReturn:
     """What a process that only stands above a namespace does: end with its child, or with the application."""
-    os.close(CONTROL)
+    watched = sorted((os.pidfd_open(child), client))
+    _close_all_but(watched)
     poll = select.poll()
-    for fd in (os.pidfd_open(child), client):
+    for fd in watched:
         poll.register(fd, select.POLLIN)
     poll.poll()
     os._exit(0)  # the child is told to end with this
@@ -169,7 +171,7 @@ class Zygote:
         near, far = socket.socketpair()
         nothing = os.open("/dev/null", os.O_RDWR)
         with near, far:
-            session = self._fork(SELF_TEST, [far.fileno(), nothing, nothing])
+            session = self._fork({**SELF_TEST, "is_test": True}, [far.fileno(), nothing, nothing])
             far.close()
             said = bytearray()
             while chunk := near.recv(4096):
@@ -181,7 +183,7 @@ class Zygote:
             os.waitpid(session.pid, 0)
             os.close(session.pidfd)
             if said != b"PR":
-                raise OSError(0, said[6:].decode(errors="replace") or "a session ended at once")
+                raise OSError(0, said.lstrip(b"P")[5:].decode(errors="replace") or "a session ended at once")
 
     def serve(self, reasons: list[str]) -> NoReturn:
         """Say hello, and take orders until the application is gone."""
@@ -259,6 +261,8 @@ class Zygote:
             conn = _keep(fds, self.policy.world)
             _hand_over_self(conn)
             confine(self.policy, order, home)
+            if "is_test" in order:
+                verify(self.policy)
             serve_session(conn, order, home)
         except Exception as error:  # nothing may go on after a failure here, of whatever kind
             why = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
@@ -294,10 +298,14 @@ def _keep(fds: list[int], world: namespaces.World | None) -> int:
     conn, out, err = fds
     os.dup2(out, 1)
     os.dup2(err, 2)
-    kept = sorted({conn, world.proc} if world is not None else {conn})
-    for first, last in zip([2, *kept], [*kept, 1 << 20], strict=True):
-        os.closerange(first + 1, last)
+    _close_all_but(sorted({0, 1, 2, conn} | ({world.proc} if world is not None else set())))
     return conn
+
+
+def _close_all_but(kept: list[int]) -> None:
+    for before, after in zip([-1, *kept], [*kept, 1 << 20], strict=True):
+        if before + 1 < after:  # to closerange, nothing up to 0 means everything
+            os.closerange(before + 1, after)
 
 
 def _is_readable_by_all(path: str) -> bool:

@@ -1,0 +1,133 @@
+"""A transformer made on the spot learns to write text backwards: warmed up by imitation, then by reward alone.
+
+The warm-up ends early, when about one reply in six is right. From there on nothing tells the model what the right reply
+would have been, only which of its own replies were right. What it can do is measured on texts that it has never seen.
+
+python -m examples.train_tiny [--seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import verifiers as vf
+
+ROOT = Path(__file__).resolve().parents[1]
+ENOUGH = 2.5  # nats by which a right reply surprises at the end of the warm-up: about one in eight is then right
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """What came of it: the report, held-out texts before and after, and what it cost."""
+
+    warm_up: Any
+    report: Any
+    before: vf.Results
+    after: vf.Results
+    cpu_s: float
+    wall_s: float
+
+    @property
+    def start(self) -> float:
+        """The mean reward of the first steps."""
+        return mean(self.report.rewards[:5])
+
+    @property
+    def end(self) -> float:
+        return mean(self.report.rewards[-5:])
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def environment(length: int = 4, seed: int = 0) -> vf.Environment:
+    """Strings of a few letters to be reversed; a reply counts only if every letter is right."""
+    env = vf.load_environment(
+        "reverse-text",
+        environments_dir=ROOT / "environments",
+        length=length,
+        use_tags=False,
+        system_prompt="Reverse.",
+        num_examples=20_000,
+        num_eval_examples=300,
+        seed=seed,
+    )
+    env.rubric.weights[:] = [0.0, 1.0]  # similarity, exact
+    return env
+
+
+def stop_early(trainer: vf.SFTTrainer, figures: dict[str, Any]) -> None:
+    """Called after each step of the warm-up."""
+    tokens_of_a_reply = figures["tokens"] / figures["samples"]
+    trainer.should_stop = figures["loss"] * tokens_of_a_reply < ENOUGH
+
+
+def learn(
+    folder: Path,
+    *,
+    length: int = 4,
+    steps: int = 100,
+    batch_size: int = 512,
+    seed: int = 0,
+    show_progress: bool = False,
+) -> Learned:
+    """Make a model, warm it up, train it; two run directories are left in the folder."""
+    began, cpu = time.perf_counter(), time.process_time()
+    env = environment(length, seed)
+    model, tokenizer = vf.tiny_model(texts=env.dataset[:1000], hidden_size=64, layers=2, seed=seed)
+    common = {"adam_beta2": 0.99, "seed": seed, "show_progress": show_progress}
+    warm_up = vf.SFTTrainer(
+        model=model,
+        tokenizer=tokenizer,
+        env=env,
+        config=vf.SFTConfig(
+            batch_size=64, max_steps=300, learning_rate=3e-3, output_dir=folder / f"warm-up-{seed}", **common
+        ),
+        callbacks=[stop_early],
+    )
+    warmed = warm_up.train()
+    trainer = vf.GRPOTrainer(
+        model=model,
+        tokenizer=tokenizer,
+        env=env,
+        config=vf.GRPOConfig(
+            batch_size=batch_size,
+            group_size=8,
+            max_steps=steps,
+            learning_rate=2e-3,
+            max_new_tokens=length + 1,
+            output_dir=folder / f"rewarded-{seed}",
+            **common,
+        ),
+    )
+    before = trainer.evaluate()
+    report = trainer.train()
+    after = trainer.evaluate()
+    return Learned(
+        warm_up=warmed,
+        report=report,
+        before=before,
+        after=after,
+        cpu_s=time.process_time() - cpu,
+        wall_s=time.perf_counter() - began,
+    )
+
+
+def main(seed: int, folder: Path) -> None:
+    done = learn(folder, seed=seed, show_progress=True)
+    print(f"\nThe share of right replies, step by step:\n\n{done.report.picture()}\n")
+    print(f"On texts it has never seen: {done.before.interval()} before, {done.after.interval()} after.")
+    print(f"{done.cpu_s:.0f} s of CPU, {done.wall_s:.0f} s in all. Plot: {done.report.path / 'plot.svg'}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path("outputs/train") / time.strftime("tiny-%Y%m%d-%H%M%S"))
+    chosen = parser.parse_args()
+    main(chosen.seed, chosen.folder)
