@@ -13,7 +13,7 @@ LOCK := pyproject.toml constraints.txt
 .PHONY: help venv demo test check format format-check lint types layers slow soak bench clean
 
 help:
-	@echo "make demo     evaluate a bundled environment: a fake model behind a flaky server, then a real one in the process"
+	@echo "make demo     evaluate a bundled environment: a fake model behind a flaky server, a real one; then train a tiny one"
 	@echo "make test     the tests, the doctests, and every python block of the docs"
 	@echo "make check    all that must be green: format, lint, types, layers, tests"
 	@echo "make format   put the code into the format that check asks for"
@@ -44,12 +44,12 @@ $(VENV)/.dev: $(LOCK) | $(VENV)/.core
 
 venv: $(VENV)/.dev
 
-$(VENV)/.local: $(LOCK) | $(VENV)/.core
-	@echo "installing what a model in the process needs (torch among it: a few minutes the first time)"
-	@$(PIP) --no-build-isolation --editable '.[local]'
+$(VENV)/.train: $(LOCK) | $(VENV)/.core
+	@echo "installing what a model in the process and its training need (torch among it: a few minutes the first time)"
+	@$(PIP) --no-build-isolation --editable '.[train]'
 	@touch $@
 
-demo: $(VENV)/.local
+demo: $(VENV)/.train
 	@$(BIN)/python -m verifiers models pull smollm2
 	@$(BIN)/python -m examples.demo
 

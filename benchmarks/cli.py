@@ -7,10 +7,12 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
+VF = (sys.executable, "-m", "verifiers")
 SCRIPT = """
 import verifiers as vf
 env = vf.load_environment("arithmetic", num_eval_examples={n})
@@ -19,7 +21,7 @@ print(results)
 """
 
 
-def cpu_s(command: list[str]) -> float:
+def cpu_s(command: Sequence[str]) -> float:
     """Seconds of CPU that a process takes, its start included."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -28,24 +30,40 @@ def cpu_s(command: list[str]) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def in_pairs(one: Sequence[str], other: Sequence[str], pairs: int) -> list[tuple[float, float]]:
+    """Both, one right after the other and each first as often as the other, so that what else goes on meets both."""
+    found = []
+    for number in range(pairs):
+        if number % 2:
+            second, first = cpu_s(other), cpu_s(one)
+        else:
+            first, second = cpu_s(one), cpu_s(other)
+        found.append((first, second))
+    return found
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rollouts", type=int, default=20_000)
-    options.add_argument("--times", type=int, default=5)
+    options.add_argument("--pairs", type=int, default=8)
     given = options.parse_args()
     from verifiers.cli.answering import FAKE_REPLY
 
-    vf = [sys.executable, "-m", "verifiers"]
     n = str(given.rollouts)
-    evaluate = [*vf, "eval", "arithmetic", "-m", "fake", "-n", n, "-r", "1", "-a", f'{{"num_eval_examples": {n}}}']
+    evaluate = [*VF, "eval", "arithmetic", "-m", "fake", "-n", n, "-r", "1", "-a", f'{{"num_eval_examples": {n}}}']
     script = [sys.executable, "-c", SCRIPT.format(n=n, reply=FAKE_REPLY)]
-    bare = median(cpu_s([sys.executable, "-c", "pass"]) for _ in range(given.times))
-    shown = median(cpu_s([*vf, "--help"]) for _ in range(given.times))
+    for command in (script, [*VF, "--help"]):
+        cpu_s(command)  # compiled and in the cache of files
+    bare, shown = map(median, zip(*in_pairs([sys.executable, "-c", "pass"], [*VF, "--help"], given.pairs), strict=True))
     print(f"vf --help                  {shown * 1000:7.0f} ms CPU (an empty Python: {bare * 1000:.0f} ms)")
-    pairs = [(cpu_s(script), cpu_s(evaluate)) for _ in range(given.times)]
-    plain, command = (median(column) for column in zip(*pairs, strict=True))
+    pairs = in_pairs(script, evaluate, given.pairs)
+    plain, command_s = map(median, zip(*pairs, strict=True))
+    ratios = sorted(command / script for script, command in pairs)
     print(f"{given.rollouts:,} rollouts, a script  {plain:7.2f} s CPU")
-    print(f"{given.rollouts:,} rollouts, vf eval   {command:7.2f} s CPU ({(command / plain - 1):+.1%})")
+    print(
+        f"{given.rollouts:,} rollouts, vf eval   {command_s:7.2f} s CPU; by pairs {median(ratios) - 1:+.1%} "
+        f"(from {ratios[0] - 1:+.1%} to {ratios[-1] - 1:+.1%}), load {os.getloadavg()[0]:.1f}"
+    )
 
 
 if __name__ == "__main__":

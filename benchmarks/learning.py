@@ -1,6 +1,6 @@
 """A tiny transformer, made and warmed up on the spot, learns to reverse text by reward: before and after, by seed.
 
-python benchmarks/learning.py [--seeds 3] [--steps 100]
+python benchmarks/learning.py [--seeds 3] [--steps 80]
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from examples.train_tiny import learn
 
 
 def main(seeds: int, steps: int) -> None:
-    print("seed  warm-up  reward first → last   held-out before → after   CPU    wall   samples")
+    print("seed  warm-up  reward first → last  held-out before → after (95% intervals)          CPU     wall")
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
             done = learn(Path(folder), steps=steps, seed=seed)
-        samples = sum(line["samples"] for line in done.report.steps)
+        before, after = (
+            f"{found.mean:.3f} ({found.low:.3f}–{found.high:.3f})"
+            for found in (done.before.interval(), done.after.interval())
+        )
         print(
-            f"{seed:>4}  {len(done.warm_up.steps):>3} steps  {done.start:.3f} → {done.end:.3f}         "
-            f"{done.before.interval()} → {done.after.interval()}   "
-            f"{done.cpu_s:.0f} s   {done.wall_s:.0f} s   {samples:,}",
+            f"{seed:>4}  {len(done.warm_up.steps):>7}  {done.start:.3f} → {done.end:.3f}       "
+            f"{before} → {after}  {done.cpu_s:>5.0f} s  {done.wall_s:>5.0f} s",
             flush=True,
         )
 
@@ -32,6 +34,6 @@ def main(seeds: int, steps: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=80)
     chosen = parser.parse_args()
     main(chosen.seeds, chosen.steps)

@@ -1,8 +1,9 @@
-"""`make demo`: a bundled environment, first with a fake model behind a flaky server, then with a real one.
+"""`make demo`: a bundled environment with a fake model behind a flaky server, then with a real one; then a training.
 
 The fake model is a function that is often right, sometimes careless and now and then forgets the format. It is served
 over HTTP by the package's fake server, which fails every fifth request on purpose: nothing of that reaches the scores.
-The real one is SmolLM2-135M-Instruct, in this process, without a network.
+The real one is SmolLM2-135M-Instruct, in this process, without a network. What is trained is a transformer made on the
+spot (see train_tiny.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import re
 from pathlib import Path
 
 import verifiers as vf
+from examples.train_tiny import learn, new_folder
+from examples.train_tiny import show as show_learned
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -64,6 +67,11 @@ def real_model(env: vf.Environment) -> None:
     print(results)
 
 
+def training() -> None:
+    print("\nA tiny transformer, made on the spot, learns to write text backwards:\n")
+    show_learned(learn(new_folder(), show_progress=True))
+
+
 def main() -> None:
     random.seed(0)
     folder = ROOT / "environments"
@@ -74,6 +82,12 @@ def main() -> None:
         print("\nFor a real model in this process: pip install 'verifiers[local]'")
         return
     real_model(vf.load_environment("arithmetic", environments_dir=folder, difficulty="easy"))
+    try:
+        import accelerate  # noqa: F401
+    except ImportError:
+        print("\nTo see one learn: pip install 'verifiers[train]'")
+        return
+    training()
 
 
 if __name__ == "__main__":

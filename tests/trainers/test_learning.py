@@ -9,10 +9,10 @@ from examples.train_tiny import environment, learn
 
 @pytest.mark.timeout(600)
 def test_a_tiny_transformer_learns_to_reverse_texts_it_has_never_seen(tmp_path):
-    done = learn(tmp_path, length=3, steps=40, seed=0)
+    done = learn(tmp_path, steps=35, seed=0)
     assert done.start < 0.3
     assert done.before.mean_reward < 0.3
     assert done.end > 0.7
     assert done.after.mean_reward > 0.7
-    env = environment(length=3)
+    env = environment()
     assert not set(env.dataset["question"]) & set(env.eval_dataset["question"])

@@ -134,8 +134,8 @@ def _load(flags: Flags) -> tuple[Environment, Defaults]:
         env.set_kwargs(**flags.extra_env_kwargs)
         if flags.timeout is not None:
             env.timeout = flags.timeout
-        name, _ = loading.split_id(split_path(flags.env_id, flags.env_dir_path)[0])
-        return env, read_defaults(name)
+        module = loading.find_module(*split_path(flags.env_id, flags.env_dir_path))
+        return env, read_defaults(module.__name__)
     except Exception as error:  # foreign code
         raise explained(error, f"the environment {flags.env_id!r} cannot be loaded", flags.verbose) from error
 

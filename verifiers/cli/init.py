@@ -14,7 +14,8 @@ import click
     "-p", "--path", default="./environments", show_default=True, metavar="PATH", help="Where to put its folder."
 )
 @click.option("-m", "--multi-file", is_flag=True, help="A package of several files instead of one module.")
-def init(name: str, path: str, multi_file: bool) -> None:
+@click.option("--rewrite-readme", is_flag=True, help="Of a package that exists: write its README.md anew, and no more.")
+def init(name: str, path: str, multi_file: bool, rewrite_readme: bool) -> None:
     """Make an environment package NAME: pyproject, module, README and a test, with a task that works.
 
     \b
@@ -24,14 +25,14 @@ def init(name: str, path: str, multi_file: bool) -> None:
     from verifiers.packages import new_package
 
     try:
-        files = new_package(name, path, is_multi_file=multi_file)
+        files = new_package(name, path, is_multi_file=multi_file, rewrites_readme=rewrite_readme)
     except (ValueError, FileExistsError) as error:
         raise click.UsageError(str(error)) from error
     except OSError as error:
         raise click.ClickException(f"the package was not written: {error}") from error
     home = Path(os.path.commonpath([str(file.parent) for file in files]))
     where = "" if path in ("./environments", "environments") else f" -p {path}"
-    click.echo(f"made {home}")
+    click.echo(f"wrote {home}")
     for file in files:
         click.echo(f"  {file.relative_to(home)}")
     click.echo(f"next\n  vf check {name}{where}\n  vf eval {name} -m fake{where}\n  vf install {home}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -23,7 +24,11 @@ from verifiers.logs import printable
 @click.option("--target", metavar="DIR", help="Install into this folder instead of the current Python.")
 @click.option("--no-deps", is_flag=True, help="Leave out what it depends on.")
 @click.option("-e", "--editable", is_flag=True, help="Of a folder: changes to its source take effect at once.")
-def install(what: str, path: str, no_deps: bool, editable: bool, **given: Any) -> None:
+@click.option("-r", "--from-repo", is_flag=True, help="Take it from the repository that this library runs from.")
+@click.option("-b", "--branch", metavar="NAME", help="Of 0.1.x; a repository here has the branch that is checked out.")
+def install(
+    what: str, path: str, no_deps: bool, editable: bool, from_repo: bool, branch: str | None, **given: Any
+) -> None:
     """Install WHAT: a folder, a .whl file, name, name@version, or org/name@version of a hub.
 
     \b
@@ -37,6 +42,10 @@ def install(what: str, path: str, no_deps: bool, editable: bool, **given: Any) -
     """
     from verifiers import packages
 
+    if from_repo:
+        path = what = str(_in_repository(what))
+    if branch is not None:
+        click.echo(f"note: -b {branch} has no effect; what is checked out is installed", err=True)
     try:
         done = packages.install(what, environments_dir=path, has_deps=not no_deps, is_editable=editable, **given)
     except packages.InstallError as error:
@@ -47,3 +56,20 @@ def install(what: str, path: str, no_deps: bool, editable: bool, **given: Any) -
     )
     if given["target"] is None:
         click.echo(f"next: vf check {package.name}, then vf eval {package.name} -m fake")
+
+
+def _in_repository(name: str) -> Path:
+    """The folder of an environment in the repository around this library, where it runs from one."""
+    from verifiers.packages.install import local_folder
+
+    folder = Path(__file__).resolve().parents[2] / "environments"
+    if not folder.is_dir():
+        raise click.UsageError(
+            "--from-repo: this library is installed, and there is no repository around it; "
+            "give a folder, a wheel, a name of an index, or org/name of a hub"
+        )
+    home = local_folder(name, folder)
+    if home is None:
+        names = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
+        raise click.UsageError(f"--from-repo: the repository has no environment {name!r}; it has {names}")
+    return home

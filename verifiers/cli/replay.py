@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,6 +27,7 @@ SHOWN = 10
 @click.option("--env", "env_id", metavar="ENV", help="The environment to play in (default: that of the run).")
 @click.option("-a", "--env-args", metavar="JSON", callback=read_json, help="Its arguments (default: those of the run).")
 @env_dir_option
+@click.option("--allow-network", is_flag=True, help="For tools that need it; without, nothing beyond this machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as one JSON object.")
 @click.option("-v", "--verbose", is_flag=True, help="Show the log and tracebacks.")
 @click.pass_context
@@ -35,6 +37,7 @@ def replay(
     env_id: str | None,
     env_args: dict[str, Any] | None,
     env_dir_path: str,
+    allow_network: bool,
     as_json: bool,
     verbose: bool,
 ) -> None:
@@ -44,12 +47,13 @@ def replay(
     vf replay last
     vf replay 1a2b3c4d --json
 
-    The model is not asked. Judges answer from what vf eval -s --record kept; without that they cannot be asked.
+    The model is not asked and no network is used. Judges answer from what vf eval -s --record kept; without that they
+    cannot be asked.
     Exit codes: 0 everything went the same way, 1 something did not, 2 wrong usage.
     """
     from verifiers import calls, reruns
 
-    with told(verbose):
+    with told(verbose), nullcontext() if allow_network else reruns.no_network():
         note_damage(run)
         env = environment_of(metadata_of(run), env_id, env_args, env_dir_path, verbose)
         try:

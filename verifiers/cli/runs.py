@@ -26,15 +26,20 @@ class RunArgument(click.ParamType):  # type: ignore[type-arg]  # generic in some
         return value if isinstance(value, RunDir) else find_run(str(value))
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from verifiers.store import list_runs
-
-        names = [LAST, *(str(run.path) for run in list_runs()), *(run.path.name for run in list_runs())]
-        return [CompletionItem(name) for name in names if name.startswith(incomplete)] or [
-            CompletionItem(incomplete, type="file")
-        ]
+        return complete_runs(ctx, param, incomplete)
 
 
 RUN = RunArgument()
+
+
+def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The runs that could be meant, by folder and by id; files where there is none."""
+    from verifiers.store import list_runs
+
+    names = [LAST, *(str(run.path) for run in list_runs()), *(run.path.name for run in list_runs())]
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)] or [
+        CompletionItem(incomplete, type="file")
+    ]
 
 
 def find_run(name: str) -> RunDir:

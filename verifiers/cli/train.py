@@ -94,10 +94,15 @@ class BeforeAfter:
         """The two evaluations with their intervals."""
         if len(self.found) < 2:
             return []
-        before, after = self.found[0].interval(), self.found[-1].interval()
+        before, after = (_with_interval(results) for results in (self.found[0], self.found[-1]))
         failed = sum(len(results.failed) for results in self.found)
-        more = f"; {failed} rollouts failed" if failed else ""
-        return [f"evaluation before {before}, after {after} ({len(self.found[-1].rollouts)} rollouts each{more})"]
+        more = f", {failed} failed" if failed else ""
+        return [f"evaluation before {before}, after {after}; {len(self.found[-1].rollouts)} rollouts each{more}"]
+
+
+def _with_interval(results: Results) -> str:
+    found = results.interval()
+    return f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from verifiers.cli.runs import complete_runs, find_run
 from verifiers.logs import printable
 from verifiers.store import is_run_dir
 from verifiers.viewer.export import DEFAULT_LIMIT, export_html
@@ -18,11 +19,13 @@ from verifiers.viewer.server import ViewerServer
 
 
 @click.command("view", short_help="Look at runs and trainings in the browser.")
-@click.argument("runs", metavar="[RUN]...", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("runs", metavar="[RUN]...", nargs=-1, type=click.Path(path_type=Path), shell_complete=complete_runs)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port to listen on; any free one if not given.")
 @click.option(
+    "-o",
     "--root",
+    "--outputs-dir",
     "roots",
     multiple=True,
     type=click.Path(path_type=Path, file_okay=False),
@@ -52,7 +55,7 @@ def view(
     limit: int,
     opens: bool,
 ) -> None:
-    """Look at RUNs (run directories, or folders of them) in the browser, until Ctrl-C; without any, at all runs here.
+    """Look at RUNs (folders, the start of an id, last) in the browser, until Ctrl-C; without any, at all runs here.
 
     Nothing is written to a run, and a run that goes on is followed. Two runs are shown side by side.
     """
@@ -96,6 +99,8 @@ def _library_of(runs: tuple[Path, ...], roots: tuple[Path, ...]) -> tuple[Librar
             folders.append(run)
         elif run.is_dir() and any(is_run_dir(path) for path in run.glob("*")):
             paths += sorted(path for path in run.glob("*") if is_run_dir(path))
+        elif not run.exists():
+            paths.append(find_run(str(given)).path)
         else:
             raise click.UsageError(
                 f"{printable(str(given))} is no run directory, and there is none in it; vf eval -s makes one"

@@ -227,12 +227,12 @@ class TrainingDisplay:
 
     def _eval_text(self) -> str:
         found = self.last_eval or {}
-        reward = _with_interval("reward", found.get("reward"), found.get("low"), found.get("high")) or "no reward"
-        counts = _named(" of", found.get("n"), ".0f", " rollouts") + _named(
-            ",", _some(found.get("failed")), ".0f", " failed"
-        )
+        reward = _with_interval("reward", found.get("reward"), found.get("low"), found.get("high"))
+        loss = _named("loss", found.get("loss"), ".4f")  # what a supervised training has instead
+        counts = _named(" of", found.get("n"), ".0f", " rollouts" if reward else " examples")
+        counts += _named(",", _some(found.get("failed")), ".0f", " failed")
         step = number(found.get("step"))
-        return f"evaluation{'' if step is None else f' after step {step:.0f}'}: {reward}{counts}"
+        return f"evaluation{'' if step is None else f' after step {step:.0f}'}: {reward or loss or 'no reward'}{counts}"
 
     def _at(self) -> str:
         step = number(self.metrics.get("step"))

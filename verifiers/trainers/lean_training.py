@@ -20,7 +20,7 @@ from torch import Tensor
 
 from verifiers.engine import slots
 from verifiers.engine.fused import Fused, fusible_norms
-from verifiers.engine.lean import Lean, LeanLayer
+from verifiers.engine.lean import LeanLayer, _has_parts, recognise
 from verifiers.engine.projections import HOOKS, is_touched
 
 logger = logging.getLogger("verifiers.trainers")
@@ -178,11 +178,13 @@ def recognised(model: Any) -> list[LearningLayer]:
     configs = [model.config] if text is model.config else [model.config, text]
     epsilons = {id(norm): epsilon for norm, epsilon in fusible_norms(model) if "forward" not in vars(norm)}
     found = []
-    for known in Lean(model, configs).layers:
-        norms = (known.layer.input_layernorm, known.layer.post_attention_layernorm)
+    for layer in filter(_has_parts, model.modules()):
+        if any(map(is_touched, layer.modules())):  # whoever listens in now would hear the probe
+            continue
+        known = recognise(layer, configs)
+        norms = (layer.input_layernorm, layer.post_attention_layernorm)
         first, second = (epsilons.get(id(norm)) for norm in norms)
-        one = LearningLayer(known, (first, second))
-        if not _is_watched(known.layer) and _is_proven(one):
+        if known is not None and _is_proven(one := LearningLayer(known, (first, second))):
             found.append(one)
     return found
 

@@ -34,6 +34,7 @@ class TokenScorer:
         self._head: Any = self._base.get_output_embeddings()
         self._is_split = self._body is not None and self._head is not None and self._head_is_plain()
         self._lean: LeanTraining | None = None
+        self.recomputes = False  # whether the way back of the last logprobs runs the head again
 
     def _head_is_plain(self) -> bool:
         base = self._base
@@ -71,7 +72,8 @@ class TokenScorer:
 
     def _in_chunks(self, hidden_ND: Tensor, target_N: Tensor, temperature: float) -> Tensor:
         n, vocabulary = len(hidden_ND), self._head.weight.shape[0]
-        if n * vocabulary <= FREE_LOGITS:
+        self.recomputes = n * vocabulary > FREE_LOGITS
+        if not self.recomputes:
             return _picked(self._head(hidden_ND), target_N, temperature)
         step = max(1, CHUNK_LOGITS // vocabulary)
         parts = [self._chunk(hidden_ND[i : i + step], target_N[i : i + step], temperature) for i in range(0, n, step)]

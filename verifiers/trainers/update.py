@@ -13,7 +13,7 @@ from torch import Tensor
 from verifiers.engine.plan import free_memory
 from verifiers.trainers.config import GRPOConfig, LearningKnobs
 from verifiers.trainers.logprobs import TokenScorer
-from verifiers.trainers.losses import Objective, token_losses, token_weights
+from verifiers.trainers.losses import Objective, TokenLosses, token_losses, token_weights
 from verifiers.trainers.micro_batches import MicroBatch, Trained, micro_batches
 from verifiers.trainers.reference import Reference
 from verifiers.trainers.weights import Weights
@@ -37,8 +37,9 @@ class PolicyUpdate:
         reduce: Callable[[list[Tensor]], None] | None = None,
     ) -> None:
         self.model, self.weights, self.config = model, weights, config
-        self.scorer = TokenScorer(model)
-        self.reference = Reference(model) if config.kl_coef > 0 else None
+        with lock:  # both run the model, and a batch may be being sampled ahead
+            self.scorer = TokenScorer(model)
+            self.reference = Reference(model) if config.kl_coef > 0 else None
         self.device = weights.live[0].device
         self._lock, self._pad_id, self._reduce = lock, pad_id, reduce
         low, high = config.clip
@@ -69,8 +70,7 @@ class PolicyUpdate:
             self.model.train()
         for iteration in range(self.config.num_iterations):
             for batch in batches:
-                with self._lock:
-                    self._learn(batch, figures, is_first=iteration == 0)
+                self._learn(batch, figures, is_first=iteration == 0)
             if self._reduce is not None:
                 self._reduce(self.weights.masters)
             with self._lock:
@@ -80,6 +80,19 @@ class PolicyUpdate:
         return figures.read()
 
     def _learn(self, prepared: _Prepared, figures: _Figures, *, is_first: bool) -> None:
+        with self._lock:
+            losses, loss = self._forward(prepared)
+            if self._recomputes:
+                self.weights.backward(loss)
+        if not self._recomputes:  # then no module is run on the way back, and the sampler may go on meanwhile
+            self.weights.backward(loss)
+        figures.add(loss.detach(), losses.ratio_T, losses.is_clipped_T, losses.kl_T, is_first=is_first)
+
+    @property
+    def _recomputes(self) -> bool:
+        return self.config.gradient_checkpointing or self.scorer.recomputes
+
+    def _forward(self, prepared: _Prepared) -> tuple[TokenLosses, Tensor]:
         batch = prepared.batch
         if self.reference is not None and prepared.reference_N is None:
             prepared.reference_N = self.reference.logprobs(batch, self.config.temperature)
@@ -94,9 +107,7 @@ class PolicyUpdate:
             sequence_T=batch.sequence_N,
             reference_T=prepared.reference_N,
         )
-        loss = (losses.loss_T * batch.weight_N).sum()
-        self.weights.backward(loss)
-        figures.add(loss.detach(), losses.ratio_T, losses.is_clipped_T, losses.kl_T, is_first=is_first)
+        return losses, (losses.loss_T * batch.weight_N).sum()
 
 
 class _Prepared:
