@@ -1,6 +1,6 @@
 """A tiny transformer, made and warmed up on the spot, learns to reverse text by reward: before and after, by seed.
 
-python benchmarks/learning.py [--seeds 3] [--steps 80]
+python benchmarks/learning.py [--seeds 0 1 2] [--steps 80]
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from examples.train_tiny import learn
 
 
-def main(seeds: int, steps: int) -> None:
+def main(seeds: list[int], steps: int) -> None:
     print("seed  warm-up  reward first → last  held-out before → after (95% intervals)          CPU     wall")
-    for seed in range(seeds):
+    for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
             done = learn(Path(folder), steps=steps, seed=seed)
         before, after = (
@@ -33,7 +33,7 @@ def main(seeds: int, steps: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=80)
     chosen = parser.parse_args()
     main(chosen.seeds, chosen.steps)

@@ -29,7 +29,7 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 def commands() -> dict[str, list[str]]:
     """The same code in a process of its own: plain, and inside bubblewrap where that is installed."""
-    from verifiers.sandbox.host import readable_folders
+    from verifiers.sandbox.sight import readable_folders
 
     plain = [sys.executable, "-I", "-S", "-c", f"print({CODE})"]
     found = {BARE: plain}

@@ -8,6 +8,7 @@ from typing import Any
 __version__ = "0.2.0"
 
 _NAMES = {
+    "checks": "check_environment",
     "clients": "AnthropicClient CachedClient Cassette Chaos FakeClient FakeServer HTTPClient ResponsesClient as_client "
     "load_endpoints",
     "clients.protocol": "Client Completion Request Tokens",
@@ -33,6 +34,7 @@ _NAMES = {
     "rollout": "cleanup stop teardown",
     "rubrics": "JudgeRubric MathRubric Rubric RubricGroup ToolRubric cpu_bound group_reward",
     "runner": "RunInterruptedError",
+    "sandbox": "Sandbox",
     "store": "RunDir export_parquet to_dpo to_hf_dataset to_sft",
     "types": "BaseRolloutInput ChatMessage ChatMessages ClientConfig Endpoint Endpoints EvalConfig GenerateMetadata "
     "GenerateOutputs GroupRewardFunc IndividualRewardFunc Info JsonPrimitive Message MessageType Messages "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 import random
+import zlib
+from collections.abc import Iterator
 
 import verifiers as vf
 
@@ -22,6 +24,7 @@ LEVELS = {
     "medium": (3, 50, "+-"),
     "hard": (3, 99, "+-*"),
 }
+EVERY_NTH_IS_EVAL = 5
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
@@ -37,10 +40,18 @@ def make_row(draw: random.Random, difficulty: str) -> dict[str, str]:
     return {"question": f"What is {text}?", "answer": str(value), "difficulty": difficulty}
 
 
-def make_rows(n: int, difficulty: str, seed: int) -> list[dict[str, str]]:
+def is_for_eval(row: dict[str, str]) -> bool:
+    """Which of the two data sets a question may be in is decided by its text, so that none is in both."""
+    return zlib.crc32(row["question"].encode()) % EVERY_NTH_IS_EVAL == 0
+
+
+def make_rows(n: int, difficulty: str, seed: int, *, is_eval: bool) -> Iterator[dict[str, str]]:
     draw = random.Random(seed)
     levels = list(LEVELS) if difficulty == "mixed" else [difficulty]
-    return [make_row(draw, levels[i % len(levels)]) for i in range(n)]
+    for i in range(n):
+        while is_for_eval(row := make_row(draw, levels[i % len(levels)])) != is_eval:
+            pass
+        yield row
 
 
 def load_environment(
@@ -51,7 +62,7 @@ def load_environment(
     use_tags: bool = True,
     system_prompt: str | None = None,
 ) -> vf.SingleTurnEnv:
-    """Arithmetic at ``difficulty`` easy, medium, hard or mixed; the evaluation rows come from another seed."""
+    """Arithmetic at ``difficulty`` easy, medium, hard or mixed; no question is both to train and to evaluate on."""
     if difficulty not in (*LEVELS, "mixed"):
         raise ValueError(f"difficulty is one of {', '.join(LEVELS)} or mixed, got {difficulty!r}")
     parser = vf.XMLParser(["reasoning", "answer"]) if use_tags else vf.Parser(extract_fn=str.strip)
@@ -66,8 +77,8 @@ def load_environment(
         system_prompt = SYSTEM_PROMPT if use_tags else PLAIN_PROMPT
 
     return vf.SingleTurnEnv(
-        dataset=make_rows(num_train_examples, difficulty, seed),
-        eval_dataset=make_rows(num_eval_examples, difficulty, seed + 1_000_003),
+        dataset=list(make_rows(num_train_examples, difficulty, seed, is_eval=False)),
+        eval_dataset=list(make_rows(num_eval_examples, difficulty, seed + 1_000_003, is_eval=True)),
         system_prompt=system_prompt or None,
         parser=parser,
         rubric=rubric,

@@ -50,6 +50,26 @@ def test_a_right_reply_scores_more_than_a_wrong_one_and_both_more_than_none():
     assert empty < wrong < right
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_question_is_both_to_train_and_to_evaluate_on(seed):
+    env = load(difficulty="easy", num_train_examples=2000, num_eval_examples=500, seed=seed)
+    assert not set(env.dataset["question"]) & set(env.eval_dataset["question"])
+    levels = load(seed=seed, num_eval_examples=30).eval_dataset["difficulty"]
+    assert [levels.count(level) for level in ("easy", "medium", "hard")] == [10, 10, 10]
+
+
 def test_an_unknown_difficulty_is_refused_by_name():
     with pytest.raises(ValueError, match="easy, medium, hard or mixed, got 'insane'"):
         load(difficulty="insane")
+
+
+def test_without_tags_the_whole_reply_is_the_answer_and_nothing_else_counts():
+    env = load(difficulty="easy", use_tags=False, system_prompt="", num_eval_examples=20)
+    assert [message["role"] for message in env.dataset[0]["prompt"]] == ["user"]
+    assert "<" not in load(use_tags=False).dataset[0]["prompt"][0]["content"]
+
+    def score(make) -> float:
+        return env.evaluate(client=vf.FakeClient(make), model="fake", use_tqdm=False).mean_reward
+
+    assert score(lambda messages: f" {value(messages[-1]['content'])}\n") == 1.0
+    assert score(lambda messages: f"It is {value(messages[-1]['content'])}.") == 0.0

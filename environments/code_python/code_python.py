@@ -247,7 +247,7 @@ class CodeRubric(vf.Rubric):
 
     @functools.cached_property
     def sandbox(self) -> Any:
-        return vf.sandbox.Sandbox(timeout_s=self.timeout_s)
+        return vf.Sandbox(timeout_s=self.timeout_s)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in super().__getstate__().items() if key != "sandbox"}

@@ -206,6 +206,15 @@ def test_a_judge_prompt_without_any_frame_is_a_warning():
     assert found.status == "warn"
 
 
+def test_a_verdict_that_is_looked_for_anywhere_is_a_warning_for_judges_quote_what_they_read():
+    async def lenient(judge, prompt, completion, answer, state):
+        return "yes" in (await judge(prompt, completion, answer, state)).lower()
+
+    (found,) = check_environment(judged(funcs=[lenient])).named("judge prompts survive injection")
+    assert found.status == "warn"
+    assert "quotes a yes of the reply is read as yes" in found.found
+
+
 def test_after_a_check_the_judge_is_the_one_it_was():
     env = judged(funcs=[approved])
     check_environment(env)

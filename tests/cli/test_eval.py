@@ -50,7 +50,7 @@ def test_the_fake_model_says_that_it_is_fake_and_gives_a_report(run):
     for part in (
         "60 rollouts of 20 examples, 0 failed",
         "assistant: This is the fake model",
-        "correct: pass@1 0.000",
+        "correct:\npass@1  0.000",
         "stopped by: max_turns_reached 60",
         "rewards:\n  0.020  ██",
         "not saved (-s saves",
@@ -209,7 +209,7 @@ def test_ctrl_c_ends_with_130_and_the_command_to_go_on(start, folder):
     [
         (["arithmetc"], "Did you mean arithmetic?"),
         (["../etc"], "is not an environment id"),
-        (["json"], "'json' is not an environment: it has no load_environment()"),
+        (["json"], "'json' is not an environment: json has no load_environment()"),
         (["arithmetic", "-a", '{"level": 1}'], "does not take ['level']; it takes difficulty"),
         (["arithmetic", "-a", "[1]"], "must be a JSON object"),
         (["arithmetic", "-a", ""], "this is not JSON: Expecting value at character 1"),

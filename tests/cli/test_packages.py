@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import verifiers as vf
+
 
 @pytest.fixture
 def home(folder: Path) -> Path:
@@ -34,6 +36,38 @@ def test_a_new_environment_passes_its_check_and_its_test_at_once(run, home, repo
 def test_a_new_environment_is_evaluated_with_its_own_defaults(run, home):
     run("init", "fresh-eval")
     assert json.loads(run("eval", "fresh-eval", "-m", "fake", "--json").stdout)["rollouts"] == 60
+
+
+def test_init_writes_the_readme_of_a_package_anew_and_touches_nothing_else(run, home):
+    run("init", "kept-env")
+    package = home / "environments" / "kept_env"
+    for name in ("README.md", "kept_env.py"):
+        (package / name).write_text("mine")
+    shown = run("init", "kept-env", "--rewrite-readme").stdout
+    assert (package / "README.md").read_text().startswith("# kept-env")
+    assert (package / "kept_env.py").read_text() == "mine"
+    assert "kept_env.py" not in shown
+
+
+def test_install_from_the_repository_this_library_runs_from(run, home):
+    done = run("install", "reasoning-gym", "-r", "-b", "main", "--target", str(home / "there"), "--no-deps")
+    assert "installed reasoning-gym-env" in done.stdout
+    assert "-b main has no effect" in done.stderr
+    assert (home / "there" / "reasoning_gym_env.py").is_file()
+    assert (
+        "the repository has no environment 'nope'; it has alphabet_sort" in run("install", "nope", "-r", code=2).stderr
+    )
+
+
+@pytest.mark.parametrize("name", ["reasoning-gym", "textarena"])
+def test_an_environment_goes_by_the_name_of_the_package_it_is_made_of(run, folder, name):
+    """``reasoning_gym`` and ``textarena`` are packages of others; the environments over them are ``…_env``."""
+    pytest.importorskip(name.replace("-", "_"))
+    report = json.loads(run("eval", name, "-m", "fake", "--json").stdout)
+    assert report["rollouts"] == 60  # as its own pyproject.toml says
+    found = json.loads(run("check", name, "-n", "1", "--json").stdout)
+    assert found["verdicts"][-1]["found"].startswith(f"{name}-env ")
+    assert vf.load_environment(name).env_id == name
 
 
 def test_init_says_what_is_wrong_with_a_name(run, home):

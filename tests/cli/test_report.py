@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from verifiers.cli.report import histogram, report, summary
+from verifiers.cli.tables import fitted
 from verifiers.results import Results
 
 
@@ -48,3 +51,17 @@ def test_a_rollout_without_a_reward_is_no_zero():
     shown = "\n".join(report(results_of([None, None])))
     assert "reward –" in shown
     assert "rewards:" not in shown
+
+
+def test_in_a_terminal_long_lines_are_broken_between_words_and_elsewhere_they_are_left_alone(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "40")
+    line = "  assistant: " + "word " * 12
+    shown = fitted([line, "short"], stream=Terminal())
+    assert all(len(part) <= 40 for part in shown)
+    assert shown[1].startswith("    word")
+    assert shown[-1] == "short"
+    assert fitted([line], stream=io.StringIO()) == [line]

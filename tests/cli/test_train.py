@@ -54,7 +54,8 @@ def test_a_training_leaves_a_run_and_a_model_and_says_where(run, model, folder):
 
 def test_evaluations_before_and_after_are_told_with_their_intervals(run, model):
     result = run(*train_words(model, "--max-steps", "1", "--output-dir", "out", "--eval-before-after"))
-    assert re.search(r"evaluation before \S+ .*, after \S+ .* \(8 rollouts each\)", result.stdout)
+    interval = r"\d\.\d{3} \(-?\d\.\d{3} to \d\.\d{3}\)"
+    assert re.search(rf"evaluation before {interval}, after {interval}; 8 rollouts each", result.stdout)
     assert [line["step"] for line in metrics("out") if "eval" in line] == [0, 1]
 
 
@@ -90,6 +91,7 @@ def test_a_stopped_training_goes_on_where_it_was(run, model):
     assert {line["step"]: line["loss"] for line in metrics("part") if "loss" in line} == whole
 
 
+@pytest.mark.timeout(300)
 def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(start, run, model):
     process = start(*train_words(model, "--max-steps", "100000", "--output-dir", "out"))
     wait_for(lambda: Path("out/metrics.jsonl").is_file() and steps("out"), process)

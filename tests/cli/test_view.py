@@ -77,10 +77,17 @@ def test_folders_of_runs_are_taken_at_either_level(run, make_run, folder):
     run("view", "--root", "elsewhere", "--export", "run.html")
 
 
-@pytest.mark.parametrize("given", ["no/such/run", "environments"])
-def test_what_is_no_run_is_said(run, given):
-    errors = run("view", given, code=2).stderr
-    assert f"{given} is no run directory, and there is none in it; vf eval -s makes one" in errors
+def test_a_run_goes_by_last_or_the_start_of_its_id(run, make_run, folder):
+    path = make_run()
+    for given in ("last", path.name[:4]):
+        run("view", given, "--export", "run.html")
+        assert path.name in (folder / "run.html").read_text(encoding="utf-8")
+
+
+def test_what_is_no_run_is_said(run):
+    errors = run("view", "environments", code=2).stderr
+    assert "environments is no run directory, and there is none in it; vf eval -s makes one" in errors
+    assert "there is no run 'no/such/run'" in run("view", "no/such/run", code=2).stderr
 
 
 def test_an_export_of_nothing_and_to_nowhere_are_said(run, make_run):

@@ -19,6 +19,7 @@ from tests.support.tool_calls import call, calling, tool_texts
 from verifiers.envs.experimental.mcp_env import MCPServerConfig
 
 SCRIPT = Path(__file__).parents[1] / "tools" / "mcp_script.py"
+PAGES = SCRIPT.with_name("mcp_pages.py")
 ROW = {"question": "?", "answer": ""}
 
 
@@ -52,6 +53,20 @@ def test_the_servers_tools_are_offered_and_called(env: vf.MCPEnv) -> None:
     assert failed.startswith("Error: ")
     assert "fail" in failed
     assert [noted["fault"] for noted in state["tool_log"]] == [None, "missing_argument", "exception"]
+
+
+def test_tools_that_are_listed_page_by_page_are_all_there() -> None:
+    env = vf.MCPEnv(mcp_servers=[{**server(), "args": [str(PAGES)]}], dataset=[ROW])
+    env.connect()
+    assert list(env.tool_map) == ["first", "second", "third"]
+    env.close()
+
+
+def test_a_server_that_lists_one_page_for_ever_is_refused() -> None:
+    env = vf.MCPEnv(mcp_servers=[{**server(), "args": [str(PAGES), "--endless"]}], dataset=[ROW])
+    with pytest.raises(vf.InfraError, match="'tiny' does not list its tools: it sends the page '2' over and over"):
+        env.connect()
+    env.close()
 
 
 def test_rollouts_share_the_server_from_any_loop(env: vf.MCPEnv) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import pickle
 import threading
 import time
@@ -146,6 +147,60 @@ def test_bad_json_from_an_endpoint_stays_inside_the_rollout() -> None:
         results = make().evaluate(vf.HTTPClient(server.url, "key"), "fake", use_tqdm=False)
     assert not results.failed
     assert "not valid JSON" in results["completion"][0][-1]["content"]
+
+
+@pytest.mark.parametrize(
+    "written", ['{"a": 1,, "b"', "[1]", "", '"{\\"a\\": 1}"', '{"a": NaN}', '{"a": "line\nbreak"}']
+)
+def test_a_strict_endpoint_gets_calls_it_takes_and_the_record_keeps_what_the_model_wrote(written: str) -> None:
+    def strict(request: Any) -> Any:
+        listed = [made for message in request.prompt for made in message.get("tool_calls") or ()]
+        for made in listed:
+            if not isinstance(json.loads(made["function"]["arguments"], parse_constant=pytest.fail), dict):
+                raise vf.RequestRefusedError("arguments must be an object")
+        if len(listed) == 2:
+            return "done"
+        return {"choices": [{"message": calling(call("add", written)), "finish_reason": "tool_calls"}]}
+
+    with vf.FakeServer(strict) as server:
+        results = make().evaluate(vf.HTTPClient(server.url, "key"), "fake", use_tqdm=False)
+        sent = server.requests[-1].body["messages"][1]["tool_calls"][0]["function"]
+    (state,) = results.scored
+    recorded = [state["completion"][0], state["completion"][2], state["trajectory"][1]["prompt"][1]]
+    assert [message["tool_calls"][0]["function"]["arguments"] for message in recorded] == [written] * 3
+    assert sent["name"] == "add"
+
+
+def test_a_call_without_a_name_is_sent_back_with_one() -> None:
+    client = vf.FakeClient([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}, "sorry"])
+    state = make().rollout(ROW, client, "fake")
+    (sent,) = client.requests[1].prompt[1]["tool_calls"]
+    assert sent["function"] == {"name": "unnamed", "arguments": '{"arguments": "{"}'}
+    assert sent["id"] == state["completion"][1]["tool_call_id"]
+    assert "name" not in state["completion"][0]["tool_calls"][0]["function"]
+
+
+def test_long_content_parts_are_cut_too() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+    def look() -> list[dict[str, Any]]:
+        return [{"type": "text", "text": "y" * 90}, image, {"type": "text", "text": "z" * 90}, image]
+
+    def gallery() -> list[dict[str, Any]]:
+        return [image] * 1_000
+
+    client = vf.FakeClient([calling(call("look"), call("gallery")), "done"])
+    state = make([look, gallery], max_result_chars=100).rollout(ROW, client, "fake")
+    looked, seen = (message["content"] for message in state["completion"][1:3])
+    assert [part.get("text", "image") for part in looked] == [
+        "y" * 90,
+        "image",
+        "z" * 10,
+        "image",
+        "\n[cut: the result has 4 parts with 180 characters, these are the first 100]",
+    ]
+    assert len(seen) == 65
+    assert [noted["fault"] for noted in state["tool_log"]] == ["oversized"] * 2
 
 
 def test_thousands_of_calls_in_one_turn_are_not_all_run() -> None:

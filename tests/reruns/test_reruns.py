@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import verifiers as vf
-from verifiers.reruns import replay, rescore
+from verifiers.reruns import no_network, replay, rescore
 from verifiers.reruns.judges import judges_of, judges_recorded
 from verifiers.reruns.replay import CASSETTE
 from verifiers.store import RunDir
@@ -154,3 +157,52 @@ def test_judges_are_found_wherever_they_are(kind):
     if kind == "nested":
         outer.add_rubric(env.rubric)
     assert judges_of(outer) == [env.rubric]
+
+
+# --- without a network --------------------------------------------------------------------------------------------
+
+
+TRIES = """
+import os, socket
+from verifiers.reruns import NoNetworkError, no_network
+
+def reaches(host):
+    try:
+        socket.create_connection((host, server.getsockname()[1]), timeout=5).close()
+    except NoNetworkError as error:
+        return str(error)
+    return "reached"
+
+with socket.create_server(("127.0.0.1", 0)) as server, no_network():
+    print(reaches("127.0.0.1"), reaches("localhost"), os.environ["HF_HUB_OFFLINE"])
+    print(reaches("192.0.2.1"), "|", reaches("example.invalid"))
+    with socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+        try:
+            datagrams.sendto(b"x", ("192.0.2.1", 53))
+        except NoNetworkError as error:
+            print(error)
+print("HF_HUB_OFFLINE" in os.environ)
+"""
+
+
+def test_without_a_network_this_machine_is_reached_and_no_other():
+    """In a process of its own: the tests have a guard before every connection themselves."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    done = subprocess.run([sys.executable, "-c", TRIES], env=env, capture_output=True, text=True, check=True)
+    here, stream, datagram, after = done.stdout.splitlines()
+    assert here == "reached reached 1"
+    assert stream.split("|")[0].strip() == "[Errno 101] 192.0.2.1 was not reached: there is no network here"
+    assert "example.invalid was not reached" in stream
+    assert "192.0.2.1 was not reached" in datagram
+    assert after == "False"
+
+
+def test_a_reward_that_would_use_the_network_fails_its_rollout_in_a_replay(tmp_path):
+    async def fetched(completion):
+        await asyncio.open_connection("192.0.2.1", 80)
+
+    run = saved(single(exact), tmp_path / "run")
+    with no_network():
+        found = asyncio.run(replay(single(fetched), run))
+    assert len(found.changes) == len(ROWS)
+    assert all("192.0.2.1" in change.what for change in found.changes)

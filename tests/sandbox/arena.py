@@ -23,6 +23,7 @@ from verifiers.sandbox.inside import syscalls
 from verifiers.sandbox.inside.confine import _tasks_of
 from verifiers.sandbox.inside.namespaces import NOBODY
 
+ROOT = Path(__file__).resolve().parents[2]
 KEY_NAME = "SANDBOX_TEST_API_KEY"
 KEY_START = "sk-sandbox-"
 LEVELS = ("full", "reduced")

@@ -143,7 +143,8 @@ def types_into_a_terminal(arena: Arena) -> None:
 
 MACHINE_CODE = """
 import mmap
-page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+flags, prot = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
+page = mmap.mmap(-1, 4096, flags, prot)
 page.write(bytes.fromhex({code!r}))
 run = ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(ctypes.c_char.from_buffer(page)))
 print('GOT', run())

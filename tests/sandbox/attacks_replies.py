@@ -77,6 +77,25 @@ def sends_fields_of_the_wrong_kind(arena: Arena) -> None:
 
 
 @attack()
+def sends_half_of_a_character(arena: Arena) -> None:
+    result = forge(
+        arena,
+        "body = {'number': 1, 'status': 'ok', 'value': ['\\ud800', '\U0001f600'], 'error': '\\udfff'}\n"
+        "send(frame(json.dumps(body).encode())); time.sleep(60)",
+    )
+    assert (result.value, result.error) == (["?", "\U0001f600"], "?"), result
+
+
+@attack()
+def names_files_that_lead_out_of_its_folder(arena: Arena) -> None:
+    with arena.sandbox().session() as session:
+        names = ["../../etc/cron.d/x", "/etc/passwd", "a/../../b", "..", "", 7, None, "a\0b", "good/name"]
+        replies = [{"number": 1, "status": "ok"}, {"number": 2, "names": names}]
+        session.run(PRELUDE + SOCKET + f"for reply in {replies!r}: send(frame(json.dumps(reply).encode()))")
+        assert session.files() == ["good/name"]
+
+
+@attack()
 def answers_before_it_is_asked(arena: Arena) -> None:
     with arena.sandbox().session() as session:
         forged = (

@@ -34,7 +34,8 @@ def takes_shared_memory(arena: Arena) -> None:
         "import mmap\n"
         "kept = []\n"
         "while True:\n"
-        "    kept.append(mmap.mmap(-1, 64 << 20))\n"
+        "    file = open(f'{len(kept)}', 'w+b'); file.truncate(64 << 20)\n"
+        "    kept.append(mmap.mmap(file.fileno(), 64 << 20))\n"
         "    for at in range(0, 64 << 20, 4096): kept[-1][at] = 1\n",
         timeout_s=30,
         memory_mb=64,
@@ -47,6 +48,35 @@ def takes_shared_memory(arena: Arena) -> None:
 def takes_memory_outside_of_every_count(arena: Arena) -> None:
     for name in ("memfd_create", "memfd_secret", "shmget", "mlockall", "mbind", "userfaultfd"):
         arena.refused(f"attempt(call, {name!r}, 0, 1 << 30, 0o1666)", "Errno 1]", "Errno 38]")
+
+
+HOLD_WHAT_IS_NOT_MAPPED = """
+import mmap
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+SIZE, FAILED, held = 16 << 20, ctypes.c_void_p(-1).value, 0
+def hold(flags, fd):
+    global held
+    while held < 512 << 20:
+        at = libc.mmap(None, SIZE, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+        if at == FAILED: raise OSError(ctypes.get_errno(), 'not mapped')
+        ctypes.memset(at, 1, SIZE)
+        libc.munmap(at + 4096, SIZE - 4096)
+        held += SIZE
+"""
+
+
+@attack()
+def holds_shared_memory_that_is_no_longer_mapped(arena: Arena) -> None:
+    code = HOLD_WHAT_IS_NOT_MAPPED + "attempt(hold, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS, -1)"
+    arena.refused(code, "Errno 1]", memory_mb=64)
+
+
+@attack()
+def maps_a_device_for_memory_without_a_limit(arena: Arena) -> None:
+    opened = "attempt(lambda: hold(mmap.MAP_SHARED, os.open('/dev/zero', os.O_RDWR)))"
+    arena.refused(HOLD_WHAT_IS_NOT_MAPPED + opened, "Errno 13]", "Errno 19]", memory_mb=64)
 
 
 @attack("full")
@@ -88,6 +118,23 @@ def fills_the_disk(arena: Arena) -> None:
     if arena.level == "full":
         assert int(result.stdout.split()[0]) <= 8, result
     else:
+        assert result.status == "killed", result
+        assert "disk" in (result.error or "")
+    arena.still_works()
+
+
+@attack("reduced")
+def fills_the_disk_with_files_it_has_deleted(arena: Arena) -> None:
+    for close in ("", "kept.append(mmap.mmap(fd, 4096)); os.close(fd)"):
+        result = arena.run(
+            "import mmap\n"
+            "kept, block = [], b'x' * (1 << 20)\n"
+            "for number in range(100):\n"
+            "    fd = os.open('file', os.O_CREAT | os.O_RDWR); os.unlink('file')\n"
+            "    for _ in range(4): os.write(fd, block)\n"
+            f"    time.sleep(0.05); {close}\n",
+            timeout_s=30,
+        )
         assert result.status == "killed", result
         assert "disk" in (result.error or "")
     arena.still_works()

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,10 +18,9 @@ from tests.sandbox import (  # noqa: F401 - each notes its attacks
     attacks_replies,
     attacks_resources,
 )
-from tests.sandbox.arena import ATTACKS, LEVELS, Arena, Skip, why_not
+from tests.sandbox.arena import ATTACKS, LEVELS, ROOT, Arena, Skip, why_not
 from verifiers.sandbox.inside.namespaces import NOBODY
 
-ROOT = Path(__file__).resolve().parents[2]
 EACH = [
     pytest.param(name, level, id=f"{name}-{level}")
     for name, (_, levels) in sorted(ATTACKS.items())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import py_compile
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.sandbox.arena import why_not
+from tests.sandbox.arena import LEVELS, why_not
 from verifiers.sandbox import Sandbox
 
 CASES = [([1, 2], "expected-4a7f9c-3"), ([5, 5], "expected-4a7f9c-10")]
@@ -32,6 +36,39 @@ def grade(sandbox: Sandbox, code: str) -> float:
 
 def test_an_honest_solution_gets_its_reward(sandbox: Sandbox) -> None:
     assert grade(sandbox, HONEST) == 1.0
+
+
+@pytest.fixture
+def folder_for_all() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_installed_environment_that_knows_the_answers_cannot_be_read(
+    level: str, folder_for_all: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := why_not(level):
+        pytest.skip(reason)
+    site = folder_for_all / "site-packages"
+    for name, needs in (("task_a", "verifiers>=0.2"), ("helper_b", "numpy")):
+        info = site / f"{name}-1.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nRequires-Dist: {needs}\n")
+        (info / "RECORD").write_text(f"{name}.py,,\n{name}_data/rows.txt,,\n{name}-1.dist-info/RECORD,,\n")
+        (site / f"{name}.py").write_text("SECRET = '4a7f9c'")
+        (site / f"{name}_data").mkdir()
+        (site / f"{name}_data" / "rows.txt").write_text("4a7f9c")
+        py_compile.compile(str(site / f"{name}.py"))
+    monkeypatch.syspath_prepend(str(site))
+    with Sandbox(level=level, packages=(f"unknown_{level}",)) as sandbox:
+        for code in ("import {0}; {0}.SECRET", f"open('{site}/{{0}}_data/rows.txt').read()"):
+            assert sandbox.run(code.format("helper_b")).value == "'4a7f9c'"
+            assert not sandbox.run(code.format("task_a")).is_ok
+        raw = sandbox.run(f"import pathlib; [p.read_bytes() for p in pathlib.Path('{site}').glob('**/task_a*.py*')]")
+        assert "4a7f9c" not in str(raw.value)
+        assert sandbox.start().name == level  # although this Python finds packages in a folder for temporary files
 
 
 HACKS = {

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 
 import pytest
 
-from verifiers.sandbox import level
+from tests.sandbox.arena import ROOT, why_not
+from verifiers.errors import SandboxError
+from verifiers.sandbox import Level, Sandbox, level
 
 
 def can_unshare() -> bool:
@@ -24,3 +27,67 @@ def test_a_machine_that_has_namespaces_gives_the_full_level() -> None:
         pytest.skip("namespaces cannot be made here, not even by the system's own tool")
     found = level()
     assert found.name == "full", found
+
+
+@pytest.mark.usefixtures("full_level")
+def test_the_level_is_known() -> None:
+    found = level()
+    assert found.name == "full"
+    assert found.reasons == () or not found.landlock
+    assert str(Level(name="none", reasons=("a", "b"))) == "none: a; b"
+
+
+@pytest.mark.usefixtures("full_level")
+def test_bash_is_refused_where_processes_cannot_be_held() -> None:
+    if reason := why_not("reduced"):
+        pytest.skip(reason)
+    with (
+        Sandbox(language="bash", level="reduced") as sandbox,
+        pytest.raises(SandboxError, match="bash needs processes"),
+    ):
+        sandbox.run("echo")
+
+
+@pytest.mark.usefixtures("full_level")
+def test_without_isolation_code_runs_only_when_asked_for_by_name() -> None:
+    with Sandbox(level="none", allow_unsafe=True) as sandbox:
+        assert sandbox.start().name == "none"
+        assert sandbox.run("6 * 7").value == "42"
+        assert sandbox.run("while True: pass", timeout_s=0.2).status == "timeout"
+
+
+WITHOUT_KERNEL_HELP = """
+import sys
+import verifiers.sandbox.host as host
+host.BOOT = host.BOOT.replace("main(config)", '''
+from verifiers.sandbox.inside import kernel, namespaces
+def no(*args): raise PermissionError(1, "forbidden here")
+namespaces.enter = no
+if {no_landlock}: kernel.landlock_version = lambda: 0
+main(config)
+''')
+from verifiers.sandbox import Sandbox, SandboxError, level
+try:
+    with Sandbox(allow_unsafe={allow_unsafe}) as sandbox:
+        print(sandbox.start(), sandbox.run("1 + 1").value)
+except SandboxError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.usefixtures("full_level")
+@pytest.mark.parametrize(
+    ("no_landlock", "allow_unsafe", "said"),
+    [
+        (False, False, "reduced: namespaces cannot be used (forbidden here)"),
+        (True, False, "refused: this machine cannot hold code that is not trusted (namespaces cannot be used"),
+        (True, True, "none: namespaces cannot be used (forbidden here); this kernel has no Landlock"),
+    ],
+)
+def test_what_a_machine_lacks_lowers_the_level_and_never_silently(
+    no_landlock: bool, allow_unsafe: bool, said: str
+) -> None:
+    code = WITHOUT_KERNEL_HELP.format(no_landlock=no_landlock, allow_unsafe=allow_unsafe)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(said), done.stdout
+    assert allow_unsafe or "allow_unsafe=True" in done.stdout or done.stdout.strip().endswith("2")

@@ -16,11 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandbox.arena import LEVELS, descendants, wait_until, why_not
+from tests.sandbox.arena import LEVELS, ROOT, descendants, wait_until, why_not
 from verifiers.sandbox import Result, Sandbox
 from verifiers.sandbox.host import ENVIRONMENT
 
-ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = [
     ("import os; os._exit(1)", {"killed"}),
     ("x = bytearray(8 << 30)", {"memory"}),

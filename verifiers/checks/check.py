@@ -15,8 +15,7 @@ from verifiers.checks.rows import check_rows
 from verifiers.checks.scoring import check_repeats, check_scores
 from verifiers.checks.verdicts import Report
 from verifiers.envs.environment import Environment
-from verifiers.envs.loading import load_environment, split_id
-from verifiers.packages.source import module_name
+from verifiers.envs.loading import find_module, load_environment
 
 EXAMPLES = 8
 
@@ -43,7 +42,6 @@ def check_environment(
         report.add("it loads", "ok", type(env).__name__)
         module = type(env).__module__ if type(env).__module__.partition(".")[0] != "verifiers" else ""
         return _check(report, env, None, module, examples)
-    name, _ = split_id(env)
     report = Report(env_id=env)
     began = time.perf_counter()
     loaded = load_environment(env, environments_dir=environments_dir, **(env_args or {}))
@@ -53,7 +51,7 @@ def check_environment(
     def again() -> Environment:
         return load_environment(env, environments_dir=environments_dir, **(env_args or {}))
 
-    return _check(report, loaded, again, module_name(name), examples)
+    return _check(report, loaded, again, find_module(env, environments_dir).__name__, examples)
 
 
 def _check(

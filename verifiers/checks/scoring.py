@@ -157,9 +157,12 @@ def _check_quick(report: Report, trials: Sequence[Trial]) -> None:
     if not_finite:
         report.add(name, "fail", not_finite[0].causes)
         return
-    slowest = max((trial.slowest_scoring_s for trial in trials), default=0.0)
-    status: Status = "fail" if slowest > TOO_SLOW_S else "warn" if slowest > SLOW_S else "ok"
-    report.add(name, status, f"the slowest took {slowest * 1000:.0f} ms to score")
+    *_, slow, slowest = sorted([0.0, 0.0, *(took for trial in trials for took in trial.scoring_s)])
+    status: Status = "fail" if slowest > TOO_SLOW_S else "warn" if slow > SLOW_S else "ok"
+    found = f"the slowest took {slowest * 1000:.0f} ms to score"
+    if slow <= SLOW_S < slowest:  # the first call imports what it needs, or starts a worker
+        found = f"the slowest took {slow * 1000:.0f} ms to score, the first {slowest * 1000:.0f} ms with what it loads"
+    report.add(name, status, found)
 
 
 # --- the same twice -----------------------------------------------------------------------------------------------

@@ -67,18 +67,19 @@ class Trial:
         return "; ".join(f"{count} × {cause}" for cause, count in counts.most_common(2))
 
     @property
-    def slowest_scoring_s(self) -> float:
-        return (
-            max((float((state.get("timing") or {}).get("scoring_ms") or 0) for state in self.states), default=0) / 1000
-        )
+    def scoring_s(self) -> list[float]:
+        return [float((state.get("timing") or {}).get("scoring_ms") or 0) / 1000 for state in self.states]
 
 
-def try_replies(env: Environment, rows: Sequence[Row], reply_to: ReplyTo, *, judge_says: bool = False) -> Trial:
+def try_replies(
+    env: Environment, rows: Sequence[Row], reply_to: ReplyTo, *, judge_says: bool = False, judge_quotes: bool = False
+) -> Trial:
     """Play rows with a scripted reply for each; judges approve of it or do not. TimeoutError where it does not end."""
+    judge = FakeClient(lambda request: (quoting if judge_quotes else verdict)(request, judge_says))
 
     async def run() -> list[State]:
         pairs = [(row, Scripted(reply_to(row, number))) for number, row in enumerate(rows)]
-        with judges_answer(env, FakeClient(lambda request: verdict(request, judge_says))):
+        with judges_answer(env, judge):
             async with asyncio.timeout(TRIAL_S):
                 states = await play(env, pairs, model="check")
         if any(isinstance(state.get("error"), EndlessError) for state in states):
@@ -95,3 +96,11 @@ def verdict(request: Request, is_good: bool) -> str:
     if scale is None:
         return "yes" if is_good else "no"
     return f"<score>{scale[1] if is_good else scale[0]:g}</score>"
+
+
+def quoting(request: Request, is_good: bool) -> str:
+    """The same verdict of a judge who repeats the opposite one from the reply, as those who explain themselves do."""
+    own, quoted = verdict(request, is_good), verdict(request, not is_good)
+    if own.startswith("<score>"):
+        return f"The reply says {quoted} of itself, which counts for nothing. {own}"
+    return f'{own}. The reply tells me to say "{quoted}", which counts for nothing.'

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from verifiers.cli.main import own_version
-from verifiers.cli.tables import some
+from verifiers.cli.tables import fitted, some
 from verifiers.packages import list_environments
 
 PROBE_TIMEOUT_S = 120
@@ -155,11 +155,11 @@ def advise(found: dict[str, Any], *, has_torch: bool) -> list[str]:
     if found["keys"]["OPENAI_API_KEY"]:
         lines.append("vf eval arithmetic -m gpt-4.1-mini      the endpoint of your key")
     else:
-        lines.append("export OPENAI_API_KEY=…                 a hosted model, or -b URL for a server of your own")
+        lines.append("export OPENAI_API_KEY=…                 a hosted model, or -b URL")
     if not found["environments"]:
         lines.append("vf init my-env                          an environment of your own")
     else:
-        lines.append("vf list                                 the environments here, with their arguments")
+        lines.append("vf list                                 environments, with their arguments")
     return lines
 
 
@@ -172,7 +172,7 @@ def describe(found: dict[str, Any]) -> list[str]:
     free = "" if memory["available"] is None else f", {_gib(memory['available'])} free"
     features = f" ({', '.join(found['cpu_features'])})" if found["cpu_features"] else ""
     set_keys = [name for name, is_set in found["keys"].items() if is_set]
-    return [
+    lines = [
         f"verifiers  {found['verifiers']} on Python {found['python']}, {found['platform']}",
         f"machine    {found['cpus']} CPUs{features}, {_gib(memory['total'])} of memory{free}",
         *_describe_extras(found["extras"]),
@@ -181,9 +181,8 @@ def describe(found: dict[str, Any]) -> list[str]:
         f"sandbox    {_describe_sandbox(found['sandbox'])}",
         f"programs   {', '.join(name for name, path in found['programs'].items() if path) or 'neither git nor uv'}",
         f"here       {some(found['environments'], 'environment')} in ./environments",
-        "next",
-        *(f"  {line}" for line in found["next"]),
     ]
+    return [*fitted(lines, indent=11), "next", *fitted(f"  {line}" for line in found["next"])]
 
 
 def _describe_extras(extras: dict[str, dict[str, str | None]]) -> list[str]:
@@ -210,7 +209,7 @@ def _describe_sandbox(sandbox: dict[str, Any] | None) -> str:
 
 def _describe_engine(engine: dict[str, Any] | None) -> list[str]:
     if engine is None:
-        return ["engine     no torch was asked"]
+        return ["engine     not tried"]
     if "error" in engine:
         return [f"engine     {engine['error']}"]
     device = "CPU" if engine["device"] == "cpu" else f"{engine['gpus']} × {engine['gpu']}, {_gib(engine['gpu_bytes'])}"

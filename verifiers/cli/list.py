@@ -50,7 +50,7 @@ def describe(listed: Listed) -> list[str]:
     place = listed.where if listed.is_local else "installed"
     lines = [f"{heading(printable(package.name))} {printable(package.version or '')}".rstrip() + f"  {dim(place)}"]
     if package.summary:
-        lines.append(f"  {hang(package.summary, 2)}")
+        lines.append(f"  {hang(package.summary.replace('``', '`'), 2)}")
     if package.arguments:
         lines.append(f"  {hang(', '.join(map(str, package.arguments)), 2)}")
     return lines

@@ -12,6 +12,7 @@ from verifiers.types import State
 
 Z95 = 1.96  # while a run goes on; the report has the exact interval
 SMOOTH_S = 3.0  # before this the pace is anyone's guess
+BAR_FROM = 100  # columns that hold a bar beside the line
 
 
 class Watched(Tally):
@@ -108,8 +109,10 @@ class WatchedBar(Watched):
         from rich.console import Console
 
         super().start(total, done)
-        columns = (progress.BarColumn(bar_width=20), progress.TextColumn("{task.description}"))
-        self.bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
+        console = Console(stderr=True)
+        bar = [progress.BarColumn(bar_width=20)] if console.width >= BAR_FROM else []  # the numbers come first
+        text = progress.TextColumn("{task.description}")
+        self.bar = progress.Progress(*bar, text, console=console, transient=True)
         self.task = self.bar.add_task(self.line(), total=total, completed=done)
         self.bar.start()
 

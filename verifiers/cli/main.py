@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,6 +69,18 @@ class LazyGroup(click.Group):
         except KeyboardInterrupt:
             click.echo("stopped", err=True)
             ctx.exit(INTERRUPTED)
+        except click.ClickException as error:
+            if error.message:
+                vars(error)["message"] = _between_words(error.message)
+            raise
+
+
+def _between_words(message: str) -> str:
+    """An error broken between words, where a terminal would break it anywhere."""
+    from verifiers.cli.tables import fitted
+
+    first, *shown = f"Error: {message}".splitlines()  # further lines show a place in a file, and are left alone
+    return "\n".join([*fitted([first], indent=2, stream=sys.stderr), *shown]).removeprefix("Error: ")
 
 
 def own_version() -> str:

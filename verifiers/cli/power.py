@@ -76,6 +76,10 @@ def _spread(metric: str, given: dict[str, Any]) -> dict[str, Any]:
         return {"difference_sd": _difference_sd(given["run"], given["against"], metric)}
     if given["run"] is not None:
         values, clusters = _scores(given["run"], metric)
+        if len({value for value in values if value is not None}) == 1:
+            raise click.UsageError(
+                f"every score of {given['run'].path} is the same; say how much scores vary with --sd S"
+            )
         return {"values": values, "clusters": clusters}
     if given["sd"] is not None:
         return {"sd": given["sd"]}

@@ -55,9 +55,10 @@ def replay(
 
     with told(verbose), nullcontext() if allow_network else reruns.no_network():
         note_damage(run)
-        env = environment_of(metadata_of(run), env_id, env_args, env_dir_path, verbose)
+        metadata = metadata_of(run)
+        env = environment_of(metadata, env_id, env_args, env_dir_path, verbose)
         try:
-            found = calls.run(lambda: reruns.replay(env, run))
+            found = calls.run(lambda: reruns.replay(env, run, metadata=metadata))
         except Exception as error:  # foreign code: the rows of an environment are made now
             raise explained(error, f"{run.path} cannot be replayed", verbose) from error
     if not found.states:

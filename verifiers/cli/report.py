@@ -8,6 +8,7 @@ from heapq import nlargest, nsmallest
 from typing import Any
 
 from verifiers import stats
+from verifiers.cli.tables import fitted
 from verifiers.logs import printable
 from verifiers.messages import messages_to_printable, role_of, text_of
 from verifiers.results import Results
@@ -30,7 +31,7 @@ def report(results: Results) -> list[str]:
     lines += [*str(results).splitlines(), ""]
     if results.scored:
         lines += [*_pass_at_k(results), *_stops(results), *_histogram(results), *_examples(results), ""]
-    return [printable(line) for line in lines]
+    return fitted(printable(line) for line in lines)
 
 
 def summary(results: Results) -> dict[str, Any]:
@@ -100,12 +101,13 @@ def _is_binary(values: Sequence[float | None]) -> bool:
 
 def _pass_at_k(results: Results) -> Iterator[str]:
     for name, row in _pass_table(results).items():
-        shown = [
-            f"pass@{found.k} {found.mean:.3f}" + ("" if found.low is None else f" [{found.low:.3f}, {found.high:.3f}]")
-            for found in row
-            if found.mean is not None
-        ]
-        yield f"{'' if name == 'reward' else f'{name}: '}{'   '.join(shown)}"
+        width = len(f"pass@{row[-1].k}")
+        if name != "reward":
+            yield f"{name}:"
+        for found in row:
+            interval = "" if found.low is None else f"  [{found.low:.3f}, {found.high:.3f}]"
+            if found.mean is not None:
+                yield f"{f'pass@{found.k}':<{width}}  {found.mean:.3f}{interval}"
 
 
 def _stop_counts(results: Results) -> list[tuple[str, int]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TextIO
 
 import click
 
@@ -42,6 +44,20 @@ def hang(text: str, indent: int) -> str:
     width = max(20, terminal_width() - indent)
     lines = [line for part in printable(text).splitlines() for line in textwrap.wrap(part, width) or [""]]
     return ("\n" + " " * indent).join(lines)
+
+
+def fitted(lines: Iterable[str], *, indent: int | None = None, stream: TextIO | None = None) -> list[str]:
+    """Lines as wide as the terminal, broken between words and indented; as they are where they go elsewhere."""
+    stream = stream or sys.stdout
+    if not stream.isatty():
+        return list(lines)
+    width = shutil.get_terminal_size((110, 24)).columns
+    fitting: list[str] = []
+    for line in lines:
+        own = len(line) - len(line.lstrip()) + 2 if indent is None else indent
+        is_long = len(line) > width > 2 * own
+        fitting += textwrap.wrap(line, width, subsequent_indent=" " * own, tabsize=4) if is_long else [line]
+    return fitting
 
 
 def status_word(status: str) -> str:

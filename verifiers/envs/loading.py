@@ -22,19 +22,14 @@ _ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?([A-Za-z0-9][\w-]*(?:\.[\w-]+)*)(?:@(
 def load_environment(env_id: str, *, environments_dir: str | Path = "environments", **env_args: Any) -> Environment:
     """Load ``name``, ``org/name`` or ``org/name@version`` and call its ``load_environment(**env_args)``."""
     name, version = split_id(env_id)
-    module_name = name.replace("-", "_")
-    module = _import_local(module_name, Path(environments_dir)) or _import_installed(module_name)
-    if module is None:
-        raise ValueError(_not_found(env_id, module_name, Path(environments_dir)))
+    module = find_module(env_id, environments_dir)
     if version is not None:
-        _check_version(env_id, name, version)
-    load = getattr(module, "load_environment", None)
-    if not callable(load):
-        raise ValueError(f"{module_name!r} is not an environment: it has no load_environment()")
+        _check_version(env_id, module.__name__.replace("_", "-"), version)
+    load = module.load_environment
     _check_args(env_id, load, env_args)
     env = load(**env_args)
     if not isinstance(env, Environment):
-        raise TypeError(f"{module_name}.load_environment() returned {type(env).__name__}, not an Environment")
+        raise TypeError(f"{module.__name__}.load_environment() returned {type(env).__name__}, not an Environment")
     env.env_id = env.env_id or name
     env.env_args = env.env_args or env_args
     return env
@@ -50,6 +45,21 @@ def split_id(env_id: str) -> tuple[str, str | None]:
     if match is None or ".." in env_id:
         raise ValueError(f"{env_id!r} is not an environment id; ids look like 'name', 'org/name' or 'org/name@version'")
     return match[1], match[2]
+
+
+def find_module(env_id: str, environments_dir: str | Path = "environments") -> ModuleType:
+    """The module of an environment, imported: that of its name, or with ``_env`` where another package has the name."""
+    name, _ = split_id(env_id)
+    own = name.replace("-", "_")
+    names, folder = (own, f"{own}_env"), Path(environments_dir)
+    for find in (lambda one: _import_local(one, folder), _import_installed):
+        for module in map(find, names):
+            if callable(getattr(module, "load_environment", None)):
+                assert module is not None
+                return module
+    if (folder / own).is_dir() or own in sys.modules:
+        raise ValueError(f"{env_id!r} is not an environment: {own} has no load_environment()")
+    raise ValueError(_not_found(env_id, own, folder))
 
 
 def _import_local(module_name: str, folder: Path) -> ModuleType | None:
@@ -115,8 +125,8 @@ def _not_found(env_id: str, module_name: str, folder: Path) -> str:
     local = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     installed = [d.metadata["Name"].replace("-", "_") for d in importlib.metadata.distributions() if d.metadata["Name"]]
     close = difflib.get_close_matches(module_name, [*local, *installed], n=3)
-    hint = f" Did you mean {', '.join(close)}?" if close else ""
-    return (
-        f"there is no environment {env_id!r}: no installed package {module_name!r} and no {folder}/{module_name}.{hint}"
-        f" Install it with: pip install {module_name.replace('_', '-')}"
-    )
+    said = f"there is no environment {env_id!r}: no installed package {module_name!r} and no {folder}/{module_name}."
+    install = f"pip install {module_name.replace('_', '-')}"
+    if close:
+        return f"{said} Did you mean {', '.join(close)}? If not, install it: {install}"
+    return f"{said} Install it with: {install}"

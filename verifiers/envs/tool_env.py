@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from verifiers import calls
+from verifiers.clients.protocol import Completion
 from verifiers.envs.multiturn_env import MultiTurnEnv
 from verifiers.messages import text_of
 from verifiers.parsers import Parser, XMLParser
@@ -27,7 +28,16 @@ from verifiers.tools.calling import (
     record,
 )
 from verifiers.tools.faults import KINDS, BadJSONError, NoCallError, ToolFailedError, is_the_models, kind_of
-from verifiers.tools.protocols import EXAMPLE, TAG, Call, describe_tools, native_calls, read_arguments, tagged_calls
+from verifiers.tools.protocols import (
+    EXAMPLE,
+    TAG,
+    Call,
+    as_sent,
+    describe_tools,
+    native_calls,
+    read_arguments,
+    tagged_calls,
+)
 from verifiers.tools.tool import Tool
 from verifiers.types import ChatMessage, Messages, SamplingArgs, State
 
@@ -165,6 +175,12 @@ class ToolEnv(MultiTurnEnv):
         return [tagged_results(said)] if self.uses_tags else said
 
     env_response = calls.both(_env_response)  # type: ignore[arg-type]
+
+    async def _get_model_response(self, state: State, prompt: Messages, *args: Any, **kwargs: Any) -> Completion:
+        """Ask the model; a call of its own that is not valid JSON is mended where it is sent back, and only there."""
+        return await super()._get_model_response(state, as_sent(prompt), *args, **kwargs)
+
+    get_model_response = calls.both(_get_model_response)  # type: ignore[arg-type]
 
     async def answer_all(self, found: Sequence[Call], messages: Messages, state: State) -> list[Answer]:
         """Answer the calls of one turn, all at once."""

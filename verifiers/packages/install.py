@@ -127,14 +127,14 @@ def _install(
     what: str, installer: Installer, index: str | None, hub: str | None, folder: Path, is_editable: bool
 ) -> Installed:
     path = Path(what).expanduser()
-    local = folder / module_name(what)
     if what and path.is_dir():
         return _install_folder(path, installer, is_editable)
     if what.endswith(".whl"):
         package = read_wheel(path)
         installer.install([str(path)])
         return Installed(package=package, source=str(path), program=installer.program)
-    if index is None and _NAMED.fullmatch(what) and local.is_dir():
+    local = local_folder(what, folder) if index is None else None
+    if local is not None:
         return _install_folder(local, installer, is_editable)
     if is_editable:
         raise InstallError(f"{what!r} is no folder; only a folder can be installed as editable")
@@ -145,6 +145,14 @@ def _install(
         forms = "a folder, a .whl file, name, name@version or org/name@version"
         raise InstallError(f"{what!r} is nothing that can be installed; it can be {forms}")
     return _install_from_index(named[1], named[2], installer, index)
+
+
+def local_folder(what: str, folder: Path) -> Path | None:
+    """The folder of a local environment, found by the names that ``load_environment`` takes."""
+    if _NAMED.fullmatch(what) is None:
+        return None
+    names = (module_name(what), f"{module_name(what)}_env")
+    return next((folder / name for name in names if (folder / name).is_dir()), None)
 
 
 def _install_folder(path: Path, installer: Installer, is_editable: bool) -> Installed:

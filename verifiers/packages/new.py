@@ -11,15 +11,18 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*\Z", re.ASCII)
 _TAKEN = ("verifiers", "test", "tests", "environments")
 
 
-def new_package(name: str, folder: str | Path = "environments", *, is_multi_file: bool = False) -> list[Path]:
-    """Write a package into ``folder/<module>``; gives its files. One that exists is left alone."""
+def new_package(
+    name: str, folder: str | Path = "environments", *, is_multi_file: bool = False, rewrites_readme: bool = False
+) -> list[Path]:
+    """Write a package into ``folder/<module>``; gives what it wrote. Of one that exists, that is the README at most."""
     if not _NAME.fullmatch(name) or module_name(name) in _TAKEN:
         raise ValueError(
             f"{name!r} cannot be the name of an environment: lower-case words with '-' between them, such as 'my-env'"
         )
     module = module_name(name)
     home = Path(folder) / module
-    if home.exists():
+    is_there = home.exists()
+    if is_there and not rewrites_readme:
         raise FileExistsError(f"{home} exists already; choose another name, or remove it first")
     own = f"{module}/{module}" if is_multi_file else module
     files = {
@@ -35,6 +38,8 @@ def new_package(name: str, folder: str | Path = "environments", *, is_multi_file
         "INCLUDED": f"{module}/**/*.py" if is_multi_file else f"{module}.py",
         "CARRIED": f"{module}/pyproject.toml" if is_multi_file else f"{module}.pyproject.toml",
     }
+    if is_there:
+        files = {"README.md": README}
     for path, text in files.items():
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(re.sub(r"@(\w+)@", lambda found: words[found[1]], text), encoding="utf-8")

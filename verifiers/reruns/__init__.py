@@ -1,7 +1,8 @@
 """Saved runs, used again without a model: scored anew, played anew."""
 
+from verifiers.reruns.offline import NoNetworkError, no_network
 from verifiers.reruns.play import play
 from verifiers.reruns.replay import Replayed, replay
 from verifiers.reruns.rescore import Rescored, rescore
 
-__all__ = ["Replayed", "Rescored", "play", "replay", "rescore"]
+__all__ = ["NoNetworkError", "Replayed", "Rescored", "no_network", "play", "replay", "rescore"]

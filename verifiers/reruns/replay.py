@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isclose
 from typing import Any
@@ -76,7 +77,7 @@ class NoJudge:
         raise NotRecordedError("what its judges said was not recorded; record a run with: vf eval … -s --record")
 
 
-async def replay(env: Environment, run: RunDir) -> Replayed:
+async def replay(env: Environment, run: RunDir, *, metadata: Mapping[str, Any] | None = None) -> Replayed:
     """Play a saved run again. Judges answer from the run's cassette, and without one they cannot be asked."""
     rows = rows_by_id(env)
     found = Replayed()
@@ -86,7 +87,7 @@ async def replay(env: Environment, run: RunDir) -> Replayed:
             found.left_out += 1
         else:
             records.append(record)
-    metadata = run.metadata
+    metadata = run.metadata if metadata is None else metadata
     cassette = run.path / CASSETTE
     pairs = [(row_of(record, rows), Recorded(record)) for record in records]
     with judges_answer(env, Cassette(cassette, mode="replay") if cassette.is_file() else NoJudge()):

@@ -10,7 +10,6 @@ import select
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from verifiers.errors import SandboxError
 from verifiers.sandbox.drive import Gate, Steps, Until
 from verifiers.sandbox.process import Process
 from verifiers.sandbox.result import Level, LevelName
+from verifiers.sandbox.sight import hidden_paths, readable_folders, site_folders
 
 if TYPE_CHECKING:
     from verifiers.sandbox.sandbox import Sandbox
@@ -180,6 +180,7 @@ class Host:
             "programs": os.path.join(sys.prefix, "bin"),
             "paths": site_folders(),
             "readable": readable_folders(),
+            "hidden": hidden_paths(),
         }
 
     def _hello(self) -> Steps[None]:
@@ -273,24 +274,3 @@ def most_places() -> int:
     if soft == resource.RLIM_INFINITY:
         return MOST_PLACES
     return max(4, min(MOST_PLACES, soft // (DESCRIPTORS_EACH * 2)))
-
-
-def site_folders() -> list[str]:
-    """Where this Python finds its installed packages."""
-    return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages") and os.path.isdir(path)]
-
-
-def readable_folders() -> list[str]:
-    """What code may read: the system's programs and libraries, and this Python. Never a home or a project folder."""
-    folders = ["/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime"]
-    folders += ["/etc/alternatives"]
-    paths = sysconfig.get_paths()
-    folders += [paths[name] for name in ("stdlib", "platstdlib")]
-    for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix):
-        folders += [os.path.join(prefix, name) for name in ("lib", "lib64", "bin", "pyvenv.cfg")]
-    folders += site_folders()
-    found: list[str] = []
-    for folder in folders:
-        if os.path.exists(folder) and not any(folder == one or folder.startswith(one + "/") for one in found):
-            found.append(folder)
-    return found

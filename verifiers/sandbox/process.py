@@ -235,6 +235,8 @@ def _capped_file(name: str, size: int) -> int:
 def _decode(message: bytes) -> dict[str, Any]:
     try:
         reply = json.loads(message)
+        if b"\\ud" in message.lower():  # half a surrogate pair is no text, and breaks whoever writes it down
+            reply = json.loads(json.dumps(reply, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as error:
         raise EndedError("killed", f"it sent a reply that is not JSON ({type(error).__name__})") from None
     if not isinstance(reply, dict):

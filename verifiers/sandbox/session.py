@@ -99,7 +99,7 @@ class Session:
         """The names of all files in the session's folder, with folders inside it as ``folder/name``."""
         reply = yield from self._files({"do": "files"})
         names = reply.get("names")
-        return sorted(str(name) for name in names) if isinstance(names, list) else []
+        return sorted(filter(_is_inside, names)) if isinstance(names, list) else []
 
     def close(self) -> None:
         """End the session's process and everything it started; a cell that is running is killed."""
@@ -197,6 +197,13 @@ def check_code(code: str) -> None:
     """Refuse what is not text before a process is taken for it."""
     if not isinstance(code, str):
         raise TypeError(f"code must be a string; got {type(code).__name__}")
+
+
+def _is_inside(name: Any) -> bool:
+    """Is this a file name that leads nowhere else? Whoever copies the files would follow it."""
+    if not isinstance(name, str) or name.startswith("/") or "\0" in name or ".." in name.split("/"):
+        return False
+    return bool(name)
 
 
 def encode(content: bytes | str) -> str:

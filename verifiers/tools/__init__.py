@@ -31,3 +31,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"verifiers.tools.{_HOME[name]}"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -19,6 +19,7 @@ from verifiers.tools.tool import Tool, as_tool
 
 TOOL_TIMEOUT_S = 60.0
 MAX_RESULT_CHARS = 20_000
+MAX_PARTS = 64  # of one result: images, texts
 
 ErrorFormatter = Callable[[Exception], str]
 Content = str | list[dict[str, Any]]
@@ -131,13 +132,33 @@ class ToolBox:
     def shown(self, result: Any) -> tuple[Content, bool]:
         """A result as the model reads it, and whether it had to be cut."""
         if is_content_parts(result):
-            return result, False
+            return self._cut_parts(result)
         text = as_text(result)
         limit = self.max_result_chars
         if len(text) <= limit:
             return text, False
-        note = f"\n[cut: the result has {len(text):,} characters, these are the first {limit:,}]"
-        return text[:limit] + note, True
+        return text[:limit] + self._note(len(text)), True
+
+    def _cut_parts(self, parts: list[dict[str, Any]]) -> tuple[Content, bool]:
+        """Parts up to the limit of their texts together, and no more of them than a result may have."""
+        left, total = self.max_result_chars, 0
+        kept: list[dict[str, Any]] = []
+        for part in parts:
+            text = part.get("text")
+            if isinstance(text, str):
+                total += len(text)
+                part = {**part, "text": text[:left]}
+                left -= len(part["text"])
+            if len(kept) < MAX_PARTS and part.get("text") != "":
+                kept.append(part)
+        if total <= self.max_result_chars and len(parts) <= MAX_PARTS:
+            return parts, False
+        return [*kept, {"type": "text", "text": self._note(total, len(parts))}], True
+
+    def _note(self, length: int, parts: int = 1) -> str:
+        of = f"{parts:,} parts with " if parts > 1 else ""
+        most = f"{MAX_PARTS} and " if parts > MAX_PARTS else ""
+        return f"\n[cut: the result has {of}{length:,} characters, these are the first {most}{self.max_result_chars:,}]"
 
 
 def is_content_parts(result: Any) -> bool:

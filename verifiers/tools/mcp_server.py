@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import tempfile
 import threading
 from collections.abc import Mapping
@@ -78,10 +79,26 @@ class MCPServer:
                 self.stop()
                 self._launch()
         try:
-            listed = self._ask(self._session.list_tools()).result(START_S)
+            listed = self._ask(self._listed(self._session)).result(START_S)
         except Exception as error:  # the protocol's own, by whatever name the installed version has for them
             raise InfraError(f"the MCP server {self.config.name!r} does not list its tools: {error}") from error
-        return [self._tool(described) for described in listed.tools]
+        return [self._tool(described) for described in listed]
+
+    async def _listed(self, session: Any) -> list[Any]:
+        """What the server says of its tools, page by page."""
+        from mcp.types import PaginatedRequestParams
+
+        takes_params = "params" in inspect.signature(session.list_tools).parameters  # early versions do not
+        page = await session.list_tools()
+        listed, cursors = list(page.tools), set()
+        while cursor := getattr(page, "next_cursor", None) or getattr(page, "nextCursor", None):
+            if cursor in cursors:
+                raise InfraError(f"it sends the page {cursor!r} over and over")
+            cursors.add(cursor)
+            params = PaginatedRequestParams(cursor=cursor)
+            page = await session.list_tools(**({"params": params} if takes_params else {"cursor": cursor}))
+            listed += page.tools
+        return listed
 
     def _launch(self) -> None:
         try:

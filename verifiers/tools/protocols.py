@@ -11,11 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from verifiers.errors import Error
 from verifiers.tools.faults import BadJSONError, NoCallError
 from verifiers.tools.schemas import Schema
+from verifiers.types import ChatMessage, Messages
 
 TAG = "tool"
+NAMELESS = "unnamed"
 EXAMPLE = '<tool>{"name": "<tool name>", "arguments": {"<argument>": <value>}}</tool>'
 _SPACES = " \t\r\n"
 _MARK = re.compile(r'[][{}"<\\]')
@@ -95,6 +99,49 @@ def _native_call(call: Any, index: int) -> Call:
         problem = BadJSONError("the call names no function")
         return Call(id=call_id, name="", arguments=arguments, problem=problem)
     return Call(id=call_id, name=name, arguments=arguments)
+
+
+def as_sent(messages: Messages) -> Messages:
+    """Messages as strict endpoints take them back: calls that are none are made into some, in a copy.
+
+    >>> cut = {"id": "7", "function": {"name": "add", "arguments": '{"a'}}
+    >>> as_sent([{"role": "assistant", "tool_calls": [cut]}])[0]["tool_calls"][0]["function"]
+    {'name': 'add', 'arguments': '{"arguments": "{\\\\"a"}'}
+    """
+    if isinstance(messages, str):
+        return messages
+    return [_message_as_sent(message) for message in messages]
+
+
+def _message_as_sent(message: ChatMessage) -> ChatMessage:
+    listed = _field(message, "tool_calls")
+    if not listed or not isinstance(message, dict):
+        return message
+    calls = [
+        given if _is_strict(given) else _call_as_sent(call)
+        for given, call in zip(listed, native_calls(message), strict=False)
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _is_strict(call: Any) -> bool:
+    function = _field(call, "function")
+    name, arguments = _field(function, "name"), _field(function, "arguments")
+    if not _field(call, "id") or not isinstance(name, str) or not name or not isinstance(arguments, str):
+        return False
+    try:
+        msgspec.json.decode(arguments, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return False
+    return True
+
+
+def _call_as_sent(call: Call) -> dict[str, Any]:
+    try:
+        arguments = json.dumps(read_arguments(call.arguments), allow_nan=False)
+    except (BadJSONError, TypeError, ValueError):  # kept as text, for the model to see what it wrote
+        arguments = json.dumps({"arguments": str(call.arguments)})
+    return {"id": call.id, "type": "function", "function": {"name": call.name or NAMELESS, "arguments": arguments}}
 
 
 def _field(source: Any, name: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 from verifiers import stats
 from verifiers.viewer.index import FAILED, STATUSES, Names, RolloutIndex
 from verifiers.viewer.library import Run
+from verifiers.viewer.numbers import mean
 
 MAX_BARS = 12  # distinct values that get a bar each
 RANGES = 24
@@ -40,7 +41,7 @@ def run_card(run: Run) -> dict[str, Any]:
         "problem": problem,
     }
     if card["reward"] is None and is_known:
-        card["reward"] = _mean(index.rewards)
+        card["reward"] = mean(index.rewards)
     if run.is_training:
         run.metrics.refresh()
         card["step"] = run.metrics.steps[-1] if run.metrics.steps else None
@@ -191,11 +192,6 @@ def _step_counts(steps: Sequence[float]) -> list[list[float]]:
 
 def _known(column: Sequence[float]) -> list[float | None]:
     return [None if value != value else value for value in column]  # NaN alone is not itself
-
-
-def _mean(column: Sequence[float]) -> float | None:
-    known = [value for value in column if not math.isnan(value)]
-    return math.fsum(known) / len(known) if known else None
 
 
 def _text(value: Any) -> str:

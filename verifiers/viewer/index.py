@@ -17,12 +17,12 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from verifiers.store import Key, Record, is_failed
+from verifiers.viewer.numbers import as_number
 
 MAX_METRICS: Final = 64  # a file with a new metric in each line must not fill the memory
 MAX_TOLD: Final = 20  # damaged lines that are named one by one
 _BUFFER = 1 << 20
 _CHECK_EVERY = 256  # lines between two looks at the clock
-_NO_NUMBER = math.nan
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 OK, FAILED, POLICY = 0, 1, 2  # POLICY: an error that the model caused, which is scored as usual
@@ -187,10 +187,10 @@ class RolloutIndex:
         error = line.error
         status = OK if error is None else FAILED if is_failed({"error": error}) else POLICY
         self.statuses.append(status)
-        self.rewards.append(_NO_NUMBER if status == FAILED else _number(line.reward))
-        self.times_ms.append(_number(line.total_ms))
-        self.steps.append(_number(line.step))
-        self.advantages.append(_number(line.advantage))
+        self.rewards.append(math.nan if status == FAILED else as_number(line.reward))
+        self.times_ms.append(as_number(line.total_ms))
+        self.steps.append(as_number(line.step))
+        self.advantages.append(as_number(line.advantage))
         self.truncated.append(line.is_truncated is True)
         self.tasks.append(self.task_names.number(_name(line.task)))
         self.stops.append(self.stop_names.number(_name(line.stop_condition)))
@@ -209,11 +209,11 @@ class RolloutIndex:
 
     def _count_usage(self, usage: Any) -> float:
         if type(usage) is not dict:
-            return _NO_NUMBER
-        prompt, completion = _number(usage.get("prompt_tokens")), _number(usage.get("completion_tokens"))
+            return math.nan
+        prompt, completion = as_number(usage.get("prompt_tokens")), as_number(usage.get("completion_tokens"))
         self.prompt_tokens += 0 if math.isnan(prompt) else int(prompt)
         self.completion_tokens += 0 if math.isnan(completion) else int(completion)
-        cost = _number(usage.get("cost_usd"))
+        cost = as_number(usage.get("cost_usd"))
         if not math.isnan(cost):
             self.cost_usd = (self.cost_usd or 0.0) + cost
         return completion
@@ -228,8 +228,8 @@ class RolloutIndex:
                     continue
                 column = self.metrics[name] = array("d")
             if len(column) < rows - 1:
-                column.extend([_NO_NUMBER] * (rows - 1 - len(column)))
-            column.append(_number(value))
+                column.extend([math.nan] * (rows - 1 - len(column)))
+            column.append(as_number(value))
 
     # --- columns and records ------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class RolloutIndex:
         """A metric's column, as long as the others."""
         column = self.metrics[name]
         if len(column) < len(self):
-            column.extend([_NO_NUMBER] * (len(self) - len(column)))
+            column.extend([math.nan] * (len(self) - len(column)))
         return column
 
     def key(self, number: int) -> Key:
@@ -288,16 +288,6 @@ def cause_of(error: Any) -> str:
         return str(error).split("\n", 1)[0][:200]
     message = str(error.get("message") or "").split("\n", 1)[0]
     return f"{error.get('type') or 'error'}: {message}"[:200]
-
-
-def _number(value: Any) -> float:
-    if type(value) is float or type(value) is int or type(value) is bool:
-        try:
-            number = float(value)
-        except OverflowError:
-            return _NO_NUMBER
-        return number if math.isfinite(number) else _NO_NUMBER
-    return _NO_NUMBER
 
 
 def _name(value: Any) -> str:

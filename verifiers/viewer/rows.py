@@ -12,6 +12,7 @@ from verifiers.messages import content_text, last_reply
 from verifiers.store import Record
 from verifiers.viewer.index import STATUSES, RolloutIndex
 from verifiers.viewer.library import Run
+from verifiers.viewer.numbers import known
 from verifiers.viewer.search import Search
 
 MAX_PAGE = 500
@@ -196,16 +197,16 @@ def facts_of(index: RolloutIndex, number: int) -> dict[str, Any]:
         "example_id": example,
         "rollout": repeat,
         "status": STATUSES[index.statuses[number]],
-        "reward": _known(index.rewards[number]),
-        "metrics": {name: _known(index.metric(name)[number]) for name in index.metrics},
+        "reward": known(index.rewards[number]),
+        "metrics": {name: known(index.metric(name)[number]) for name in index.metrics},
         "task": index.task_names.texts[index.tasks[number]],
         "stop": index.stop_names.texts[index.stops[number]],
         "cause": index.cause_names.texts[index.causes[number]],
         "is_truncated": bool(index.truncated[number]),
-        "tokens": _known(index.tokens[number]),
-        "time_ms": _known(index.times_ms[number]),
-        "step": _known(index.steps[number]),
-        "advantage": _known(index.advantages[number]),
+        "tokens": known(index.tokens[number]),
+        "time_ms": known(index.times_ms[number]),
+        "step": known(index.steps[number]),
+        "advantage": known(index.advantages[number]),
     }
 
 
@@ -230,10 +231,6 @@ def replied(record: Record) -> str:
 def _preview(text: str) -> str:
     short = " ".join(text[: PREVIEW_CHARS * 4].split())
     return short if len(short) <= PREVIEW_CHARS else f"{short[:PREVIEW_CHARS]}…"
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def _whole(given: Mapping[str, str], name: str, default: int, most: int) -> int:

@@ -7,12 +7,13 @@ import os
 import threading
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from verifiers.viewer.numbers import as_number, known, mean
 
 MAX_SERIES = 128
 MAX_POINTS = 800  # of a series that is sent: more than a chart has pixels for
@@ -64,13 +65,13 @@ class MetricsLog:
                     self.damaged += not text.isspace()
 
     def _add(self, line: dict[str, Any]) -> None:
-        step = _number(line.get("step"))
+        step = as_number(line.get("step"))
         if math.isnan(step):
             self.damaged += 1
         elif "eval" in line:
             found = line["eval"] if isinstance(line["eval"], dict) else {}
             self.evaluations = [known for known in self.evaluations if known["step"] < step]
-            self.evaluations.append({"step": step, **{key: _known(found.get(key)) for key in _EVAL_KEYS}})
+            self.evaluations.append({"step": step, **{key: known(as_number(found.get(key))) for key in _EVAL_KEYS}})
         elif "notice" in line:
             if len(self.notices) < MAX_NOTICES:
                 self.notices.append({"step": step, "notice": str(line["notice"])[:2000]})
@@ -88,7 +89,7 @@ class MetricsLog:
         if isinstance(histogram, dict):
             self.ratio_histogram = _histogram(histogram) or self.ratio_histogram
         for name, value in named.items():
-            number = _number(value)
+            number = as_number(value)
             if name not in self.series:
                 if math.isnan(number) or len(self.series) >= MAX_SERIES:
                     continue
@@ -112,7 +113,7 @@ class MetricsLog:
 
     def recent(self, name: str, n: int) -> list[float | None]:
         """The last values of one series, for a drawing the size of a word."""
-        return [None if math.isnan(value) else value for value in self.series.get(name, array("d"))[-n:]]
+        return [known(value) for value in self.series.get(name, array("d"))[-n:]]
 
     def page(self) -> dict[str, Any]:
         """All of it as plain data, thinned to what a chart can show."""
@@ -121,7 +122,7 @@ class MetricsLog:
             return {
                 "steps": [self.steps[end - 1] for _, end in edges],
                 "series": {
-                    name: [_mean(column[start:end]) for start, end in edges] for name, column in self.series.items()
+                    name: [mean(column[start:end]) for start, end in edges] for name, column in self.series.items()
                 },
                 "steps_a_point": max((end - start for start, end in edges), default=1),
                 "last_step": self.steps[-1] if self.steps else None,
@@ -145,30 +146,10 @@ def _bucket_edges(n: int, most: int) -> list[tuple[int, int]]:
     return list(pairwise(i * n // count for i in range(count + 1))) if count else []
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else None
-
-
-def _known(value: Any) -> float | None:
-    number = _number(value)
-    return None if math.isnan(number) else number
-
-
-def _number(value: Any) -> float:
-    if type(value) in (int, float):
-        try:
-            number = float(value)
-        except OverflowError:
-            return math.nan
-        return number if math.isfinite(number) else math.nan
-    return math.nan
-
-
 def _histogram(found: dict[str, Any]) -> dict[str, Any] | None:
     edges, counts = found.get("edges"), found.get("counts")
     if not isinstance(edges, list) or not isinstance(counts, list) or len(edges) != len(counts) + 1:
         return None
-    if any(math.isnan(_number(value)) for value in (*edges, *counts)):
+    if any(math.isnan(as_number(value)) for value in (*edges, *counts)):
         return None
     return {"edges": edges[:200], "counts": counts[:199]}

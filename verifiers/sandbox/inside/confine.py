@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,8 @@ from verifiers.sandbox.inside.namespaces import INNER, SCRATCH, World
 
 STACK = 8 << 20
 ADDRESS_SLACK = 256 << 20
-OPEN_FILES = 256
+OPEN_FILES = {"python": 256, "bash": 64}
+"""Of one process. What waits in pipes and sockets is memory that nobody counts, and a shell may have many processes."""
 PENDING_SIGNALS = 256
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -25,9 +26,11 @@ class Policy:
 
     level: str
     readable: list[str]
+    hidden: list[str]
     landlock: int
     programs: str = "/usr/bin"
     world: World | None = None
+    listable: list[str] = field(default_factory=list)
     filters: dict[bool, bytes] = field(default_factory=dict)
     address_space: int = 1 << 30
     private_memory: int = 256 << 20
@@ -39,7 +42,10 @@ class Policy:
         self.address_space, self.private_memory = pages[0] * PAGE, pages[5] * PAGE
 
     def prepare(self) -> None:
-        """Make the filters before they are needed in a hurry."""
+        """Make the filters, and the list of what may be read, before they are needed in a hurry."""
+        if self.level == "reduced":
+            self.listable = sorted({os.path.dirname(path) for path in self.hidden})
+            self.readable = [path for folder in self.readable for path in _around(folder, self.hidden)]
         if self.level == "full":
             self.filters = {may_fork: seccomp.filter_program(may_fork=may_fork) for may_fork in (False, True)}
 
@@ -61,6 +67,7 @@ def confine(policy: Policy, order: Mapping[str, Any], home: str) -> None:
         landlock.restrict(
             version=policy.landlock,
             readable=["/"] if is_full else policy.readable,
+            listable=policy.listable,
             writable=[home],
             devices=["/dev"] if is_full else namespaces.DEVICES,
         )
@@ -85,6 +92,15 @@ def verify(policy: Policy) -> None:
     except PermissionError:
         return
     raise OSError(0, "Landlock has no effect")
+
+
+def _around(folder: str, hidden: Sequence[str]) -> list[str]:
+    """All of a folder but what is hidden in it: the folder itself, or else what lies beside that."""
+    if folder in hidden:
+        return []
+    if not any(path.startswith(folder + "/") for path in hidden):
+        return [folder]
+    return [path for name in os.listdir(folder) for path in _around(os.path.join(folder, name), hidden)]
 
 
 def _be_expendable() -> None:
@@ -120,7 +136,7 @@ def _be_nobody(uid: int | None) -> None:
         os.setresuid(uid, uid, uid)
     kernel.drop_capabilities()
     kernel.die_with_parent()
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # the monitor looks at its open files; no session can reach /proc
 
 
 def _limit(policy: Policy, order: Mapping[str, Any]) -> None:
@@ -131,7 +147,7 @@ def _limit(policy: Policy, order: Mapping[str, Any]) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: PENDING_SIGNALS,
-        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_NOFILE: OPEN_FILES[order["language"]],
         resource.RLIMIT_FSIZE: max(order["disk"], order["output"]),
         resource.RLIMIT_STACK: STACK,
         resource.RLIMIT_DATA: policy.private_memory + memory,

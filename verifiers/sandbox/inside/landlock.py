@@ -17,8 +17,10 @@ NETWORK = 3  # bind and connect, over TCP
 SCOPES = 3  # abstract sockets and signals
 
 
-def restrict(*, version: int, readable: Iterable[str], writable: Iterable[str], devices: Iterable[str]) -> None:
-    """Hold this process to reading, writing and using these; nothing else on the file system can be opened."""
+def restrict(
+    *, version: int, readable: Iterable[str], listable: Iterable[str], writable: Iterable[str], devices: Iterable[str]
+) -> None:
+    """Hold this process to reading, listing, writing and using these; nothing else can be opened."""
     files = FIRST_VERSION
     for since, right in ((2, REFER), (3, TRUNCATE), (5, IOCTL_DEV)):
         files |= right if version >= since else 0
@@ -27,6 +29,8 @@ def restrict(*, version: int, readable: Iterable[str], writable: Iterable[str], 
     try:
         for path in readable:
             _allow(ruleset, path, files & (EXECUTE | READ_FILE | READ_DIR))
+        for path in listable:
+            _allow(ruleset, path, files & READ_DIR)
         for path in writable:
             _allow(ruleset, path, files & ~(MAKE_CHAR | MAKE_BLOCK | IOCTL_DEV))
         for path in devices:

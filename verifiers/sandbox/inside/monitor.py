@@ -58,8 +58,8 @@ class Monitor:
         # All resident pages are quick to ask for; those of files count only in this first look.
         if resident_memory(session.pid, with_files=True) > allowed and resident_memory(session.pid) > allowed:
             return "memory"
-        disk = session.order["disk"]
-        if session.scratch.is_on_disk and session.scratch.size(disk) > disk:
+        disk, scratch = session.order["disk"], session.scratch
+        if scratch.is_on_disk and scratch.size(disk) + scratch.nameless_size(session.pid, disk) > disk:
             return "disk"
         return None
 

@@ -15,8 +15,10 @@ NOBODY = 65534
 INNER = 1000
 """The user that a session believes to be."""
 SCRATCH = "/scratch"
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+EMPTY = "/.empty"
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 LINKS = {
+    "/dev/zero": "/dev/full",  # reads the same; the true one can be mapped, for memory that no limit counts
     "/dev/fd": "/proc/self/fd",
     "/dev/stdin": "/proc/self/fd/0",
     "/dev/stdout": "/proc/self/fd/1",
@@ -41,7 +43,7 @@ class World:
     own_pids: int
 
 
-def enter(readable: Sequence[str], wait_for: Callable[[int], None]) -> World:
+def enter(readable: Sequence[str], hidden: Sequence[str], wait_for: Callable[[int], None]) -> World:
     """Go into the new world; ``wait_for`` is what each process left behind does until its child ends.
 
     As root the bare root is made first, with root's eyes, and root given up; then, as for everybody else, a user
@@ -50,7 +52,7 @@ def enter(readable: Sequence[str], wait_for: Callable[[int], None]) -> World:
     is_root = os.geteuid() == 0 and _exists(NOBODY, "uid_map") and _exists(NOBODY, "gid_map")
     if is_root and _has_power():
         _fork_into(wait_for)
-        _make_root(readable)
+        _make_root(readable, hidden)
         _become_nobody()
         _new_user(kernel.NEWNS | kernel.NEWPID)
         _fork_into(wait_for)
@@ -60,7 +62,7 @@ def enter(readable: Sequence[str], wait_for: Callable[[int], None]) -> World:
             _become_nobody()
         _new_user(SHARED)
         _fork_into(wait_for)
-        _make_root(readable)
+        _make_root(readable, hidden)
     if not os.path.exists(os.__file__):
         raise OSError(0, "this Python lies where only root can read it")
     proc = os.open("/proc", os.O_DIRECTORY)
@@ -125,18 +127,21 @@ def _fork_into(wait_for: Callable[[int], None]) -> None:
     kernel.die_with_parent()
 
 
-def _make_root(readable: Sequence[str]) -> None:
+def _make_root(readable: Sequence[str], hidden: Sequence[str]) -> None:
     """A root with nothing in it but programs and libraries, all read-only, a few devices and /proc."""
     kernel.set_hostname("sandbox")
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("root", NEW_ROOT, "tmpfs", TMPFS_FLAGS, "size=1m,mode=755")
     for path in readable:
         _show(path)
+    for path in hidden:
+        _hide(path)
     for path in DEVICES:
         _bind(path)
         kernel.make_read_only(NEW_ROOT + path, is_device=True)
     for path, target in LINKS.items():
-        os.symlink(target, NEW_ROOT + path)
+        if not os.path.lexists(NEW_ROOT + path):  # this Python may lie in /tmp
+            os.symlink(target, NEW_ROOT + path)
     for path in ("/proc", SCRATCH, "/etc", "/old"):
         os.makedirs(NEW_ROOT + path, exist_ok=True)
     with open(NEW_ROOT + "/etc/passwd", "w", encoding="ascii") as passwd:
@@ -157,6 +162,19 @@ def _show(path: str) -> None:
     elif os.path.exists(path):
         _bind(path)
         kernel.make_read_only(NEW_ROOT + path)
+
+
+def _hide(path: str) -> None:
+    """Lay something empty over a file or folder that lies in what is shown."""
+    target = NEW_ROOT + path
+    if os.path.isdir(target):
+        kernel.mount("hidden", target, "tmpfs", TMPFS_FLAGS | kernel.MS_RDONLY, "size=4k,mode=755")
+    elif os.path.exists(target):
+        empty = NEW_ROOT + EMPTY
+        with open(empty, "w", encoding="ascii"):
+            pass
+        kernel.mount(empty, target, None, kernel.MS_BIND)
+        kernel.make_read_only(target)
 
 
 def _bind(path: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verifiers.sandbox.inside.confine import Policy
@@ -56,6 +59,19 @@ class Scratch:
                 continue
         return total
 
+    def nameless_size(self, pid: int, most: int) -> int:
+        """Bytes of files that the session has deleted and still open; one that is only mapped counts as a full disk."""
+        device = os.stat(self.path).st_dev
+        with _as_user(self.uid):
+            try:
+                opened = _deleted_files(f"/proc/{pid}/fd", device)
+                with open(f"/proc/{pid}/maps", "rb") as maps:
+                    deleted = [line.split(maxsplit=5) for line in maps if line.endswith(b" (deleted)\n")]
+            except OSError:  # it has just ended, or is not confined yet
+                return 0
+        mapped = {int(row[4]) for row in deleted if row[5].startswith(os.fsencode(self.path))}
+        return sum(opened.values()) + most * len(mapped - opened.keys())
+
     def remove(self) -> None:
         """Delete the folder, however deep it has been made; its session has ended."""
         if not self.is_on_disk:
@@ -66,3 +82,31 @@ class Scratch:
             done = subprocess.run(["rm", "-rf", "--", self.path], stderr=subprocess.DEVNULL, check=False)
             if done.returncode:
                 shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _deleted_files(folder: str, device: int) -> dict[int, int]:
+    """Of the descriptors in a folder of /proc: the files of a device that have no name any more, and their sizes."""
+    found = {}
+    for name in os.listdir(folder):
+        try:
+            status = os.stat(f"{folder}/{name}")
+        except FileNotFoundError:  # just closed
+            continue
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 0 and status.st_dev == device:
+            found[status.st_ino] = status.st_blocks * 512
+    return found
+
+
+@contextlib.contextmanager
+def _as_user(uid: int | None) -> Iterator[None]:
+    """Be the session's user, as a root without all of root's powers has to, to look at its process."""
+    if uid is None:
+        yield
+        return
+    os.setegid(uid)
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)

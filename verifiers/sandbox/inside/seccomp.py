@@ -27,6 +27,7 @@ FCNTL_HARMFUL = (8, 10, 15, 1024, 1026, 1031)
 TERMINAL_QUERIES = (0x5401, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
 PRCTL_HARMLESS = (3, 15, 16, 21, 23, 27, 30, 39, 0x53564D41)  # get or set names, and questions
 PERSONALITY_QUESTIONS = (0, 0xFFFFFFFF)
+MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 
 Instruction = tuple[int, int, int, int]
 Body = tuple[Instruction, ...]
@@ -106,6 +107,7 @@ def by_argument(*, may_fork: bool, may_thread: bool, only_pid: int | None) -> di
         "fcntl": never(1, FCNTL_HARMFUL, no),
         "ioctl": only(1, TERMINAL_QUERIES, fail(errno.ENOTTY)),
         "prctl": only(0, PRCTL_HARMLESS, no),
+        "mmap": mmap(),
         "personality": only(0, PERSONALITY_QUESTIONS, no),
     }
     if only_pid is not None:
@@ -129,6 +131,20 @@ def clone(*, may_fork: bool, may_thread: bool) -> Body:
     )
     no_process: Body = ((JUMP_ANY_BIT, 1, 0, CLONE_THREAD), (RETURN, 0, 0, fail(errno.EPERM)))
     return (*no_namespace, *(() if may_fork else no_process), (RETURN, 0, 0, ALLOW))
+
+
+def mmap() -> Body:
+    """No shared memory without a file: what of it is unmapped in part stays taken, and no limit counts that."""
+    no = (RETURN, 0, 0, fail(errno.EPERM))
+    return (
+        (LOAD, 0, 0, ARGUMENTS + 8 * 3),
+        (JUMP_ANY_BIT, 0, 1, MAP_HUGETLB),
+        no,
+        (JUMP_ANY_BIT, 0, 2, MAP_SHARED),
+        (JUMP_ANY_BIT, 0, 1, MAP_ANONYMOUS),
+        no,
+        (RETURN, 0, 0, ALLOW),
+    )
 
 
 def only(index: int, values: Iterable[int], otherwise: int) -> Body:

@@ -41,7 +41,7 @@ timerfd_gettime:287:87 close_range:436:436 sendto:44:206 recvfrom:45:207 shutdow
 getsockname:51:204 getpeername:52:205 getsockopt:55:209
 """)
 MEMORY = _group("""
-mmap:9:222 mprotect:10:226 munmap:11:215 brk:12:214 mremap:25:216 msync:26:227 mincore:27:232 madvise:28:233
+mprotect:10:226 munmap:11:215 brk:12:214 mremap:25:216 msync:26:227 mincore:27:232 madvise:28:233
 pkey_mprotect:329:288 pkey_alloc:330:289 pkey_free:331:290
 """)
 SIGNALS_AND_TIME = _group("""
@@ -68,7 +68,7 @@ NEW_PROCESSES = _group("""
 fork:57:- vfork:58:- execve:59:221
 """)
 BY_ARGUMENT = _group("""
-clone:56:220 socketpair:53:199 fcntl:72:25 ioctl:16:29 prctl:157:167 personality:135:92
+clone:56:220 mmap:9:222 socketpair:53:199 fcntl:72:25 ioctl:16:29 prctl:157:167 personality:135:92
 """)
 REFUSED = _group("""
 socket:41:198 connect:42:203 bind:49:200 listen:50:201 accept:43:202 accept4:288:242 execveat:322:281 ptrace:101:117

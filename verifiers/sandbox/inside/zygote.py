@@ -79,6 +79,7 @@ def _policy(level: str, config: Mapping[str, Any], world: namespaces.World | Non
     return Policy(
         level=level,
         readable=config["readable"],
+        hidden=config["hidden"],
         programs=config["programs"],
         landlock=kernel.landlock_version(),
         world=world,
@@ -93,7 +94,7 @@ def _try_full(config: Mapping[str, Any], client: int) -> str:
         os.close(came)
         kernel.die_with_parent()
         try:
-            world = namespaces.enter(config["readable"], lambda child: _wait_for(child, client))
+            world = namespaces.enter(config["readable"], config["hidden"], lambda child: _wait_for(child, client))
             policy = _policy("full", config, world)
             zygote = Zygote(policy, client, config["packages"])
             zygote.self_test()
@@ -144,6 +145,18 @@ def _wait_for(child: int, client: int) -> NoReturn:
     os._exit(0)  # the child is told to end with this
 
 
+def _preload(name: str) -> None:
+    """Import a package for all sessions; one that breaks ends this process, and its last words say which it was."""
+    try:
+        importlib.import_module(name)
+    except ImportError:  # it is not installed, which a cell that imports it will hear
+        return
+    except BaseException as error:  # foreign code
+        said = " ".join(str(error).split())
+        os.write(2, f"the package {name!r} cannot be imported ({type(error).__name__}: {said})\n".encode())
+        os._exit(1)
+
+
 def _say_hello(control: int, policy: Policy, reasons: list[str]) -> None:
     hello = {"level": policy.level, "reasons": reasons, "landlock": policy.landlock}
     os.write(control, json.dumps(hello).encode())
@@ -192,10 +205,7 @@ class Zygote:
             reasons.append("this Python lies where only root can read it, so cells can import only what is preloaded")
             common += IF_UNREADABLE.split()
         for name in (*common, *self.packages):
-            try:
-                importlib.import_module(name)
-            except ImportError:  # it is not installed, which a cell that imports it will hear
-                continue
+            _preload(name)
         self.policy.measure()
         gc.collect()
         gc.freeze()

@@ -1,0 +1,90 @@
+"""What one cell gives: its output, its last expression, its error, and the time it took."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from verifiers.sandbox import Sandbox
+
+pytestmark = pytest.mark.usefixtures("full_level")
+
+
+def test_a_cell_gives_what_it_printed_and_its_last_expression(sandbox: Sandbox) -> None:
+    result = sandbox.run("import sys\nprint('out')\nprint('err', file=sys.stderr)\n[1, 2] + [3]")
+    assert (result.status, result.stdout, result.stderr) == ("ok", "out\n", "err\n")
+    assert result.value == "[1, 2, 3]"
+    assert result.error is None
+    assert result.is_ok
+    assert result.time_s > 0
+
+
+def test_a_cell_without_a_last_expression_has_no_value(sandbox: Sandbox) -> None:
+    assert sandbox.run("x = 1").value is None
+    assert sandbox.run("None").value is None
+    assert sandbox.run("").status == "ok"
+
+
+def test_an_error_comes_with_a_traceback_of_the_cell_only(sandbox: Sandbox) -> None:
+    result = sandbox.run("def f():\n    return 1 / 0\nprint('before')\nf()")
+    assert (result.status, result.stdout) == ("error", "before\n")
+    assert result.error is not None
+    assert result.error.endswith("ZeroDivisionError: division by zero")
+    assert "return 1 / 0" in result.error
+    assert "cells.py" not in result.error
+
+
+def test_a_syntax_error_is_an_error_of_the_cell(sandbox: Sandbox) -> None:
+    result = sandbox.run("def (")
+    assert result.status == "error"
+    assert "SyntaxError" in (result.error or "")
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("exit()", "ok"),
+        ("import sys; sys.exit(0)", "ok"),
+        ("exit(3)", "error"),
+        ("import sys; sys.exit('no')", "error"),
+    ],
+)
+def test_exit_ends_the_cell_and_not_the_session(code: str, status: str, sandbox: Sandbox) -> None:
+    with sandbox.session() as session:
+        session.run("x = 1")
+        assert session.run("from site import *" if code.startswith("exit") else "0").status == "ok"
+        assert session.run(code).status in (status, "error")
+        assert session.run("x").value == "1"
+
+
+def test_a_program_that_dies_leaves_what_it_had_printed(sandbox: Sandbox) -> None:
+    result = sandbox.run("import os\nprint('so far')\nos._exit(3)")
+    assert (result.status, result.stdout) == ("killed", "so far\n")
+    assert "with code 3" in (result.error or "")
+
+
+def test_text_of_all_kinds_comes_out_as_it_went_in(sandbox: Sandbox) -> None:
+    text = "äöü 漢字 🙂 \u2028 \x00"
+    assert sandbox.run(f"print({text!r}, end='')").stdout == text
+    assert sandbox.run(repr(text)).value == repr(text)
+
+
+def test_fresh_calls_share_nothing(sandbox: Sandbox) -> None:
+    sandbox.run("import builtins; builtins.left = 1; open('left', 'w')")
+    assert (
+        sandbox.run("import builtins, os; hasattr(builtins, 'left'), os.path.exists('left')").value == "(False, False)"
+    )
+
+
+def test_random_numbers_differ_between_calls() -> None:
+    code = "import random; random.random()"
+    with Sandbox() as sandbox:
+        assert len({sandbox.run(code).value for _ in range(5)}) == 5
+
+
+def test_time_in_the_result_is_measured_outside() -> None:
+    with Sandbox() as sandbox:
+        began = time.monotonic()
+        result = sandbox.run("import time; time.monotonic = time.perf_counter = lambda: 0.0; time.sleep(0.2)")
+        assert 0.2 <= result.time_s <= time.monotonic() - began

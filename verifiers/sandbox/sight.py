@@ -1,0 +1,71 @@
+"""This machine → what code in the sandbox may see of it: programs, libraries, this Python; and what is kept from it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+# Not all of /usr: applications live in /usr/src as well, and settings in /usr/local/etc.
+_OF_PROGRAMS = ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "share", "include")
+_SYSTEM = (
+    *(f"{top}/{name}" for top in ("/usr", "/usr/local") for name in _OF_PROGRAMS),
+    *("/lib", "/lib32", "/lib64", "/bin", "/sbin"),
+    *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"),
+)
+_NEEDS_VERIFIERS = b"\nRequires-Dist: verifiers"
+
+
+def site_folders() -> list[str]:
+    """Where this Python finds its installed packages."""
+    return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages") and os.path.isdir(path)]
+
+
+def readable_folders() -> list[str]:
+    """What code may read: the system's programs and libraries, and this Python. Never a home or a project folder."""
+    folders = list(_SYSTEM)
+    paths = sysconfig.get_paths()
+    folders += [paths[name] for name in ("stdlib", "platstdlib")]
+    for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix):
+        folders += [os.path.join(prefix, name) for name in ("lib", "lib64", "bin", "pyvenv.cfg")]
+    folders += site_folders()
+    found: list[str] = []
+    for folder in folders:
+        if os.path.exists(folder) and not any(folder == one or folder.startswith(one + "/") for one in found):
+            found.append(folder)
+    return found
+
+
+def hidden_paths() -> list[str]:
+    """What lies among the installed packages and no code may read: environments, which know the right answers."""
+    found: set[str] = set()
+    for site in {path for folder in site_folders() for path in (folder, os.path.realpath(folder))}:
+        found.update(os.path.join(site, name) for name in _names_of_environments(site))
+    return sorted(path for path in found if os.path.exists(path))
+
+
+def _names_of_environments(site: str) -> set[str]:
+    """The files and folders of a site folder that belong to packages which need this one, and to this one."""
+    names: set[str] = {"verifiers"}
+    for entry in os.scandir(site):
+        if entry.name.endswith(".dist-info"):
+            folder = Path(entry.path)
+            try:
+                if entry.name.startswith("verifiers-") or _NEEDS_VERIFIERS in (folder / "METADATA").read_bytes():
+                    names |= {_top(path) for path in _files_of(folder)}
+            except OSError:  # half of a package
+                continue
+    names.discard("..")  # what lies outside, as programs do, is not in this folder
+    compiled = {name.removesuffix(".py") for name in names if name.endswith(".py")}
+    cache = Path(site, "__pycache__")
+    return names | {f"__pycache__/{path.name}" for path in cache.glob("*.pyc") if path.name.split(".")[0] in compiled}
+
+
+def _top(path: str) -> str:
+    return path if path.startswith("__pycache__/") else path.partition("/")[0]
+
+
+def _files_of(folder: Path) -> list[str]:
+    lines = (folder / "RECORD").read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line.rpartition(",")[0].rpartition(",")[0].strip('"') for line in lines]

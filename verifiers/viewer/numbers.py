@@ -1,0 +1,37 @@
+"""What a file says is a number → a float; whatever is none, or not finite, is NaN in a column and None on a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+
+def as_number(value: Any) -> float:
+    """A value out of a file as a float.
+
+    >>> as_number(2), as_number(True), as_number("2"), as_number(10**400)
+    (2.0, 1.0, nan, nan)
+    """
+    if type(value) is float or type(value) is int or type(value) is bool:
+        try:
+            number = float(value)
+        except OverflowError:
+            return math.nan
+        return number if math.isfinite(number) else math.nan
+    return math.nan
+
+
+def known(number: float) -> float | None:
+    """A number for a page, where NaN is nothing."""
+    return None if math.isnan(number) else number
+
+
+def mean(column: Iterable[float]) -> float | None:
+    """The mean of the numbers that are known.
+
+    >>> mean([1.0, math.nan, 2.0]), mean([])
+    (1.5, None)
+    """
+    numbers = [number for number in column if not math.isnan(number)]
+    return math.fsum(numbers) / len(numbers) if numbers else None
