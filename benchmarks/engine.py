@@ -178,6 +178,7 @@ def second_turn(model: Any, length: int) -> None:
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--model")
+    options.add_argument("--only", choices=["smollm2", "tiny"], help="on a CPU: one of the two models")
     args = options.parse_args()
     random.seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -193,9 +194,12 @@ def main() -> None:
         second_turn(model, 2000)
         on_cuda(make("qwen2-1.5b", device, "Qwen2"), "Qwen2-shaped 1.5B", 256)
         return
-    on_cpu(model, "SmolLM2-135M", 64)
-    on_cpu(make("tiny", device), "0.9M parameters", 64)
-    second_turn(model, 2000)
+    if args.only != "tiny":
+        on_cpu(model, "SmolLM2-135M", 64)
+    if args.only != "smollm2":
+        on_cpu(make("tiny", device), "0.9M parameters", 64)
+    if args.only is None:
+        second_turn(model, 2000)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,14 @@ def test_the_version_is_written_the_same_in_both_places() -> None:
     assert verifiers.__version__ == PROJECT["version"]
 
 
+def test_no_environment_puts_a_file_of_a_common_name_into_site_packages() -> None:
+    for path in ROOT.glob("environments/*/pyproject.toml"):
+        wheel = tomllib.loads(path.read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+        module = path.parent.name
+        assert wheel["include"] == [f"{module}.py"], path
+        assert wheel["force-include"] == {"pyproject.toml": f"{module}.pyproject.toml"}, path
+
+
 def test_the_lock_file_holds_exact_pins_only() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
