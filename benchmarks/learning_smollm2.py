@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import verifiers as vf
+
+ROOT = Path(__file__).resolve().parents[1]
 
 CASES: dict[str, dict[str, Any]] = {
     "arithmetic": {

@@ -190,8 +190,6 @@ def remote_weights(client: Any, server: Any, model: Any, tokenizer: Any) -> Remo
     return RemoteWeights(server, model, tokenizer)
 
 
-
-
 def request(prompt: Any, config: GRPOConfig, *, is_chat: bool) -> Request:
     asked = as_messages(prompt) if is_chat else prompt
     return Request(model="", prompt=asked, sampling=config.sampling(), message_type="chat" if is_chat else "completion")

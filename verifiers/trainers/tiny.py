@@ -99,7 +99,7 @@ def _model(tokenizer: Any, hidden_size: int, layers: int, heads: int, context: i
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,
-        # Usual values are made for width and length: with these a small model learns where things are many times faster.
+        # Usual values are made for width and length: with these a small model learns where things are far sooner.
         initializer_range=hidden_size**-0.5,
         rope_parameters={"rope_type": "default", "rope_theta": max(context / (2 * math.pi), 10.0)},
     )
