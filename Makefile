@@ -39,6 +39,7 @@ $(VENV)/.core: $(LOCK) | $(BIN)/python
 
 $(VENV)/.dev: $(LOCK) | $(VENV)/.core
 	@echo "installing the development tools into $(VENV) (a few minutes the first time)"
+	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $(VENV)/.core $@
 
