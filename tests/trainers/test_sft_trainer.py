@@ -276,7 +276,7 @@ def test_both_dialects_of_arguments_are_understood():
     model, tokenizer = tiny()
     args = vf.SFTConfig(per_device_train_batch_size=3, num_train_epochs=2, max_seq_len=64)
     one = vf.SFTTrainer(model=model, processing_class=tokenizer, args=args, dataset=ROWS)
-    assert (one.samples_per_step, one.num_steps_per_epoch, one.total_steps) == (3, 7, 14)
+    assert (one.rows_per_step, one.num_steps_per_epoch, one.total_steps) == (3, 7, 14)
     with pytest.raises(TypeError, match="config and args are the same thing"):
         vf.SFTTrainer(model=model, tokenizer=tokenizer, args=args, config=args, dataset=ROWS)
     with pytest.raises(TypeError, match=r"SFTConfig has no 'group_size'"):

@@ -70,5 +70,5 @@ def _plan(trainer: Any) -> Mapping[str, Any]:
     more = f" (left out: {dropped})" if dropped else ""
     return {
         "examples": f"{len(found.samples)} with {tokens:,} tokens to learn{more}",
-        "a step": f"{trainer.samples_per_step} examples",
+        "a step": f"{trainer.rows_per_step} examples",
     }

@@ -63,8 +63,8 @@ def _trainer(job: Job, model: str, env: Any) -> Any:
 def _plan(trainer: Any) -> Mapping[str, Any]:
     config, env = trainer.config, trainer.env
     dropped = f", {trainer.dropped_prompts} too long" if trainer.dropped_prompts else ""
-    size = f"{trainer.prompts_per_step} prompts × {config.group_size} rollouts"
-    rollouts = trainer.total_steps * trainer.prompts_per_step * config.group_size
+    size = f"{trainer.rows_per_step} prompts × {config.group_size} rollouts"
+    rollouts = trainer.total_steps * trainer.rows_per_step * config.group_size
     return {
         "environment": env.env_id or type(env).__name__,
         "rows": f"{len(trainer.rows)} to train on{dropped}, {len(trainer.eval_rows)} to evaluate on",

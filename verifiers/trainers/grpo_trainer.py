@@ -18,13 +18,13 @@ from verifiers.trainers import building
 from verifiers.trainers.advantages import flat_groups
 from verifiers.trainers.ahead import Ahead
 from verifiers.trainers.batch import Batch, Reply, as_batch, samples_of_reply, with_advantages
-from verifiers.trainers.checkpoints import save_model
 from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.micro_batches import Trained
 from verifiers.trainers.offline import read_offline
 from verifiers.trainers.report import Report
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.sampler import Sampler
+from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.update import PolicyUpdate
 from verifiers.trainers.weights import Weights, learning_rate
 from verifiers.types import Row, State
@@ -36,13 +36,15 @@ RowSampler = Callable[[Sequence[Row], float], Sequence[Row]]
 WeightSchedule = Callable[[float], Sequence[float]]
 
 
-class GRPOTrainer:
+class GRPOTrainer(Trainer):
     """Trains a model on an environment, in this process, by comparing rollouts of the same prompt with one another.
 
     ``model`` is a name, a folder or a module; ``client`` answers in its place where it is served elsewhere.
     ``row_sampler`` chooses the rows to draw from: (all rows, epochs so far) → rows; ``weight_schedule`` the rubric's
     weights: epochs so far → weights. Each method below is a step of the loop and may be overridden.
     """
+
+    config: GRPOConfig
 
     def __init__(
         self,
@@ -106,24 +108,27 @@ class GRPOTrainer:
                 figures = self.train_step(batch) or {}
                 self.step += 1
                 report.step(self, batch, figures, waited_s=sampled - began, trained_s=time.perf_counter() - sampled)
-                self._after_step(report, batch)
+                self.cursor = batch.cursor
+                if self._remote is not None:
+                    self._remote.send()
+                self._after_step(report, cursor=self.cursor)
         return report
 
     def get_batch(self, epoch: int, step: int) -> Any:
         """The batch of a step: rollouts of the next rows, or of those that ``row_sampler`` offers."""
         if self.row_sampler is None:
-            return self.sample_batch(self.rows.take(self.prompts_per_step))
+            return self.sample_batch(self.rows.take(self.rows_per_step))
         return self.sample_batch(self.row_sampler(self.rows.all, epoch + step / self.num_steps_per_epoch))
 
     def sample_batch(self, rows: Sequence[Any]) -> Batch:
-        """Roll out and score ``prompts_per_step`` of these rows, ``group_size`` times each.
+        """Roll out and score ``rows_per_step`` of these rows, ``group_size`` times each.
 
         With ``dynamic_sampling``, groups that all scored the same are replaced by those of other rows.
         """
         if self.offline is not None:
             return self.offline.batch(rows)
         pool = list(rows)
-        chosen = self.rows.choose(pool, self.prompts_per_step)
+        chosen = self.rows.choose(pool, self.rows_per_step)
         batch = self._rollouts(chosen)
         for _ in range(self.config.max_resamples if self.config.dynamic_sampling else 0):
             flat = flat_groups(batch["rewards"], batch["groups"])
@@ -187,29 +192,16 @@ class GRPOTrainer:
         replies = calls.run(ask_all)
         return [Reply(one.text, messages=[one.message] if is_chat else one.text) for one in replies]
 
-    def save_model(self, path: str | Path) -> None:
-        """Write the model (with LoRA: its adapter) and its tokenizer as a folder of safetensors."""
-        if self.accelerator.is_main_process:
-            save_model(self.accelerator.unwrap_model(self.model), self.tokenizer, path)
-        self.accelerator.wait_for_everyone()
-
     # --- sizes ----------------------------------------------------------------------------------------------------
 
     @property
-    def prompts_per_step(self) -> int:
+    def rows_per_step(self) -> int:
         """Rows that one step of this process rolls out."""
         return max(1, self.config.rollouts_per_step // self.config.group_size)
 
     @property
-    def num_steps_per_epoch(self) -> int:
-        rows_per_step: int = self.prompts_per_step * self.accelerator.num_processes
-        return max(1, math.ceil(len(self.rows) / rows_per_step))
-
-    @property
-    def total_steps(self) -> int:
-        if self.config.max_steps is not None:
-            return int(self.config.max_steps)
-        return max(1, round(self.config.num_epochs * self.num_steps_per_epoch))
+    def can_evaluate(self) -> bool:
+        return self.env is not None
 
     @property
     def eval_dataloader(self) -> Iterator[dict[str, list[Any]]]:
@@ -299,16 +291,3 @@ class GRPOTrainer:
                 raise
             building.tell(self, "on_train_end")
             report.finish()
-
-    def _after_step(self, report: Report, batch: Batch) -> None:
-        if self._remote is not None:
-            self._remote.send()
-        self.cursor = batch.cursor
-        is_epoch_end = self.step % self.num_steps_per_epoch == 0 or self.step == self.total_steps
-        if building.is_due(self.config, "eval", self.step, is_epoch_end) and self.env is not None:
-            figures = self.evaluate()
-            report.evaluated(self.step, figures)
-            building.tell(self, "on_evaluate", figures)
-        if building.is_due(self.config, "save", self.step, is_epoch_end):
-            report.checkpoint(self, cursor=self.cursor)
-        building.tell(self, "on_step_end", report.last)

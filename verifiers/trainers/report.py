@@ -24,7 +24,7 @@ from verifiers.trainers.watch import Watch
 if TYPE_CHECKING:
     from verifiers.trainers.config import LearningKnobs
     from verifiers.trainers.grpo_trainer import GRPOTrainer
-    from verifiers.trainers.sft_trainer import SFTTrainer
+    from verifiers.trainers.trainer import Trainer
     from verifiers.trainers.weights import Weights
 
 DEFAULT_ROOT = Path("outputs/train")
@@ -33,7 +33,7 @@ DEFAULT_ROOT = Path("outputs/train")
 class Report:
     """What is known of a training: ``path`` (its run directory), ``steps`` and ``evals`` (their figures), ``last``."""
 
-    def __init__(self, trainer: GRPOTrainer | SFTTrainer, resume: bool | str | Path = False) -> None:
+    def __init__(self, trainer: Trainer, resume: bool | str | Path = False) -> None:
         self.config: LearningKnobs = trainer.config
         self.is_main: bool = trainer.accelerator.is_main_process
         self.env_id = _name_of(trainer.env)
@@ -190,7 +190,7 @@ class Report:
             tracker.log(step, {"eval": figures})
         self._display.eval(figures)
 
-    def checkpoint(self, trainer: GRPOTrainer | SFTTrainer, *, cursor: int) -> Path | None:
+    def checkpoint(self, trainer: Trainer, *, cursor: int) -> Path | None:
         """Write a checkpoint of where the training is now."""
         if not self._is_open:
             return None

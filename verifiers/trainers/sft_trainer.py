@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,18 +12,18 @@ import torch
 
 from verifiers.samples import Sample
 from verifiers.trainers import building
-from verifiers.trainers.checkpoints import save_model
 from verifiers.trainers.config import SFTConfig
 from verifiers.trainers.logprobs import TokenScorer
 from verifiers.trainers.micro_batches import Trained, micro_batches
 from verifiers.trainers.report import Report
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.sft_rows import Imitated, read_samples
+from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.update import micro_batch_tokens
 from verifiers.trainers.weights import Weights, learning_rate
 
 
-class SFTTrainer:
+class SFTTrainer(Trainer):
     """Trains a model to say what is said in examples: the mean of -logprob over the tokens of the replies goes down.
 
     ``dataset`` is rows with prompt and completion (texts or messages), or with messages, of which every assistant turn
@@ -38,6 +37,8 @@ class SFTTrainer:
     >>> len(trainer.rows), trainer.total_steps
     (2, 1)
     """
+
+    config: SFTConfig
 
     def __init__(
         self,
@@ -84,12 +85,12 @@ class SFTTrainer:
                 figures = self.train_step(self.get_batch())
                 self.step += 1
                 report.note(self._line(figures, time.perf_counter() - began))
-                self._after_step(report)
+                self._after_step(report, cursor=self.cursor)
         return report
 
     def get_batch(self) -> list[Sample]:
         """The samples of the next step."""
-        return self.rows.take(self.samples_per_step)
+        return self.rows.take(self.rows_per_step)
 
     def train_step(self, batch: Sequence[Sample]) -> dict[str, Any]:
         """Learn from these samples: loss, tokens, grad_norm, learning_rate."""
@@ -121,34 +122,21 @@ class SFTTrainer:
             total = sum(float(loss.sum()) for loss in self._losses(self.eval_samples))
         return {"loss": total / max(count, 1), "n": len(self.eval_samples)}
 
-    def save_model(self, path: str | Path) -> None:
-        """Write the model (with LoRA: its adapter) and its tokenizer as a folder of safetensors."""
-        if self.accelerator.is_main_process:
-            save_model(self.accelerator.unwrap_model(self.model), self.tokenizer, path)
-        self.accelerator.wait_for_everyone()
-
     # --- sizes ----------------------------------------------------------------------------------------------------
 
     @property
-    def samples_per_step(self) -> int:
+    def rows_per_step(self) -> int:
         """Samples that one update of this process learns from."""
         return self.config.batch_size * self.config.gradient_accumulation_steps
+
+    @property
+    def can_evaluate(self) -> bool:
+        return bool(self.eval_samples)
 
     @property
     def cursor(self) -> int:
         """How many samples have been taken: where a checkpoint goes on."""
         return self.rows.cursor
-
-    @property
-    def num_steps_per_epoch(self) -> int:
-        processes: int = self.accelerator.num_processes
-        return max(1, math.ceil(len(self.rows) / (self.samples_per_step * processes)))
-
-    @property
-    def total_steps(self) -> int:
-        if self.config.max_steps is not None:
-            return self.config.max_steps
-        return max(1, round(self.config.num_epochs * self.num_steps_per_epoch))
 
     # --- the rest -------------------------------------------------------------------------------------------------
 
@@ -195,13 +183,3 @@ class SFTTrainer:
             self.model.eval()
             building.tell(self, "on_train_end")
             report.finish()
-
-    def _after_step(self, report: Report) -> None:
-        is_epoch_end = self.step % self.num_steps_per_epoch == 0 or self.step == self.total_steps
-        if building.is_due(self.config, "eval", self.step, is_epoch_end) and self.eval_samples:
-            figures = self.evaluate()
-            report.evaluated(self.step, figures)
-            building.tell(self, "on_evaluate", figures)
-        if building.is_due(self.config, "save", self.step, is_epoch_end):
-            report.checkpoint(self, cursor=self.cursor)
-        building.tell(self, "on_step_end", report.last)

@@ -1,0 +1,70 @@
+"""What every trainer has around its loop: how many steps there are, what is due after one, and the model saved."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verifiers.trainers import building
+from verifiers.trainers.checkpoints import save_model
+from verifiers.trainers.config import LearningKnobs
+from verifiers.trainers.row_stream import RowStream
+from verifiers.trainers.weights import Weights
+
+if TYPE_CHECKING:
+    from verifiers.trainers.report import Report
+
+
+class Trainer:
+    """A loop over rows; a subclass says how many of them a step takes, and what to do with them."""
+
+    config: LearningKnobs
+    env: Any
+    model: Any
+    tokenizer: Any
+    accelerator: Any
+    weights: Weights
+    rows: RowStream
+    step: int
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that one step of this process takes."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how many rows a step takes")
+
+    @property
+    def can_evaluate(self) -> bool:
+        raise NotImplementedError(f"{type(self).__name__} does not say whether it can be evaluated")
+
+    def evaluate(self) -> Any:
+        """Measure the model as it is now."""
+        raise NotImplementedError(f"{type(self).__name__} has no evaluate()")
+
+    @property
+    def num_steps_per_epoch(self) -> int:
+        taken: int = self.rows_per_step * self.accelerator.num_processes
+        return max(1, math.ceil(len(self.rows) / taken))
+
+    @property
+    def total_steps(self) -> int:
+        if self.config.max_steps is not None:
+            return int(self.config.max_steps)
+        return max(1, round(self.config.num_epochs * self.num_steps_per_epoch))
+
+    def save_model(self, path: str | Path) -> None:
+        """Write the model (with LoRA: its adapter) and its tokenizer as a folder of safetensors."""
+        if self.accelerator.is_main_process:
+            save_model(self.accelerator.unwrap_model(self.model), self.tokenizer, path)
+        self.accelerator.wait_for_everyone()
+
+    def _after_step(self, report: Report, *, cursor: int) -> None:
+        """Evaluate, save and tell, as far as it is due."""
+        is_epoch_end = self.step % self.num_steps_per_epoch == 0 or self.step == self.total_steps
+        if self.can_evaluate and building.is_due(self.config, "eval", self.step, is_epoch_end):
+            figures = self.evaluate()
+            report.evaluated(self.step, figures)
+            building.tell(self, "on_evaluate", figures)
+        if building.is_due(self.config, "save", self.step, is_epoch_end):
+            report.checkpoint(self, cursor=cursor)
+        building.tell(self, "on_step_end", report.last)
