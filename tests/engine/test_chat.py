@@ -128,3 +128,16 @@ def test_the_oldest_are_forgotten_and_memory_is_bounded() -> None:
     assert known.longest("0000000001") == (0, [])
     known.remember("x" * 101, [1])
     assert len(known) == 10
+
+
+def test_a_text_that_is_kept_is_not_given_for_another_template_or_conversation():
+    tokenizer = tiny.tokenizer()
+    template = ChatTemplate(tokenizer)
+    asked = [{"role": "user", "content": "hello"}]
+    first = template.render(asked)
+    assert template.render([dict(asked[0])]) == first
+    assert template.render(asked, add_generation_prompt=False) != first
+    asked[0]["content"] = "goodbye"
+    assert "goodbye" in template.render(asked)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    assert template.render(asked) == "[goodbye]"

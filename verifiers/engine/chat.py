@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
@@ -20,6 +21,7 @@ from verifiers.errors import RequestRefusedError
 from verifiers.types import ChatMessage
 
 REMEMBERED_CHARS = 32_000_000
+RECENT = 64  # conversations whose text is kept
 
 TOOLS_TEXT = """\
 You may call one or more of these functions:
@@ -39,6 +41,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, *, model: str = "this model") -> None:
         self._tokenizer = tokenizer
         self._model = model
+        self._recent: OrderedDict[Any, str] = OrderedDict()
 
     @property
     def is_there(self) -> bool:
@@ -76,20 +79,28 @@ class ChatTemplate:
         source = self._source(tools)
         if "tools" not in source and (tools or any("tool_calls" in m or m["role"] == "tool" for m in plain)):
             plain, tools = told_in_text(plain, tools), None
+        settings = {
+            **kwargs,
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message,
+        }
+        # A group asks the same many times over. (Templates may write the day.)
+        key = (source, repr(plain), repr(settings), time.localtime()[:3])
+        text = self._recent.get(key)
+        if text is None:
+            text = self._recent[key] = self._write(plain, settings)
+            while len(self._recent) > RECENT:
+                self._recent.popitem(last=False)
+        return text
+
+    def _write(self, plain: Sequence[ChatMessage], settings: Mapping[str, Any]) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
-                plain,
-                tools=list(tools) if tools else None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                **kwargs,
-            )
+            return str(self._tokenizer.apply_chat_template(plain, tokenize=False, **settings))
         except Exception as error:  # the template is a program that came with the model
             raise RequestRefusedError(
                 f"the chat template of {self._model} refuses this conversation: {error}"
             ) from error
-        return str(text)
 
     def end_of_turn(self, codec: Codec) -> int | None:
         """The special token that the template writes after a reply: a model may end on it and not call it its EOS."""

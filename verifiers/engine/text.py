@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 CONTEXT = 4  # tokens of the prompt that a reply's first token is read after: some tokenizers eat a leading space
+RECENT = 64  # texts whose ids are kept
 LONGEST_CHAR = 4  # bytes, so tokens at most
 BROKEN = "\ufffd"
 
@@ -19,13 +21,16 @@ class Codec:
         self._fast = _copy_of(getattr(tokenizer, "backend_tokenizer", None))
         self._enders: dict[str, frozenset[int] | None] = {}
         self._lock = threading.Lock()
+        self._encode = lru_cache(RECENT)(self._encode_once)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """The ids of a text; ``special`` adds what a text of its own begins and ends with (a BOS, say)."""
         if self._fast is not None:
-            ids: list[int] = self._fast.encode(text, add_special_tokens=special).ids
-            return ids
+            return list(self._encode(text, special))  # a group asks the same many times over
         return list(self.tokenizer.encode(text, add_special_tokens=special))
+
+    def _encode_once(self, text: str, special: bool) -> tuple[int, ...]:
+        return tuple(self._fast.encode(text, add_special_tokens=special).ids)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of ids, with or without special tokens."""
