@@ -17,12 +17,17 @@ def answer(request: dict) -> dict:
     return {**shown, "nextCursor": following} if following else shown
 
 
-for line in sys.stdin:
-    request = json.loads(line)
-    if "id" in request:
-        reply = {"jsonrpc": "2.0", "id": request["id"]}
-        if request["method"] in ("initialize", "tools/list"):
-            reply["result"] = answer(request)
-        else:
-            reply["error"] = {"code": -32601, "message": "there is no such method"}
-        print(json.dumps(reply), flush=True)
+def serve() -> None:
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "id" in request:
+            reply = {"jsonrpc": "2.0", "id": request["id"]}
+            if request["method"] in ("initialize", "tools/list"):
+                reply["result"] = answer(request)
+            else:
+                reply["error"] = {"code": -32601, "message": "there is no such method"}
+            print(json.dumps(reply), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

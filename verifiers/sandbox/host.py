@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -167,7 +168,8 @@ class Host:
             except OSError as error:
                 self.close()
                 raise SandboxError(f"the sandbox's first process could not be started: {error}") from error
-        self.control.send(json.dumps(self._config()).encode())
+        with suppress(BrokenPipeError):  # it has ended already: what it said is read where its answer would be
+            self.control.send(json.dumps(self._config()).encode())
 
     def _config(self) -> dict[str, Any]:
         here = Path(__file__).resolve().parent
