@@ -95,7 +95,7 @@ def test_the_report_says_how_many_how_good_how_sure_and_at_what_cost() -> None:
 @pytest.mark.parametrize("states", [[], [failed(0, vf.ServerError(""))], [scored(0, None)], [scored(0, 1.0)]])
 def test_a_report_of_little_or_nothing_does_not_break(states: list[vf.State]) -> None:
     results = vf.Results(states)
-    assert f"{len(states)} rollouts" in str(results)
+    assert f"{len(states)} rollout" in str(results)
     assert results.mean_reward in (None, 1.0)
     assert repr(results).startswith("Results(")
 

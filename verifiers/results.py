@@ -179,7 +179,9 @@ def _from_columns(columns: Mapping[str, Any]) -> list[State]:
 def report(results: Results) -> str:
     """The run in a few lines: how many, how good, how sure, at what cost."""
     examples = len({state.get("example_id") for state in results.rollouts})
-    lines = [f"{len(results.rollouts)} rollouts of {examples} examples, {len(results.failed)} failed"]
+    rollouts = len(results.rollouts)
+    counts = f"{rollouts} rollout{'s' * (rollouts != 1)} of {examples} example{'s' * (examples != 1)}"
+    lines = [f"{counts}, {len(results.failed)} failed"]
     lines += [f"  {count} × {cause[:140]}" for cause, count in list(results.causes.items())[:5]]
     if results.scored:
         names = ["reward", *results.metric_names]

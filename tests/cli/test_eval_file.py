@@ -86,7 +86,7 @@ def test_one_that_fails_is_the_exit_code_of_all_and_has_a_command_of_its_own(run
         "again with: vf eval arithmetic -m m -n 1 -r 1 -b http://127.0.0.1:9/v1 --max-retries 0 --resume"
         in result.stdout
     )
-    assert "1 rollouts of 1 examples, 0 failed" in result.stdout
+    assert "1 rollout of 1 example, 0 failed" in result.stdout
 
 
 def test_a_file_cannot_be_resumed_as_a_whole(run):
