@@ -309,16 +309,14 @@ def update(trainer: GRPOTrainer) -> PolicyUpdate:
 
     processes = trainer.accelerator
     model = processes.unwrap_model(trainer.model)
-    lock = trainer.client.engine.lock if isinstance(trainer.client, Sampler) else nullcontext()
-    with lock:  # the model is tried out, and a batch ahead may be in the making
-        return PolicyUpdate(
-            model,
-            trainer.weights,
-            trainer.config,
-            lock=lock,
-            pad_id=trainer.tokenizer.pad_token_id,
-            reduce=(lambda masters: average(processes, masters)) if processes.num_processes > 1 else None,
-        )
+    return PolicyUpdate(
+        model,
+        trainer.weights,
+        trainer.config,
+        lock=trainer.client.engine.lock if isinstance(trainer.client, Sampler) else nullcontext(),
+        pad_id=trainer.tokenizer.pad_token_id,
+        reduce=(lambda masters: average(processes, masters)) if processes.num_processes > 1 else None,
+    )
 
 
 def average(processes: Any, masters: Sequence[torch.Tensor]) -> None:
