@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from verifiers.engine import kernels, slots
+from verifiers.engine.projections import OWN_FAULTS, nothing_freed
 from verifiers.engine.requests import Ask
 from verifiers.engine.sampling import Knobs, sample
 from verifiers.engine.slots import Segment, SlotCache
@@ -207,7 +208,7 @@ class CudaDecoder:
         for column, value in zip(state, before, strict=True):
             column.copy_(value)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with nothing_freed(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode=OWN_FAULTS):
             outputs = self._step(size, truncates)
         if self._pool is None:
             self._pool = graph.pool()

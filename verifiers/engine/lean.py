@@ -8,7 +8,7 @@ it. Parameters and projections are the layer's own, looked up anew at every step
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verifiers.engine import projections, slots
+from verifiers.engine.bare import Bare
 from verifiers.engine.projections import is_plain, is_touched
 
 logger = logging.getLogger("verifiers.engine")
@@ -108,6 +109,7 @@ class Lean:
         self._watched = [part for one in self.layers for part in (one.layer, one.layer.self_attn, one.layer.mlp)]
         self._in_use: list[LeanLayer] = []
         self._whole = self._recognise_whole(model, configs)
+        self.bare = self._recognise_bare(configs)
 
     def forward(self, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor | None:
         """The logits, if the whole model is of the common kind: None if it has to be asked itself."""
@@ -145,19 +147,30 @@ class Lean:
             return None
         if [one.layer for one in self.layers] != list(inner.layers) or not self.layers:
             return None
-        device, vocabulary = inner.embed_tokens.weight.device, inner.embed_tokens.weight.shape[0]
-        ids = torch.arange(6, device=device).view(2, 3) % vocabulary
-        positions = torch.tensor([[0, 1, 2], [4, 5, 6]], device=device)
+        return model if self._gives_its_numbers(model, configs, partial(self._run_whole, model)) else None
+
+    def _recognise_bare(self, configs: Sequence[Any]) -> Bare | None:
+        """The whole model without its modules, where that is worth it and gives its numbers."""
+        if self._whole is None:
+            return None
+        bare = Bare(self._whole, self.layers)
+        is_same = bare.is_usable and self._gives_its_numbers(self._whole, configs, bare.forward)
+        return bare if is_same else None
+
+    def _gives_its_numbers(self, model: Any, configs: Sequence[Any], forward: Callable[..., Tensor]) -> bool:
+        weight = model.model.embed_tokens.weight
+        ids = torch.arange(6, device=weight.device).view(2, 3) % weight.shape[0]
+        positions = torch.tensor([[0, 1, 2], [4, 5, 6]], device=weight.device)
         theirs, ours = _Probe(), _Probe()
         try:
             with torch.no_grad(), _resting(model), slots.attending(configs, theirs):
                 expected = model(input_ids=ids, position_ids=positions, use_cache=False, return_dict=True).logits
             with torch.no_grad(), _resting(model), slots.attending(configs, ours):
-                given = self._run_whole(model, ids, positions, 0)
+                given = forward(ids, positions, 0)
         except Exception as error:  # foreign code, asked in a way it may not know
             logger.debug("%s runs as it is: %r", type(model).__name__, error)
-            return None
-        return model if _agree([*theirs.seen, expected], [*ours.seen, given], rounds=len(self.layers)) else None
+            return False
+        return _agree([*theirs.seen, expected], [*ours.seen, given], rounds=len(self.layers))
 
 
 # --- recognising ------------------------------------------------------------------------------------------------------

@@ -50,6 +50,10 @@ class LiveModel:
 
     def forward(self, ids: Tensor, positions: Tensor, attend: slots.Attend, keep: Tensor | int = 0) -> Tensor:
         """The logits of the positions in ``keep`` (0: of all)."""
+        bare = self._lean.bare
+        if bare is not None and bare.is_usable:
+            with slots.attending((), attend):
+                return bare.forward(ids, positions, keep)
         packed = self._packed.in_use() if self._packed is not None else nullcontext()
         with slots.attending(self._configs, attend), self._fused, self._lean, packed:
             return self._run(ids, positions, keep)
@@ -101,6 +105,8 @@ class LiveModel:
         self._steps = 0
         if self._packed is not None:
             self._packed.drop()
+        if self._lean.bare is not None:
+            self._lean.bare.drop()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -6,7 +6,9 @@ The weights are read where they are. What was not timed for a number of rows run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +20,7 @@ MOST_ROWS = 2048  # above, multiplications are long enough
 TILE = 64  # sizes that the kernels know are multiples of it
 REPEATS = 20
 MARGIN = 0.97  # quicker by so much, or plain it stays
+OWN_FAULTS = "thread_local"  # a recording is spoilt by what its own thread does, and by no other (a trainer's, say)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _choices: dict[tuple[Any, ...], bool] = {}
@@ -80,6 +83,21 @@ def _is_known(x: Tensor, linears: Sequence[Any]) -> bool:
     )
 
 
+# --- recording --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def nothing_freed() -> Iterator[None]:
+    """While a graph is recorded the garbage collector must not free what belongs to another: that would spoil it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 # --- timing -----------------------------------------------------------------------------------------------------------
 
 
@@ -115,10 +133,11 @@ def _time(work: Callable[[], Any]) -> float:
     work()  # compiled outside of the capture
     torch.cuda.current_stream().synchronize()
     graph = torch.cuda.CUDAGraph()
-    graph.capture_begin()
-    for _ in range(REPEATS):
-        work()
-    graph.capture_end()
+    with nothing_freed():
+        graph.capture_begin(capture_error_mode=OWN_FAULTS)
+        for _ in range(REPEATS):
+            work()
+        graph.capture_end()
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
     began.record()

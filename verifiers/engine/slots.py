@@ -92,7 +92,8 @@ class Segment:
 class Attend(Protocol):
     """What one forward does with the queries, keys and values of a layer.
 
-    One that has a method ``rotated`` besides applies the rotary embedding itself (see `attend_rotated`).
+    One that has a method ``rotated`` besides applies the rotary embedding itself (see `attend_rotated`), one that has
+    ``joined`` does so to heads that come in one piece (see `attend_joined`).
     """
 
     def __call__(
@@ -159,16 +160,23 @@ class Decode:
         return torch.bmm(torch.softmax(scores, -1), v_seen).view(batch, heads, 1, dim)
 
     def rotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **settings: Any) -> Tensor:
+        both = self._turned(torch.cat((q, k), 1), cos, sin)
+        heads = q.shape[1]
+        return self(layer, both[:, :heads], both[:, heads:], v, **settings)
+
+    def joined(self, layer: int, qkv: Tensor, groups: int, cos: Tensor, sin: Tensor, **settings: Any) -> Tensor:
+        qkv = qkv.transpose(1, 2)  # one token a row: nothing moves
+        both = self._turned(qkv[:, :-groups], cos, sin)
+        return self(layer, both[:, :-groups], both[:, -groups:], qkv[:, -groups:], **settings).transpose(1, 2)
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Queries and keys are turned together, by angles that are the same in every layer."""
-        half = q.shape[-1] // 2
+        half = x.shape[-1] // 2
         if self._angles is None or self._angles[0] is not cos:
             self._angles = cos, cos[:, None], torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
         _, cos_B, sin_B = self._angles
-        both = torch.cat((q, k), 1)
-        turned = torch.cat((both[..., half:], both[..., :half]), -1)
-        both = (both * cos_B).addcmul_(turned, sin_B)
-        heads = q.shape[1]
-        return self(layer, both[:, :heads], both[:, heads:], v, **settings)
+        partner = torch.cat((x[..., half:], x[..., :half]), -1)
+        return (x * cos_B).addcmul_(partner, sin_B)
 
     def _mask(self, window: int | None, dtype: torch.dtype, groups: int) -> Tensor:
         mask = self._masks.get(window)
@@ -248,6 +256,18 @@ def attend_rotated(
         return rotated(layer, q, k, v, cos, sin, scale=scale, window=window, softcap=softcap)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     return attend(layer, q, k, v, scale=scale, window=window, softcap=softcap)
+
+
+def attend_joined(
+    layer: int, qkv: Tensor, groups: int, cos: Tensor, sin: Tensor, **settings: Any
+) -> Tensor:  # fmt: skip
+    """As `attend_rotated`, of the heads of queries, keys and values in one tensor, ``[B, T, heads, dim]``."""
+    joined: Callable[..., Tensor] | None = getattr(_current.attend, "joined", None)
+    if joined is not None:
+        return joined(layer, qkv, groups, cos, sin, **settings)
+    heads = qkv.shape[2] - 2 * groups
+    q, k, v = (one.transpose(1, 2) for one in qkv.split([heads, groups, groups], 2))
+    return attend_rotated(layer, q, k, v, cos, sin, **settings).transpose(1, 2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,0 +1,127 @@
+"""A small model as its matrices: its own numbers, from its own parameters, and only while nobody listens in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.engine.support.exact import FAMILIES, assert_exact, prompt_of, random_model  # noqa: E402
+from verifiers.engine import packed  # noqa: E402
+from verifiers.engine.bare import Bare  # noqa: E402
+from verifiers.engine.engine import Engine  # noqa: E402
+from verifiers.engine.live_model import LiveModel  # noqa: E402
+from verifiers.engine.requests import Sampling  # noqa: E402
+
+WAY = Sampling(max_tokens=12, seed=1)
+BARE = {"Llama", "Llama-tied", "Qwen2", "Qwen2-window", "Mistral"}
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def start(model: Any) -> Engine:
+        made.append(Engine(model, rows=4, length=64))
+        return made[-1]
+
+    yield start
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A number for each forward that goes by matrices alone."""
+    seen: list[int] = []
+    own = Bare.forward
+
+    def forward(self: Bare, ids: Any, *args: Any) -> Any:
+        seen.append(ids.numel())
+        return own(self, ids, *args)
+
+    monkeypatch.setattr(Bare, "forward", forward)
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_which_families_are_run_so(family: str) -> None:
+    assert (LiveModel(random_model(family))._lean.bare is not None) == (family in BARE)
+
+
+@pytest.mark.parametrize("family", sorted(BARE))
+@pytest.mark.parametrize("epsilon", [1e-6, 0.5], ids=str)
+def test_prompts_and_steps_are_exact(start: Any, runs: list[int], family: str, epsilon: float) -> None:
+    model = random_model(family, rms_norm_eps=epsilon)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter.uniform_(0.4, 1.9)
+    engine = start(model)
+    runs.clear()
+    futures = [engine.submit(prompt_of(5 + 7 * i, seed=i), WAY)[0] for i in range(4)]
+    for future in futures:
+        assert_exact(model, future.result(), WAY)
+    assert len(runs) >= 12
+
+
+def test_larger_models_and_other_types_go_by_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LiveModel(random_model(dtype=torch.bfloat16))._lean.bare is None
+    monkeypatch.setattr(packed, "WORTH_PACKING", 1000)
+    assert LiveModel(random_model())._lean.bare is None
+
+
+def test_an_update_of_the_weights_is_sampled_from_at_once(start: Any, runs: list[int]) -> None:
+    model = random_model()
+    engine = start(model)
+    first = engine.generate([prompt_of(9)], WAY)[0]
+    for name, parameter in model.named_parameters():
+        runs.clear()
+        with torch.no_grad():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.05)
+        assert_exact(model, engine.generate([prompt_of(9)], WAY)[0], WAY)
+        assert runs, name
+    assert engine.generate([prompt_of(9)], WAY)[0].logprobs != first.logprobs
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.down_proj", "input_layernorm"])
+def test_a_part_that_was_exchanged_is_called(start: Any, runs: list[int], name: str) -> None:
+    model = random_model()
+    engine = start(model)
+    engine.generate([prompt_of(9)], WAY)
+    layer = model.model.layers[1]
+    parent, _, child = name.rpartition(".")
+    holder = layer.get_submodule(parent)
+    own = getattr(holder, child)
+
+    class Louder(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = own
+
+        def forward(self, x: Any) -> Any:
+            return self.own(x) * 1.3
+
+    setattr(holder, child, Louder())
+    runs.clear()
+    assert_exact(model, engine.generate([prompt_of(9)], WAY)[0], WAY)
+    assert not runs
+    setattr(holder, child, own)
+    assert_exact(model, engine.generate([prompt_of(9)], WAY)[0], WAY)
+    assert runs
+
+
+def test_adapters_that_are_added_later_count(start: Any, runs: list[int]) -> None:
+    peft = pytest.importorskip("peft")
+    model = random_model()
+    engine = start(model)
+    engine.generate([prompt_of(9)], WAY)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    runs.clear()
+    assert_exact(adapted, engine.generate([prompt_of(9)], WAY)[0], WAY)
+    assert not runs
