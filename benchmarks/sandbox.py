@@ -25,6 +25,8 @@ CODE = "sum(range(100))"
 BARE = "python -I -S, not isolated"
 BUBBLE = "--unshare-all --die-with-parent --clearenv --proc /proc --dev /dev --tmpfs /scratch --chdir /scratch"
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+PAUSE_S = 0.01
+UNTIL_READY_S = 1.5
 
 
 def commands() -> dict[str, list[str]]:
@@ -78,26 +80,28 @@ def compare(calls: dict[str, Callable[[], object]], times: int, pause_s: float) 
         print(f"{name:28} p50 {median(seconds) * 1e3:7.2f} ms   best {min(seconds) * 1e3:6.2f} ms   {ratio:5.2f}×")
 
 
-def one_after_another(call: Callable[[], object], times: int) -> str:
-    """The median and the best of calls that follow at once, as in a loop."""
+def one_after_another(call: Callable[[], object], times: int, pause_s: float = 0.0) -> str:
+    """The median and the best of calls that follow at once, as in a loop, or after a pause."""
     took = []
     for _ in range(times):
+        if pause_s:
+            time.sleep(pause_s)
         began = time.perf_counter()
         call()
         took.append(time.perf_counter() - began)
     return f"p50 {median(took) * 1e3:7.2f} ms   best {min(took) * 1e3:6.2f} ms"
 
 
-def first_cells(count: int) -> str:
-    """The first cells of sessions that are ready, one after another."""
+def first_cells(count: int, pause_s: float = 0.0) -> str:
+    """The first cells of processes that are ready, one after another; no other is made meanwhile."""
     from verifiers.sandbox import Sandbox
 
-    with Sandbox(warm=0) as sandbox:
-        sessions = [sandbox.session() for _ in range(count)]
-        for session in sessions:
-            session.files()
-        waiting = iter(sessions)
-        return one_after_another(lambda: next(waiting).run(CODE), count)
+    with Sandbox(warm=count) as sandbox:
+        sandbox.start()
+        time.sleep(UNTIL_READY_S)
+        sandbox.warm = 0
+        waiting = iter([sandbox.session() for _ in range(count)])
+        return one_after_another(lambda: next(waiting).run(CODE), count, pause_s)
 
 
 def cpu_of(calls: dict[str, Callable[[], object]], times: int) -> None:
@@ -138,19 +142,20 @@ def proportional_mb(pids: list[int]) -> float:
 
 
 def memory_of_sessions(count: int) -> float:
-    """MiB of one session that is ready and waiting."""
+    """MiB of one process that is ready and waiting for its first cell."""
     from verifiers.sandbox import Sandbox
 
-    with Sandbox(warm=0) as sandbox:
-        first = sandbox.session()
+    with Sandbox(warm=0) as sandbox, sandbox.session() as first:
         first.run("1")
         time.sleep(0.5)  # until the sessions of others have ended
-        before = proportional_mb(descendants(os.getpid()))
-        sessions = [sandbox.session() for _ in range(count)]
-        for session in sessions:
-            session.files()
-        after = proportional_mb(descendants(os.getpid()))
-    return (after - before) / count
+        before = descendants(os.getpid())
+        before_mb = proportional_mb(before)
+        sandbox.warm = count
+        sandbox.start()
+        time.sleep(UNTIL_READY_S)
+        after = descendants(os.getpid())
+        assert len(after) - len(before) == count
+        return (proportional_mb(after) - before_mb) / count
 
 
 def kill_to_dead(times: int) -> str:
@@ -193,9 +198,10 @@ def main() -> None:
         compare(
             {**calls, "sandbox, prewarmed": lambda: warm.run(CODE), "sandbox, next cell": lambda: session.run(CODE)},
             given.times,
-            pause_s=0.01,
+            PAUSE_S,
         )
         print(f"{'sandbox, ready, in a row':28} {first_cells(50)}")
+        print(f"{'sandbox, ready, after pauses':28} {first_cells(50, PAUSE_S)}")
         print(f"{'sandbox, cell upon cell':28} {one_after_another(lambda: session.run(CODE), given.times)}")
         cpu_of({name: call for name, call in calls.items() if name != "bubblewrap"}, given.times)
         for name, call in calls.items():

@@ -88,3 +88,31 @@ def test_time_in_the_result_is_measured_outside() -> None:
         began = time.monotonic()
         result = sandbox.run("import time; time.monotonic = time.perf_counter = lambda: 0.0; time.sleep(0.2)")
         assert 0.1 <= result.time_s <= time.monotonic() - began  # the clock may start after the cell has
+
+
+def test_annotations_in_a_cell_are_what_they_say_and_not_their_text(sandbox: Sandbox) -> None:
+    assert sandbox.run("def f(x: int): pass\nf.__annotations__").value == "{'x': <class 'int'>}"
+
+
+def test_the_rehearsal_before_the_first_cell_leaves_no_trace(sandbox: Sandbox) -> None:
+    with sandbox.session() as session:
+        assert session.run("sorted(globals())").value == "['__builtins__', '__name__']"
+        assert '"<cell 2>"' in str(session.run("1 / 0").error)
+        code = "import linecache; [name for name in linecache.cache if name.startswith('<cell')]"
+        assert session.run(code).value == "['<cell 1>', '<cell 2>', '<cell 3>']"
+
+
+def test_threads_and_locks_work_in_a_forked_process() -> None:
+    code = """
+import threading
+assert threading.enumerate() == [threading.current_thread()] == [threading.main_thread()]
+went, lock = threading.Event(), threading.Lock()
+with lock:
+    thread = threading.Thread(target=lambda: (lock.acquire(timeout=5), went.set()))
+    thread.start()
+went.wait(5)
+thread.join(5)
+threading.active_count()
+"""
+    with Sandbox(level="full") as sandbox:
+        assert sandbox.run(code).value == "1"

@@ -132,13 +132,20 @@ class Gate:
         """Is anybody inside?"""
         return self._inside > 0
 
+    def try_enter(self) -> bool:
+        """Take a place if there is one: mostly there is, and nobody has to wait."""
+        with self._lock:
+            if self._inside >= self.limit:
+                return False
+            self._inside += 1
+            return True
+
     def enter(self) -> Steps[None]:
         """Wait for a place; one that is given up while waiting goes to the next in line."""
-        ticket: Future[None] = Future()
         with self._lock:
-            if self._inside < self.limit:
-                self._inside += 1
+            if self.try_enter():
                 return
+            ticket: Future[None] = Future()
             self._line.append(ticket)
         try:
             yield ticket

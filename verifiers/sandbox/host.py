@@ -38,7 +38,8 @@ MOST_LAUNCHING = 32
 Key = tuple[tuple[str, ...], LevelName | None, bool]
 
 # The zygote gets nothing from this process: no environment, no memory, no descriptor but its socket. It knows where its
-# code is from the first message, not from its command line, which every session can read.
+# code is from the first message, not from its command line, which every session can read. Its own code comes last: what
+# every session changes then lies together, and few pages have to be copied for it.
 BOOT = """
 import json, os, sys, types
 config = json.loads(os.read(0, 1 << 20))
@@ -46,6 +47,8 @@ sys.dont_write_bytecode = True
 for name, path in config["stubs"].items():
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
+from verifiers.sandbox.inside.modules import COMMON, preload
+preload(COMMON.split())
 from verifiers.sandbox.inside.zygote import main
 main(config)
 """

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,10 +17,11 @@ from typing import Any
 
 from verifiers.errors import SandboxError
 from verifiers.sandbox.drive import Steps, Until
+from verifiers.sandbox.inside.wire import HEADER, framed, unframed
 from verifiers.sandbox.result import Status
 
-HEADER = struct.Struct("<I")
-CHUNK_BYTES = 1 << 20
+FIRST_BYTES, CHUNK_BYTES = 1 << 12, 1 << 20
+"""A reply is read in one go where it is short, as most are."""
 START_S = 60.0
 
 
@@ -42,6 +42,7 @@ class Process:
         self.is_used = False
         self._is_ready = False
         self._number = 0
+        self._received = bytearray()
         self._began = time.monotonic()
         held = _Held()
         self._held = held
@@ -86,16 +87,13 @@ class Process:
         The clock starts when the process is there, which may be after the request was sent.
         """
         self._number += 1
-        message = json.dumps({**request, "number": self._number}).encode()
-        yield from self._send(HEADER.pack(len(message)) + message)
-        yield from self._begin()
+        if unsent := self._send(memoryview(framed({**request, "number": self._number}))):
+            yield from self._send_all(unsent)
+        if not self._is_ready:
+            yield from self._begin()
         self._began = time.monotonic()
-        deadline = self._began + timeout_s
-        (length,) = HEADER.unpack((yield from self._receive(HEADER.size, deadline)))
         cap = max(reply_bytes, self.reply_bytes)
-        if length > cap:
-            raise EndedError("killed", f"it sent a reply of {length} bytes, where {cap} are allowed")
-        reply = _decode((yield from self._receive(length, deadline)))
+        reply = _decode((yield from self._receive(self._began + timeout_s, cap)))
         if isinstance(ended := reply.get("ended"), dict):
             raise _ended(ended)
         if reply.get("number") != self._number:
@@ -113,12 +111,9 @@ class Process:
 
     def output(self) -> tuple[str, str, bool]:
         """Standard output, standard error, and whether one of them is full."""
-        ends = [min(os.lseek(fd, 0, os.SEEK_CUR), self.output_bytes) for fd in (self._held.out, self._held.err)]
-        out, err = (
-            os.pread(fd, end, 0).decode(errors="replace")
-            for fd, end in zip((self._held.out, self._held.err), ends, strict=True)
-        )
-        return out, err, self.output_bytes in ends
+        out, is_out_full = _written(self._held.out, self.output_bytes)
+        err, is_err_full = _written(self._held.err, self.output_bytes)
+        return out, err, is_out_full or is_err_full
 
     def _begin(self) -> Steps[None]:
         """Wait for the handle to end the process by, and then for its word that it is confined."""
@@ -144,38 +139,45 @@ class Process:
 
     def _last_words(self, deadline: float) -> Steps[str]:
         try:
-            (length,) = HEADER.unpack((yield from self._receive(HEADER.size, deadline)))
-            return (yield from self._receive(min(length, self.reply_bytes), deadline)).decode(errors="replace")
+            return (yield from self._receive(deadline, self.reply_bytes)).decode(errors="replace")
         except EndedError:
             return "its process ended at once"
 
-    def _send(self, message: bytes) -> Steps[None]:
-        left = memoryview(message)
-        deadline = time.monotonic() + START_S
-        while left:
-            try:
-                left = left[self._held.conn.send(left[:CHUNK_BYTES]) :]
-            except BlockingIOError:
-                if not (yield Until(self._held.conn.fileno(), deadline, is_write=True)):
-                    raise EndedError("killed", "it did not take its next request") from None
-            except OSError:
-                return  # it is gone; what it left to read says why
+    def _send(self, message: memoryview) -> memoryview:
+        """Send what can be sent at once, which mostly is all of it; what is left comes back."""
+        try:
+            return message[self._held.conn.send(message[:CHUNK_BYTES]) :]
+        except BlockingIOError:
+            return message
+        except OSError:
+            return message[:0]  # it is gone; what it left to read says why
 
-    def _receive(self, length: int, deadline: float) -> Steps[bytes]:
-        received = bytearray()
-        while len(received) < length:
+    def _send_all(self, unsent: memoryview) -> Steps[None]:
+        deadline = time.monotonic() + START_S
+        while unsent:
+            if not (yield Until(self._held.conn.fileno(), deadline, is_write=True)):
+                raise EndedError("killed", "it did not take its next request")
+            unsent = self._send(unsent)
+
+    def _receive(self, deadline: float, cap: int) -> Steps[bytearray]:
+        """The next message without its header. What came after it, as the zygote's last word on it may, is kept."""
+        received = self._received
+        while (missing := _missing(received, cap)) > 0:
+            if not (yield Until(self._held.conn.fileno(), deadline)):
+                raise EndedError("timeout", "it did not stop in time")
             try:
-                chunk = self._held.conn.recv(min(length - len(received), CHUNK_BYTES))
+                chunk = self._held.conn.recv(min(max(missing, FIRST_BYTES), CHUNK_BYTES))
             except BlockingIOError:
-                if not (yield Until(self._held.conn.fileno(), deadline)):
-                    raise EndedError("timeout", "it did not stop in time") from None
                 continue
             except OSError:
                 chunk = b""
             if not chunk:
                 raise EndedError("killed", "its process ended")
             received += chunk
-        return bytes(received)
+        end = len(received) + missing
+        self._received = received[end:]
+        del received[end:], received[: HEADER.size]
+        return received
 
 
 class _Held:
@@ -232,9 +234,25 @@ def _capped_file(name: str, size: int) -> int:
     return fd
 
 
-def _decode(message: bytes) -> dict[str, Any]:
+def _missing(received: bytearray, cap: int) -> int:
+    """How many bytes are wanted for a whole message; less than none if there are more."""
+    if len(received) < HEADER.size:
+        return HEADER.size - len(received)
+    (length,) = HEADER.unpack_from(received)
+    if length > cap:
+        raise EndedError("killed", f"it sent a reply of {length} bytes, where {cap} are allowed")
+    return int(length) + HEADER.size - len(received)
+
+
+def _written(fd: int, size: int) -> tuple[str, bool]:
+    """What was written to a capped file since it was wound back, and whether that is all it can hold."""
+    end = min(os.lseek(fd, 0, os.SEEK_CUR), size)
+    return os.pread(fd, end, 0).decode(errors="replace") if end else "", end == size
+
+
+def _decode(message: bytearray) -> dict[str, Any]:
     try:
-        reply = json.loads(message)
+        reply = unframed(message)
         if b"\\ud" in message.lower():  # half a surrogate pair is no text, and breaks whoever writes it down
             reply = json.loads(json.dumps(reply, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as error:

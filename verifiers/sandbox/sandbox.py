@@ -205,7 +205,7 @@ class Sandbox:
     def refill(self) -> None:
         """Have processes made for the next calls; called once this one is done, so that it does not wait for them."""
         host = self._host
-        while host is not None and host.is_alive() and len(self._ready) < self.warm:
+        while host is not None and len(self._ready) < self.warm and host.is_alive():
             try:
                 process = self._new_process()
             except OSError:  # too many open files, say: the next call finds out

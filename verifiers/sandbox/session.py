@@ -47,7 +47,7 @@ class Session:
     def run(self, code: str, *, timeout_s: float | None = None) -> Steps[Result]:
         """Run a cell and return what it did; several at once wait for one another."""
         check_code(code)
-        return (yield from self.steps({"do": "run", "code": code}, timeout_s))
+        return self.steps({"do": "run", "code": code}, timeout_s)
 
     @either
     def call(
@@ -75,7 +75,7 @@ class Session:
             json.dumps(request)
         except (TypeError, ValueError) as error:
             raise TypeError(f"the arguments of {name!r} must be plain values that JSON can say: {error}") from None
-        return (yield from self.steps(request, timeout_s))
+        return self.steps(request, timeout_s)
 
     @either
     def write(self, name: str, content: bytes | str) -> Steps[None]:
@@ -130,14 +130,17 @@ class Session:
         seconds = self.sandbox.timeout_s if timeout_s is None else timeout_s
         if not (seconds > 0 and math.isfinite(seconds)):
             raise ValueError(f"timeout_s must be a positive number of seconds; got {timeout_s!r}")
-        yield from self._turn.enter()
+        if not self._turn.try_enter():
+            yield from self._turn.enter()
         try:
             return (yield from self._cell({**request, "timeout_s": seconds}, seconds))
         finally:
             self._done()
 
     def _cell(self, request: dict[str, Any], seconds: float) -> Steps[Result]:
-        process = yield from self._ready()
+        process = self._process
+        if process is None or process.is_killed or self._is_closed:
+            process = yield from self._ready()
         is_fresh, process.is_used = not process.is_used, True
         process.rewind()
         try:
@@ -214,8 +217,9 @@ def encode(content: bytes | str) -> str:
 def _result(process: Process, reply: dict[str, Any], is_fresh: bool) -> Result:
     """A result of a reply that nobody vouches for: what is not of the right kind is left out."""
     out, err, is_full = process.output()
-    said, error, exit_code = reply.get("status"), reply.get("error"), reply.get("exit_code")
-    status: Status = next((status for status in STATUSES if status == said), "killed")
+    said: Any = reply.get("status")
+    error, exit_code = reply.get("error"), reply.get("exit_code")
+    status: Status = said if said in STATUSES else "killed"
     return Result(
         status="output" if is_full and status in ("ok", "error") else status,
         stdout=out,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import ast
 import errno
 import io
@@ -46,14 +47,19 @@ class CappedOutput(io.FileIO):
 class PythonCells:
     """One namespace, and the cells that ran in it."""
 
-    def __init__(self, output_bytes: int) -> None:
-        self.output_bytes = output_bytes
+    def __init__(self) -> None:
+        self.output_bytes = 0
         self.count = 0
         self.is_running = False
         self.names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
         self.files = [CappedOutput(fd, "wb", closefd=False) for fd in (1, 2)]
         self.streams = [_text(file) for file in self.files]
         vars(sys).update(__stdout__=self.streams[0], __stderr__=self.streams[1])
+
+    def rehearse(self) -> None:
+        """Run a cell for nothing: what Python makes and settles on the way is there before the first one comes."""
+        self.reply({"do": "run", "code": "0", "timeout_s": 1.0})
+        self.count = 0
 
     def wait(self, fd: int) -> None:
         """Nothing is to be done between cells."""
@@ -64,7 +70,8 @@ class PythonCells:
         reply: Reply = {}
         try:
             self.is_running = True
-            signal.signal(signal.SIGALRM, self._ring)  # each time: an earlier cell may have put its own in place
+            # Each time: an earlier cell may have put its own in place. The public function goes the long way, by enums.
+            _signal.signal(signal.SIGALRM, self._ring)
             signal.setitimer(signal.ITIMER_REAL, request["timeout_s"])
             reply = self._call(request) if request["do"] == "call" else self._run(request["code"])
             for stream in self.streams:
@@ -83,10 +90,11 @@ class PythonCells:
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         tree = ast.parse(code, name)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, name, "exec"), self.names)  # noqa: S102 - this is what the process is for
+        if tree.body:
+            exec(compile(tree, name, "exec", dont_inherit=True), self.names)  # noqa: S102 - what the process is for
         if not isinstance(last, ast.Expr):
             return {"status": "ok"}
-        value = eval(compile(ast.Expression(last.value), name, "eval"), self.names)  # noqa: S307
+        value = eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), self.names)  # noqa: S307
         return {"status": "ok", "value": None if value is None else self._short(repr(value))}
 
     def _call(self, request: Mapping[str, Any]) -> Reply:
@@ -136,17 +144,6 @@ class PythonCells:
     def _ring(self, number: int, frame: FrameType | None) -> None:
         if self.is_running:
             raise OutOfTimeError
-
-
-def rehearse() -> None:
-    """Do once what every cell does, so that what Python makes for it on first use is there before the forks."""
-    last = ast.Expression(ast.parse("0", "<cell>").body[0].value)  # type: ignore[attr-defined]
-    compile(last, "<cell>", "eval")
-    try:
-        raise ValueError
-    except ValueError as error:
-        _describe(error)
-    json.loads(json.dumps({"number": 0, "value": plain([0, 0.0, ""])}))
 
 
 def _text(raw: io.FileIO) -> io.TextIOWrapper:

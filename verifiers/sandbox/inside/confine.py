@@ -31,7 +31,7 @@ class Policy:
     programs: str = "/usr/bin"
     world: World | None = None
     listable: list[str] = field(default_factory=list)
-    filters: dict[bool, bytes] = field(default_factory=dict)
+    filters: dict[bool, kernel.Program] = field(default_factory=dict)
     address_space: int = 1 << 30
     private_memory: int = 256 << 20
 
@@ -47,7 +47,8 @@ class Policy:
             self.listable = sorted({os.path.dirname(path) for path in self.hidden})
             self.readable = [path for folder in self.readable for path in _around(folder, self.hidden)]
         if self.level == "full":
-            self.filters = {may_fork: seccomp.filter_program(may_fork=may_fork) for may_fork in (False, True)}
+            programs = {may_fork: seccomp.filter_program(may_fork=may_fork) for may_fork in (False, True)}
+            self.filters = {may_fork: kernel.program(instructions) for may_fork, instructions in programs.items()}
 
 
 def confine(policy: Policy, order: Mapping[str, Any], home: str) -> None:
@@ -74,7 +75,8 @@ def confine(policy: Policy, order: Mapping[str, Any], home: str) -> None:
     if policy.level == "full":
         kernel.seccomp(policy.filters[order["language"] == "bash"])
     else:  # without a namespace for its processes there is one process, of one thread
-        kernel.seccomp(seccomp.filter_program(may_fork=False, may_thread=False, only_pid=os.getpid()))
+        instructions = seccomp.filter_program(may_fork=False, may_thread=False, only_pid=os.getpid())
+        kernel.seccomp(kernel.program(instructions))
 
 
 def verify(policy: Policy) -> None:
@@ -139,10 +141,13 @@ def _be_nobody(uid: int | None) -> None:
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # the monitor looks at its open files; no session can reach /proc
 
 
-def _limit(policy: Policy, order: Mapping[str, Any]) -> None:
-    """Private memory is the budget; the address space is looser, and bounds what is shared."""
+def limits(policy: Policy, order: Mapping[str, Any]) -> list[tuple[int, tuple[int, int]]]:
+    """What an order's session may use: kinds, and how much, within what this process itself may.
+
+    Private memory is the budget; the address space is looser, and bounds what is shared.
+    """
     memory = order["memory"]
-    limits = {
+    wanted = {
         resource.RLIMIT_CORE: 1,  # not even to a program that takes them over a pipe, which 0 would allow
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
@@ -153,14 +158,24 @@ def _limit(policy: Policy, order: Mapping[str, Any]) -> None:
         resource.RLIMIT_DATA: policy.private_memory + memory,
         resource.RLIMIT_AS: policy.address_space + 2 * memory + ADDRESS_SLACK,
     }
-    if policy.level == "full" or order["uid"] is not None:
-        limits[resource.RLIMIT_NPROC] = order["processes"]
-    elif policy.level == "none":  # the count goes by user, and this user has others; "reduced" allows one thread anyway
-        limits[resource.RLIMIT_NPROC] = _tasks_of(os.geteuid()) + order["processes"]
-    for kind, limit in limits.items():
-        hard = resource.getrlimit(kind)[1]
-        value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (value, value))
+    return [(kind, _within(kind, limit)) for kind, limit in wanted.items()]
+
+
+def _limit(policy: Policy, order: Mapping[str, Any]) -> None:
+    for kind, pair in order.get("limits") or limits(policy, order):
+        resource.setrlimit(kind, pair)
+    processes = order["processes"]
+    if policy.level != "full" and order["uid"] is None:  # the count goes by user, and this user has others
+        if policy.level == "reduced":  # which allows one thread anyway
+            return
+        processes += _tasks_of(os.geteuid())
+    resource.setrlimit(resource.RLIMIT_NPROC, _within(resource.RLIMIT_NPROC, processes))
+
+
+def _within(kind: int, limit: int) -> tuple[int, int]:
+    hard = resource.getrlimit(kind)[1]
+    value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    return value, value
 
 
 def _tasks_of(uid: int) -> int:

@@ -127,14 +127,19 @@ def landlock_restrict(ruleset: int) -> None:
     _syscall("landlock_restrict_self", ctypes.c_int(ruleset), ctypes.c_uint(0))
 
 
-class _Program(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
+class Program(ctypes.Structure):
+    """A filter as the kernel takes it; holds its instructions."""
+
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
-def seccomp(program: bytes) -> None:
-    """Filter the calls of all threads of this process by a program of 8-byte instructions, for good."""
-    instructions = ctypes.create_string_buffer(program, len(program))
-    header = _Program(len(program) // 8, ctypes.addressof(instructions))
+def program(instructions: bytes) -> Program:
+    """A filter of 8-byte instructions."""
+    return Program(len(instructions) // 8, instructions)
+
+
+def seccomp(program: Program) -> None:
+    """Filter the calls of all threads of this process, for good."""
     flags = ctypes.c_uint(SECCOMP_FILTER_FLAG_TSYNC)
-    if _syscall("seccomp", ctypes.c_uint(SECCOMP_SET_MODE_FILTER), flags, ctypes.byref(header)):
+    if _syscall("seccomp", ctypes.c_uint(SECCOMP_SET_MODE_FILTER), flags, ctypes.byref(program)):
         raise OSError(0, "seccomp: a thread could not be held to the filter")

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import base64
 import gc
-import json
 import os
 import select
-import socket
-import struct
 import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol
 
-from verifiers.sandbox.inside.cells import PythonCells, rehearse
+from verifiers.sandbox.inside.cells import PythonCells
 from verifiers.sandbox.inside.shell import BashCells
+from verifiers.sandbox.inside.wire import HEADER, framed, unframed
 
-HEADER = struct.Struct("<I")
+FIRST_BYTES, CHUNK_BYTES = 4096, 1 << 20
+"""A request is read in one go where it is short, as most are."""
 MAX_FILES = 10_000
+UNTIL_SETTLED = 32
+REHEARSAL: tuple[dict[str, Any], ...] = (
+    {"do": "run", "code": "def f(x): return x", "timeout_s": 1.0},
+    {"do": "call", "name": "f", "args": [[0, 0.5, "", None]], "kwargs": {}, "timeout_s": 1.0},
+    {"do": "run", "code": "del f\nf", "timeout_s": 1.0},
+)
 
 
 class Cells(Protocol):
@@ -32,21 +37,19 @@ class Cells(Protocol):
     def wait(self, fd: int) -> None: ...
 
 
-def serve_session(conn: int, order: Mapping[str, Any], home: str) -> NoReturn:
+def serve_session(conn: int, order: Mapping[str, Any], home: str, python: PythonCells) -> NoReturn:
     """Say that this process is ready, and answer requests until there are no more."""
     _settle_in(home)
-    cells: Cells = BashCells(order) if order["language"] == "bash" else PythonCells(order["output"])
-    with socket.socket(fileno=conn) as near:
-        near.sendall(b"R")
-        if order["language"] == "python" and not select.select([near], [], [], 0)[0]:
-            rehearse()  # nobody waits yet: the pages that a cell changes are copied now, and not then
-        while True:
-            cells.wait(conn)
-            header = _receive(near, HEADER.size)
-            request = json.loads(_receive(near, HEADER.unpack(header)[0]))
-            reply = _files(request, home) if request["do"] in FILE_REQUESTS else cells.reply(request)
-            message = json.dumps({**reply, "number": request["number"]}).encode()
-            near.sendall(HEADER.pack(len(message)) + message)
+    python.output_bytes = order["output"]
+    cells: Cells = BashCells(order) if order["language"] == "bash" else python
+    os.write(conn, b"R")
+    if cells is python and not select.select([conn], [], [], 0)[0]:
+        python.rehearse()  # nobody waits yet: the pages that a cell changes are copied now, and not then
+    while True:
+        cells.wait(conn)
+        request = unframed(_receive(conn))
+        reply = _files(request, home) if request["do"] in FILE_REQUESTS else cells.reply(request)
+        _send(conn, framed({**reply, "number": request["number"]}))
 
 
 def prepare(home: str, programs: str) -> None:
@@ -63,7 +66,15 @@ def prepare(home: str, programs: str) -> None:
     )
     for name in [name for name in sys.modules if name.partition(".")[0] == "verifiers"]:
         del sys.modules[name]  # nothing of this is a cell's to import
-    rehearse()
+
+
+def rehearse(python: PythonCells) -> None:
+    """Do many times what sessions do once: Python rewrites code as it runs, and what it changes is shared no more."""
+    for _ in range(UNTIL_SETTLED):
+        for request in REHEARSAL:
+            asked = unframed(framed(request)[HEADER.size :])
+            HEADER.unpack_from(framed({**python.reply(asked), "number": 0}))
+        python.rehearse()
 
 
 def _settle_in(home: str) -> None:
@@ -76,14 +87,29 @@ def _settle_in(home: str) -> None:
     gc.enable()
 
 
-def _receive(near: socket.socket, length: int) -> bytes:
-    received = bytearray()
-    while len(received) < length:
-        chunk = near.recv(min(length - len(received), 1 << 20))
-        if not chunk:
-            os._exit(0)
-        received += chunk
-    return bytes(received)
+def _receive(conn: int) -> bytes | bytearray:
+    """One message without its header; the next is sent only when this one is answered."""
+    received = os.read(conn, FIRST_BYTES)
+    while len(received) < HEADER.size:
+        received += _more(conn, HEADER.size - len(received))
+    missing = HEADER.unpack_from(received)[0] + HEADER.size - len(received)
+    if not missing:
+        return received[HEADER.size :]
+    whole = bytearray(received)
+    while missing:
+        whole += (chunk := _more(conn, min(missing, CHUNK_BYTES)))
+        missing -= len(chunk)
+    del whole[: HEADER.size]
+    return whole
+
+
+def _more(conn: int, length: int) -> bytes:
+    return os.read(conn, length) or os._exit(0)
+
+
+def _send(conn: int, message: bytes) -> None:
+    while message:
+        message = message[os.write(conn, message) :]
 
 
 # --- files --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import array
 import gc
-import importlib
 import json
 import os
 import select
@@ -17,28 +16,21 @@ import socket
 import stat
 import struct
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from verifiers.sandbox.inside import kernel, namespaces, syscalls
-from verifiers.sandbox.inside.confine import Policy, confine, verify
+from verifiers.sandbox.inside.cells import PythonCells
+from verifiers.sandbox.inside.confine import Policy, confine, limits, verify
+from verifiers.sandbox.inside.modules import IF_UNREADABLE, preload
 from verifiers.sandbox.inside.monitor import Monitor, Watched
-from verifiers.sandbox.inside.runner import prepare, serve_session
+from verifiers.sandbox.inside.runner import prepare, rehearse, serve_session
 from verifiers.sandbox.inside.scratch import Scratch
 
 CONTROL = 0
-COMMON = (
-    "argparse ast base64 bisect calendar cmath collections collections.abc contextlib copy csv dataclasses datetime "
-    "decimal difflib enum fractions functools hashlib heapq inspect io itertools json linecache math operator os.path "
-    "pprint queue random re statistics string struct textwrap threading time traceback types typing unicodedata uuid"
-)
-# Without a root of its own, a session that gave up root may not be able to read a Python that lies in root's home.
-IF_UNREADABLE = (
-    "abc array asyncio concurrent.futures contextvars copyreg encodings.idna fnmatch getopt glob gzip html html.parser "
-    "keyword locale logging mmap numbers optparse pathlib pickle platform reprlib sched secrets selectors shlex shutil "
-    "signal socket stat subprocess symtable tempfile token tokenize urllib.parse warnings weakref zipfile zlib"
-)
-ORDER_BYTES = 1 << 16
+ORDER_BYTES, MOST_ORDERS = 1 << 16, 64
+INTEGER = struct.Struct("i")
 TICK_S = 0.1
 SELF_TEST = {
     "language": "python",
@@ -145,18 +137,6 @@ def _wait_for(child: int, client: int) -> NoReturn:
     os._exit(0)  # the child is told to end with this
 
 
-def _preload(name: str) -> None:
-    """Import a package for all sessions; one that breaks ends this process, and its last words say which it was."""
-    try:
-        importlib.import_module(name)
-    except ImportError:  # it is not installed, which a cell that imports it will hear
-        return
-    except BaseException as error:  # foreign code
-        said = " ".join(str(error).split())
-        os.write(2, f"the package {name!r} cannot be imported ({type(error).__name__}: {said})\n".encode())
-        os._exit(1)
-
-
 def _say_hello(control: int, policy: Policy, reasons: list[str]) -> None:
     hello = {"level": policy.level, "reasons": reasons, "landlock": policy.landlock}
     os.write(control, json.dumps(hello).encode())
@@ -173,8 +153,10 @@ class Zygote:
         null = os.open("/dev/null", os.O_RDWR)
         os.dup2(null, CONTROL)  # the standard input of every session
         os.close(null)
+        self.orders: dict[bytes, Mapping[str, Any]] = {}
         self.sessions: dict[int, Watched] = {}
         self.monitor = Monitor()
+        self.python = PythonCells()
         self.poll = select.epoll()
         policy.prepare()
         prepare(namespaces.SCRATCH, policy.programs)
@@ -200,18 +182,19 @@ class Zygote:
 
     def serve(self, reasons: list[str]) -> NoReturn:
         """Say hello, and take orders until the application is gone."""
-        common = COMMON.split()
         if self.policy.world is None and os.geteuid() == 0 and not _is_readable_by_all(os.__file__):
             reasons.append("this Python lies where only root can read it, so cells can import only what is preloaded")
-            common += IF_UNREADABLE.split()
-        for name in (*common, *self.packages):
-            _preload(name)
+            preload(IF_UNREADABLE.split())
+        preload(self.packages)
+        os.dup2(CONTROL, 2)
+        self.python = PythonCells()  # on 1 and 2, whatever these are in each session
+        rehearse(self.python)
+        _spare_locks(self.policy)
         self.policy.measure()
         gc.collect()
         gc.freeze()
         gc.disable()
         _say_hello(self.control.fileno(), self.policy, reasons)
-        os.dup2(CONTROL, 2)
         for fd in (self.control.fileno(), self.client):
             self.poll.register(fd, select.EPOLLIN)
         while True:
@@ -234,7 +217,7 @@ class Zygote:
         for _, _, packed in ancillary:
             fds.frombytes(packed)
         try:
-            session = self._fork(json.loads(message), list(fds))
+            session = self._fork(self._read(message), list(fds))
         except OSError as error:
             _tell(fds[0], b"E" + _framed(f"a process could not be forked: {error}".encode()))
             for fd in fds:
@@ -244,6 +227,15 @@ class Zygote:
             os.close(fd)
         self.sessions[session.pidfd] = session
         self.poll.register(session.pidfd, select.EPOLLIN)
+
+    def _read(self, message: bytes) -> Mapping[str, Any]:
+        """An order, with what follows from it; most are the same as one before."""
+        if message not in self.orders:
+            if len(self.orders) == MOST_ORDERS:
+                self.orders.clear()
+            order = json.loads(message)
+            self.orders[message] = {**order, "limits": limits(self.policy, order)}
+        return self.orders[message]
 
     def _fork(self, order: Mapping[str, Any], fds: list[int]) -> Watched:
         """One process for one order; in a namespace of its own for processes, where it is the first."""
@@ -273,7 +265,7 @@ class Zygote:
             confine(self.policy, order, home)
             if "is_test" in order:
                 verify(self.policy)
-            serve_session(conn, order, home)
+            serve_session(conn, order, home, self.python)
         except Exception as error:  # nothing may go on after a failure here, of whatever kind
             why = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
             _tell(conn, b"E" + _framed(why.encode()))
@@ -318,6 +310,20 @@ def _close_all_but(kept: list[int]) -> None:
             os.closerange(before + 1, after)
 
 
+def _spare_locks(policy: Policy) -> None:
+    """After a fork, threading makes the locks of other threads anew: many pages for nothing where there is one thread.
+
+    A cell of Python cannot fork, so that nobody else needs it; without isolation it can.
+    """
+    after_fork = getattr(threading, "_after_fork", None)
+    if after_fork is not None and policy.level != "none" and threading.active_count() == 1:
+        after_fork.__code__ = _nothing.__code__
+
+
+def _nothing() -> None:
+    return
+
+
 def _is_readable_by_all(path: str) -> bool:
     """May any user open this file, by the modes of the folders above it?"""
     while path != "/":
@@ -330,8 +336,9 @@ def _is_readable_by_all(path: str) -> bool:
 def _hand_over_self(conn: int) -> None:
     """Give the application the handle to end this process by; later nothing can be sent that way any more."""
     pidfd = os.pidfd_open(os.getpid())
-    with socket.socket(fileno=os.dup(conn)) as near:
-        socket.send_fds(near, [b"P"], [pidfd])
+    near = socket.SocketType(socket.AF_UNIX, socket.SOCK_STREAM, 0, conn)
+    near.sendmsg([b"P"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, INTEGER.pack(pidfd))])
+    near.detach()
     os.close(pidfd)
 
 
