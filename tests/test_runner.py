@@ -10,12 +10,14 @@ import random
 import signal
 import threading
 import time
+import weakref
 from collections import Counter
 from typing import Any
 
 import pytest
 
 import verifiers as vf
+from verifiers import runner
 from verifiers.progress import Tally
 from verifiers.runner import Job, Limits, Run, RunInterruptedError, interruptible
 
@@ -385,6 +387,81 @@ def test_a_run_gives_the_garbage_collector_back() -> None:
     assert gc.get_threshold() == before
     assert gc.callbacks == callbacks
     assert gc.get_freeze_count() == 0
+
+
+def test_what_was_there_before_a_run_is_not_scanned_while_it_lasts() -> None:
+    frozen: list[int] = []
+
+    def reward(completion: Any) -> float:
+        frozen.append(gc.get_freeze_count())
+        return 1.0
+
+    before = len(gc.get_objects())
+    evaluate(vf.SingleTurnEnv(dataset=rows(3), rubric=vf.Rubric([reward])))
+    assert min(frozen) > before // 2
+    assert gc.get_freeze_count() == 0
+
+
+def test_garbage_that_outlives_a_run_is_collected_after_a_number_of_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Node:
+        itself: Any = None
+
+    def leave_garbage() -> weakref.ref[Node]:
+        node = Node()
+        node.itself = node
+        return weakref.ref(node)
+
+    env = vf.SingleTurnEnv(dataset=rows(5))
+    monkeypatch.setattr(runner._long_lived, "rollouts", 0)
+    left = leave_garbage()
+    gc.freeze()
+    gc.unfreeze()  # it is old now: only a collection over everything finds it
+    evaluate(env)
+    assert left() is not None
+    monkeypatch.setattr(runner, "SWEPT_AFTER", 10)
+    evaluate(env)
+    evaluate(env)
+    assert left() is None
+
+
+def test_a_collector_that_was_switched_off_stays_so_during_a_run() -> None:
+    thresholds: list[int] = []
+
+    def reward(completion: Any) -> float:
+        thresholds.append(gc.get_threshold()[0])
+        return 1.0
+
+    before = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        evaluate(vf.SingleTurnEnv(dataset=rows(3), rubric=vf.Rubric([reward])))
+        assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)
+    assert thresholds == [0, 0, 0]
+
+
+def test_those_who_wait_for_their_turn_when_a_run_breaks_off_have_not_begun() -> None:
+    begun: list[str] = []
+
+    async def reply(messages: Any) -> str:
+        begun.append(messages[-1]["content"])
+        await asyncio.sleep(60)
+        return "x"
+
+    async def main() -> None:
+        run = asyncio.create_task(
+            evaluate(vf.SingleTurnEnv(dataset=rows(30)), vf.FakeClient(reply), max_concurrent_generation=2)
+        )
+        while len(begun) < 2:
+            await asyncio.sleep(0.001)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+
+    asyncio.run(main())
+    gc.collect()  # a coroutine that was made and never awaited would say so here
+    assert begun == ["0", "1"]
 
 
 def test_a_run_leaves_no_tasks_behind() -> None:

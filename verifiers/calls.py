@@ -17,6 +17,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from types import CoroutineType
 from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -257,7 +258,7 @@ class Hook:
                 result = self.call_inline(*args, **kwargs)
             else:
                 result = await self._call_in_thread(args, kwargs)
-            if not inspect.isawaitable(result):
+            if type(result) is not CoroutineType and not inspect.isawaitable(result):
                 return result
             self.is_async = True
             if self.timeout_s is None:

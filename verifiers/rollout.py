@@ -142,19 +142,21 @@ def step_tokens(tokens: Tokens | None, max_seq_len: int | None = None) -> Trajec
     if tokens is None:
         return None
     prompt, reply, logprobs = tokens.prompt_ids, tokens.completion_ids, tokens.logprobs
-    limit = len(prompt) + len(reply) if max_seq_len is None else max_seq_len
-    room = max(limit - len(prompt), 0)
-    is_overlong = len(prompt) > limit
-    kept = 0 if is_overlong else min(room, len(reply))
-    return TrajectoryStepTokens(
-        prompt_ids=prompt[:limit],
-        prompt_mask=[0] * min(len(prompt), limit),
-        completion_ids=reply[:kept],
-        completion_mask=[1] * kept,
-        completion_logprobs=logprobs[:kept],
-        overlong_prompt=is_overlong,
-        is_truncated=is_overlong or kept < len(reply),
-    )
+    is_overlong = is_cut = False
+    if max_seq_len is not None and len(prompt) + len(reply) > max_seq_len:
+        is_overlong = len(prompt) > max_seq_len
+        kept = max(max_seq_len - len(prompt), 0)
+        is_cut = is_overlong or kept < len(reply)
+        prompt, reply, logprobs = prompt[:max_seq_len], reply[:kept], logprobs[:kept]
+    return {
+        "prompt_ids": prompt,
+        "prompt_mask": [0] * len(prompt),
+        "completion_ids": reply,
+        "completion_mask": [1] * len(reply),
+        "completion_logprobs": logprobs,
+        "overlong_prompt": is_overlong,
+        "is_truncated": is_cut,
+    }
 
 
 # --- marks on methods ---------------------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from operator import length_hint
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from verifiers.calls import is_cancelled
@@ -19,6 +20,11 @@ from verifiers.rubrics.score import Score, note_scoring_time, write_score
 from verifiers.types import Row, State
 
 DEFAULT_CONCURRENCY = 4096
+STARTED_AT_ONCE = 16
+YOUNG = 100_000  # new objects between two garbage collections
+SWEPT_AFTER = 32_768  # rollouts between two garbage collections over everything
+
+T = TypeVar("T")
 
 Generate = Callable[["Job"], Awaitable[State]]
 ScoreAlone = Callable[[State], Awaitable[Score]]
@@ -105,6 +111,8 @@ class Run:
         self._next = iter(jobs)
         self._groups: dict[Any, _Group] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._working = 0
+        self._failure: Exception | None = None
         if score_group is not None:
             for job in jobs:
                 self._groups.setdefault(job.row["example_id"], _Group(0)).missing += 1
@@ -113,33 +121,47 @@ class Run:
         """Run every job; returns what was finished, in the order of the jobs."""
         self._generation = _gate(self.limits.generation)
         self._scoring = _gate(self.limits.scoring)
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with _long_lived, interruptible(self._interrupt):
             try:
                 await self._start_workers()
                 if self._tasks:
-                    await asyncio.gather(*self._tasks)
+                    await self._ended
+                if self._failure is not None:
+                    raise self._failure
             except asyncio.CancelledError:
                 if not self.is_stopping or is_cancelled():
                     raise
             finally:
                 await _cancel(self._tasks)
+                _long_lived.rollouts += len(self.done)
         self.done.sort(key=lambda item: item[0].position)
         return self.done
 
     async def _start_workers(self) -> None:
-        """Start one at a time, so that thousands of rollouts that begin at once do not hold up the loop."""
-        for _ in range(self.limits.workers(len(self.jobs))):
+        """Start a few at a time, so that thousands of rollouts that begin at once do not hold up the loop."""
+        for started in range(self.limits.workers(len(self.jobs))):
+            if started and started % STARTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+                if not length_hint(self._next, 1):  # those that run have taken all there was
+                    break
+            self._working += 1
             self._tasks.add(asyncio.create_task(self._work()))
-            await asyncio.sleep(0)
 
     async def _work(self) -> None:
         try:
             for job in self._next:
                 if self._is_wanted(job):
                     await self._run_job(job)
-        except Exception:
-            self.is_stopping = True  # saving failed: generating more would only lose more
+        except asyncio.CancelledError:
+            self._ended.cancel()
             raise
+        except Exception as error:
+            self.is_stopping = True  # saving failed: generating more would only lose more
+            self._failure = self._failure or error
+        self._working -= 1
+        if (self._failure or not self._working) and not self._ended.done():
+            self._ended.set_result(None)
 
     def _is_wanted(self, job: Job) -> bool:
         """Once the run is stopping only groups that have begun are completed: alone their rollouts have no score."""
@@ -150,13 +172,11 @@ class Run:
         return group.has_begun
 
     async def _run_job(self, job: Job) -> None:
-        async with self._generation:
-            state = await self.generate(job)
+        state = await _through(self._generation, self.generate, job)
         score = Score()
         if self.score_alone is not None and state.get("error") is None:
             began = time.perf_counter()
-            async with self._scoring:
-                score = await self.score_alone(state)
+            score = await _through(self._scoring, self.score_alone, state)
             write_score(state, score)
             note_scoring_time((state,), (time.perf_counter() - began) * 1000)
         if self.score_group is None:
@@ -177,12 +197,12 @@ class Run:
         assert self.score_group is not None
         live = [(state, score) for _, state, score in group.members if state.get("error") is None]
         began = time.perf_counter()
-        async with self._scoring:
-            await self.score_group([state for state, _ in live], [score for _, score in live])
+        states, scores = [state for state, _ in live], [score for _, score in live]
+        await _through(self._scoring, self.score_group, states, scores)
         for state, score in live:
             write_score(state, score)
             state["group_size"] = len(live)  # fewer than there should be: to be scored again when the rest is there
-        note_scoring_time([state for state, _ in live], (time.perf_counter() - began) * 1000)
+        note_scoring_time(states, (time.perf_counter() - began) * 1000)
         for job, state, _ in group.members:
             self._settle(job, state)
 
@@ -203,28 +223,45 @@ class Run:
             task.cancel()
 
 
-def _gate(limit: int | None) -> AbstractAsyncContextManager[Any]:
-    return asyncio.Semaphore(limit) if limit is not None and limit > 0 else nullcontext()
+def _gate(limit: int | None) -> asyncio.Semaphore | None:
+    return asyncio.Semaphore(limit) if limit is not None and limit > 0 else None
+
+
+def _through(gate: asyncio.Semaphore | None, work: Callable[..., Awaitable[T]], *args: Any) -> Awaitable[T]:
+    """Do some work, after a wait for one's turn where there is a limit."""
+    return work(*args) if gate is None else _in_turn(gate, work, *args)
+
+
+async def _in_turn(gate: asyncio.Semaphore, work: Callable[..., Awaitable[T]], *args: Any) -> T:
+    async with gate:
+        return await work(*args)
 
 
 async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
-    for task in tasks:
+    under_way = [task for task in tasks if not task.done()]
+    for task in under_way:
         if not task.cancelling():  # a second time would break off its clean-up
             task.cancel()
-    if tasks:
-        await asyncio.gather(*tasks, return_exceptions=True)
+    if under_way:
+        await asyncio.wait(under_way)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # asyncio reports those that nobody asked for
 
 
 class _LongLived:
-    """While runs are under way, what survived a full garbage collection is not looked at again.
+    """While runs are under way, what was there before, or survived a full garbage collection, is not looked at again.
 
-    Thousands of waiting rollouts are live objects: scanning all of them over and over costs as much as running them,
-    and stops the loop for half a second at a time. Full collections come more often instead, each over what is new.
-    When the last run ends everything is handed back.
+    Thousands of waiting rollouts are live objects, and so are the modules of a program that trains: scanning all of
+    them over and over costs as much as running the rollouts, and stops the loop for half a second at a time. New
+    objects are let come together before they are looked at, since nearly all of them are kept; full collections come
+    more often instead, each over what is new. When the last run ends everything is handed back; Python no longer knows
+    how much of it is new then, so every now and then all of it is looked at.
     """
 
     def __init__(self) -> None:
         self.runs = 0
+        self.rollouts = 0
         self.threshold = (0, 0, 0)
         self.lock = threading.Lock()
 
@@ -233,8 +270,10 @@ class _LongLived:
             self.runs += 1
             if self.runs == 1:
                 self.threshold = gc.get_threshold()
-                gc.set_threshold(*self.threshold[:2], min(self.threshold[2], 3))
+                young, middle, old = self.threshold
+                gc.set_threshold(max(young, YOUNG) if young else 0, middle, min(old, 3))
                 gc.callbacks.append(self._after_collection)
+                gc.freeze()
 
     def __exit__(self, *_: object) -> None:
         with self.lock:
@@ -243,6 +282,9 @@ class _LongLived:
                 gc.callbacks.remove(self._after_collection)
                 gc.set_threshold(*self.threshold)
                 gc.unfreeze()
+                if self.rollouts >= SWEPT_AFTER and self.threshold[0] and gc.isenabled():
+                    self.rollouts = 0
+                    gc.collect()
 
     def _after_collection(self, phase: str, info: dict[str, int]) -> None:
         if phase == "stop" and info["generation"] == 2:

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, assert_exact, prompt_of, random_model  # noqa: E402
-from verifiers.engine import packed  # noqa: E402
+from verifiers.engine import bare, packed  # noqa: E402
 from verifiers.engine.bare import Bare  # noqa: E402
 from verifiers.engine.engine import Engine  # noqa: E402
 from verifiers.engine.live_model import LiveModel  # noqa: E402
@@ -36,15 +36,18 @@ def start() -> Iterator[Callable[..., Engine]]:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A number for each forward that goes by matrices alone."""
+    """A number for each forward that goes by matrices alone: how many tokens it took."""
     seen: list[int] = []
-    own = Bare.forward
 
-    def forward(self: Bare, ids: Any, *args: Any) -> Any:
-        seen.append(ids.numel())
-        return own(self, ids, *args)
+    def counted(own: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Bare, ids: Any, *args: Any) -> Any:
+            seen.append(ids.numel())
+            return own(self, ids, *args)
 
-    monkeypatch.setattr(Bare, "forward", forward)
+        return run
+
+    monkeypatch.setattr(Bare, "forward", counted(Bare.forward))
+    monkeypatch.setattr(Bare, "step", counted(Bare.step))
     return seen
 
 
@@ -67,6 +70,13 @@ def test_prompts_and_steps_are_exact(start: Any, runs: list[int], family: str, e
     for future in futures:
         assert_exact(model, future.result(), WAY)
     assert len(runs) >= 12
+
+
+def test_long_histories_are_multiplied_by_pytorch(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model()
+    engine = start(model)
+    monkeypatch.setattr(bare, "MOST_IN_NUMPY", 0)
+    assert_exact(model, engine.generate([prompt_of(40)], WAY)[0], WAY)
 
 
 def test_larger_models_and_other_types_go_by_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -427,6 +427,72 @@ def test_sampling_leaves_a_module_that_can_be_trained(start: Any) -> None:
 # --- reuse and failure ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("window", "softcap", "splits"), [(None, None, 1), (None, None, 8), (40, None, 8), (None, 2.0, 3)]
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_new_tokens_see_their_row_up_to_themselves(
+    shape: Any, window: Any, softcap: Any, splits: int, dtype: Any
+) -> None:
+    from verifiers.engine.extend_kernels import extend
+    from verifiers.engine.extending import blocks_of
+
+    _, heads, groups, dim = shape
+    torch.manual_seed(0)
+    keys, values = torch.randn((2, 4, groups, 300, dim), device="cuda").to(dtype)
+    sizes = [(2, 50, 30), (0, 0, 170), (3, 299, 1), (1, 64, 7)]
+    ends = [sum(n for *_, n in sizes[: i + 1]) for i in range(4)]
+    segments = [slots.Segment(end - n, end, row, past) for (row, past, n), end in zip(sizes, ends, strict=True)]
+    q = heads_of(1, ends[-1], heads, dim, dtype)
+    blocks = torch.from_numpy(blocks_of(segments, heads // groups)).cuda()
+    out = extend(q, keys, values, blocks, scale=0.2, window=window, softcap=softcap, splits=splits)
+    within = 5e-3 if dtype is torch.float32 else 3e-2
+    for one in segments:
+        row, end = slice(one.row, one.row + 1), one.past + one.end - one.start
+        new = q[:, :, one.start : one.end].float()
+        seen = (keys[row, :, :end].float(), values[row, :, :end].float())
+        expected_out = slots.attend_causally(new, *seen, one.past, 0.2, window, softcap)
+        assert torch.allclose(out[:, :, one.start : one.end].float(), expected_out, rtol=within, atol=within)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "GPT2", "Mistral"])
+def test_conversations_side_by_side_reuse_what_they_said(start: Any, family: str) -> None:
+    model = on_card(family, max_position_embeddings=1024)
+    engine = start(model, rows=12, length=900)
+    texts = [prompt_of(LEAST_SHARED_CUDA + 30 * i, seed=i) for i in range(6)]
+    for turn in range(4):
+        ways = [Sampling(max_tokens=10 + i, seed=i) for i in range(6)]
+        answers = answers_of(engine, list(zip(texts, ways, strict=True)))
+        for i, (answer, way) in enumerate(zip(answers, ways, strict=True)):
+            assert (answer.reused >= LEAST_SHARED_CUDA) == (turn > 0)
+            assert_exact(model, answer, way, within=2e-2)
+            texts[i] = [*texts[i], *answer.ids, *prompt_of(5 + 20 * i, seed=turn)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_few_tokens_are_run_by_a_graph_and_exact(start: Any, family: str) -> None:
+    model = on_card(family, max_position_embeddings=1024)
+    engine = start(model, rows=8, length=900)
+    way = Sampling(max_tokens=5, seed=1)
+    for i in range(12):
+        several = [prompt_of(3 + 5 * i + j, seed=10 * i + j) for j in range(1 + i % 3)]
+        for answer in answers_of(engine, [(prompt, way) for prompt in several]):
+            assert_exact(model, answer, way, within=5e-3)
+    graphs = engine._cuda._extender._graphs
+    assert graphs
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    text = prompt_of(300, seed=5)
+    for turn in range(4):
+        answer = engine.generate([text], way)[0]
+        assert (answer.reused > 0) == (turn > 0)
+        assert_exact(model, answer, way, within=2e-2)
+        text = [*text, *answer.ids, *prompt_of(9, seed=turn)]
+    assert graphs
+
+
 def test_a_long_history_is_reused_and_exact(start: Any) -> None:
     model = on_card(max_position_embeddings=2048)
     engine = start(model, rows=4, length=1800)

@@ -117,6 +117,24 @@ def test_the_same_seed_gives_the_same_tokens_whatever_is_asked_beside_it(local: 
     assert ask(local, seed=3 + (1 << 62)).tokens.completion_ids == alone
 
 
+def test_sampling_arguments_that_change_between_two_requests_are_read_anew(local: LocalModel) -> None:
+    sampling: dict[str, Any] = {"max_tokens": 4, "stop": ["zzz"], "n": 1, "seed": 1}
+    request = Request(model="", prompt=USER, sampling=sampling)
+
+    def lengths() -> list[int]:
+        return [len(one["token_ids"]) for one in asyncio.run(local.complete(request)).raw["choices"]]
+
+    assert max(lengths()) <= 4
+    sampling |= {"max_tokens": 2, "n": 2}
+    assert [length <= 2 for length in lengths()] == [True, True]
+    sampling["stop"].append("")
+    with pytest.raises(errors.RequestRefusedError, match="stop"):
+        lengths()
+    sampling |= {"max_tokens": 4, "stop": ["zzz"], "n": True}  # equal to the first, but that True is no number
+    with pytest.raises(errors.RequestRefusedError, match="'n' must be a whole number"):
+        lengths()
+
+
 def test_several_choices_share_one_prefill(local: LocalModel) -> None:
     completion = ask(local, n=3, seed=1, logprobs=True)
     choices = completion.raw["choices"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch")
@@ -93,6 +95,40 @@ def test_text_is_held_back_only_while_a_stop_may_be_under_way() -> None:
     assert safe_length("aaa", []) == 3
 
 
+SPACED = {"▁": 0, "▁a": 1, "▁b": 2, "<unk>": 3, "c": 4}
+
+
+def spaced_codec() -> Codec:
+    """A tokenizer that eats the space before its first word, as sentencepiece's do."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    backend = Tokenizer(models.WordLevel(SPACED, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    return Codec(type("Holder", (), {"backend_tokenizer": backend})())
+
+
+CODECS = {"bytes": (CODEC, 320), "spaces": (spaced_codec(), 6)}
+
+
+@pytest.mark.parametrize("name", CODECS)
+@given(st.data())
+def test_a_reply_reads_the_same_whether_its_special_tokens_are_looked_for_or_decoded(name: str, data: Any) -> None:
+    codec, size = CODECS[name]
+    tokens = st.lists(st.integers(0, size - 1) | st.sampled_from([0, 1, 2]), max_size=12)
+    before, ids = data.draw(tokens), data.draw(tokens)
+
+    def read_in_full(special: bool) -> str:
+        tail = before[-4:]
+        start, whole = codec.decode(tail, special=special), codec.decode([*tail, *ids], special=special)
+        if whole.startswith(start) and not start.endswith("\ufffd"):
+            return whole[len(start) :]
+        return codec.decode(ids, special=special)
+
+    assert codec.continuations(before, ids) == (read_in_full(False), read_in_full(True))
+
+
 def test_truncation_and_padding_that_a_trainer_switches_on_do_not_reach_us() -> None:
     shared = tiny.tokenizer()
     codec = Codec(shared)
@@ -101,13 +137,7 @@ def test_truncation_and_padding_that_a_trainer_switches_on_do_not_reach_us() -> 
 
 
 def test_a_space_before_a_reply_is_kept_where_a_tokenizer_eats_it_at_the_start() -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    vocabulary = {"▁": 0, "▁a": 1, "▁b": 2, "<unk>": 3}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
-    codec = Codec(type("Holder", (), {"backend_tokenizer": backend})())
+    codec = spaced_codec()
     assert codec.decode([2]) == "b"
     assert codec.continuation([1], [2]) == " b"
     stream = TextStream(codec, [1])

@@ -41,10 +41,10 @@ def start() -> Iterator[Callable[[Any], Engine]]:
         engine.close()
 
 
-def train(model: Any, lr: float = 0.3) -> None:
+def train(model: Any, lr: float = 0.3, **how: Any) -> None:
     """One step towards a text."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=lr)
+    optimizer = torch.optim.AdamW(trainable, lr=lr, **how)
     ids = torch.tensor([prompt_of(30, seed=8)])
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
@@ -58,6 +58,14 @@ def differ(model: Any, other: Any) -> bool:
 
 def change(model: Any) -> None:
     train(model)
+
+
+def change_in_one(model: Any) -> None:
+    train(model, fused=True)
+
+
+def change_each(model: Any) -> None:
+    train(model, foreach=False)
 
 
 def replace_data(model: Any) -> None:
@@ -82,7 +90,7 @@ def write_in_place(model: Any) -> None:
             parameter.add_(torch.randn_like(parameter) * 0.1)
 
 
-CHANGES = [change, replace_data, replace_parameters, load_others, write_in_place]
+CHANGES = [change, change_in_one, change_each, replace_data, replace_parameters, load_others, write_in_place]
 
 
 @pytest.mark.parametrize("update", CHANGES, ids=lambda update: update.__name__)

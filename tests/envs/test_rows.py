@@ -289,6 +289,7 @@ raw_rows = st.lists(
         st.fixed_dictionaries({"prompt": chat}, optional={**extras, "example_id": texts}),
     ),
     max_size=4,
+    unique_by=lambda row: row.get("example_id", id(row)),  # two rows of one id are refused
 )
 formats = st.builds(
     RowFormat,

@@ -2,7 +2,8 @@
 
 What multiplies the same input is laid side by side, with the norm before it multiplied in. These are copies, made from
 the parameters when they have changed. Whoever listens in, adds an adapter or exchanges a part is noticed before a step,
-which then goes by the modules.
+which then goes by the modules. Between the multiplications a step is done by NumPy, which takes half as long to start
+an operation; large multiplications are left to PyTorch, whose threads are set.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,9 +20,12 @@ from torch import Tensor, nn
 from verifiers.engine import packed, slots
 from verifiers.engine.fused import fusible_norms
 from verifiers.engine.projections import HOOKS
+from verifiers.engine.structure import Structure
 
 if TYPE_CHECKING:
     from verifiers.engine.lean import LeanLayer
+
+MOST_IN_NUMPY = 1 << 17  # multiplications in one product: more may be spread over threads that get in each other's way
 
 
 class Bare:
@@ -29,14 +34,11 @@ class Bare:
     def __init__(self, model: Any, layers: Sequence[LeanLayer]) -> None:
         self._inner, self._head, self._known = model.model, model.lm_head, layers
         self._epsilons = {id(norm): epsilon for norm, epsilon in fusible_norms(model)}
-        modules = list(model.modules())
-        self._own = [vars(module) for module in modules]
+        self._structure = Structure(model)
+        self._own = [vars(module) for module in self._structure.modules]
         self._hooks = [own[name] for own in self._own for name in HOOKS]
-        self._parts = [
-            (module._modules, name, part, type(part)) for module in modules for name, part in module._modules.items()
-        ]
         self._is_simple = self._head.weight.device.type == "cpu" and self._is_made_of_known_parts()
-        self._laid_out: tuple[list[_BareLayer], Tensor, _Matrix] | None = None
+        self._laid_out: tuple[list[_BareLayer], float, _Matrix] | None = None
 
     def _is_made_of_known_parts(self) -> bool:
         linears, norms = [self._head], [self._inner.norm]
@@ -50,7 +52,7 @@ class Bare:
             and sum(one.weight.numel() for one in linears) < packed.WORTH_PACKING
             and all(id(norm) in self._epsilons for norm in norms)
             and type(self._inner.embed_tokens) is nn.Embedding
-            and all(one.is_silu and not one.has_head_norms for one in self._known)
+            and all(one.is_silu and not one.has_head_norms and one.softcap is None for one in self._known)
         )
 
     @property
@@ -60,7 +62,7 @@ class Bare:
             self._is_simple
             and not any(self._hooks)
             and not any("forward" in own for own in self._own)
-            and all(parts.get(name) is part and type(part) is kind for parts, name, part, kind in self._parts)
+            and self._structure.is_same
         )
 
     def drop(self) -> None:
@@ -80,7 +82,19 @@ class Bare:
             hidden = hidden.view(embedded.shape)[:, keep].flatten(0, 1)
         return head.times(_scaled(hidden, floor)).view(len(ids), -1, head.turned.shape[1])
 
-    def _lay_out(self) -> tuple[list[_BareLayer], Tensor, _Matrix]:
+    def step(self, ids: Tensor, decode: slots.Decode) -> Tensor:
+        """The logits of one new token a row, ``[B, 1, vocabulary]``."""
+        inner = self._inner
+        layers, floor, head = self._laid_out = self._laid_out or self._lay_out()
+        hidden = F.embedding(ids, inner.embed_tokens.weight)
+        cos, sin = inner.rotary_emb(hidden, position_ids=decode.length_B[:, None])
+        step = _Step(decode, cos.numpy(), sin.numpy())
+        state = hidden[:, 0].numpy()
+        for layer in layers:
+            layer.step(state, step)
+        return head.times(torch.from_numpy(_scaled_rows(state, floor)))[:, None]
+
+    def _lay_out(self) -> tuple[list[_BareLayer], float, _Matrix]:
         norm = self._inner.norm
         with torch.no_grad():
             layers = [_BareLayer(one, self._epsilons) for one in self._known]
@@ -94,7 +108,7 @@ class _BareLayer:
         layer, attention, mlp = known.layer, known.layer.self_attn, known.layer.mlp
         before, after = layer.input_layernorm, layer.post_attention_layernorm
         self._index, self._head_dim = known.index, known.head_dim
-        self._settings = {"scale": known.scale, "window": known.window, "softcap": known.softcap}
+        self._scale, self._window = known.scale, known.window
         self._before, self._after = _floor(before, epsilons), _floor(after, epsilons)
         self._qkv = _Matrix([attention.q_proj, attention.k_proj, attention.v_proj], before)
         self._out = _Matrix([attention.o_proj])
@@ -105,10 +119,73 @@ class _BareLayer:
     def run(self, hidden: Tensor, shape: Sequence[int], rotary: tuple[Tensor, Tensor]) -> Tensor:
         """As the lean layer's; the hidden states it is given are its to overwrite."""
         qkv = self._qkv.times(_scaled(hidden, self._before)).view(*shape, -1, self._head_dim)
-        out = slots.attend_joined(self._index, qkv, self._groups, *rotary, **self._settings)
-        hidden = self._out.add_to(hidden, out.reshape(len(hidden), -1))
+        heads = qkv.shape[2] - 2 * self._groups
+        q, k, v = (one.transpose(1, 2) for one in qkv.split([heads, self._groups, self._groups], 2))
+        settings: Any = {"scale": self._scale, "window": self._window, "softcap": None}
+        out = slots.attend_rotated(self._index, q, k, v, *rotary, **settings)
+        hidden = self._out.add_to(hidden, out.transpose(1, 2).reshape(len(hidden), -1))
         gate, up = self._gate_up.times(_scaled(hidden, self._after)).chunk(2, -1)
         return self._down.add_to(hidden, F.silu(gate).mul_(up))
+
+    def step(self, state: np.ndarray, step: _Step) -> None:
+        """The same of one token a row; its hidden states ``[B, width]`` are overwritten."""
+        total = torch.from_numpy(state)
+        qkv = self._qkv.times(torch.from_numpy(_scaled_rows(state, self._before))).numpy()
+        qkv = qkv.reshape(len(state), -1, self._head_dim)
+        qk = step.turned(qkv[:, : -self._groups])
+        out = self._attended(qk[:, : -self._groups], qk[:, -self._groups :], qkv[:, -self._groups :], step)
+        self._out.add_to(total, torch.from_numpy(out))
+        both = self._gate_up.times(torch.from_numpy(_scaled_rows(state, self._after)))
+        gate, up = both.chunk(2, -1)
+        self._down.add_to(total, F.silu(gate).mul_(up))
+
+    def _attended(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, step: _Step) -> np.ndarray:
+        keys, values = step.store[self._index]
+        keys[step.rows, :, step.length] = k
+        values[step.rows, :, step.length] = v
+        batch, share, span = len(q), q.shape[1] // self._groups, step.span
+        q = q.reshape(batch, self._groups, share, self._head_dim)
+        keys, values = keys[:batch, :, :span], values[:batch, :, :span]
+        multiply = np.matmul if share * self._head_dim * span <= MOST_IN_NUMPY else _multiply
+        scores = multiply(q, keys.swapaxes(2, 3))
+        scores *= self._scale
+        scores += step.mask(self._window)
+        weights = torch.softmax(torch.from_numpy(scores), -1).numpy()
+        return multiply(weights, values).reshape(batch, -1)
+
+
+class _Step:
+    """What the layers of one step have in common: where its rows are, their angles, and what they see."""
+
+    def __init__(self, decode: slots.Decode, cos: np.ndarray, sin: np.ndarray) -> None:
+        self.store = decode.cache.store.numpy()
+        self.rows, self.length, self.span = decode.rows_B.numpy(), decode.length_B.numpy(), decode.span
+        self._half = half = cos.shape[-1] // 2
+        self._cos, self._sin = cos, np.concatenate((-sin[..., :half], sin[..., half:]), -1)
+        self._masks: dict[int | None, np.ndarray] = {}
+
+    def turned(self, x: np.ndarray) -> np.ndarray:
+        """Queries and keys, turned by the angles of their positions."""
+        half = self._half
+        partner = np.empty_like(x)
+        partner[..., :half], partner[..., half:] = x[..., half:], x[..., :half]
+        partner *= self._sin
+        partner += x * self._cos
+        return partner
+
+    def mask(self, window: int | None) -> np.ndarray:
+        if window not in self._masks:
+            position_S, length_B = np.arange(self.span), self.length[:, None]
+            is_hidden = position_S > length_B
+            if window is not None:
+                is_hidden |= position_S <= length_B - window
+            self._masks[window] = np.where(is_hidden, np.float32(-np.inf), np.float32(0))[:, None, None]
+        return self._masks[window]
+
+
+def _multiply(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    product: np.ndarray = torch.matmul(torch.from_numpy(one), torch.from_numpy(other)).numpy()
+    return product
 
 
 class _Matrix:
@@ -130,11 +207,19 @@ class _Matrix:
         return total if self.bias is None else total.add_(self.bias)
 
 
-def _floor(norm: Any, epsilons: Mapping[int, float]) -> Tensor:
+def _floor(norm: Any, epsilons: Mapping[int, float]) -> float:
     """What keeps the length of a vector from being zero where the norm divides by it."""
-    return torch.tensor(math.sqrt(epsilons[id(norm)] * norm.weight.shape[0]))
+    return math.sqrt(epsilons[id(norm)] * norm.weight.shape[0])
 
 
-def _scaled(x: Tensor, floor: Tensor) -> Tensor:
-    """An RMS norm in three operations, but for its weight and the root of the width: those are in the matrix."""
-    return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)
+def _scaled(x: Tensor, floor: float) -> Tensor:
+    """An RMS norm, but for its weight and the root of the width: those are in the matrix."""
+    return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), torch.tensor(floor))
+
+
+def _scaled_rows(x: np.ndarray, floor: float) -> np.ndarray:
+    """The same of rows of numbers."""
+    length: np.ndarray = np.einsum("ij,ij->i", x, x)
+    length += np.float32(floor * floor)
+    scaled: np.ndarray = x / np.sqrt(length, out=length)[:, None]
+    return scaled

@@ -15,13 +15,13 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verifiers.engine.recent import Recent
 from verifiers.engine.text import Codec
 from verifiers.engine.tool_calls import CLOSE, OPEN, Style, style_of
 from verifiers.errors import RequestRefusedError
 from verifiers.types import ChatMessage
 
 REMEMBERED_CHARS = 32_000_000
-RECENT = 64  # conversations whose text is kept
 
 TOOLS_TEXT = """\
 You may call one or more of these functions:
@@ -41,7 +41,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, *, model: str = "this model") -> None:
         self._tokenizer = tokenizer
         self._model = model
-        self._recent: OrderedDict[Any, str] = OrderedDict()
+        self._recent: Recent[str] = Recent()
 
     @property
     def is_there(self) -> bool:
@@ -85,13 +85,11 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "continue_final_message": continue_final_message,
         }
-        # A group asks the same many times over. (Templates may write the day.)
-        key = (source, repr(plain), repr(settings), time.localtime()[:3])
-        text = self._recent.get(key)
+        key = (source, repr(plain), repr(settings), time.localtime()[:3])  # templates may write the day
+        text = self._recent.find(key)
         if text is None:
-            text = self._recent[key] = self._write(plain, settings)
-            while len(self._recent) > RECENT:
-                self._recent.popitem(last=False)
+            text = self._write(plain, settings)
+            self._recent.keep(key, text)
         return text
 
     def _write(self, plain: Sequence[ChatMessage], settings: Mapping[str, Any]) -> str:
@@ -217,6 +215,7 @@ class KnownTexts:
         self._chars = 0
         self._ids: OrderedDict[str, array[int]] = OrderedDict()
         self._sorted: list[str] = []
+        self._shortest = max_chars  # no known text is shorter
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -229,6 +228,7 @@ class KnownTexts:
             if text not in self._ids:
                 insort(self._sorted, text)
                 self._chars += len(text)
+                self._shortest = min(self._shortest, len(text))
             self._ids[text] = array("i", ids)
             self._ids.move_to_end(text)
             while self._chars > self._max_chars:
@@ -247,6 +247,8 @@ class KnownTexts:
                 if head.startswith(before):
                     self._ids.move_to_end(before)
                     return len(before), self._ids[before].tolist()
+                if not before.startswith(head[: self._shortest]):
+                    break
                 head = head[: _shared(before, head)]
         return 0, []
 

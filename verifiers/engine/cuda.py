@@ -8,9 +8,9 @@ end is thrown away.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from verifiers.engine import kernels, slots
+from verifiers.engine.extending import TOKENS, Extender
 from verifiers.engine.projections import OWN_FAULTS, nothing_freed
 from verifiers.engine.requests import Ask
 from verifiers.engine.sampling import Knobs, sample
@@ -25,6 +26,8 @@ from verifiers.engine.slots import Segment, SlotCache
 
 if TYPE_CHECKING:
     from verifiers.engine.engine import Engine
+
+T = TypeVar("T")
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
@@ -61,9 +64,9 @@ class CudaPrefill:
         offset_T = np.arange(self.width)
         inside_bT = offset_T[None] < sizes[:, None]
         packed_bT = np.where(inside_bT, starts[:, None] + offset_T[None], 0)
-        self.packed = torch.from_numpy(packed_bT.reshape(-1)).to(device)
-        self.inside = torch.from_numpy(np.flatnonzero(inside_bT.reshape(-1))).to(device)
-        self.rows = torch.tensor([s.row for s in segments], device=device)
+        self.packed = slots.to_device(packed_bT.reshape(-1), device)
+        self.inside = slots.to_device(np.flatnonzero(inside_bT.reshape(-1)), device)
+        self.rows = slots.host_index([s.row for s in segments], device)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
@@ -116,6 +119,7 @@ class CudaDecoder:
         self._pool: Any = None
         self._flights: deque[_Flight] = deque()
         self._spare: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._extender = Extender(self)
         kernels.warm_up(device)
 
     # --- the table's copy on the device ---------------------------------------------------------------------------
@@ -127,7 +131,7 @@ class CudaDecoder:
         whole = np.stack([column[rows] for column in (table.token, table.length, table.top_k, table.seed, table.steps)])
         real = np.stack([column[rows] for column in (table.temperature, table.top_p, table.min_p)])
         for target, values in ((self._whole, whole), (self._real, real)):
-            target[:, index] = torch.from_numpy(values).pin_memory().to(device, non_blocking=True)
+            target[:, index] = slots.to_device(values, device)
 
     def retire(self, holes: Sequence[int], movers: Sequence[int], first: int, last: int) -> None:
         """Follow the host in closing gaps; rows that are not live write to the spare position behind every end."""
@@ -141,6 +145,17 @@ class CudaDecoder:
     def sample(self, logits_NV: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor, Tensor]:
         """Untruncated sampling, in one sweep."""
         return kernels.sample(logits_NV, knobs.temperature_B, knobs.seed_B, knobs.step_B)
+
+    def prefill(
+        self, ids: Sequence[int], positions: Sequence[int], last: Sequence[int], segments: list[Segment]
+    ) -> Tensor:
+        """Run prompts, or what is new in them; the logits at the places ``last``."""
+        if len(ids) <= TOKENS[-1] or any(segment.past for segment in segments):
+            return self._extender.run(ids, positions, last, segments)
+        device = self.engine.device
+        ids_T, position_T, last_N = (slots.host_index(values, device) for values in (ids, positions, last))
+        attend = CudaPrefill(self.engine.cache, segments, device)
+        return self.engine.live_model.forward(ids_T[None], position_T[None], attend, last_N)[0]
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -161,6 +176,7 @@ class CudaDecoder:
 
     def drop_graphs(self) -> None:
         self._graphs.clear()
+        self._extender.drop_graphs()
         self._pool = None
 
     def reset(self) -> None:
@@ -195,21 +211,34 @@ class CudaDecoder:
         return self._graphs[key]
 
     def _capture(self, size: int, truncates: bool) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor, Tensor]]:
-        """Run the step a few times aside, then record it. The rows' state is put back afterwards."""
+        """Record a step. The rows' state is put back after it was practised."""
         state = [self.token, self.length, self.knobs.step_B]
         before = [column.clone() for column in state]
+
+        def practise() -> tuple[Tensor, Tensor, Tensor]:
+            if not torch.cuda.is_current_stream_capturing():
+                self.length.fill_(self.engine.length)  # on the spare position
+            return self._step(size, truncates)
+
+        def put_back() -> None:
+            for column, value in zip(state, before, strict=True):
+                column.copy_(value)
+
+        return self.record(practise, put_back)
+
+    def record(self, work: Callable[[], T], tidy: Callable[[], None] | None = None) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Do something a few times aside, tidy up, then record it."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self.length.fill_(self.engine.length)  # practise on the spare position
-                self._step(size, truncates)
+                work()
         torch.cuda.current_stream().wait_stream(stream)
-        for column, value in zip(state, before, strict=True):
-            column.copy_(value)
+        if tidy is not None:
+            tidy()
         graph = torch.cuda.CUDAGraph()
         with nothing_freed(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode=OWN_FAULTS):
-            outputs = self._step(size, truncates)
+            outputs = work()
         if self._pool is None:
             self._pool = graph.pool()
         return graph, outputs

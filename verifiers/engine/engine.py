@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verifiers.engine import slots, threads
 from verifiers.engine.live_model import LiveModel
-from verifiers.engine.requests import Ask, Generated, OnToken, Sampling, Seeds
+from verifiers.engine.requests import Ask, Generated, OnToken, Sampling, Seeds, check_tokens, delivery
 from verifiers.engine.sampling import sample
 from verifiers.engine.slots import Decode, Prefill, Segment, Shape, SlotCache
 from verifiers.engine.table import Table
@@ -29,8 +29,7 @@ logger = logging.getLogger("verifiers.engine")
 AHEAD = 2  # steps in flight on CUDA before the host reads the first of them
 ADMIT_SHARE = 16  # on CUDA, new requests are taken in when a 16th of the rows is free: each time empties the pipeline
 
-# Tokens: reusing fewer is not worth the copy; on CUDA prompts that reuse are run one by one, fresh ones together.
-LEAST_SHARED, LEAST_SHARED_CUDA = 16, 512
+LEAST_SHARED, LEAST_SHARED_CUDA = 16, 64  # tokens: reusing fewer is not worth moving them
 SPAN_STEP = 32
 PREFILL, PREFILL_CUDA = 1024, 32768  # tokens of prompts run at once
 PATIENCE_S = 2.0  # without a new request, before those that have gathered begin without the others
@@ -98,13 +97,12 @@ class Engine:
     ) -> list[Future[Generated]]:
         """Queue ``n`` completions of one prompt, which is run once; ``on_token`` may be one function for each."""
         sampling = sampling or Sampling()
-        prompt = [int(token) for token in prompt_ids]
+        prompt = list(map(int, prompt_ids))
         if not prompt:
             raise ValueError("the prompt is empty: give at least one token")
         if len(prompt) >= self.length:
             raise OverlongPromptError(f"the prompt has {len(prompt)} tokens, and the context is {self.length}")
-        if strangers := [token for token in (*prompt, *sampling.logit_bias) if not 0 <= token < self.vocabulary]:
-            raise ValueError(f"there is no token {strangers[0]}: the model has {self.vocabulary}")
+        check_tokens((*prompt, *sampling.logit_bias), self.vocabulary)
         first = sampling.seed if sampling.seed is not None else self._seeds.draw(prompt)
         told = list(on_token) if isinstance(on_token, Sequence) else [on_token] * n
         asks = [Ask(prompt, sampling, (first + i) % (1 << 63), told[i]) for i in range(n)]
@@ -115,12 +113,14 @@ class Engine:
                 raise InfraError("the engine is closed")
             if len(self.waiting) + n > self.max_waiting:
                 raise EngineFullError(f"{len(self.waiting)} requests are waiting already; try again in a moment")
+            is_first = not self.waiting
             self.waiting.extend(asks)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="verifiers-engine", daemon=True)
                 self._thread.start()
                 threads.remember(self, self._thread)
-            self._wake.notify()
+            if is_first or len(self.waiting) >= self._gathering:  # of those between, the thread need not know
+                self._wake.notify()
         return [ask.future for ask in asks]
 
     def generate(
@@ -200,7 +200,11 @@ class Engine:
             if not self._wake.wait(PATIENCE_S) and len(self.waiting) == arrived:
                 break
         self._gathering = 0
-        self.waiting = deque(sorted(self.waiting, key=lambda ask: (ask.prompt_ids, ask.seed)))
+        by_prompt: dict[tuple[int, ...], list[Ask]] = {}
+        for ask in self.waiting:
+            by_prompt.setdefault(tuple(ask.prompt_ids), []).append(ask)
+        groups = (by_prompt[prompt] for prompt in sorted(by_prompt))
+        self.waiting = deque(ask for group in groups for ask in sorted(group, key=lambda ask: ask.seed))
 
     def _turn(self) -> None:
         """Take in what fits, then one token for everyone."""
@@ -270,12 +274,15 @@ class Engine:
 
     def _deliver(self) -> None:
         """Hand out what has ended, now that the model is again as its owner left it."""
+        if not self._outbox:
+            return
         outbox, self._outbox = self._outbox, []
-        for ask, outcome in outbox:
-            if isinstance(outcome, Generated):
-                ask.future.set_result(outcome)
-            else:
-                ask.future.set_exception(outcome)
+        with delivery():
+            for ask, outcome in outbox:
+                if isinstance(outcome, Generated):
+                    ask.future.set_result(outcome)
+                else:
+                    ask.future.set_exception(outcome)
 
     def _drop_cancelled(self) -> None:
         if not self._has_cancelled:
@@ -333,8 +340,7 @@ class Engine:
             positions += range(ask.reused, len(ask.prompt_ids))
             last.append(len(ids) - 1)
             self._seat(ask)
-        ids_T, positions_T, last_N = (slots.host_index(values, self.device) for values in (ids, positions, last))
-        logits_NV = self.live_model.forward(ids_T[None], positions_T[None], self._attend_prefill(segments), last_N)[0]
+        logits_NV = self._run_prompts(ids, positions, last, segments)
         order = list(range(len(groups)))
         for i, (ask, mates) in enumerate(groups):
             self._seat_mates(ask, mates)
@@ -358,12 +364,12 @@ class Engine:
             self._seat(mate)
         self.cache.spread(ask.row, range(first, len(self.live)), len(ask.prompt_ids))
 
-    def _attend_prefill(self, segments: list[Segment]) -> slots.Attend:
-        if self._cuda is not None and not any(segment.past for segment in segments):
-            from verifiers.engine.cuda import CudaPrefill
-
-            return CudaPrefill(self.cache, segments, self.device)
-        return Prefill(self.cache, segments)
+    def _run_prompts(self, ids: list[int], positions: list[int], last: list[int], segments: list[Segment]) -> Tensor:
+        if self._cuda is not None:
+            return self._cuda.prefill(ids, positions, last, segments)
+        ids_T, positions_T, last_N = (torch.tensor(values) for values in (ids, positions, last))
+        attend = Prefill(self.cache, segments)
+        return self.live_model.forward(ids_T[None], positions_T[None], attend, last_N)[0]
 
     def _take_row(self, prompt: list[int]) -> tuple[int, int]:
         """The next live row, holding as much of the prompt as any kept row has; and how much that is."""

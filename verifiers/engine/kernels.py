@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-__all__ = ["OutOfResources", "attend", "gated", "project", "project_gated", "rotate_", "sample", "warm_up"]
+__all__ = ["OutOfResources", "attend", "block_of", "gated", "project", "project_gated", "rotate_", "sample", "warm_up"]
 
 BLOCK_S, WARPS, STAGES = 64, 4, 3
 SHARED_BYTES = 160 << 10  # what a block of threads may hold of keys and values on every card we aim at
@@ -93,10 +93,10 @@ def _attend(
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=is_q)
 
 
-def _block(row_bytes: int) -> tuple[int, int]:
+def block_of(row_bytes: int) -> tuple[int, int]:
     """Positions at a time and loads in flight, so that keys and values of wide heads fit too.
 
-    >>> _block(128), _block(1024)
+    >>> block_of(128), block_of(1024)
     ((64, 3), (64, 1))
     """
     for block, stages in ((BLOCK_S, STAGES), (BLOCK_S, 2), (BLOCK_S, 1), (BLOCK_S // 2, 1)):
@@ -118,7 +118,7 @@ def attend(
     out = torch.empty((batch, heads, 1, dim), dtype=q.dtype, device=q.device)
     share = heads // groups
     padded = max(16, triton.next_power_of_2(dim))
-    block, stages = _block(padded * keys.element_size())
+    block, stages = block_of(padded * keys.element_size())
     cos, sin = (x.expand(batch, -1, -1) for x in rotary) if rotary is not None else (q, q)
     _attend[(batch, groups)](
         q, k, v, cos, sin, keys, values, out, length, scale, softcap or 1.0,

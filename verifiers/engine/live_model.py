@@ -6,18 +6,22 @@ The engine reads the parameters of the module it was given: there is no copy, an
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from verifiers.engine import slots
 from verifiers.engine.fused import Fused
 from verifiers.engine.lean import Lean
 from verifiers.engine.packed import PackedLinears
+from verifiers.engine.structure import Structure
 
 PACK_AFTER = 8  # steps on the same weights: packing them costs about as much as it saves in so many
 
@@ -29,6 +33,7 @@ class LiveModel:
 
     def __init__(self, module: Any) -> None:
         slots.register()
+        _note_optimizer_steps()
         self.module = module
         config = module.config
         self.text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -42,8 +47,8 @@ class LiveModel:
         with self.lock:
             self._fused = Fused(module)
             self._lean = Lean(module, self._configs)
-        self._parameters: list[Tensor] = []
-        self._adapter: Any = None
+        self._structure = Structure(module)
+        self._adapter = _adapted(self._structure.modules)
         self._seen: tuple[int, Any] = (0, None)
         self._packed = PackedLinears(module) if PackedLinears.helps(module) else None
         self._steps = 0
@@ -52,6 +57,8 @@ class LiveModel:
         """The logits of the positions in ``keep`` (0: of all)."""
         bare = self._lean.bare
         if bare is not None and bare.is_usable:
+            if isinstance(attend, slots.Decode):
+                return bare.step(ids, attend)
             with slots.attending((), attend):
                 return bare.forward(ids, positions, keep)
         packed = self._packed.in_use() if self._packed is not None else nullcontext()
@@ -80,11 +87,11 @@ class LiveModel:
         An optimizer step counts up the versions of the tensors it changes. Writing through ``.data`` does not: say
         `forget` after that.
         """
-        if is_idle:  # parameters may have been replaced, adapters added
-            self._parameters = list(self.module.parameters())
-            self._adapter = next((one for one in self.module.modules() if hasattr(one, "merged_adapters")), None)
+        if is_idle and not self._structure.is_same:  # parameters were replaced, adapters added
+            self._structure = Structure(self.module)
+            self._adapter = _adapted(self._structure.modules)
         versions = pointers = 0
-        for parameter in self._parameters:
+        for parameter in self._structure.parameters:
             versions += parameter._version
             pointers ^= parameter.data_ptr()
         now = (versions, (pointers, _adapter_state(self._adapter)))
@@ -98,7 +105,7 @@ class LiveModel:
 
     def forget(self) -> None:
         """Whatever was made from the weights so far counts as made from others."""
-        self._seen = (-1, None)
+        self._seen = (-1, self._seen[1])
         self._drop_packed()
 
     def _drop_packed(self) -> None:
@@ -119,6 +126,20 @@ class LiveModel:
         finally:
             for one in trained:
                 one.__dict__["training"] = True
+
+
+@cache
+def _note_optimizer_steps() -> None:
+    """Fused optimizers write to parameters without counting up their versions: it is done for them."""
+
+    def count_up(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        increment_version(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+    register_optimizer_step_post_hook(count_up)
+
+
+def _adapted(modules: Sequence[Any]) -> Any:
+    return next((one for one in modules if hasattr(one, "merged_adapters")), None)
 
 
 def _adapter_state(layer: Any) -> Any:

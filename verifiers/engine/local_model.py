@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,8 +19,9 @@ from verifiers.clients.protocol import Completion, Request
 from verifiers.engine import loaded as loading
 from verifiers.engine.loaded import Loaded, name_of
 from verifiers.engine.options import Options, read_options
-from verifiers.engine.replies import Choice, Prompt, completion_of, read_choice
-from verifiers.engine.requests import Generated, OnToken
+from verifiers.engine.recent import Recent
+from verifiers.engine.replies import Choice, Prompt, completion_of, read_choice, reply_id
+from verifiers.engine.requests import Generated, OnToken, arrivals
 from verifiers.engine.streams import ReplyStream
 from verifiers.engine.text import StopWatch
 from verifiers.errors import DeadlineError, InfraError, ModelError, OverlongPromptError, RequestRefusedError, wrap
@@ -72,6 +75,7 @@ class LocalModel(OpenAILooks):
         self._stop_texts = tuple(one for one in stops if isinstance(one, str))
         self._stop_ids = frozenset(one for one in stops if isinstance(one, int))
         self._lock = threading.Lock()
+        self._recent: Recent[Options] = Recent()
         self._loaded: Loaded | None = None
         self._failure: Exception | None = None
         self._is_closed = False
@@ -91,7 +95,7 @@ class LocalModel(OpenAILooks):
             watches = [StopWatch(ready.codec, prompt.options.stop) for _ in range(prompt.options.n)]
         futures = ready.engine.submit(prompt.ids, prompt.sampling, n=prompt.options.n, on_token=watches)
         generated = await _results(futures, prompt.timeout_s)
-        choices = [self._choice(ready, prompt, one) for one in generated]
+        choices = list(map(partial(self._choice, ready, prompt), generated))
         return completion_of(prompt, choices, ready.codec)
 
     async def stream(self, request: Request) -> ReplyStream:
@@ -132,7 +136,7 @@ class LocalModel(OpenAILooks):
         if not ids:
             raise RequestRefusedError("the prompt is empty: give at least one token")
         seconds = [s for s in (request.timeout_s, options.timeout_s) if s is not None]
-        return Prompt.stamped(
+        return Prompt(
             model=self.model,
             message_type=request.message_type,
             text=text,
@@ -140,9 +144,11 @@ class LocalModel(OpenAILooks):
             options=options,
             sampling=options.sampling(room, loaded.stop_ids - loaded.engine.stop_ids),
             stop_ids=loaded.stop_ids | options.stop_ids,
-            tool_names=tuple(_tool_name(tool) for tool in tools or ()),
+            tool_names=tuple(map(_tool_name, tools or ())),
             tool_style=loaded.template.style(tools) if tools else None,
             timeout_s=min(seconds, default=None),
+            id=reply_id(request.message_type),
+            created=int(time.time()),
         )
 
     def _options(self, loaded: Loaded, request: Request) -> Options:
@@ -152,7 +158,13 @@ class LocalModel(OpenAILooks):
         stops = given.get("stop")
         if self._stop_texts:
             given["stop"] = [*([stops] if isinstance(stops, str) else stops or []), *self._stop_texts]
-        return read_options(given, vocabulary=loaded.vocabulary)
+        key = repr(given)
+        options = self._recent.find(key)
+        if options is None:
+            options = read_options(given, vocabulary=loaded.vocabulary)
+            if options.tools is None and not options.template:  # those are the caller's objects, and may change
+                self._recent.keep(key, options)
+        return options
 
     def _encode(self, loaded: Loaded, text: str, *, is_chat: bool) -> list[int]:
         """The ids of a prompt: of a conversation that goes on, those that were sampled; then those of what is new."""
@@ -260,8 +272,10 @@ class LocalModel(OpenAILooks):
 
 async def _results(futures: Sequence[Future[Generated]], timeout_s: float | None) -> list[Generated]:
     try:
+        if timeout_s is None:
+            return await arrivals(futures)
         async with asyncio.timeout(timeout_s):
-            return [await asyncio.wrap_future(future) for future in futures]
+            return await arrivals(futures)
     except TimeoutError:
         raise DeadlineError(f"the reply took longer than {timeout_s:g} s") from None
     except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,10 +31,9 @@ class Prompt:
     id: str = ""
     created: int = 0
 
-    @classmethod
-    def stamped(cls, **fields: Any) -> Prompt:
-        kind = "chatcmpl" if fields["message_type"] == "chat" else "cmpl"
-        return cls(**fields, id=f"{kind}-{unique_id()}", created=int(time.time()))
+
+def reply_id(message_type: MessageType) -> str:
+    return f"{'chatcmpl' if message_type == 'chat' else 'cmpl'}-{unique_id()}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +60,8 @@ def read_choice(prompt: Prompt, generated: Generated, codec: Codec) -> Choice:
     ids = generated.ids
     ended_by_id = generated.finish_reason == "stop" and bool(ids) and ids[-1] in prompt.stop_ids
     body = len(ids) - 1 if ended_by_id else len(ids)
-    sampled_text = codec.continuation(prompt.ids, ids[:body], special=True)
-    text = codec.continuation(prompt.ids, ids[:body])
-    stop = first_stop(text, prompt.options.stop)
+    text, sampled_text = codec.continuations(prompt.ids, ids[:body])
+    stop = first_stop(text, prompt.options.stop) if prompt.options.stop else -1
     if stop >= 0:
         text = text[:stop]
     content: str | None = text

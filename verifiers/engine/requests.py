@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import count
 from secrets import randbits
 
 NO_TOP_K = 1 << 30
+RECENT = 64  # prompts of which is known what they come to: a group asks the same many times over
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,16 +33,16 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        checks = (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", 0.0 <= self.temperature < float("inf"), "0 or more"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "0 (no limit) or more"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
-        )
-        for name, is_right, wanted in checks:
-            if not is_right:
-                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+        if not self.max_tokens >= 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens!r}")
+        if not 0.0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be 0 or more, got {self.temperature!r}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
+        if not self.top_k >= 0:
+            raise ValueError(f"top_k must be 0 (no limit) or more, got {self.top_k!r}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must be between 0 and 1, got {self.min_p!r}")
 
     @property
     def truncates(self) -> bool:
@@ -79,6 +85,63 @@ class Answer(Future[Generated]):
         return super().cancel()
 
 
+class _Ended(threading.local):
+    """Those in event loops who wait for what has ended in this thread, while a `delivery` lasts."""
+
+    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] | None = None
+
+
+_ended = _Ended()
+
+
+@contextmanager
+def delivery() -> Iterator[None]:
+    """Answers that are given while this lasts are heard of when it ends: each event loop is woken once for all."""
+    _ended.by_loop = {}
+    try:
+        yield
+    finally:
+        by_loop, _ended.by_loop = _ended.by_loop, None
+        for loop, waiting in by_loop.items():
+            _wake(loop, waiting)
+
+
+async def arrivals(futures: Iterable[Future[Generated]]) -> list[Generated]:
+    """What requests give, awaited in an event loop."""
+    arrived = []
+    for future in futures:
+        if not future.done():
+            loop = asyncio.get_running_loop()
+            waiting: asyncio.Future[None] = loop.create_future()
+            future.add_done_callback(partial(_note_end, loop, waiting))
+            await waiting
+        try:
+            arrived.append(future.result())
+        except CancelledError:  # not the class that asyncio means by it
+            raise asyncio.CancelledError from None
+    return arrived
+
+
+def _note_end(loop: asyncio.AbstractEventLoop, waiting: asyncio.Future[None], _: object) -> None:
+    if _ended.by_loop is None:
+        _wake(loop, [waiting])
+    else:
+        _ended.by_loop.setdefault(loop, []).append(waiting)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, waiting: Sequence[asyncio.Future[None]]) -> None:
+    try:
+        loop.call_soon_threadsafe(_settle, waiting)
+    except RuntimeError:  # the loop is closed: nobody waits any more
+        return
+
+
+def _settle(waiting: Sequence[asyncio.Future[None]]) -> None:
+    for one in waiting:
+        if not one.done():
+            one.set_result(None)
+
+
 @dataclass(eq=False, slots=True)
 class Ask:
     """One request on its way through the engine."""
@@ -112,7 +175,20 @@ class Seeds:
     def draw(self, prompt_ids: Sequence[int]) -> int:
         if self._key is None:
             return randbits(62)
-        prompt = blake2b(repr(prompt_ids).encode(), digest_size=16).digest()
+        prompt = _digest(tuple(prompt_ids))
         times = next(self._asked[prompt])
         digest = blake2b(prompt + times.to_bytes(8, "little"), key=self._key, digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 2
+
+
+@lru_cache(RECENT)
+def check_tokens(tokens: tuple[int, ...], vocabulary: int) -> None:
+    """Refuse a token that a model does not have."""
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        stranger = next(token for token in tokens if not 0 <= token < vocabulary)
+        raise ValueError(f"there is no token {stranger}: the model has {vocabulary}")
+
+
+@lru_cache(RECENT)
+def _digest(prompt_ids: tuple[int, ...]) -> bytes:
+    return blake2b(repr(list(prompt_ids)).encode(), digest_size=16).digest()

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -75,8 +76,13 @@ class SlotCache:
 
 def host_index(rows: Sequence[int], device: torch.device) -> Tensor:
     """Row numbers on a device, without waiting for what it is doing."""
-    index = torch.tensor(rows, dtype=torch.int64)
-    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
+    return to_device(np.array(rows, np.int64), device)
+
+
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """Numbers on a device, without waiting for what it is doing."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +98,7 @@ class Segment:
 class Attend(Protocol):
     """What one forward does with the queries, keys and values of a layer.
 
-    One that has a method ``rotated`` besides applies the rotary embedding itself (see `attend_rotated`), one that has
-    ``joined`` does so to heads that come in one piece (see `attend_joined`).
+    One that has a method ``rotated`` besides applies the rotary embedding itself (see `attend_rotated`).
     """
 
     def __call__(
@@ -160,23 +165,16 @@ class Decode:
         return torch.bmm(torch.softmax(scores, -1), v_seen).view(batch, heads, 1, dim)
 
     def rotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **settings: Any) -> Tensor:
-        both = self._turned(torch.cat((q, k), 1), cos, sin)
-        heads = q.shape[1]
-        return self(layer, both[:, :heads], both[:, heads:], v, **settings)
-
-    def joined(self, layer: int, qkv: Tensor, groups: int, cos: Tensor, sin: Tensor, **settings: Any) -> Tensor:
-        qkv = qkv.transpose(1, 2)  # one token a row: nothing moves
-        both = self._turned(qkv[:, :-groups], cos, sin)
-        return self(layer, both[:, :-groups], both[:, -groups:], qkv[:, -groups:], **settings).transpose(1, 2)
-
-    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Queries and keys are turned together, by angles that are the same in every layer."""
-        half = x.shape[-1] // 2
+        half = q.shape[-1] // 2
         if self._angles is None or self._angles[0] is not cos:
             self._angles = cos, cos[:, None], torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
         _, cos_B, sin_B = self._angles
-        partner = torch.cat((x[..., half:], x[..., :half]), -1)
-        return (x * cos_B).addcmul_(partner, sin_B)
+        both = torch.cat((q, k), 1)
+        turned = torch.cat((both[..., half:], both[..., :half]), -1)
+        both = (both * cos_B).addcmul_(turned, sin_B)
+        heads = q.shape[1]
+        return self(layer, both[:, :heads], both[:, heads:], v, **settings)
 
     def _mask(self, window: int | None, dtype: torch.dtype, groups: int) -> Tensor:
         mask = self._masks.get(window)
@@ -256,18 +254,6 @@ def attend_rotated(
         return rotated(layer, q, k, v, cos, sin, scale=scale, window=window, softcap=softcap)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     return attend(layer, q, k, v, scale=scale, window=window, softcap=softcap)
-
-
-def attend_joined(
-    layer: int, qkv: Tensor, groups: int, cos: Tensor, sin: Tensor, **settings: Any
-) -> Tensor:  # fmt: skip
-    """As `attend_rotated`, of the heads of queries, keys and values in one tensor, ``[B, T, heads, dim]``."""
-    joined: Callable[..., Tensor] | None = getattr(_current.attend, "joined", None)
-    if joined is not None:
-        return joined(layer, qkv, groups, cos, sin, **settings)
-    heads = qkv.shape[2] - 2 * groups
-    q, k, v = (one.transpose(1, 2) for one in qkv.split([heads, groups, groups], 2))
-    return attend_rotated(layer, q, k, v, cos, sin, **settings).transpose(1, 2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 
 from verifiers.engine.requests import NO_TOP_K, Ask
 from verifiers.engine.sampling import Knobs
+from verifiers.engine.slots import to_device
 
 COLDEST = 1e-5  # a lower temperature is greedy: logits divided by it would not be numbers any more
 
@@ -49,8 +50,12 @@ class Table:
         self.kept[row] = 0
 
     def knobs(self, rows_N: np.ndarray, device: torch.device) -> Knobs:
-        columns = (self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.steps)
-        return Knobs(*(torch.from_numpy(column[rows_N]).to(device) for column in columns))
+        """How these rows are sampled, on the device, without waiting for what it is doing."""
+        real = np.stack([column[rows_N] for column in (self.temperature, self.top_p, self.min_p)])
+        whole = np.stack([column[rows_N] for column in (self.top_k, self.seed, self.steps)])
+        temperature, top_p, min_p = to_device(real, device)
+        top_k, seed, steps = to_device(whole, device)
+        return Knobs(temperature, top_p, top_k, min_p, seed, steps)
 
     def record(self, rows_N: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray) -> None:
         steps_N = self.steps[rows_N]

@@ -19,6 +19,8 @@ class Codec:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._fast = _copy_of(getattr(tokenizer, "backend_tokenizer", None))
+        self._special_ids = _special_ids(self._fast)
+        self._is_bytewise = _is_bytewise(self._fast)
         self._enders: dict[str, frozenset[int] | None] = {}
         self._lock = threading.Lock()
         self._encode = lru_cache(RECENT)(self._encode_once)
@@ -43,12 +45,22 @@ class Codec:
 
     def continuation(self, before: Sequence[int], ids: Sequence[int], *, special: bool = False) -> str:
         """The text that ``ids`` add after the ids ``before``."""
+        if self._is_bytewise:
+            return self.decode(ids, special=special)
         tail = list(before[-CONTEXT:])
         start = self.decode(tail, special=special)
         text = self.decode([*tail, *ids], special=special)
         if text.startswith(start) and not start.endswith(BROKEN):
             return text[len(start) :]
         return self.decode(ids, special=special)
+
+    def continuations(self, before: Sequence[int], ids: Sequence[int]) -> tuple[str, str]:
+        """The text that ``ids`` add after the ids ``before``: without special tokens, and with them."""
+        text = self.continuation(before, ids)
+        seen = ids if self._is_bytewise else [*before[-CONTEXT:], *ids]
+        if self._special_ids is not None and self._special_ids.isdisjoint(seen):
+            return text, text
+        return text, self.continuation(before, ids, special=True)
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """Each token as a text of its own; part of a character shows as the replacement character."""
@@ -77,6 +89,22 @@ def _copy_of(backend: Any) -> Any:
     copy.no_truncation()
     copy.no_padding()
     return copy
+
+
+def _special_ids(backend: Any) -> frozenset[int] | None:
+    """The ids that ``skip_special_tokens`` skips, where the tokenizer says which they are."""
+    if backend is None:
+        return None
+    return frozenset(token for token, added in backend.get_added_tokens_decoder().items() if added.special)
+
+
+def _is_bytewise(backend: Any) -> bool:
+    """Is each token some bytes, whatever stands before it?"""
+    if backend is None:
+        return False
+    from tokenizers.decoders import ByteLevel
+
+    return isinstance(backend.decoder, ByteLevel)
 
 
 def first_stop(text: str, stops: Iterable[str]) -> int:

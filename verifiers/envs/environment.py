@@ -301,10 +301,10 @@ class Environment:
 
     async def meets_a_stop(self, state: State) -> bool:
         """Has a stop condition been met? The first that has is written into the state."""
-        for hook in self._hooks.marked("stop"):
-            if await hook(state):
+        for name, is_met in self._hooks.marked("stop"):
+            if await is_met(state):
                 state["is_completed"] = True
-                state["stop_condition"] = state.get("stop_condition") or hook.function.__name__
+                state["stop_condition"] = state.get("stop_condition") or name
                 return True
         return False
 
@@ -326,17 +326,17 @@ class Environment:
             return
         state["is_cleaned_up"] = True
         first_error: Exception | None = None
-        for hook in self._hooks.marked("cleanup"):
+        for name, hook in self._hooks.marked("cleanup"):
             try:
                 await hook(state)
             except Exception as error:  # foreign code
-                first_error = first_error or wrap(error, HookError, f"cleanup {hook.function.__name__}")
+                first_error = first_error or wrap(error, HookError, f"cleanup {name}")
         if first_error is not None:
             raise first_error
 
     async def _close(self) -> None:
         """Run the teardown hooks; called at exit for environments that have any and were used."""
-        for hook in self._hooks.marked("teardown"):
+        for _, hook in self._hooks.marked("teardown"):
             await hook()
 
     close = calls.both(_close)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from verifiers import calls
 from verifiers.rollout import marked
 
 HOOK_TIMEOUT_S = 3600.0
+
+F = TypeVar("F", bound=Callable[..., Awaitable[bool]])
+
+
+def only_reads(condition: F) -> F:
+    """Mark a stop condition of ours that reads the state and nothing else: no foreign code, so no `Hook` around it."""
+    condition.only_reads = True  # type: ignore[attr-defined]
+    return condition
 
 
 class Hooks:
@@ -18,7 +26,7 @@ class Hooks:
     def __init__(self, owner: Any) -> None:
         self._owner = owner
         self._named: dict[str, calls.Hook | None] = {}
-        self._marked: dict[str, list[calls.Hook]] = {}
+        self._marked: dict[str, list[tuple[str, Callable[..., Awaitable[Any]]]]] = {}
 
     def named(self, name: str, *, may_inline: bool = True) -> calls.Hook | None:
         """The method of this name, unless it is the library's own default (or there is none)."""
@@ -34,11 +42,14 @@ class Hooks:
             self._named[name] = hook
             return hook
 
-    def marked(self, kind: str) -> list[calls.Hook]:
-        """The methods marked ``@stop``, ``@cleanup`` or ``@teardown``, highest priority first."""
+    def marked(self, kind: str) -> list[tuple[str, Callable[..., Awaitable[Any]]]]:
+        """The methods marked ``@stop``, ``@cleanup`` or ``@teardown`` with their names, highest priority first."""
         hooks = self._marked.get(kind)
         if hooks is None:
-            hooks = self._marked[kind] = [calls.Hook(method) for method in marked(self._owner, kind)]
+            hooks = self._marked[kind] = [
+                (method.__name__, method if hasattr(method, "only_reads") else calls.Hook(method))
+                for method in marked(self._owner, kind)
+            ]
         return hooks
 
 

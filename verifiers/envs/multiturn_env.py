@@ -8,7 +8,7 @@ from typing import Any
 from verifiers import calls
 from verifiers.clients.protocol import Completion
 from verifiers.envs.environment import Environment
-from verifiers.envs.hooks import takes_messages
+from verifiers.envs.hooks import only_reads, takes_messages
 from verifiers.messages import as_messages, concat_messages, text_of
 from verifiers.parsers import Parser
 from verifiers.rollout import merge_state, run_episode, split_response, step_tokens, stop
@@ -30,18 +30,22 @@ class MultiTurnEnv(Environment):
     # --- stop conditions ------------------------------------------------------------------------------------------
 
     @stop(priority=100)
+    @only_reads
     async def has_error(self, state: State) -> bool:
         return state.get("error") is not None
 
     @stop
+    @only_reads
     async def prompt_too_long(self, state: State) -> bool:
         return bool(state.get("prompt_too_long"))
 
     @stop
+    @only_reads
     async def max_turns_reached(self, state: State) -> bool:
         return 0 < self.max_turns <= len(state["trajectory"])
 
     @stop
+    @only_reads
     async def has_final_env_response(self, state: State) -> bool:
         return state.get("final_env_response") is not None
 

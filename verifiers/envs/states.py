@@ -23,15 +23,16 @@ def fresh_state(
     message_type: MessageType,
 ) -> State:
     """The state a rollout of this row starts from; the row itself stays as it is."""
-    fields = {key: _copied(value) for key, value in row.items()}
+    fields: Row = {key: _copied(value) for key, value in row.items()}
     if isinstance(fields.get("info"), str):
         fields["info"] = msgspec.json.decode(fields["info"])
     fields.setdefault("task", task)
     fields.setdefault("example_id", 0)
-    state = State({key: value for key, value in fields.items() if key not in State.INPUT_FIELDS})
     info = fields.get("info")
     tools = info.get("oai_tools") if isinstance(info, Mapping) else None
-    state.update(
+    extra = {key: value for key, value in fields.items() if key not in State.INPUT_FIELDS}
+    return State(
+        extra,
         input=fields,
         client=client,
         model=model,
@@ -53,13 +54,12 @@ def fresh_state(
         final_env_response=None,
         timing={"start_time": time.time(), "generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0},
     )
-    return state
 
 
 def _copied(value: Any) -> Any:
     """A copy deep enough that a rollout can change what it was given; leaves are shared."""
     if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: _copied(item) if type(item) in (dict, list) else item for key, item in value.items()}
     return [_copied(item) for item in value] if type(value) is list else value
 
 

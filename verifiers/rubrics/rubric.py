@@ -131,7 +131,8 @@ class Rubric:
         """Each function with the name it is reported under; a second one of the same name gets a number."""
         seen: dict[str, int] = {}
         named = []
-        for plan, weight in zip(self._all_plans(), self.weights, strict=True):
+        for function, weight in zip(self.funcs, self.weights, strict=True):
+            plan = self._plan(function)
             seen[plan.name] = count = seen.get(plan.name, 0) + 1
             named.append((plan.name if count == 1 else f"{plan.name}_{count}", plan, weight))
         return named
