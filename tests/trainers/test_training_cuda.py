@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,15 @@ pytest.importorskip("transformers")
 import torch.nn.functional as F  # noqa: E402
 
 from tests.engine.support.exact import FAMILIES, random_model  # noqa: E402
+from tests.trainers.test_shared_prompts import sequences  # noqa: E402
 from verifiers.engine import slots  # noqa: E402
+from verifiers.trainers import head_logprobs  # noqa: E402
 from verifiers.trainers import logprobs as logprobs_module  # noqa: E402
+from verifiers.trainers.fused_functions import projected  # noqa: E402
 from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
-from verifiers.trainers.micro_batches import MicroBatch  # noqa: E402
+from verifiers.trainers.micro_batches import MicroBatch, micro_batches  # noqa: E402
+from verifiers.trainers.proof import ANY_LENGTH  # noqa: E402
+from verifiers.trainers.shared_prompts import Packing, Row  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")]
 
@@ -154,11 +160,10 @@ def test_gates_far_from_zero_have_gradients_that_are_numbers() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("vocabulary", [97, 4096, 49152, 50257, 262144])
 def test_the_logprobs_of_a_head(monkeypatch: Any, vocabulary: int, temperature: float, dtype: Any) -> None:
-    from verifiers.trainers import fused_functions
-
     n, width = 70, 64
-    monkeypatch.setattr(fused_functions, "CHUNK_BYTES", vocabulary * dtype.itemsize * 30)
-    assert len(fused_functions.chunks_of(n, vocabulary * dtype.itemsize)) == 3
+    most = vocabulary * dtype.itemsize * 30
+    monkeypatch.setitem(head_logprobs.CHUNK_BYTES, "cuda", most)
+    assert len(head_logprobs.chunks_of(n, vocabulary * dtype.itemsize, most)) == 3
     hidden, weight, bias = randn(n, width), randn(vocabulary, width, seed=1) * 0.3, randn(vocabulary, seed=2)
     target = torch.arange(n, device="cuda") * 7919 % vocabulary
     target[0] = vocabulary - 1
@@ -167,31 +172,126 @@ def test_the_logprobs_of_a_head(monkeypatch: Any, vocabulary: int, temperature: 
         return -F.cross_entropy(wide(F.linear(hidden, weight, bias)) / temperature, target, reduction="none")
 
     def ours(hidden: Any, weight: Any, bias: Any = None) -> Any:
-        return fused_functions.picked(hidden, weight, bias, target, temperature)
+        return head_logprobs.picked(hidden, weight, bias, target, temperature)
 
     for inputs in ((hidden, weight), (hidden, weight, bias)):
         assert_as_good(ours, plain, inputs, (randn(n, seed=3),), dtype)
 
 
-def test_a_head_can_be_gone_back_through_twice_or_not_at_all() -> None:
-    from verifiers.trainers.fused_functions import picked
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_projections_of_one_input(bias: bool, dtype: Any) -> None:
+    linears = [torch.nn.Linear(64, n, bias=bias, device="cuda", dtype=dtype) for n in (96, 32, 32)]
 
+    def ours(x: Any) -> Any:
+        return projected(x, linears) if x.dtype == dtype else plain(x)
+
+    def plain(x: Any) -> Any:
+        weights = [(one.weight.to(x.dtype), None if one.bias is None else one.bias.to(x.dtype)) for one in linears]
+        return tuple(F.linear(x, *both) for both in weights)
+
+    assert_as_good(ours, plain, (randn(3, 50, 64),), [randn(3, 50, n, seed=n) for n in (96, 32, 32)], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_queries_keys_and_values_in_one_go(dtype: Any) -> None:
+    from verifiers.trainers.fused_functions import projected_heads
+
+    angle = randn(1, 50, 32, seed=9) * 3
+    shapes = [(3, 50, 64), (64,), (128, 64), (64, 64), (64, 64)]
+    inputs = [randn(*shape, seed=i) * (1 if i < 2 else 0.1) for i, shape in enumerate(shapes)]
+    seeds = [randn(*shape, seed=i + 5) for i, shape in enumerate([(3, 50, 64), (3, 50, 4, 32), *[(3, 50, 2, 32)] * 2])]
+
+    def ours(x: Any, weight: Any, *weights: Any) -> Any:
+        linears = [SimpleNamespace(weight=one, bias=None) for one in weights]
+        return projected_heads(x, weight, 1e-5, linears, 32, (angle.cos().to(dtype), angle.sin().to(dtype)))
+
+    def plain(x: Any, weight: Any, *weights: Any) -> Any:
+        cos, sin = (one.to(dtype).to(x.dtype) for one in (angle.cos(), angle.sin()))
+        q, k, v = (F.linear(plain_norm(x, weight), one).unflatten(-1, (-1, 32)) for one in weights)
+        return x + 0, *(slots.rotate(one.transpose(1, 2), cos, sin).transpose(1, 2) for one in (q, k)), v
+
+    assert_as_good(ours, plain, inputs, seeds, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_feed_forward_in_one_go(dtype: Any) -> None:
+    from verifiers.trainers.fused_functions import fed_forward
+
+    shapes = [(3, 50, 64), (3, 50, 64), (64,), (96, 64), (96, 64), (64, 96)]
+    inputs = [randn(*shape, seed=i) * (1 if i < 3 else 0.1) for i, shape in enumerate(shapes)]
+
+    def plain(x: Any, more: Any, weight: Any, gate: Any, up: Any, down: Any) -> Any:
+        normed = plain_norm(x + more, weight)
+        return x + more + F.linear(F.silu(F.linear(normed, gate)) * F.linear(normed, up), down)
+
+    def ours(x: Any, more: Any, weight: Any, *weights: Any) -> Any:
+        return fed_forward(x, more, weight, 1e-5, *weights)
+
+    assert_as_good(ours, plain, inputs, (randn(3, 50, 64, seed=8),), dtype)
+
+
+def test_more_numbers_than_31_bits_count() -> None:
+    """Rows at the far end of tensors of over two thousand million numbers are computed as the first ones are."""
+    from verifiers.trainers import fused_functions, training_kernels
+
+    rows, width = 131_072, 16_640
+    if torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GB of free memory")
+    few, last = randn(64, width).bfloat16(), slice(rows - 64, rows)
+    x = torch.zeros((rows, width), dtype=torch.bfloat16, device="cuda")
+    assert x.numel() > 2**31
+    x[last] = few
+    weight = torch.ones(width, dtype=torch.bfloat16, device="cuda")
+    assert torch.equal(fused_functions.gated(x, x)[last], fused_functions.gated(few, few))
+    for one, other in zip(
+        training_kernels.gated_back(x, x, x), training_kernels.gated_back(few, few, few), strict=True
+    ):
+        assert torch.equal(one[last], other)
+    del one
+    _, normed, scale = training_kernels.norm(x, None, weight, 1e-5)
+    assert torch.equal(normed[last], training_kernels.norm(few, None, weight, 1e-5)[1])
+    back, _ = training_kernels.norm_back(x, weight, scale, None, x, learns=False)
+    assert torch.equal(back[last], training_kernels.norm_back(few, weight, scale[last], None, few, learns=False)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("tails_only", [False, True], ids=["all", "tails"])
+@pytest.mark.parametrize("shape", [(9, 3, 64), (4, 4, 128), (8, 1, 72), (2, 2, 256)], ids=str)
+@pytest.mark.parametrize("heads", [(40, 0, 130), (64, 64, 64)], ids=["ragged", "even"])
+def test_runs_attend_as_rectangles_do(heads: Any, shape: Any, tails_only: bool, dtype: Any) -> None:
+    tails = (70, 1, 33, 200, 128, 5)
+    packing = Packing(
+        head_G=heads,
+        tail_B=tails,
+        of_head_B=(0, 0, 0, 1, 2, 2),
+        position_T=torch.zeros(sum(heads) + sum(tails), dtype=torch.int64, device="cuda"),
+    )
+    n, groups, dim = shape
+    inputs = [randn(sum(heads) + sum(tails), one, dim, seed=i) for i, one in enumerate((n, groups, groups))]
+    seed = randn(sum(tails) + (0 if tails_only else sum(heads)), n, dim, seed=7)
+
+    def attend(in_runs: bool) -> Callable[..., Any]:
+        return lambda q, k, v: Row(packing, in_runs).attend(q, k, v, scale=0.1, tails_only=tails_only)
+
+    assert_as_good(attend(True), attend(False), inputs, (seed,), dtype)
+
+
+def test_a_head_can_be_gone_back_through_twice_or_not_at_all() -> None:
     hidden, weight = randn(40, 32).requires_grad_(), randn(97, 32, seed=1)
     target = torch.arange(40, device="cuda")
-    out = picked(hidden, weight, None, target).sum()
+    out = head_logprobs.picked(hidden, weight, None, target).sum()
     first = torch.autograd.grad(out, hidden, retain_graph=True)[0]
     assert torch.allclose(torch.autograd.grad(out, hidden)[0], first)
     with torch.no_grad():
-        assert not picked(hidden, weight, None, target).requires_grad
-    assert picked(hidden[:0], weight, None, target[:0]).shape == (0,)
+        assert not head_logprobs.picked(hidden, weight, None, target).requires_grad
+    assert head_logprobs.picked(hidden[:0], weight, None, target[:0]).shape == (0,)
 
 
 def test_logits_that_are_not_numbers_are_not_hidden() -> None:
-    from verifiers.trainers.fused_functions import picked
-
     hidden, weight = randn(4, 32), randn(97, 32, seed=1)
     hidden[1] = float("nan")
-    found = picked(hidden, weight, None, torch.zeros(4, dtype=torch.int64, device="cuda"))
+    found = head_logprobs.picked(hidden, weight, None, torch.zeros(4, dtype=torch.int64, device="cuda"))
     assert torch.isfinite(found).tolist() == [True, False, True, True]
 
 
@@ -225,7 +325,7 @@ def learned(model: Any, *, leanly: bool, temperature: float = 0.9) -> tuple[Toke
     scorer = TokenScorer(model)
     with pytest.MonkeyPatch.context() as patch:
         if not leanly:
-            patch.setattr(logprobs_module, "_has_kernels", lambda _: False)
+            patch.setattr(logprobs_module, "_is_ours", lambda _: False)
         found = scorer.logprobs(batch_of(), temperature)
         (found * randn(len(found), seed=2)).sum().backward()
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
@@ -246,7 +346,6 @@ def assert_learns_the_same(model: Any) -> TokenScorer:
 def test_float32_gradients_are_those_of_the_plain_path(family: str) -> None:
     scorer = assert_learns_the_same(on_card(family, head_dim=16 if family.startswith("Gemma") else None))
     due = {"Llama": 3, "Llama-tied": 3, "Qwen2": 3, "Qwen3": 3, "Mistral": 3, "Gemma": 3}
-    assert scorer._lean is not None
     assert len(scorer._lean.layers) >= due.get(family, 0)
 
 
@@ -261,7 +360,7 @@ def test_half_precision_is_as_near_to_float32_as_the_plain_path(family: str, dty
     _, truth = learned(exact, leanly=False)
     _, plain = learned(model, leanly=False)
     scorer, lean = learned(model, leanly=True)
-    assert len(scorer._lean.layers) == model.config.num_hidden_layers  # type: ignore[union-attr]
+    assert len(scorer._lean.layers) == model.config.num_hidden_layers
     for name in truth:
         assert apart(lean[name], truth[name]) <= max(WORSE * apart(plain[name], truth[name]), FLOOR[dtype]), name
 
@@ -276,10 +375,10 @@ def test_layers_that_are_computed_again_are_lean_then_too(is_reentrant: bool, mo
     if is_reentrant:
         model.enable_input_require_grads()
     calls = []
-    own = fused_functions.gated
-    monkeypatch.setattr(fused_functions, "gated", lambda *given: calls.append(1) or own(*given))
+    own = fused_functions.fed_forward
+    monkeypatch.setattr(fused_functions, "fed_forward", lambda *given: calls.append(1) or own(*given))
     scorer, lean = learned(model, leanly=True)
-    proofs = len(scorer._lean.layers)  # type: ignore[union-attr]
+    proofs = len(scorer._lean.layers)
     assert len(calls) == proofs + 2 * model.config.num_hidden_layers
     for name in plain:
         assert apart(lean[name], plain[name]) < 1e-4, name
@@ -292,7 +391,7 @@ def test_adapters_learn_the_same() -> None:
     )
     model = peft.get_peft_model(on_card(), config)
     scorer = assert_learns_the_same(model)
-    assert len(scorer._lean.layers) == 3  # type: ignore[union-attr]
+    assert len(scorer._lean.layers) == 3
     with torch.no_grad(), model.disable_adapter():
         without = scorer.logprobs(batch_of())
     assert torch.allclose(without, TokenScorer(on_card()).logprobs(batch_of()), atol=1e-4)
@@ -329,3 +428,89 @@ def test_eager_attention_and_masks_are_left_to_the_layer() -> None:
     model = on_card()
     model.config._attn_implementation = "eager"
     assert_learns_the_same(model)
+
+
+# --- packed rows ----------------------------------------------------------------------------------------------------
+
+
+def packed_or_not(longest: int) -> MicroBatch:
+    (batch,) = micro_batches(sequences(), max_tokens=10**6, longest_packed=longest)
+    return batch.to(torch.device("cuda"))
+
+
+def learned_in(scorer: TokenScorer, batch: MicroBatch) -> dict[str, Any]:
+    """Logprobs in the order of the sequences, and the gradients of something that depends on all of them."""
+    scorer.model.zero_grad(set_to_none=True)
+    found = scorer.logprobs(batch, 0.9)
+    found = found[torch.argsort(torch.tensor(batch.members).cuda()[batch.sequence_N], stable=True)]
+    (found * randn(len(found), seed=2)).sum().backward()
+    grads = {name: one.grad for name, one in scorer.model.named_parameters() if one.grad is not None}
+    return {"logprobs": found.detach(), **grads}
+
+
+PACKED = ["Llama", "Llama-tied", "Qwen2", "Qwen3", "SmolLM3", "Gemma", "GPT2", "GPTNeoX", "Olmo2"]
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_packed_rows_learn_the_same_in_float32(family: str) -> None:
+    scorer = TokenScorer(on_card(family, head_dim=16 if family == "Gemma" else None))
+    assert scorer.longest_packed == ANY_LENGTH
+    ours, theirs = (learned_in(scorer, packed_or_not(longest)) for longest in (ANY_LENGTH, 0))
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        assert apart(ours[name], theirs[name]) < 1e-4, name
+
+
+@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_packed_rows_are_as_near_to_float32_as_rectangles(family: str, dtype: Any) -> None:
+    head_dim = 16 if family == "Gemma" else None
+    model, exact = on_card(family, dtype=dtype, head_dim=head_dim), on_card(family, head_dim=head_dim)
+    with torch.no_grad():
+        for mine, its in zip(exact.parameters(), model.parameters(), strict=True):
+            mine.copy_(its)
+    truth, scorer = learned_in(TokenScorer(exact), packed_or_not(0)), TokenScorer(model)
+    assert scorer.longest_packed == ANY_LENGTH
+    assert scorer._in_runs
+    packed, plain = (learned_in(scorer, packed_or_not(longest)) for longest in (ANY_LENGTH, 0))
+    for name in truth:
+        assert apart(packed[name], truth[name]) <= max(WORSE * apart(plain[name], truth[name]), FLOOR[dtype]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_reentrant", [False, True], ids=["kept", "reentrant"])
+def test_packed_rows_that_are_computed_again(is_reentrant: bool, dtype: Any) -> None:
+    model = on_card(dtype=dtype).train()
+    scorer = TokenScorer(model)
+    kept = learned_in(scorer, packed_or_not(scorer.longest_packed))
+    model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+    if is_reentrant:
+        model.enable_input_require_grads()
+    again = learned_in(scorer, packed_or_not(scorer.longest_packed))
+    for name in kept:
+        assert apart(again[name], kept[name]) < max(1e-4, FLOOR[dtype]), name
+
+
+def test_packed_rows_with_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"], init_lora_weights=False
+    )
+    scorer = TokenScorer(peft.get_peft_model(on_card(), config))
+    assert scorer.longest_packed == ANY_LENGTH
+    ours, theirs = (learned_in(scorer, packed_or_not(longest)) for longest in (ANY_LENGTH, 0))
+    for name in theirs:
+        assert apart(ours[name], theirs[name]) < 1e-4, name
+
+
+def test_a_micro_batch_arrives_as_it_was() -> None:
+    (here,) = micro_batches(sequences(), max_tokens=10**6, longest_packed=ANY_LENGTH)
+    there = here.to(torch.device("cuda"))
+    assert here.packing is not None
+    assert there.packing is not None
+    assert torch.equal(there.packing.position_T.cpu(), here.packing.position_T)
+    for name in ("ids_BT", "place_N", "target_N", "sequence_N", "old_N", "advantage_N", "weight_N"):
+        one, other = getattr(there, name), getattr(here, name)
+        assert one.is_cuda
+        assert one.dtype == other.dtype
+        assert torch.equal(one.cpu(), other)

@@ -1,23 +1,31 @@
-"""Kernels become functions that autograd can go back through: norms, rotary embedding, gating, logprobs of a head.
+"""Kernels become functions that autograd can go back through: norms, rotary embedding, gating, parts of a layer.
 
-All of them want tensors on a card. What a function keeps for its way back is what it was given, never what it can
-compute again in the same sweep.
+The kernels are our own on a card, and plain operations in float32 on a CPU. What a function keeps for its way back is
+what it was given, never what it can compute again in the same sweep. One function for a part of a layer is one node of
+autograd's, where its operations would be a dozen, each of which takes the host as long as a launch.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional
+from torch.nn.functional import linear
 
-from verifiers.engine.kernels import gated as gated_kernel
-from verifiers.trainers import training_kernels as kernels
+from verifiers.engine.projections import is_plain
+from verifiers.trainers import plain_kernels
 
-CHUNK_BYTES = 2 << 30  # logits alive at once
+
+def kernels_for(x: Tensor) -> Any:
+    """The kernels of the device that a tensor is on."""
+    if not x.is_cuda:
+        return plain_kernels
+    from verifiers.trainers import training_kernels
+
+    return training_kernels
 
 
 def add_norm(x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -38,12 +46,45 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return result
 
 
-def picked(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, temperature: float = 1.0
+def projected(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The input through each of these layers; their ways back add up in the multiplications."""
+    if not are_plain(x, linears):
+        return tuple(one(x) for one in linears)
+    found: tuple[Tensor, ...] = _Projected.apply(x, *_weights(linears))
+    return found
+
+
+def are_plain(x: Tensor, linears: Sequence[Any]) -> bool:
+    """Are these layers nothing but their weights, and is nobody rounding in between?"""
+    return not torch.is_autocast_enabled(x.device.type) and all(map(is_plain, linears))
+
+
+def projected_heads(
+    x: Tensor, weight: Tensor, epsilon: float, linears: Sequence[Any], head_dim: int, rotary: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``x`` itself, and rotated queries, rotated keys and values ``[B, T, heads, dim]`` of its norm.
+
+    The layers are plain. Whoever goes on with ``x`` takes the one that is given back: then gradients meet in the norm.
+    """
+    cos, sin = (one.contiguous() for one in rotary)
+    x, q, k, v = _ProjectedHeads.apply(x, weight, epsilon, head_dim, cos, sin, *_weights(linears))
+    return x, q, k, v
+
+
+def fed_forward(
+    x: Tensor, more: Tensor, weight: Tensor, epsilon: float, gate: Tensor, up: Tensor, down: Tensor
 ) -> Tensor:
-    """The logprob of each target under softmax(hidden · weightᵀ + bias), whose logits are held a chunk at a time."""
-    result: Tensor = _Picked.apply(hidden_ND, weight_VD, bias_V, target_N, temperature, torch.is_grad_enabled())
+    """``x`` plus ``more``, plus what a gated feed-forward (SiLU, no biases) makes of the norm of that."""
+    result: Tensor = _FedForward.apply(x, more, weight, epsilon, gate, up, down)
     return result
+
+
+def _weights(linears: Sequence[Any]) -> list[Tensor | None]:
+    return [one for layer in linears for one in (layer.weight, layer.bias)]
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 class _AddNorm(Function):  # type: ignore[misc]  # torch is not typed here
@@ -52,7 +93,7 @@ class _AddNorm(Function):  # type: ignore[misc]  # torch is not typed here
         ctx: Any, x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
         x_ND = x_ND.contiguous()
-        total_ND, normed_ND, scale_N = kernels.norm(
+        total_ND, normed_ND, scale_N = kernels_for(x_ND).norm(
             x_ND, None if more_ND is None else more_ND.contiguous(), weight, epsilon
         )
         ctx.save_for_backward(total_ND, weight, scale_N)
@@ -66,7 +107,7 @@ class _AddNorm(Function):  # type: ignore[misc]  # torch is not typed here
             return past_ND, past_ND if ctx.adds else None, None, None
         total_ND, weight, scale_N = ctx.saved_tensors
         past_ND = None if past_ND is None else past_ND.contiguous()
-        grad_ND, grad_weight = kernels.norm_back(
+        grad_ND, grad_weight = kernels_for(total_ND).norm_back(
             total_ND, weight, scale_N, past_ND, grad_ND.contiguous(), learns=ctx.needs_input_grad[2]
         )
         return grad_ND, grad_ND if ctx.adds else None, grad_weight, None
@@ -76,11 +117,13 @@ class _Rotated(Function):  # type: ignore[misc]  # torch is not typed here
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return kernels.rotate(q.contiguous(), k.contiguous(), cos, sin)
+        turned: tuple[Tensor, Tensor] = kernels_for(q).rotate(q.contiguous(), k.contiguous(), cos, sin)
+        return turned
 
     @staticmethod
     def backward(ctx: Any, q: Tensor, k: Tensor) -> tuple[Any, ...]:
-        return *kernels.rotate(q.contiguous(), k.contiguous(), *ctx.saved_tensors, back=True), None, None
+        back = kernels_for(q).rotate(q.contiguous(), k.contiguous(), *ctx.saved_tensors, back=True)
+        return *back, None, None
 
 
 class _Gated(Function):  # type: ignore[misc]  # torch is not typed here
@@ -88,77 +131,93 @@ class _Gated(Function):  # type: ignore[misc]  # torch is not typed here
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        return gated_kernel(gate, up)
+        result: Tensor = kernels_for(gate).gated(gate, up)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         gate, up = ctx.saved_tensors
-        return kernels.gated_back(gate, up, grad.contiguous())
+        back: tuple[Tensor, Tensor] = kernels_for(gate).gated_back(gate, up, grad.contiguous())
+        return back
 
 
-class _Picked(Function):  # type: ignore[misc]  # torch is not typed here
-    """Logits are computed again on the way back, but for the last chunk's: they are there, and are the first needed."""
+class _Projected(Function):  # type: ignore[misc]  # torch is not typed here
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights[::2])
+        return tuple(linear(x, weight, bias) for weight, bias in zip(weights[::2], weights[1::2], strict=True))
 
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        total, found = _projected_back(_flat(x), weights, grads, ctx.needs_input_grad[1:], ctx.needs_input_grad[0])
+        return None if total is None else total.view(x.shape), *found
+
+
+def _projected_back(
+    x_ND: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """The gradient of an input that several layers had, and those of their weights and biases, in turns."""
+    total: Tensor | None = None
+    found: list[Tensor | None] = []
+    for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+        grad_NE = _flat(grad)
+        found += [grad_NE.t() @ x_ND if needs[2 * i] else None, grad_NE.sum(0) if needs[2 * i + 1] else None]
+        if needs_x:
+            total = grad_NE @ weight if total is None else total.addmm_(grad_NE, weight)
+    return total, found
+
+
+class _ProjectedHeads(Function):  # type: ignore[misc]  # torch is not typed here
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, temperature: float,
-        keeps: bool,
-    ) -> Tensor:  # fmt: skip
-        n = len(hidden_ND)
-        logprob_N, mass_N = (torch.empty(n, dtype=torch.float32, device=hidden_ND.device) for _ in range(2))
-        chunks = chunks_of(n, weight_VD.shape[0] * weight_VD.element_size())
-        last_NV = None
-        for part in chunks:
-            last_NV = functional.linear(hidden_ND[part], weight_VD, bias_V)
-            kernels.pick(last_NV, target_N[part], temperature, logprob_N[part], mass_N[part])
-        if keeps:
-            ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, mass_N)
-            ctx.temperature, ctx.chunks, ctx.last_NV = temperature, chunks, last_NV
-        return logprob_N
+        ctx: Any, x: Tensor, norm: Tensor, epsilon: float, head_dim: int, cos: Tensor, sin: Tensor,
+        *weights: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        kernels, x_ND = kernels_for(x), _flat(x)
+        _, normed_ND, scale_N = kernels.norm(x_ND, None, norm, epsilon)
+        shape = (*x.shape[:-1], -1, head_dim)
+        q, k, v = (
+            linear(normed_ND, weight, bias).view(shape)
+            for weight, bias in zip(weights[::2], weights[1::2], strict=True)
+        )
+        ctx.save_for_backward(x_ND, normed_ND, scale_N, norm, cos, sin, *weights[::2])
+        return x, *kernels.rotate(q, k, cos, sin), v
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Any, ...]:
-        hidden_ND, weight_VD, bias_V, target_N, mass_N = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_N = grad_N.contiguous()
-        grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
-        weight_parts, bias_parts = _Sum(), _Sum()
-        for part in reversed(ctx.chunks):
-            grad_NV, ctx.last_NV = ctx.last_NV, None
-            if grad_NV is None:
-                grad_NV = functional.linear(hidden_ND[part], weight_VD, bias_V)
-            kernels.pick_back_(grad_NV, target_N[part], ctx.temperature, mass_N[part], grad_N[part])
-            if grad_hidden is not None:
-                torch.mm(grad_NV, weight_VD, out=grad_hidden[part])
-            if needs_weight:
-                weight_parts.add(grad_NV.t() @ hidden_ND[part])
-            if needs_bias:
-                bias_parts.add(grad_NV.sum(0))
-        return grad_hidden, weight_parts.total, bias_parts.total, None, None, None
+    def backward(ctx: Any, past: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+        x_ND, normed_ND, scale_N, norm, cos, sin, *weights = ctx.saved_tensors
+        kernels = kernels_for(x_ND)
+        q, k = kernels.rotate(q.contiguous(), k.contiguous(), cos, sin, back=True)
+        grads = [one.flatten(-2) for one in (q, k, v)]
+        total_ND, found = _projected_back(normed_ND, weights, grads, ctx.needs_input_grad[6:], needs_x=True)
+        total_ND, grad_norm = kernels.norm_back(
+            x_ND, norm, scale_N, _flat(past), total_ND, learns=ctx.needs_input_grad[1]
+        )
+        return total_ND.view(past.shape), grad_norm, None, None, None, None, *found
 
 
-class _Sum:
-    """Tensors added up in float32, and given back in the type they came in."""
+class _FedForward(Function):  # type: ignore[misc]  # torch is not typed here
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, more: Tensor, norm: Tensor, epsilon: float, gate: Tensor, up: Tensor, down: Tensor
+    ) -> Tensor:
+        kernels = kernels_for(x)
+        total_ND, normed_ND, scale_N = kernels.norm(_flat(x), _flat(more), norm, epsilon)
+        gate_NE, up_NE = linear(normed_ND, gate), linear(normed_ND, up)
+        product_NE = kernels.gated(gate_NE, up_NE)
+        ctx.save_for_backward(total_ND, normed_ND, scale_N, gate_NE, up_NE, product_NE, norm, gate, up, down)
+        return torch.addmm(total_ND, product_NE, down.t()).view(x.shape)
 
-    def __init__(self) -> None:
-        self._sum: Tensor | None = None
-        self._dtype = torch.float32
-
-    def add(self, part: Tensor) -> None:
-        self._dtype = part.dtype
-        self._sum = part if self._sum is None else self._sum.float().add_(part)
-
-    @property
-    def total(self) -> Tensor | None:
-        return None if self._sum is None else self._sum.to(self._dtype)
-
-
-def chunks_of(n: int, bytes_each: int) -> list[slice]:
-    """``n`` rows in parts of about the same size, none of which takes more than the bytes that may be alive at once.
-
-    >>> chunks_of(10, CHUNK_BYTES // 4)
-    [slice(0, 4, None), slice(4, 8, None), slice(8, 10, None)]
-    """
-    most = max(1, CHUNK_BYTES // bytes_each)
-    step = max(1, math.ceil(n / math.ceil(n / most))) if n else 1
-    return [slice(i, min(i + step, n)) for i in range(0, n, step)]
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        total_ND, normed_ND, scale_N, gate_NE, up_NE, product_NE, norm, gate, up, down = ctx.saved_tensors
+        kernels, grad_ND = kernels_for(grad), _flat(grad)
+        _, _, learns_norm, _, *learns = ctx.needs_input_grad
+        both = kernels.gated_back(gate_NE, up_NE, grad_ND @ down)
+        needs = (learns[0], False, learns[1], False)
+        back_ND, (grad_gate, _, grad_up, _) = _projected_back(normed_ND, (gate, up), both, needs, needs_x=True)
+        grad_down = grad_ND.t() @ product_NE if learns[2] else None
+        back_ND, grad_norm = kernels.norm_back(total_ND, norm, scale_N, grad_ND, back_ND, learns=learns_norm)
+        back = back_ND.view(grad.shape)
+        return back, back, grad_norm, None, grad_gate, grad_up, grad_down

@@ -1,5 +1,8 @@
 """Decoder layers of the common kind learn in fewer operations: the engine's lean layers, with a way back.
 
+What lies between the projections is done by kernels of our own on a card, and elsewhere in as few operations as it
+takes. The last layer of a packed row computes no more of heads than their keys and values.
+
 A layer is recognised as the engine recognises it, and proven again by its numbers: its own forward and the lean one are
 run on the same probe, and results and gradients must agree. Whatever is unusual when it runs (a mask, a hook, dropout
 in attention, another attention than PyTorch's) is left to the layer's own forward. Projections are called as modules,
@@ -9,7 +12,8 @@ so adapters on them work.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,12 +26,15 @@ from verifiers.engine import slots
 from verifiers.engine.fused import Fused, fusible_norms
 from verifiers.engine.lean import LeanLayer, _has_parts, recognise
 from verifiers.engine.projections import HOOKS, is_touched
+from verifiers.trainers import fused_functions as functions
+from verifiers.trainers import shared_prompts
+from verifiers.trainers.agreement import agree
+from verifiers.trainers.shared_prompts import Row, dense_attention
 
 logger = logging.getLogger("verifiers.trainers")
 
 HARMLESS = {"position_ids", "use_cache", "cache_position"}  # what a layer may be told besides, without a cache
 CHECKPOINTING = "_gradient_checkpointing_func"  # where transformers keeps the function that checkpoints a layer
-WIDEST_GROUPED = 256  # the widest heads that fused attention takes in groups, and in half precision only
 PROBE_SHAPE = (2, 7)
 
 
@@ -37,6 +44,7 @@ class LearningLayer:
 
     known: LeanLayer
     epsilons: tuple[float | None, float | None]
+    is_last: bool
 
     @property
     def layer(self) -> Any:
@@ -59,113 +67,135 @@ class LearningLayer:
         return self._run(hidden_states, position_embeddings)
 
     def _is_usual(self, hidden_states: Tensor, rotary: Any) -> bool:
-        known, attention = self.known, self.layer.self_attn
+        known, attention, row = self.known, self.layer.self_attn, shared_prompts.current()
+        longest = hidden_states.shape[1] if row is None else row.packing.longest
         return (
             rotary is not None
             and rotary[0].shape[-1] == known.head_dim
             and rotary[0].dtype == hidden_states.dtype == self.layer.input_layernorm.weight.dtype
+            and (hidden_states.is_cuda or hidden_states.dtype is torch.float32)
             and known.softcap is None
-            and (known.window is None or hidden_states.shape[1] <= known.window)
-            and attention.config._attn_implementation == "sdpa"
+            and (known.window is None or longest <= known.window)
+            and attention.config._attn_implementation == ("sdpa" if row is None else shared_prompts.NAME)
             and not (attention.training and getattr(attention, "attention_dropout", 0.0))
         )
 
     def _run(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        layer, (first, second) = self.layer, self.epsilons
-        hidden, normed = _add_norm(hidden, None, layer.input_layernorm, first)
-        hidden, normed = _add_norm(hidden, self._attended(normed, rotary), layer.post_attention_layernorm, second)
-        return hidden + layer.mlp.down_proj(self._fed_forward(normed))
+        row = shared_prompts.current()
+        skipped = row.packing.tokens_in_heads if row is not None and self.is_last else 0
+        hidden, q, k, v = self._projected(hidden, rotary)
+        if row is None:
+            out = dense_attention(q, k, v, self.known.scale)
+        else:
+            settings: dict[str, Any] = {"scale": self.known.scale, "window": self.known.window}
+            out = row.attend(q[0], k[0], v[0], **settings, tails_only=skipped > 0)[None]
+        attended = self.layer.self_attn.o_proj(out.flatten(2))
+        hidden = self._fed_forward(hidden[:, skipped:] if skipped else hidden, attended)
+        return F.pad(hidden, (0, 0, skipped, 0)) if skipped else hidden
 
-    def _attended(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        from verifiers.trainers import fused_functions
-
-        known, attention = self.known, self.layer.self_attn
-        shape = (*x.shape[:-1], -1, known.head_dim)
-        projected = (attention.q_proj(x), attention.k_proj(x), attention.v_proj(x))
-        q, k, v = (one.view(shape) for one in projected)
-        if known.has_head_norms:
+    def _projected(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The hidden states, and the queries, keys and values of them."""
+        attention, norm, epsilon = self.layer.self_attn, self.layer.input_layernorm, self.epsilons[0]
+        linears = (attention.q_proj, attention.k_proj, attention.v_proj)
+        is_whole = not (self.known.has_head_norms or _is_heard(norm)) and functions.are_plain(hidden, linears)
+        if epsilon is not None and is_whole:
+            return functions.projected_heads(hidden, norm.weight, epsilon, linears, self.known.head_dim, rotary)
+        hidden, normed = _add_norm(hidden, None, norm, epsilon)
+        shape = (*normed.shape[:-1], -1, self.known.head_dim)
+        q, k, v = (one.view(shape) for one in functions.projected(normed, linears))
+        if self.known.has_head_norms:
             q, k = attention.q_norm(q), attention.k_norm(k)
-        q, k = fused_functions.rotated(q, k, *rotary)
-        out = _attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), known.scale)
-        projected_out: Tensor = attention.o_proj(out.transpose(1, 2).flatten(2))
-        return projected_out
+        return hidden, *functions.rotated(q, k, *rotary), v
 
-    def _fed_forward(self, x: Tensor) -> Tensor:
-        from verifiers.trainers import fused_functions
+    def _fed_forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """What attention and the feed-forward add to the hidden states, added."""
+        mlp, norm, epsilon = self.layer.mlp, self.layer.post_attention_layernorm, self.epsilons[1]
+        linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        is_whole = self.known.is_silu and not _is_heard(norm) and functions.are_plain(hidden, linears)
+        if epsilon is not None and is_whole and all(one.bias is None for one in linears):
+            return functions.fed_forward(hidden, attended, norm.weight, epsilon, *(one.weight for one in linears))
+        hidden, normed = _add_norm(hidden, attended, norm, epsilon)
+        gate, up = functions.projected(normed, linears[:2])
+        product = functions.gated(gate, up) if self.known.is_silu else mlp.act_fn(gate) * up
+        result: Tensor = hidden + mlp.down_proj(product)
+        return result
 
-        mlp = self.layer.mlp
-        if not self.known.is_silu:
-            result: Tensor = mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)
-            return result
-        return fused_functions.gated(mlp.gate_proj(x), mlp.up_proj(x))
+
+def _is_heard(norm: Any) -> bool:
+    return any(vars(norm)[name] for name in HOOKS)
 
 
 def _add_norm(x: Tensor, more: Tensor | None, norm: Any, epsilon: float | None) -> tuple[Tensor, Tensor]:
     """``x`` plus ``more``, and the norm of that."""
-    from verifiers.trainers import fused_functions
-
-    if epsilon is None or any(vars(norm)[name] for name in HOOKS):
+    if epsilon is None or _is_heard(norm):
         total = x if more is None else x + more
         return total, norm(total)
     flat = x.reshape(-1, x.shape[-1])
-    total, normed = fused_functions.add_norm(
-        flat, None if more is None else more.reshape(flat.shape), norm.weight, epsilon
-    )
+    total, normed = functions.add_norm(flat, None if more is None else more.reshape(flat.shape), norm.weight, epsilon)
     return total.view(x.shape), normed.view(x.shape)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    share = q.shape[1] // k.shape[1]
-    is_grouped = share > 1 and q.element_size() == 2 and q.shape[-1] <= WIDEST_GROUPED
-    if share > 1 and not is_grouped:  # in groups it would be done by plain operations
-        k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped)
 
 
 class LeanTraining:
     """A model that learns leanly while this lasts: its norms, and the layers that were recognised.
 
-    Layers that are computed again on the way back (gradient checkpointing) are lean then too, although that is later.
+    Layers that are computed again on the way back (gradient checkpointing) are lean then too, although that is later,
+    and know of the packed row they were part of.
     """
 
     def __init__(self, model: Any) -> None:
         self._fused = Fused(model)
         self.layers = recognised(model)
+        self._configs = _configs(model)
         self._checkpointing = [one for one in model.modules() if hasattr(one, "gradient_checkpointing")]
-        self._in_use: list[LearningLayer] = []
-        self._replaced: list[tuple[Any, Any]] = []
-        self._depth = 0
+        self._is_on = False
 
-    def __enter__(self) -> None:
-        self._depth += 1
-        if self._depth > 1:
+    @contextmanager
+    def learning(self, row: Row | None = None, *, leanly: bool = True) -> Iterator[None]:
+        """The model's own forward, with lean layers if so, on a packed row if one is given."""
+        if self._is_on:  # a layer that is checkpointed, on the way there
+            yield
             return
-        self._in_use = [one for one in self.layers if not _is_watched(one.layer)]
-        for one in self._in_use:
+        with ExitStack() as stack:
+            self._is_on = True
+            stack.callback(self.__dict__.update, _is_on=False)
+            if row is not None:
+                stack.enter_context(shared_prompts.computing(self._configs, row))
+            if leanly:
+                stack.enter_context(self._replaced_layers())
+            stack.enter_context(self._replaced_checkpoints(row, leanly))
+            yield
+
+    @contextmanager
+    def _replaced_layers(self) -> Iterator[None]:
+        in_use = [one for one in self.layers if not _is_watched(one.layer)]
+        for one in in_use:
             one.layer.__dict__["forward"] = one.forward
-        self._replaced = [(one, vars(one)[CHECKPOINTING]) for one in self._checkpointing if CHECKPOINTING in vars(one)]
-        for one, checkpoint in self._replaced:
-            one.__dict__[CHECKPOINTING] = partial(self._checkpointed, checkpoint)
         self._fused.__enter__()
+        try:
+            yield
+        finally:
+            self._fused.__exit__()
+            for one in in_use:
+                del one.layer.__dict__["forward"]
 
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth:
-            return
-        self._fused.__exit__()
-        for module, checkpoint in self._replaced:
-            module.__dict__[CHECKPOINTING] = checkpoint
-        for one in self._in_use:
-            del one.layer.__dict__["forward"]
+    @contextmanager
+    def _replaced_checkpoints(self, row: Row | None, leanly: bool) -> Iterator[None]:
+        replaced = [(one, vars(one)[CHECKPOINTING]) for one in self._checkpointing if CHECKPOINTING in vars(one)]
 
-    def _checkpointed(
-        self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **more: Any
-    ) -> Any:
-        def run(*args: Any, **more: Any) -> Any:
-            with self:
-                return function(*args, **more)
+        def checkpointed(own: Callable[..., Any], function: Callable[..., Any], *args: Any, **more: Any) -> Any:
+            def run(*args: Any, **more: Any) -> Any:
+                with self.learning(row, leanly=leanly):
+                    return function(*args, **more)
 
-        return checkpoint(run, *args, **more)
+            return own(run, *args, **more)
+
+        for one, own in replaced:
+            one.__dict__[CHECKPOINTING] = partial(checkpointed, own)
+        try:
+            yield
+        finally:
+            for one, own in replaced:
+                one.__dict__[CHECKPOINTING] = own
 
 
 # --- recognising ------------------------------------------------------------------------------------------------------
@@ -174,8 +204,7 @@ class LeanTraining:
 def recognised(model: Any) -> list[LearningLayer]:
     """The layers whose lean way gives their own numbers, and their own gradients."""
     slots.register()
-    text = model.config.get_text_config()
-    configs = [model.config] if text is model.config else [model.config, text]
+    configs = _configs(model)
     epsilons = {id(norm): epsilon for norm, epsilon in fusible_norms(model) if "forward" not in vars(norm)}
     found = []
     for layer in filter(_has_parts, model.modules()):
@@ -184,9 +213,16 @@ def recognised(model: Any) -> list[LearningLayer]:
         known = recognise(layer, configs)
         norms = (layer.input_layernorm, layer.post_attention_layernorm)
         first, second = (epsilons.get(id(norm)) for norm in norms)
-        if known is not None and _is_proven(one := LearningLayer(known, (first, second))):
+        if known is not None and _is_proven(
+            one := LearningLayer(known, (first, second), known.index == configs[-1].num_hidden_layers - 1)
+        ):
             found.append(one)
     return found
+
+
+def _configs(model: Any) -> list[Any]:
+    text = model.config.get_text_config()
+    return [model.config] if text is model.config else [model.config, text]
 
 
 def _is_watched(layer: Any) -> bool:
@@ -207,7 +243,7 @@ def _is_proven(one: LearningLayer) -> bool:
     finally:
         for module in was_training:
             module.training = True
-    return _agree(theirs, ours)
+    return agree(theirs, ours)
 
 
 def _answers(layer: Any, forward: Callable[..., Any]) -> list[Tensor]:
@@ -224,16 +260,3 @@ def _answers(layer: Any, forward: Callable[..., Any]) -> list[Tensor]:
         learned = [hidden, *(one for one in layer.parameters() if one.requires_grad)]
         grads = torch.autograd.grad(out, learned, seed, allow_unused=True)
     return [out.detach(), *(one for one in grads if one is not None)]
-
-
-def _agree(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> bool:
-    if len(theirs) != len(ours):
-        return False
-    for one, other in zip(theirs, ours, strict=True):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        within = 2e-3 if one.dtype is torch.float32 else 4e-2
-        size, apart = one.float().abs().max(), (one.float() - other.float()).abs().max()
-        if not bool(apart <= within * size):
-            return False
-    return True

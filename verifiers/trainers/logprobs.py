@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from verifiers.engine.projections import is_plain
+from verifiers.trainers import head_logprobs
 from verifiers.trainers.lean_training import LeanTraining
 from verifiers.trainers.micro_batches import MicroBatch
+from verifiers.trainers.shared_prompts import Row
+from verifiers.trainers.token_moves import chosen
 
 CHUNK_LOGITS = 1 << 28  # float32 logits alive at once: 1 GiB
 FREE_LOGITS = 1 << 24  # so few (64 MiB) are kept for the backward pass; more are computed again there
@@ -22,9 +26,9 @@ FREE_LOGITS = 1 << 24  # so few (64 MiB) are kept for the backward pass; more ar
 class TokenScorer:
     """Logprobs of given tokens under a live causal model, as the sampler computes them: float32 over its own logits.
 
-    The body is run once for a rectangle; the head only where a token is trained, in chunks. A model whose head does
-    more than multiply (scales or caps its logits) is recognised by its logits, and its own forward is used whole. On
-    a card, what lies between the multiplications is done by kernels of our own, where they give the same numbers.
+    The body is run once for a micro-batch; the head only where a token is trained, in chunks. A model whose head does
+    more than multiply (scales or caps its logits) is recognised by its logits, and its own forward is used whole. What
+    lies between the multiplications is done by kernels and functions of our own, where they give the same numbers.
     """
 
     def __init__(self, model: Any) -> None:
@@ -33,8 +37,20 @@ class TokenScorer:
         self._body: Any = getattr(self._base, getattr(self._base, "base_model_prefix", ""), None)
         self._head: Any = self._base.get_output_embeddings()
         self._is_split = self._body is not None and self._head is not None and self._head_is_plain()
-        self._lean: LeanTraining | None = None
+        self._in_runs = False  # how packed rows are attended to: whichever way was proven
         self.recomputes = False  # whether the way back of the last logprobs runs the head again
+
+    @cached_property
+    def _lean(self) -> LeanTraining:
+        return LeanTraining(self._base)  # not before the model is ours to run
+
+    @cached_property
+    def longest_packed(self) -> int:
+        """How long sequences may be that are packed in one row: 0 for a model that does not give its numbers there."""
+        from verifiers.trainers.proof import proven_packing
+
+        self._in_runs, longest = proven_packing(self)
+        return longest
 
     def _head_is_plain(self) -> bool:
         base = self._base
@@ -52,23 +68,29 @@ class TokenScorer:
 
     def logprobs(self, batch: MicroBatch, temperature: float = 1.0) -> Tensor:
         """The logprob of each of the batch's trained tokens, at the temperature at which they were sampled."""
-        has_kernels = _has_kernels(batch.ids_BT)
-        with self._leanly() if has_kernels else nullcontext():
-            if not self._is_split:
-                logits = self.model(input_ids=batch.ids_BT, use_cache=False).logits
-                return _picked(logits.flatten(0, 1)[batch.place_N], batch.target_N, temperature)
-            hidden = self._body(input_ids=batch.ids_BT, use_cache=False).last_hidden_state
-        hidden_ND = hidden.flatten(0, 1)[batch.place_N]
-        if has_kernels and is_plain(self._head) and self._head.weight.dtype == hidden_ND.dtype:
-            from verifiers.trainers import fused_functions
-
-            return fused_functions.picked(hidden_ND, self._head.weight, self._head.bias, batch.target_N, temperature)
+        if not self._is_split:
+            return _picked(self.outputs(batch), batch.target_N, temperature)
+        hidden_ND = self.outputs(batch)
+        if _is_ours(hidden_ND) and is_plain(self._head) and self._head.weight.dtype == hidden_ND.dtype:
+            self.recomputes = False  # its way back needs the weights alone
+            return head_logprobs.picked(hidden_ND, self._head.weight, self._head.bias, batch.target_N, temperature)
         return self._in_chunks(hidden_ND, batch.target_N, temperature)
 
-    def _leanly(self) -> AbstractContextManager[None]:
-        if self._lean is None:  # not before the model is ours to run
-            self._lean = LeanTraining(self._base)
-        return self._lean
+    def outputs(self, batch: MicroBatch, *, leanly: bool = True, row: Row | None = None) -> Tensor:
+        """What the model makes of the places that predict trained tokens: hidden states, or logits if it must be."""
+        packing = batch.packing
+        if packing is not None and row is None:
+            row = Row(packing, self._in_runs)
+        more = {} if packing is None else {"position_ids": packing.position_T[None]}
+        with self._learning(batch.ids_BT, row, leanly):
+            if self._is_split:
+                out = self._body(input_ids=batch.ids_BT, use_cache=False, **more).last_hidden_state
+            else:
+                out = self.model(input_ids=batch.ids_BT, use_cache=False, **more).logits
+        return chosen(out.flatten(0, 1), batch.place_N)
+
+    def _learning(self, ids_BT: Tensor, row: Row | None, leanly: bool) -> AbstractContextManager[None]:
+        return self._lean.learning(row, leanly=leanly and _is_ours(ids_BT))
 
     def _in_chunks(self, hidden_ND: Tensor, target_N: Tensor, temperature: float) -> Tensor:
         n, vocabulary = len(hidden_ND), self._head.weight.shape[0]
@@ -89,9 +111,14 @@ class TokenScorer:
         return result
 
 
-def _has_kernels(x: Tensor) -> bool:
-    """A card, and nobody who rounds in between (autocast)."""
-    return x.is_cuda and not torch.is_autocast_enabled("cuda") and importlib.util.find_spec("triton") is not None
+def _is_ours(x: Tensor) -> bool:
+    """A device that our functions know, and nobody who rounds in between (autocast)."""
+    kind = x.device.type
+    if kind not in ("cpu", "cuda") or torch.is_autocast_enabled(kind):
+        return False
+    if x.is_cuda:
+        return importlib.util.find_spec("triton") is not None
+    return not x.is_floating_point() or x.dtype is torch.float32
 
 
 def _picked(logits_NV: Tensor, target_N: Tensor, temperature: float) -> Tensor:

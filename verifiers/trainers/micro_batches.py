@@ -1,15 +1,28 @@
-"""Samples become rectangles of token ids of about the same length, small enough for one forward pass."""
+"""Samples become micro-batches of tokens, of about the same size each and small enough for one forward pass.
+
+Two layouts: sequences side by side in a rectangle, padded on the right; or packed, where no token is computed twice and
+none is padding (`verifiers.trainers.shared_prompts`). In both, what comes after a sequence's last place that predicts a
+trained token is left out, because nothing depends on it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from verifiers.samples import Sample
+from verifiers.trainers.shared_prompts import Packing
+from verifiers.trainers.token_columns import Columns
+from verifiers.trainers.token_moves import ranges
+
+WORTH_PACKING = 15 / 16  # of a rectangle's tokens: packed in more, the detours of attention take what is won
+KEY_SHARE = 16  # a key that is copied for a member of a group takes a token's memory, divided by about this
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,16 +33,12 @@ class Trained:
     advantage: float
     weight: float = 1.0
 
-    @property
-    def length(self) -> int:
-        return len(self.sample.prompt_ids) + len(self.sample.completion_ids)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Sequences side by side (ids_BT, padded on the right), and their trained tokens end to end (axis N).
+    """Sequences side by side (ids_BT), or packed in one row; and their trained tokens end to end (axis N).
 
-    ``place_N`` is where the model predicts each of them, in the rectangle laid flat; ``sequence_N`` the row it is in.
+    ``place_N`` is where the model predicts each of them, in ids laid flat; ``sequence_N`` the sequence it is of.
     """
 
     ids_BT: Tensor
@@ -40,54 +49,171 @@ class MicroBatch:
     advantage_N: Tensor
     weight_N: Tensor
     members: tuple[int, ...]
+    packing: Packing | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         names = ("ids_BT", "place_N", "target_N", "sequence_N", "old_N", "advantage_N", "weight_N")
-        return MicroBatch(**{name: getattr(self, name).to(device) for name in names}, members=self.members)
+        tensors = {name: getattr(self, name) for name in names}
+        if self.packing is not None:
+            tensors["position_T"] = self.packing.position_T
+        there = moved(tensors, device)
+        packing = None if self.packing is None else self.packing.at(there.pop("position_T"))
+        return MicroBatch(**there, members=self.members, packing=packing)
 
 
-def micro_batches(sequences: Sequence[Trained], *, max_tokens: int, pad_id: int = 0) -> Iterator[MicroBatch]:
-    """All sequences that have something to train on, longest first, in rectangles of at most ``max_tokens`` tokens.
+def moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Tensors on a device: those of one type travel to a card as one, and nobody waits for them."""
+    if device.type != "cuda":
+        return {name: one.to(device) for name, one in tensors.items()}
+    there: dict[str, Tensor] = {}
+    for dtype in {one.dtype for one in tensors.values()}:
+        mine = {name: one for name, one in tensors.items() if one.dtype == dtype}
+        packed = torch.cat([one.reshape(-1) for one in mine.values()]).pin_memory().to(device, non_blocking=True)
+        parts = packed.split([one.numel() for one in mine.values()])
+        there |= {name: part.view(one.shape) for (name, one), part in zip(mine.items(), parts, strict=True)}
+    return {name: there[name] for name in tensors}
 
-    A sequence longer than that gets a rectangle of its own. Attention is causal, so the padding on the right is seen by
-    no token that counts.
+
+def micro_batches(
+    sequences: Sequence[Trained], *, max_tokens: int, pad_id: int = 0, longest_packed: int = 0
+) -> Iterator[MicroBatch]:
+    """All sequences that have something to train on, longest first, in as few micro-batches as ``max_tokens`` allows.
+
+    They are about equally large. A sequence longer than that gets one of its own. Packed, if no sequence is longer than
+    ``longest_packed`` and it saves tokens; then a prompt that several sequences begin with is in a micro-batch once.
+    Attention is causal, so the padding on the right of a rectangle is seen by no token that counts.
     """
-    trained = [i for i, one in enumerate(sequences) if any(one.sample.completion_mask)]
-    order = sorted(trained, key=lambda i: -sequences[i].length)
-    members: list[int] = []
-    for i in order:
-        width = sequences[members[0] if members else i].length
-        if members and width * (len(members) + 1) > max_tokens:
-            yield _rectangle(sequences, members, pad_id)
-            members = []
-        members.append(i)
-    if members:
-        yield _rectangle(sequences, members, pad_id)
+    columns = Columns.of(sequences)
+    if not len(columns.row_S):
+        return
+    rectangles = _rectangles(columns)
+    cuts = balanced(len(columns.row_S), rectangles.end, max_tokens)
+    plan, make = rectangles, partial(_rectangle, columns, pad_id=pad_id)
+    if int(columns.length_S.max()) <= longest_packed:
+        tokens = int(columns.tail_S.sum() + columns.head_H.sum())
+        widest = [int(columns.length_S[rectangles.order[i]]) * (j - i) for i, j in cuts]
+        if tokens <= WORTH_PACKING * sum(widest):
+            plan, make = _packs(columns), partial(_packed, columns)
+            cuts = balanced(len(columns.row_S), plan.end, max_tokens)
+    for i, j in cuts:
+        yield make(plan.order[i:j])
 
 
-def _rectangle(sequences: Sequence[Trained], members: Sequence[int], pad_id: int) -> MicroBatch:
-    width = max(sequences[i].length for i in members)
+# --- where to cut -----------------------------------------------------------------------------------------------------
+
+
+def balanced(n: int, end: Callable[[int, int], int], most: int) -> list[tuple[int, int]]:
+    """Cut ``n`` things in a row into as few parts as may cost ``most`` each, and these about equally large.
+
+    ``end(i, cost)`` is where a part that begins at ``i`` and may cost so much ends.
+
+    >>> balanced(10, lambda i, cost: min(10, i + cost), 4)
+    [(0, 4), (4, 8), (8, 10)]
+    >>> balanced(9, lambda i, cost: min(9, i + cost), 4)
+    [(0, 3), (3, 6), (6, 9)]
+    """
+    fewest = _parts(n, end, most)
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        if len(_parts(n, end, middle)) <= len(fewest):
+            high = middle
+        else:
+            low = middle + 1
+    return _parts(n, end, low)
+
+
+def _parts(n: int, end: Callable[[int, int], int], cost: int) -> list[tuple[int, int]]:
+    parts, i = [], 0
+    while i < n:
+        j = max(end(i, cost), i + 1)
+        parts.append((i, j))
+        i = j
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """An order of the sequences, and how far a micro-batch that begins somewhere in it may go."""
+
+    order: Any
+    end: Callable[[int, int], int]
+
+
+def _rectangles(columns: Columns) -> _Plan:
+    """A rectangle is as wide as its first sequence."""
+    order = np.argsort(-columns.length_S, kind="stable")
+    lengths = columns.length_S[order].tolist()
+    return _Plan(order, lambda i, cost: min(len(lengths), i + cost // lengths[i]))
+
+
+def _packs(columns: Columns) -> _Plan:
+    """Sequences with the same head stay together; one that is cut in two has its head in both."""
+    heads_S = columns.of_head_S
+    longest_H = np.zeros(len(columns.head_H), np.int64)
+    np.maximum.at(longest_H, heads_S, columns.length_S)
+    order = np.lexsort((-columns.tail_S, heads_S, -longest_H[heads_S]))
+    heads = heads_S[order]
+    head_costs = columns.head_H[heads]
+    is_first = np.r_[True, heads[1:] != heads[:-1]]
+    costs = np.r_[0, np.cumsum(columns.tail_S[order] + head_costs // KEY_SHARE + np.where(is_first, head_costs, 0))]
+
+    def end(i: int, cost: int) -> int:
+        own = cost - (0 if is_first[i] else int(head_costs[i]))
+        return int(np.searchsorted(costs, costs[i] + own, "right")) - 1
+
+    return _Plan(order, end)
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def _rectangle(columns: Columns, members: Any, pad_id: int) -> MicroBatch:
+    tails, heads = columns.tail_S[members], columns.of_head_S[members]
+    lengths = columns.head_H[heads]
+    rows, width = np.arange(len(members)), int((lengths + tails).max())
     ids_BT = np.full((len(members), width), pad_id, np.int64)
-    places, rows, old, counts = [], [], [], []
-    for row, i in enumerate(members):
-        sample = sequences[i].sample
-        start = len(sample.prompt_ids)
-        ids_BT[row, :start] = sample.prompt_ids
-        ids_BT[row, start : sequences[i].length] = sample.completion_ids
-        chosen = np.flatnonzero(sample.completion_mask)
-        chosen = chosen[chosen + start > 0]  # a first token without a prompt is predicted from nothing
-        places.append(row * width + start + chosen)
-        rows.append(np.full(len(chosen), row))
-        old.append(np.asarray(sample.completion_logprobs, np.float32)[chosen])
-        counts.append(len(chosen))
-    place_N = np.concatenate(places)
+    ids_BT[np.repeat(rows, lengths), ranges(0 * lengths, lengths)] = columns.head_ids[
+        ranges(columns.head_start_H[heads], lengths)
+    ]
+    places = np.repeat(rows, tails) * width + ranges(lengths, tails)
+    ids_BT.reshape(-1)[places] = columns.ids[ranges(columns.start_S[members], tails)]
+    return _micro_batch(columns, members, ids_BT, places)
+
+
+def _packed(columns: Columns, members: Any) -> MicroBatch:
+    """Heads first, each once, then tails."""
+    tails = columns.tail_S[members]
+    heads, of_head_B = np.unique(columns.of_head_S[members], return_inverse=True)
+    lengths = columns.head_H[heads]
+    head_ids = columns.head_ids[ranges(columns.head_start_H[heads], lengths)]
+    ids = np.concatenate((head_ids, columns.ids[ranges(columns.start_S[members], tails)]))
+    positions = np.concatenate((ranges(0 * lengths, lengths), ranges(lengths[of_head_B], tails)))
+    packing = Packing(
+        head_G=tuple(lengths.tolist()),
+        tail_B=tuple(tails.tolist()),
+        of_head_B=tuple(of_head_B.tolist()),
+        position_T=torch.from_numpy(positions),
+    )
+    return _micro_batch(columns, members, ids[None], np.arange(len(head_ids), len(ids)), packing)
+
+
+def _micro_batch(
+    columns: Columns, members: Any, ids_BT: Any, places: Any, packing: Packing | None = None
+) -> MicroBatch:
+    """``places`` are those of the tails of the members, in ids laid flat."""
+    tails = columns.tail_S[members]
+    at = ranges(columns.start_S[members], tails)
+    chosen = np.flatnonzero(columns.is_trained[at])
+    at, sequence_N = at[chosen], np.repeat(np.arange(len(members)), tails)[chosen]
     return MicroBatch(
         ids_BT=torch.from_numpy(ids_BT),
-        place_N=torch.from_numpy(place_N - 1),  # a token is predicted at the place before it
-        target_N=torch.from_numpy(ids_BT.reshape(-1)[place_N]),
-        sequence_N=torch.from_numpy(np.concatenate(rows)),
-        old_N=torch.from_numpy(np.concatenate(old)),
-        advantage_N=torch.from_numpy(np.repeat([sequences[i].advantage for i in members], counts).astype(np.float32)),
-        weight_N=torch.from_numpy(np.repeat([sequences[i].weight for i in members], counts).astype(np.float32)),
-        members=tuple(members),
+        place_N=torch.from_numpy(places[chosen]),
+        target_N=torch.from_numpy(columns.target[at]),
+        sequence_N=torch.from_numpy(sequence_N),
+        old_N=torch.from_numpy(columns.old[at]),
+        advantage_N=torch.from_numpy(columns.advantage_S[members][sequence_N]),
+        weight_N=torch.from_numpy(columns.weight_S[members][sequence_N]),
+        members=tuple(columns.row_S[members].tolist()),
+        packing=packing,
     )

@@ -20,12 +20,12 @@ class Reference:
         self._policy = model
         self._is_adapter = hasattr(model, "disable_adapter")
         self.model = model if self._is_adapter else _frozen(model)
-        self._scorer = TokenScorer(self.model)
+        self.scorer = TokenScorer(self.model)
 
     def logprobs(self, batch: MicroBatch, temperature: float) -> Tensor:
         off: AbstractContextManager[Any] = self.model.disable_adapter() if self._is_adapter else nullcontext()
         with torch.no_grad(), off:
-            return self._scorer.logprobs(batch, temperature)
+            return self.scorer.logprobs(batch, temperature)
 
     def follow(self, share: float) -> None:
         """Move the reference towards the policy: by this share of the way."""

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verifiers.engine.kernels import gated as gated  # the one kernel that sampling needs too
+
 BLOCK_V = 4096
 BLOCK_GATED = 1024
 TILE_ROTATED = 1024  # pairs of numbers of one head that one program turns at a time

@@ -19,8 +19,10 @@ from verifiers.trainers.reference import Reference
 from verifiers.trainers.weights import Weights
 
 RATIO_EDGES = [0.0, 0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0, 4.0, 100.0]
-MOST_TOKENS = {"cpu": 4096, "cuda": 65536}
-ACTIVATION_BYTES = 100  # for each token, layer and unit of width, in float32: what a backward pass needs, roughly
+MOST_TOKENS = {"cpu": 4096, "cuda": 131072}
+# What a pass there and back has alive of each token in each layer, in numbers of the weights' type: so many for each
+# unit of the layer's width, and for each of the feed-forward's.
+ALIVE_OF_WIDTH, ALIVE_OF_INNER = 12.0, 4.5
 
 
 class PolicyUpdate:
@@ -40,6 +42,8 @@ class PolicyUpdate:
         with lock:  # both run the model, and a batch may be being sampled ahead
             self.scorer = TokenScorer(model)
             self.reference = Reference(model) if config.kl_coef > 0 else None
+            scorers = [self.scorer] if self.reference is None else [self.scorer, self.reference.scorer]
+            self._longest_packed = min(one.longest_packed for one in scorers)
         self.device = weights.live[0].device
         self._lock, self._pad_id, self._reduce = lock, pad_id, reduce
         low, high = config.clip
@@ -62,7 +66,7 @@ class PolicyUpdate:
             for one, share in zip(sequences, shares, strict=True)
             if one.advantage or self.reference is not None  # the others would have no gradient
         ]
-        made = micro_batches(matter, max_tokens=self._tokens, pad_id=self._pad_id)
+        made = micro_batches(matter, max_tokens=self._tokens, pad_id=self._pad_id, longest_packed=self._longest_packed)
         batches = [_Prepared(batch, self.device, self.config.truncates) for batch in made]
         figures = _Figures()
         with self._lock:
@@ -145,16 +149,27 @@ class _Figures:
     def read(self) -> dict[str, Any]:
         if not self.ratios:
             return {"loss": 0.0, "grad_norm": self.grad_norm, "clip_fraction": 0.0, "kl": None}
-        ratios, first = torch.cat(self.ratios).float().cpu(), torch.cat(self.first_ratios).float().cpu()
-        counts = torch.histogram(first.clamp(max=RATIO_EDGES[-1]), torch.tensor(RATIO_EDGES)).hist
+        ratio_N, first_N = torch.cat(self.ratios).float(), torch.cat(self.first_ratios).float()
+        edges = torch.tensor(RATIO_EDGES, device=first_N.device)
+        place_N = torch.bucketize(first_N, edges[1:-1], right=True)
+        numbers = [
+            torch.stack(self.losses).sum(),
+            torch.cat(self.clipped).float().mean(),
+            ratio_N.mean(),
+            ratio_N.max(),
+            *((torch.cat(self.kls).mean(),) if self.kls else ()),
+        ]
+        counts = torch.bincount(place_N, minlength=len(RATIO_EDGES) - 1).float()
+        loss, clipped, mean, most, *rest = torch.cat((torch.stack(numbers), counts)).tolist()  # one transfer
+        kls, counted = (rest[:1], rest[1:]) if self.kls else ([None], rest)
         return {
-            "loss": float(torch.stack(self.losses).sum()) / max(1, len(self.losses) // max(1, len(self.first_ratios))),
+            "loss": loss / max(1, len(self.losses) // max(1, len(self.first_ratios))),
             "grad_norm": self.grad_norm,
-            "clip_fraction": float(torch.cat(self.clipped).float().mean()),
-            "kl": float(torch.cat(self.kls).mean()) if self.kls else None,
-            "ratio_mean": float(ratios.mean()),
-            "ratio_max": float(ratios.max()),
-            "ratio_histogram": {"edges": RATIO_EDGES, "counts": [int(count) for count in counts]},
+            "clip_fraction": clipped,
+            "kl": kls[0],
+            "ratio_mean": mean,
+            "ratio_max": most,
+            "ratio_histogram": {"edges": RATIO_EDGES, "counts": [int(count) for count in counted]},
         }
 
 
@@ -164,7 +179,8 @@ def micro_batch_tokens(config: LearningKnobs, model: Any) -> int:
         return config.micro_batch_tokens
     parameter = next(model.parameters())
     text = model.config.get_text_config()
-    width = ACTIVATION_BYTES * text.num_hidden_layers * text.hidden_size * parameter.element_size() // 4
-    width = max(width // (8 if config.gradient_checkpointing else 1), 1)
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    alive = text.num_hidden_layers * (ALIVE_OF_WIDTH * text.hidden_size + ALIVE_OF_INNER * inner)
+    token_bytes = alive * parameter.element_size() / (8 if config.gradient_checkpointing else 1)
     most = MOST_TOKENS.get(parameter.device.type, 8192)
-    return int(max(256, min(most, free_memory(parameter.device) // 2 // width)))
+    return int(max(256, min(most, free_memory(parameter.device) / 2 / token_bytes)))

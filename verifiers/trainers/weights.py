@@ -57,11 +57,15 @@ class Weights:
             for live, master in zip(self.live, self.masters, strict=True)
             if live is not master and live.grad is not None
         ]
-        for _, master in halves:
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-        if halves:
-            torch._foreach_add_([master.grad for _, master in halves], [live.grad for live, _ in halves])
+        first = [(live, master) for live, master in halves if master.grad is None]
+        further = [(live, master) for live, master in halves if master.grad is not None]
+        if first:
+            grads = _empty_as([master for _, master in first])
+            torch._foreach_copy_(grads, [live.grad for live, _ in first])
+            for (_, master), grad in zip(first, grads, strict=True):
+                master.grad = grad
+        if further:
+            torch._foreach_add_([master.grad for _, master in further], [live.grad for live, _ in further])
         for live, _ in halves:
             live.grad = None
 
@@ -115,6 +119,15 @@ def _master(parameter: Tensor) -> Tensor:
     if parameter.dtype == torch.float32:
         return parameter
     return parameter.detach().float().clone().requires_grad_()
+
+
+def _empty_as(masters: list[Tensor]) -> list[Tensor]:
+    """Room for numbers of these shapes: parts of one tensor, because each of its own takes the host as long."""
+    if len({one.device for one in masters}) > 1:
+        return [torch.empty_like(one) for one in masters]
+    sizes = [one.numel() for one in masters]
+    parts = torch.empty(sum(sizes), device=masters[0].device).split(sizes)
+    return [part.view(one.shape) for part, one in zip(parts, masters, strict=True)]
 
 
 def learning_rate(config: LearningKnobs, step: int, total: int) -> float:

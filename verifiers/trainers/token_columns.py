@@ -1,0 +1,89 @@
+"""Samples become columns of their tokens, end to end: converted once, whatever they are cut into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verifiers.samples import Sample
+
+if TYPE_CHECKING:
+    from verifiers.trainers.micro_batches import Trained
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The tokens of all sequences that are trained on, end to end.
+
+    A sequence is a head, all but the last token of its prompt, which it may share with others, and a tail: the rest,
+    without what comes after the last place that predicts a trained token. Each place of a tail has what it predicts
+    (``target``), if that is trained on, and the logprob it had.
+    """
+
+    row_S: Any  # which of the sequences given
+    of_head_S: Any
+    tail_S: Any  # lengths
+    start_S: Any  # where in the columns of tails each begins
+    head_H: Any  # lengths
+    head_start_H: Any
+    head_ids: Any
+    ids: Any
+    target: Any
+    is_trained: Any
+    old: Any
+    advantage_S: Any
+    weight_S: Any
+
+    @property
+    def length_S(self) -> Any:
+        return self.head_H[self.of_head_S] + self.tail_S
+
+    @classmethod
+    def of(cls, sequences: Sequence[Trained]) -> Columns:
+        rows, lasts = [], []
+        for row, one in enumerate(sequences):
+            last = _last_place(one.sample)
+            if last > 0:
+                rows.append(row)
+                lasts.append(last)
+        samples = [sequences[row].sample for row in rows]
+        heads: dict[tuple[int, ...], int] = {}
+        of_head_S = [heads.setdefault(tuple(one.prompt_ids[:-1]), len(heads)) for one in samples]
+        sizes = np.array([min(len(one.prompt_ids), 1) + len(one.completion_ids) for one in samples], np.int64)
+        # A tail begins with the last token of its prompt, which nothing before it in the tail predicts: whether that is
+        # trained on, and its logprob, are never looked at.
+        ids = _flat(((*one.prompt_ids[-1:], *one.completion_ids) for one in samples), np.int64)
+        mask = _flat(((*one.prompt_ids[-1:], *one.completion_mask) for one in samples), np.int64)
+        old = _flat(((*one.prompt_ids[-1:], *one.completion_logprobs) for one in samples), np.float32)
+        head_H = np.array([len(head) for head in heads], np.int64)
+        return cls(
+            row_S=np.array(rows, np.int64),
+            of_head_S=np.array(of_head_S, np.int64),
+            tail_S=np.array(lasts, np.int64),
+            start_S=np.cumsum(sizes) - sizes,
+            head_H=head_H,
+            head_start_H=np.cumsum(head_H) - head_H,
+            head_ids=_flat(heads, np.int64),
+            ids=ids,
+            target=np.roll(ids, -1),
+            is_trained=np.roll(mask, -1) != 0,
+            old=np.roll(old, -1),
+            advantage_S=np.array([sequences[row].advantage for row in rows], np.float32),
+            weight_S=np.array([sequences[row].weight for row in rows], np.float32),
+        )
+
+
+def _flat(parts: Iterable[Iterable[Any]], dtype: Any) -> Any:
+    return np.fromiter(chain.from_iterable(parts), dtype)
+
+
+def _last_place(sample: Sample) -> int:
+    """How many places of a sample's tail there are up to the one that predicts its last trained token."""
+    n = len(sample.completion_mask)
+    while n and not sample.completion_mask[n - 1]:
+        n -= 1
+    return n - 1 + min(len(sample.prompt_ids), 1) if n else 0  # a first token without a prompt is predicted by nothing
