@@ -1,6 +1,6 @@
 """A tiny transformer, made and warmed up on the spot, learns to reverse text by reward: before and after, by seed.
 
-python benchmarks/learning.py [--seeds 0 1 2] [--steps 80]
+python benchmarks/learning.py [--seeds 0 1 2] [--steps 110]
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ def main(seeds: list[int], steps: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=110)
     chosen = parser.parse_args()
     main(chosen.seeds, chosen.steps)
