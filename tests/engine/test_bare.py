@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,25 +13,11 @@ pytest.importorskip("transformers")
 from tests.engine.support.exact import FAMILIES, assert_exact, prompt_of, random_model  # noqa: E402
 from verifiers.engine import bare, packed  # noqa: E402
 from verifiers.engine.bare import Bare  # noqa: E402
-from verifiers.engine.engine import Engine  # noqa: E402
 from verifiers.engine.live_model import LiveModel  # noqa: E402
 from verifiers.engine.requests import Sampling  # noqa: E402
 
 WAY = Sampling(max_tokens=12, seed=1)
 BARE = {"Llama", "Llama-tied", "Qwen2", "Qwen2-window", "Mistral"}
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
-    def start(model: Any) -> Engine:
-        made.append(Engine(model, rows=4, length=64))
-        return made[-1]
-
-    yield start
-    for engine in made:
-        engine.close()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,26 +10,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, assert_exact, prompt_of, random_model  # noqa: E402
-from verifiers.engine.engine import Engine  # noqa: E402
 from verifiers.engine.live_model import LiveModel  # noqa: E402
 from verifiers.engine.requests import Sampling  # noqa: E402
 
 WAY = Sampling(max_tokens=12, seed=1)
 LEAN = dict.fromkeys(("Llama", "Llama-tied", "Qwen2", "Qwen2-window", "Qwen3", "Gemma", "Mistral"), 3)
 LEAN["SmolLM3"] = 2  # its middle layer has no rotary embedding
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
-    def start(model: Any) -> Engine:
-        made.append(Engine(model, rows=4, length=64))
-        return made[-1]
-
-    yield start
-    for engine in made:
-        engine.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

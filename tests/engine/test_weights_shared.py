@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ pytest.importorskip("transformers")
 from tests.engine.support.exact import assert_exact, logits_of, prompt_of, random_model  # noqa: E402
 from tests.engine.tiny import tokenizer  # noqa: E402
 from verifiers.engine import packed as packing  # noqa: E402
-from verifiers.engine.engine import Engine  # noqa: E402
 from verifiers.engine.local_model import LocalModel  # noqa: E402
 from verifiers.engine.requests import Sampling  # noqa: E402
 
@@ -26,19 +25,6 @@ PROMPT = prompt_of(40)
 def one_thread(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     monkeypatch.setattr(packing, "WORTH_PACKING", 0 if request.param == "packed" else 1 << 60)
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[[Any], Engine]]:
-    made: list[Engine] = []
-
-    def start(model: Any) -> Engine:
-        made.append(Engine(model, rows=4, length=160))
-        return made[-1]
-
-    yield start
-    for engine in made:
-        engine.close()
 
 
 def train(model: Any, lr: float = 0.3, **how: Any) -> None:

@@ -273,13 +273,22 @@ def register() -> None:
 @contextmanager
 def attending(configs: Sequence[Any], attend: Attend) -> Iterator[None]:
     """While this lasts, the model that these configurations belong to attends in our way, on this thread."""
+    with implemented_by(NAME, configs):
+        _current.attend = attend
+        try:
+            yield
+        finally:
+            _current.attend = None
+
+
+@contextmanager
+def implemented_by(name: str, configs: Sequence[Any]) -> Iterator[None]:
+    """While this lasts, the model of these configurations calls the attention function registered under this name."""
     before = [config._attn_implementation for config in configs]
     for config in configs:
-        config._attn_implementation = NAME
-    _current.attend = attend
+        config._attn_implementation = name
     try:
         yield
     finally:
-        _current.attend = None
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation = name
+        for config, own in zip(configs, before, strict=True):
+            config._attn_implementation = own

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verifiers.engine import slots
 from verifiers.trainers.token_moves import Keys, Padded, there
 
 NAME = "verifiers_shared_prompts"
@@ -191,16 +192,12 @@ def computing(configs: Sequence[Any], row: Row) -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, shared_attention)
-    before = [config._attn_implementation for config in configs]
-    for config in configs:
-        config._attn_implementation = NAME
-    _current.row = row
-    try:
-        yield
-    finally:
-        _current.row = None
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation = name
+    with slots.implemented_by(NAME, configs):
+        _current.row = row
+        try:
+            yield
+        finally:
+            _current.row = None
 
 
 def shared_attention(
