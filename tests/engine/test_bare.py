@@ -17,6 +17,7 @@ from verifiers.engine.live_model import LiveModel  # noqa: E402
 from verifiers.engine.requests import Sampling  # noqa: E402
 
 WAY = Sampling(max_tokens=12, seed=1)
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 BARE = {"Llama", "Llama-tied", "Qwen2", "Qwen2-window", "Mistral"}
 
 
@@ -35,6 +36,14 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(Bare, "forward", counted(Bare.forward))
     monkeypatch.setattr(Bare, "step", counted(Bare.step))
     return seen
+
+
+def train(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    ids = torch.tensor([prompt_of(20)])
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,9 +74,32 @@ def test_long_histories_are_multiplied_by_pytorch(start: Any, monkeypatch: pytes
     assert_exact(model, engine.generate([prompt_of(40)], WAY)[0], WAY)
 
 
-def test_larger_models_and_other_types_go_by_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_types_go_by_their_modules() -> None:
     assert LiveModel(random_model(dtype=torch.bfloat16))._lean.bare is None
-    monkeypatch.setattr(packed, "WORTH_PACKING", 1000)
+
+
+@needs_onednn
+@pytest.mark.parametrize("family", ["Llama-tied", "Qwen2"])
+def test_a_larger_model_is_packed_after_a_few_steps(
+    start: Any, runs: list[int], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr(packed, "WORTH_PACKING", 0)
+    model = random_model(family)
+    engine = start(model)
+    runs.clear()
+    answers = [engine.generate([prompt_of(9)], WAY)[0]]
+    assert 0 < len(runs) < 12
+    train(model)
+    answers.append(engine.generate([prompt_of(9)], WAY)[0])
+    answers += engine.generate([prompt_of(9), prompt_of(30, seed=1)], WAY, n=2)
+    for answer in answers[1:]:
+        assert_exact(model, answer, WAY)
+    assert max(runs) > 4  # prompts go that way too, once it is packed
+
+
+def test_without_packing_a_larger_model_goes_by_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "WORTH_PACKING", 0)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert LiveModel(random_model())._lean.bare is None
 
 

@@ -36,7 +36,7 @@ def pack_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model(pack_all: None) -> Any:
-    return random_model("Qwen2")  # some of its linear layers have a bias
+    return random_model("Qwen3", attention_bias=True)  # not one that is run without its modules
 
 
 @pytest.fixture
@@ -68,6 +68,14 @@ def test_the_engine_packs_after_a_few_steps_and_stays_exact(model: Any, engine: 
     again = engine.generate([prompt_of(5), prompt_of(20, seed=1)], WAY, n=3)
     for answer in answers + again:
         assert_exact(model, answer, WAY)
+
+
+def test_nothing_is_packed_where_there_is_no_memory_for_a_copy(
+    model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_model, "free_memory", lambda device: 1000)
+    assert_exact(model, engine.generate([prompt_of(5)], WAY)[0], WAY)
+    assert not engine.live_model._packed.is_packed
 
 
 def test_the_module_is_untouched_afterwards(model: Any, engine: Engine) -> None:

@@ -1,15 +1,16 @@
-"""A small recognised model on the CPU as a few matrices: calling its modules takes as long as what they compute.
+"""A recognised model on the CPU as a few matrices: calling a small model's modules takes as long as what they compute.
 
 What multiplies the same input is laid side by side, with the norm before it multiplied in. These are copies, made from
-the parameters when they have changed. Whoever listens in, adds an adapter or exchanges a part is noticed before a step,
-which then goes by the modules. Between the multiplications a step is done by NumPy, which takes half as long to start
-an operation; large multiplications are left to PyTorch, whose threads are set.
+the parameters when they have changed; those of a larger model are packed, and are made when that pays. Whoever listens
+in, adds an adapter or exchanges a part is noticed before a step, which then goes by the modules. Between the
+multiplications a step is done by NumPy, which takes half as long to start an operation; large multiplications are left
+to PyTorch, whose threads are set.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,10 +38,13 @@ class Bare:
         self._structure = Structure(model)
         self._own = [vars(module) for module in self._structure.modules]
         self._hooks = [own[name] for own in self._own for name in HOOKS]
-        self._is_simple = self._head.weight.device.type == "cpu" and self._is_made_of_known_parts()
-        self._laid_out: tuple[list[_BareLayer], float, _Matrix] | None = None
+        self._is_small = packed.size_of(model) < packed.WORTH_PACKING
+        is_here = model.lm_head.weight.device.type == "cpu"
+        self._is_simple = is_here and self._is_known() and (self._is_small or packed.PackedLinears.helps(model))
+        self._rows: int | None = None  # what the matrices of a larger model are packed for
+        self._laid_out: tuple[Iterable[_BareLayer], float, _Matrix | _PackedMatrix] | None = None
 
-    def _is_made_of_known_parts(self) -> bool:
+    def _is_known(self) -> bool:
         linears, norms = [self._head], [self._inner.norm]
         for one in self._known:
             attention, mlp = one.layer.self_attn, one.layer.mlp
@@ -49,7 +53,6 @@ class Bare:
             norms += [one.layer.input_layernorm, one.layer.post_attention_layernorm]
         return (
             all(type(one) is nn.Linear and one.weight.dtype is torch.float32 for one in linears)
-            and sum(one.weight.numel() for one in linears) < packed.WORTH_PACKING
             and all(id(norm) in self._epsilons for norm in norms)
             and type(self._inner.embed_tokens) is nn.Embedding
             and all(one.is_silu and not one.has_head_norms and one.softcap is None for one in self._known)
@@ -57,6 +60,11 @@ class Bare:
 
     @property
     def is_usable(self) -> bool:
+        """Is there something to run, and may it be?"""
+        return (self._is_small or self._rows is not None) and self.is_welcome
+
+    @property
+    def is_welcome(self) -> bool:
         """Is the model one of this kind, still made of the same parts, and does nobody listen to it now?"""
         return (
             self._is_simple
@@ -65,14 +73,18 @@ class Bare:
             and self._structure.is_same
         )
 
+    def pack(self, rows: int) -> None:
+        """Have matrices from here on, those of a larger model laid out for batches of about so many rows."""
+        self._rows = None if self._is_small else rows
+
     def drop(self) -> None:
         """The parameters have changed."""
-        self._laid_out = None
+        self._laid_out = self._rows = None
 
     def forward(self, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
         """The logits of the positions in ``keep`` (0: of all)."""
         inner = self._inner
-        layers, floor, head = self._laid_out = self._laid_out or self._lay_out()
+        layers, floor, head = self._matrices()
         embedded = F.embedding(ids, inner.embed_tokens.weight)
         rotary = inner.rotary_emb(embedded, position_ids=positions)
         hidden = embedded.view(-1, embedded.shape[-1])
@@ -80,12 +92,12 @@ class Bare:
             hidden = layer.run(hidden, ids.shape, rotary)
         if not (isinstance(keep, int) and keep == 0):
             hidden = hidden.view(embedded.shape)[:, keep].flatten(0, 1)
-        return head.times(_scaled(hidden, floor)).view(len(ids), -1, head.turned.shape[1])
+        return head.times(_scaled(hidden, floor)).view(len(ids), -1, self._head.out_features)
 
     def step(self, ids: Tensor, decode: slots.Decode) -> Tensor:
         """The logits of one new token a row, ``[B, 1, vocabulary]``."""
         inner = self._inner
-        layers, floor, head = self._laid_out = self._laid_out or self._lay_out()
+        layers, floor, head = self._matrices()
         hidden = F.embedding(ids, inner.embed_tokens.weight)
         cos, sin = inner.rotary_emb(hidden, position_ids=decode.length_B[:, None])
         step = _Step(decode, cos.numpy(), sin.numpy())
@@ -94,26 +106,31 @@ class Bare:
             layer.step(state, step)
         return head.times(torch.from_numpy(_scaled_rows(state, floor)))[:, None]
 
-    def _lay_out(self) -> tuple[list[_BareLayer], float, _Matrix]:
-        norm = self._inner.norm
-        with torch.no_grad():
-            layers = [_BareLayer(one, self._epsilons) for one in self._known]
-            return layers, _floor(norm, self._epsilons), _Matrix([self._head], norm)
+    def _matrices(self) -> tuple[Iterable[_BareLayer], float, _Matrix | _PackedMatrix]:
+        if self._laid_out is not None:
+            return self._laid_out
+        norm, rows = self._inner.norm, self._rows
+        layers = (_BareLayer(one, self._epsilons, rows) for one in self._known)
+        made = layers, _floor(norm, self._epsilons), _matrix([self._head], norm, rows)
+        if not (self._is_small or rows):  # a probe: one layer at a time is enough
+            return made
+        self._laid_out = list(layers), *made[1:]
+        return self._laid_out
 
 
 class _BareLayer:
     """One layer: its matrices, the floors of its norms, and what its own forward passes to attention."""
 
-    def __init__(self, known: LeanLayer, epsilons: Mapping[int, float]) -> None:
+    def __init__(self, known: LeanLayer, epsilons: Mapping[int, float], rows: int | None) -> None:
         layer, attention, mlp = known.layer, known.layer.self_attn, known.layer.mlp
         before, after = layer.input_layernorm, layer.post_attention_layernorm
         self._index, self._head_dim = known.index, known.head_dim
         self._scale, self._window = known.scale, known.window
         self._before, self._after = _floor(before, epsilons), _floor(after, epsilons)
-        self._qkv = _Matrix([attention.q_proj, attention.k_proj, attention.v_proj], before)
-        self._out = _Matrix([attention.o_proj])
-        self._gate_up = _Matrix([mlp.gate_proj, mlp.up_proj], after)
-        self._down = _Matrix([mlp.down_proj])
+        self._qkv = _matrix([attention.q_proj, attention.k_proj, attention.v_proj], before, rows)
+        self._out = _matrix([attention.o_proj], None, rows)
+        self._gate_up = _matrix([mlp.gate_proj, mlp.up_proj], after, rows)
+        self._down = _matrix([mlp.down_proj], None, rows)
         self._groups: int = attention.k_proj.out_features // known.head_dim
 
     def run(self, hidden: Tensor, shape: Sequence[int], rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -192,11 +209,11 @@ class _Matrix:
     """Linear layers of one input side by side, with the norm before them multiplied in."""
 
     def __init__(self, linears: Sequence[nn.Linear], norm: Any = None) -> None:
-        weight = torch.cat([one.weight for one in linears])
+        weight = torch.cat([one.weight.detach() for one in linears])
         if norm is not None:
-            weight *= norm.weight * math.sqrt(weight.shape[1])  # see `_scaled`
+            weight *= norm.weight.detach() * math.sqrt(weight.shape[1])  # see `_scaled`
+        biases = [torch.zeros(one.out_features) if one.bias is None else one.bias.detach() for one in linears]
         self.turned = weight.t()
-        biases = [torch.zeros(one.out_features) if one.bias is None else one.bias for one in linears]
         self.bias = torch.cat(biases) if any(one.bias is not None for one in linears) else None
 
     def times(self, x: Tensor) -> Tensor:
@@ -205,6 +222,21 @@ class _Matrix:
     def add_to(self, total: Tensor, x: Tensor) -> Tensor:
         total.addmm_(x, self.turned)
         return total if self.bias is None else total.add_(self.bias)
+
+
+class _PackedMatrix:
+    """The same, laid out as the CPU likes it for batches of about so many rows."""
+
+    def __init__(self, matrix: _Matrix, rows: int) -> None:
+        self.times = packed.multiplication(matrix.turned.t(), matrix.bias, rows)
+
+    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
+        return total.add_(self.times(x))
+
+
+def _matrix(linears: Sequence[nn.Linear], norm: Any, rows: int | None) -> _Matrix | _PackedMatrix:
+    matrix = _Matrix(linears, norm)
+    return matrix if rows is None else _PackedMatrix(matrix, rows)
 
 
 def _floor(norm: Any, epsilons: Mapping[int, float]) -> float:

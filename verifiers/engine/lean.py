@@ -150,11 +150,11 @@ class Lean:
         return model if self._gives_its_numbers(model, configs, partial(self._run_whole, model)) else None
 
     def _recognise_bare(self, configs: Sequence[Any]) -> Bare | None:
-        """The whole model without its modules, where that is worth it and gives its numbers."""
+        """The whole model without its modules, where that is known to give its numbers."""
         if self._whole is None:
             return None
         bare = Bare(self._whole, self.layers)
-        is_same = bare.is_usable and self._gives_its_numbers(self._whole, configs, bare.forward)
+        is_same = bare.is_welcome and self._gives_its_numbers(self._whole, configs, bare.forward)
         return bare if is_same else None
 
     def _gives_its_numbers(self, model: Any, configs: Sequence[Any], forward: Callable[..., Tensor]) -> bool:

@@ -5,7 +5,6 @@ The engine reads the parameters of the module it was given: there is no copy, an
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -20,8 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from verifiers.engine import slots
 from verifiers.engine.fused import Fused
 from verifiers.engine.lean import Lean
-from verifiers.engine.packed import PackedLinears
+from verifiers.engine.packed import PackedLinears, size_of
+from verifiers.engine.plan import free_memory
 from verifiers.engine.structure import Structure
+from verifiers.engine.turns import TurnLock
 
 PACK_AFTER = 8  # steps on the same weights: packing them costs about as much as it saves in so many
 
@@ -42,7 +43,7 @@ class LiveModel:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
         # Held while the model runs: whoever runs it besides, or updates its weights, takes it.
-        self.lock = _locks.setdefault(id(config), threading.RLock())
+        self.lock = _locks.setdefault(id(config), TurnLock())
         self.version = 0
         with self.lock:
             self._fused = Fused(module)
@@ -76,8 +77,17 @@ class LiveModel:
     def count_step(self, rows: int) -> None:
         """After some steps on the same weights it pays to lay them out for this many rows."""
         self._steps += 1
-        if self._packed is not None and self._steps == PACK_AFTER:
+        if self._packed is None or self._steps != PACK_AFTER or not self._has_room():
+            return
+        bare = self._lean.bare
+        if bare is not None and bare.is_welcome:
+            bare.pack(rows)
+        else:
             self._packed.pack(rows)
+
+    def _has_room(self) -> bool:
+        """Is there memory for a copy of the weights, and as much again for everybody else?"""
+        return free_memory(self.device) > 2 * size_of(self.module) * int(self.dtype.itemsize)
 
     # --- changes --------------------------------------------------------------------------------------------------
 

@@ -28,12 +28,11 @@ class PackedLinears:
     def helps(model: nn.Module) -> bool:
         """On a CPU with oneDNN, in float32, for a model that is not tiny."""
         parameter = next(model.parameters())
-        size = sum(module.weight.numel() for module in model.modules() if type(module) is nn.Linear)
         return (
             parameter.device.type == "cpu"
             and parameter.dtype is torch.float32
             and torch.backends.mkldnn.is_available()
-            and size >= WORTH_PACKING
+            and size_of(model) >= WORTH_PACKING
         )
 
     @property
@@ -44,7 +43,7 @@ class PackedLinears:
         """Lay the weights out for batches of about so many rows; layers with a forward of their own are left alone."""
         modules = self._model.modules()
         self._linears = [module for module in modules if type(module) is nn.Linear and "forward" not in vars(module)]
-        self._forwards = [_packed_forward(module, rows) for module in self._linears]
+        self._forwards = [multiplication(module.weight, module.bias, rows) for module in self._linears]
 
     def drop(self) -> None:
         self._forwards = []
@@ -64,14 +63,20 @@ class PackedLinears:
                 del module.__dict__["forward"]
 
 
-def _packed_forward(module: nn.Linear, rows: int) -> Callable[[Tensor], Tensor]:
+def size_of(model: nn.Module) -> int:
+    """Parameters in a model's linear layers."""
+    return sum(module.weight.numel() for module in model.modules() if type(module) is nn.Linear)
+
+
+def multiplication(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor]:
+    """Multiply by a weight that is laid out for batches of about so many rows; the layout is a copy."""
     operations: Any = torch.ops.mkldnn
-    weight = operations._reorder_linear_weight(module.weight.detach(), rows)
-    bias = None if module.bias is None else module.bias.detach()
+    laid_out = operations._reorder_linear_weight(weight.detach(), rows)
+    added = None if bias is None else bias.detach()
     multiply = operations._linear_pointwise
 
     def forward(x: Tensor) -> Tensor:
-        y: Tensor = multiply(x, weight, bias, "none", [], "")
+        y: Tensor = multiply(x, laid_out, added, "none", [], "")
         return y
 
     return forward
