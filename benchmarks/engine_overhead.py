@@ -70,6 +70,8 @@ def measure(requests: int, tokens: int, truncates: bool, profile: bool) -> tuple
     # Not `live_model.forward`: putting the attention and packed layers in place is the engine's work.
     live = engine.live_model
     live._run = forward.timing(live._run)  # type: ignore[method-assign]
+    bare: Any = live._lean.bare
+    bare.step, bare.forward = forward.timing(bare.step), forward.timing(bare.forward)
     engines.sample = sampling.timing(engines.sample)
     engine_turn = engine._turn
     watch = cProfile.Profile()

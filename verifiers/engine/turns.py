@@ -46,10 +46,10 @@ class TurnLock:
             self._line.append(ticket)
         try:
             ticket.acquire()
+            self._holder, self._depth = me, 1
         except BaseException:  # Ctrl-C, while waiting
             self._give_up(ticket)
             raise
-        self._holder, self._depth = me, 1
 
     def __exit__(self, *_: object) -> None:
         with self._guard:
