@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_an_update_in_the_middle_of_a_reply_shows_in_its_weights_and_leaves_no_k
     engine = start(model)
     future = engine.submit(PROMPT, Sampling(max_tokens=110, seed=1))[0]
     while engine.tokens < 10:
-        pass
+        time.sleep(0.0005)
     with engine.lock:
         assert not future.done()
         write_in_place(model)
