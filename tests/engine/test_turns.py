@@ -25,27 +25,20 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     raise AssertionError("it did not come to that")
 
 
-def test_a_loop_that_takes_it_again_and_again_starves_nobody() -> None:
-    lock, is_over = TurnLock(), threading.Event()
-    turns = [0]
+def test_one_who_takes_it_again_at_once_comes_after_those_who_wait() -> None:
+    lock, order = TurnLock(), []
 
-    def loop() -> None:
-        while not is_over.is_set():
-            with lock:
-                turns[0] += 1
-                sum(range(2000))
-
-    thread = in_thread(loop)
-    wait_until(lambda: turns[0] > 3)
-    waited = []
-    for _ in range(50):
-        before = turns[0]
+    def work() -> None:
         with lock:
-            waited.append(turns[0] - before)
-    is_over.set()
+            order.append("waited")
+
+    with lock:
+        thread = in_thread(work)
+        wait_until(lambda: len(lock._line) == 1)
+    with lock:
+        order.append("again")
     thread.join()
-    # A switch of threads lets some turns pass before it is asked for; from then on there is one.
-    assert sorted(waited)[25] < 100
+    assert order == ["waited", "again"]
 
 
 def test_those_who_wait_get_it_in_order_and_one_at_a_time() -> None:

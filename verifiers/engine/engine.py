@@ -15,8 +15,8 @@ from torch import Tensor
 
 from verifiers.engine import slots, threads
 from verifiers.engine.live_model import LiveModel
-from verifiers.engine.requests import Ask, Generated, OnToken, Sampling, Seeds, check_tokens, delivery
-from verifiers.engine.sampling import sample
+from verifiers.engine.requests import Ask, Generated, OnToken, Sampling, Seeds, check_tokens, delivery, in_order, tell
+from verifiers.engine.sampling import biased, sample
 from verifiers.engine.slots import Decode, Prefill, Segment, Shape, SlotCache
 from verifiers.engine.table import Table
 from verifiers.errors import InfraError, ModelError, OverlongPromptError
@@ -200,11 +200,7 @@ class Engine:
             if not self._wake.wait(PATIENCE_S) and len(self.waiting) == arrived:
                 break
         self._gathering = 0
-        by_prompt: dict[tuple[int, ...], list[Ask]] = {}
-        for ask in self.waiting:
-            by_prompt.setdefault(tuple(ask.prompt_ids), []).append(ask)
-        groups = (by_prompt[prompt] for prompt in sorted(by_prompt))
-        self.waiting = deque(ask for group in groups for ask in sorted(group, key=lambda ask: ask.seed))
+        self.waiting = deque(in_order(self.waiting))
 
     def _turn(self) -> None:
         """Take in what fits, then one token for everyone."""
@@ -416,7 +412,7 @@ class Engine:
         """Draw a token for each row, keep it, and let go of the rows that are done."""
         raw_NV = logits_NV
         if self.table.is_biased[rows_N].any():
-            logits_NV = self._biased(logits_NV, asks)
+            logits_NV = biased(logits_NV, [ask.sampling.logit_bias for ask in asks])
         knobs = self.table.knobs(rows_N, self.device)
         truncates = bool(self.table.truncates[rows_N].any())
         if self._cuda is not None and not truncates:
@@ -436,15 +432,6 @@ class Engine:
         self.tokens += len(asks)
         self._finish(self._ends(rows_N, token_N, logprob_N, raw_N, asks))
 
-    def _biased(self, logits_NV: Tensor, asks: Sequence[Ask]) -> Tensor:
-        logits_NV = logits_NV.clone()
-        for i, ask in enumerate(asks):
-            if ask.sampling.logit_bias:
-                index = torch.tensor(list(ask.sampling.logit_bias), device=self.device)
-                bias = torch.tensor(list(ask.sampling.logit_bias.values()), device=self.device, dtype=logits_NV.dtype)
-                logits_NV[i].index_add_(0, index, bias)
-        return logits_NV
-
     def _ends(
         self, rows_N: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray, asks: Sequence[Ask]
     ) -> list[tuple[Ask, str | Exception]]:
@@ -460,7 +447,7 @@ class Engine:
                 ends.append((ask, ModelError(message)))
             elif is_stop_N[i] or token in ask.sampling.stop_ids:
                 ends.append((ask, "stop"))
-            elif ask.on_token is not None and (told := _tell(ask.on_token, token, float(logprob_N[i]))):
+            elif ask.on_token is not None and (told := tell(ask.on_token, token, float(logprob_N[i]))):
                 ends.append((ask, told))
             elif is_full_N[i]:
                 ends.append((ask, "length"))
@@ -474,16 +461,7 @@ class Engine:
             if isinstance(reason, Exception):
                 self._outbox.append((ask, reason))
                 continue
-            ids, logprobs, raw = self.table.output(ask.row)
-            generated = Generated(
-                prompt_ids=ask.prompt_ids,
-                ids=ids,
-                logprobs=logprobs,
-                raw_logprobs=raw,
-                finish_reason=reason,
-                reused=ask.reused,
-                weights=(ask.weights, self.live_model.version),
-            )
+            generated = self.table.output(ask, reason, self.live_model.version)
             self._outbox.append((ask, generated))
         self._retire([ask for ask, _ in ends], spoilt=[ask for ask, reason in ends if isinstance(reason, Exception)])
 
@@ -514,14 +492,6 @@ class Engine:
             ask.row = -1
         if self._cuda is not None:
             self._cuda.retire(holes, movers, n, n + len(gone))
-
-
-def _tell(on_token: OnToken, token: int, logprob: float) -> str | Exception | None:
-    """Why the request ends here, if it does: its owner wants no more, or its owner's code failed."""
-    try:
-        return "stop" if on_token(token, logprob) else None
-    except Exception as error:  # foreign code: it fails its own request
-        return error
 
 
 def _cuda_decoder(engine: Engine) -> CudaDecoder:

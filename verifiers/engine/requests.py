@@ -160,6 +160,23 @@ class Ask:
         return self.future.is_unwanted
 
 
+def in_order(asks: Iterable[Ask]) -> list[Ask]:
+    """Requests by prompt and seed: an order that does not depend on who came first."""
+    by_prompt: dict[tuple[int, ...], list[Ask]] = {}
+    for ask in asks:
+        by_prompt.setdefault(tuple(ask.prompt_ids), []).append(ask)
+    groups = (by_prompt[prompt] for prompt in sorted(by_prompt))
+    return [ask for group in groups for ask in sorted(group, key=lambda ask: ask.seed)]
+
+
+def tell(on_token: OnToken, token: int, logprob: float) -> str | Exception | None:
+    """Why the request ends here, if it does: its owner wants no more, or its owner's code failed."""
+    try:
+        return "stop" if on_token(token, logprob) else None
+    except Exception as error:  # foreign code: it fails its own request
+        return error
+
+
 class Seeds:
     """Seeds for requests that have none: random, or from one number, the prompt, and how often it was asked.
 

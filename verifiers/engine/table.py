@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from verifiers.engine.requests import NO_TOP_K, Ask
+from verifiers.engine.requests import NO_TOP_K, Ask, Generated
 from verifiers.engine.sampling import Knobs
 from verifiers.engine.slots import to_device
 
@@ -65,10 +65,21 @@ class Table:
         self.out_raw[rows_N, steps_N] = raw_N
         self.steps[rows_N] = steps_N + 1
 
-    def output(self, row: int) -> tuple[list[int], list[float], list[float]]:
-        """All that a row has sampled."""
-        n = self.steps[row]
-        return self.out_ids[row, :n].tolist(), self.out_logprobs[row, :n].tolist(), self.out_raw[row, :n].tolist()
+    def output(self, ask: Ask, finish_reason: str, version: int) -> Generated:
+        """All that a request has sampled."""
+        n = self.steps[ask.row]
+        ids, logprobs, raw = (
+            column[ask.row, :n].tolist() for column in (self.out_ids, self.out_logprobs, self.out_raw)
+        )
+        return Generated(
+            prompt_ids=ask.prompt_ids,
+            ids=ids,
+            logprobs=logprobs,
+            raw_logprobs=raw,
+            finish_reason=finish_reason,
+            reused=ask.reused,
+            weights=(ask.weights, version),
+        )
 
     # --- rows kept for reuse --------------------------------------------------------------------------------------
 
