@@ -27,6 +27,11 @@ from verifiers.engine.engine import Engine
 from verifiers.engine.requests import Sampling
 
 MOST = 0.25
+CASES: dict[str, dict[str, Any]] = {
+    "untruncated": {},
+    "top-p 0.95": {"top_p": 0.95},
+    "each token told": {"on_token": lambda token, logprob: None},
+}
 SHAPE = {
     "hidden_size": 192,
     "intermediate_size": 512,
@@ -60,7 +65,7 @@ class Clock:
         return spent
 
 
-def measure(requests: int, tokens: int, truncates: bool, profile: bool) -> tuple[float, float, float, float]:
+def measure(requests: int, tokens: int, case: dict[str, Any], profile: bool) -> tuple[float, float, float, float]:
     """Median milliseconds of a step, of its forward and of its sampling; and the share that is neither."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()  # type: ignore[arg-type]
@@ -71,19 +76,21 @@ def measure(requests: int, tokens: int, truncates: bool, profile: bool) -> tuple
     live = engine.live_model
     live._run = forward.timing(live._run)  # type: ignore[method-assign]
     bare: Any = live._lean.bare
-    bare.step, bare.forward = forward.timing(bare.step), forward.timing(bare.forward)
+    bare.run, bare.decode = forward.timing(bare.run), forward.timing(bare.decode)
     engines.sample = sampling.timing(engines.sample)
     engine_turn = engine._turn
     watch = cProfile.Profile()
-    began = [0.0]
+    began, drawn = [0.0], [0]
 
     def one_turn() -> None:
         """From the start of a turn to the start of the next, so that what lies between them counts too."""
         began.append(time.perf_counter())
+        drawn.append(engine.steps)
+        n = drawn[-1] - drawn[-2]  # a turn may have been several steps
         is_full = len(engine.live) == requests and not engine.waiting  # in the turn before this one nobody came or went
         parts = forward.read(), sampling.read()
         if is_full and engine.steps > 1:
-            steps.append((began[-1] - began[-2], *parts))
+            steps.append(((began[-1] - began[-2]) / n, *(part / n for part in parts)))
         if profile:
             watch.enable()
         engine_turn()
@@ -94,7 +101,8 @@ def measure(requests: int, tokens: int, truncates: bool, profile: bool) -> tuple
     futures = [
         engine.submit(
             [draw.randrange(3, 2048) for _ in range(draw.randint(30, 120))],
-            Sampling(max_tokens=tokens, seed=i, top_p=0.95 if truncates else 1.0),
+            Sampling(max_tokens=tokens, seed=i, top_p=case.get("top_p", 1.0)),
+            on_token=case.get("on_token"),
         )[0]
         for i in range(requests)
     ]
@@ -115,13 +123,12 @@ def main() -> None:
     options.add_argument("--profile", action="store_true")
     args = options.parse_args()
     own_sample, worst = engines.sample, 0.0
-    for truncates in (False, True):
+    for kind, case in CASES.items():
         engines.sample = own_sample
-        step, forward, sampling, own = measure(args.requests, args.tokens, truncates, args.profile)
+        step, forward, sampling, own = measure(args.requests, args.tokens, case, args.profile)
         worst = max(worst, own)
-        kind = "top-p 0.95" if truncates else "untruncated"
         print(
-            f"2M parameters, {args.requests} requests, {kind:<11}: step {step:.2f} ms = forward {forward:.2f} + "
+            f"2M parameters, {args.requests} requests, {kind:<15}: step {step:.2f} ms = forward {forward:.2f} + "
             f"sampling {sampling:.2f} + engine {own * step:.2f} ({own:.1%}; at most {MOST:.0%})",
             flush=True,
         )

@@ -56,10 +56,13 @@ def test_what_was_measured_is_told():
         "dtype": "bfloat16",
         "rows": 256,
         "tokens_per_s": {"float32": 10_000, "bfloat16": 90_000},
+        "is_compiled": False,
     }
-    first, second = doctor._describe_engine(engine)
+    first, second, third = doctor._describe_engine(engine)
     assert first == "engine     torch 2.13.0 on 1 × H200, 128.0 GiB, 8 threads, bfloat16"
     assert "up to 90,000 tokens/s" in second
+    assert "cc, gcc or clang" in third
+    assert "in C" in doctor._describe_engine(engine | {"is_compiled": True})[-1]
 
 
 def test_how_well_code_is_held_here_is_found_out_by_trying():

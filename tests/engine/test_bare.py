@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, assert_exact, prompt_of, random_model  # noqa: E402
-from verifiers.engine import bare, packed  # noqa: E402
+from verifiers.engine import bare, c_functions, compiled_model, packed, sampling, threads  # noqa: E402
 from verifiers.engine.bare import Bare  # noqa: E402
 from verifiers.engine.live_model import LiveModel  # noqa: E402
 from verifiers.engine.requests import Sampling  # noqa: E402
@@ -23,19 +22,40 @@ BARE = {"Llama", "Llama-tied", "Qwen2", "Qwen2-window", "Mistral"}
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A number for each forward that goes by matrices alone: how many tokens it took."""
+    """A number for each step and prompt that goes by matrices alone: how many tokens it took."""
     seen: list[int] = []
+    own_run, own_decode = Bare.run, Bare.decode
 
-    def counted(own: Callable[..., Any]) -> Callable[..., Any]:
-        def run(self: Bare, ids: Any, *args: Any) -> Any:
-            seen.append(ids.numel())
-            return own(self, ids, *args)
+    def run(self: Bare, ids: Any, *args: Any) -> Any:
+        seen.append(ids.numel())
+        return own_run(self, ids, *args)
 
-        return run
+    def decode(self: Bare, rows: int, *args: Any) -> Any:
+        drawn = own_decode(self, rows, *args)
+        seen.extend([rows] * (0 if drawn is None else len(drawn.token_KB)))
+        return drawn
 
-    monkeypatch.setattr(Bare, "forward", counted(Bare.forward))
-    monkeypatch.setattr(Bare, "step", counted(Bare.step))
+    monkeypatch.setattr(Bare, "run", run)
+    monkeypatch.setattr(Bare, "decode", decode)
     return seen
+
+
+@pytest.fixture(params=["compiled", "numpy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With a compiler, and without one."""
+    if request.param == "numpy":
+        monkeypatch.setattr(c_functions, "functions", lambda: None)
+        monkeypatch.setattr(compiled_model, "functions", lambda: None)
+        monkeypatch.setattr(sampling, "functions", lambda: None)
+    elif c_functions.functions() is None:
+        pytest.skip("there is no C compiler here")
+    return str(request.param)
+
+
+def make_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is larger begins at nothing."""
+    monkeypatch.setattr(packed, "WORTH_PACKING", 0)
+    monkeypatch.setattr(threads, "ONE_THREAD_BELOW", 0)
 
 
 def train(model: Any) -> None:
@@ -53,7 +73,7 @@ def test_which_families_are_run_so(family: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(BARE))
 @pytest.mark.parametrize("epsilon", [1e-6, 0.5], ids=str)
-def test_prompts_and_steps_are_exact(start: Any, runs: list[int], family: str, epsilon: float) -> None:
+def test_prompts_and_steps_are_exact(start: Any, runs: list[int], way: str, family: str, epsilon: float) -> None:
     model = random_model(family, rms_norm_eps=epsilon)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -67,10 +87,11 @@ def test_prompts_and_steps_are_exact(start: Any, runs: list[int], family: str, e
     assert len(runs) >= 12
 
 
-def test_long_histories_are_multiplied_by_pytorch(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_histories_are_multiplied_by_pytorch(start: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model()
     engine = start(model)
     monkeypatch.setattr(bare, "MOST_IN_NUMPY", 0)
+    monkeypatch.setattr(bare, "MOST_SEEN_IN_C", 0)
     assert_exact(model, engine.generate([prompt_of(40)], WAY)[0], WAY)
 
 
@@ -83,7 +104,7 @@ def test_other_types_go_by_their_modules() -> None:
 def test_a_larger_model_is_packed_after_a_few_steps(
     start: Any, runs: list[int], monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    monkeypatch.setattr(packed, "WORTH_PACKING", 0)
+    make_larger(monkeypatch)
     model = random_model(family)
     engine = start(model)
     runs.clear()
@@ -98,12 +119,12 @@ def test_a_larger_model_is_packed_after_a_few_steps(
 
 
 def test_without_packing_a_larger_model_goes_by_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "WORTH_PACKING", 0)
+    make_larger(monkeypatch)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert LiveModel(random_model())._lean.bare is None
 
 
-def test_an_update_of_the_weights_is_sampled_from_at_once(start: Any, runs: list[int]) -> None:
+def test_an_update_of_the_weights_is_sampled_from_at_once(start: Any, runs: list[int], way: str) -> None:
     model = random_model()
     engine = start(model)
     first = engine.generate([prompt_of(9)], WAY)[0]
@@ -117,7 +138,7 @@ def test_an_update_of_the_weights_is_sampled_from_at_once(start: Any, runs: list
 
 
 @pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.down_proj", "input_layernorm"])
-def test_a_part_that_was_exchanged_is_called(start: Any, runs: list[int], name: str) -> None:
+def test_a_part_that_was_exchanged_is_called(start: Any, runs: list[int], way: str, name: str) -> None:
     model = random_model()
     engine = start(model)
     engine.generate([prompt_of(9)], WAY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from tests.engine.support.exact import kept_of  # noqa: E402
+from verifiers.engine import sampling  # noqa: E402
+from verifiers.engine.c_functions import functions  # noqa: E402
 from verifiers.engine.requests import NO_TOP_K, Sampling  # noqa: E402
 from verifiers.engine.sampling import (  # noqa: E402
     Knobs,
@@ -28,6 +31,17 @@ from verifiers.engine.sampling import (  # noqa: E402
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module", params=["in C", "by PyTorch"])
+def drawing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With a compiler, and without one."""
+    if request.param == "in C" and functions() is None:
+        pytest.skip("there is no C compiler here")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param != "in C":
+            patch.setattr(sampling, "functions", lambda: None)
+        yield
 
 
 def knobs(rows: int, way: Sampling | None = None, *, seed: Any = 0, step: Any = 0) -> Knobs:
@@ -225,8 +239,7 @@ def test_nonsense_is_refused_by_name(wrong: dict[str, Any]) -> None:
 
 
 def test_the_largest_random_number_does_not_draw_a_token_that_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verifiers.engine import sampling
-
+    monkeypatch.setattr(sampling, "functions", lambda: None)
     monkeypatch.setattr(sampling, "uniforms", lambda seed_B, step_B: torch.ones(len(seed_B)))  # rounded up to the mass
     logits_BV = torch.tensor([[3.0, 2.0, 1.0, -4.0]]).repeat(3, 1)
     n = len(logits_BV)

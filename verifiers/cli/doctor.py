@@ -25,6 +25,8 @@ PROBE_TIMEOUT_S = 120
 CPU_FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 NOT_SHOWN = ("classic", "dev")  # made of others
 PROGRAMS = ("git", "uv")
+COMPILED = "there: small models on the CPU are run and trained in C"
+NOT_COMPILED = "none: with cc, gcc or clang, small models on the CPU would be run and trained in C, which is quicker"
 KEYS = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "HF_TOKEN")
 
 
@@ -218,6 +220,7 @@ def _describe_engine(engine: dict[str, Any] | None) -> list[str]:
         f"engine     torch {engine['torch']} on {device}, {engine['threads']} threads, {engine['dtype']}",
         f"speed      up to {engine['tokens_per_s'][engine['dtype']]:,} tokens/s with SmolLM2-135M, {engine['rows']} "
         f"rollouts at once (its matrix products, measured: {speeds})",
+        f"compiler   {COMPILED if engine['is_compiled'] else NOT_COMPILED}",
     ]
 
 

@@ -2,9 +2,9 @@
 
 What multiplies the same input is laid side by side, with the norm before it multiplied in. These are copies, made from
 the parameters when they have changed; those of a larger model are packed, and are made when that pays. Whoever listens
-in, adds an adapter or exchanges a part is noticed before a step, which then goes by the modules. Between the
-multiplications a step is done by NumPy, which takes half as long to start an operation; large multiplications are left
-to PyTorch, whose threads are set.
+in, adds an adapter or exchanges a part is noticed before a step, which then goes by the modules. Small models are run
+in C, where it can be compiled. Otherwise a step is done by NumPy between the multiplications, which takes half as long
+to start an operation; large multiplications are left to PyTorch, whose threads are set.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verifiers.engine import packed, slots
+from verifiers.engine import packed, slots, threads
+from verifiers.engine.compiled_model import CompiledModel, Drawn, can_run
 from verifiers.engine.fused import fusible_norms
 from verifiers.engine.projections import HOOKS
 from verifiers.engine.structure import Structure
 
 if TYPE_CHECKING:
     from verifiers.engine.lean import LeanLayer
+    from verifiers.engine.table import Table
 
+MOST_SEEN_IN_C = 128  # tokens that those of a prompt see on average: attention to more of them is left to PyTorch
 MOST_IN_NUMPY = 1 << 17  # multiplications in one product: more may be spread over threads that get in each other's way
 
 
@@ -33,14 +36,17 @@ class Bare:
     """A model whose every part is known, as its matrices alone."""
 
     def __init__(self, model: Any, layers: Sequence[LeanLayer]) -> None:
-        self._inner, self._head, self._known = model.model, model.lm_head, layers
+        self._model, self._inner, self._head, self._known = model, model.model, model.lm_head, layers
         self._epsilons = {id(norm): epsilon for norm, epsilon in fusible_norms(model)}
         self._structure = Structure(model)
         self._own = [vars(module) for module in self._structure.modules]
         self._hooks = [own[name] for own in self._own for name in HOOKS]
-        self._is_small = packed.size_of(model) < packed.WORTH_PACKING
-        is_here = model.lm_head.weight.device.type == "cpu"
-        self._is_simple = is_here and self._is_known() and (self._is_small or packed.PackedLinears.helps(model))
+        is_known = model.lm_head.weight.device.type == "cpu" and self._is_known()
+        self._is_compiled = is_known and threads.wants_one(model) and can_run(model, layers)
+        self._is_small = self._is_compiled or packed.size_of(model) < packed.WORTH_PACKING
+        self._is_simple = is_known and (self._is_small or packed.PackedLinears.helps(model))
+        self._compiled: CompiledModel | None = None
+        self._is_stale = False
         self._rows: int | None = None  # what the matrices of a larger model are packed for
         self._laid_out: tuple[Iterable[_BareLayer], float, _Matrix | _PackedMatrix] | None = None
 
@@ -80,9 +86,37 @@ class Bare:
     def drop(self) -> None:
         """The parameters have changed."""
         self._laid_out = self._rows = None
+        self._is_stale = True
+
+    def run(self, ids: Tensor, positions: Tensor, attend: slots.Attend, keep: Tensor | int) -> Tensor:
+        """The logits of the positions in ``keep`` (0: of all)."""
+        if isinstance(attend, slots.Decode):
+            return self.step(ids, attend)
+        if self._is_compiled and isinstance(attend, slots.Prefill) and isinstance(keep, Tensor):
+            row_T, position_T = attend.rows_of_tokens(), positions[0].numpy()
+            if position_T.mean() <= MOST_SEEN_IN_C:
+                return self._in_c().run(ids[0], row_T, position_T, keep.numpy(), attend.cache)[None]
+        with slots.attending((), attend):
+            return self.forward(ids, positions, keep)
+
+    def decode(
+        self, rows: int, steps: int, table: Table, is_end: np.ndarray, cache: slots.SlotCache
+    ) -> Drawn | None:  # fmt: skip
+        """Several tokens for each of the first rows, drawn one after the other: None if that cannot be done."""
+        if not (self._is_compiled and self.is_usable and len(is_end) >= self._head.out_features):
+            return None
+        return self._in_c().decode(rows, steps, table, is_end, cache)
+
+    def _in_c(self) -> CompiledModel:
+        if self._compiled is None:
+            self._compiled = CompiledModel(self._model, self._known, self._epsilons)
+        elif self._is_stale:
+            self._compiled.lay_out()
+        self._is_stale = False
+        return self._compiled
 
     def forward(self, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
-        """The logits of the positions in ``keep`` (0: of all)."""
+        """The same by PyTorch's operations."""
         inner = self._inner
         layers, floor, head = self._matrices()
         embedded = F.embedding(ids, inner.embed_tokens.weight)
@@ -96,6 +130,9 @@ class Bare:
 
     def step(self, ids: Tensor, decode: slots.Decode) -> Tensor:
         """The logits of one new token a row, ``[B, 1, vocabulary]``."""
+        if self._is_compiled:
+            row_B, length_B = decode.rows_B.numpy(), decode.length_B.numpy()
+            return self._in_c().run(ids[:, 0], row_B, length_B, row_B, decode.cache)[:, None]
         inner = self._inner
         layers, floor, head = self._matrices()
         hidden = F.embedding(ids, inner.embed_tokens.weight)

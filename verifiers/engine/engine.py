@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from verifiers.engine import slots, threads
+from verifiers.engine.endings import ends
 from verifiers.engine.live_model import LiveModel
-from verifiers.engine.requests import Ask, Generated, OnToken, Sampling, Seeds, check_tokens, delivery, in_order, tell
+from verifiers.engine.requests import Ask, Generated, OnToken, Sampling, Seeds, check_tokens, delivery, in_order
 from verifiers.engine.sampling import biased, sample
 from verifiers.engine.slots import Decode, Prefill, Segment, Shape, SlotCache
 from verifiers.engine.table import Table
@@ -33,7 +34,7 @@ LEAST_SHARED, LEAST_SHARED_CUDA = 16, 64  # tokens: reusing fewer is not worth m
 SPAN_STEP = 32
 PREFILL, PREFILL_CUDA = 1024, 32768  # tokens of prompts run at once
 PATIENCE_S = 2.0  # without a new request, before those that have gathered begin without the others
-ONE_THREAD_BELOW = 4_000_000  # parameters: threads would wait for one another longer than they compute
+BURST = 8  # tokens at a time of a model that is run in C: who comes meanwhile waits so long
 
 
 class EngineFullError(ModelError):
@@ -175,7 +176,7 @@ class Engine:
             self._fail(InfraError("the engine was closed"), waiting=True)
 
     def _run(self) -> None:
-        if self.device.type == "cpu" and sum(p.numel() for p in self.model.parameters()) < ONE_THREAD_BELOW:
+        if self.device.type == "cpu" and threads.wants_one(self.model):
             torch.set_num_threads(1)
         while True:
             with self._wake:
@@ -395,10 +396,12 @@ class Engine:
     # --- tokens ---------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
-        """One token for every live row."""
+        """One token for every live row; several, where nobody has to look at them one by one."""
         n = len(self.live)
         self.live_model.count_step(self.rows)
         table = self.table
+        if self._decode_several(min(table.room(n, self.length), BURST)):
+            return
         length_B = torch.from_numpy(table.length[:n]).to(self.device)
         span = min(self.length, (int(table.length[:n].max()) // SPAN_STEP + 1) * SPAN_STEP)
         attend = Decode(self.cache, torch.arange(n, device=self.device), length_B, span)
@@ -407,6 +410,19 @@ class Engine:
         table.length[:n] += 1
         self.steps += 1
         self._sample(logits_BV, np.arange(n), list(self.live))
+
+    def _decode_several(self, most: int) -> bool:
+        rows = len(self.live)
+        drawn = self.live_model.decode(rows, most, self.table, self._is_stop, self.cache) if most > 1 else None
+        if drawn is None:
+            return False
+        columns = (drawn.token_KB, drawn.logprob_KB, drawn.raw_KB)
+        self.table.record_steps(*(one[:-1] for one in columns))
+        self.table.length[:rows] += 1
+        self.steps += len(drawn.token_KB)
+        self.tokens += drawn.token_KB[:-1].size
+        self._take(np.arange(rows), list(self.live), *(one[-1] for one in columns))
+        return True
 
     def _sample(self, logits_NV: Tensor, rows_N: np.ndarray, asks: Sequence[Ask]) -> None:
         """Draw a token for each row, keep it, and let go of the rows that are done."""
@@ -430,40 +446,20 @@ class Engine:
         """Keep what was drawn, and finish the rows for which it was the last."""
         self.table.record(rows_N, token_N, logprob_N, raw_N)
         self.tokens += len(asks)
-        self._finish(self._ends(rows_N, token_N, logprob_N, raw_N, asks))
+        is_full_N = self.table.is_full(rows_N, self.length)
+        self._finish(ends(asks, token_N, logprob_N, raw_N, is_full_N, self._is_stop, self.table.is_watched[rows_N]))
 
-    def _ends(
-        self, rows_N: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray, asks: Sequence[Ask]
-    ) -> list[tuple[Ask, str | Exception]]:
-        table = self.table
-        is_full_N = (table.steps[rows_N] >= table.max_tokens[rows_N]) | (table.length[rows_N] + 1 >= self.length)
-        is_bad_N = ~np.isfinite(raw_N)
-        is_stop_N = self._is_stop[token_N]
-        ends: list[tuple[Ask, str | Exception]] = []
-        for i in np.flatnonzero(is_full_N | is_bad_N | is_stop_N | table.is_watched[rows_N]):
-            ask, token = asks[int(i)], int(token_N[i])
-            if is_bad_N[i]:
-                message = "the model gave logits that are not numbers (NaN); its weights are bad"
-                ends.append((ask, ModelError(message)))
-            elif is_stop_N[i] or token in ask.sampling.stop_ids:
-                ends.append((ask, "stop"))
-            elif ask.on_token is not None and (told := tell(ask.on_token, token, float(logprob_N[i]))):
-                ends.append((ask, told))
-            elif is_full_N[i]:
-                ends.append((ask, "length"))
-        return ends
-
-    def _finish(self, ends: Sequence[tuple[Ask, str | Exception]]) -> None:
+    def _finish(self, ended: Sequence[tuple[Ask, str | Exception]]) -> None:
         """Free the rows of requests that have ended; what they gave is handed out when the turn is over."""
-        if not ends:
+        if not ended:
             return
-        for ask, reason in ends:
+        for ask, reason in ended:
             if isinstance(reason, Exception):
                 self._outbox.append((ask, reason))
                 continue
             generated = self.table.output(ask, reason, self.live_model.version)
             self._outbox.append((ask, generated))
-        self._retire([ask for ask, _ in ends], spoilt=[ask for ask, reason in ends if isinstance(reason, Exception)])
+        self._retire([ask for ask, _ in ended], spoilt=[ask for ask, reason in ended if isinstance(reason, Exception)])
 
     def _retire(self, asks: Sequence[Ask], *, spoilt: Sequence[Ask] = ()) -> None:
         """Take rows out of the live ones, which stay without gaps; what they hold stays behind, for who comes back."""

@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from verifiers.engine import slots
+from verifiers.engine.compiled_model import Drawn
 from verifiers.engine.fused import Fused
 from verifiers.engine.lean import Lean
 from verifiers.engine.packed import PackedLinears, size_of
@@ -58,13 +59,14 @@ class LiveModel:
         """The logits of the positions in ``keep`` (0: of all)."""
         bare = self._lean.bare
         if bare is not None and bare.is_usable:
-            if isinstance(attend, slots.Decode):
-                return bare.step(ids, attend)
-            with slots.attending((), attend):
-                return bare.forward(ids, positions, keep)
+            return bare.run(ids, positions, attend, keep)
         packed = self._packed.in_use() if self._packed is not None else nullcontext()
         with slots.attending(self._configs, attend), self._fused, self._lean, packed:
             return self._run(ids, positions, keep)
+
+    def decode(self, *args: Any) -> Drawn | None:
+        """Several tokens for each row in one go (see `Bare.decode`), of a model with which that can be done."""
+        return None if self._lean.bare is None else self._lean.bare.decode(*args)
 
     def _run(self, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
         logits: Tensor | None = self._lean.forward(ids, positions, keep)

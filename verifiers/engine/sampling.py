@@ -7,10 +7,14 @@ uniform a token picks from the cumulative distribution. Nothing here waits for t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from ctypes import byref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from verifiers.engine import c_functions
+from verifiers.engine.c_functions import functions
 
 _SPAN, _LONG = 64, 8192  # tokens: a span of them, and so many that it pays to go by spans
 _BISECTIONS = 31  # probabilities are at most 1.0, whose bits are below 2**30
@@ -71,6 +75,8 @@ def sample(
     change nothing, every temperature being 1: then both are the same.
     """
     logits_BV = logits_BV.float()
+    if logits_BV.device.type == "cpu" and functions() is not None:
+        return _drawn_in_c(logits_BV.contiguous(), knobs)
     if is_plain:
         probs_BV = torch.softmax(logits_BV, -1)
         token_B, mass_B = _draw(probs_BV, knobs)
@@ -88,6 +94,19 @@ def sample(
     raw_B = logits_BV.gather(1, token_B[:, None])[:, 0] - raw_lse_B
     chosen_B = probs_BV.gather(1, token_B[:, None])[:, 0]
     return token_B, torch.where(is_greedy_B, raw_B, chosen_B.log() - mass_B.log()), raw_B
+
+
+def _drawn_in_c(logits_BV: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor, Tensor]:
+    n, vocabulary = logits_BV.shape
+    token_B = torch.empty(n, dtype=torch.int64)
+    logprob_B, raw_B = torch.empty(2, n)
+    room = torch.empty(vocabulary + vocabulary // _SPAN + 1)
+    columns = (knobs.temperature_B, knobs.top_p_B, knobs.min_p_B, knobs.top_k_B, knobs.seed_B, knobs.step_B)
+    columns = tuple(one.contiguous() for one in columns)  # held on to until they have been read
+    how = c_functions.Knobs(*(one.data_ptr() for one in columns))
+    outputs = (one.data_ptr() for one in (token_B, logprob_B, raw_B, room))
+    functions().draw(n, vocabulary, logits_BV.data_ptr(), byref(how), *outputs)
+    return token_B, logprob_B, raw_B
 
 
 def _draw(probs_BV: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor]:

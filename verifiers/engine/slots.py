@@ -113,6 +113,11 @@ class Prefill:
     cache: SlotCache
     segments: list[Segment]
 
+    def rows_of_tokens(self) -> np.ndarray:
+        """Which row of the cache each token goes to."""
+        rows, lengths = zip(*((one.row, one.end - one.start) for one in self.segments), strict=True)
+        return np.repeat(np.array(rows, np.int64), lengths)
+
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:

@@ -65,6 +65,31 @@ class Table:
         self.out_raw[rows_N, steps_N] = raw_N
         self.steps[rows_N] = steps_N + 1
 
+    def is_full(self, rows_N: np.ndarray, length: int) -> np.ndarray:
+        """Which of these rows have as many tokens as they may have."""
+        full: np.ndarray = (self.steps[rows_N] >= self.max_tokens[rows_N]) | (self.length[rows_N] + 1 >= length)
+        return full
+
+    def room(self, rows: int, length: int) -> int:
+        """How many more tokens each of the first rows can have, if none of them has to be looked at before."""
+        if (self.is_watched | self.is_biased)[:rows].any():
+            return 1
+        left = np.minimum(self.max_tokens[:rows] - self.steps[:rows], length - 1 - self.length[:rows])
+        return int(left.min())
+
+    def record_steps(self, token_KN: np.ndarray, logprob_KN: np.ndarray, raw_KN: np.ndarray) -> None:
+        """Several tokens of each of the first rows, whose keys and values are there already."""
+        steps, rows = token_KN.shape
+        if not steps:
+            return
+        row_N1 = np.arange(rows)[:, None]
+        step_NK = self.steps[:rows, None] + np.arange(steps)
+        self.out_ids[row_N1, step_NK] = token_KN.T
+        self.out_logprobs[row_N1, step_NK] = logprob_KN.T
+        self.out_raw[row_N1, step_NK] = raw_KN.T
+        self.steps[:rows] += steps
+        self.length[:rows] += steps
+
     def output(self, ask: Ask, finish_reason: str, version: int) -> Generated:
         """All that a request has sampled."""
         n = self.steps[ask.row]

@@ -14,8 +14,7 @@ import torch
 
 from verifiers import calls
 from verifiers.clients.protocol import Request
-from verifiers.engine import models
-from verifiers.engine.engine import ONE_THREAD_BELOW
+from verifiers.engine import models, threads
 from verifiers.engine.plan import free_memory, plan
 from verifiers.envs.env_group import EnvGroup
 from verifiers.envs.environment import Environment
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
 Put = Callable[[list[float]], None]
 MOST_ROWS = {"cpu": 64, "cuda": 1024}
+LARGEST_KEPT = 31 << 20  # bytes: what the C library looks at is a little larger, and must be below 32 MiB
 TRAINED_BYTES = 16  # a trained parameter's gradient, and Adam's two averages, and a float32 copy of it
 
 
@@ -290,13 +290,22 @@ def rubric_weights(
         put(before)
 
 
+def _keep_memory() -> None:
+    """Let the C library keep what a step gives back: new pages from the system take as long as what is done on them.
+
+    It learns from the largest block that it ever gave back to the system (of up to 32 MiB) not to do so with less.
+    """
+    torch.empty(LARGEST_KEPT, dtype=torch.uint8)
+
+
 @contextmanager
 def sensible_threads(model: Any) -> Iterator[None]:
     """Tiny models on a CPU are trained by one thread: more would wait for one another longer than they compute."""
     before = torch.get_num_threads()
-    is_tiny = sum(one.numel() for one in model.parameters()) < ONE_THREAD_BELOW
-    if next(model.parameters()).device.type == "cpu" and is_tiny:
-        torch.set_num_threads(1)
+    if next(model.parameters()).device.type == "cpu":
+        _keep_memory()
+        if threads.wants_one(model):
+            torch.set_num_threads(1)
     try:
         yield
     finally:

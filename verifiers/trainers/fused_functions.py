@@ -1,8 +1,8 @@
 """Kernels become functions that autograd can go back through: norms, rotary embedding, gating, parts of a layer.
 
-The kernels are our own on a card, and plain operations in float32 on a CPU. What a function keeps for its way back is
-what it was given, never what it can compute again in the same sweep. One function for a part of a layer is one node of
-autograd's, where its operations would be a dozen, each of which takes the host as long as a launch.
+The kernels are our own on a card, and on a CPU in float32: compiled, or plain operations. What a function keeps for
+its way back is what it was given, never what it can compute again in the same sweep. One function for a part of a layer
+is one node of autograd's, where its operations would be a dozen, each of which takes the host as long as a launch.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 
 from verifiers.engine.projections import is_plain
-from verifiers.trainers import plain_kernels
+from verifiers.trainers import compiled_kernels, plain_kernels
+from verifiers.trainers.compiled_kernels import Runs
 
 
 def kernels_for(x: Tensor) -> Any:
     """The kernels of the device that a tensor is on."""
     if not x.is_cuda:
-        return plain_kernels
+        return compiled_kernels if compiled_kernels.suit(x) else plain_kernels
     from verifiers.trainers import training_kernels
 
     return training_kernels
@@ -32,6 +33,14 @@ def add_norm(x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: floa
     """``x`` plus ``more`` (if there is more), and the RMS norm of that."""
     total, normed = _AddNorm.apply(x_ND, more_ND, weight, epsilon)
     return total, normed
+
+
+def normed(module: Any, epsilon: float, x: Tensor) -> Tensor:
+    """The RMS norm that a module is: one kernel of ours, or of PyTorch's."""
+    if not compiled_kernels.suit(x):
+        return rms_norm(x, module.weight.shape, module.weight, epsilon)
+    result: Tensor = add_norm(x.reshape(-1, x.shape[-1]), None, module.weight, epsilon)[1]
+    return result.view(x.shape)
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,6 +85,12 @@ def fed_forward(
 ) -> Tensor:
     """``x`` plus ``more``, plus what a gated feed-forward (SiLU, no biases) makes of the norm of that."""
     result: Tensor = _FedForward.apply(x, more, weight, epsilon, gate, up, down)
+    return result
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Tensor:
+    """Attention of the tokens of runs, of all that are given: ``[T, heads, dim]``, which compiled kernels suit."""
+    result: Tensor = _Attended.apply(q, k, v, runs, scale)
     return result
 
 
@@ -221,3 +236,19 @@ class _FedForward(Function):  # type: ignore[misc]  # torch is not typed here
         back_ND, grad_norm = kernels.norm_back(total_ND, norm, scale_N, grad_ND, back_ND, learns=learns_norm)
         back = back_ND.view(grad.shape)
         return back, back, grad_norm, None, grad_gate, grad_up, grad_down
+
+
+class _Attended(Function):  # type: ignore[misc]  # torch is not typed here
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out, sums = compiled_kernels.attend(q, k, v, runs, scale)
+        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.runs, ctx.scale = runs, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, sums = ctx.saved_tensors
+        back = compiled_kernels.attend_back(q, k, v, ctx.runs, ctx.scale, out, sums, grad.contiguous())
+        return *back, None, None

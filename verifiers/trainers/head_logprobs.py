@@ -1,7 +1,7 @@
 """Hidden states and a head become the logprob of each target, with a chunk of logits alive at a time, and a way back.
 
-One sweep over the logits gives the logprobs, another turns them into their own gradients, in place: by kernels on a
-card, by plain operations elsewhere.
+One sweep over the logits gives the logprobs, another turns them into their own gradients, in place: by kernels of our
+own, or plain operations.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verifiers.engine import slots
-from verifiers.engine.fused import Fused, fusible_norms
+from verifiers.engine.fused import fusible_norms
 from verifiers.engine.lean import LeanLayer, _has_parts, recognise
 from verifiers.engine.projections import HOOKS, is_touched
 from verifiers.trainers import fused_functions as functions
@@ -143,7 +143,7 @@ class LeanTraining:
     """
 
     def __init__(self, model: Any) -> None:
-        self._fused = Fused(model)
+        self._norms = [(one, epsilon) for one, epsilon in fusible_norms(model) if "forward" not in vars(one)]
         self.layers = recognised(model)
         self._configs = _configs(model)
         self._checkpointing = [one for one in model.modules() if hasattr(one, "gradient_checkpointing")]
@@ -170,11 +170,13 @@ class LeanTraining:
         in_use = [one for one in self.layers if not _is_watched(one.layer)]
         for one in in_use:
             one.layer.__dict__["forward"] = one.forward
-        self._fused.__enter__()
+        for norm, epsilon in self._norms:
+            norm.__dict__["forward"] = partial(functions.normed, norm, epsilon)
         try:
             yield
         finally:
-            self._fused.__exit__()
+            for norm, _epsilon in self._norms:
+                del norm.__dict__["forward"]
             for one in in_use:
                 del one.layer.__dict__["forward"]
 

@@ -21,6 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verifiers.engine import slots
+from verifiers.trainers import compiled_kernels
+from verifiers.trainers.compiled_kernels import Runs
+from verifiers.trainers.fused_functions import attended
 from verifiers.trainers.token_moves import Keys, Padded, there
 
 NAME = "verifiers_shared_prompts"
@@ -55,6 +58,20 @@ class Packing:
     @cached_property
     def tail_runs(self) -> _Runs:
         return _Runs(self, has_heads=False)
+
+    @cached_property
+    def compiled_runs(self) -> tuple[Runs, Runs]:
+        """All tokens in runs, and those of the tails alone."""
+        head_G, tail_B = np.array(self.head_G, np.int64), np.array(self.tail_B, np.int64)
+        lengths = np.concatenate((head_G, tail_B))
+        starts = np.cumsum(lengths) - lengths
+        of_head_B = np.array(self.of_head_B, np.int64)
+        is_none = np.zeros_like(head_G)
+        before = np.concatenate((is_none, starts[of_head_B])), np.concatenate((is_none, head_G[of_head_B]))
+        runs = np.stack((starts, lengths, *before), 1)
+        most_keys = int((lengths + before[1]).max())
+        whole, tails = (torch.from_numpy(np.ascontiguousarray(one)) for one in (runs[lengths > 0], runs[len(head_G) :]))
+        return Runs(whole, 0, most_keys), Runs(tails, self.tokens_in_heads, most_keys)
 
     @cached_property
     def rectangles(self) -> _Rectangles:
@@ -171,6 +188,8 @@ class Row:
         packing, dim = self.packing, q.shape[-1]
         if self.in_runs and q.is_cuda and q.element_size() == 2 and dim <= WIDEST and dim % 8 == 0:
             return (packing.tail_runs if tails_only else packing.runs).attend(q, k, v, scale, dropout)
+        if compiled_kernels.suit(q) and k.shape == v.shape and k.shape[-1] == dim and not dropout:
+            return attended(q, k, v, packing.compiled_runs[tails_only], scale)
         return packing.rectangles.attend(q, k, v, scale, dropout, tails_only)
 
 

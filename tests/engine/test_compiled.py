@@ -1,0 +1,241 @@
+"""C that is compiled on the spot: the same numbers as PyTorch's, on every kind of processor, and never in the way."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.engine.support.exact import VOCABULARY, assert_exact, prompt_of, random_model  # noqa: E402
+from verifiers.engine import c_functions, compiled, compiled_model, sampling  # noqa: E402
+from verifiers.engine.requests import Sampling  # noqa: E402
+from verifiers.engine.sampling import Knobs  # noqa: E402
+from verifiers.errors import ModelError  # noqa: E402
+
+needs_compiler = pytest.mark.skipif(c_functions.functions() is None, reason="there is no C compiler here")
+ADD_ONE = "#include <stdint.h>\nint64_t add_one(int64_t x) { return x + 1; }\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache folder of one's own; what was compiled before is not known."""
+    monkeypatch.setenv("VERIFIERS_CACHE", str(tmp_path / "cache"))
+    compiled.library.cache_clear()
+    yield tmp_path
+    compiled.library.cache_clear()
+
+
+def source(folder: Path, text: str = ADD_ONE) -> Path:
+    path = folder / "some.c"
+    path.write_text(text)
+    return path
+
+
+# --- compiling --------------------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_a_file_is_compiled_once_and_again_when_it_or_its_header_changes(folder: Path) -> None:
+    (folder / "one.h").write_text("enum { ONE = 1 };")
+    text = '#include <stdint.h>\n#include "one.h"\nint64_t add_one(int64_t x) { return x + ONE; }\n'
+    found = compiled.library(source(folder, text))
+    assert found is not None
+    assert found.add_one(41) == 42
+    built = list((folder / "cache" / "compiled").iterdir())
+    assert len(built) == 1
+    compiled.library.cache_clear()
+    assert compiled.library(source(folder, text)) is not None
+    assert list((folder / "cache" / "compiled").iterdir()) == built
+    (folder / "one.h").write_text("enum { ONE = 2 };")
+    compiled.library.cache_clear()
+    changed = compiled.library(source(folder, text))
+    assert changed is not None
+    assert changed.add_one(41) == 43
+
+
+def test_without_a_compiler_there_is_no_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("CC", raising=False)
+    assert compiled.find_compiler() is None
+    assert compiled.library(source(folder)) is None
+
+
+def test_it_can_be_switched_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERIFIERS_COMPILE", "0")
+    assert compiled.library(source(folder)) is None
+    assert not (folder / "cache").exists()
+
+
+@needs_compiler
+def test_what_does_not_compile_is_done_without_and_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "verifiers.engine")
+    assert compiled.library(source(folder, "int main(void) { return nothing_like_it; }")) is None
+    assert "nothing_like_it" in caplog.text
+    assert not list((folder / "cache" / "compiled").iterdir())
+
+
+@needs_compiler
+@pytest.mark.skipif(os.name != "posix", reason="modes of files")
+def test_code_is_not_run_from_a_folder_that_others_can_write_to(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "verifiers.engine")
+    shared = folder / "cache" / "compiled"
+    shared.mkdir(parents=True)
+    shared.chmod(0o777)
+    assert compiled.library(source(folder)) is None
+    assert "not yours alone" in caplog.text
+
+
+@needs_compiler
+def test_processes_may_compile_the_same_at_once(folder: Path) -> None:
+    path = source(folder)
+    code = f"import pathlib, verifiers.engine.compiled as c; print(c.library(pathlib.Path({str(path)!r})).add_one(1))"
+    running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(3)]
+    assert [one.communicate(timeout=120)[0].split() for one in running] == [[b"2"]] * 3
+    assert len(list((folder / "cache" / "compiled").iterdir())) == 1
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names of instruction sets")
+@pytest.mark.parametrize("instructions", ["-mno-avx512f", "-mno-avx", "-mno-fma -mno-avx512f"])
+def test_tiles_of_other_processors_are_exact(
+    folder: Path, start: Any, monkeypatch: pytest.MonkeyPatch, instructions: str
+) -> None:
+    own = compiled._for_this_processor
+    monkeypatch.setattr(compiled, "_for_this_processor", lambda: [*own(), *instructions.split()])
+    functions = c_functions.functions.__wrapped__()
+    monkeypatch.setattr(compiled_model, "functions", lambda: functions)
+    monkeypatch.setattr(sampling, "functions", lambda: functions)
+    way = Sampling(max_tokens=12, seed=1, temperature=0.8)
+    for family in ("Llama", "Qwen2-window"):
+        model = random_model(family)
+        engine = start(model)
+        for future in [engine.submit(prompt_of(5 + 7 * i, seed=i), way)[0] for i in range(4)]:
+            assert_exact(model, future.result(), way)
+
+
+# --- a model ----------------------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("head_dim", [6, 20, 32, 64, 128])
+def test_heads_of_any_size_are_exact(start: Any, heads: tuple[int, int], head_dim: int) -> None:
+    model = random_model(
+        num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=head_dim, hidden_size=44,
+        intermediate_size=70, vocab_size=VOCABULARY,
+    )  # fmt: skip
+    engine = start(model)
+    way = Sampling(max_tokens=9, seed=3)
+    for future in [engine.submit(prompt_of(3 + 11 * i, seed=i), way)[0] for i in range(3)]:
+        assert_exact(model, future.result(), way)
+
+
+@needs_compiler
+def test_tokens_are_the_same_one_at_a_time_and_in_bursts(start: Any) -> None:
+    model = random_model()
+    told: list[int] = []
+    way = Sampling(max_tokens=40, seed=5, temperature=0.7)
+    alone = start(model).generate([prompt_of(9)], way)[0]
+    watched = start(model).submit(prompt_of(9), way, on_token=lambda token, logprob: told.append(token))[0].result()
+    assert told == alone.ids == watched.ids
+    assert alone.logprobs == watched.logprobs
+    assert alone.raw_logprobs == watched.raw_logprobs
+
+
+@needs_compiler
+def test_a_burst_ends_where_a_row_does(start: Any) -> None:
+    model = random_model()
+    engine = start(model)
+    long = Sampling(max_tokens=60, seed=5)
+    ids = engine.generate([prompt_of(9)], long)[0].ids
+    stopping = type(engine)(model, rows=4, length=160, stop_ids=[ids[10]])
+    try:
+        short = stopping.submit(prompt_of(9), long)[0]
+        other = stopping.submit(prompt_of(30, seed=2), Sampling(max_tokens=13, seed=6))[0]
+        first = ids.index(ids[10])
+        assert short.result().ids == ids[: first + 1]
+        assert short.result().finish_reason == "stop"
+        assert_exact(model, other.result(), Sampling(max_tokens=13, seed=6))
+    finally:
+        stopping.close()
+
+
+@needs_compiler
+def test_numbers_that_are_none_fail_the_request_and_not_the_engine(start: Any) -> None:
+    model = random_model()
+    engine = start(model)
+    good = {name: one.detach().clone() for name, one in model.named_parameters()}
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 3] = math.nan
+    with pytest.raises(ModelError, match="not numbers"):
+        engine.generate([prompt_of(9)], Sampling(max_tokens=20))
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            one.copy_(good[name])
+    way = Sampling(max_tokens=20, seed=1)
+    assert_exact(model, engine.generate([prompt_of(9)], way)[0], way)
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def knobs(rows: int, temperature: float = 1.0, seed: int = 0) -> Knobs:
+    return Knobs(
+        torch.full((rows,), temperature), torch.ones(rows), torch.full((rows,), 1 << 30), torch.zeros(rows),
+        torch.arange(rows) + seed, torch.arange(rows) % 7,
+    )  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize("vocabulary", [1, 2, 63, 64, 65, 97, 512, 9000])
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 1.7])
+def test_the_same_tokens_are_drawn_as_by_pytorch(
+    monkeypatch: pytest.MonkeyPatch, vocabulary: int, temperature: float
+) -> None:
+    logits = torch.randn(40, vocabulary, generator=torch.Generator().manual_seed(1)) * 4
+    ours = sampling.sample(logits, knobs(40, temperature), truncates=False)
+    monkeypatch.setattr(sampling, "functions", lambda: None)
+    theirs = sampling.sample(logits, knobs(40, temperature), truncates=False)
+    assert (ours[0] == theirs[0]).float().mean() >= 0.95  # a draw may fall on the border of two
+    same = ours[0] == theirs[0]
+    for mine, other in zip(ours[1:], theirs[1:], strict=True):
+        torch.testing.assert_close(mine[same], other[same], rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+def test_draws_are_as_likely_as_the_logits_say() -> None:
+    probabilities = torch.tensor([0.5, 0.25, 0.0, 0.2, 0.05])
+    rows = 40_000
+    drawn, logprobs, raw = sampling.sample(
+        probabilities.log().expand(rows, -1), knobs(rows, seed=11), truncates=False
+    )  # fmt: skip
+    shares = torch.bincount(drawn, minlength=5) / rows
+    assert shares[2] == 0
+    torch.testing.assert_close(shares, probabilities, atol=0.012, rtol=0)
+    torch.testing.assert_close(logprobs, probabilities.log()[drawn], rtol=1e-5, atol=1e-5)
+    assert torch.equal(logprobs, raw)
+
+
+@needs_compiler
+def test_what_cannot_be_is_never_drawn_and_bad_numbers_are_reported() -> None:
+    logits = torch.full((3, 200), -math.inf)
+    logits[0, [7, 150]] = torch.tensor([1.0, 2.0])
+    logits[1, 199] = -3e38
+    logits[2, 5] = math.nan
+    for seed in range(50):
+        drawn, logprobs, raw = sampling.sample(logits, knobs(3, seed=seed), truncates=False)
+        assert int(drawn[0]) in (7, 150)
+        assert int(drawn[1]) == 199
+        assert logprobs[1] == raw[1] == 0
+        assert not torch.isfinite(raw[2])
+        assert 0 <= int(drawn[2]) < 200

@@ -1,0 +1,288 @@
+/* New tokens of a small model on a CPU, layer by layer: what they see is in the cache, and they are put there too.
+
+   Matrices are laid out in panels of PANEL columns, so that a multiplication reads them from front to back, and have the
+   norm before them multiplied in (see bare.py). One thread, which needs no Python while it runs. */
+
+#include "draw.h"
+#include "numbers.h"
+
+/* Numbers that one instruction takes, and a tile of sums that stays in registers: its rows, and vectors of each. */
+#if defined(__AVX512F__)
+enum { LANES = 16, TALL = 8, WIDE = 2 };
+#elif defined(__AVX__)
+enum { LANES = 8, TALL = 6, WIDE = 2 };
+#elif defined(__aarch64__)
+enum { LANES = 4, TALL = 6, WIDE = 4 };
+#else
+enum { LANES = 4, TALL = 6, WIDE = 2 };
+#endif
+enum { PANEL = LANES * WIDE };
+typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float Four __attribute__((vector_size(16)));
+
+typedef struct {
+    const float *panels, *bias; /* no bias: NULL */
+    int64_t rows, columns;      /* of the matrix: inputs and outputs */
+} Matrix;
+
+typedef struct {
+    Matrix qkv, out, gate_up, down;
+    float before, after; /* what is added to a sum of squares, for the two norms */
+    float scale;
+    int64_t window; /* how many positions are seen; 0: all */
+} Layer;
+
+typedef struct {
+    const Layer *layers;
+    Matrix head;
+    float last; /* as `before`, for the norm before the head */
+    int64_t n_layers, width, heads, groups, head_dim, inner;
+    const float *cos, *sin; /* [positions, head_dim] */
+    float *store;           /* [layers, 2, rows, groups, length, head_dim] */
+    int64_t rows, length;
+} Model;
+
+int64_t panel_columns(void) { return PANEL; }
+
+/* --- matrices --------------------------------------------------------------------------------------------------- */
+
+/* Lay `n` outputs (rows of `weight`) out as the columns from `first` on, each input multiplied by its scale. */
+void lay_out(float *panels, int64_t first, int64_t n, int64_t inputs, const float *weight, const float *scale) {
+    for (int64_t done = 0, some; done < n; done += some) {
+        int64_t column = (first + done) % PANEL;
+        some = PANEL - column < n - done ? PANEL - column : n - done;
+        float *to = panels + (first + done - column) * inputs + column;
+        const float *from = weight + done * inputs;
+        for (int64_t k = 0; k < inputs; k++, to += PANEL)
+            for (int64_t j = 0; j < some; j++) to[j] = from[j * inputs + k] * (scale ? scale[k] : 1.0f);
+    }
+}
+
+static inline __attribute__((always_inline)) void tile(
+    int tall, const float *x, int64_t inputs, const float *panel, const float *bias, float *y, int64_t stride,
+    int64_t n, int adds) {
+    Lanes sums[TALL][WIDE];
+    for (int i = 0; i < tall; i++)
+        for (int j = 0; j < WIDE; j++) sums[i][j] = (Lanes){0};
+    for (int64_t k = 0; k < inputs; k++) {
+        Lanes column[WIDE];
+#pragma GCC unroll 4
+        for (int j = 0; j < WIDE; j++) column[j] = *(const Lanes *)(panel + k * PANEL + j * LANES);
+#pragma GCC unroll 8
+        for (int i = 0; i < tall; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < WIDE; j++) sums[i][j] += x[i * inputs + k] * column[j];
+    }
+    for (int i = 0; i < tall; i++) {
+        float found[PANEL];
+        memcpy(found, sums[i], sizeof found);
+        float *to = y + i * stride;
+        if (bias)
+            for (int64_t j = 0; j < n; j++) found[j] += bias[j];
+        if (adds)
+            for (int64_t j = 0; j < n; j++) to[j] += found[j];
+        else
+            for (int64_t j = 0; j < n; j++) to[j] = found[j];
+    }
+}
+
+/* y = x · matrix (+ bias), or that added to y: `m` rows. */
+static void multiply(const Matrix *matrix, int64_t m, const float *x, float *y, int adds) {
+    int64_t inputs = matrix->rows, columns = matrix->columns;
+    for (int64_t first = 0; first < columns; first += PANEL) {
+        const float *panel = matrix->panels + first * inputs;
+        const float *bias = matrix->bias ? matrix->bias + first : 0;
+        int64_t n = columns - first < PANEL ? columns - first : PANEL;
+        for (int64_t i = 0; i < m; i += TALL) {
+            const float *rows = x + i * inputs;
+            float *to = y + i * columns + first;
+#define CASE(tall) case tall: tile(tall, rows, inputs, panel, bias, to, columns, n, adds); break;
+            switch (m - i < TALL ? m - i : TALL) {
+                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if defined(__AVX512F__) /* TALL */
+                CASE(7) CASE(8)
+#endif
+            }
+        }
+    }
+}
+
+static void normed(const float *x, float *y, int64_t m, int64_t width, float floor) {
+    for (int64_t i = 0; i < m; i++, x += width, y += width) {
+        float total = floor;
+#pragma omp simd reduction(+ : total)
+        for (int64_t k = 0; k < width; k++) total += x[k] * x[k];
+        float scale = 1.0f / sqrtf(total);
+        for (int64_t k = 0; k < width; k++) y[k] = x[k] * scale;
+    }
+}
+
+/* --- attention, gating ------------------------------------------------------------------------------------------ */
+
+static void turn(float *x, const float *cos, const float *sin, int64_t dim) {
+    int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float one = x[i], two = x[i + half];
+        x[i] = one * cos[i] - two * sin[i];
+        x[i + half] = two * cos[i + half] + one * sin[i + half];
+    }
+}
+
+static inline float sum_of(Lanes x) {
+    Four parts[LANES / 4];
+    memcpy(parts, &x, sizeof x);
+    for (int half = LANES / 8; half; half /= 2)
+        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
+    return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
+}
+
+/* Some vectors of the sum of `n` values by their scores. */
+static inline __attribute__((always_inline)) void weighted(
+    int vectors, int64_t n, int64_t dim, const float *scores, const float *values, float share, float *out) {
+    Lanes seen[4] = {{0}};
+    for (int64_t t = 0; t < n; t++)
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++) seen[j] += scores[t] * *(const Lanes *)(values + t * dim + j * LANES);
+    for (int j = 0; j < vectors; j++) *(Lanes *)(out + j * LANES) = seen[j] * share;
+}
+
+/* One query over the keys from `first` up to and with `last`; scores has room for them, and LANES more. */
+static inline __attribute__((always_inline)) void attend_by(
+    int64_t dim, const float *q, const float *keys, const float *values, int64_t first, int64_t last, float scale,
+    float *scores, float *out) {
+    int64_t n = last - first + 1, whole = dim / LANES * LANES;
+    keys += first * dim, values += first * dim;
+    for (int64_t t = 0; t < n; t++) {
+        const float *k = keys + t * dim;
+        Lanes sums = {0};
+        for (int64_t d = 0; d < whole; d += LANES) sums += *(const Lanes *)(q + d) * *(const Lanes *)(k + d);
+        float dot = sum_of(sums);
+        for (int64_t d = whole; d < dim; d++) dot += q[d] * k[d];
+        scores[t] = dot * scale;
+    }
+    for (int64_t t = n; t < n + LANES; t++) scores[t] = -INFINITY; /* so that there are whole vectors of them */
+    Lanes most = *(const Lanes *)scores, sums = {0};
+    for (int64_t t = 0; t < n; t += LANES)
+#pragma omp simd
+        for (int64_t l = 0; l < LANES; l++) most[l] = scores[t + l] > most[l] ? scores[t + l] : most[l];
+    float greatest = most[0];
+    for (int64_t l = 1; l < LANES; l++) greatest = most[l] > greatest ? most[l] : greatest;
+    for (int64_t t = 0; t < n; t += LANES) {
+#pragma omp simd
+        for (int64_t l = 0; l < LANES; l++) scores[t + l] = exp_of(scores[t + l] - greatest);
+        sums += *(const Lanes *)(scores + t);
+    }
+    float share = 1.0f / sum_of(sums);
+    for (int64_t d = 0, vectors; d < whole; d += vectors * LANES) {
+        vectors = whole - d >= 4 * LANES ? 4 : whole - d >= 2 * LANES ? 2 : 1;
+        if (vectors == 4)
+            weighted(4, n, dim, scores, values + d, share, out + d);
+        else if (vectors == 2)
+            weighted(2, n, dim, scores, values + d, share, out + d);
+        else
+            weighted(1, n, dim, scores, values + d, share, out + d);
+    }
+    for (int64_t d = whole; d < dim; d++) {
+        float seen = 0.0f;
+        for (int64_t t = 0; t < n; t++) seen += scores[t] * values[t * dim + d];
+        out[d] = seen * share;
+    }
+}
+
+static void attend(
+    int64_t dim, const float *q, const float *keys, const float *values, int64_t first, int64_t last, float scale,
+    float *scores, float *out) {
+    switch (dim) { /* loops of a known length are unrolled */
+        case 32: attend_by(32, q, keys, values, first, last, scale, scores, out); break;
+        case 64: attend_by(64, q, keys, values, first, last, scale, scores, out); break;
+        case 128: attend_by(128, q, keys, values, first, last, scale, scores, out); break;
+        default: attend_by(dim, q, keys, values, first, last, scale, scores, out);
+    }
+}
+
+static void gate(float *x, const float *both, int64_t m, int64_t inner) {
+    for (int64_t i = 0; i < m; i++)
+        for (int64_t j = 0; j < inner; j++) {
+            float g = both[2 * i * inner + j], up = both[(2 * i + 1) * inner + j];
+            x[i * inner + j] = g / (1.0f + exp_of(-g)) * up;
+        }
+}
+
+/* --- the model -------------------------------------------------------------------------------------------------- */
+
+/* `m` tokens, whose embeddings are in `hidden`, each the one at `position` of a row of the cache: the logits of those
+   in `keep`. `room` has space for m · (width + 2 inner or heads, whichever is more) and the scores of one query. */
+void run(
+    const Model *model, int64_t m, float *hidden, const int64_t *row, const int64_t *position, const int64_t *keep,
+    int64_t n_keep, float *logits, float *room) {
+    int64_t width = model->width, dim = model->head_dim, groups = model->groups, heads = model->heads;
+    int64_t across = (heads + 2 * groups) * dim, share = heads / groups, inner = model->inner;
+    int64_t span = model->length * dim, per_layer = model->rows * groups * span;
+    int64_t wide = 2 * inner > across ? 2 * inner : across, narrow = width > heads * dim ? width : heads * dim;
+    narrow = narrow > inner ? narrow : inner;
+    float *x = room, *y = x + m * narrow, *scores = y + m * wide;
+    for (int64_t l = 0; l < model->n_layers; l++) {
+        const Layer *layer = model->layers + l;
+        float *keys = model->store + 2 * l * per_layer, *values = keys + per_layer;
+        normed(hidden, x, m, width, layer->before);
+        multiply(&layer->qkv, m, x, y, 0);
+        for (int64_t i = 0; i < m; i++) {
+            const float *cos = model->cos + position[i] * dim, *sin = model->sin + position[i] * dim;
+            float *q = y + i * across;
+            for (int64_t h = 0; h < heads + groups; h++) turn(q + h * dim, cos, sin, dim);
+            for (int64_t g = 0; g < groups; g++) {
+                int64_t at = (row[i] * groups + g) * span + position[i] * dim;
+                memcpy(keys + at, q + (heads + g) * dim, dim * sizeof(float));
+                memcpy(values + at, q + (heads + groups + g) * dim, dim * sizeof(float));
+            }
+        }
+        for (int64_t i = 0; i < m; i++) {
+            int64_t first = layer->window && position[i] >= layer->window ? position[i] - layer->window + 1 : 0;
+            for (int64_t h = 0; h < heads; h++) {
+                int64_t at = (row[i] * groups + h / share) * span;
+                attend(dim, y + i * across + h * dim, keys + at, values + at, first, position[i], layer->scale, scores,
+                       x + (i * heads + h) * dim);
+            }
+        }
+        multiply(&layer->out, m, x, hidden, 1);
+        normed(hidden, x, m, width, layer->after);
+        multiply(&layer->gate_up, m, x, y, 0);
+        gate(x, y, m, inner);
+        multiply(&layer->down, m, x, hidden, 1);
+    }
+    for (int64_t i = 0; i < n_keep; i++) normed(hidden + keep[i] * width, x + i * width, 1, width, model->last);
+    multiply(&model->head, n_keep, x, logits, 0);
+}
+
+/* --- tokens ----------------------------------------------------------------------------------------------------- */
+
+/* A token of each of `m` rows of logits. */
+void draw(
+    int64_t m, int64_t vocabulary, const float *logits, const Knobs *knobs, int64_t *token, float *logprob, float *raw,
+    float *room) {
+    for (int64_t i = 0; i < m; i++)
+        token[i] = drawn(logits + i * vocabulary, vocabulary, knobs, i, logprob + i, raw + i, room);
+}
+
+/* One token after the other for the first `m` rows of the cache, at most `n` each, until one of them has to be looked
+   at: it may be the end of its row, or is drawn from what are no numbers. Returns how many were drawn for each.
+   `token`, `position` and `step` are those of the tokens to begin with, and move on; results are laid out by steps. */
+int64_t decode(
+    const Model *model, const float *embedding, int64_t m, int64_t n, int64_t *token, int64_t *position,
+    const int64_t *row, const Knobs *knobs, int64_t *step, const uint8_t *is_end, int64_t *tokens, float *logprobs,
+    float *raws, float *room) {
+    int64_t width = model->width, vocabulary = model->head.columns;
+    float *hidden = room, *logits = hidden + m * width, *rest = logits + m * vocabulary;
+    for (int64_t done = 1;; done++, tokens += m, logprobs += m, raws += m) {
+        for (int64_t i = 0; i < m; i++)
+            memcpy(hidden + i * width, embedding + token[i] * width, width * sizeof(float));
+        run(model, m, hidden, row, position, row, m, logits, rest);
+        draw(m, vocabulary, logits, knobs, tokens, logprobs, raws, rest);
+        int is_over = done == n;
+        for (int64_t i = 0; i < m; i++) {
+            is_over |= is_end[tokens[i]] || !isfinite(raws[i]);
+            token[i] = tokens[i], position[i]++, step[i]++;
+        }
+        if (is_over) return done;
+    }
+}

@@ -1,0 +1,37 @@
+"""Tokens that were just drawn become the requests for which they were the last, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from verifiers.engine.requests import Ask, tell
+from verifiers.errors import ModelError
+
+
+def ends(
+    asks: Sequence[Ask],
+    token_N: np.ndarray,
+    logprob_N: np.ndarray,
+    raw_N: np.ndarray,
+    is_full_N: np.ndarray,
+    is_stop_V: np.ndarray,
+    is_watched_N: np.ndarray,
+) -> list[tuple[Ask, str | Exception]]:
+    """Who has ended: by a token that stops, by somebody who listens, for want of room, or because of bad numbers."""
+    is_bad_N = ~np.isfinite(raw_N)
+    is_stop_N = is_stop_V[token_N]
+    found: list[tuple[Ask, str | Exception]] = []
+    for i in np.flatnonzero(is_full_N | is_bad_N | is_stop_N | is_watched_N):
+        ask, token = asks[int(i)], int(token_N[i])
+        if is_bad_N[i]:
+            message = "the model gave logits that are not numbers (NaN); its weights are bad"
+            found.append((ask, ModelError(message)))
+        elif is_stop_N[i] or token in ask.sampling.stop_ids:
+            found.append((ask, "stop"))
+        elif ask.on_token is not None and (told := tell(ask.on_token, token, float(logprob_N[i]))):
+            found.append((ask, told))
+        elif is_full_N[i]:
+            found.append((ask, "length"))
+    return found
