@@ -2,6 +2,7 @@
 
 python benchmarks/training.py                  # a tiny model on the CPU; SmolLM2's shape where there is a card
 python benchmarks/training.py --only ours      # without TRL (pip install trl for it)
+python benchmarks/training.py --learn          # instead, the reward of both after the same number of samples
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +70,21 @@ def coin(text: str) -> float:
     return hashlib.blake2b(text.encode(), digest_size=1).digest()[0] / 255
 
 
-def ours(case: dict[str, Any], device: str) -> list[float]:
+def evenness(text: str) -> float:
+    """A reward that can be learned: the share of words with an even number."""
+    words = text.split()
+    return sum(int(word[1:]) % 2 == 0 for word in words) / max(len(words), 1)
+
+
+REWARDS: dict[str, Callable[[str], float]] = {"coin": coin, "evenness": evenness}
+
+
+def ours(case: dict[str, Any], device: str) -> tuple[list[float], list[float]]:
+    """Seconds and mean reward of each step."""
     model, tokenizer = make(case["shape"], device)
 
     def reward(completion: str) -> float:
-        return coin(completion)
+        return REWARDS[case["reward"]](completion)
 
     rows = [{"prompt": text, "answer": ""} for text in prompts_of(512, case["words"], SHAPES[case["shape"]][-1])]
     env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([reward]), message_type="completion")
@@ -84,7 +96,12 @@ def ours(case: dict[str, Any], device: str) -> list[float]:
         max_new_tokens=case["new"],
         max_prompt_length=case["words"] + 2,
         max_steps=case["steps"],
-        learning_rate=1e-6,
+        learning_rate=case["rate"],
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        loss_type="dr_grpo",
+        scale_rewards="group",
+        seed=case["seed"],
         output_dir=tempfile.mkdtemp() + "/run",
         show_progress=False,
     )
@@ -98,10 +115,10 @@ def ours(case: dict[str, Any], device: str) -> list[float]:
     report = trainer.train()
     last = report.steps[-1]
     print(f"   of which sampling {last['generation_s']:.3f} s, learning {last['training_s']:.3f} s", flush=True)
-    return [b - a for a, b in itertools.pairwise(times)]
+    return [b - a for a, b in itertools.pairwise(times)], list(report.rewards)
 
 
-def trl(case: dict[str, Any], device: str) -> list[float]:
+def trl(case: dict[str, Any], device: str) -> tuple[list[float], list[float]]:
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -110,6 +127,7 @@ def trl(case: dict[str, Any], device: str) -> list[float]:
     tokenizer.padding_side = "left"
     rows = Dataset.from_list([{"prompt": text} for text in prompts_of(512, case["words"], SHAPES[case["shape"]][-1])])
     times = [time.perf_counter()]
+    learns = case["reward"] != "coin"
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -122,25 +140,31 @@ def trl(case: dict[str, Any], device: str) -> list[float]:
         num_generations=case["group"],
         max_completion_length=case["new"],
         max_steps=case["steps"],
-        learning_rate=1e-6,
+        learning_rate=case["rate"],
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        loss_type="dr_grpo",
+        scale_rewards="group",
+        seed=case["seed"],
         beta=0.0,
         bf16=device == "cuda",
         use_cpu=device == "cpu",
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        logging_steps=1000,
+        logging_steps=1 if learns else 1000,
     )
     trainer = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
         args=config,
         train_dataset=rows,
-        reward_funcs=[lambda completions, **_: [coin(text) for text in completions]],
+        reward_funcs=[lambda completions, **_: [REWARDS[case["reward"]](text) for text in completions]],
         callbacks=[Clock()],
     )
     trainer.train()
-    return [b - a for a, b in itertools.pairwise(times)]
+    rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
+    return [b - a for a, b in itertools.pairwise(times)], rewards
 
 
 def median_after_warmup(seconds: list[float]) -> float:
@@ -156,23 +180,56 @@ CASES = {
 }
 
 
+LEARN: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "shape": "tiny", "rollouts": 64, "micro": 64, "group": 8, "words": 16, "new": 32, "steps": 60, "rate": 1e-3,
+    },
+    "cuda": {
+        "shape": "smollm2", "rollouts": 256, "micro": 64, "group": 16, "words": 64, "new": 64, "steps": 30,
+        "rate": 1e-4,
+    },
+}  # fmt: skip
+LAST = 5  # steps at the end of a training, whose rewards are averaged
+
+
+def compare_rewards(device: str, seeds: int) -> None:
+    """The reward that both reach with the same settings and as many samples."""
+    case = {**LEARN[device], "reward": "evenness"}
+    print(f"{case['steps']} steps of {case['rollouts']} rollouts, {case['new']} new tokens, {seeds} seeds", flush=True)
+    reached: dict[str, list[float]] = {"ours": [], "TRL": []}
+    for seed in range(seeds):
+        for name, trainer in {"ours": ours, "TRL": trl}.items():
+            _, rewards = trainer({**case, "seed": seed}, device)
+            reached[name].append(statistics.mean(rewards[-LAST:]))
+            print(f"   seed {seed}, {name}: {rewards[0]:.3f} at first, {reached[name][-1]:.3f} at the end", flush=True)
+    for name, values in reached.items():
+        spread = f" (from seed to seed ± {statistics.stdev(values):.3f})" if seeds > 1 else ""
+        print(f"   {name}: {statistics.mean(values):.3f} on average{spread}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["ours", "trl"])
+    parser.add_argument("--learn", action="store_true")
+    parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     warnings.filterwarnings("ignore")
     if device == "cpu":
         torch.set_num_threads(1)
-    for case in CASES[device]:
+    if args.learn:
+        compare_rewards(device, args.seeds)
+        return
+    for shape in CASES[device]:
+        case = {**shape, "reward": "coin", "rate": 1e-6, "seed": 0}
         what = f"{case['shape']}, {case['rollouts']} rollouts in groups of {case['group']}, {case['new']} new tokens"
         print(what, flush=True)
         mine = theirs = None
         if args.only != "trl":
-            mine = median_after_warmup(ours(case, device))
+            mine = median_after_warmup(ours(case, device)[0])
             print(f"   ours {mine:.3f} s a step", flush=True)
         if args.only != "ours" and importlib.util.find_spec("trl") is not None:
-            theirs = median_after_warmup(trl(case, device))
+            theirs = median_after_warmup(trl(case, device)[0])
             print(f"   TRL  {theirs:.3f} s a step", flush=True)
         elif args.only != "ours":
             print("   TRL is not installed: pip install trl", flush=True)
