@@ -44,9 +44,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With a compiler, and without one."""
     if request.param == "numpy":
-        monkeypatch.setattr(c_functions, "functions", lambda: None)
-        monkeypatch.setattr(compiled_model, "functions", lambda: None)
-        monkeypatch.setattr(sampling, "functions", lambda: None)
+        for module in (bare, compiled_model, sampling):
+            monkeypatch.setattr(module, "functions", lambda: None)
     elif c_functions.functions() is None:
         pytest.skip("there is no C compiler here")
     return str(request.param)
@@ -100,9 +99,9 @@ def test_other_types_go_by_their_modules() -> None:
 
 
 @needs_onednn
-@pytest.mark.parametrize("family", ["Llama-tied", "Qwen2"])
+@pytest.mark.parametrize("family", ["Llama-tied", "Qwen2", "Qwen2-window"])
 def test_a_larger_model_is_packed_after_a_few_steps(
-    start: Any, runs: list[int], monkeypatch: pytest.MonkeyPatch, family: str
+    start: Any, runs: list[int], way: str, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     make_larger(monkeypatch)
     model = random_model(family)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verifiers.engine import packed, slots, threads
-from verifiers.engine.compiled_model import CompiledModel, Drawn, can_run
+from verifiers.engine.c_functions import functions
+from verifiers.engine.compiled_model import CompiledAttention, CompiledModel, Drawn, can_run
 from verifiers.engine.fused import fusible_norms
 from verifiers.engine.projections import HOOKS
 from verifiers.engine.structure import Structure
@@ -42,7 +44,9 @@ class Bare:
         self._own = [vars(module) for module in self._structure.modules]
         self._hooks = [own[name] for own in self._own for name in HOOKS]
         is_known = model.lm_head.weight.device.type == "cpu" and self._is_known()
-        self._is_compiled = is_known and threads.wants_one(model) and can_run(model, layers)
+        can_compile = is_known and can_run(model, layers)
+        self._is_compiled = can_compile and threads.wants_one(model)
+        self._attention = CompiledAttention(model, layers) if can_compile and not self._is_compiled else None
         self._is_small = self._is_compiled or packed.size_of(model) < packed.WORTH_PACKING
         self._is_simple = is_known and (self._is_small or packed.PackedLinears.helps(model))
         self._compiled: CompiledModel | None = None
@@ -136,8 +140,11 @@ class Bare:
         inner = self._inner
         layers, floor, head = self._matrices()
         hidden = F.embedding(ids, inner.embed_tokens.weight)
-        cos, sin = inner.rotary_emb(hidden, position_ids=decode.length_B[:, None])
-        step = _Step(decode, cos.numpy(), sin.numpy())
+        step: _Step | _CompiledStep
+        if self._attention is not None:
+            step = _CompiledStep(decode, self._attention)
+        else:
+            step = _Step(decode, *inner.rotary_emb(hidden, position_ids=decode.length_B[:, None]))
         state = hidden[:, 0].numpy()
         for layer in layers:
             layer.step(state, step)
@@ -161,64 +168,76 @@ class _BareLayer:
     def __init__(self, known: LeanLayer, epsilons: Mapping[int, float], rows: int | None) -> None:
         layer, attention, mlp = known.layer, known.layer.self_attn, known.layer.mlp
         before, after = layer.input_layernorm, layer.post_attention_layernorm
-        self._index, self._head_dim = known.index, known.head_dim
-        self._scale, self._window = known.scale, known.window
+        self.index, self.head_dim = known.index, known.head_dim
+        self.scale, self.window = known.scale, known.window
         self._before, self._after = _floor(before, epsilons), _floor(after, epsilons)
         self._qkv = _matrix([attention.q_proj, attention.k_proj, attention.v_proj], before, rows)
         self._out = _matrix([attention.o_proj], None, rows)
         self._gate_up = _matrix([mlp.gate_proj, mlp.up_proj], after, rows)
         self._down = _matrix([mlp.down_proj], None, rows)
-        self._groups: int = attention.k_proj.out_features // known.head_dim
+        self.groups: int = attention.k_proj.out_features // known.head_dim
 
     def run(self, hidden: Tensor, shape: Sequence[int], rotary: tuple[Tensor, Tensor]) -> Tensor:
         """As the lean layer's; the hidden states it is given are its to overwrite."""
-        qkv = self._qkv.times(_scaled(hidden, self._before)).view(*shape, -1, self._head_dim)
-        heads = qkv.shape[2] - 2 * self._groups
-        q, k, v = (one.transpose(1, 2) for one in qkv.split([heads, self._groups, self._groups], 2))
-        settings: Any = {"scale": self._scale, "window": self._window, "softcap": None}
-        out = slots.attend_rotated(self._index, q, k, v, *rotary, **settings)
+        qkv = self._qkv.times(_scaled(hidden, self._before)).view(*shape, -1, self.head_dim)
+        heads = qkv.shape[2] - 2 * self.groups
+        q, k, v = (one.transpose(1, 2) for one in qkv.split([heads, self.groups, self.groups], 2))
+        settings: Any = {"scale": self.scale, "window": self.window, "softcap": None}
+        out = slots.attend_rotated(self.index, q, k, v, *rotary, **settings)
         hidden = self._out.add_to(hidden, out.transpose(1, 2).reshape(len(hidden), -1))
         gate, up = self._gate_up.times(_scaled(hidden, self._after)).chunk(2, -1)
         return self._down.add_to(hidden, F.silu(gate).mul_(up))
 
-    def step(self, state: np.ndarray, step: _Step) -> None:
+    def step(self, state: np.ndarray, step: _Step | _CompiledStep) -> None:
         """The same of one token a row; its hidden states ``[B, width]`` are overwritten."""
         total = torch.from_numpy(state)
-        qkv = self._qkv.times(torch.from_numpy(_scaled_rows(state, self._before))).numpy()
-        qkv = qkv.reshape(len(state), -1, self._head_dim)
-        qk = step.turned(qkv[:, : -self._groups])
-        out = self._attended(qk[:, : -self._groups], qk[:, -self._groups :], qkv[:, -self._groups :], step)
-        self._out.add_to(total, torch.from_numpy(out))
+        qkv = self._qkv.times(torch.from_numpy(_scaled_rows(state, self._before)))
+        self._out.add_to(total, step.attended(qkv, self))
         both = self._gate_up.times(torch.from_numpy(_scaled_rows(state, self._after)))
         gate, up = both.chunk(2, -1)
         self._down.add_to(total, F.silu(gate).mul_(up))
 
-    def _attended(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, step: _Step) -> np.ndarray:
-        keys, values = step.store[self._index]
-        keys[step.rows, :, step.length] = k
-        values[step.rows, :, step.length] = v
-        batch, share, span = len(q), q.shape[1] // self._groups, step.span
-        q = q.reshape(batch, self._groups, share, self._head_dim)
-        keys, values = keys[:batch, :, :span], values[:batch, :, :span]
-        multiply = np.matmul if share * self._head_dim * span <= MOST_IN_NUMPY else _multiply
-        scores = multiply(q, keys.swapaxes(2, 3))
-        scores *= self._scale
-        scores += step.mask(self._window)
-        weights = torch.softmax(torch.from_numpy(scores), -1).numpy()
-        return multiply(weights, values).reshape(batch, -1)
+
+@dataclass(frozen=True, slots=True)
+class _CompiledStep:
+    """What the layers of one step have in common, where attention is compiled."""
+
+    decode: slots.Decode
+    attention: CompiledAttention
+
+    def attended(self, qkv: Tensor, layer: _BareLayer) -> Tensor:
+        return self.attention.attend(qkv, layer.index, layer.scale, layer.window, self.decode)
 
 
 class _Step:
-    """What the layers of one step have in common: where its rows are, their angles, and what they see."""
+    """The same for NumPy: where the rows of the step are, their angles, and what they see."""
 
-    def __init__(self, decode: slots.Decode, cos: np.ndarray, sin: np.ndarray) -> None:
-        self.store = decode.cache.store.numpy()
-        self.rows, self.length, self.span = decode.rows_B.numpy(), decode.length_B.numpy(), decode.span
+    def __init__(self, decode: slots.Decode, cos: Tensor, sin: Tensor) -> None:
+        self._store = decode.cache.store.numpy()
+        self._rows, self._length, self._span = decode.rows_B.numpy(), decode.length_B.numpy(), decode.span
         self._half = half = cos.shape[-1] // 2
-        self._cos, self._sin = cos, np.concatenate((-sin[..., :half], sin[..., half:]), -1)
+        turned = sin.numpy()
+        self._cos, self._sin = cos.numpy(), np.concatenate((-turned[..., :half], turned[..., half:]), -1)
         self._masks: dict[int | None, np.ndarray] = {}
 
-    def turned(self, x: np.ndarray) -> np.ndarray:
+    def attended(self, qkv: Tensor, layer: _BareLayer) -> Tensor:
+        """What the queries see, keys and values put into the cache."""
+        batch, dim, groups, span = len(qkv), layer.head_dim, layer.groups, self._span
+        heads = qkv.numpy().reshape(batch, -1, dim)
+        qk = self._turned(heads[:, :-groups])
+        keys, values = self._store[layer.index]
+        keys[self._rows, :, self._length] = qk[:, -groups:]
+        values[self._rows, :, self._length] = heads[:, -groups:]
+        q = qk[:, :-groups].reshape(batch, groups, -1, dim)
+        keys, values = keys[:batch, :, :span], values[:batch, :, :span]
+        multiply = np.matmul if q.shape[2] * dim * span <= MOST_IN_NUMPY else _multiply
+        scores = multiply(q, keys.swapaxes(2, 3))
+        scores *= layer.scale
+        scores += self._mask(layer.window)
+        weights = torch.softmax(torch.from_numpy(scores), -1).numpy()
+        return torch.from_numpy(multiply(weights, values).reshape(batch, -1))
+
+    def _turned(self, x: np.ndarray) -> np.ndarray:
         """Queries and keys, turned by the angles of their positions."""
         half = self._half
         partner = np.empty_like(x)
@@ -227,9 +246,9 @@ class _Step:
         partner += x * self._cos
         return partner
 
-    def mask(self, window: int | None) -> np.ndarray:
+    def _mask(self, window: int | None) -> np.ndarray:
         if window not in self._masks:
-            position_S, length_B = np.arange(self.span), self.length[:, None]
+            position_S, length_B = np.arange(self._span), self._length[:, None]
             is_hidden = position_S > length_B
             if window is not None:
                 is_hidden |= position_S <= length_B - window
@@ -288,6 +307,11 @@ def _scaled(x: Tensor, floor: float) -> Tensor:
 
 def _scaled_rows(x: np.ndarray, floor: float) -> np.ndarray:
     """The same of rows of numbers."""
+    compiled = functions()
+    if compiled is not None:
+        y = np.empty_like(x)
+        compiled.normed(x.ctypes.data, y.ctypes.data, *x.shape, floor * floor)
+        return y
     length: np.ndarray = np.einsum("ij,ij->i", x, x)
     length += np.float32(floor * floor)
     scaled: np.ndarray = x / np.sqrt(length, out=length)[:, None]

@@ -34,6 +34,15 @@ class Layer(Structure):
     )
 
 
+class Heads(Structure):
+    """How many there are of what is queried and what is seen, and how they are turned."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("heads", "groups", "dim", "length")),
+        *((name, c_void_p) for name in ("cos", "sin")),
+    )
+
+
 class Model(Structure):
     """All layers, the head, and where the cache is."""
 
@@ -41,9 +50,10 @@ class Model(Structure):
         ("layers", POINTER(Layer)),
         ("head", Matrix),
         ("last", c_float),
-        *((name, c_int64) for name in ("n_layers", "width", "heads", "groups", "head_dim", "inner")),
-        *((name, c_void_p) for name in ("cos", "sin", "store")),
-        *((name, c_int64) for name in ("rows", "length")),
+        *((name, c_int64) for name in ("n_layers", "width", "inner")),
+        ("heads", Heads),
+        ("store", c_void_p),
+        ("rows", c_int64),
     )
 
 
@@ -57,6 +67,9 @@ def functions() -> Any:
     found.lay_out.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]
     found.run.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, c_void_p]
     found.draw.argtypes = [c_int64, c_int64, *[c_void_p] * 6]
-    found.lay_out.restype = found.run.restype = found.draw.restype = None
+    found.attend_layer.argtypes = [c_void_p, c_int64, *[c_void_p] * 3, c_float, c_int64, *[c_void_p] * 4]
+    found.normed.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_float]
+    for one in (found.lay_out, found.run, found.draw, found.attend_layer, found.normed):
+        one.restype = None
     found.decode.argtypes, found.decode.restype = [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 10], c_int64
     return found

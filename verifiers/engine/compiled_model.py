@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verifiers.engine.c_functions import Knobs, Layer, Matrix, Model, functions
-from verifiers.engine.slots import SlotCache
+from verifiers.engine.c_functions import Heads, Knobs, Layer, Matrix, Model, functions
+from verifiers.engine.slots import Decode, SlotCache
 from verifiers.engine.table import Table
 
 if TYPE_CHECKING:
@@ -38,18 +38,42 @@ class Drawn:
     raw_KB: np.ndarray
 
 
+class CompiledAttention:
+    """Attention of one new token a row, a layer at a time, where the multiplications around it are PyTorch's."""
+
+    def __init__(self, model: Any, known: Sequence[LeanLayer]) -> None:
+        self._angles = Angles(model.model)
+        heads, groups, dim, _ = _sizes(known[0])
+        self._heads, self._share = Heads(heads, groups, dim), heads // groups
+
+    def attend(self, qkv: Tensor, layer: int, scale: float, window: int | None, decode: Decode) -> Tensor:
+        """What the queries of ``[B, queries, keys and values]`` see, keys and values put into the cache."""
+        heads, cache, rows = self._heads, decode.cache, len(qkv)
+        cos, sin = self._angles.up_to(cache.length)
+        heads.cos, heads.sin, heads.length = cos.data_ptr(), sin.data_ptr(), cache.length
+        out = torch.empty(rows, heads.heads * heads.dim)
+        room = torch.empty(self._share * (decode.span + SPARE))
+        keys, values = cache.layers[layer]
+        functions().attend_layer(
+            ctypes.byref(heads), rows, qkv.data_ptr(), decode.rows_B.data_ptr(), decode.length_B.data_ptr(), scale,
+            window or 0, keys.data_ptr(), values.data_ptr(), room.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+
 class CompiledModel:
     """The matrices of a model as its parameters were when they were last laid out."""
 
     def __init__(self, model: Any, known: Sequence[LeanLayer], epsilons: Mapping[int, float]) -> None:
         self._functions = functions()
-        self._embedding, self._angles = model.model.embed_tokens, _Angles(model.model)
+        self._embedding, self._angles = model.model.embed_tokens, Angles(model.model)
         self._panels: list[_Panels] = []
         self._layers = (Layer * len(known))(*(self._layer(one, epsilons) for one in known))
         head, floor = self._matrix([model.lm_head], model.model.norm), _floor(model.model.norm, epsilons)
         width, (heads, groups, dim, inner) = head.rows, _sizes(known[0])
-        self._model = Model(self._layers, head, floor, len(known), width, heads, groups, dim, inner)
+        self._model = Model(self._layers, head, floor, len(known), width, inner, Heads(heads, groups, dim))
         self._vocabulary: int = head.columns
+        self._share = heads // groups
         self._room = max(width, heads * dim, inner) + max(2 * inner, (heads + 2 * groups) * dim)
         self.lay_out()
 
@@ -63,7 +87,7 @@ class CompiledModel:
         """The logits of the tokens in ``keep``; all are put where the cache has their rows and positions."""
         hidden = F.embedding(ids, self._embedded)
         logits = torch.empty(len(keep), self._vocabulary)
-        room = torch.empty(len(ids) * self._room + cache.length + SPARE)
+        room = torch.empty(len(ids) * self._room + self._share * (cache.length + SPARE))
         self._functions.run(
             self._with(cache), len(ids), hidden.data_ptr(), row.ctypes.data, position.ctypes.data, keep.ctypes.data,
             len(keep), logits.data_ptr(), room.data_ptr(),
@@ -79,7 +103,8 @@ class CompiledModel:
         token_KB = np.empty((steps, rows), np.int64)
         logprob_KB, raw_KB = np.empty((2, steps, rows), np.float32)
         width, vocabulary = self._embedded.shape[1], self._vocabulary
-        room = np.empty(rows * (width + vocabulary + self._room) + 2 * vocabulary + cache.length + SPARE, np.float32)
+        scores = self._share * (cache.length + SPARE)
+        room = np.empty(rows * (width + vocabulary + self._room) + 2 * vocabulary + scores, np.float32)
         done = self._functions.decode(
             self._with(cache), self._embedded.data_ptr(), rows, steps, token_B.ctypes.data,
             position_B.ctypes.data, row_B.ctypes.data, ctypes.byref(knobs),
@@ -91,8 +116,8 @@ class CompiledModel:
         """The model as C sees it, reading from and writing to this cache."""
         model = self._model
         cos, sin = self._angles.up_to(cache.length)
-        model.cos, model.sin, model.store = cos.data_ptr(), sin.data_ptr(), cache.store.data_ptr()
-        model.rows, model.length = cache.rows, cache.length
+        model.heads.cos, model.heads.sin, model.heads.length = cos.data_ptr(), sin.data_ptr(), cache.length
+        model.store, model.rows = cache.store.data_ptr(), cache.rows
         return ctypes.byref(model)
 
     def _layer(self, known: LeanLayer, epsilons: Mapping[int, float]) -> Layer:
@@ -139,7 +164,7 @@ class _Panels:
             first = end
 
 
-class _Angles:
+class Angles:
     """By how much a model turns what is at each position."""
 
     def __init__(self, inner: Any) -> None:

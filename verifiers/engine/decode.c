@@ -16,7 +16,7 @@ enum { LANES = 4, TALL = 6, WIDE = 4 };
 #else
 enum { LANES = 4, TALL = 6, WIDE = 2 };
 #endif
-enum { PANEL = LANES * WIDE };
+enum { PANEL = LANES * WIDE, NEAR = 32 }; /* so many keys stay near from one query to the next */
 typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float Four __attribute__((vector_size(16)));
 
@@ -33,13 +33,18 @@ typedef struct {
 } Layer;
 
 typedef struct {
+    int64_t heads, groups, dim, length; /* of what is queried and what is seen; the last is that of a row of the cache */
+    const float *cos, *sin;             /* [positions, dim] */
+} Heads;
+
+typedef struct {
     const Layer *layers;
     Matrix head;
     float last; /* as `before`, for the norm before the head */
-    int64_t n_layers, width, heads, groups, head_dim, inner;
-    const float *cos, *sin; /* [positions, head_dim] */
-    float *store;           /* [layers, 2, rows, groups, length, head_dim] */
-    int64_t rows, length;
+    int64_t n_layers, width, inner;
+    Heads heads;
+    float *store; /* [layers, 2, rows, groups, length, dim] */
+    int64_t rows;
 } Model;
 
 int64_t panel_columns(void) { return PANEL; }
@@ -107,7 +112,8 @@ static void multiply(const Matrix *matrix, int64_t m, const float *x, float *y, 
     }
 }
 
-static void normed(const float *x, float *y, int64_t m, int64_t width, float floor) {
+/* Rows divided by their lengths; `floor` is added to the sums of their squares. */
+void normed(const float *x, float *y, int64_t m, int64_t width, float floor) {
     for (int64_t i = 0; i < m; i++, x += width, y += width) {
         float total = floor;
 #pragma omp simd reduction(+ : total)
@@ -136,30 +142,32 @@ static inline float sum_of(Lanes x) {
     return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
-/* Some vectors of the sum of `n` values by their scores. */
+/* Some vectors of the sum of `n` values by their weights, added to what is there. */
 static inline __attribute__((always_inline)) void weighted(
-    int vectors, int64_t n, int64_t dim, const float *scores, const float *values, float share, float *out) {
-    Lanes seen[4] = {{0}};
+    int vectors, int64_t n, int64_t dim, const float *weights, const float *values, float *out) {
+    Lanes seen[4];
+    for (int j = 0; j < vectors; j++) seen[j] = *(const Lanes *)(out + j * LANES);
     for (int64_t t = 0; t < n; t++)
 #pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++) seen[j] += scores[t] * *(const Lanes *)(values + t * dim + j * LANES);
-    for (int j = 0; j < vectors; j++) *(Lanes *)(out + j * LANES) = seen[j] * share;
+        for (int j = 0; j < vectors; j++) seen[j] += weights[t] * *(const Lanes *)(values + t * dim + j * LANES);
+    for (int j = 0; j < vectors; j++) *(Lanes *)(out + j * LANES) = seen[j];
 }
 
-/* One query over the keys from `first` up to and with `last`; scores has room for them, and LANES more. */
-static inline __attribute__((always_inline)) void attend_by(
-    int64_t dim, const float *q, const float *keys, const float *values, int64_t first, int64_t last, float scale,
-    float *scores, float *out) {
-    int64_t n = last - first + 1, whole = dim / LANES * LANES;
-    keys += first * dim, values += first * dim;
-    for (int64_t t = 0; t < n; t++) {
-        const float *k = keys + t * dim;
+/* The scores of `n` keys. */
+static inline __attribute__((always_inline)) void score(
+    int64_t dim, const float *q, const float *keys, int64_t n, float scale, float *scores) {
+    int64_t whole = dim / LANES * LANES;
+    for (int64_t t = 0; t < n; t++, keys += dim) {
         Lanes sums = {0};
-        for (int64_t d = 0; d < whole; d += LANES) sums += *(const Lanes *)(q + d) * *(const Lanes *)(k + d);
+        for (int64_t d = 0; d < whole; d += LANES) sums += *(const Lanes *)(q + d) * *(const Lanes *)(keys + d);
         float dot = sum_of(sums);
-        for (int64_t d = whole; d < dim; d++) dot += q[d] * k[d];
+        for (int64_t d = whole; d < dim; d++) dot += q[d] * keys[d];
         scores[t] = dot * scale;
     }
+}
+
+/* Scores become weights that add up to 1; there is room for LANES more of them. */
+static void softmax(float *scores, int64_t n) {
     for (int64_t t = n; t < n + LANES; t++) scores[t] = -INFINITY; /* so that there are whole vectors of them */
     Lanes most = *(const Lanes *)scores, sums = {0};
     for (int64_t t = 0; t < n; t += LANES)
@@ -173,30 +181,71 @@ static inline __attribute__((always_inline)) void attend_by(
         sums += *(const Lanes *)(scores + t);
     }
     float share = 1.0f / sum_of(sums);
-    for (int64_t d = 0, vectors; d < whole; d += vectors * LANES) {
-        vectors = whole - d >= 4 * LANES ? 4 : whole - d >= 2 * LANES ? 2 : 1;
-        if (vectors == 4)
-            weighted(4, n, dim, scores, values + d, share, out + d);
-        else if (vectors == 2)
-            weighted(2, n, dim, scores, values + d, share, out + d);
-        else
-            weighted(1, n, dim, scores, values + d, share, out + d);
-    }
-    for (int64_t d = whole; d < dim; d++) {
-        float seen = 0.0f;
-        for (int64_t t = 0; t < n; t++) seen += scores[t] * values[t * dim + d];
-        out[d] = seen * share;
-    }
+    for (int64_t t = 0; t < n; t++) scores[t] *= share;
+}
+
+static inline __attribute__((always_inline)) void add_values(
+    int64_t dim, const float *weights, const float *values, int64_t n, float *out) {
+    int64_t d = 0;
+    for (; dim - d >= 4 * LANES; d += 4 * LANES) weighted(4, n, dim, weights, values + d, out + d);
+    for (; dim - d >= 2 * LANES; d += 2 * LANES) weighted(2, n, dim, weights, values + d, out + d);
+    for (; dim - d >= LANES; d += LANES) weighted(1, n, dim, weights, values + d, out + d);
+    for (; d < dim; d++)
+        for (int64_t t = 0; t < n; t++) out[d] += weights[t] * values[t * dim + d];
+}
+
+/* Queries that share keys, over `n` of these, some at a time: each query finds them where the first one left them.
+   There is room for the scores of each query, and LANES more. */
+static inline __attribute__((always_inline)) void attend_by(
+    int64_t dim, int64_t share, const float *q, const float *keys, const float *values, int64_t n, float scale,
+    float *scores, float *out) {
+    int64_t stride = n + LANES;
+    for (int64_t t = 0; t < n; t += NEAR)
+        for (int64_t h = 0; h < share; h++)
+            score(dim, q + h * dim, keys + t * dim, n - t < NEAR ? n - t : NEAR, scale, scores + h * stride + t);
+    for (int64_t h = 0; h < share; h++) softmax(scores + h * stride, n);
+    memset(out, 0, share * dim * sizeof(float));
+    for (int64_t t = 0; t < n; t += NEAR)
+        for (int64_t h = 0; h < share; h++)
+            add_values(dim, scores + h * stride + t, values + t * dim, n - t < NEAR ? n - t : NEAR, out + h * dim);
 }
 
 static void attend(
-    int64_t dim, const float *q, const float *keys, const float *values, int64_t first, int64_t last, float scale,
+    int64_t dim, int64_t share, const float *q, const float *keys, const float *values, int64_t n, float scale,
     float *scores, float *out) {
     switch (dim) { /* loops of a known length are unrolled */
-        case 32: attend_by(32, q, keys, values, first, last, scale, scores, out); break;
-        case 64: attend_by(64, q, keys, values, first, last, scale, scores, out); break;
-        case 128: attend_by(128, q, keys, values, first, last, scale, scores, out); break;
-        default: attend_by(dim, q, keys, values, first, last, scale, scores, out);
+        case 32: attend_by(32, share, q, keys, values, n, scale, scores, out); break;
+        case 64: attend_by(64, share, q, keys, values, n, scale, scores, out); break;
+        case 128: attend_by(128, share, q, keys, values, n, scale, scores, out); break;
+        default: attend_by(dim, share, q, keys, values, n, scale, scores, out);
+    }
+}
+
+/* Queries, keys and values of `m` tokens: queries and keys are turned, keys and values put where they belong, and then
+   queries see what is there. `scores` has room for those of the queries that share keys. */
+static void attend_all(
+    const Heads *heads, int64_t m, float *qkv, const int64_t *row, const int64_t *position, float scale, int64_t window,
+    float *keys, float *values, float *scores, float *out) {
+    int64_t dim = heads->dim, groups = heads->groups, across = (heads->heads + 2 * groups) * dim;
+    int64_t share = heads->heads / groups, span = heads->length * dim;
+    for (int64_t i = 0; i < m; i++) {
+        const float *cos = heads->cos + position[i] * dim, *sin = heads->sin + position[i] * dim;
+        float *q = qkv + i * across, *k = q + heads->heads * dim, *v = k + groups * dim;
+        for (int64_t h = 0; h < heads->heads + groups; h++) turn(q + h * dim, cos, sin, dim);
+        for (int64_t g = 0; g < groups; g++) {
+            int64_t at = (row[i] * groups + g) * span + position[i] * dim;
+            memcpy(keys + at, k + g * dim, dim * sizeof(float));
+            memcpy(values + at, v + g * dim, dim * sizeof(float));
+        }
+    }
+    for (int64_t i = 0; i < m; i++) {
+        int64_t first = window && position[i] >= window ? position[i] - window + 1 : 0;
+        for (int64_t g = 0; g < groups; g++) {
+            int64_t at = (row[i] * groups + g) * span + first * dim;
+            attend(
+                dim, share, qkv + i * across + g * share * dim, keys + at, values + at, position[i] - first + 1, scale,
+                scores, out + (i * groups + g) * share * dim);
+        }
     }
 }
 
@@ -211,14 +260,14 @@ static void gate(float *x, const float *both, int64_t m, int64_t inner) {
 /* --- the model -------------------------------------------------------------------------------------------------- */
 
 /* `m` tokens, whose embeddings are in `hidden`, each the one at `position` of a row of the cache: the logits of those
-   in `keep`. `room` has space for m · (width + 2 inner or heads, whichever is more) and the scores of one query. */
+   in `keep`. `room` has space for two sets of what is between two multiplications, and for scores. */
 void run(
     const Model *model, int64_t m, float *hidden, const int64_t *row, const int64_t *position, const int64_t *keep,
     int64_t n_keep, float *logits, float *room) {
-    int64_t width = model->width, dim = model->head_dim, groups = model->groups, heads = model->heads;
-    int64_t across = (heads + 2 * groups) * dim, share = heads / groups, inner = model->inner;
-    int64_t span = model->length * dim, per_layer = model->rows * groups * span;
-    int64_t wide = 2 * inner > across ? 2 * inner : across, narrow = width > heads * dim ? width : heads * dim;
+    const Heads *heads = &model->heads;
+    int64_t width = model->width, inner = model->inner, queries = heads->heads * heads->dim;
+    int64_t across = queries + 2 * heads->groups * heads->dim, wide = 2 * inner > across ? 2 * inner : across;
+    int64_t narrow = width > queries ? width : queries, per_layer = model->rows * heads->groups * heads->length * heads->dim;
     narrow = narrow > inner ? narrow : inner;
     float *x = room, *y = x + m * narrow, *scores = y + m * wide;
     for (int64_t l = 0; l < model->n_layers; l++) {
@@ -226,24 +275,7 @@ void run(
         float *keys = model->store + 2 * l * per_layer, *values = keys + per_layer;
         normed(hidden, x, m, width, layer->before);
         multiply(&layer->qkv, m, x, y, 0);
-        for (int64_t i = 0; i < m; i++) {
-            const float *cos = model->cos + position[i] * dim, *sin = model->sin + position[i] * dim;
-            float *q = y + i * across;
-            for (int64_t h = 0; h < heads + groups; h++) turn(q + h * dim, cos, sin, dim);
-            for (int64_t g = 0; g < groups; g++) {
-                int64_t at = (row[i] * groups + g) * span + position[i] * dim;
-                memcpy(keys + at, q + (heads + g) * dim, dim * sizeof(float));
-                memcpy(values + at, q + (heads + groups + g) * dim, dim * sizeof(float));
-            }
-        }
-        for (int64_t i = 0; i < m; i++) {
-            int64_t first = layer->window && position[i] >= layer->window ? position[i] - layer->window + 1 : 0;
-            for (int64_t h = 0; h < heads; h++) {
-                int64_t at = (row[i] * groups + h / share) * span;
-                attend(dim, y + i * across + h * dim, keys + at, values + at, first, position[i], layer->scale, scores,
-                       x + (i * heads + h) * dim);
-            }
-        }
+        attend_all(heads, m, y, row, position, layer->scale, layer->window, keys, values, scores, x);
         multiply(&layer->out, m, x, hidden, 1);
         normed(hidden, x, m, width, layer->after);
         multiply(&layer->gate_up, m, x, y, 0);
@@ -252,6 +284,13 @@ void run(
     }
     for (int64_t i = 0; i < n_keep; i++) normed(hidden + keep[i] * width, x + i * width, 1, width, model->last);
     multiply(&model->head, n_keep, x, logits, 0);
+}
+
+/* The attention of one layer alone: as `attend_all`, for whoever does the rest himself. */
+void attend_layer(
+    const Heads *heads, int64_t m, float *qkv, const int64_t *row, const int64_t *position, float scale, int64_t window,
+    float *keys, float *values, float *scores, float *out) {
+    attend_all(heads, m, qkv, row, position, scale, window, keys, values, scores, out);
 }
 
 /* --- tokens ----------------------------------------------------------------------------------------------------- */
