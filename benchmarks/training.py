@@ -79,6 +79,20 @@ def evenness(text: str) -> float:
 REWARDS: dict[str, Callable[[str], float]] = {"coin": coin, "evenness": evenness}
 
 
+def same_settings(case: dict[str, Any]) -> dict[str, Any]:
+    """What both trainers know by the same name."""
+    return {
+        "gradient_accumulation_steps": case["rollouts"] // case["micro"],
+        "max_steps": case["steps"],
+        "learning_rate": case["rate"],
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "loss_type": "dr_grpo",
+        "scale_rewards": "group",
+        "seed": case["seed"],
+    }
+
+
 def ours(case: dict[str, Any], device: str) -> tuple[list[float], list[float]]:
     """Seconds and mean reward of each step."""
     model, tokenizer = make(case["shape"], device)
@@ -91,17 +105,10 @@ def ours(case: dict[str, Any], device: str) -> tuple[list[float], list[float]]:
     times = [time.perf_counter()]
     config = vf.GRPOConfig(
         batch_size=case["micro"],
-        gradient_accumulation_steps=case["rollouts"] // case["micro"],
         group_size=case["group"],
         max_new_tokens=case["new"],
         max_prompt_length=case["words"] + 2,
-        max_steps=case["steps"],
-        learning_rate=case["rate"],
-        lr_scheduler_type="constant",
-        warmup_steps=0,
-        loss_type="dr_grpo",
-        scale_rewards="group",
-        seed=case["seed"],
+        **same_settings(case),
         output_dir=tempfile.mkdtemp() + "/run",
         show_progress=False,
     )
@@ -136,16 +143,9 @@ def trl(case: dict[str, Any], device: str) -> tuple[list[float], list[float]]:
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=case["micro"],
-        gradient_accumulation_steps=case["rollouts"] // case["micro"],
         num_generations=case["group"],
         max_completion_length=case["new"],
-        max_steps=case["steps"],
-        learning_rate=case["rate"],
-        lr_scheduler_type="constant",
-        warmup_steps=0,
-        loss_type="dr_grpo",
-        scale_rewards="group",
-        seed=case["seed"],
+        **same_settings(case),
         beta=0.0,
         bf16=device == "cuda",
         use_cpu=device == "cpu",
