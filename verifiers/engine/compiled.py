@@ -38,7 +38,7 @@ def library(source: Path) -> ctypes.CDLL | None:
         return None
     text = _with_headers(source)
     command = [compiler, *FLAGS, *_for_this_processor(), "-shared", "-fPIC"]
-    key = hashlib.sha256(b"\0".join([text, " ".join(command).encode(), _processor().encode()])).hexdigest()[:20]
+    key = hashlib.sha256(b"\0".join([text, " ".join(command).encode(), _machine().encode()])).hexdigest()[:20]
     try:
         folder = _folder()
         built = folder / f"{source.stem}-{key}.so"
@@ -91,13 +91,14 @@ def _for_this_processor() -> list[str]:
     return ["-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"]
 
 
-def _processor() -> str:
-    """What tells this processor from others: the folder may be shared by machines that are not alike."""
+def _machine() -> str:
+    """What tells this machine from others: the folder may be shared by some that are not alike."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return f"{platform.platform()} {platform.processor()}"
-    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+    kinds = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return "\n".join([*platform.libc_ver(), *kinds])
 
 
 def _reason(error: Exception) -> str:
