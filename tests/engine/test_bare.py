@@ -44,7 +44,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With a compiler, and without one."""
     if request.param == "numpy":
-        for module in (bare, compiled_model, sampling):
+        for module in (compiled_model, sampling):
             monkeypatch.setattr(module, "functions", lambda: None)
     elif c_functions.functions() is None:
         pytest.skip("there is no C compiler here")
@@ -98,7 +98,7 @@ def test_other_types_go_by_their_modules() -> None:
     assert LiveModel(random_model(dtype=torch.bfloat16))._lean.bare is None
 
 
-@needs_onednn
+@needs_onednn  # without a compiler
 @pytest.mark.parametrize("family", ["Llama-tied", "Qwen2", "Qwen2-window"])
 def test_a_larger_model_is_packed_after_a_few_steps(
     start: Any, runs: list[int], way: str, monkeypatch: pytest.MonkeyPatch, family: str
@@ -119,6 +119,7 @@ def test_a_larger_model_is_packed_after_a_few_steps(
 
 def test_without_packing_a_larger_model_goes_by_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     make_larger(monkeypatch)
+    monkeypatch.setattr(compiled_model, "functions", lambda: None)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert LiveModel(random_model())._lean.bare is None
 

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import VOCABULARY, assert_exact, prompt_of, random_model  # noqa: E402
-from verifiers.engine import c_functions, compiled, compiled_model, sampling  # noqa: E402
+from verifiers.engine import c_functions, compiled, compiled_model, sampling, threads  # noqa: E402
 from verifiers.engine.requests import Sampling  # noqa: E402
 from verifiers.engine.sampling import Knobs  # noqa: E402
 from verifiers.errors import ModelError  # noqa: E402
@@ -138,6 +138,26 @@ def test_heads_of_any_size_are_exact(start: Any, heads: tuple[int, int], head_di
     way = Sampling(max_tokens=9, seed=3)
     for future in [engine.submit(prompt_of(3 + 11 * i, seed=i), way)[0] for i in range(3)]:
         assert_exact(model, future.result(), way)
+
+
+@needs_compiler
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_threads_that_share_the_work_give_the_same_tokens(
+    start: Any, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:  # fmt: skip
+    model = random_model("Qwen2-window")
+    way = Sampling(max_tokens=25, seed=4)
+    prompts = [prompt_of(3 + 9 * i, seed=i) for i in range(4)]
+    alone = start(model).generate(prompts, way)
+    monkeypatch.setattr(threads, "ONE_THREAD_BELOW", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: parts)
+    engine = start(model)
+    together = engine.generate(prompts, way)
+    assert engine.live_model._lean.bare._compiled._together.parts == parts
+    for one, other in zip(alone, together, strict=True):
+        assert one.ids == other.ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert_exact(model, other, way)
 
 
 @needs_compiler

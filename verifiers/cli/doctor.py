@@ -25,8 +25,8 @@ PROBE_TIMEOUT_S = 120
 CPU_FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 NOT_SHOWN = ("classic", "dev")  # made of others
 PROGRAMS = ("git", "uv")
-COMPILED = "there: small models on the CPU are run and trained in C"
-NOT_COMPILED = "none: with cc, gcc or clang, small models on the CPU would be run and trained in C, which is quicker"
+COMPILED = "there: models on the CPU are run in C, and small ones trained"
+NOT_COMPILED = "none: with cc, gcc or clang, models on the CPU would be run in C, which is quicker"
 KEYS = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "HF_TOKEN")
 
 

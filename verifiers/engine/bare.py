@@ -1,17 +1,16 @@
 """A recognised model on the CPU as a few matrices: calling a small model's modules takes as long as what they compute.
 
 What multiplies the same input is laid side by side, with the norm before it multiplied in. These are copies, made from
-the parameters when they have changed; those of a larger model are packed, and are made when that pays. Whoever listens
-in, adds an adapter or exchanges a part is noticed before a step, which then goes by the modules. Small models are run
-in C, where it can be compiled. Otherwise a step is done by NumPy between the multiplications, which takes half as long
-to start an operation; large multiplications are left to PyTorch, whose threads are set.
+the parameters when they have changed; those of a larger model are made when that pays. Whoever listens in, adds an
+adapter or exchanges a part is noticed before a step, which then goes by the modules. It is all run in C, where that can
+be compiled. Otherwise a step is done by NumPy between the multiplications, which takes half as long to start an
+operation; large multiplications are left to PyTorch, whose threads are set, and a larger model is packed for them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verifiers.engine import packed, slots, threads
-from verifiers.engine.c_functions import functions
-from verifiers.engine.compiled_model import CompiledAttention, CompiledModel, Drawn, can_run
+from verifiers.engine.compiled_model import CompiledModel, Drawn, can_run
 from verifiers.engine.fused import fusible_norms
 from verifiers.engine.projections import HOOKS
 from verifiers.engine.structure import Structure
@@ -44,11 +42,9 @@ class Bare:
         self._own = [vars(module) for module in self._structure.modules]
         self._hooks = [own[name] for own in self._own for name in HOOKS]
         is_known = model.lm_head.weight.device.type == "cpu" and self._is_known()
-        can_compile = is_known and can_run(model, layers)
-        self._is_compiled = can_compile and threads.wants_one(model)
-        self._attention = CompiledAttention(model, layers) if can_compile and not self._is_compiled else None
-        self._is_small = self._is_compiled or packed.size_of(model) < packed.WORTH_PACKING
-        self._is_simple = is_known and (self._is_small or packed.PackedLinears.helps(model))
+        self._is_compiled = is_known and can_run(model, layers)
+        self._is_small = threads.wants_one(model) if self._is_compiled else packed.size_of(model) < packed.WORTH_PACKING
+        self._is_simple = is_known and (self._is_small or self._is_compiled or packed.PackedLinears.helps(model))
         self._compiled: CompiledModel | None = None
         self._is_stale = False
         self._rows: int | None = None  # what the matrices of a larger model are packed for
@@ -91,15 +87,19 @@ class Bare:
         """The parameters have changed."""
         self._laid_out = self._rows = None
         self._is_stale = True
+        if not self._is_small:  # whoever trains it needs the memory
+            self._compiled = None
 
-    def run(self, ids: Tensor, positions: Tensor, attend: slots.Attend, keep: Tensor | int) -> Tensor:
-        """The logits of the positions in ``keep`` (0: of all)."""
+    def run(self, ids: Tensor, positions: Tensor, attend: slots.Attend, keep: Tensor | int) -> Tensor | None:
+        """The logits of the positions in ``keep`` (0: of all); None where the modules are the better way."""
         if isinstance(attend, slots.Decode):
             return self.step(ids, attend)
         if self._is_compiled and isinstance(attend, slots.Prefill) and isinstance(keep, Tensor):
             row_T, position_T = attend.rows_of_tokens(), positions[0].numpy()
             if position_T.mean() <= MOST_SEEN_IN_C:
                 return self._in_c().run(ids[0], row_T, position_T, keep.numpy(), attend.cache)[None]
+            if not self._is_small:  # of which there is no other copy
+                return None
         with slots.attending((), attend):
             return self.forward(ids, positions, keep)
 
@@ -109,7 +109,7 @@ class Bare:
         """Several tokens for each of the first rows, drawn one after the other: None if that cannot be done."""
         if not (self._is_compiled and self.is_usable and len(is_end) >= self._head.out_features):
             return None
-        return self._in_c().decode(rows, steps, table, is_end, cache)
+        return self._in_c().decode(rows, steps if self._is_small else 1, table, is_end, cache)
 
     def _in_c(self) -> CompiledModel:
         if self._compiled is None:
@@ -140,11 +140,7 @@ class Bare:
         inner = self._inner
         layers, floor, head = self._matrices()
         hidden = F.embedding(ids, inner.embed_tokens.weight)
-        step: _Step | _CompiledStep
-        if self._attention is not None:
-            step = _CompiledStep(decode, self._attention)
-        else:
-            step = _Step(decode, *inner.rotary_emb(hidden, position_ids=decode.length_B[:, None]))
+        step = _Step(decode, *inner.rotary_emb(hidden, position_ids=decode.length_B[:, None]))
         state = hidden[:, 0].numpy()
         for layer in layers:
             layer.step(state, step)
@@ -188,7 +184,7 @@ class _BareLayer:
         gate, up = self._gate_up.times(_scaled(hidden, self._after)).chunk(2, -1)
         return self._down.add_to(hidden, F.silu(gate).mul_(up))
 
-    def step(self, state: np.ndarray, step: _Step | _CompiledStep) -> None:
+    def step(self, state: np.ndarray, step: _Step) -> None:
         """The same of one token a row; its hidden states ``[B, width]`` are overwritten."""
         total = torch.from_numpy(state)
         qkv = self._qkv.times(torch.from_numpy(_scaled_rows(state, self._before)))
@@ -198,19 +194,8 @@ class _BareLayer:
         self._down.add_to(total, F.silu(gate).mul_(up))
 
 
-@dataclass(frozen=True, slots=True)
-class _CompiledStep:
-    """What the layers of one step have in common, where attention is compiled."""
-
-    decode: slots.Decode
-    attention: CompiledAttention
-
-    def attended(self, qkv: Tensor, layer: _BareLayer) -> Tensor:
-        return self.attention.attend(qkv, layer.index, layer.scale, layer.window, self.decode)
-
-
 class _Step:
-    """The same for NumPy: where the rows of the step are, their angles, and what they see."""
+    """What the layers of one step have in common: where its rows are, their angles, and what they see."""
 
     def __init__(self, decode: slots.Decode, cos: Tensor, sin: Tensor) -> None:
         self._store = decode.cache.store.numpy()
@@ -307,11 +292,6 @@ def _scaled(x: Tensor, floor: float) -> Tensor:
 
 def _scaled_rows(x: np.ndarray, floor: float) -> np.ndarray:
     """The same of rows of numbers."""
-    compiled = functions()
-    if compiled is not None:
-        y = np.empty_like(x)
-        compiled.normed(x.ctypes.data, y.ctypes.data, *x.shape, floor * floor)
-        return y
     length: np.ndarray = np.einsum("ij,ij->i", x, x)
     length += np.float32(floor * floor)
     scaled: np.ndarray = x / np.sqrt(length, out=length)[:, None]

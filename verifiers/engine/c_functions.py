@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,12 @@ from typing import Any
 from verifiers.engine import compiled
 
 SOURCE = Path(__file__).with_name("decode.c")
+
+
+class Team(Structure):
+    """Threads that do a piece of work together."""
+
+    _fields_ = tuple((name, c_int32) for name in ("parts", "here", "turn", "is_over"))
 
 
 class Knobs(Structure):
@@ -63,13 +69,12 @@ def functions() -> Any:
     found = compiled.library(SOURCE)
     if found is None:
         return None
+    part = (c_int64, c_void_p)  # of the work, and the team that does it
     found.panel_columns.argtypes, found.panel_columns.restype = [], c_int64
     found.lay_out.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]
-    found.run.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, c_void_p]
-    found.draw.argtypes = [c_int64, c_int64, *[c_void_p] * 6]
-    found.attend_layer.argtypes = [c_void_p, c_int64, *[c_void_p] * 3, c_float, c_int64, *[c_void_p] * 4]
-    found.normed.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_float]
-    for one in (found.lay_out, found.run, found.draw, found.attend_layer, found.normed):
-        one.restype = None
-    found.decode.argtypes, found.decode.restype = [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 10], c_int64
+    found.run.argtypes = [c_void_p, c_int64, *(c_void_p,) * 4, c_int64, c_void_p, c_void_p, *part]
+    found.draw.argtypes = [c_int64, c_int64, *(c_void_p,) * 6]
+    found.decode.argtypes = [c_void_p, c_void_p, c_int64, c_int64, *(c_void_p,) * 10, *part]
+    found.lay_out.restype = found.run.restype = found.draw.restype = None
+    found.decode.restype = c_int64
     return found

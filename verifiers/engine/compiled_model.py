@@ -1,10 +1,12 @@
-"""A small model's parameters become matrices that decode.c runs: the logits of new tokens, or the tokens themselves."""
+"""A model's parameters become matrices that decode.c runs: the logits of new tokens, or the tokens themselves."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verifiers.engine.c_functions import Heads, Knobs, Layer, Matrix, Model, functions
-from verifiers.engine.slots import Decode, SlotCache
+from verifiers.engine import threads
+from verifiers.engine.c_functions import Heads, Knobs, Layer, Matrix, Model, Team, functions
+from verifiers.engine.slots import SlotCache
 from verifiers.engine.table import Table
 
 if TYPE_CHECKING:
@@ -38,29 +41,6 @@ class Drawn:
     raw_KB: np.ndarray
 
 
-class CompiledAttention:
-    """Attention of one new token a row, a layer at a time, where the multiplications around it are PyTorch's."""
-
-    def __init__(self, model: Any, known: Sequence[LeanLayer]) -> None:
-        self._angles = Angles(model.model)
-        heads, groups, dim, _ = _sizes(known[0])
-        self._heads, self._share = Heads(heads, groups, dim), heads // groups
-
-    def attend(self, qkv: Tensor, layer: int, scale: float, window: int | None, decode: Decode) -> Tensor:
-        """What the queries of ``[B, queries, keys and values]`` see, keys and values put into the cache."""
-        heads, cache, rows = self._heads, decode.cache, len(qkv)
-        cos, sin = self._angles.up_to(cache.length)
-        heads.cos, heads.sin, heads.length = cos.data_ptr(), sin.data_ptr(), cache.length
-        out = torch.empty(rows, heads.heads * heads.dim)
-        room = torch.empty(self._share * (decode.span + SPARE))
-        keys, values = cache.layers[layer]
-        functions().attend_layer(
-            ctypes.byref(heads), rows, qkv.data_ptr(), decode.rows_B.data_ptr(), decode.length_B.data_ptr(), scale,
-            window or 0, keys.data_ptr(), values.data_ptr(), room.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
-        return out
-
-
 class CompiledModel:
     """The matrices of a model as its parameters were when they were last laid out."""
 
@@ -74,23 +54,23 @@ class CompiledModel:
         self._model = Model(self._layers, head, floor, len(known), width, inner, Heads(heads, groups, dim))
         self._vocabulary: int = head.columns
         self._share = heads // groups
+        self._together = _Together(1 if threads.wants_one(model) else torch.get_num_threads())
         self._room = max(width, heads * dim, inner) + max(2 * inner, (heads + 2 * groups) * dim)
         self.lay_out()
 
     def lay_out(self) -> None:
         """Take the parameters as they are now."""
         self._embedded = self._embedding.weight.detach().contiguous()
-        for one in self._panels:
-            one.lay_out(self._functions)
+        self._together.share([partial(one.lay_out, self._functions) for one in self._panels])
 
     def run(self, ids: Tensor, row: np.ndarray, position: np.ndarray, keep: np.ndarray, cache: SlotCache) -> Tensor:
         """The logits of the tokens in ``keep``; all are put where the cache has their rows and positions."""
         hidden = F.embedding(ids, self._embedded)
         logits = torch.empty(len(keep), self._vocabulary)
-        room = torch.empty(len(ids) * self._room + self._share * (cache.length + SPARE))
-        self._functions.run(
-            self._with(cache), len(ids), hidden.data_ptr(), row.ctypes.data, position.ctypes.data, keep.ctypes.data,
-            len(keep), logits.data_ptr(), room.data_ptr(),
+        room = torch.empty(len(ids) * self._room + self._scores(cache))
+        self._together.call(
+            self._functions.run, self._with(cache), len(ids), hidden.data_ptr(), row.ctypes.data,
+            position.ctypes.data, keep.ctypes.data, len(keep), logits.data_ptr(), room.data_ptr(),
         )  # fmt: skip
         return logits
 
@@ -103,14 +83,18 @@ class CompiledModel:
         token_KB = np.empty((steps, rows), np.int64)
         logprob_KB, raw_KB = np.empty((2, steps, rows), np.float32)
         width, vocabulary = self._embedded.shape[1], self._vocabulary
-        scores = self._share * (cache.length + SPARE)
-        room = np.empty(rows * (width + vocabulary + self._room) + 2 * vocabulary + scores, np.float32)
-        done = self._functions.decode(
-            self._with(cache), self._embedded.data_ptr(), rows, steps, token_B.ctypes.data,
+        spare = self._together.parts * 2 * vocabulary + self._scores(cache)
+        room = np.empty(rows * (width + vocabulary + self._room) + spare, np.float32)
+        done = self._together.call(
+            self._functions.decode, self._with(cache), self._embedded.data_ptr(), rows, steps, token_B.ctypes.data,
             position_B.ctypes.data, row_B.ctypes.data, ctypes.byref(knobs),
             *(one.ctypes.data for one in (step_B, is_end, token_KB, logprob_KB, raw_KB, room)),
         )  # fmt: skip
         return Drawn(token_KB[:done], logprob_KB[:done], raw_KB[:done])
+
+    def _scores(self, cache: SlotCache) -> int:
+        """Numbers that attention needs besides, of queries that share keys, for each thread."""
+        return self._together.parts * self._share * (cache.length + SPARE)
 
     def _with(self, cache: SlotCache) -> Any:
         """The model as C sees it, reading from and writing to this cache."""
@@ -137,6 +121,36 @@ class CompiledModel:
     def _matrix(self, linears: Sequence[nn.Linear], norm: Any = None) -> Matrix:
         self._panels.append(_Panels(linears, norm, self._functions.panel_columns()))
         return self._panels[-1].matrix
+
+
+class _Together:
+    """Threads that call a function of C at the same time, each for its part of the work."""
+
+    def __init__(self, parts: int) -> None:
+        self.parts = parts
+        self._others = ThreadPoolExecutor(max(parts - 1, 1), "verifiers-engine")  # starts threads when it needs them
+
+    def share(self, tasks: Sequence[Callable[[], None]]) -> None:
+        """Do these, each some of them."""
+        others = [self._others.submit(_do, tasks[part :: self.parts]) for part in range(1, self.parts)]
+        _do(tasks[:: self.parts])
+        for other in others:
+            other.result()
+
+    def call(self, function: Any, *args: Any) -> Any:
+        """One function, by all at once."""
+        team = Team(self.parts)
+        shared = ctypes.byref(team)
+        others = [self._others.submit(partial(function, *args, part, shared)) for part in range(1, self.parts)]
+        found = function(*args, 0, shared)
+        for other in others:
+            other.result()
+        return found
+
+
+def _do(tasks: Iterable[Callable[[], None]]) -> None:
+    for task in tasks:
+        task()
 
 
 class _Panels:

@@ -1,7 +1,10 @@
-/* New tokens of a small model on a CPU, layer by layer: what they see is in the cache, and they are put there too.
+/* New tokens of a model on a CPU, layer by layer: what they see is in the cache, and they are put there too.
 
    Matrices are laid out in panels of PANEL columns, so that a multiplication reads them from front to back, and have the
-   norm before them multiplied in (see bare.py). One thread, which needs no Python while it runs. */
+   norm before them multiplied in (see bare.py). Several threads may call the same function at once, each for its part
+   of the work; none needs Python while it runs. */
+
+#include <sched.h>
 
 #include "draw.h"
 #include "numbers.h"
@@ -49,6 +52,35 @@ typedef struct {
 
 int64_t panel_columns(void) { return PANEL; }
 
+/* --- threads ---------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    int32_t parts, here, turn, is_over;
+} Team;
+
+enum { PATIENCE = 2000 }; /* looks at the others before the processor is left to whoever needs it */
+
+/* Wait until all are here. */
+static void meet(Team *team) {
+    if (team->parts == 1) return;
+    int32_t turn = __atomic_load_n(&team->turn, __ATOMIC_ACQUIRE);
+    if (__atomic_add_fetch(&team->here, 1, __ATOMIC_ACQ_REL) == team->parts) {
+        __atomic_store_n(&team->here, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&team->turn, turn + 1, __ATOMIC_RELEASE);
+        return;
+    }
+    for (int looks = 0; __atomic_load_n(&team->turn, __ATOMIC_ACQUIRE) == turn; looks++)
+        if (looks > PATIENCE) sched_yield();
+}
+
+typedef struct {
+    int64_t first, end;
+} Share;
+
+static Share share_of(int64_t n, int64_t part, const Team *team) {
+    return (Share){n * part / team->parts, n * (part + 1) / team->parts};
+}
+
 /* --- matrices --------------------------------------------------------------------------------------------------- */
 
 /* Lay `n` outputs (rows of `weight`) out as the columns from `first` on, each input multiplied by its scale. */
@@ -91,10 +123,12 @@ static inline __attribute__((always_inline)) void tile(
     }
 }
 
-/* y = x · matrix (+ bias), or that added to y: `m` rows. */
-static void multiply(const Matrix *matrix, int64_t m, const float *x, float *y, int adds) {
+/* y = x · matrix (+ bias), or that added to y: `m` rows, and of the columns a part. */
+static void multiply(
+    const Matrix *matrix, int64_t m, const float *x, float *y, int adds, int64_t part, const Team *team) {
     int64_t inputs = matrix->rows, columns = matrix->columns;
-    for (int64_t first = 0; first < columns; first += PANEL) {
+    Share panels = share_of((columns + PANEL - 1) / PANEL, part, team);
+    for (int64_t first = panels.first * PANEL; first < columns && first < panels.end * PANEL; first += PANEL) {
         const float *panel = matrix->panels + first * inputs;
         const float *bias = matrix->bias ? matrix->bias + first : 0;
         int64_t n = columns - first < PANEL ? columns - first : PANEL;
@@ -113,7 +147,7 @@ static void multiply(const Matrix *matrix, int64_t m, const float *x, float *y, 
 }
 
 /* Rows divided by their lengths; `floor` is added to the sums of their squares. */
-void normed(const float *x, float *y, int64_t m, int64_t width, float floor) {
+static void normed(const float *x, float *y, int64_t m, int64_t width, float floor) {
     for (int64_t i = 0; i < m; i++, x += width, y += width) {
         float total = floor;
 #pragma omp simd reduction(+ : total)
@@ -221,36 +255,42 @@ static void attend(
     }
 }
 
-/* Queries, keys and values of `m` tokens: queries and keys are turned, keys and values put where they belong, and then
-   queries see what is there. `scores` has room for those of the queries that share keys. */
-static void attend_all(
-    const Heads *heads, int64_t m, float *qkv, const int64_t *row, const int64_t *position, float scale, int64_t window,
-    float *keys, float *values, float *scores, float *out) {
+/* Queries and keys of some tokens are turned, and keys and values put where they belong. */
+static void store(
+    const Heads *heads, Share tokens, float *qkv, const int64_t *row, const int64_t *position, float *keys,
+    float *values) {
     int64_t dim = heads->dim, groups = heads->groups, across = (heads->heads + 2 * groups) * dim;
-    int64_t share = heads->heads / groups, span = heads->length * dim;
-    for (int64_t i = 0; i < m; i++) {
+    for (int64_t i = tokens.first; i < tokens.end; i++) {
         const float *cos = heads->cos + position[i] * dim, *sin = heads->sin + position[i] * dim;
         float *q = qkv + i * across, *k = q + heads->heads * dim, *v = k + groups * dim;
         for (int64_t h = 0; h < heads->heads + groups; h++) turn(q + h * dim, cos, sin, dim);
         for (int64_t g = 0; g < groups; g++) {
-            int64_t at = (row[i] * groups + g) * span + position[i] * dim;
+            int64_t at = (row[i] * groups + g) * heads->length * dim + position[i] * dim;
             memcpy(keys + at, k + g * dim, dim * sizeof(float));
             memcpy(values + at, v + g * dim, dim * sizeof(float));
         }
     }
-    for (int64_t i = 0; i < m; i++) {
+}
+
+/* What the queries of some tokens see. `scores` has room for those of the queries that share keys. */
+static void see(
+    const Heads *heads, Share tokens, const float *qkv, const int64_t *row, const int64_t *position,
+    const Layer *layer, const float *keys, const float *values, float *scores, float *out) {
+    int64_t dim = heads->dim, groups = heads->groups, across = (heads->heads + 2 * groups) * dim;
+    int64_t share = heads->heads / groups, window = layer->window;
+    for (int64_t i = tokens.first; i < tokens.end; i++) {
         int64_t first = window && position[i] >= window ? position[i] - window + 1 : 0;
         for (int64_t g = 0; g < groups; g++) {
-            int64_t at = (row[i] * groups + g) * span + first * dim;
+            int64_t at = (row[i] * groups + g) * heads->length * dim + first * dim;
             attend(
-                dim, share, qkv + i * across + g * share * dim, keys + at, values + at, position[i] - first + 1, scale,
-                scores, out + (i * groups + g) * share * dim);
+                dim, share, qkv + i * across + g * share * dim, keys + at, values + at, position[i] - first + 1,
+                layer->scale, scores, out + (i * groups + g) * share * dim);
         }
     }
 }
 
-static void gate(float *x, const float *both, int64_t m, int64_t inner) {
-    for (int64_t i = 0; i < m; i++)
+static void gate(float *x, const float *both, Share rows, int64_t inner) {
+    for (int64_t i = rows.first; i < rows.end; i++)
         for (int64_t j = 0; j < inner; j++) {
             float g = both[2 * i * inner + j], up = both[(2 * i + 1) * inner + j];
             x[i * inner + j] = g / (1.0f + exp_of(-g)) * up;
@@ -259,38 +299,57 @@ static void gate(float *x, const float *both, int64_t m, int64_t inner) {
 
 /* --- the model -------------------------------------------------------------------------------------------------- */
 
+/* Numbers between two multiplications, at most: those before the one and after the other. */
+static int64_t most_before(const Model *model) {
+    int64_t queries = model->heads.heads * model->heads.dim;
+    int64_t most = model->width > queries ? model->width : queries;
+    return most > model->inner ? most : model->inner;
+}
+
+static int64_t most_after(const Model *model) {
+    int64_t across = (model->heads.heads + 2 * model->heads.groups) * model->heads.dim;
+    return 2 * model->inner > across ? 2 * model->inner : across;
+}
+
 /* `m` tokens, whose embeddings are in `hidden`, each the one at `position` of a row of the cache: the logits of those
-   in `keep`. `room` has space for two sets of what is between two multiplications, and for scores. */
+   in `keep`. `room` has space for m · (most_before + most_after), and the scores of queries that share keys, for each
+   thread. */
 void run(
     const Model *model, int64_t m, float *hidden, const int64_t *row, const int64_t *position, const int64_t *keep,
-    int64_t n_keep, float *logits, float *room) {
+    int64_t n_keep, float *logits, float *room, int64_t part, Team *team) {
     const Heads *heads = &model->heads;
-    int64_t width = model->width, inner = model->inner, queries = heads->heads * heads->dim;
-    int64_t across = queries + 2 * heads->groups * heads->dim, wide = 2 * inner > across ? 2 * inner : across;
-    int64_t narrow = width > queries ? width : queries, per_layer = model->rows * heads->groups * heads->length * heads->dim;
-    narrow = narrow > inner ? narrow : inner;
-    float *x = room, *y = x + m * narrow, *scores = y + m * wide;
+    int64_t width = model->width, per_layer = model->rows * heads->groups * heads->length * heads->dim;
+    float *x = room, *y = x + m * most_before(model), *scores = y + m * most_after(model);
+    Share rows = share_of(m, part, team), kept = share_of(n_keep, part, team);
+    int64_t first = rows.first * width, n = rows.end - rows.first;
+    scores += part * (heads->heads / heads->groups) * (heads->length + LANES);
     for (int64_t l = 0; l < model->n_layers; l++) {
         const Layer *layer = model->layers + l;
         float *keys = model->store + 2 * l * per_layer, *values = keys + per_layer;
-        normed(hidden, x, m, width, layer->before);
-        multiply(&layer->qkv, m, x, y, 0);
-        attend_all(heads, m, y, row, position, layer->scale, layer->window, keys, values, scores, x);
-        multiply(&layer->out, m, x, hidden, 1);
-        normed(hidden, x, m, width, layer->after);
-        multiply(&layer->gate_up, m, x, y, 0);
-        gate(x, y, m, inner);
-        multiply(&layer->down, m, x, hidden, 1);
+        normed(hidden + first, x + first, n, width, layer->before);
+        meet(team);
+        multiply(&layer->qkv, m, x, y, 0, part, team);
+        meet(team);
+        store(heads, rows, y, row, position, keys, values);
+        meet(team);
+        see(heads, rows, y, row, position, layer, keys, values, scores, x);
+        meet(team);
+        multiply(&layer->out, m, x, hidden, 1, part, team);
+        meet(team);
+        normed(hidden + first, x + first, n, width, layer->after);
+        meet(team);
+        multiply(&layer->gate_up, m, x, y, 0, part, team);
+        meet(team);
+        gate(x, y, rows, model->inner);
+        meet(team);
+        multiply(&layer->down, m, x, hidden, 1, part, team);
+        meet(team);
     }
-    for (int64_t i = 0; i < n_keep; i++) normed(hidden + keep[i] * width, x + i * width, 1, width, model->last);
-    multiply(&model->head, n_keep, x, logits, 0);
-}
-
-/* The attention of one layer alone: as `attend_all`, for whoever does the rest himself. */
-void attend_layer(
-    const Heads *heads, int64_t m, float *qkv, const int64_t *row, const int64_t *position, float scale, int64_t window,
-    float *keys, float *values, float *scores, float *out) {
-    attend_all(heads, m, qkv, row, position, scale, window, keys, values, scores, out);
+    for (int64_t i = kept.first; i < kept.end; i++)
+        normed(hidden + keep[i] * width, x + i * width, 1, width, model->last);
+    meet(team);
+    multiply(&model->head, n_keep, x, logits, 0, part, team);
+    meet(team);
 }
 
 /* --- tokens ----------------------------------------------------------------------------------------------------- */
@@ -305,23 +364,31 @@ void draw(
 
 /* One token after the other for the first `m` rows of the cache, at most `n` each, until one of them has to be looked
    at: it may be the end of its row, or is drawn from what are no numbers. Returns how many were drawn for each.
-   `token`, `position` and `step` are those of the tokens to begin with, and move on; results are laid out by steps. */
+   `token`, `position` and `step` are those of the tokens to begin with, and move on; results are laid out by steps.
+   `room` has space for embeddings, logits, what `run` needs, and each thread's share of what `draw` needs. */
 int64_t decode(
     const Model *model, const float *embedding, int64_t m, int64_t n, int64_t *token, int64_t *position,
     const int64_t *row, const Knobs *knobs, int64_t *step, const uint8_t *is_end, int64_t *tokens, float *logprobs,
-    float *raws, float *room) {
+    float *raws, float *room, int64_t part, Team *team) {
     int64_t width = model->width, vocabulary = model->head.columns;
-    float *hidden = room, *logits = hidden + m * width, *rest = logits + m * vocabulary;
+    Share rows = share_of(m, part, team);
+    float *weights = room + part * 2 * vocabulary, *hidden = room + team->parts * 2 * vocabulary;
+    float *logits = hidden + m * width, *rest = logits + m * vocabulary;
     for (int64_t done = 1;; done++, tokens += m, logprobs += m, raws += m) {
-        for (int64_t i = 0; i < m; i++)
+        for (int64_t i = rows.first; i < rows.end; i++)
             memcpy(hidden + i * width, embedding + token[i] * width, width * sizeof(float));
-        run(model, m, hidden, row, position, row, m, logits, rest);
-        draw(m, vocabulary, logits, knobs, tokens, logprobs, raws, rest);
-        int is_over = done == n;
-        for (int64_t i = 0; i < m; i++) {
-            is_over |= is_end[tokens[i]] || !isfinite(raws[i]);
-            token[i] = tokens[i], position[i]++, step[i]++;
+        run(model, m, hidden, row, position, row, m, logits, rest, part, team);
+        for (int64_t i = rows.first; i < rows.end; i++)
+            tokens[i] = drawn(logits + i * vocabulary, vocabulary, knobs, i, logprobs + i, raws + i, weights);
+        meet(team);
+        if (part == 0) {
+            team->is_over = done == n;
+            for (int64_t i = 0; i < m; i++) {
+                team->is_over |= is_end[tokens[i]] || !isfinite(raws[i]);
+                token[i] = tokens[i], position[i]++, step[i]++;
+            }
         }
-        if (is_over) return done;
+        meet(team);
+        if (team->is_over) return done;
     }
 }

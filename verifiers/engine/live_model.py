@@ -59,7 +59,9 @@ class LiveModel:
         """The logits of the positions in ``keep`` (0: of all)."""
         bare = self._lean.bare
         if bare is not None and bare.is_usable:
-            return bare.run(ids, positions, attend, keep)
+            logits = bare.run(ids, positions, attend, keep)
+            if logits is not None:
+                return logits
         packed = self._packed.in_use() if self._packed is not None else nullcontext()
         with slots.attending(self._configs, attend), self._fused, self._lean, packed:
             return self._run(ids, positions, keep)
@@ -79,12 +81,12 @@ class LiveModel:
     def count_step(self, rows: int) -> None:
         """After some steps on the same weights it pays to lay them out for this many rows."""
         self._steps += 1
-        if self._packed is None or self._steps != PACK_AFTER or not self._has_room():
-            return
         bare = self._lean.bare
+        if (self._packed is None and bare is None) or self._steps != PACK_AFTER or not self._has_room():
+            return
         if bare is not None and bare.is_welcome:
             bare.pack(rows)
-        else:
+        elif self._packed is not None:
             self._packed.pack(rows)
 
     def _has_room(self) -> bool:
