@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import VOCABULARY, assert_exact, prompt_of, random_model  # noqa: E402
-from verifiers.engine import c_functions, compiled, compiled_model, sampling, threads  # noqa: E402
+from verifiers.engine import bare, c_functions, compiled, compiled_model, sampling, threads  # noqa: E402
 from verifiers.engine.requests import Sampling  # noqa: E402
 from verifiers.engine.sampling import Knobs  # noqa: E402
 from verifiers.errors import ModelError  # noqa: E402
@@ -158,6 +159,37 @@ def test_threads_that_share_the_work_give_the_same_tokens(
         assert one.ids == other.ids
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
         assert_exact(model, other, way)
+
+
+@needs_compiler
+def test_without_more_threads_one_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    own = threading.Thread.start
+
+    def start_one(self: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(1)
+        own(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    assert compiled_model._Together(3).parts == 1
+
+
+@needs_compiler
+def test_long_prompts_of_a_larger_model_go_by_its_modules(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "ONE_THREAD_BELOW", 0)
+    model = random_model()
+    engine = start(model)
+    way = Sampling(max_tokens=20, seed=2)
+    engine.generate([prompt_of(9)], way)
+    assert engine.live_model._lean.bare.is_usable
+    monkeypatch.setattr(bare, "MOST_SEEN_IN_C", 0)
+    asked: list[int] = []
+    run = engine.live_model._run
+    engine.live_model._run = lambda ids, *more: asked.append(ids.numel()) or run(ids, *more)
+    assert_exact(model, engine.generate([prompt_of(30, seed=1)], way)[0], way)
+    assert asked == [30]
 
 
 @needs_compiler

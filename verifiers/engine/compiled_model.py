@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -128,9 +129,15 @@ class _Together:
 
     def __init__(self, parts: int) -> None:
         self.parts = parts
-        self._others = ThreadPoolExecutor(max(parts - 1, 1), "verifiers-engine")  # starts threads when it needs them
+        self._others = ThreadPoolExecutor(max(parts - 1, 1), "verifiers-engine")
+        here = threading.Barrier(parts)
+        try:
+            self.share([here.wait] * parts)
+        except RuntimeError:  # no more threads: whoever waited for them in C would wait for ever
+            here.abort()
+            self.parts = 1
 
-    def share(self, tasks: Sequence[Callable[[], None]]) -> None:
+    def share(self, tasks: Sequence[Callable[[], object]]) -> None:
         """Do these, each some of them."""
         others = [self._others.submit(_do, tasks[part :: self.parts]) for part in range(1, self.parts)]
         _do(tasks[:: self.parts])
@@ -148,7 +155,7 @@ class _Together:
         return found
 
 
-def _do(tasks: Iterable[Callable[[], None]]) -> None:
+def _do(tasks: Iterable[Callable[[], object]]) -> None:
     for task in tasks:
         task()
 
