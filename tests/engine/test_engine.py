@@ -399,9 +399,9 @@ def test_an_engine_that_was_never_asked_closes() -> None:
 def test_nan_logits_fail_the_request_and_not_those_beside_it(make: Any) -> None:
     model = random_model()
     poison = VOCABULARY - 1
+    engine = make(model, rows=3)
     with torch.no_grad():
         model.get_input_embeddings().weight[poison] = float("nan")
-    engine = make(model, rows=3)
     way = Sampling(max_tokens=30, seed=0, logit_bias={poison: -100.0})
     good = [engine.submit(prompt_of(40, seed=i, vocabulary=poison), way)[0] for i in range(2)]
     bad = engine.submit([3] * 60 + [poison], way)[0]
@@ -414,9 +414,9 @@ def test_nan_logits_fail_the_request_and_not_those_beside_it(make: Any) -> None:
 def test_a_row_that_held_nan_is_as_good_as_new(make: Any) -> None:
     model = random_model()
     poison = VOCABULARY - 1
+    engine = make(model, rows=1)
     with torch.no_grad():
         model.get_input_embeddings().weight[poison] = float("nan")
-    engine = make(model, rows=1)
     way = Sampling(max_tokens=60, seed=0, logit_bias={poison: -100.0})
     with pytest.raises(ModelError, match="NaN"):
         engine.generate([[3] * 60 + [poison]], way)

@@ -552,6 +552,7 @@ def test_completions_of_nothing_or_of_ids_that_do_not_exist_are_refused(local: L
 def test_a_model_with_broken_weights_fails_its_requests_and_not_the_engine(local: LocalModel) -> None:
     module = tiny.model(TOKENIZER)
     with LocalModel(module, TOKENIZER, rows=2) as local:
+        local.load()
         whole = module.lm_head.weight.detach().clone()
         with torch.no_grad():
             module.lm_head.weight.fill_(float("nan"))
@@ -560,6 +561,14 @@ def test_a_model_with_broken_weights_fails_its_requests_and_not_the_engine(local
         with torch.no_grad():
             module.lm_head.weight.copy_(whole)
         assert ask(local).tokens
+
+
+def test_a_model_whose_weights_are_not_numbers_is_refused_in_a_sentence() -> None:
+    module = tiny.model(TOKENIZER)
+    with torch.no_grad():
+        module.lm_head.weight.fill_(float("nan"))
+    with LocalModel(module, TOKENIZER) as local, pytest.raises(ValueError, match=r"not numbers \(NaN\)"):
+        local.load()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

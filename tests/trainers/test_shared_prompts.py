@@ -58,7 +58,7 @@ def learned(scorer: TokenScorer, batch: MicroBatch) -> dict[str, Any]:
 
 def assert_learns_the_same(model: Any, *, is_even: bool = False) -> TokenScorer:
     scorer = TokenScorer(model)
-    packed = batch_of(scorer.longest_packed, is_even=is_even)
+    packed = batch_of(scorer.layouts.longest_packed, is_even=is_even)
     assert packed.packing is not None
     before = model.config._attn_implementation
     ours, theirs = learned(scorer, packed), learned(scorer, batch_of(0, is_even=is_even))
@@ -77,27 +77,27 @@ def test_families_learn_the_same(family: str, is_even: bool, implementation: str
     model = random_model(family)
     model.config._attn_implementation = implementation
     scorer = assert_learns_the_same(model, is_even=is_even)
-    assert scorer.longest_packed == ANY_LENGTH
+    assert scorer.layouts.longest_packed == ANY_LENGTH
 
 
 @pytest.mark.parametrize("family", SHORT)
 def test_what_rows_cannot_do_is_done_without_them(family: str) -> None:
     assert FAMILIES.keys() == {*PACKED, *SHORT}
-    assert TokenScorer(random_model(family)).longest_packed == 0
+    assert TokenScorer(random_model(family)).layouts.longest_packed == 0
 
 
 def test_a_window_is_the_longest_that_is_packed() -> None:
     model = random_model("Mistral", sliding_window=3 * WINDOW)
     scorer = assert_learns_the_same(model)
-    assert scorer.longest_packed == 3 * WINDOW
+    assert scorer.layouts.longest_packed == 3 * WINDOW
     model.config._attn_implementation = "sdpa"
-    assert assert_learns_the_same(model).longest_packed == 3 * WINDOW
+    assert assert_learns_the_same(model).layouts.longest_packed == 3 * WINDOW
 
 
 def test_a_model_that_attends_in_its_own_way_is_left_alone() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
-    assert TokenScorer(transformers.BloomForCausalLM(config).eval()).longest_packed == 0
+    assert TokenScorer(transformers.BloomForCausalLM(config).eval()).layouts.longest_packed == 0
 
 
 def test_layers_that_look_both_ways_are_not_packed() -> None:
@@ -105,7 +105,7 @@ def test_layers_that_look_both_ways_are_not_packed() -> None:
     model.config._attn_implementation = "sdpa"
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
-    assert TokenScorer(model).longest_packed == 0
+    assert TokenScorer(model).layouts.longest_packed == 0
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -114,11 +114,11 @@ def test_layers_that_are_computed_again_are_packed_then_too(is_reentrant: bool, 
     model = random_model().train()
     model.config._attn_implementation = implementation
     scorer = TokenScorer(model)
-    kept = learned(scorer, batch_of(scorer.longest_packed))
+    kept = learned(scorer, batch_of(scorer.layouts.longest_packed))
     model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
     if is_reentrant:
         model.enable_input_require_grads()
-    again = learned(scorer, batch_of(scorer.longest_packed))
+    again = learned(scorer, batch_of(scorer.layouts.longest_packed))
     assert again.keys() == kept.keys()
     assert all(torch.equal(again[name], kept[name]) for name in kept)
     assert_learns_the_same(model)
@@ -135,7 +135,7 @@ def test_adapters_learn_the_same_and_the_reference_is_without_them() -> None:
     model = peft.get_peft_model(base, config)
     assert_learns_the_same(model)
     reference = Reference(model)
-    assert reference.scorer.longest_packed == ANY_LENGTH
+    assert reference.scorer.layouts.longest_packed == ANY_LENGTH
     assert torch.allclose(reference.logprobs(batch_of(ANY_LENGTH), 1.0), expected, atol=1e-5)
     assert not torch.allclose(TokenScorer(model).logprobs(batch_of(ANY_LENGTH)), expected, atol=1e-2)
 
@@ -143,7 +143,7 @@ def test_adapters_learn_the_same_and_the_reference_is_without_them() -> None:
 def test_a_reference_that_is_a_copy_goes_the_same_way() -> None:
     model = random_model()
     reference = Reference(model)
-    assert reference.scorer.longest_packed == ANY_LENGTH
+    assert reference.scorer.layouts.longest_packed == ANY_LENGTH
     mine = TokenScorer(model).logprobs(batch_of(ANY_LENGTH), 0.7)
     assert torch.allclose(reference.logprobs(batch_of(ANY_LENGTH), 0.7), mine, atol=1e-5)
 
@@ -195,7 +195,7 @@ def test_the_same_row_gives_the_same_bits() -> None:
 def test_an_error_on_the_way_leaves_the_model_as_it_was() -> None:
     model = random_model()
     scorer = TokenScorer(model)
-    packed = batch_of(scorer.longest_packed)
+    packed = batch_of(scorer.layouts.longest_packed)
     handle = model.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         scorer.logprobs(packed)

@@ -454,7 +454,7 @@ PACKED = ["Llama", "Llama-tied", "Qwen2", "Qwen3", "SmolLM3", "Gemma", "GPT2", "
 @pytest.mark.parametrize("family", PACKED)
 def test_packed_rows_learn_the_same_in_float32(family: str) -> None:
     scorer = TokenScorer(on_card(family, head_dim=16 if family == "Gemma" else None))
-    assert scorer.longest_packed == ANY_LENGTH
+    assert scorer.layouts.longest_packed == ANY_LENGTH
     ours, theirs = (learned_in(scorer, packed_or_not(longest)) for longest in (ANY_LENGTH, 0))
     assert ours.keys() == theirs.keys()
     for name in theirs:
@@ -470,8 +470,8 @@ def test_packed_rows_are_as_near_to_float32_as_rectangles(family: str, dtype: An
         for mine, its in zip(exact.parameters(), model.parameters(), strict=True):
             mine.copy_(its)
     truth, scorer = learned_in(TokenScorer(exact), packed_or_not(0)), TokenScorer(model)
-    assert scorer.longest_packed == ANY_LENGTH
-    assert scorer._in_runs
+    assert scorer.layouts.longest_packed == ANY_LENGTH
+    assert scorer.layouts.in_runs
     packed, plain = (learned_in(scorer, packed_or_not(longest)) for longest in (ANY_LENGTH, 0))
     for name in truth:
         assert apart(packed[name], truth[name]) <= max(WORSE * apart(plain[name], truth[name]), FLOOR[dtype]), name
@@ -482,11 +482,11 @@ def test_packed_rows_are_as_near_to_float32_as_rectangles(family: str, dtype: An
 def test_packed_rows_that_are_computed_again(is_reentrant: bool, dtype: Any) -> None:
     model = on_card(dtype=dtype).train()
     scorer = TokenScorer(model)
-    kept = learned_in(scorer, packed_or_not(scorer.longest_packed))
+    kept = learned_in(scorer, packed_or_not(scorer.layouts.longest_packed))
     model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
     if is_reentrant:
         model.enable_input_require_grads()
-    again = learned_in(scorer, packed_or_not(scorer.longest_packed))
+    again = learned_in(scorer, packed_or_not(scorer.layouts.longest_packed))
     for name in kept:
         assert apart(again[name], kept[name]) < max(1e-4, FLOOR[dtype]), name
 
@@ -497,7 +497,7 @@ def test_packed_rows_with_adapters() -> None:
         r=4, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"], init_lora_weights=False
     )
     scorer = TokenScorer(peft.get_peft_model(on_card(), config))
-    assert scorer.longest_packed == ANY_LENGTH
+    assert scorer.layouts.longest_packed == ANY_LENGTH
     ours, theirs = (learned_in(scorer, packed_or_not(longest)) for longest in (ANY_LENGTH, 0))
     for name in theirs:
         assert apart(ours[name], theirs[name]) < 1e-4, name

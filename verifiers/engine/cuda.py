@@ -106,8 +106,8 @@ class _Flight:
 class CudaDecoder:
     """The device's side of the table, the graphs, and the steps in flight."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, cache: SlotCache) -> None:
+        self.engine, self.cache = engine, cache
         rows, device = engine.rows, engine.device
         self._whole = torch.zeros((5, rows), dtype=torch.int64, device=device)
         self._real = torch.zeros((3, rows), device=device)
@@ -154,7 +154,7 @@ class CudaDecoder:
             return self._extender.run(ids, positions, last, segments)
         device = self.engine.device
         ids_T, position_T, last_N = (slots.host_index(values, device) for values in (ids, positions, last))
-        attend = CudaPrefill(self.engine.cache, segments, device)
+        attend = CudaPrefill(self.cache, segments, device)
         return self.engine.live_model.forward(ids_T[None], position_T[None], attend, last_N)[0]
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class CudaDecoder:
         engine = self.engine
         length = self.length[:size]
         position = length.clamp(max=engine.length - 1)  # resting rows stand one behind the last that a model knows
-        attend = CudaDecode(engine.cache, length)
+        attend = CudaDecode(self.cache, length)
         logits = engine.live_model.forward(self.token[:size, None], position[:, None], attend)[:, 0]
         knobs = Knobs(*(getattr(self.knobs, name)[:size] for name in Knobs.__slots__))
         if truncates:

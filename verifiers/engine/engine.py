@@ -16,8 +16,10 @@ from torch import Tensor
 from verifiers.engine import slots, threads
 from verifiers.engine.endings import ends
 from verifiers.engine.live_model import LiveModel
+from verifiers.engine.prove import BATCHED, MODULES, SEQUENTIAL, choose_backend
 from verifiers.engine.requests import Ask, Generated, OnToken, Sampling, Seeds, check_tokens, delivery, in_order
 from verifiers.engine.sampling import biased, sample
+from verifiers.engine.sequential import SequentialCache
 from verifiers.engine.slots import Decode, Prefill, Segment, Shape, SlotCache
 from verifiers.engine.table import Table
 from verifiers.errors import InfraError, ModelError, OverlongPromptError
@@ -31,6 +33,7 @@ AHEAD = 2  # steps in flight on CUDA before the host reads the first of them
 ADMIT_SHARE = 16  # on CUDA, new requests are taken in when a 16th of the rows is free: each time empties the pipeline
 
 LEAST_SHARED, LEAST_SHARED_CUDA = 16, 64  # tokens: reusing fewer is not worth moving them
+NOTHING_SHARED = 1 << 62
 SPAN_STEP = 32
 PREFILL, PREFILL_CUDA = 1024, 32768  # tokens of prompts run at once
 PATIENCE_S = 2.0  # without a new request, before those that have gathered begin without the others
@@ -63,10 +66,8 @@ class Engine:
         self.prefill_tokens = prefill_tokens or (PREFILL_CUDA if live.device.type == "cuda" else PREFILL)
         self.max_waiting = max_waiting
         self.device, self.dtype = live.device, live.dtype
-        # One position more than is promised: where rows that are not live write on CUDA.
-        self.cache = SlotCache(Shape.of(model.config), rows, self.length + 1, dtype=self.dtype, device=self.device)
-        least_shared = LEAST_SHARED_CUDA if self.device.type == "cuda" else LEAST_SHARED
-        self.table = Table(rows, self.length, least_shared=least_shared)
+        self.cache: SlotCache | SequentialCache
+        self.table = Table(rows, self.length)
         self.live: list[Ask] = []
         self.waiting: deque[Ask] = deque()
         self._joining: list[Ask] = []
@@ -84,7 +85,31 @@ class Engine:
         self._is_stop[[token for token in stop_ids if token < len(self._is_stop)]] = True
         self._seeds = Seeds()
         self._gathering = 0
-        self._cuda = _cuda_decoder(self) if self.device.type == "cuda" else None
+        self._cuda: CudaDecoder | None = None
+        self.backend = choose_backend(self)
+
+    def run_by(self, backend: str) -> None:
+        """Make what a backend needs: the slot cache and the device's graphs, or caches of the model's own."""
+        self._cuda = None
+        self.table.forget(0)
+        if backend not in (BATCHED, MODULES):
+            self.cache = SequentialCache(self.model, uses_cache=backend == SEQUENTIAL)
+            self.table.least_shared = NOTHING_SHARED
+            return
+        self.live_model.is_plain = backend == MODULES
+        self.table.least_shared = LEAST_SHARED_CUDA if self.device.type == "cuda" else LEAST_SHARED
+        shape = Shape.of(self.model.config)
+        with torch.inference_mode(False):  # made by a proof, and written to by whoever comes later
+            # One position more than is promised: where rows that are not live write on CUDA.
+            cache = SlotCache(shape, self.rows, self.length + 1, dtype=self.dtype, device=self.device)
+            self.cache = cache
+            self._cuda = _cuda_decoder(self, cache) if self.device.type == "cuda" else None
+
+    def start_afresh(self) -> None:
+        """Forget all that was run so far."""
+        self.table.forget(0)
+        self.live_model.start_afresh()
+        self.steps = self.tokens = 0
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
@@ -173,7 +198,7 @@ class Engine:
             self._run()
         finally:
             self._is_closed = True
-            self._fail(InfraError("the engine was closed"), waiting=True)
+            self.fail(InfraError("the engine was closed"), waiting=True)
 
     def _run(self) -> None:
         if self.device.type == "cpu" and threads.wants_one(self.model):
@@ -191,8 +216,13 @@ class Engine:
                     self._turn()
             except Exception as error:  # the model is foreign code: it fails its requests, not the engine
                 logger.exception("the engine's step failed")
-                self._fail(error)
+                self.fail(error)
             self._deliver()
+
+    def step(self) -> None:
+        """One turn on the caller's thread, who holds the lock: for a proof, before the engine's own thread is there."""
+        self._turn()
+        self._deliver()
 
     def _wait_for_all(self) -> None:
         """Let those that were announced arrive, then put them in an order that does not depend on who came first."""
@@ -249,7 +279,7 @@ class Engine:
         self.table.length[rows_N] += 1
         self._take(rows_N, asks, token_N, logprob_N, raw_N)
 
-    def _fail(self, error: Exception, *, waiting: bool = False) -> None:
+    def fail(self, error: Exception, *, waiting: bool = False) -> None:
         """Fail what is under way; those that wait too if asked to, or if nothing under way could be at fault."""
         with self._wake:
             asks = list(dict.fromkeys([*self.live, *self._joining]))
@@ -362,6 +392,8 @@ class Engine:
         self.cache.spread(ask.row, range(first, len(self.live)), len(ask.prompt_ids))
 
     def _run_prompts(self, ids: list[int], positions: list[int], last: list[int], segments: list[Segment]) -> Tensor:
+        if isinstance(self.cache, SequentialCache):
+            return self.cache.prefill(ids, segments)
         if self._cuda is not None:
             return self._cuda.prefill(ids, positions, last, segments)
         ids_T, positions_T, last_N = (torch.tensor(values) for values in (ids, positions, last))
@@ -397,23 +429,29 @@ class Engine:
 
     def _decode(self) -> None:
         """One token for every live row; several, where nobody has to look at them one by one."""
-        n = len(self.live)
-        self.live_model.count_step(self.rows)
-        table = self.table
-        if self._decode_several(min(table.room(n, self.length), BURST)):
-            return
-        length_B = torch.from_numpy(table.length[:n]).to(self.device)
-        span = min(self.length, (int(table.length[:n].max()) // SPAN_STEP + 1) * SPAN_STEP)
-        attend = Decode(self.cache, torch.arange(n, device=self.device), length_B, span)
-        ids = torch.from_numpy(table.token[:n]).to(self.device)[:, None]
-        logits_BV = self.live_model.forward(ids, length_B[:, None], attend)[:, 0]
+        n, table = len(self.live), self.table
+        if isinstance(self.cache, SequentialCache):
+            logits_BV = self.cache.decode(table.token[:n].tolist())
+        else:
+            self.live_model.count_step(self.rows)
+            if self._decode_several(min(table.room(n, self.length), BURST), self.cache):
+                return
+            logits_BV = self._run_step(n, self.cache)
         table.length[:n] += 1
         self.steps += 1
         self._sample(logits_BV, np.arange(n), list(self.live))
 
-    def _decode_several(self, most: int) -> bool:
+    def _run_step(self, n: int, cache: SlotCache) -> Tensor:
+        table = self.table
+        length_B = torch.from_numpy(table.length[:n]).to(self.device)
+        span = min(self.length, (int(table.length[:n].max()) // SPAN_STEP + 1) * SPAN_STEP)
+        attend = Decode(cache, torch.arange(n, device=self.device), length_B, span)
+        ids = torch.from_numpy(table.token[:n]).to(self.device)[:, None]
+        return self.live_model.forward(ids, length_B[:, None], attend)[:, 0]
+
+    def _decode_several(self, most: int, cache: SlotCache) -> bool:
         rows = len(self.live)
-        drawn = self.live_model.decode(rows, most, self.table, self._is_stop, self.cache) if most > 1 else None
+        drawn = self.live_model.decode(rows, most, self.table, self._is_stop, cache) if most > 1 else None
         if drawn is None:
             return False
         columns = (drawn.token_KB, drawn.logprob_KB, drawn.raw_KB)
@@ -490,7 +528,7 @@ class Engine:
             self._cuda.retire(holes, movers, n, n + len(gone))
 
 
-def _cuda_decoder(engine: Engine) -> CudaDecoder:
+def _cuda_decoder(engine: Engine, cache: SlotCache) -> CudaDecoder:
     from verifiers.engine.cuda import CudaDecoder
 
-    return CudaDecoder(engine)
+    return CudaDecoder(engine, cache)

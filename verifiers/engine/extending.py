@@ -64,7 +64,7 @@ class Extender:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._seen: Counter[int] = Counter()
         text = decoder.engine.live_model.text_config
-        self._share = text.num_attention_heads // decoder.engine.cache.store.shape[3]
+        self._share = text.num_attention_heads // decoder.cache.store.shape[3]
 
     def drop_graphs(self) -> None:
         self._graphs.clear()
@@ -108,7 +108,7 @@ class Extender:
         engine = self._engine
         ids, rows, positions = token_T
         splits = SPLITS if len(ids) <= TOKENS[-1] else 1
-        attend = CudaExtend(engine.cache, rows, positions, block_B, splits)
+        attend = CudaExtend(self._decoder.cache, rows, positions, block_B, splits)
         known = positions.clamp(max=engine.length - 1)
         return engine.live_model.forward(ids[None], known[None], attend, place_N)[0]
 

@@ -15,9 +15,11 @@ def fusible_norms(model: nn.Module) -> list[tuple[nn.Module, float]]:
     found = []
     for module in model.modules():
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if not type(module).__name__.endswith("RMSNorm") or not isinstance(epsilon, float):
+        weight = getattr(module, "weight", None)
+        if not (
+            type(module).__name__.endswith("RMSNorm") and isinstance(epsilon, float) and isinstance(weight, Tensor)
+        ):
             continue
-        weight = module.weight
         generator = torch.Generator().manual_seed(0)  # the caller's random numbers are not ours to draw
         x = torch.randn((4, weight.shape[0]), generator=generator).to(weight.device, weight.dtype)
         with torch.no_grad():

@@ -54,9 +54,13 @@ class LiveModel:
         self._seen: tuple[int, Any] = (0, None)
         self._packed = PackedLinears(module) if PackedLinears.helps(module) else None
         self._steps = 0
+        self.is_plain = False  # whether the modules are run as transformers wrote them
 
     def forward(self, ids: Tensor, positions: Tensor, attend: slots.Attend, keep: Tensor | int = 0) -> Tensor:
         """The logits of the positions in ``keep`` (0: of all)."""
+        if self.is_plain:
+            with slots.attending(self._configs, attend):
+                return self._run_module(ids, positions, keep)
         bare = self._lean.bare
         if bare is not None and bare.is_usable:
             logits = bare.run(ids, positions, attend, keep)
@@ -68,21 +72,41 @@ class LiveModel:
 
     def decode(self, *args: Any) -> Drawn | None:
         """Several tokens for each row in one go (see `Bare.decode`), of a model with which that can be done."""
-        return None if self._lean.bare is None else self._lean.bare.decode(*args)
+        return None if self.is_plain or self._lean.bare is None else self._lean.bare.decode(*args)
 
     def _run(self, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
         logits: Tensor | None = self._lean.forward(ids, positions, keep)
-        if logits is None:
-            logits = self.module(
-                input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep, return_dict=True
-            ).logits
+        return self._run_module(ids, positions, keep) if logits is None else logits
+
+    def _run_module(self, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
+        logits: Tensor = self.module(
+            input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep, return_dict=True
+        ).logits
         return logits
+
+    def attending_layers(self) -> set[int]:
+        """Which layers ask for attention where we can answer them: others keep their past in ways of their own."""
+        found: set[int] = set()
+
+        def note(layer: int, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+            found.add(layer)
+            return q.new_zeros((*q.shape[:3], v.shape[-1]))
+
+        ids = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        with slots.attending(self._configs, note):
+            self._run_module(ids, ids, 0)
+        return found
 
     def count_step(self, rows: int) -> None:
         """After some steps on the same weights it pays to lay them out for this many rows."""
         self._steps += 1
         bare = self._lean.bare
-        if (self._packed is None and bare is None) or self._steps != PACK_AFTER or not self._has_room():
+        if (
+            self.is_plain
+            or (self._packed is None and bare is None)
+            or self._steps != PACK_AFTER
+            or not self._has_room()
+        ):
             return
         if bare is not None and bare.is_welcome:
             bare.pack(rows)
@@ -121,6 +145,11 @@ class LiveModel:
         """Whatever was made from the weights so far counts as made from others."""
         self._seen = (-1, self._seen[1])
         self._drop_packed()
+
+    def start_afresh(self) -> None:
+        """As if nothing had been run yet."""
+        self.forget()
+        self._seen, self.version = (0, None), 0
 
     def _drop_packed(self) -> None:
         self._steps = 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from verifiers.engine.probe import rope_bounds, text_config
 from verifiers.engine.slots import Shape
 
 ROWS = {"cuda": 1024}
@@ -77,14 +78,14 @@ def plan(
     given.
     """
     device = torch.device(device)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     longest = getattr(text, "max_position_embeddings", None)
     _check(rows, length, longest)
     weights = weights_bytes(config, dtype)
     memory = _Memory(
         free=free_memory(device) if free_bytes is None else free_bytes,
         weights=0 if weights_loaded else weights,
-        per_token=Shape.of(config).bytes_per_token(dtype),
+        per_token=_bytes_per_token(config, dtype),
         per_row=text.vocab_size * 4 * LOGIT_COPIES,
     )
     if memory.room() <= 0:
@@ -92,7 +93,8 @@ def plan(
             f"the weights need {_gb(memory.weights)} as {_name(dtype)}, and {_gb(memory.free)} are free on {device}: "
             "take a smaller model or another device"
         )
-    aim = LENGTH if longest is None else min(LENGTH, longest)
+    # Past a bound of the rotary embedding sequences could not be run side by side: only who asks for it goes there.
+    aim = min([LENGTH, *([] if longest is None else [longest]), *rope_bounds(config)])
     share = CHOSEN_SHARE.get(device.type, CHOSEN_SHARE_ELSEWHERE)
     most_rows = ROWS.get(device.type, ROWS_ELSEWHERE)
     chosen = _choose(memory, rows, length, aim=aim, most_rows=most_rows, share=share)
@@ -100,6 +102,13 @@ def plan(
     if chosen[0] > memory.rows_at(chosen[1]):
         raise WillNotFitError(_refusal(memory, *chosen, cache, device))
     return Plan(rows=chosen[0], length=chosen[1], weights_bytes=weights, cache_bytes=cache, free_bytes=memory.free)
+
+
+def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    try:
+        return Shape.of(config).bytes_per_token(dtype)
+    except AttributeError:  # no attention: a state that does not grow
+        return 1
 
 
 def _check(rows: int | None, length: int | None, longest: int | None) -> None:

@@ -243,7 +243,7 @@ def slot_attention(
         raise RuntimeError("the engine is sampling from this model just now: run it `with engine.lock:`")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     output = attend(module.layer_idx, query, key, value, scale=scale, window=sliding_window, softcap=softcap)
-    return output.transpose(1, 2), None
+    return output.transpose(1, 2).contiguous(), None  # some models take a view of it
 
 
 def attend_rotated(

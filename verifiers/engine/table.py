@@ -15,7 +15,7 @@ COLDEST = 1e-5  # a lower temperature is greedy: logits divided by it would not 
 class Table:
     """One entry a row. Rows below the live count belong to requests; the others may keep the tokens of one gone by."""
 
-    def __init__(self, rows: int, length: int, *, least_shared: int) -> None:
+    def __init__(self, rows: int, length: int, *, least_shared: int = 0) -> None:
         self.rows = rows
         self.least_shared = least_shared
         self.length = np.zeros(rows, np.int64)

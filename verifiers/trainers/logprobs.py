@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from verifiers.engine import probe
 from verifiers.engine.projections import is_plain
 from verifiers.trainers import head_logprobs
 from verifiers.trainers.lean_training import LeanTraining
@@ -19,7 +21,11 @@ from verifiers.trainers.micro_batches import MicroBatch
 from verifiers.trainers.shared_prompts import Row
 from verifiers.trainers.token_moves import chosen
 
+if TYPE_CHECKING:
+    from verifiers.trainers.proof import Layouts
+
 CHUNK_LOGITS = 1 << 28  # float32 logits alive at once: 1 GiB
+LOGIT_SIZES = (1.0, 60.0)  # the largest logits for which a head is proven
 FREE_LOGITS = 1 << 24  # so few (64 MiB) are kept for the backward pass; more are computed again there
 
 
@@ -37,7 +43,6 @@ class TokenScorer:
         self._body: Any = getattr(self._base, getattr(self._base, "base_model_prefix", ""), None)
         self._head: Any = self._base.get_output_embeddings()
         self._is_split = self._body is not None and self._head is not None and self._head_is_plain()
-        self._in_runs = False  # how packed rows are attended to: whichever way was proven
         self.recomputes = False  # whether the way back of the last logprobs runs the head again
 
     @cached_property
@@ -45,26 +50,35 @@ class TokenScorer:
         return LeanTraining(self._base)  # not before the model is ours to run
 
     @cached_property
-    def longest_packed(self) -> int:
-        """How long sequences may be that are packed in one row: 0 for a model that does not give its numbers there."""
-        from verifiers.trainers.proof import proven_packing
+    def layouts(self) -> Layouts:
+        """How sequences may be computed together: found out by numbers, when it is first asked."""
+        from verifiers.trainers.proof import proven_layouts
 
-        self._in_runs, longest = proven_packing(self)
-        return longest
+        return proven_layouts(self)
 
     def _head_is_plain(self) -> bool:
-        base = self._base
-        device = next(base.parameters()).device
-        ids = torch.arange(1, 5, device=device)[None] % base.config.get_text_config().vocab_size
+        """Are the logits the head's product and nothing else, for logits from small to large?
+
+        The model's own forward is run on hidden states of a chosen size, which its body is made to return: a cap on
+        logits does not show in those of a model that was never trained.
+        """
+        base, body = self._base, self._body
         was_training = base.training
         base.eval()
         try:
-            with torch.no_grad():
-                whole = base(input_ids=ids, use_cache=False).logits
-                split = self._head(self._body(input_ids=ids, use_cache=False).last_hidden_state)
+            with torch.no_grad(), probe.unheard(base):
+                ids = torch.tensor(probe.prompts(base.config, [4]), device=next(base.parameters()).device)
+                out = body(input_ids=ids, use_cache=False)
+                hidden = out.last_hidden_state
+                largest = self._head(hidden).abs().max().clamp(min=1e-6)
+                pairs = []
+                for size in LOGIT_SIZES:
+                    out.last_hidden_state = hidden * (size / largest).to(hidden.dtype)
+                    with _returning(body, out):
+                        pairs.append((base(input_ids=ids, use_cache=False).logits, self._head(out.last_hidden_state)))
         finally:
             base.train(was_training)
-        return whole.shape == split.shape and bool(torch.allclose(whole, split, rtol=1e-3, atol=1e-3))
+        return all(whole.shape == split.shape and _same(whole, split) for whole, split in pairs)
 
     def logprobs(self, batch: MicroBatch, temperature: float = 1.0) -> Tensor:
         """The logprob of each of the batch's trained tokens, at the temperature at which they were sampled."""
@@ -76,11 +90,12 @@ class TokenScorer:
             return head_logprobs.picked(hidden_ND, self._head.weight, self._head.bias, batch.target_N, temperature)
         return self._in_chunks(hidden_ND, batch.target_N, temperature)
 
-    def outputs(self, batch: MicroBatch, *, leanly: bool = True, row: Row | None = None) -> Tensor:
+    def outputs(self, batch: MicroBatch, *, leanly: bool | None = None, row: Row | None = None) -> Tensor:
         """What the model makes of the places that predict trained tokens: hidden states, or logits if it must be."""
         packing = batch.packing
+        leanly = self.layouts.leanly if leanly is None else leanly
         if packing is not None and row is None:
-            row = Row(packing, self._in_runs)
+            row = Row(packing, self.layouts.in_runs)
         more = {} if packing is None else {"position_ids": packing.position_T[None]}
         with self._learning(batch.ids_BT, row, leanly):
             if self._is_split:
@@ -109,6 +124,24 @@ class TokenScorer:
             return run(hidden_ND, target_N)
         result: Tensor = checkpoint(run, hidden_ND, target_N, use_reentrant=False)
         return result
+
+
+@contextmanager
+def _returning(module: Any, result: Any) -> Iterator[None]:
+    """While this lasts, a module returns this, whatever it is given."""
+    own = vars(module).get("forward")
+    module.__dict__["forward"] = lambda *_, **__: result
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
+
+
+def _same(whole: Tensor, split: Tensor) -> bool:
+    within = 1e-3 if whole.dtype in (torch.float32, torch.float64) else 2e-2
+    return bool((whole - split).abs().max() <= within * split.abs().max())
 
 
 def _is_ours(x: Tensor) -> bool:

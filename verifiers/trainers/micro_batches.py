@@ -22,6 +22,7 @@ from verifiers.trainers.token_columns import Columns
 from verifiers.trainers.token_moves import ranges
 
 WORTH_PACKING = 15 / 16  # of a rectangle's tokens: packed in more, the detours of attention take what is won
+ANY_LENGTH = 1 << 62
 KEY_SHARE = 16  # a key that is copied for a member of a group takes a token's memory, divided by about this
 
 
@@ -75,18 +76,24 @@ def moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]
 
 
 def micro_batches(
-    sequences: Sequence[Trained], *, max_tokens: int, pad_id: int = 0, longest_packed: int = 0
+    sequences: Sequence[Trained],
+    *,
+    max_tokens: int,
+    pad_id: int = 0,
+    longest_packed: int = 0,
+    longest_batched: int = ANY_LENGTH,
 ) -> Iterator[MicroBatch]:
     """All sequences that have something to train on, longest first, in as few micro-batches as ``max_tokens`` allows.
 
-    They are about equally large. A sequence longer than that gets one of its own. Packed, if no sequence is longer than
-    ``longest_packed`` and it saves tokens; then a prompt that several sequences begin with is in a micro-batch once.
-    Attention is causal, so the padding on the right of a rectangle is seen by no token that counts.
+    They are about equally large. A sequence longer than that, or than ``longest_batched``, gets one of its own. Packed,
+    if no sequence is longer than ``longest_packed`` and it saves tokens; then a prompt that several sequences begin
+    with is in a micro-batch once. Attention is causal, so the padding on the right of a rectangle is seen by no token
+    that counts.
     """
     columns = Columns.of(sequences)
     if not len(columns.row_S):
         return
-    rectangles = _rectangles(columns)
+    rectangles = _rectangles(columns, longest_batched)
     cuts = balanced(len(columns.row_S), rectangles.end, max_tokens)
     plan, make = rectangles, partial(_rectangle, columns, pad_id=pad_id)
     if int(columns.length_S.max()) <= longest_packed:
@@ -140,11 +147,15 @@ class _Plan:
     end: Callable[[int, int], int]
 
 
-def _rectangles(columns: Columns) -> _Plan:
-    """A rectangle is as wide as its first sequence."""
+def _rectangles(columns: Columns, longest_batched: int) -> _Plan:
+    """A rectangle is as wide as its first sequence, which stands alone if it is too long."""
     order = np.argsort(-columns.length_S, kind="stable")
     lengths = columns.length_S[order].tolist()
-    return _Plan(order, lambda i, cost: min(len(lengths), i + cost // lengths[i]))
+
+    def end(i: int, cost: int) -> int:
+        return i + 1 if lengths[i] > longest_batched else min(len(lengths), i + cost // lengths[i])
+
+    return _Plan(order, end)
 
 
 def _packs(columns: Columns) -> _Plan:

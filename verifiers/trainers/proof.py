@@ -1,17 +1,24 @@
-"""A model and a probe become a proof: that a packed row gives the numbers, and the gradients, of the plain layout."""
+"""A model becomes the layouts in which it learns exactly: packed rows, rectangles, or one sequence at a time.
+
+Sequences are computed alone by the model's own forward, then in each layout on the path that training takes; hidden
+states (or logits) and gradients must agree. All is done at a realistic scale (`verifiers.engine.probe.realistic`), and
+past the bounds at which a model attends in another way.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from verifiers.engine import probe
 from verifiers.samples import Sample
 from verifiers.trainers.agreement import agree
-from verifiers.trainers.micro_batches import MicroBatch, Trained, micro_batches
+from verifiers.trainers.micro_batches import ANY_LENGTH, MicroBatch, Trained, micro_batches
 from verifiers.trainers.shared_prompts import Row
 
 if TYPE_CHECKING:
@@ -19,72 +26,127 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("verifiers.trainers")
 
-LENGTHS = ((6, 3), (6, 2), (4, 4), (6, 4))  # of the prompts and replies of the probe; prompts of a length are the same
-ANY_LENGTH = 1 << 62
+# Lengths of the probe's prompts and replies; prompts of a length are the same. The second are for narrow windows.
+LENGTHS = ((24, 8), (24, 5), (11, 9), (24, 12))
+SHORT_LENGTHS = ((6, 3), (6, 2), (4, 4), (6, 4))
 FEW = 6  # parameters whose gradients are compared: the smallest, each of which depends on all that comes after it
 
 
-def proven_packing(scorer: TokenScorer) -> tuple[bool, int]:
-    """Whether sequences are attended to in runs, and how long they may be; (False, 0) if packed rows are not for it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layouts:
+    """How sequences may be computed together: those up to a length packed in one row, or side by side."""
+
+    longest_packed: int = 0
+    longest_batched: int = 0
+    in_runs: bool = False  # how packed rows are attended to
+    leanly: bool = False  # whether our own functions take the place of layers and norms
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """As `micro_batches` takes them."""
+        return {"longest_packed": self.longest_packed, "longest_batched": self.longest_batched}
+
+
+def proven_layouts(scorer: TokenScorer) -> Layouts:
+    """The quickest layouts in which the model gives the numbers and gradients of its own forward."""
     base = scorer._base
     training = [module for module in base.modules() if module.training]
     for module in training:
         module.training = False
     try:
-        plain, packed = _probe(base)
-        theirs = _answers(scorer, plain, None)
-        for in_runs in (True, False) if packed.ids_BT.is_cuda else (False,):
-            longest = _longest(scorer, packed, theirs, in_runs)
-            if longest:
-                return in_runs, longest
-    except Exception as error:  # foreign code, asked in a way it may not know
-        logger.debug("%s computes no packed rows: %r", type(base).__name__, error)
+        with probe.unheard(base), probe.realistic(base):
+            found = _Proof(scorer).layouts()
     finally:
         for module in training:
             module.training = True
-    return False, 0
+    if not found.longest_batched:
+        logger.warning("%s learns one sequence at a time: side by side its numbers differ", type(base).__name__)
+    return found
 
 
-def _longest(scorer: TokenScorer, packed: MicroBatch, theirs: Sequence[Tensor], in_runs: bool) -> int:
-    if packed.packing is None:
-        return 0
-    row = Row(packed.packing, in_runs)
-    layers = scorer._base.config.get_text_config().num_hidden_layers
-    try:
-        ours = _answers(scorer, packed, row)
-    except Exception as error:  # foreign code, asked in a way it may not know
-        logger.debug("%s computes no packed rows: %r", type(scorer._base).__name__, error)
-        return 0
-    if row.calls != layers or not agree(theirs, ours, rounds=layers):
-        return 0
-    return ANY_LENGTH if row.narrowest is None else row.narrowest
+class _Proof:
+    def __init__(self, scorer: TokenScorer) -> None:
+        self._scorer, self._base = scorer, scorer._base
+        self._layers = probe.text_config(self._base.config).num_hidden_layers
+        self._bounds = probe.bounds(self._base.config, ANY_LENGTH)
+        is_narrow = min(self._bounds, default=ANY_LENGTH) < max(map(sum, LENGTHS))
+        self._trained = _trained(self._base, SHORT_LENGTHS if is_narrow else LENGTHS)
+        self._device = next(self._base.parameters()).device
+        alone = [self._answers(self._batch([one]), None, leanly=False) for one in self._trained]
+        self._theirs = [torch.cat([one[0] for one in alone]), *map(_sum, zip(*(one[1:] for one in alone), strict=True))]
+
+    def layouts(self) -> Layouts:
+        leanly = next((one for one in (True, False) if self._agrees(self._batch(self._trained), None, one)), None)
+        if leanly is None:
+            return Layouts()
+        batched = next((bound for bound in self._bounds if not self._agrees_past(bound, leanly)), ANY_LENGTH)
+        packed = self._batch(self._trained, longest_packed=ANY_LENGTH)
+        for in_runs in (True, False) if packed.ids_BT.is_cuda else (False,):
+            if longest := self._longest_packed(packed, in_runs, leanly):
+                longest = min([longest, *self._bounds])  # shorter than any bound is what was tried
+                return Layouts(longest_packed=longest, longest_batched=batched, in_runs=in_runs, leanly=leanly)
+        return Layouts(longest_batched=batched, leanly=leanly)
+
+    def _longest_packed(self, packed: MicroBatch, in_runs: bool, leanly: bool) -> int:
+        """How long sequences may be that are packed; 0 if they must not be."""
+        if packed.packing is None:
+            return 0
+        row = Row(packed.packing, in_runs)
+        if not self._agrees(packed, row, leanly) or row.calls != self._layers:
+            return 0
+        return ANY_LENGTH if row.narrowest is None else row.narrowest
+
+    def _agrees_past(self, bound: int, leanly: bool) -> bool:
+        """Does a sequence past a bound give its numbers beside a short one, and the short one beside it?"""
+        trained = _trained(self._base, ((bound, probe.PAST), SHORT_LENGTHS[0]))
+        with torch.no_grad():
+            alone = [self._answers(self._batch([one]), None, leanly=False)[0] for one in trained]
+            return self._agrees(self._batch(trained), None, leanly, theirs=[torch.cat(alone)])
+
+    def _agrees(self, batch: MicroBatch, row: Row | None, leanly: bool, theirs: Sequence[Tensor] | None = None) -> bool:
+        try:
+            ours = self._answers(batch, row, leanly=leanly)
+        except Exception as error:  # foreign code, asked in a way it may not know
+            logger.debug("%s does not learn in this layout: %r", type(self._base).__name__, error)
+            return False
+        return agree(self._theirs if theirs is None else theirs, ours, rounds=self._layers)
+
+    def _batch(self, trained: Sequence[Trained], *, longest_packed: int = 0) -> MicroBatch:
+        (made,) = micro_batches(trained, max_tokens=ANY_LENGTH, longest_packed=longest_packed)
+        return made.to(self._device)
+
+    def _answers(self, batch: MicroBatch, row: Row | None, *, leanly: bool) -> list[Tensor]:
+        """What the model makes of a batch in the order of its sequences, and gradients of that."""
+        learned = sorted((one for one in self._scorer.model.parameters() if one.requires_grad), key=torch.numel)[:FEW]
+        has_grad = bool(learned) and torch.is_grad_enabled()
+        with torch.set_grad_enabled(has_grad):
+            out = self._scorer.outputs(batch, leanly=leanly, row=row)
+            out = out[torch.argsort(torch.tensor(batch.members, device=out.device)[batch.sequence_N], stable=True)]
+            grads = torch.autograd.grad(out, learned, _direction(out), allow_unused=True) if has_grad else ()
+        return [out.detach(), *(one for one in grads if one is not None)]
 
 
-def _probe(base: Any) -> tuple[MicroBatch, MicroBatch]:
-    vocabulary, device = base.config.get_text_config().vocab_size, next(base.parameters()).device
-    trained = []
-    for i, (prompt, reply) in enumerate(LENGTHS):
-        ids = [(7 * prompt + 5 * t + (3 * i + 1) * (t >= prompt)) % vocabulary for t in range(prompt + reply)]
+def _direction(out: Tensor) -> Tensor:
+    """Where gradients are taken: the same for a token wherever it is computed."""
+    width = torch.arange(out.shape[-1], device=out.device, dtype=torch.float32)
+    return torch.cos(width * 12.9898).to(out.dtype).expand_as(out)
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(parts)).sum(0)
+
+
+def _trained(base: Any, lengths: Sequence[tuple[int, int]]) -> list[Trained]:
+    config = base.config
+    by_length = {n: probe.prompts(config, [n])[0] for n in {prompt for prompt, _ in lengths}}
+    replies = probe.prompts(config, [reply for _, reply in lengths])
+    made = []
+    for (prompt, count), reply in zip(lengths, replies, strict=True):
         sample = Sample(
-            prompt_ids=ids[:prompt],
-            completion_ids=ids[prompt:],
-            completion_mask=[1] * reply,
-            completion_logprobs=[0.0] * reply,
+            prompt_ids=by_length[prompt],
+            completion_ids=reply,
+            completion_mask=[1] * count,
+            completion_logprobs=[0.0] * count,
         )
-        trained.append(Trained(sample=sample, advantage=1.0))
-    (plain,) = micro_batches(trained, max_tokens=ANY_LENGTH)
-    (packed,) = micro_batches(trained, max_tokens=ANY_LENGTH, longest_packed=ANY_LENGTH)
-    return plain.to(device), packed.to(device)
-
-
-def _answers(scorer: TokenScorer, batch: MicroBatch, row: Row | None) -> list[Tensor]:
-    """What a model makes of a batch, and gradients of that; the plain layout is computed as transformers does."""
-    learned = sorted((one for one in scorer.model.parameters() if one.requires_grad), key=torch.numel)[:FEW]
-    with torch.set_grad_enabled(bool(learned)):
-        out = scorer.outputs(batch, leanly=row is not None, row=row)
-        order = torch.argsort(torch.tensor(batch.members, device=out.device)[batch.sequence_N], stable=True)
-        out = out[order]
-        generator = torch.Generator().manual_seed(0)  # the caller's random numbers are not ours to draw
-        seed = torch.randn(out.shape, generator=generator).to(out.device, out.dtype)
-        grads = torch.autograd.grad(out, learned, seed, allow_unused=True) if learned else ()
-    return [out.detach(), *(one for one in grads if one is not None)]
+        made.append(Trained(sample=sample, advantage=1.0))
+    return made

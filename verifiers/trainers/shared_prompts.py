@@ -188,7 +188,8 @@ class Row:
         packing, dim = self.packing, q.shape[-1]
         if self.in_runs and q.is_cuda and q.element_size() == 2 and dim <= WIDEST and dim % 8 == 0:
             return (packing.tail_runs if tails_only else packing.runs).attend(q, k, v, scale, dropout)
-        if compiled_kernels.suit(q) and k.shape == v.shape and k.shape[-1] == dim and not dropout:
+        # Autocast may leave queries in float32 beside values in half precision.
+        if all(map(compiled_kernels.suit, (q, k, v))) and k.shape == v.shape and k.shape[-1] == dim and not dropout:
             return attended(q, k, v, packing.compiled_runs[tails_only], scale)
         return packing.rectangles.attend(q, k, v, scale, dropout, tails_only)
 

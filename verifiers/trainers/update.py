@@ -43,7 +43,8 @@ class PolicyUpdate:
             self.scorer = TokenScorer(model)
             self.reference = Reference(model) if config.kl_coef > 0 else None
             scorers = [self.scorer] if self.reference is None else [self.scorer, self.reference.scorer]
-            self._longest_packed = min(one.longest_packed for one in scorers)
+            lengths = [one.layouts.lengths for one in scorers]
+            self._lengths = {name: min(one[name] for one in lengths) for name in lengths[0]}
         self.device = weights.live[0].device
         self._lock, self._pad_id, self._reduce = lock, pad_id, reduce
         low, high = config.clip
@@ -66,7 +67,7 @@ class PolicyUpdate:
             for one, share in zip(sequences, shares, strict=True)
             if one.advantage or self.reference is not None  # the others would have no gradient
         ]
-        made = micro_batches(matter, max_tokens=self._tokens, pad_id=self._pad_id, longest_packed=self._longest_packed)
+        made = micro_batches(matter, max_tokens=self._tokens, pad_id=self._pad_id, **self._lengths)
         batches = [_Prepared(batch, self.device, self.config.truncates) for batch in made]
         figures = _Figures()
         with self._lock:

@@ -1,0 +1,190 @@
+"""A model is proven at start-up on the path that will run: it samples exactly, perhaps more slowly, or is refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from tests.engine.support.exact import FAMILIES, VOCABULARY, prompt_of, random_model  # noqa: E402
+from tests.engine.support.unusual import CHUNK, LONGROPE, UNUSUAL, unusual_model  # noqa: E402
+from verifiers.engine import probe, slots  # noqa: E402
+from verifiers.engine.engine import Engine  # noqa: E402
+from verifiers.engine.plan import plan  # noqa: E402
+from verifiers.engine.prove import BATCHED, MODULES, SEQUENTIAL, UNCACHED, UnsupportedModelError  # noqa: E402
+from verifiers.engine.requests import Generated, Sampling  # noqa: E402
+
+FRESH = 0.02  # the scale of weights that were never trained
+LENGTH = {"Doge": CHUNK}  # past its window its own forward is not causal
+PROMPTS = [prompt_of(n, seed=n) for n in (1, 3, CHUNK - 3, CHUNK + 1, 40)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def worst_error(model: Any, replies: list[Generated]) -> float:
+    """The largest error of a logprob, beside the model's own forward over the whole sequence."""
+    worst = 0.0
+    for reply in replies:
+        with torch.no_grad():
+            logits_TV = probe.plain_logits(model, [*reply.prompt_ids, *reply.ids], len(reply.ids) + 1)[:-1]
+        expected = torch.log_softmax(logits_TV, -1)[torch.arange(len(reply.ids)), torch.tensor(reply.ids)]
+        worst = max(worst, float((expected - torch.tensor(reply.raw_logprobs)).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("family", UNUSUAL)
+def test_a_model_with_attention_or_state_of_its_own_samples_exactly(family: str, caplog: Any) -> None:
+    model, length = unusual_model(family), LENGTH.get(family, 96)
+    with caplog.at_level(logging.WARNING, "verifiers.engine"):
+        engine = Engine(model, rows=3, length=length)
+    try:
+        fitting = [prompt for prompt in PROMPTS if len(prompt) < length]
+        asked = [engine.submit(prompt, Sampling(max_tokens=20, seed=1), n=2) for prompt in fitting]
+        replies = [future.result(60) for futures in asked for future in futures]
+        assert worst_error(model, replies) < 2e-4
+        assert len({tuple(reply.ids) for reply in replies}) > len(fitting), "completions of one prompt go apart"
+        first = replies[0]
+        if len(first.prompt_ids) + len(first.ids) + 3 < length:
+            turn = [*first.prompt_ids, *first.ids, 5, 6]
+            assert worst_error(model, engine.generate([turn], Sampling(max_tokens=9, seed=2))) < 2e-4
+    finally:
+        engine.close()
+    if engine.backend != BATCHED:
+        assert f"is sampled {engine.backend}, which is exact and slower" in caplog.text
+
+
+@pytest.mark.parametrize("family", [name for name in UNUSUAL if name != "Doge"])
+def test_weights_that_were_never_trained_hide_no_wrong_way_of_attending(family: str) -> None:
+    engine = Engine(unusual_model(family, initializer_range=FRESH), rows=2, length=64)
+    engine.close()
+    assert engine.backend == SEQUENTIAL
+
+
+@pytest.mark.parametrize("scale", [FRESH, 0.3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_common_decoders_are_batched(family: str, scale: float) -> None:
+    engine = Engine(random_model(family, initializer_range=scale), rows=2, length=64)
+    engine.close()
+    assert engine.backend == BATCHED
+
+
+def test_the_proof_leaves_no_trace() -> None:
+    model = unusual_model("Qwen3.5", initializer_range=FRESH).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    heard: list[Any] = []
+    model.register_forward_pre_hook(lambda *_: heard.append(1))
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    engine = Engine(model, rows=2, length=64)
+    engine.close()
+    assert torch.equal(torch.rand(1), expected), "the caller's random numbers are as they were"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.training
+    assert all(module.training for module in model.modules())
+    assert not heard
+    assert (engine.steps, engine.tokens, engine.live_model.version) == (0, 0, 0)
+
+
+def test_a_model_that_is_not_causal_is_refused() -> None:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        initializer_range=0.3,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="is it a causal language model"):
+        Engine(transformers.BertLMHeadModel(config).eval(), rows=2, length=64)
+
+
+def test_a_model_that_is_causal_up_to_a_window_is_refused_with_the_length_that_works() -> None:
+    model = unusual_model("Doge")
+    with pytest.raises(UnsupportedModelError, match=f"try length={CHUNK}"):
+        Engine(model, rows=2, length=64)
+    Engine(model, rows=2, length=CHUNK).close()
+
+
+def test_a_forward_that_fails_is_refused_in_one_sentence() -> None:
+    model = random_model()
+    model.model.norm = None
+    with pytest.raises(
+        UnsupportedModelError, match=r"LlamaForCausalLM cannot be sampled from: TypeError: .*"
+    ) as refusal:
+        Engine(model, rows=2, length=64)
+    assert "\n" not in str(refusal.value)
+
+
+def test_attention_that_is_wrong_here_is_noticed_and_left_to_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quick path of this very machine is what is proven: a fault in it is found at start-up."""
+    from verifiers.engine.live_model import LiveModel
+
+    own = LiveModel.forward
+
+    def wrong(self: Any, *args: Any) -> Any:
+        logits = own(self, *args)
+        return logits if self.is_plain else logits.roll(1, -1)
+
+    monkeypatch.setattr(LiveModel, "forward", wrong)
+    monkeypatch.setattr(LiveModel, "decode", lambda *_: None)
+    model = random_model()
+    engine = Engine(model, rows=2, length=64)
+    try:
+        assert engine.backend == MODULES
+        assert worst_error(model, engine.generate(PROMPTS[:3], Sampling(max_tokens=9, seed=1))) < 2e-4
+    finally:
+        engine.close()
+
+
+def test_a_cache_that_is_wrong_is_noticed_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = unusual_model("LFM2")
+    own = type(model).forward
+
+    def forgetful(self: Any, *args: Any, past_key_values: Any = None, **more: Any) -> Any:
+        if past_key_values is not None:
+            more["position_ids"] = torch.zeros_like(more["input_ids"])
+        return own(self, *args, past_key_values=past_key_values, **more)
+
+    forgetful.__signature__ = __import__("inspect").signature(own)  # type: ignore[attr-defined]
+    monkeypatch.setattr(type(model), "forward", forgetful)
+    engine = Engine(model, rows=2, length=64)
+    try:
+        assert engine.backend == UNCACHED
+        assert worst_error(model, engine.generate(PROMPTS[:3], Sampling(max_tokens=9, seed=1))) < 2e-4
+    finally:
+        engine.close()
+
+
+def test_a_longrope_model_is_planned_within_the_length_up_to_which_neighbours_do_not_matter() -> None:
+    config = unusual_model("Phi3-longrope").config
+    chosen = plan(config, dtype=torch.float32, device="cpu", weights_loaded=True)
+    assert chosen.length == LONGROPE["original_max_position_embeddings"]
+    asked = plan(config, length=64, dtype=torch.float32, device="cpu", weights_loaded=True)
+    assert asked.length == 64
+    engine = Engine(unusual_model("Phi3-longrope"), rows=2, length=chosen.length)
+    engine.close()
+    assert engine.backend == BATCHED
+
+
+def test_a_model_without_attention_heads_can_be_planned() -> None:
+    config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=8)
+    assert not hasattr(config, "num_attention_heads")
+    chosen = plan(config, dtype=torch.float32, device="cpu", weights_loaded=False)
+    model = transformers.MambaForCausalLM(config).eval()
+    engine = Engine(model, rows=chosen.rows, length=min(chosen.length, 64))
+    try:
+        assert engine.backend == SEQUENTIAL
+        assert worst_error(model, engine.generate(PROMPTS[:2], Sampling(max_tokens=5, seed=1))) < 2e-4
+    finally:
+        engine.close()
+
+
+def test_attention_functions_are_put_back() -> None:
+    model = unusual_model("Qwen3.5")
+    before = model.config._attn_implementation
+    Engine(model, rows=2, length=64).close()
+    assert model.config._attn_implementation == before != slots.NAME

@@ -1,0 +1,143 @@
+"""An engine becomes one that is proven: the quickest way to run its model whose numbers are those of its plain forward.
+
+Prompts of several lengths go through the engine side by side, as requests do, long enough to pass every window and
+chunk that the model has; then one of them goes on, as a second turn does. The logprob of each token is compared with
+what the model's own forward gives for the whole sequence. What disagrees is run in a slower way, or refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verifiers.engine import probe
+from verifiers.engine.requests import Ask, Generated, Sampling
+
+if TYPE_CHECKING:
+    from verifiers.engine.engine import Engine
+
+logger = logging.getLogger("verifiers.engine")
+
+BATCHED = "batched"
+MODULES = "batched, by the model's own modules"
+SEQUENTIAL = "one sequence at a time"
+UNCACHED = "one sequence at a time, without a cache"
+BACKENDS = (BATCHED, MODULES, SEQUENTIAL, UNCACHED)
+
+NEW_TOKENS = 12  # of each request: enough to see weights packed, which takes some steps
+TEMPERATURE = 16.0  # tokens of all kinds: the logprob of one that is nearly certain says nothing of the others
+SECOND_TURN = 5  # tokens that a second turn adds
+WITHIN = {torch.float32: 2e-3, torch.float64: 2e-3}  # largest error of a logprob that is rounding
+WITHIN_HALF = 0.25
+
+
+class UnsupportedModelError(ValueError):
+    """No way of running this model gives the numbers of its own forward."""
+
+
+def choose_backend(engine: Engine) -> str:
+    """Set the engine up for the first backend that is proven, and return it."""
+    name = type(engine.model).__name__
+    with engine.lock, torch.inference_mode(), engine.live_model.evaluating(), probe.unheard(engine.model):
+        _check_forward(engine.model, name)
+        try:
+            with probe.realistic(engine.model) as is_telling:
+                backend, faults = _first_proven(engine, BACKENDS if is_telling else BACKENDS[2:])
+        finally:
+            engine.start_afresh()
+    if backend is None:
+        bounds = probe.bounds(engine.model.config, engine.length)
+        advice = f"try length={bounds[0]}" if bounds else "is it a causal language model?"
+        raise UnsupportedModelError(f"{name} cannot be sampled from: {faults[-1]} ({advice})")
+    _tell(name, backend, faults)
+    return backend
+
+
+def _check_forward(model: Any, name: str) -> None:
+    try:
+        (prompt,) = probe.prompts(model.config, [2])
+        logits = probe.plain_logits(model, prompt, 1)
+    except Exception as error:  # the model is foreign code
+        raise UnsupportedModelError(f"{name} cannot be sampled from: {_first_line(error)}") from error
+    if bool(logits.isnan().any()):
+        raise UnsupportedModelError(f"{name} gives logits that are not numbers (NaN): its weights are bad")
+
+
+def _first_proven(engine: Engine, backends: Sequence[str]) -> tuple[str | None, list[str]]:
+    faults: list[str] = []
+    for backend in backends:
+        fault = _fault(engine, backend)
+        if fault is None:
+            return backend, faults
+        faults.append(fault)
+    return None, faults
+
+
+def _tell(name: str, backend: str, faults: Sequence[str]) -> None:
+    if backend != BATCHED:
+        why = f"side by side, {faults[0]}" if faults else "its weights say too little yet to prove anything quicker"
+        level = logging.INFO if backend == MODULES else logging.WARNING
+        logger.log(level, "%s is sampled %s, which is exact and slower: %s", name, backend, why)
+
+
+def _fault(engine: Engine, backend: str) -> str | None:
+    """What is wrong with a backend; None if nothing is."""
+    try:
+        if backend in (BATCHED, MODULES) and (alone := _layers_of_their_own(engine)):
+            return f"{alone} of its layers keep state outside attention, or attend in a way of their own"
+        engine.run_by(backend)
+        replies = _replies(engine)
+        error = max(_largest_error(engine.model, reply) for reply in replies)
+    except Exception as fault:  # the model is foreign code, asked in a way that it may not know
+        logger.debug("%s does not run %s", type(engine.model).__name__, backend, exc_info=True)
+        return _first_line(fault)
+    within = WITHIN.get(engine.dtype, WITHIN_HALF)
+    return None if error <= within else f"its logprobs are off by up to {error:.2g}"
+
+
+def _layers_of_their_own(engine: Engine) -> int:
+    layers = int(engine.live_model.text_config.num_hidden_layers)
+    return len(set(range(layers)) - engine.live_model.attending_layers())
+
+
+def _replies(engine: Engine) -> list[Generated]:
+    """Requests side by side, one of them twice; then one goes on."""
+    room = engine.length - 1
+    new = min(NEW_TOKENS, max(1, room // 2))
+    lengths = probe.prompt_lengths(engine.model.config, max(1, room - new))
+    asked = probe.prompts(engine.model.config, lengths)
+    way = Sampling(max_tokens=new, temperature=TEMPERATURE)
+    asks = [Ask(prompt, way, seed) for seed, prompt in enumerate([*asked, asked[1]])]
+    replies = _drive(engine, asks)
+    for first in replies[: 1 + len(asked) // 3]:
+        turn = [*first.prompt_ids, *first.ids, *asked[0][:SECOND_TURN]]
+        if len(turn) < room:
+            replies += _drive(engine, [Ask(turn, Sampling(max_tokens=2, temperature=TEMPERATURE), 0)])
+    return replies
+
+
+def _drive(engine: Engine, asks: Sequence[Ask]) -> list[Generated]:
+    """Run requests to their end on this thread."""
+    engine.waiting.extend(asks)
+    try:
+        while not all(ask.future.done() for ask in asks):
+            engine.step()
+    except Exception as error:
+        engine.fail(error, waiting=True)
+    return [ask.future.result() for ask in asks]
+
+
+def _largest_error(model: Any, reply: Generated) -> float:
+    logits_TV = probe.plain_logits(model, [*reply.prompt_ids, *reply.ids], len(reply.ids) + 1)[:-1]
+    expected = torch.log_softmax(logits_TV, -1).gather(1, torch.tensor(reply.ids, device=logits_TV.device)[:, None])
+    given = torch.tensor(reply.raw_logprobs, device=logits_TV.device)
+    error = (expected[:, 0] - given).abs().max()
+    return float(error) if bool(error.isfinite()) else float("inf")
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
