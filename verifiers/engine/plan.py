@@ -107,7 +107,7 @@ def plan(
 def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     try:
         return Shape.of(config).bytes_per_token(dtype)
-    except AttributeError:  # no attention: a state that does not grow
+    except Exception:  # no attention, or a layout of its own: such a model makes its own caches (foreign code)
         return 1
 
 

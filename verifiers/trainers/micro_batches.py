@@ -8,7 +8,7 @@ trained token is left out, because nothing depends on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -82,6 +82,7 @@ def micro_batches(
     pad_id: int = 0,
     longest_packed: int = 0,
     longest_batched: int = ANY_LENGTH,
+    rope_bounds: Sequence[int] = (),
 ) -> Iterator[MicroBatch]:
     """All sequences that have something to train on, longest first, in as few micro-batches as ``max_tokens`` allows.
 
@@ -90,7 +91,7 @@ def micro_batches(
     with is in a micro-batch once. Attention is causal, so the padding on the right of a rectangle is seen by no token
     that counts.
     """
-    columns = Columns.of(sequences)
+    columns = Columns.of(split_at(sequences, rope_bounds))
     if not len(columns.row_S):
         return
     rectangles = _rectangles(columns, longest_batched)
@@ -104,6 +105,28 @@ def micro_batches(
             cuts = balanced(len(columns.row_S), plan.end, max_tokens)
     for i, j in cuts:
         yield make(plan.order[i:j])
+
+
+def split_at(sequences: Sequence[Trained], rope_bounds: Sequence[int]) -> list[Trained]:
+    """Sequences that grew past a bound of the rotary embedding, in parts that are each computed with the right angles.
+
+    What was sampled before the bound was sampled from a sequence that ended there; what came after, from the whole one.
+    """
+    parts = list(sequences)
+    for bound in rope_bounds:
+        split: list[Trained] = []
+        for one in parts:
+            n, sample = bound + 1 - len(one.sample.prompt_ids), one.sample  # how much of the reply is before the bound
+            if not (0 < n < len(sample.completion_ids) and any(sample.completion_mask[:n])):
+                split.append(one)
+                continue
+            before = {
+                name: getattr(sample, name)[:n] for name in ("completion_ids", "completion_mask", "completion_logprobs")
+            }
+            split.append(replace(one, sample=replace(sample, **before)))
+            split.append(replace(one, sample=replace(sample, completion_mask=[0] * n + sample.completion_mask[n:])))
+        parts = split
+    return parts
 
 
 # --- where to cut -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,11 +40,16 @@ class Layouts:
     longest_batched: int = 0
     in_runs: bool = False  # how packed rows are attended to
     leanly: bool = False  # whether our own functions take the place of layers and norms
+    rope_bounds: tuple[int, ...] = ()
 
-    @property
-    def lengths(self) -> dict[str, int]:
-        """As `micro_batches` takes them."""
-        return {"longest_packed": self.longest_packed, "longest_batched": self.longest_batched}
+    def limits(self, *others: Layouts) -> dict[str, Any]:
+        """As `micro_batches` takes them: what suits this model and others that compute the same sequences."""
+        all_of_them = (self, *others)
+        return {
+            "longest_packed": min(one.longest_packed for one in all_of_them),
+            "longest_batched": min(one.longest_batched for one in all_of_them),
+            "rope_bounds": self.rope_bounds,
+        }
 
 
 def proven_layouts(scorer: TokenScorer) -> Layouts:
@@ -55,7 +60,7 @@ def proven_layouts(scorer: TokenScorer) -> Layouts:
         module.training = False
     try:
         with probe.unheard(base), probe.realistic(base):
-            found = _Proof(scorer).layouts()
+            found = replace(_Proof(scorer).layouts(), rope_bounds=tuple(probe.rope_bounds(base.config)))
     finally:
         for module in training:
             module.training = True

@@ -153,7 +153,7 @@ class SFTTrainer(Trainer):
             [Trained(sample=sample, advantage=1.0) for sample in batch],
             max_tokens=micro_batch_tokens(self.config, self.model),
             pad_id=self.tokenizer.pad_token_id,
-            **self._scorer.layouts.lengths,
+            **self._scorer.layouts.limits(),
         )
         for one in made:
             yield -self._scorer.logprobs(one.to(self.weights.live[0].device))

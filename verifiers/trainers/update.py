@@ -43,8 +43,7 @@ class PolicyUpdate:
             self.scorer = TokenScorer(model)
             self.reference = Reference(model) if config.kl_coef > 0 else None
             scorers = [self.scorer] if self.reference is None else [self.scorer, self.reference.scorer]
-            lengths = [one.layouts.lengths for one in scorers]
-            self._lengths = {name: min(one[name] for one in lengths) for name in lengths[0]}
+            self._limits = scorers[0].layouts.limits(*(one.layouts for one in scorers[1:]))
         self.device = weights.live[0].device
         self._lock, self._pad_id, self._reduce = lock, pad_id, reduce
         low, high = config.clip
@@ -67,7 +66,7 @@ class PolicyUpdate:
             for one, share in zip(sequences, shares, strict=True)
             if one.advantage or self.reference is not None  # the others would have no gradient
         ]
-        made = micro_batches(matter, max_tokens=self._tokens, pad_id=self._pad_id, **self._lengths)
+        made = micro_batches(matter, max_tokens=self._tokens, pad_id=self._pad_id, **self._limits)
         batches = [_Prepared(batch, self.device, self.config.truncates) for batch in made]
         figures = _Figures()
         with self._lock:

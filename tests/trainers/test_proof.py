@@ -1,0 +1,149 @@
+"""Whatever the model, what is learned from is what its own forward says, and no layout changes that."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import verifiers as vf  # noqa: E402
+from tests.engine.support.exact import VOCABULARY, random_model  # noqa: E402
+from tests.engine.support.unusual import CHUNK, UNUSUAL, unusual_model  # noqa: E402
+from verifiers.engine import probe  # noqa: E402
+from verifiers.engine.engine import Engine  # noqa: E402
+from verifiers.engine.requests import Sampling  # noqa: E402
+from verifiers.samples import Sample  # noqa: E402
+from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
+from verifiers.trainers.micro_batches import ANY_LENGTH, Trained, micro_batches, split_at  # noqa: E402
+
+FRESH = 0.02
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def sequences() -> list[Trained]:
+    """Two groups, in which some end before the chunk does, some after, and some go on for long."""
+    draw, made = random.Random(2), []
+    for prompt, replies in ((5, (4, CHUNK - 2, 3 * CHUNK)), (CHUNK + 3, (6, 20))):
+        ids = [draw.randrange(3, VOCABULARY) for _ in range(prompt)]
+        for n in replies:
+            reply = [draw.randrange(3, VOCABULARY) for _ in range(n)]
+            sample = Sample(
+                prompt_ids=ids, completion_ids=reply, completion_mask=[1] * n, completion_logprobs=[0.0] * n
+            )
+            made.append(Trained(sample=sample, advantage=1.0))
+    return made
+
+
+def learned(scorer: TokenScorer) -> list[Any]:
+    """The logprob of every trained token, in order, as training computes them."""
+    parts = split_at(sequences(), scorer.layouts.rope_bounds)
+    found: dict[int, Any] = {}
+    for batch in micro_batches(sequences(), max_tokens=4096, **scorer.layouts.limits()):
+        logprobs = scorer.logprobs(batch)
+        for i, member in enumerate(batch.members):
+            found[member] = logprobs[batch.sequence_N == i]
+    assert len(found) == len(parts)
+    return [found[i] for i in sorted(found)]
+
+
+def expected(model: Any) -> list[Any]:
+    """The same from the definition: each sequence alone, by the model's own forward."""
+    found = []
+    for one in sequences():
+        reply, ids = one.sample.completion_ids, [*one.sample.prompt_ids, *one.sample.completion_ids]
+        logits_TV = probe.plain_logits(model, ids, len(reply) + 1)[:-1]
+        found.append(torch.log_softmax(logits_TV, -1)[torch.arange(len(reply)), torch.tensor(reply)])
+    return found
+
+
+@pytest.mark.parametrize("family", [name for name in UNUSUAL if name != "Doge"])
+def test_the_logprobs_that_are_learned_from_are_those_of_each_sequence_alone(family: str) -> None:
+    model = unusual_model(family)
+    scorer = TokenScorer(model)
+    with torch.no_grad():
+        ours, theirs = torch.cat(learned(scorer)), torch.cat(expected(model))
+    assert len(ours) == len(theirs)
+    assert float((ours - theirs).abs().max()) < 2e-4
+
+
+@pytest.mark.parametrize("scale", [FRESH, 0.3])
+def test_sequences_longer_than_a_chunk_of_attention_are_not_packed(scale: float) -> None:
+    layouts = TokenScorer(unusual_model("Llama4", initializer_range=scale)).layouts
+    assert layouts.longest_packed <= CHUNK
+    assert layouts.longest_batched == ANY_LENGTH, "side by side its own masks are right"
+
+
+@pytest.mark.parametrize("scale", [FRESH, 0.3])
+def test_sequences_past_the_bound_of_longrope_learn_alone(scale: float) -> None:
+    layouts = TokenScorer(unusual_model("Phi3-longrope", initializer_range=scale)).layouts
+    assert layouts.longest_batched == CHUNK
+    assert layouts.longest_packed <= CHUNK
+
+
+def test_a_reply_that_grows_past_the_bound_of_longrope_learns_what_it_was_sampled_from() -> None:
+    model = unusual_model("Phi3-longrope")
+    engine = Engine(model, rows=2, length=64)
+    try:
+        (reply,) = engine.generate([[5, 6, 7, 8]], Sampling(max_tokens=30, seed=1))
+    finally:
+        engine.close()
+    sample = Sample(
+        prompt_ids=reply.prompt_ids,
+        completion_ids=reply.ids,
+        completion_mask=[1] * len(reply.ids),
+        completion_logprobs=reply.logprobs,
+    )
+    scorer = TokenScorer(model)
+    made = micro_batches([Trained(sample=sample, advantage=1.0)], max_tokens=4096, **scorer.layouts.limits())
+    with torch.no_grad():
+        apart = [float((scorer.logprobs(batch) - batch.old_N).abs().max()) for batch in made]
+    assert len(apart) == 2
+    assert max(apart) < 2e-4
+
+
+def test_a_cap_on_logits_is_found_in_a_model_that_was_never_trained() -> None:
+    config = transformers.Gemma2Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Gemma2ForCausalLM(config).eval()
+    assert config.final_logit_softcapping == 30.0
+    with torch.no_grad():
+        assert model(input_ids=torch.arange(8)[None]).logits.abs().max() < 1.0, "where the cap does not show"
+    scorer = TokenScorer(model)
+    with torch.no_grad():  # as training would make it: certain of itself
+        model.model.norm.weight.add_(200.0)
+        ours, theirs = torch.cat(learned(scorer)), torch.cat(expected(model))
+    assert float((ours - theirs).abs().max()) < 2e-4
+
+
+def test_a_head_that_only_multiplies_is_still_run_apart() -> None:
+    assert TokenScorer(random_model("Llama", initializer_range=FRESH))._is_split
+
+
+def test_a_hybrid_model_trains_with_ratios_of_one_where_nothing_moves(tmp_path: Any) -> None:
+    _, tokenizer = vf.tiny_model(texts=["0123456789+= "], hidden_size=16)
+    model = unusual_model("Qwen3.5", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    env = vf.SingleTurnEnv(
+        dataset=[{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(4)],
+        rubric=vf.Rubric([lambda completion: float(len(str(completion)) % 3)]),
+    )
+    config = vf.GRPOConfig(
+        batch_size=8, group_size=4, max_new_tokens=8, max_steps=2, learning_rate=0.0, output_dir=str(tmp_path / "out")
+    )
+    trainer = vf.GRPOTrainer(model=model, tokenizer=tokenizer, env=env, config=config)
+    report = trainer.train()
+    assert report.steps
+    for step in report.steps:
+        assert step["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
+        assert step["ratio_max"] == pytest.approx(1.0, abs=1e-3)
+        assert step["clip_fraction"] == 0.0
