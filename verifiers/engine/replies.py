@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verifiers.chat import Codec
+from verifiers.chat.tool_calls import Style, ToolCall, parse
 from verifiers.clients.protocol import Completion, Tokens
 from verifiers.engine.options import Options
 from verifiers.engine.requests import Generated, Sampling
-from verifiers.engine.text import Codec, first_stop
-from verifiers.engine.tool_calls import Style, ToolCall, parse
+from verifiers.engine.text import first_stop
 from verifiers.types import ChatMessage, MessageType, Usage, unique_id
 
 

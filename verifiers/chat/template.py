@@ -1,27 +1,18 @@
-"""Messages and tools become a prompt's text by the model's own template, and its ids: those already known, exactly.
-
-A reply written back into a template and tokenized again may give other tokens than were sampled. So the ids of each
-prompt with its reply are remembered by their text: a prompt that begins with that text begins with those ids.
-"""
+"""Messages and tools → the text of a conversation, by the model's own template."""
 
 from __future__ import annotations
 
 import json
-import threading
 import time
-from array import array
-from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verifiers.engine.recent import Recent
-from verifiers.engine.text import Codec
-from verifiers.engine.tool_calls import CLOSE, OPEN, Style, style_of
+from verifiers.chat.codec import Codec
+from verifiers.chat.recent import Recent
+from verifiers.chat.tool_calls import CLOSE, OPEN, Style, style_of
 from verifiers.errors import RequestRefusedError
+from verifiers.messages import with_argument_objects
 from verifiers.types import ChatMessage
-
-REMEMBERED_CHARS = 32_000_000
 
 TOOLS_TEXT = """\
 You may call one or more of these functions:
@@ -128,12 +119,20 @@ def plain_message(message: Any) -> ChatMessage:
         message = message.model_dump(exclude_none=True)
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestRefusedError(f"a message is a dict with a role and content, not {message!r:.100}")
-    plain = {**message, "content": _text(message.get("content"))}
-    if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [_with_object(call) for call in calls]
+    plain = {key: value for key, value in with_argument_objects(message).items() if value is not None}
+    plain["content"] = _text(message.get("content"))
+    if calls := plain.get("tool_calls"):
+        _check_calls(calls)
     else:
         plain.pop("tool_calls", None)
     return plain
+
+
+def _check_calls(calls: Sequence[Any]) -> None:
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestRefusedError(f"a tool call has a function with a name and arguments, not {call!r:.100}")
 
 
 def _text(content: Any) -> str:
@@ -152,24 +151,8 @@ def _part(part: Any) -> str:
     text = part.get("text") if isinstance(part, Mapping) else None
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise RequestRefusedError(f"the local engine reads text; a content part of type {kind!r} is not supported")
+        raise RequestRefusedError(f"a chat template writes text; a content part of type {kind!r} is not supported")
     return text
-
-
-def _with_object(call: Any) -> dict[str, Any]:
-    if hasattr(call, "model_dump"):
-        call = call.model_dump(exclude_none=True)
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RequestRefusedError(f"a tool call has a function with a name and arguments, not {call!r:.100}")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            read = json.loads(arguments)
-        except (ValueError, RecursionError):
-            read = arguments
-        arguments = read if isinstance(read, dict) else arguments
-    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
 def told_in_text(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None) -> list[ChatMessage]:
@@ -197,69 +180,3 @@ def _as_text(message: ChatMessage) -> ChatMessage:
     ]
     content = "\n".join([message["content"], *written] if message["content"] else written)
     return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}
-
-
-# --- ids already known --------------------------------------------------------------------------------------------
-
-
-class KnownTexts:
-    """Texts whose exact ids were seen; the oldest go once there are too many. From any thread.
-
-    >>> known = KnownTexts(); known.remember("2+2=4", [7, 8, 9])
-    >>> known.longest("2+2=4, and 3+3=")
-    (5, [7, 8, 9])
-    """
-
-    def __init__(self, max_chars: int = REMEMBERED_CHARS) -> None:
-        self._max_chars = max_chars
-        self._chars = 0
-        self._ids: OrderedDict[str, array[int]] = OrderedDict()
-        self._sorted: list[str] = []
-        self._shortest = max_chars  # no known text is shorter
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def remember(self, text: str, ids: Sequence[int]) -> None:
-        if not text or len(text) > self._max_chars:
-            return
-        with self._lock:
-            if text not in self._ids:
-                insort(self._sorted, text)
-                self._chars += len(text)
-                self._shortest = min(self._shortest, len(text))
-            self._ids[text] = array("i", ids)
-            self._ids.move_to_end(text)
-            while self._chars > self._max_chars:
-                oldest, _ = self._ids.popitem(last=False)
-                del self._sorted[bisect_left(self._sorted, oldest)]
-                self._chars -= len(oldest)
-
-    def longest(self, text: str) -> tuple[int, list[int]]:
-        """The longest known text that this one begins with: its length and ids; ``(0, [])`` without one."""
-        with self._lock:
-            head = text
-            # Whatever sorts between a beginning of a text and the text itself has that beginning too: so the nearest
-            # one before is it, or tells how much shorter it must be.
-            while head and (at := bisect_right(self._sorted, head)):
-                before = self._sorted[at - 1]
-                if head.startswith(before):
-                    self._ids.move_to_end(before)
-                    return len(before), self._ids[before].tolist()
-                if not before.startswith(head[: self._shortest]):
-                    break
-                head = head[: _shared(before, head)]
-        return 0, []
-
-
-def _shared(one: str, other: str) -> int:
-    """How many characters two texts have in common at their beginning."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[:middle] == other[:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

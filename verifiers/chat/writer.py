@@ -1,0 +1,113 @@
+"""A conversation → token ids: of a prompt to sample from, and of replies to learn from, by the same steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verifiers.chat.codec import Codec
+from verifiers.chat.known import KnownTexts
+from verifiers.chat.template import ChatTemplate
+from verifiers.errors import RequestRefusedError
+from verifiers.messages import as_messages, role_of, text_of
+
+Tools = Any
+_CHAT, _TEXT = "chat:", "text:"  # the same characters, as a conversation and as a plain text, may have other ids
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What a model is shown, and what it is to say: the tokens of both, the end of the turn included."""
+
+    prompt_ids: list[int]
+    reply_ids: list[int]
+
+
+class ChatWriter:
+    """How one tokenizer writes conversations, with and without tools.
+
+    The engine asks it for prompts, and tells it the ids that were sampled; trainers ask it for whole conversations that
+    nobody sampled. What the engine would have been shown is what is learned from.
+    """
+
+    def __init__(self, tokenizer: Any, *, model: str = "this model") -> None:
+        self.tokenizer = tokenizer
+        self.codec = Codec(tokenizer)
+        self.template = ChatTemplate(tokenizer, model=model)
+        self._known = KnownTexts()
+
+    # --- prompts ----------------------------------------------------------------------------------------------------
+
+    def prompt(self, messages: Any, tools: Tools = None, **settings: Any) -> tuple[str, list[int]]:
+        """A prompt of messages as a text to `remember` it by, and its ids; ``settings`` are the template's own."""
+        text = _CHAT + self.template.render(messages, tools, **settings)
+        return text, self._ids(text, self._known)
+
+    def text_prompt(self, prompt: str) -> tuple[str, list[int]]:
+        """A plain text in the same way."""
+        text = _TEXT + prompt
+        return text, self._ids(text, self._known)
+
+    def remember(self, text: str, ids: list[int]) -> None:
+        """A prompt's text with the reply to it was sampled as these ids: what goes on from there begins with them."""
+        self._known.remember(text, ids)
+
+    def _ids(self, text: str, known: KnownTexts) -> list[int]:
+        def encode(rest: str) -> list[int]:
+            if len(rest) < len(text):
+                return self.codec.encode(rest, special=False)
+            return self.codec.encode(rest[len(_CHAT) :], special=text.startswith(_TEXT))
+
+        try:
+            return known.ids_of(text, encode)
+        except (UnicodeEncodeError, TypeError) as error:  # half a surrogate pair: no text that a tokenizer takes
+            raise RequestRefusedError(f"the prompt is not text that can be tokenized: {error}") from error
+
+    # --- whole conversations ------------------------------------------------------------------------------------------
+
+    def turns(self, prompt: Any, completion: Any, tools: Tools = None) -> list[Turn]:
+        """Each reply of a conversation with the prompt it would have been sampled from.
+
+        A reply ends with the token that ends a turn; what the template writes after it belongs to the next prompt.
+        """
+        if isinstance(prompt, str) and isinstance(completion, str):
+            ids = self.codec.encode(prompt, special=True)
+            return [Turn(prompt_ids=ids, reply_ids=self.codec.encode_after(prompt, completion))]
+        known = KnownTexts()
+        messages = as_messages(prompt)
+        found: list[Turn] = []
+        for message in as_messages(completion, role="assistant"):
+            if role_of(message) == "assistant":
+                text = self.template.render(messages, tools)
+                ids = self._ids(_CHAT + text, known)
+                said, end = self._reply(text, messages, message, tools)
+                body = self.codec.encode_after(text, said)
+                known.remember(_CHAT + text + said, ids + body)
+                found.append(Turn(prompt_ids=ids, reply_ids=body + end))
+            messages = [*messages, message]
+        return found
+
+    def _reply(self, text: str, messages: list[Any], message: Any, tools: Tools) -> tuple[str, list[int]]:
+        """What the template writes for a reply after its prompt, and the token that ends it, if there is one."""
+        whole = self.template.render([*messages, message], tools, add_generation_prompt=False)
+        if whole.startswith(text):
+            return self._cut(whole[len(text) :])
+        if message.get("tool_calls"):
+            raise RequestRefusedError(
+                "this chat template writes a tool call otherwise than after its own generation prompt: how the model "
+                "would have said it cannot be told"
+            )
+        # A generation prompt that is not repeated in front of the reply (an opened <think>, say): the reply goes on
+        # from it with the words of the message, as it does when it is sampled.
+        return text_of(message), self._ends()[:1]
+
+    def _cut(self, reply: str) -> tuple[str, list[int]]:
+        for end in self._ends():
+            said, found, _ = reply.rpartition(self.codec.decode([end], special=True))
+            if found:
+                return said, [end]
+        return reply, []
+
+    def _ends(self) -> list[int]:
+        ends = [self.template.end_of_turn(self.codec), getattr(self.tokenizer, "eos_token_id", None)]
+        return [end for end in ends if end is not None]
