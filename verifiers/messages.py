@@ -151,6 +151,13 @@ def _with_object(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
+def called_functions(message: ChatMessage) -> list[dict[str, Any]]:
+    """The functions that a message calls: names, and arguments as objects."""
+    calls = with_argument_objects(message).get("tool_calls") or []
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    return [function for function in functions if isinstance(function, dict)]
+
+
 def _decoded(value: Any) -> Any:
     """The value of a JSON text; anything else, and what is no JSON, as it is."""
     if not isinstance(value, str):

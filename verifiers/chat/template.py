@@ -119,7 +119,7 @@ def plain_message(message: Any) -> ChatMessage:
         message = message.model_dump(exclude_none=True)
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestRefusedError(f"a message is a dict with a role and content, not {message!r:.100}")
-    plain = {key: value for key, value in with_argument_objects(message).items() if value is not None}
+    plain = {key: value for key, value in with_argument_objects(dict(message)).items() if value is not None}
     plain["content"] = _text(message.get("content"))
     if calls := plain.get("tool_calls"):
         _check_calls(calls)

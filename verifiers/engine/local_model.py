@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from verifiers.chat.recent import Recent
 from verifiers.clients.openai_looks import OpenAILooks
 from verifiers.clients.protocol import Completion, Request
+from verifiers.clients.recording import is_recording, record
 from verifiers.engine import loaded as loading
 from verifiers.engine.loaded import Loaded, name_of
 from verifiers.engine.options import Options, read_options
@@ -96,6 +97,8 @@ class LocalModel(OpenAILooks):
         futures = ready.engine.submit(prompt.ids, prompt.sampling, n=prompt.options.n, on_token=watches)
         generated = await _results(futures, prompt.timeout_s)
         choices = list(map(partial(self._choice, ready, prompt), generated))
+        if is_recording():
+            record(self, request, [choice.as_reply for choice in choices])
         return completion_of(prompt, choices, ready.codec)
 
     async def stream(self, request: Request) -> ReplyStream:

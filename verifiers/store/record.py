@@ -62,6 +62,8 @@ def to_record(state: Mapping[str, Any], *, rollout: int, state_columns: Collecti
         "is_truncated": bool(state.get("is_truncated", False)),
         "usage": _usage_of(state.get("usage")),
     }
+    if tools := state.get("oai_tools"):
+        record["oai_tools"] = tools
     for column in state_columns:
         if column not in record:
             record[column] = _kept_of(column, state.get(column))

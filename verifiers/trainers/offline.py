@@ -11,6 +11,7 @@ from verifiers.trainers.batch import Batch, Reply, group_equal, text_of
 from verifiers.types import State
 
 COLUMNS = ("prompts", "completions", "rewards")
+_OF_A_STATE = ("trajectory", "oai_tools", "tools", "info")
 _SINGULAR = {"prompt": "prompts", "completion": "completions", "reward": "rewards", "answer": "answers"}
 
 
@@ -60,7 +61,10 @@ class Offline:
     def _reply(self, i: int, states: Sequence[Any] | None) -> Reply:
         completion = self._columns["completions"][i]
         state = states[i] if states is not None else None
-        return Reply(text_of(completion), messages=completion, state=state if isinstance(state, State) else None)
+        if not isinstance(state, State):
+            kept = {name: self._columns[name][i] for name in _OF_A_STATE if name in self._columns}
+            state = State({**kept, "completion": completion}) if kept else None
+        return Reply(text_of(completion), messages=completion, state=state)
 
 
 def read_offline(given: Any) -> Offline | None:
