@@ -81,8 +81,8 @@ def _find(message: ChatMessage, before: Sequence[Any], said: Sequence[_Said]) ->
     same = [one for one in said if not one.is_used and _is_same(one.reply.message, message)]
     if not same:
         raise NotSampledError(
-            f"its completion says {_shown(message)}, and no call of the policy gave that: leave replies as they were "
-            f"sampled, or {_ADD_IT}; {_UNSEEN}"
+            f"its completion holds a reply that no call of the policy gave: leave replies as they were sampled, or "
+            f"{_ADD_IT}; {_UNSEEN}"
         )
     known = [one for one in same if one.reply.tokens is not None]
     if not known:
@@ -92,15 +92,11 @@ def _find(message: ChatMessage, before: Sequence[Any], said: Sequence[_Said]) ->
         known = [one for one in known if _ends_with(one.prompt, before)]
     if not known:
         raise NotSampledError(
-            f"several calls with different prompts gave the reply {_shown(message)}, and it cannot be told which one "
-            f"is meant: {_ADD_IT}"
+            "several calls with different prompts gave a reply in its completion, and it cannot be told which one is "
+            f"meant: {_ADD_IT}"
         )
     known[0].is_used = True
     return known[0]
-
-
-def _shown(message: ChatMessage) -> str:
-    return repr(text_of(message)[:60])
 
 
 def _is_same(reply: ChatMessage, message: ChatMessage) -> bool:

@@ -1,0 +1,243 @@
+"""What is learned from is what was sampled: engine, GRPO and SFT write the same conversation as the same tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import verifiers as vf
+from tests.chat import templates
+from tests.engine import tiny
+from tests.trainers import making
+from verifiers.clients.protocol import Completion, Request
+from verifiers.engine import LocalModel
+from verifiers.samples import Sample, samples_of
+from verifiers.trainers.sft_rows import read_samples
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def tokenizer_of(template: str) -> Any:
+    return tiny.tokenizer(template, special=templates.LLAMA_SPECIAL if template is templates.LLAMA31 else ())
+
+
+class Told:
+    """A local model that says these texts one after the other, sampled token by token as any other reply."""
+
+    needs_no_model = True
+
+    def __init__(self, template: str, end: str, replies: Sequence[str]) -> None:
+        self.tokenizer = tokenizer_of(template)
+        module = tiny.model(self.tokenizer, context=2048)
+        self.script = tiny.Scripted(module)
+        self.local = LocalModel(module, self.tokenizer, rows=2, name="tiny")
+        self.replies, self.end = iter(replies), end
+
+    async def complete(self, request: Request) -> Completion:
+        _, shown = self.local.load().writer.prompt(request.prompt, request.tools)
+        ids = self.tokenizer.encode(next(self.replies) + self.end, add_special_tokens=False)
+        self.script.say(ids, after=len(shown))
+        return await self.local.complete(request)
+
+
+@pytest.fixture
+def told() -> Iterator[Any]:
+    made: list[Told] = []
+
+    def make(*args: Any) -> Told:
+        made.append(Told(*args))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.local.close()
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+TWO = CALL + "\n" + CALL.replace("2", "4")
+BARE = '{"name": "add", "parameters": {"a": 2, "b": 3}}'
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "first"),
+    [
+        (templates.QWEN25, "<|im_end|>", CALL),
+        (templates.QWEN25, "<|im_end|>", "I add.\n" + TWO),
+        (templates.QWEN3, "<|im_end|>", TWO),
+        (templates.LLAMA31, "<|eot_id|>", BARE),
+        (templates.NO_TOOLS, "<|im_end|>", "I add.\n" + CALL),
+        (tiny.HERMES, "<|im_end|>", CALL),
+    ],
+    ids=["qwen2.5", "qwen2.5-two", "qwen3-two", "llama3.1", "no-tools", "hermes"],
+)
+def test_a_saved_conversation_with_tools_is_imitated_by_the_very_tokens_that_were_sampled(
+    told: Any, tmp_path: Any, template: str, end: str, first: str
+) -> None:
+    client = told(template, end, [first, "the answer is 5"])
+    env = vf.ToolEnv(tools=[add], dataset=[{"question": "2 + 3?", "answer": "5"}], rubric=vf.Rubric([lambda: 1.0]))
+    results = env.evaluate(
+        client=client,
+        model="tiny",
+        sampling_args={"temperature": 0, "max_tokens": 400},
+        results_path=tmp_path / "run",
+        use_tqdm=False,
+    )
+    state = results.rollouts[0]
+    assert state["error"] is None
+    assert [message["role"] for message in state["completion"]][:2] == ["assistant", "tool"]
+    (sampled,) = samples_of(state["trajectory"])
+    rows = [{**row, "trajectory": []} for row in results.rollouts]
+    exported = tmp_path / "sft.jsonl"
+    exported.write_text("".join(json.dumps(row) + "\n" for row in vf.to_sft(results)))
+    for source in (rows, tmp_path / "run", exported):  # in memory, from disk, and as other trainers get it
+        (learned,) = read_samples(source, client.tokenizer).samples
+        assert learned.prompt_ids == sampled.prompt_ids
+        assert learned.completion_ids == sampled.completion_ids
+        assert learned.completion_mask == sampled.completion_mask
+    text = client.tokenizer.decode(
+        [t for t, m in zip(sampled.completion_ids, sampled.completion_mask, strict=True) if m]
+    )
+    assert text == f"{first}{end}the answer is 5{end}"
+
+
+class Spoken(vf.SingleTurnEnv):
+    """Asks by itself, with a system message of its own."""
+
+    async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:
+        messages = [{"role": "system", "content": "hello"}, *input["prompt"]]
+        reply = await client.chat.completions.create(model=model, messages=messages, **(sampling_args or {}))
+        return [{"role": "assistant", "content": self.edit(reply.choices[0].message.content, input)}]
+
+    def edit(self, text: str, row: Any) -> str:
+        return text
+
+
+def spoken(kind: type[Spoken] = Spoken) -> Any:
+    rows = [{"question": f"say {i}", "answer": str(i)} for i in range(8)]
+    return kind(dataset=rows, rubric=vf.Rubric([making.share_of_e]))
+
+
+def test_training_on_a_rollout_of_ones_own_learns_the_tokens_of_the_calls_that_it_made(tmp_path: Any) -> None:
+    generated: list[tuple[list[int], list[int], list[float]]] = []
+
+    class Watched(vf.GRPOTrainer):
+        def sequences(self, batch: Any) -> Any:
+            trained = super().sequences(batch)
+            samples: list[Sample] = [one.sample for one in trained]
+            asked = "<|im_start|>system\nhello<|im_end|>\n<|im_start|>user\nsay "
+            assert all(self.tokenizer.decode(sample.prompt_ids).startswith(asked) for sample in samples)
+            assert all(
+                (s.prompt_ids, s.completion_ids, s.completion_logprobs) in generated and set(s.completion_mask) == {1}
+                for s in samples
+            )
+            assert len(samples) == 16
+            return trained
+
+    trainer = making.trainer(tmp_path, Watched, env=spoken(), max_steps=2)
+    finish = trainer.client._choice
+
+    def watch(loaded: Any, prompt: Any, sampled: Any) -> Any:
+        generated.append((sampled.prompt_ids, sampled.ids, sampled.logprobs))
+        return finish(loaded, prompt, sampled)
+
+    trainer.client._choice = watch
+    report = trainer.train()
+    for step in report.steps:  # on-policy: the ratio of what was sampled to what is learned is one
+        assert step["ratio_max"] == pytest.approx(1.0, abs=1e-4)
+        assert step["sampled_tokens"] > 0
+        assert "refused" not in step
+
+
+def test_rollouts_whose_tokens_are_not_known_are_counted_and_shown_and_move_no_weight(tmp_path: Any) -> None:
+    class SomeEdited(Spoken):
+        def edit(self, text: str, row: Any) -> str:
+            return text + " edited" if int(row["answer"]) % 2 else text
+
+    trainer = making.trainer(tmp_path, env=spoken(SomeEdited), max_steps=1, batch_size=32)
+    report = trainer.train()
+    (step,) = report.steps
+    assert step["refused"] == 16
+    ((reason, count),) = step["refused_reasons"].items()
+    assert count == 16
+    assert "no call of the policy gave" in reason
+    (notice,) = [one["notice"] for one in report.notices if "not learned from" in one["notice"]]
+    assert notice.startswith("16 rollouts were not learned from")
+
+    class AllEdited(Spoken):
+        def edit(self, text: str, row: Any) -> str:
+            return "made up"
+
+    trainer = making.trainer(tmp_path / "all", env=spoken(AllEdited), max_steps=1)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    with pytest.raises(ValueError, match=r"none of 16 rollouts can be learned from.*no call of the policy gave"):
+        trainer.train()
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_a_batch_of_texts_that_the_policy_never_said_is_refused_and_those_it_said_are_exact(tmp_path: Any) -> None:
+    class Own(vf.GRPOTrainer):
+        texts = ("made", "up")
+
+        def get_batch(self) -> Any:
+            prompts = [[{"role": "user", "content": "say 1"}]] * 2
+            return prompts, [[{"role": "assistant", "content": text}] for text in self.texts], [0.0, 1.0]
+
+    class Asked(Own):
+        def get_batch(self) -> Any:
+            prompts = [[{"role": "user", "content": "say 1"}]] * 4
+            return prompts, self.generate(prompts), [0.0, 1.0, 2.0, 3.0]
+
+    with pytest.raises(ValueError, match="none of 2 rollouts can be learned from"):
+        making.trainer(tmp_path / "a", Own, max_steps=1).train()
+    (step,) = making.trainer(tmp_path / "b", Asked, max_steps=1).train().steps
+    assert step["ratio_max"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_the_same_text_sampled_as_different_tokens_is_learned_as_each_was_sampled() -> None:
+    from verifiers.clients.protocol import Tokens
+    from verifiers.trainers.sampler import Sampler
+
+    tokenizer = tiny.tokenizer()
+    sampler = Sampler(tiny.model(tokenizer), tokenizer)
+    prompt, message = [{"role": "user", "content": "a"}], {"role": "assistant", "content": "the"}
+    for ids in ([5], [6, 7]):
+        tokens = Tokens(prompt_ids=[1], completion_ids=ids, logprobs=[-1.0] * len(ids))
+        sampler.keep(Request(model="", prompt=prompt), message, tokens)
+    found = [sampler.samples(prompt, [message])[0].completion_ids for _ in range(4)]
+    assert found == [[5], [6, 7], [5], [6, 7]]
+
+
+def test_saved_tokens_are_learned_as_they_are_and_those_of_another_tokenizer_are_not(tmp_path: Any) -> None:
+    trainer = making.trainer(tmp_path, max_steps=1)
+    results = trainer.env.generate(
+        client=trainer.client,
+        n_samples=8,
+        rollouts_per_example=4,
+        sampling_args={"max_tokens": 4},
+        state_columns=["trajectory"],
+        results_path=tmp_path / "saved",
+        use_tqdm=False,
+    )
+    exact = sorted(sample.completion_ids for state in results.rollouts for sample in samples_of(state["trajectory"]))
+    for source in (results, tmp_path / "saved"):
+        offline = vf.GRPOTrainer(
+            model=trainer.model,
+            tokenizer=trainer.tokenizer,
+            dataset=source,
+            config=making.config(tmp_path, max_steps=1),
+        )
+        batch = offline.sample_batch(offline.offline.groups())
+        batch["advantages"] = [1.0] * len(batch["rewards"])
+        assert sorted(one.sample.completion_ids for one in offline.sequences(batch)) == exact
+    bytewise = trainer.env.generate(
+        client=vf.FakeClient("the answer", tokens=True), model="m", n_samples=1, use_tqdm=False
+    )
+    (sample,) = read_samples(bytewise, trainer.tokenizer).samples
+    assert trainer.tokenizer.decode(sample.completion_ids) == "the answer<|im_end|>"
