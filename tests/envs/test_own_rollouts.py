@@ -104,6 +104,33 @@ def test_a_reply_that_was_dropped_and_a_judge_asked_by_the_same_client_are_not_l
     assert said([sample]) == ["yes"]
 
 
+def test_a_reply_that_two_different_questions_gave_is_refused_rather_than_guessed() -> None:
+    class Twice(vf.SingleTurnEnv):
+        async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:
+            for text in ("first?", "second?"):
+                reply = await client.chat.completions.create(messages=[{"role": "user", "content": text}])
+            return [reply.message]
+
+    with pytest.raises(NotSampledError, match="several calls with different prompts gave a reply in its completion"):
+        exact_samples(played(Twice, vf.FakeClient("yes", tokens=True)))
+    assert said(exact_samples(played(Twice, vf.FakeClient(["no", "yes"], tokens=True)))) == ["yes"]
+
+
+def test_a_rollout_whose_completion_has_no_reply_is_refused_and_one_that_asked_nobody_has_nothing_to_learn() -> None:
+    class Silent(vf.SingleTurnEnv):
+        async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:
+            await client.chat.completions.create(messages=input["prompt"])
+            return {"completion": []}
+
+    class Idle(vf.SingleTurnEnv):
+        async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:
+            return {"completion": []}
+
+    with pytest.raises(NotSampledError, match="no reply of the model, though the model was asked"):
+        exact_samples(played(Silent, vf.FakeClient("yes", tokens=True)))
+    assert exact_samples(played(Idle, vf.FakeClient("yes", tokens=True))) == []
+
+
 def test_the_choice_that_was_taken_of_several_is_the_one_that_is_learned_from() -> None:
     def choices(request: Any) -> dict[str, Any]:
         prompt_ids = encode_prompt(request.prompt)

@@ -16,6 +16,7 @@ from tests.trainers import making
 from verifiers.clients.protocol import Completion, Request
 from verifiers.engine import LocalModel
 from verifiers.samples import Sample, samples_of
+from verifiers.store import read_records
 from verifiers.trainers.sft_rows import read_samples
 
 
@@ -241,3 +242,90 @@ def test_saved_tokens_are_learned_as_they_are_and_those_of_another_tokenizer_are
     )
     (sample,) = read_samples(bytewise, trainer.tokenizer).samples
     assert trainer.tokenizer.decode(sample.completion_ids) == "the answer<|im_end|>"
+
+
+# --- what other programs make of it -------------------------------------------------------------------------------
+
+
+def tool_results(tmp_path: Any, replies: Sequence[Any], **kwargs: Any) -> Any:
+    env = vf.ToolEnv(tools=[add], dataset=[{"question": "2 + 3?", "answer": "5"}], rubric=vf.Rubric([lambda: 1.0]))
+    client = vf.FakeClient(list(replies))
+    return env.evaluate(client=client, model="fake", results_path=tmp_path / "run", use_tqdm=False, **kwargs)
+
+
+def called(arguments: str) -> dict[str, Any]:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {"content": None, "tool_calls": [call]}
+
+
+@pytest.mark.parametrize("template", [templates.QWEN25, templates.QWEN3, templates.LLAMA31], ids=["2.5", "3", "3.1"])
+def test_an_exported_conversation_is_written_by_another_trainer_as_by_ours(tmp_path: Any, template: str) -> None:
+    results = tool_results(tmp_path, [called('{"a": 2, "b": 3}'), "it is 5"])
+    (row,) = vf.to_sft(results)
+    tokenizer = tokenizer_of(template)
+    theirs = tokenizer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
+    (ours,) = read_samples(results, tokenizer).samples
+    text = tokenizer.decode(ours.prompt_ids + ours.completion_ids)
+    assert theirs.rstrip("\n") == text
+    assert '{"a": 2, "b": 3}' in text
+
+
+def test_a_run_from_disk_a_table_and_a_data_set_are_imitated_with_their_tools(tmp_path: Any) -> None:
+    datasets = pytest.importorskip("datasets")
+    results = tool_results(tmp_path, [called('{"a": 2, "b": 3}'), "it is 5"])
+    tokenizer = tokenizer_of(templates.QWEN25)
+    (expected,) = read_samples(results, tokenizer).samples
+    assert '"name": "add"' in tokenizer.decode(expected.prompt_ids)
+    vf.export_parquet(results, tmp_path / "run.parquet")
+    other = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"at": {"type": "string"}}}}}
+    look = {"type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
+    stranger = {
+        "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [look]}],
+        "tools": [other],
+    }
+    mixed = datasets.Dataset.from_list([*vf.to_sft(results), stranger])
+    sources: list[Any] = [tmp_path / "run", tmp_path / "run" / "results.jsonl", tmp_path / "run.parquet", mixed]
+    for source in sources:
+        found = read_samples(source, tokenizer).samples[0]
+        assert found.prompt_ids + found.completion_ids == expected.prompt_ids + expected.completion_ids
+        assert found.completion_mask == expected.completion_mask
+    second = tokenizer.decode(read_samples(mixed, tokenizer).samples[1].completion_ids)
+    assert '"arguments": {"at": "x"}}' in second  # without the nulls that the table has there
+
+
+def test_a_template_without_tools_can_be_trained_on_calls(tmp_path: Any) -> None:
+    results = tool_results(tmp_path, [called('{"a": 2, "b": 3}'), "it is 5"])
+    tokenizer = tokenizer_of(templates.NO_TOOLS)
+    config = vf.SFTConfig(
+        max_steps=2, batch_size=1, learning_rate=1e-2, show_progress=False, output_dir=tmp_path / "sft"
+    )
+    for source in (results, tmp_path / "run"):
+        config.output_dir = tmp_path / f"sft-{len(str(source))}"
+        model = tiny.model(tokenizer, context=2048)
+        trainer = vf.SFTTrainer(model=model, tokenizer=tokenizer, dataset=source, config=config)
+        (sample,) = trainer.examples.samples
+        assert "You may call one or more" in tokenizer.decode(sample.prompt_ids)
+        report = trainer.train()
+        assert report.steps[1]["loss"] < report.steps[0]["loss"]
+
+
+def test_an_old_run_without_its_tools_says_so_and_takes_those_of_its_environment(tmp_path: Any) -> None:
+    results = tool_results(tmp_path, [called('{"a": 2, "b": 3}'), "it is 5"])
+    tokenizer = tokenizer_of(templates.QWEN25)
+    old = [
+        {name: value for name, value in row.items() if name != "oai_tools"} for row in read_records(tmp_path / "run")
+    ]
+    with pytest.warns(UserWarning, match="1 rollouts call tools and do not say which tools were on offer .*pass env="):
+        (without,) = read_samples(old, tokenizer).samples
+    assert "<tools>" not in tokenizer.decode(without.prompt_ids)
+    env = vf.ToolEnv(tools=[add], dataset=[{"question": "2 + 3?"}], rubric=vf.Rubric([lambda: 1.0]))
+    (with_them,) = read_samples(old, tokenizer, env=env).samples
+    assert with_them.prompt_ids == read_samples(results, tokenizer).samples[0].prompt_ids
+
+
+def test_prompts_are_measured_with_the_tools_that_the_engine_will_show(tmp_path: Any) -> None:
+    tokenizer = tokenizer_of(templates.NO_TOOLS)
+    env = vf.ToolEnv(tools=[add], dataset=[{"question": "2 + 3?"}], rubric=vf.Rubric([lambda: 1.0]))
+    config = making.config(tmp_path, max_prompt_length=30)
+    with pytest.raises(ValueError, match="all 1 prompts are longer than max_prompt_length=30"):
+        vf.GRPOTrainer(model=tiny.model(tokenizer), tokenizer=tokenizer, env=env, config=config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,14 +102,22 @@ def read_file(path: Path) -> Any:
     if path.suffix == ".jsonl":
         return list(read_records(path))
     if path.suffix == ".parquet":
-        import pyarrow.parquet as parquet
-
-        return parquet.read_table(path).to_pydict()
+        return _read_parquet(path)
     if path.suffix == ".json":
-        import json
-
         return json.loads(path.read_text())
     raise ValueError(f"{path.name} is no data set that can be read; give jsonl, parquet, json, or a torch.save file")
+
+
+def _read_parquet(path: Path) -> dict[str, list[Any]]:
+    """The columns of a table; those that hold JSON text, and say so, as what it says."""
+    import pyarrow.parquet as parquet
+
+    table = parquet.read_table(path)
+    columns: dict[str, list[Any]] = table.to_pydict()
+    for field in table.schema:
+        if (field.metadata or {}).get(b"encoding") == b"json":
+            columns[field.name] = [None if text is None else json.loads(text) for text in columns[field.name]]
+    return columns
 
 
 def _read_torch(path: Path) -> Any:

@@ -94,11 +94,26 @@ def _rows_of(given: Any, env: Environment | None) -> Sequence[Mapping[str, Any]]
         return given.rollouts
     if isinstance(given, Mapping):
         names = list(given)
-        return [dict(zip(names, values, strict=True)) for values in zip(*given.values(), strict=True)]
+        rows = [dict(zip(names, values, strict=True)) for values in zip(*given.values(), strict=True)]
+        return [_without_filling(row) for row in rows]
     rows = [given[i] for i in range(len(given))]
+    if hasattr(given, "column_names"):
+        rows = [_without_filling(row) for row in rows]
     if odd := [row for row in rows if not isinstance(row, Mapping)]:
         raise TypeError(f"a row is a mapping with {_KINDS}, not a {type(odd[0]).__name__}")
     return rows
+
+
+def _without_filling(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a table without the nulls that tables put where objects differ: other tools have other arguments."""
+    chats = {name: _filled_out(row[name]) for name in ("prompt", "completion", "messages", "tools") if name in row}
+    return {**row, **chats}
+
+
+def _filled_out(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _filled_out(item) for key, item in value.items() if item is not None}
+    return [_filled_out(item) for item in value] if isinstance(value, list) else value
 
 
 def _samples(row: Mapping[str, Any], position: int, writer: ChatWriter, env: Environment | None) -> list[Sample]:
