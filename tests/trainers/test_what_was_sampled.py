@@ -108,6 +108,39 @@ def test_a_saved_conversation_with_tools_is_imitated_by_the_very_tokens_that_wer
     assert text == f"{first}{end}the answer is 5{end}"
 
 
+def test_grpo_learns_the_same_tokens_from_saved_text_with_tools_as_from_what_was_sampled(
+    told: Any, tmp_path: Any
+) -> None:
+    client = told(templates.QWEN25, "<|im_end|>", [CALL, "the answer is 5", CALL, "hello"])
+    rubric = vf.Rubric([lambda completion: float("5" in completion[-1]["content"])])
+    env = vf.ToolEnv(tools=[add], dataset=[{"question": "2 + 3?", "answer": "5"}], rubric=rubric)
+    results = env.evaluate(
+        client=client,
+        model="tiny",
+        rollouts_per_example=2,
+        max_concurrent=1,
+        sampling_args={"temperature": 0, "max_tokens": 400},
+        results_path=tmp_path / "run",
+        use_tqdm=False,
+    )
+    learned = []
+    for number, source in enumerate((results, tmp_path / "run")):
+        trainer = vf.GRPOTrainer(
+            model=tiny.model(client.tokenizer, context=2048),
+            tokenizer=client.tokenizer,
+            dataset=source,
+            config=making.config(tmp_path / str(number), max_steps=1, batch_size=2, group_size=2),
+        )
+        batch = trainer.sample_batch(trainer.offline.groups())
+        batch["advantages"] = [1.0] * len(batch["rewards"])
+        learned.append([one.sample for one in trainer.sequences(batch)])
+        assert trainer.train().last["grad_norm"] > 0
+    for exact, written in zip(*learned, strict=True):
+        assert exact.prompt_ids == written.prompt_ids
+        assert exact.completion_ids == written.completion_ids
+        assert exact.completion_mask == written.completion_mask
+
+
 class Spoken(vf.SingleTurnEnv):
     """Asks by itself, with a system message of its own."""
 
