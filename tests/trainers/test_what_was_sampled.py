@@ -14,7 +14,7 @@ from tests.chat import templates
 from tests.engine import tiny
 from tests.trainers import making
 from verifiers.clients.protocol import Completion, Request
-from verifiers.engine import LocalModel
+from verifiers.engine import LocalModel, LocalServer
 from verifiers.samples import Sample, samples_of
 from verifiers.store import read_records
 from verifiers.trainers.sft_rows import read_samples
@@ -213,6 +213,33 @@ def test_rollouts_whose_tokens_are_not_known_are_counted_and_shown_and_move_no_w
     with pytest.raises(ValueError, match=r"none of 16 rollouts can be learned from.*no call of the policy gave"):
         trainer.train()
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", [vf.SingleTurnEnv, Spoken])
+def test_a_served_model_is_asked_for_its_tokens_and_they_are_learned_as_it_sampled_them(
+    tmp_path: Any, kind: Any
+) -> None:
+    class Weights:
+        def reload_weights(self, folder: str) -> None:
+            local.update_weights(folder)
+
+    tokenizer = tiny.tokenizer()
+    env = spoken(kind)
+    env.model = "tiny"
+    with LocalModel(tiny.model(tokenizer), tokenizer, rows=4, name="tiny") as local, LocalServer(local) as server:
+        trainer = vf.GRPOTrainer(
+            model=tiny.model(tokenizer),
+            tokenizer=tokenizer,
+            env=env,
+            client=vf.HTTPClient(server.url),
+            weight_server=Weights(),
+            config=making.config(tmp_path, max_steps=2),
+        )
+        report = trainer.train()
+    for step in report.steps:
+        assert step["ratio_max"] == pytest.approx(1.0, abs=1e-3)
+        assert step["sampled_tokens"] > 0
+        assert "refused" not in step
 
 
 def test_a_batch_of_texts_that_the_policy_never_said_is_refused_and_those_it_said_are_exact(tmp_path: Any) -> None:

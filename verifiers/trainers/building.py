@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import shutil
 import tempfile
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,6 +17,8 @@ import torch
 
 from verifiers import calls
 from verifiers.chat import ChatWriter
+from verifiers.clients import HTTPClient, as_client
+from verifiers.clients.exact import exact_tokens
 from verifiers.clients.protocol import Request
 from verifiers.engine import models, threads
 from verifiers.engine.plan import free_memory, plan
@@ -169,11 +173,12 @@ class RemoteWeights:
 
     def __init__(self, server: Any, model: Any, tokenizer: Any) -> None:
         self._server, self._model, self._tokenizer = server, model, tokenizer
-        self._folder = tempfile.TemporaryDirectory(prefix="verifiers-weights-")
+        self._folder = tempfile.mkdtemp(prefix="verifiers-weights-")
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def send(self) -> None:
-        save_model(self._model, self._tokenizer, self._folder.name)
-        sent = self._server.reload_weights(self._folder.name)
+        save_model(self._model, self._tokenizer, self._folder)
+        sent = self._server.reload_weights(self._folder)
         if inspect.isawaitable(sent):
             calls.run(lambda: _awaited(sent))
 
@@ -193,6 +198,12 @@ def remote_weights(client: Any, server: Any, model: Any, tokenizer: Any) -> Remo
             "any object with reload_weights(folder)), or leave client out to sample in this process"
         )
     return RemoteWeights(server, model, tokenizer)
+
+
+def exact_sampling(sampling: dict[str, Any], client: Any, env: Environment) -> dict[str, Any]:
+    """Sampling arguments with which a served model too gives the tokens it sampled; without them nothing is learned."""
+    is_served = not isinstance(client, Sampler) and isinstance(as_client(client), HTTPClient)
+    return exact_tokens(sampling, message_type=env.message_type) if is_served else sampling
 
 
 def request(prompt: Any, config: GRPOConfig, *, is_chat: bool) -> Request:

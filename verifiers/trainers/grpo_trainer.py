@@ -237,7 +237,7 @@ class GRPOTrainer(Trainer):
             inputs=list(rows),
             client=self.client,
             rollouts_per_example=size,
-            sampling_args=self.config.sampling(),
+            sampling_args=building.exact_sampling(self.config.sampling(), self.client, self.env),
             max_concurrent=self.config.max_concurrent,
             use_tqdm=False,
             score=not scores_itself,

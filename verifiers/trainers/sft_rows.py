@@ -94,8 +94,8 @@ def _rows_of(given: Any, env: Environment | None) -> Sequence[Mapping[str, Any]]
         return given.rollouts
     if isinstance(given, Mapping):
         names = list(given)
-        rows = [dict(zip(names, values, strict=True)) for values in zip(*given.values(), strict=True)]
-        return [_without_filling(row) for row in rows]
+        columns = zip(*given.values(), strict=True)
+        return [_without_filling(dict(zip(names, values, strict=True))) for values in columns]
     rows = [given[i] for i in range(len(given))]
     if hasattr(given, "column_names"):
         rows = [_without_filling(row) for row in rows]
