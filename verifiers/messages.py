@@ -184,6 +184,18 @@ def _is_tools(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(tool, dict) for tool in value)
 
 
+def template_settings(row: Any) -> dict[str, Any]:
+    """The variables of the chat template (``chat_template_kwargs``) that a row, a record or a state was made with.
+
+    >>> template_settings({"sampling_args": {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}})
+    {'enable_thinking': False}
+    """
+    sampling = row.get("sampling_args")
+    asked = {**sampling, **(sampling.get("extra_body") or {})} if isinstance(sampling, dict) else {}
+    given = _decoded(row.get("chat_template_kwargs")) or asked.get("chat_template_kwargs")
+    return dict(given) if isinstance(given, dict) else {}
+
+
 def sanitize_tool_calls(messages: Messages) -> Messages:
     """The same messages with tool calls as JSON strings, so that rows of different tools fit one column."""
     import msgspec

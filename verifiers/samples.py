@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verifiers.chat import ChatWriter
-from verifiers.messages import as_messages, called_functions, text_of, tools_of
+from verifiers.messages import as_messages, called_functions, template_settings, text_of, tools_of
 from verifiers.types import ChatMessage, ProcessedOutputs, TrajectoryStepTokens
 
 
@@ -127,13 +127,14 @@ def _called(message: ChatMessage) -> Iterator[str]:
 # --- text that nobody sampled -------------------------------------------------------------------------------------
 
 
-def tokenized(prompt: Any, completion: Any, writer: Any, tools: Any = None) -> list[Sample]:
+def tokenized(prompt: Any, completion: Any, writer: Any, tools: Any = None, **settings: Any) -> list[Sample]:
     """Samples of text, written as the engine would have shown it; no policy's logprobs of it are known (NaN).
 
-    ``writer`` is a `ChatWriter` or a tokenizer. A template that rewrites earlier turns gives several samples.
+    ``writer`` is a `ChatWriter` or a tokenizer, ``settings`` are variables of its template. A template that rewrites
+    earlier turns gives several samples.
     """
     writer = writer if isinstance(writer, ChatWriter) else ChatWriter(writer)
-    turns = writer.turns(prompt, completion, tools)
+    turns = writer.turns(prompt, completion, tools, **settings)
     return samples_of(
         {
             "tokens": {
@@ -169,7 +170,7 @@ def batches(
                 f"rollouts without exact tokens are tokenized from text; logprobs are NaN ({error})", stacklevel=2
             )
             writer = writer or ChatWriter(tokenizer)
-            found = tokenized(prompt, completion, writer, tools_of(state))
+            found = tokenized(prompt, completion, writer, tools_of(state), **template_settings(state))
         pending += [(_cut(sample, max_seq_len), reward) for sample in found]
         while len(pending) >= batch_size:
             yield _batch(pending[:batch_size])

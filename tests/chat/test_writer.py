@@ -139,3 +139,11 @@ def test_a_call_whose_place_cannot_be_told_is_refused() -> None:
     opened = templates.QWEN25.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
     with pytest.raises(RequestRefusedError, match="otherwise than after its own generation prompt"):
         writer(opened).turns(ASKED, [calls(call())], [ADD])
+
+
+def test_variables_of_the_template_that_were_sampled_with_are_written_with_too() -> None:
+    loud = templates.NO_TOOLS.replace("assistant\\n'", "assistant\\n' + ('!' if loud else '')")
+    made = writer(loud)
+    (turn,) = made.turns(ASKED, [reply("four")], loud=True)
+    assert turn.prompt_ids == made.prompt(ASKED, loud=True)[1] != made.prompt(ASKED)[1]
+    assert text(made, turn.reply_ids) == "four<|im_end|>"

@@ -40,9 +40,10 @@ class Told:
         self.script = tiny.Scripted(module)
         self.local = LocalModel(module, self.tokenizer, rows=2, name="tiny")
         self.replies, self.end = iter(replies), end
+        self.shown: list[int] = []  # what the model is shown, where that is not simply the conversation
 
     async def complete(self, request: Request) -> Completion:
-        _, shown = self.local.load().writer.prompt(request.prompt, request.tools)
+        shown = self.shown or self.local.load().writer.prompt(request.prompt, request.tools)[1]
         ids = self.tokenizer.encode(next(self.replies) + self.end, add_special_tokens=False)
         self.script.say(ids, after=len(shown))
         return await self.local.complete(request)
@@ -106,6 +107,24 @@ def test_a_saved_conversation_with_tools_is_imitated_by_the_very_tokens_that_wer
         [t for t, m in zip(sampled.completion_ids, sampled.completion_mask, strict=True) if m]
     )
     assert text == f"{first}{end}the answer is 5{end}"
+
+
+def test_variables_of_the_template_are_kept_with_the_run_and_written_with_again(told: Any, tmp_path: Any) -> None:
+    loud = templates.NO_TOOLS.replace("assistant\\n'", "assistant\\n' + ('!' if loud else '')")
+    client = told(loud, "<|im_end|>", ["hello"])
+    asked = [{"role": "user", "content": "2 + 3?"}]
+    client.shown = client.local.load().writer.prompt(asked, loud=True)[1]
+    env = vf.SingleTurnEnv(dataset=[{"prompt": asked}], rubric=vf.Rubric([lambda: 1.0]))
+    sampling = {"temperature": 0, "extra_body": {"chat_template_kwargs": {"loud": True}}}
+    results = env.evaluate(
+        client=client, model="tiny", sampling_args=sampling, results_path=tmp_path / "run", use_tqdm=False
+    )
+    (sampled,) = samples_of(results.rollouts[0]["trajectory"])
+    assert sampled.prompt_ids == client.shown
+    assert vf.to_sft(results)[0]["chat_template_kwargs"] == {"loud": True}
+    for source in (tmp_path / "run", vf.to_sft(results)):
+        (learned,) = read_samples(source, client.tokenizer).samples
+        assert learned.prompt_ids + learned.completion_ids == sampled.prompt_ids + sampled.completion_ids
 
 
 def test_grpo_learns_the_same_tokens_from_saved_text_with_tools_as_from_what_was_sampled(

@@ -65,7 +65,7 @@ class ChatWriter:
 
     # --- whole conversations ------------------------------------------------------------------------------------------
 
-    def turns(self, prompt: Any, completion: Any, tools: Tools = None) -> list[Turn]:
+    def turns(self, prompt: Any, completion: Any, tools: Tools = None, **settings: Any) -> list[Turn]:
         """Each reply of a conversation with the prompt it would have been sampled from.
 
         A reply ends with the token that ends a turn; what the template writes after it belongs to the next prompt.
@@ -78,18 +78,22 @@ class ChatWriter:
         found: list[Turn] = []
         for message in as_messages(completion, role="assistant"):
             if role_of(message) == "assistant":
-                text = self.template.render(messages, tools)
+                text = self.template.render(messages, tools, **settings)
                 ids = self._ids(_CHAT + text, known)
-                said, end = self._reply(text, messages, message, tools)
+                said, end = self._reply(text, messages, message, tools, settings)
                 body = self.codec.encode_after(text, said)
                 known.remember(_CHAT + text + said, ids + body)
                 found.append(Turn(prompt_ids=ids, reply_ids=body + end))
             messages = [*messages, message]
         return found
 
-    def _reply(self, text: str, messages: list[Any], message: Any, tools: Tools) -> tuple[str, list[int]]:
+    def _reply(
+        self, text: str, messages: list[Any], message: Any, tools: Tools, settings: dict[str, Any]
+    ) -> tuple[str, list[int]]:
         """What the template writes for a reply after its prompt, and the token that ends it, if there is one."""
-        whole = self.template.render([*messages, message], tools, add_generation_prompt=False)
+        whole = self.template.render(
+            [*messages, message], tools, **{**settings, "add_generation_prompt": False, "continue_final_message": False}
+        )
         if whole.startswith(text):
             return self._cut(whole[len(text) :])
         if message.get("tool_calls"):

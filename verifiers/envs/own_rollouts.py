@@ -6,10 +6,11 @@ the policy's reply and is left out. What cannot be found is never guessed: the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verifiers.clients.protocol import Request
 from verifiers.clients.recording import CallReply, ModelCall, is_asked_through
 from verifiers.messages import as_messages, called_functions, role_of, text_of
 from verifiers.rollout import step_tokens
@@ -35,9 +36,9 @@ def add_steps(state: State, made: Sequence[ModelCall], max_seq_len: int | None) 
 
 @dataclass(eq=False, slots=True)
 class _Said:
-    """A reply of the policy, with the prompt it was given to."""
+    """A reply of the policy, with the request that it was given to."""
 
-    prompt: Any
+    request: Request
     reply: CallReply
     is_used: bool = False
 
@@ -47,7 +48,7 @@ def _steps(state: State, made: Sequence[ModelCall], max_seq_len: int | None) -> 
         raise NotSampledError(f"no call of the model was seen in its rollout; {_UNSEEN}")
     policy = state.answerer.client
     calls = [call for call in made if is_asked_through(policy, call.client)]
-    said = [_Said(call.request.prompt, reply) for call in calls for reply in call.replies]
+    said = [_Said(call.request, reply) for call in calls for reply in call.replies]
     completion = state.get("completion") or []
     before = as_messages(state.get("prompt") or [])
     messages = as_messages(completion, role="assistant")
@@ -56,6 +57,7 @@ def _steps(state: State, made: Sequence[ModelCall], max_seq_len: int | None) -> 
     for message in messages:
         if role_of(message) == "assistant":
             found = _find(message, before[-1:], said)
+            _check_distribution(found.request.sampling, state.get("sampling_args") or {})
             yield _step(state, found, completion if isinstance(completion, str) else [message], max_seq_len)
         before = [*before, message]
 
@@ -64,7 +66,7 @@ def _step(state: State, found: _Said, completion: Any, max_seq_len: int | None) 
     tokens = step_tokens(found.reply.tokens, max_seq_len)
     assert tokens is not None
     return TrajectoryStep(
-        prompt=found.prompt,
+        prompt=found.request.prompt,
         completion=completion,
         response=None,
         tokens=tokens,
@@ -74,6 +76,36 @@ def _step(state: State, found: _Said, completion: Any, max_seq_len: int | None) 
         trajectory_id=state["trajectory_id"],
         extras={},
     )
+
+
+# What the probability of a token depends on, and where nothing of it is said.
+_DISTRIBUTION: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "logit_bias": {},
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+
+def _check_distribution(asked: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """A reply drawn from another distribution than the rollout was to be sampled from has another probability."""
+    mine, theirs = _distribution(wanted), _distribution(asked)
+    if odd := [name for name in _DISTRIBUTION if mine[name] != theirs[name]]:
+        name = odd[0]
+        raise NotSampledError(
+            f"it asked with {name}={theirs[name]}, and was to be sampled with {name}={mine[name]}: pass the "
+            "sampling_args that your rollout is given on to its calls"
+        )
+
+
+def _distribution(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    given = {**sampling, **(sampling.get("extra_body") or {})}
+    found = {name: usual if given.get(name) is None else given[name] for name, usual in _DISTRIBUTION.items()}
+    return {**found, "top_k": max(found["top_k"], 0)}  # vLLM says -1 for no limit
 
 
 def _find(message: ChatMessage, before: Sequence[Any], said: Sequence[_Said]) -> _Said:
@@ -89,7 +121,7 @@ def _find(message: ChatMessage, before: Sequence[Any], said: Sequence[_Said]) ->
         raise NotSampledError(NO_TOKENS)
     prompts = {tuple(one.reply.tokens.prompt_ids) for one in known if one.reply.tokens is not None}
     if len(prompts) > 1:
-        known = [one for one in known if _ends_with(one.prompt, before)]
+        known = [one for one in known if _ends_with(one.request.prompt, before)]
     if not known:
         raise NotSampledError(
             "several calls with different prompts gave a reply in its completion, and it cannot be told which one is "

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from verifiers.messages import as_messages, tools_of, with_argument_objects
+from verifiers.messages import as_messages, template_settings, tools_of, with_argument_objects
 from verifiers.store.export import Source, records_of
 from verifiers.store.plain import to_json
 from verifiers.store.record import Record, is_failed
@@ -102,7 +102,7 @@ def _sft_row(record: Record) -> dict[str, Any]:
     about = {"example_id": record.get("example_id"), "task": record.get("task"), "reward": record.get("reward")}
     if _is_text(record):
         return {"prompt": record["prompt"], "completion": record["completion"], **about}
-    return {"messages": _prompt(record) + _reply(record), **_tools(record), **about}
+    return {"messages": _prompt(record) + _reply(record), **_written_with(record), **about}
 
 
 def _dpo_row(chosen: Record, rejected: Record) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _dpo_row(chosen: Record, rejected: Record) -> dict[str, Any]:
         "prompt": chosen["prompt"] if is_text else _prompt(chosen),
         "chosen": chosen["completion"] if is_text else _reply(chosen),
         "rejected": rejected["completion"] if is_text else _reply(rejected),
-        **_tools(chosen),
+        **_written_with(chosen),
         "example_id": chosen.get("example_id"),
         "task": chosen.get("task"),
         "chosen_reward": chosen["reward"],
@@ -127,10 +127,10 @@ def _reply(record: Record) -> list[dict[str, Any]]:
     return [with_argument_objects(message) for message in as_messages(record["completion"], role="assistant")]
 
 
-def _tools(record: Record) -> dict[str, Any]:
-    """The tools that were on offer."""
-    tools = tools_of(record)
-    return {"tools": tools} if tools else {}
+def _written_with(record: Record) -> dict[str, Any]:
+    """The tools that were on offer, and the variables that the template was given; TRL has the same names."""
+    tools, settings = tools_of(record), template_settings(record)
+    return {**({"tools": tools} if tools else {}), **({"chat_template_kwargs": settings} if settings else {})}
 
 
 def note_missing_tools(records: Iterable[Mapping[str, Any]], remedy: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verifiers.chat import ChatWriter
-from verifiers.messages import as_messages, tools_of
+from verifiers.messages import as_messages, template_settings, tools_of
 from verifiers.samples import NotSampledError, Sample, are_ids_of, exact_samples, tokenized
 from verifiers.trainers.advantages import Scale, batch_advantages
 from verifiers.types import State
@@ -143,7 +143,7 @@ def samples_of_reply(
     state: Mapping[str, Any] = getattr(reply, "state", None) or {}
     completion = getattr(reply, "messages", reply)
     if writer is not None and not are_ids_of(state.get("trajectory") or (), writer):
-        return tokenized(prompt, completion, writer, tools_of(state))
+        return tokenized(prompt, completion, writer, tools_of(state), **template_settings(state))
     try:
         return exact_samples(state, completion)
     except NotSampledError:
@@ -151,4 +151,4 @@ def samples_of_reply(
             return known
         if writer is None:
             raise
-        return tokenized(prompt, completion, writer, tools_of(state))
+        return tokenized(prompt, completion, writer, tools_of(state), **template_settings(state))

@@ -12,7 +12,7 @@ from verifiers.trainers.batch import Batch, Reply, group_equal, text_of
 from verifiers.types import State
 
 COLUMNS = ("prompts", "completions", "rewards")
-_OF_A_STATE = ("trajectory", "oai_tools", "tools", "info")
+_OF_A_STATE = ("trajectory", "oai_tools", "tools", "info", "chat_template_kwargs")
 _SINGULAR = {"prompt": "prompts", "completion": "completions", "reward": "rewards", "answer": "answers"}
 
 

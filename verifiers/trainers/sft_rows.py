@@ -10,7 +10,7 @@ from typing import Any
 from verifiers.chat import ChatWriter
 from verifiers.envs.env_group import environment_of
 from verifiers.envs.environment import Environment
-from verifiers.messages import as_messages
+from verifiers.messages import as_messages, template_settings
 from verifiers.results import Results
 from verifiers.samples import Sample, are_ids_of, samples_of, tokenized
 from verifiers.store.training_data import note_missing_tools
@@ -126,7 +126,7 @@ def _samples(row: Mapping[str, Any], position: int, writer: ChatWriter, env: Env
         return [_ended(sample, writer.tokenizer.eos_token_id) for sample in tokenized(prompt, completion, writer)]
     if not writer.template.is_there:
         raise ValueError("these rows are chats, and this tokenizer has no chat template; set tokenizer.chat_template")
-    return tokenized(prompt, completion, writer, tools_for(env, row))
+    return tokenized(prompt, completion, writer, tools_for(env, row), **template_settings(row))
 
 
 def _parts(row: Mapping[str, Any], position: int, env: Environment | None) -> tuple[Any, Any]:
