@@ -127,6 +127,15 @@ def _called(message: ChatMessage) -> Iterator[str]:
 # --- text that nobody sampled -------------------------------------------------------------------------------------
 
 
+def written_samples(
+    prompt: Any, completion: Any, writer: Any, row: Mapping[str, Any], tools: Any = None
+) -> list[Sample]:
+    """Samples of a row, record or state from its text: with its tools and template variables, and cut where it was."""
+    is_cut = bool(row.get("is_truncated")) and row.get("stop_condition") != "prompt_too_long"
+    offered = tools_of(row) if tools is None else tools
+    return tokenized(prompt, completion, writer, offered, is_cut=is_cut, **template_settings(row))
+
+
 def tokenized(prompt: Any, completion: Any, writer: Any, tools: Any = None, **settings: Any) -> list[Sample]:
     """Samples of text, written as the engine would have shown it; no policy's logprobs of it are known (NaN).
 
@@ -170,7 +179,7 @@ def batches(
                 f"rollouts without exact tokens are tokenized from text; logprobs are NaN ({error})", stacklevel=2
             )
             writer = writer or ChatWriter(tokenizer)
-            found = tokenized(prompt, completion, writer, tools_of(state), **template_settings(state))
+            found = written_samples(prompt, completion, writer, state)
         pending += [(_cut(sample, max_seq_len), reward) for sample in found]
         while len(pending) >= batch_size:
             yield _batch(pending[:batch_size])

@@ -65,10 +65,13 @@ class ChatWriter:
 
     # --- whole conversations ------------------------------------------------------------------------------------------
 
-    def turns(self, prompt: Any, completion: Any, tools: Tools = None, **settings: Any) -> list[Turn]:
+    def turns(
+        self, prompt: Any, completion: Any, tools: Tools = None, *, is_cut: bool = False, **settings: Any
+    ) -> list[Turn]:
         """Each reply of a conversation with the prompt it would have been sampled from.
 
-        A reply ends with the token that ends a turn; what the template writes after it belongs to the next prompt.
+        A reply ends with the token that ends a turn, but for the last one where the conversation ``is_cut`` off; what
+        the template writes after it belongs to the next prompt.
         """
         if isinstance(prompt, str) and isinstance(completion, str):
             ids = self.codec.encode(prompt, special=True)
@@ -85,6 +88,8 @@ class ChatWriter:
                 known.remember(_CHAT + text + said, ids + body)
                 found.append(Turn(prompt_ids=ids, reply_ids=body + end))
             messages = [*messages, message]
+        if is_cut and found:
+            found[-1] = Turn(prompt_ids=ids, reply_ids=body)
         return found
 
     def _reply(
@@ -107,9 +112,9 @@ class ChatWriter:
 
     def _cut(self, reply: str) -> tuple[str, list[int]]:
         for end in self._ends():
-            said, found, _ = reply.rpartition(self.codec.decode([end], special=True))
-            if found:
-                return said, [end]
+            mark = self.codec.decode([end], special=True)
+            if mark and mark in reply:
+                return reply.rpartition(mark)[0], [end]
         return reply, []
 
     def _ends(self) -> list[int]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verifiers.chat import ChatWriter
-from verifiers.messages import as_messages, template_settings, tools_of
-from verifiers.samples import NotSampledError, Sample, are_ids_of, exact_samples, tokenized
+from verifiers.messages import as_messages
+from verifiers.samples import NotSampledError, Sample, are_ids_of, exact_samples, written_samples
 from verifiers.trainers.advantages import Scale, batch_advantages
 from verifiers.types import State
 
@@ -143,12 +143,13 @@ def samples_of_reply(
     state: Mapping[str, Any] = getattr(reply, "state", None) or {}
     completion = getattr(reply, "messages", reply)
     if writer is not None and not are_ids_of(state.get("trajectory") or (), writer):
-        return tokenized(prompt, completion, writer, tools_of(state), **template_settings(state))
+        return written_samples(prompt, completion, writer, state)
     try:
         return exact_samples(state, completion)
     except NotSampledError:
-        if known := find_tokens(prompt, completion) if find_tokens is not None else []:
+        # A text alone may be one that the policy said; a state says by itself what was sampled.
+        if not state and find_tokens is not None and (known := find_tokens(prompt, completion)):
             return known
         if writer is None:
             raise
-        return tokenized(prompt, completion, writer, tools_of(state), **template_settings(state))
+        return written_samples(prompt, completion, writer, state)

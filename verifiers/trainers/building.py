@@ -270,7 +270,8 @@ def refusals(batch: Batch, trained: Sequence[Trained]) -> dict[str, Any]:
             f"none of {len(batch.refused)} rollouts can be learned from, as it is not known which tokens were sampled; "
             f"{count} of them: {reason}"
         )
-    return {"refused": len(batch.refused), "refused_reasons": dict(reasons)}
+    told = [f"{count} × {reason}" for reason, count in reasons.most_common()]
+    return {"refused": len(batch.refused), "refused_reasons": told}
 
 
 # --- the run ------------------------------------------------------------------------------------------------------

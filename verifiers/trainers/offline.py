@@ -12,7 +12,7 @@ from verifiers.trainers.batch import Batch, Reply, group_equal, text_of
 from verifiers.types import State
 
 COLUMNS = ("prompts", "completions", "rewards")
-_OF_A_STATE = ("trajectory", "oai_tools", "tools", "info", "chat_template_kwargs")
+_OF_A_STATE = ("trajectory", "oai_tools", "tools", "info", "chat_template_kwargs", "is_truncated", "stop_condition")
 _SINGULAR = {"prompt": "prompts", "completion": "completions", "reward": "rewards", "answer": "answers"}
 
 
@@ -63,9 +63,17 @@ class Offline:
         completion = self._columns["completions"][i]
         state = states[i] if states is not None else None
         if not isinstance(state, State):
-            kept = {name: self._columns[name][i] for name in _OF_A_STATE if name in self._columns}
-            state = State({**kept, "completion": completion}) if kept else None
+            state = self._state(i)
         return Reply(text_of(completion), messages=completion, state=state)
+
+    def _state(self, i: int) -> State | None:
+        """The state of a saved record, as far as it was saved; None for columns that are nothing but text."""
+        kept = {name: self._columns[name][i] for name in _OF_A_STATE if name in self._columns}
+        if not kept:
+            return None
+        asked = {"prompt": self._columns["prompts"][i], "example_id": self._columns.get("example_id", range(i + 1))[i]}
+        scored = {"completion": self._columns["completions"][i], "reward": self._columns["rewards"][i]}
+        return State({**kept, **scored, "input": asked})
 
 
 def read_offline(given: Any) -> Offline | None:
@@ -88,7 +96,8 @@ def _columns(given: Any) -> dict[str, Any]:
         return {_SINGULAR.get(name, name): list(given[name]) for name in names}
     if isinstance(given, list) and given and isinstance(given[0], Mapping):
         names = [name for name in given[0] if all(name in row for row in given)]
-        return {_SINGULAR.get(name, name): [row[name] for row in given] for name in names}
+        names += [name for name in _OF_A_STATE if name not in names and any(name in row for row in given)]
+        return {_SINGULAR.get(name, name): [row.get(name) for row in given] for name in names}
     return {}
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from verifiers.chat import ChatWriter
 from verifiers.envs.env_group import environment_of
 from verifiers.envs.environment import Environment
-from verifiers.messages import as_messages, template_settings
+from verifiers.messages import as_messages
 from verifiers.results import Results
-from verifiers.samples import Sample, are_ids_of, samples_of, tokenized
+from verifiers.samples import Sample, are_ids_of, samples_of, tokenized, written_samples
 from verifiers.store.training_data import note_missing_tools
 from verifiers.trainers.building import tools_for
 from verifiers.trainers.offline import read_file
@@ -123,10 +123,11 @@ def _samples(row: Mapping[str, Any], position: int, writer: ChatWriter, env: Env
         return exact
     prompt, completion = _parts(row, position, env)
     if isinstance(prompt, str) and isinstance(completion, str):
-        return [_ended(sample, writer.tokenizer.eos_token_id) for sample in tokenized(prompt, completion, writer)]
+        end = None if row.get("is_truncated") else writer.tokenizer.eos_token_id
+        return [_ended(sample, end) for sample in tokenized(prompt, completion, writer)]
     if not writer.template.is_there:
         raise ValueError("these rows are chats, and this tokenizer has no chat template; set tokenizer.chat_template")
-    return tokenized(prompt, completion, writer, tools_for(env, row), **template_settings(row))
+    return written_samples(prompt, completion, writer, row, tools_for(env, row))
 
 
 def _parts(row: Mapping[str, Any], position: int, env: Environment | None) -> tuple[Any, Any]:

@@ -127,10 +127,9 @@ class Watch:
 
     def _refusals(self, metrics: Mapping[str, Any]) -> str | None:
         reasons = metrics.get("refused_reasons")
-        if not isinstance(reasons, Mapping) or not reasons:
+        if not isinstance(reasons, list) or not reasons:
             return None
-        reason = max(reasons, key=lambda one: reasons[one])
-        return f"{metrics.get('refused')} rollouts were not learned from, as their tokens are not known: {reason}"
+        return f"{metrics.get('refused')} rollouts were not learned from, as their tokens are not known: {reasons[0]}"
 
     def _no_variance(self, metrics: Mapping[str, Any], view: Mapping[str, Any]) -> str | None:
         share = number(metrics.get("zero_variance"))
