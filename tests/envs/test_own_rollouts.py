@@ -131,6 +131,18 @@ def test_a_rollout_whose_completion_has_no_reply_is_refused_and_one_that_asked_n
     assert exact_samples(played(Idle, vf.FakeClient("yes", tokens=True))) == []
 
 
+def test_a_completion_that_is_no_messages_is_scored_and_refused_for_training() -> None:
+    class Number(vf.SingleTurnEnv):
+        async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:
+            await client.chat.completions.create(messages=input["prompt"])
+            return {"completion": 4}
+
+    state = played(Number, vf.FakeClient("yes", tokens=True))
+    assert state["reward"] == 1.0
+    with pytest.raises(NotSampledError, match="its completion is neither a text nor messages"):
+        exact_samples(state)
+
+
 def test_the_choice_that_was_taken_of_several_is_the_one_that_is_learned_from() -> None:
     def choices(request: Any) -> dict[str, Any]:
         prompt_ids = encode_prompt(request.prompt)
@@ -180,11 +192,11 @@ def test_a_client_of_ones_own_around_the_policy_is_the_policy_and_a_teacher_is_n
             self.inner = inner
 
         async def complete(self, request: Any) -> Any:
-            return await self.inner.complete(request)
+            raise NotImplementedError
 
         @property
         def chat(self) -> Any:
-            return self.inner.chat
+            return (self.inner[0] if isinstance(self.inner, list) else self.inner).chat
 
     teacher = vf.FakeClient("four", tokens=True)
 
@@ -194,6 +206,7 @@ def test_a_client_of_ones_own_around_the_policy_is_the_policy_and_a_teacher_is_n
             return [reply.message]
 
     assert said(exact_samples(played(Sync, Logged(vf.FakeClient("four", tokens=True))))) == ["four"]
+    assert said(exact_samples(played(Sync, Logged([vf.FakeClient("four", tokens=True)])))) == ["four"]
     with pytest.raises(NotSampledError, match="no call of the policy gave"):
         exact_samples(played(Taught, vf.FakeClient("five", tokens=True)))
 

@@ -89,5 +89,7 @@ def is_asked_through(client: Any, asked: Any, depth: int = 3) -> bool:
     """
     if client is asked:
         return True
-    held = getattr(client, "__dict__", None)
-    return bool(depth) and isinstance(held, dict) and any(is_asked_through(v, asked, depth - 1) for v in held.values())
+    if not depth:
+        return False
+    held = client if isinstance(client, (list, tuple)) else list(getattr(client, "__dict__", {}).values())
+    return any(is_asked_through(one, asked, depth - 1) for one in held)

@@ -30,6 +30,9 @@ def add_steps(state: State, made: Sequence[ModelCall], max_seq_len: int | None) 
     except NotSampledError as error:
         state.not_sampled = str(error)
         return
+    except (AttributeError, TypeError, ValueError) as error:  # an override may return anything as its completion
+        state.not_sampled = f"its completion is neither a text nor messages ({type(error).__name__}: {error})"
+        return
     state["trajectory"] = steps
     state["is_truncated"] = bool(state.get("is_truncated")) or any(step["is_truncated"] for step in steps)
 
