@@ -303,7 +303,9 @@ def test_a_batch_of_texts_that_the_policy_never_said_is_refused_and_those_it_sai
             prompts = [[{"role": "user", "content": "say 1"}]] * 4
             return prompts, self.generate(prompts), [0.0, 1.0, 2.0, 3.0]
 
-    with pytest.raises(ValueError, match="none of 2 rollouts can be learned from"):
+    with pytest.raises(
+        ValueError, match=r"none of 2 rollouts can be learned from.*a text that this policy is not known"
+    ):
         making.trainer(tmp_path / "a", Own, max_steps=1).train()
     (step,) = making.trainer(tmp_path / "b", Asked, max_steps=1).train().steps
     assert step["ratio_max"] == pytest.approx(1.0, abs=1e-4)

@@ -150,6 +150,11 @@ def samples_of_reply(
         # A text alone may be one that the policy said; a state says by itself what was sampled.
         if not state and find_tokens is not None and (known := find_tokens(prompt, completion)):
             return known
-        if writer is None:
+        if writer is not None:
+            return written_samples(prompt, completion, writer, state)
+        if state:
             raise
-        return written_samples(prompt, completion, writer, state)
+        raise NotSampledError(
+            "it is a text that this policy is not known to have said: leave replies as they were sampled, or hand "
+            "rollouts that were saved before to dataset="
+        ) from None
