@@ -12,7 +12,6 @@ pytest.importorskip("transformers")
 from tests.chat import templates
 from tests.engine import tiny
 from verifiers.chat import ChatWriter
-from verifiers.errors import RequestRefusedError
 from verifiers.samples import tokenized
 
 ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
@@ -135,10 +134,43 @@ def test_a_thought_opened_by_the_generation_prompt_is_gone_on_with() -> None:
     assert text(made, turn.reply_ids) == "hm</think>four<|im_end|>"
 
 
-def test_a_call_whose_place_cannot_be_told_is_refused() -> None:
+def test_what_was_not_thought_is_written_without_the_thought_that_the_generation_prompt_opens() -> None:
     opened = templates.QWEN25.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
-    with pytest.raises(RequestRefusedError, match="otherwise than after its own generation prompt"):
-        writer(opened).turns(ASKED, [calls(call())], [ADD])
+    made = writer(opened)
+    called, replied = made.turns(ASKED, [calls(call('{"a": 2}')), result("5"), reply("it is 5")], [ADD])
+    assert text(made, called.prompt_ids).endswith("<|im_start|>assistant\n")
+    assert text(made, called.reply_ids) == (
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
+    )
+    assert text(made, replied.prompt_ids).endswith("<|im_start|>assistant\n")
+    assert text(made, replied.reply_ids) == "it is 5<|im_end|>"
+
+
+def test_calls_that_a_template_would_leave_out_are_written_in_words() -> None:
+    silent = "{% if tools %}{{ tools | tojson }}{% endif %}" + templates.NO_TOOLS
+    ((written,),) = trained(writer(silent), [calls(call('{"a": 2}'))])
+    assert written == '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
+
+
+def test_a_template_that_adds_arguments_to_a_text_is_given_them_as_text() -> None:
+    adds = templates.QWEN3.replace("{%- if c.function.arguments is string %}{{- c.function.arguments }}", "")
+    adds = adds.replace(
+        "{%- else %}{{- c.function.arguments | tojson }}{%- endif %}", "{{- '' + c.function.arguments }}"
+    )
+    ((written,),) = trained(writer(adds), [calls(call('{"a": 2}'))])
+    assert '"arguments": {"a": 2}}' in written
+
+
+def test_tools_are_told_in_the_users_message_where_a_template_refuses_a_system_message() -> None:
+    strict = (
+        "{%- if messages[0]['role'] == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}"
+        + templates.NO_TOOLS
+    )
+    made = writer(strict)
+    (turn,) = made.turns(ASKED, [reply("5")], [ADD])
+    shown = text(made, turn.prompt_ids)
+    assert shown.startswith("<|im_start|>user\nYou may call one or more of these functions")
+    assert shown.endswith("2 + 3?<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_variables_of_the_template_that_were_sampled_with_are_written_with_too() -> None:

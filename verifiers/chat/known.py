@@ -67,11 +67,11 @@ class KnownTexts:
                     return len(before), self._ids[before].tolist()
                 if not before.startswith(head[: self._shortest]):
                     break
-                head = head[: _shared(before, head)]
+                head = head[: shared_length(before, head)]
         return 0, []
 
 
-def _shared(one: str, other: str) -> int:
+def shared_length(one: str, other: str) -> int:
     """How many characters two texts have in common at their beginning."""
     low, high = 0, min(len(one), len(other))
     while low < high:

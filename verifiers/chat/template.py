@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from verifiers.chat.codec import Codec
@@ -68,28 +68,28 @@ class ChatTemplate:
         if not plain:
             raise RequestRefusedError("the conversation is empty: give at least one message")
         source = self._source(tools)
-        if "tools" not in source and (tools or any("tool_calls" in m or m["role"] == "tool" for m in plain)):
-            plain, tools = told_in_text(plain, tools), None
         settings = {
             **kwargs,
-            "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "continue_final_message": continue_final_message,
         }
-        key = (source, repr(plain), repr(settings), time.localtime()[:3])  # templates may write the day
+        key = (source, repr(plain), repr(tools), repr(settings), time.localtime()[:3])  # templates may write the day
         text = self._recent.find(key)
         if text is None:
-            text = self._write(plain, settings)
+            text = self._write(list(_forms(plain, tools, source)), settings)
             self._recent.keep(key, text)
         return text
 
-    def _write(self, plain: Sequence[ChatMessage], settings: Mapping[str, Any]) -> str:
-        try:
-            return str(self._tokenizer.apply_chat_template(plain, tokenize=False, **settings))
-        except Exception as error:  # the template is a program that came with the model
-            raise RequestRefusedError(
-                f"the chat template of {self._model} refuses this conversation: {error}"
-            ) from error
+    def _write(self, forms: Sequence[tuple[list[ChatMessage], Any]], settings: Mapping[str, Any]) -> str:
+        refusal: Exception | None = None
+        for messages, tools in forms:
+            try:
+                return str(self._tokenizer.apply_chat_template(messages, tokenize=False, tools=tools, **settings))
+            except Exception as error:  # the template is a program that came with the model
+                refusal = refusal or error
+        raise RequestRefusedError(
+            f"the chat template of {self._model} refuses this conversation: {refusal}"
+        ) from refusal
 
     def end_of_turn(self, codec: Codec) -> int | None:
         """The special token that the template writes after a reply: a model may end on it and not call it its EOS."""
@@ -155,22 +155,59 @@ def _part(part: Any) -> str:
     return text
 
 
-def told_in_text(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None) -> list[ChatMessage]:
+def _forms(
+    plain: list[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, source: str
+) -> Iterator[tuple[list[ChatMessage], Any]]:
+    """A conversation in the forms that a template may take it in, the best first."""
+    calls = any("tool_calls" in message for message in plain)
+    if "tools" not in source and (tools or calls or any(message["role"] == "tool" for message in plain)):
+        yield told_in_text(plain, tools), None
+        if tools and plain[0]["role"] == "user":  # some templates refuse a system message
+            yield told_in_text(plain, tools, role="user"), None
+        return
+    offered = list(tools) if tools else None
+    if calls and "tool_calls" not in source:  # it would leave them out without a word
+        yield [_calls_as_text(message) for message in plain], offered
+        return
+    yield plain, offered
+    if calls:  # a few templates add arguments to a text
+        yield [_with_argument_texts(message) for message in plain], offered
+
+
+def _with_argument_texts(message: ChatMessage) -> ChatMessage:
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [f["arguments"] if isinstance(f["arguments"], str) else json.dumps(f["arguments"]) for f in functions]
+    calls = [
+        {**call, "function": {**call["function"], "arguments": text}}
+        for call, text in zip(message["tool_calls"], texts, strict=True)
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def told_in_text(
+    messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, role: str = "system"
+) -> list[ChatMessage]:
     """The same conversation for a template that knows nothing of tools: they, their calls and results become text."""
     told = [_as_text(message) for message in messages]
-    if tools:
-        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        said = TOOLS_TEXT.format(tools=listed)
-        if told[0]["role"] == "system":
-            told[0] = {**told[0], "content": f"{told[0]['content']}\n\n{said}".strip()}
-        else:
-            told.insert(0, {"role": "system", "content": said})
-    return told
+    if not tools:
+        return told
+    said = TOOLS_TEXT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if told[0]["role"] != role:
+        return [{"role": role, "content": said}, *told]
+    words = told[0]["content"]
+    whole = f"{words}\n\n{said}" if role == "system" else f"{said}\n\n{words}"
+    return [{**told[0], "content": whole.strip()}, *told[1:]]
 
 
 def _as_text(message: ChatMessage) -> ChatMessage:
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    return _calls_as_text(message)
+
+
+def _calls_as_text(message: ChatMessage) -> ChatMessage:
     if "tool_calls" not in message:
         return message
     calls = [call["function"] for call in message["tool_calls"]]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from verifiers.chat.codec import Codec
-from verifiers.chat.known import KnownTexts
+from verifiers.chat.known import KnownTexts, shared_length
 from verifiers.chat.template import ChatTemplate
 from verifiers.errors import RequestRefusedError
 from verifiers.messages import as_messages, role_of, text_of
 
 Tools = Any
+_OPENED = re.compile(r"<([^<>/\s]+)>\s*\Z")
+_BOUNDARIES = ("\n", ">", "]")  # what the head of a turn ends with
 _CHAT, _TEXT = "chat:", "text:"  # the same characters, as a conversation and as a plain text, may have other ids
 
 
@@ -81,9 +84,8 @@ class ChatWriter:
         found: list[Turn] = []
         for message in as_messages(completion, role="assistant"):
             if role_of(message) == "assistant":
-                text = self.template.render(messages, tools, **settings)
+                text, said, end = self._written(messages, message, tools, settings)
                 ids = self._ids(_CHAT + text, known)
-                said, end = self._reply(text, messages, message, tools, settings)
                 body = self.codec.encode_after(text, said)
                 known.remember(_CHAT + text + said, ids + body)
                 found.append(Turn(prompt_ids=ids, reply_ids=body + end))
@@ -92,23 +94,25 @@ class ChatWriter:
             found[-1] = Turn(prompt_ids=ids, reply_ids=body)
         return found
 
-    def _reply(
-        self, text: str, messages: list[Any], message: Any, tools: Tools, settings: dict[str, Any]
-    ) -> tuple[str, list[int]]:
-        """What the template writes for a reply after its prompt, and the token that ends it, if there is one."""
+    def _written(
+        self, messages: list[Any], message: Any, tools: Tools, settings: dict[str, Any]
+    ) -> tuple[str, str, list[int]]:
+        """The prompt of a reply, the reply as the template writes it, and the token that ends it, if there is one."""
+        text = self.template.render(messages, tools, **settings)
         whole = self.template.render(
             [*messages, message], tools, **{**settings, "add_generation_prompt": False, "continue_final_message": False}
         )
         if whole.startswith(text):
-            return self._cut(whole[len(text) :])
-        if message.get("tool_calls"):
-            raise RequestRefusedError(
-                "this chat template writes a tool call otherwise than after its own generation prompt: how the model "
-                "would have said it cannot be told"
-            )
-        # A generation prompt that is not repeated in front of the reply (an opened <think>, say): the reply goes on
-        # from it with the words of the message, as it does when it is sampled.
-        return text_of(message), self._ends()[:1]
+            return text, *self._cut(whole[len(text) :])
+        # The generation prompt is not repeated in front of the reply. One without calls goes on from it all the same,
+        # as when it is sampled; not one that would never close the thought that was opened there.
+        opened = _OPENED.search(text)
+        is_closed = opened is None or f"</{opened[1]}>" in text_of(message)
+        if is_closed and not message.get("tool_calls"):
+            return text, text_of(message), self._ends()[:1]
+        shared = whole[: shared_length(text, whole)]
+        start = max(shared.rfind(mark) + 1 for mark in _BOUNDARIES)
+        return whole[:start], *self._cut(whole[start:])
 
     def _cut(self, reply: str) -> tuple[str, list[int]]:
         for end in self._ends():
