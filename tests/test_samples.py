@@ -160,23 +160,28 @@ def test_no_tokens_stay_no_tokens() -> None:
 class Words:
     """A tokenizer with a chat template: one number a word."""
 
+    chat_template = "written below"
+    eos_token_id = 3
+
     def __init__(self, drops_replies: bool = False) -> None:
-        self.words: dict[str, int] = {}
+        self.words: dict[str, int] = {"[": 2, "]": 3}
         self.drops_replies = drops_replies
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         found = [self.words.setdefault(w, len(self.words) + 10) for w in text.split()]
         return [1, *found] if add_special_tokens else found
 
-    def apply_chat_template(self, messages: Any, tokenize: bool, add_generation_prompt: bool) -> dict[str, list[int]]:
-        ids: list[int] = []
+    def decode(self, ids: list[int], skip_special_tokens: bool = False, **_: Any) -> str:
+        named = {number: word for word, number in self.words.items()}
+        return " ".join(named[i] for i in ids if not (skip_special_tokens and i < 10))
+
+    def apply_chat_template(self, messages: Any, *, add_generation_prompt: bool, **_: Any) -> str:
+        text = ""
         for i, m in enumerate(messages):
             if self.drops_replies and m["role"] == "assistant" and i < len(messages) - 1:
                 continue
-            ids += [2, *self.encode(f"{m['role']} {m['content']}", add_special_tokens=False), 3]
-        if add_generation_prompt:
-            ids += [2, *self.encode("assistant", add_special_tokens=False)]
-        return {"input_ids": ids}
+            text += f"[ {m['role']} {m['content']} ] "
+        return text + "[ assistant " if add_generation_prompt else text
 
 
 def test_text_is_tokenized_with_replies_trained_and_environment_turns_masked() -> None:
@@ -186,22 +191,24 @@ def test_text_is_tokenized_with_replies_trained_and_environment_turns_masked() -
         {"role": "user", "content": "sure ?"},
         {"role": "assistant", "content": "yes"},
     ]
-    sample = tokenized([{"role": "user", "content": "2+2"}], completion, words)
+    (sample,) = tokenized([{"role": "user", "content": "2+2"}], completion, words)
     named = {number: word for word, number in words.words.items()}
-    said = [named[i] for i, m in zip(sample.completion_ids, sample.completion_mask, strict=True) if m and i in named]
-    masked = [
-        named[i] for i, m in zip(sample.completion_ids, sample.completion_mask, strict=True) if not m and i in named
+    pairs = list(zip(sample.completion_ids, sample.completion_mask, strict=True))
+    assert [named[i] for i, m in pairs if m] == ["four", "]", "yes", "]"]
+    assert [named[i] for i, m in pairs if not m] == ["[", "user", "sure", "?", "]", "[", "assistant"]
+    assert all(math.isnan(p) for p, m in zip(sample.completion_logprobs, sample.completion_mask, strict=True) if m)
+    assert tokenized("a b", "c", words)[0].completion_mask == [1]
+
+
+def test_a_template_that_rewrites_history_gives_several_samples_and_masks_nothing() -> None:
+    completion = [
+        {"role": r, "content": text} for r, text in zip(["assistant", "user", "assistant"], "xyz", strict=True)
     ]
-    assert said == ["four", "yes"]
-    assert masked == ["user", "sure", "?", "assistant"]
-    assert all(map(math.isnan, sample.completion_logprobs))
-    assert tokenized("a b", "c", words).completion_mask == [1]
-
-
-def test_a_template_that_rewrites_history_is_refused_rather_than_masked() -> None:
-    completion = [{"role": r, "content": "x"} for r in ("assistant", "user", "assistant")]
-    with pytest.raises(ValueError, match="rewrites earlier turns"):
-        tokenized("q", completion, Words(drops_replies=True))
+    words = Words(drops_replies=True)
+    samples = tokenized("q", completion, words)
+    assert [words.decode(s.completion_ids) for s in samples] == ["x ]", "z ]"]
+    assert [set(s.completion_mask) for s in samples] == [{1}, {1}]
+    assert "x" not in words.decode(samples[1].prompt_ids)
 
 
 def rollout(n: int) -> tuple[str, str, dict[str, Any], float]:

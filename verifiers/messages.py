@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -120,6 +121,79 @@ def _without_nones(message: ChatMessage) -> list[Any]:
         {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
         for part in message["content"]
     ]
+
+
+def with_argument_objects(message: ChatMessage) -> ChatMessage:
+    """The same message with the arguments of its tool calls as objects, not as JSON text, and no content as "".
+
+    That is what chat templates are written for: one that says ``arguments | tojson`` would encode a text twice.
+    Arguments that are no JSON object stay the text they are.
+
+    >>> call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    >>> with_argument_objects({"role": "assistant", "content": None, "tool_calls": [call]})["tool_calls"][0]["function"]
+    {'name': 'add', 'arguments': {'a': 1}}
+    """
+    calls = _decoded(message.get("tool_calls"))
+    if not isinstance(calls, (list, tuple)) or not calls:
+        return message
+    content = message.get("content")
+    return {**message, "content": "" if content is None else content, "tool_calls": [_with_object(c) for c in calls]}
+
+
+def _with_object(call: Any) -> Any:
+    call = call.model_dump(exclude_none=True) if hasattr(call, "model_dump") else _decoded(call)
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    given = function.get("arguments")
+    read = _decoded(given)
+    arguments = read if isinstance(read, dict) else {} if given is None else given
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def called_functions(message: ChatMessage) -> list[dict[str, Any]]:
+    """The functions that a message calls: names, and arguments as objects."""
+    calls = with_argument_objects(message).get("tool_calls") or []
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    return [function for function in functions if isinstance(function, dict)]
+
+
+def _decoded(value: Any) -> Any:
+    """The value of a JSON text; anything else, and what is no JSON, as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def tools_of(row: Any) -> list[dict[str, Any]] | None:
+    """The tools that a row, a record or a state says were on offer.
+
+    >>> tools_of({"info": '{"oai_tools": [{"type": "function"}]}'}), tools_of({"info": {}})
+    ([{'type': 'function'}], None)
+    """
+    info = _decoded(row.get("info"))
+    given = (row.get("oai_tools"), row.get("tools"), info.get("oai_tools") if isinstance(info, dict) else None)
+    return next((list(tools) for tools in map(_decoded, given) if _is_tools(tools)), None)
+
+
+def _is_tools(value: Any) -> bool:
+    """Schemas, and not a column of somebody's own by this name."""
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(tool, dict) for tool in value)
+
+
+def template_settings(row: Any) -> dict[str, Any]:
+    """The variables of the chat template (``chat_template_kwargs``) that a row, a record or a state was made with.
+
+    >>> template_settings({"sampling_args": {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}})
+    {'enable_thinking': False}
+    """
+    sampling = row.get("sampling_args")
+    asked = {**sampling, **(sampling.get("extra_body") or {})} if isinstance(sampling, dict) else {}
+    given = _decoded(row.get("chat_template_kwargs")) or asked.get("chat_template_kwargs")
+    return dict(given) if isinstance(given, dict) else {}
 
 
 def sanitize_tool_calls(messages: Messages) -> Messages:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verifiers.messages import as_messages
-from verifiers.types import ProcessedOutputs, TrajectoryStepTokens
+from verifiers.chat import ChatWriter
+from verifiers.messages import as_messages, called_functions, template_settings, text_of, tools_of
+from verifiers.types import ChatMessage, ProcessedOutputs, TrajectoryStepTokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,41 +81,79 @@ def _join(before: Sample, tokens: TrajectoryStepTokens) -> Sample | None:
     )
 
 
-def tokenized(prompt: Any, completion: Any, tokenizer: Any) -> Sample:
-    """A sample made by tokenizing text, for rollouts whose engine gave no tokens; their logprobs are unknown (NaN)."""
-    if isinstance(prompt, str) and isinstance(completion, str):
-        prompt_ids = list(tokenizer.encode(prompt))
-        reply = list(tokenizer.encode(completion, add_special_tokens=False))
-        return _unsampled(prompt_ids, reply, [1] * len(reply))
-    messages = as_messages(prompt)
-    prompt_ids = _template(tokenizer, messages, add_generation_prompt=True)
-    ids: list[int] = list(prompt_ids)
-    mask: list[int] = []
-    for message in as_messages(completion, role="assistant"):
-        messages = [*messages, message]
-        is_reply = message.get("role") == "assistant"
-        now = _template(tokenizer, messages, add_generation_prompt=not is_reply)
-        if now[: len(ids)] != ids:
-            raise ValueError(
-                "this tokenizer's chat template rewrites earlier turns; give rollouts with exact tokens instead"
-            )
-        mask += [int(is_reply)] * (len(now) - len(ids))
-        ids = now
-    return _unsampled(prompt_ids, ids[len(prompt_ids) :], mask)
+# --- rollouts -----------------------------------------------------------------------------------------------------
 
 
-def _unsampled(prompt_ids: list[int], completion_ids: list[int], mask: list[int]) -> Sample:
-    return Sample(
-        prompt_ids=prompt_ids,
-        completion_ids=completion_ids,
-        completion_mask=mask,
-        completion_logprobs=[float("nan")] * len(completion_ids),
+class NotSampledError(ValueError):
+    """It is not known which tokens a rollout was sampled as, so it is not learned from; the message says why."""
+
+
+NO_TOKENS = (
+    "the client gave no token ids and logprobs: train in this process, or ask for them in sampling_args (vLLM: "
+    "logprobs=True and extra_body={'return_token_ids': True})"
+)
+
+
+def exact_samples(state: Mapping[str, Any], completion: Any = None) -> list[Sample]:
+    """The samples of a rollout as it was sampled; NotSampledError where its tokens are not known."""
+    steps = state.get("trajectory") or ()
+    if any(step.get("tokens") is not None for step in steps):
+        return samples_of(steps)
+    if reason := getattr(state, "not_sampled", None):
+        raise NotSampledError(reason)
+    if steps:
+        raise NotSampledError(NO_TOKENS)
+    if state.get("completion") or completion:
+        raise NotSampledError("it has text and no trajectory: nothing says which tokens were sampled")
+    return []  # it ended before the model was asked
+
+
+def are_ids_of(steps: Iterable[Mapping[str, Any]], writer: ChatWriter) -> bool:
+    """Are the ids of a saved rollout this tokenizer's? Those of another one would be learned as other words."""
+    for step in steps:
+        tokens, completion = step.get("tokens"), step.get("completion")
+        if tokens is not None and completion is not None:
+            text = writer.codec.continuation(tokens["prompt_ids"], tokens["completion_ids"])
+            for message in as_messages(completion, role="assistant"):
+                if any(words not in text for words in (text_of(message).strip(), *_called(message))):
+                    return False
+    return True
+
+
+def _called(message: ChatMessage) -> Iterator[str]:
+    return (str(function["name"]) for function in called_functions(message) if function.get("name"))
+
+
+# --- text that nobody sampled -------------------------------------------------------------------------------------
+
+
+def written_samples(
+    prompt: Any, completion: Any, writer: Any, row: Mapping[str, Any], tools: Any = None
+) -> list[Sample]:
+    """Samples of a row, record or state from its text: with its tools and template variables, and cut where it was."""
+    is_cut = bool(row.get("is_truncated")) and row.get("stop_condition") != "prompt_too_long"
+    offered = tools_of(row) if tools is None else tools
+    return tokenized(prompt, completion, writer, offered, is_cut=is_cut, **template_settings(row))
+
+
+def tokenized(prompt: Any, completion: Any, writer: Any, tools: Any = None, **settings: Any) -> list[Sample]:
+    """Samples of text, written as the engine would have shown it; no policy's logprobs of it are known (NaN).
+
+    ``writer`` is a `ChatWriter` or a tokenizer, ``settings`` are variables of its template. A template that rewrites
+    earlier turns gives several samples.
+    """
+    writer = writer if isinstance(writer, ChatWriter) else ChatWriter(writer)
+    turns = writer.turns(prompt, completion, tools, **settings)
+    return samples_of(
+        {
+            "tokens": {
+                "prompt_ids": turn.prompt_ids,
+                "completion_ids": turn.reply_ids,
+                "completion_logprobs": [float("nan")] * len(turn.reply_ids),
+            }
+        }
+        for turn in turns
     )
-
-
-def _template(tokenizer: Any, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> list[int]:
-    ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=add_generation_prompt)
-    return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
 
 
 def batches(
@@ -126,13 +165,21 @@ def batches(
 ) -> Iterator[ProcessedOutputs]:
     """(prompt, completion, state, reward) of each rollout as batches of samples for a training loop of one's own."""
     pending: list[tuple[Sample, float]] = []
+    writer: ChatWriter | None = None
     for prompt, completion, state, reward in rollouts:
-        found = samples_of(state.get("trajectory") or ())
-        if not found:
+        try:
+            found = exact_samples(state, completion)
+        except NotSampledError as error:
             if tokenizer is None:
-                raise ValueError("these rollouts carry no tokens; pass processing_class=tokenizer to tokenize the text")
-            warnings.warn("rollouts without exact tokens are tokenized from text; logprobs are NaN", stacklevel=2)
-            found = [tokenized(prompt, completion, tokenizer)]
+                raise ValueError(
+                    f"of a rollout the sampled tokens are not known ({error}); pass processing_class=tokenizer to "
+                    "tokenize the text"
+                ) from None
+            warnings.warn(
+                f"rollouts without exact tokens are tokenized from text; logprobs are NaN ({error})", stacklevel=2
+            )
+            writer = writer or ChatWriter(tokenizer)
+            found = written_samples(prompt, completion, writer, state)
         pending += [(_cut(sample, max_seq_len), reward) for sample in found]
         while len(pending) >= batch_size:
             yield _batch(pending[:batch_size])

@@ -211,9 +211,11 @@ class State(dict[str, Any]):
     metrics: dict[str, float] | None
     timing: RolloutTiming | None
     error: Error | None
-    # Attributes, so that they are never saved: who answers, resolved once from ``client``; and whether a run has it.
+    # Attributes, so that they are never saved: who answers, resolved once from ``client``; whether a run has it; and
+    # why it is not known which tokens it was sampled as.
     answerer: Any
     is_adopted: bool
+    not_sampled: str
 
     def __getitem__(self, key: str) -> Any:
         if key in _FORWARDED and (row := dict.get(self, "input")) is not None and key in row:

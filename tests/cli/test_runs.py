@@ -173,6 +173,29 @@ def test_a_run_is_exported_in_every_form(run, repeated):
     assert all(pair["chosen_reward"] > pair["rejected_reward"] for pair in chosen)
 
 
+def test_training_data_has_the_tools_of_the_run_and_an_old_run_says_that_it_has_none(run, folder):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    record = {
+        "example_id": 0,
+        "prompt": [{"role": "user", "content": "?"}],
+        "completion": [{"role": "assistant", "content": None, "tool_calls": [call]}],
+        "reward": 1.0,
+        "error": None,
+    }
+    for name, more in (("dddddddd", {"oai_tools": tools}), ("eeeeeeee", {})):
+        saved = RunDir.create_at(Path("outputs/evals/sums--m") / name, env_id="sums", model="m", config={})
+        with saved.appender() as out:
+            out.append({**record, "rollout": 0, **more})
+    done = run("export", "dddd", "-f", "sft")
+    assert done.stderr == ""
+    row = json.loads(Path("dddddddd-sft.jsonl").read_text())
+    assert row["tools"] == tools
+    assert row["messages"][-1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    old = run("export", "eeee", "-f", "sft")
+    assert "warning: 1 rollouts call tools and do not say which tools were on offer" in old.stderr
+
+
 def test_parquet_is_known_by_its_name(run, repeated):
     parquet = pytest.importorskip("pyarrow.parquet")
     run("export", "cccc", "-o", "run.parquet")

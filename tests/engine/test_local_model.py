@@ -60,10 +60,10 @@ def scripted() -> Iterator[Any]:
 
     def make(reply: str | list[int], prompt: Any, tools: Any = None) -> LocalModel:
         loaded = local.load()
-        is_chat = not isinstance(prompt, str)
-        shown = "chat:" + loaded.template.render(prompt, tools) if is_chat else "text:" + prompt
+        writer = loaded.writer
+        _, shown = writer.text_prompt(prompt) if isinstance(prompt, str) else writer.prompt(prompt, tools)
         ids = tokenizer.encode(reply, add_special_tokens=False) if isinstance(reply, str) else reply
-        script.say(ids, after=len(local._encode(loaded, shown, is_chat=is_chat)))
+        script.say(ids, after=len(shown))
         return local
 
     with LocalModel(module, tokenizer, rows=4, name="tiny") as local:

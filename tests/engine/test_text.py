@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine import tiny
-from verifiers.engine.text import Codec, StopWatch, TextStream, first_stop, safe_length
+from verifiers.chat import Codec
+from verifiers.engine.text import StopWatch, TextStream, first_stop, safe_length
 
 CODEC = Codec(tiny.tokenizer())
 

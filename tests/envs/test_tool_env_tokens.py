@@ -33,10 +33,9 @@ class Told:
         self.replies = iter(replies)
 
     async def complete(self, request: Request) -> Completion:
-        loaded = self.local.load()
-        shown = "chat:" + loaded.template.render(request.prompt, request.tools)
+        _, shown = self.local.load().writer.prompt(request.prompt, request.tools)
         ids = self.tokenizer.encode(next(self.replies) + "<|im_end|>", add_special_tokens=False)
-        self.script.say(ids, after=len(self.local._encode(loaded, shown, is_chat=True)))
+        self.script.say(ids, after=len(shown))
         return await self.local.complete(request)
 
     def text(self, ids: list[int]) -> str:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import verifiers as vf
 from verifiers.store import RunDir, export_parquet, read_records, to_dpo, to_hf_dataset, to_sft, write_jsonl
 
 Make = Callable[..., dict[str, Any]]
@@ -169,3 +170,68 @@ def test_the_tools_on_offer_go_with_the_conversation(make_record: Make) -> None:
     assert to_sft([make_record(oai_tools=tools)])[0]["tools"] == tools
     assert to_sft([make_record(info={"oai_tools": tools})])[0]["tools"] == tools
     assert "tools" not in to_sft([make_record()])[0]
+    assert "tools" not in to_sft([make_record(tools=["a column of one's own"])])[0]
+    pair = to_dpo([make_record(oai_tools=tools), make_record(oai_tools=tools, reward=0.0, completion=reply("x"))])[0]
+    assert pair["tools"] == tools
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def calling(arguments: str) -> list[dict[str, Any]]:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "5"},
+        {"role": "assistant", "content": "5"},
+    ]
+
+
+def test_calls_are_exported_with_their_arguments_as_objects_as_templates_want_them(make_record: Make) -> None:
+    good = make_record(completion=calling('{"a": 2, "b": null}'), oai_tools=TOOLS)
+    bad = make_record(completion=calling('{"a": '), oai_tools=TOOLS, reward=0.0)
+    (row, odd) = to_sft([good, bad])
+    call = row["messages"][1]["tool_calls"][0]
+    assert call == {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": None}}}
+    assert row["messages"][1]["content"] == ""
+    assert odd["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"a": '  # what was said is not mended
+    [pair] = to_dpo([good, bad])
+    assert pair["chosen"] == row["messages"][1:]
+    assert isinstance(good["completion"][0]["tool_calls"][0]["function"]["arguments"], str)  # the record stays
+
+
+def test_content_parts_are_exported_as_they_are(make_record: Make) -> None:
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:…"}}]}
+    assert to_sft([make_record(prompt=[image])])[0]["messages"][0] == image
+
+
+def test_rollouts_that_call_tools_nobody_wrote_down_are_exported_with_a_warning(make_record: Make) -> None:
+    with pytest.warns(
+        UserWarning, match="1 rollouts call tools and do not say which tools were on offer .*older version"
+    ):
+        (row,) = to_sft([make_record(completion=calling("{}"))])
+    assert "tools" not in row
+
+
+def test_a_run_keeps_its_tools_and_results_export_as_their_run_does(tmp_path: Path) -> None:
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+    env = vf.ToolEnv(tools=[add], dataset=[{"question": "2+3?"}], rubric=vf.Rubric([lambda: 1.0]))
+    client = vf.FakeClient([{"content": None, "tool_calls": [call]}, "5"])
+    results = env.evaluate(client=client, model="fake", results_path=tmp_path / "run", use_tqdm=False)
+    assert next(iter(read_records(tmp_path / "run")))["oai_tools"] == env.oai_tools
+    (row,) = to_sft(results)
+    assert row["tools"] == env.oai_tools
+    assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": 3}
+    assert to_sft(tmp_path / "run") == to_sft(RunDir.open(tmp_path / "run")) == [row]
+    again = env.evaluate(client=client, model="fake", resume=tmp_path / "run", use_tqdm=False)
+    assert to_sft(again) == [row]
+    assert to_dpo(results) == []
+    plain = vf.SingleTurnEnv(dataset=[{"question": "2+3?"}], rubric=vf.Rubric([lambda: 1.0]))
+    results = plain.evaluate(client=client, model="fake", results_path=tmp_path / "plain", use_tqdm=False)
+    assert "oai_tools" not in next(iter(read_records(tmp_path / "plain")))
+    assert export_parquet(results, tmp_path / "plain.parquet") == 1
+    assert to_hf_dataset(results)[0]["reward"] == 1.0

@@ -9,6 +9,7 @@ import click
 
 from verifiers.cli.runs import RUN, note_damage
 from verifiers.cli.tables import some
+from verifiers.cli.telling import told
 
 if TYPE_CHECKING:
     from verifiers.store import RunDir
@@ -40,7 +41,8 @@ def export(runs: tuple[RunDir, ...], form: str | None, output: str | None, **giv
     for run in runs:
         note_damage(run)
     try:
-        count = _write(runs, form, target, given)
+        with told(verbose=False):
+            count = _write(runs, form, target, given)
     except (ImportError, OSError) as error:
         raise click.ClickException(str(error)) from error
     noun = {"sft": "conversation", "dpo": "pair"}.get(form, "rollout")

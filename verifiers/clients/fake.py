@@ -14,6 +14,7 @@ import msgspec
 from verifiers import calls, messages
 from verifiers.clients.openai_looks import OpenAILooks
 from verifiers.clients.protocol import Completion, Request, Tokens
+from verifiers.clients.recording import record_completion
 from verifiers.errors import DeadlineError, ModelError, RequestRefusedError, wrap
 from verifiers.types import Usage
 
@@ -57,7 +58,8 @@ class FakeClient(OpenAILooks):
         except Exception as error:  # the reply function is the caller's own code
             failure = wrap(error, ModelError, "the fake reply")
             raise failure from failure.__cause__
-        return _counted(_as_completion(said, request), request, with_tokens=self.tokens)
+        completion = _counted(_as_completion(said, request), request, with_tokens=self.tokens)
+        return record_completion(self, request, completion)
 
     async def _say(self, reply: Any, request: Request) -> Any:
         if isinstance(reply, BaseException) or (isinstance(reply, type) and issubclass(reply, BaseException)):

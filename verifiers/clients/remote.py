@@ -14,6 +14,7 @@ from verifiers.clients import wire
 from verifiers.clients.openai_looks import OpenAILooks
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import Prices
+from verifiers.clients.recording import record_completion
 from verifiers.clients.retries import Backoff, Failure, bad_reply, reported_failure, status_failure
 from verifiers.clients.secrets import hide_in_url, mask, redact, secrets_in
 from verifiers.clients.wire import Call, Reply
@@ -107,7 +108,7 @@ class RemoteClient(OpenAILooks):
         while True:
             outcome = await pool.ask(call, read, self.base_url, self.max_concurrent)
             if isinstance(outcome, Completion):
-                return outcome
+                return record_completion(self, request, outcome)
             attempts += 1
             if outcome.ends_after(attempts, max_retries=self.max_retries):
                 break

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verifiers.engine.chat import ChatTemplate, KnownTexts
-from verifiers.engine.text import Codec
+from verifiers.chat import ChatTemplate, ChatWriter, Codec
 
 if TYPE_CHECKING:
     from verifiers.engine.engine import Engine
@@ -20,11 +19,17 @@ class Loaded:
     """What `LocalModel` has once it has loaded."""
 
     engine: Engine
-    codec: Codec
-    template: ChatTemplate
+    writer: ChatWriter
     stop_ids: frozenset[int]
     vocabulary: int
-    known: KnownTexts = field(default_factory=KnownTexts)
+
+    @property
+    def codec(self) -> Codec:
+        return self.writer.codec
+
+    @property
+    def template(self) -> ChatTemplate:
+        return self.writer.template
 
 
 def load(
@@ -51,14 +56,12 @@ def load(
         tokenizer = getattr(source, "tokenizer", None) if tokenizer is None else tokenizer
         check = partial(_check_fits, sizes)
         model, tokenizer = models.load(source, tokenizer, device=device, dtype=dtype, before_weights=check)
-    codec = Codec(tokenizer)
-    template = ChatTemplate(tokenizer, model=name)
-    stop_ids |= stop_ids_of(model, tokenizer, template, codec)
+    writer = ChatWriter(tokenizer, model=name)
+    stop_ids |= stop_ids_of(model, tokenizer, writer.template, writer.codec)
     engine = source if isinstance(source, Engine) else _engine(model, sizes, stop_ids)
     return Loaded(
         engine=engine,
-        codec=codec,
-        template=template,
+        writer=writer,
         stop_ids=stop_ids | engine.stop_ids,
         vocabulary=vocabulary_of(model),
     )

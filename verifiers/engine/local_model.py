@@ -14,12 +14,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from verifiers.chat.recent import Recent
 from verifiers.clients.openai_looks import OpenAILooks
 from verifiers.clients.protocol import Completion, Request
+from verifiers.clients.recording import is_recording, record
 from verifiers.engine import loaded as loading
 from verifiers.engine.loaded import Loaded, name_of
 from verifiers.engine.options import Options, read_options
-from verifiers.engine.recent import Recent
 from verifiers.engine.replies import Choice, Prompt, completion_of, read_choice, reply_id
 from verifiers.engine.requests import Generated, OnToken, arrivals
 from verifiers.engine.streams import ReplyStream
@@ -96,6 +97,8 @@ class LocalModel(OpenAILooks):
         futures = ready.engine.submit(prompt.ids, prompt.sampling, n=prompt.options.n, on_token=watches)
         generated = await _results(futures, prompt.timeout_s)
         choices = list(map(partial(self._choice, ready, prompt), generated))
+        if is_recording():
+            record(self, request, [choice.as_reply for choice in choices])
         return completion_of(prompt, choices, ready.codec)
 
     async def stream(self, request: Request) -> ReplyStream:
@@ -107,7 +110,7 @@ class LocalModel(OpenAILooks):
     def _choice(self, loaded: Loaded, prompt: Prompt, generated: Generated) -> Choice:
         choice = read_choice(prompt, generated, loaded.codec)
         if prompt.text is not None:
-            loaded.known.remember(prompt.text + choice.sampled_text, prompt.ids + generated.ids[: choice.body])
+            loaded.writer.remember(prompt.text + choice.sampled_text, prompt.ids + generated.ids[: choice.body])
         return choice
 
     # --- a request's tokens ---------------------------------------------------------------------------------------
@@ -120,11 +123,9 @@ class LocalModel(OpenAILooks):
         if is_chat:
             if isinstance(request.prompt, str):
                 raise RequestRefusedError("a chat's prompt is a list of messages; this is a string")
-            text = "chat:" + loaded.template.render(request.prompt, tools, **options.template)
-            ids = self._encode(loaded, text, is_chat=True)
+            text, ids = loaded.writer.prompt(request.prompt, tools, **options.template)
         elif isinstance(request.prompt, str):
-            text = "text:" + request.prompt
-            ids = self._encode(loaded, text, is_chat=False)
+            text, ids = loaded.writer.text_prompt(request.prompt)
         else:
             text, ids = None, _checked_ids(request.prompt, loaded.vocabulary)
         room = loaded.engine.length - len(ids)
@@ -165,16 +166,6 @@ class LocalModel(OpenAILooks):
             if options.tools is None and not options.template:  # those are the caller's objects, and may change
                 self._recent.keep(key, options)
         return options
-
-    def _encode(self, loaded: Loaded, text: str, *, is_chat: bool) -> list[int]:
-        """The ids of a prompt: of a conversation that goes on, those that were sampled; then those of what is new."""
-        known, ids = loaded.known.longest(text)
-        start = known or len("chat:")
-        try:
-            rest = loaded.codec.encode(text[start:], special=not is_chat and not known)
-        except (UnicodeEncodeError, TypeError) as error:  # half a surrogate pair: no text that a tokenizer takes
-            raise RequestRefusedError(f"the prompt is not text that can be tokenized: {error}") from error
-        return ids + rest
 
     # --- its life -------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verifiers.chat import Codec
+from verifiers.chat.tool_calls import Style, ToolCall, parse
 from verifiers.clients.protocol import Completion, Tokens
+from verifiers.clients.recording import CallReply
 from verifiers.engine.options import Options
 from verifiers.engine.requests import Generated, Sampling
-from verifiers.engine.text import Codec, first_stop
-from verifiers.engine.tool_calls import Style, ToolCall, parse
+from verifiers.engine.text import first_stop
 from verifiers.types import ChatMessage, MessageType, Usage, unique_id
 
 
@@ -54,6 +56,16 @@ class Choice:
             message["tool_calls"] = self.calls
         return message
 
+    @property
+    def tokens(self) -> Tokens:
+        sampled = self.generated
+        return Tokens(prompt_ids=sampled.prompt_ids, completion_ids=sampled.ids, logprobs=sampled.logprobs)
+
+    @property
+    def as_reply(self) -> CallReply:
+        is_truncated = self.finish_reason == "length"
+        return CallReply(message=self.message, tokens=self.tokens, is_truncated=is_truncated)
+
 
 def read_choice(prompt: Prompt, generated: Generated, codec: Codec) -> Choice:
     """The text of a reply without its stop token or stop string, and the tool calls in it."""
@@ -96,7 +108,7 @@ def completion_of(prompt: Prompt, choices: Sequence[Choice], codec: Codec) -> Co
     return Completion(
         message=first.message,
         finish_reason=first.finish_reason,
-        tokens=Tokens(prompt_ids=prompt.ids, completion_ids=first.generated.ids, logprobs=first.generated.logprobs),
+        tokens=first.tokens,
         usage=Usage(prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"]),
         model=prompt.model,
         raw={

@@ -8,12 +8,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from verifiers.chat.tool_calls import ToolCall, shown_length
 from verifiers.clients.protocol import Completion
 from verifiers.engine.loaded import Loaded
 from verifiers.engine.replies import Choice, Prompt, completion_of
 from verifiers.engine.requests import Generated, OnToken
 from verifiers.engine.text import StopWatch, TextStream
-from verifiers.engine.tool_calls import ToolCall, shown_length
 from verifiers.errors import DeadlineError, ModelError, wrap
 
 

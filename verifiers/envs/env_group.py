@@ -159,3 +159,10 @@ class EnvGroup(Environment):
 
 def _without(row: Row, name: str) -> Row:
     return {key: value for key, value in row.items() if key != name}
+
+
+def environment_of(env: Environment | None, task: str | None) -> Environment | None:
+    """The environment that plays a task in the end: a group's member, or a member's."""
+    while isinstance(env, EnvGroup) and task is not None:
+        env, task = env._route(task)
+    return env

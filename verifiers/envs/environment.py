@@ -14,6 +14,7 @@ from verifiers import calls
 from verifiers.clients import as_client
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import read_response
+from verifiers.clients.recording import recorded_calls
 from verifiers.envs.calling import (
     Answerer,
     RolloutCall,
@@ -24,6 +25,7 @@ from verifiers.envs.calling import (
     read_call,
 )
 from verifiers.envs.hooks import Hooks
+from verifiers.envs.own_rollouts import add_steps
 from verifiers.envs.rows import RowFormat, Rows, as_rows, few_shot_messages
 from verifiers.envs.states import fresh_state
 from verifiers.errors import GraderError, HookError, RequestRefusedError, wrap
@@ -247,11 +249,14 @@ class Environment:
         hook = self._hook("rollout", may_inline=False)
         if hook is None:
             return await self.play(state)
-        try:
-            args, kwargs = override_arguments(self.rollout, row, answerer, sampling_args)
-            state = adopt_result(await hook(*args, **kwargs), state)
-        except Exception as error:  # foreign code
-            note_error(state, wrap(error, HookError, f"{type(self).__name__}.rollout"))
+        with recorded_calls() as made:
+            try:
+                args, kwargs = override_arguments(self.rollout, row, answerer, sampling_args)
+                state = adopt_result(await hook(*args, **kwargs), state)
+            except Exception as error:  # foreign code
+                note_error(state, wrap(error, HookError, f"{type(self).__name__}.rollout"))
+        state.answerer = answerer
+        add_steps(state, made, self.max_seq_len)
         try:
             await self.clean_up(state)
         except Exception as error:  # foreign code

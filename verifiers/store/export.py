@@ -5,19 +5,21 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from verifiers.results import Results
 from verifiers.store.disk import replace_file
 from verifiers.store.plain import to_json
 from verifiers.store.reading import read_records
-from verifiers.store.record import Record, is_failed
+from verifiers.store.record import Record, example_key, is_failed, to_record
 from verifiers.store.run_dir import RunDir
 
-Source = RunDir | str | os.PathLike[str] | Iterable[Record]
+Source = RunDir | Results | str | os.PathLike[str] | Iterable[Record]
 ROWS_AT_ONCE = 2_000
 _TEXT_FIELDS = ("role", "content", "name", "tool_call_id", "reasoning_content")
 _MESSAGE_FIELDS = (*_TEXT_FIELDS, "tool_calls")
@@ -82,12 +84,22 @@ def write_jsonl(rows: Iterable[Mapping[str, Any]], path: str | os.PathLike[str])
 
 
 def records_of(source: Source) -> Iterable[Record]:
-    """The records of a run directory, a path, or of records themselves."""
+    """The records of a run directory, a path, results in memory, or of records themselves."""
     if isinstance(source, RunDir):
         return source.records()
     if isinstance(source, (str, os.PathLike)):
         return read_records(source)
-    return source
+    return _records_in(source) if isinstance(source, Results) else source
+
+
+def _records_in(results: Results) -> Iterator[Record]:
+    """The rollouts of results as they would be saved."""
+    repeats: Counter[Any] = Counter()
+    columns = results.metadata.get("state_columns") or ()
+    for state in results.rollouts:
+        example = example_key(state.get("example_id"))
+        yield to_record(state, rollout=repeats[example], state_columns=columns)
+        repeats[example] += 1
 
 
 def _need(module: str) -> Any:
@@ -101,7 +113,7 @@ def _need(module: str) -> Any:
 def _rereadable(source: Source, include_failed: bool) -> Callable[[], Iterator[Record]]:
     """Records to go through twice: a run is read twice and never held, other records are copied."""
     if not isinstance(source, (RunDir, str, os.PathLike)):
-        source = [msgspec.json.decode(to_json(record)) for record in source]  # exactly as from a file
+        source = [msgspec.json.decode(to_json(record)) for record in records_of(source)]  # exactly as from a file
     return lambda: (record for record in records_of(source) if include_failed or not is_failed(record))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from verifiers.errors import describe
+from verifiers.messages import template_settings
 from verifiers.store.config import without_secrets
 from verifiers.store.plain import describe_object, plain, to_json
 from verifiers.types import Usage
@@ -62,6 +63,10 @@ def to_record(state: Mapping[str, Any], *, rollout: int, state_columns: Collecti
         "is_truncated": bool(state.get("is_truncated", False)),
         "usage": _usage_of(state.get("usage")),
     }
+    if tools := state.get("oai_tools"):
+        record["oai_tools"] = tools
+    if settings := template_settings(state):
+        record["chat_template_kwargs"] = settings
     for column in state_columns:
         if column not in record:
             record[column] = _kept_of(column, state.get(column))

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from verifiers.messages import as_messages
+from verifiers.messages import as_messages, template_settings, tools_of, with_argument_objects
 from verifiers.store.export import Source, records_of
 from verifiers.store.plain import to_json
 from verifiers.store.record import Record, is_failed
+
+_REMEDY = 'add them to each row as "tools"'
 
 
 def to_sft(
     source: Source, *, min_reward: float | None = None, top_k_per_example: int | None = None
 ) -> list[dict[str, Any]]:
     """Conversations worth imitating: ``messages`` for chat, ``prompt`` and ``completion`` for text.
+
+    With tools, ``tools`` are those that were on offer, and calls have their arguments as objects: what the chat
+    templates of other trainers (TRL) take.
 
     >>> rollout = {"example_id": 0, "prompt": "2+2=", "completion": "4", "reward": 1.0, "error": None}
     >>> to_sft([rollout, {**rollout, "completion": "5", "reward": 0.0}], min_reward=0.5)
@@ -28,11 +34,14 @@ def to_sft(
     if top_k_per_example is not None:
         groups = _groups(wanted)
         wanted = [best for group in groups for best in heapq.nlargest(top_k_per_example, group, key=_reward)]
+    note_missing_tools(wanted, _REMEDY)
     return [_sft_row(record) for record in wanted]
 
 
 def to_dpo(source: Source, *, min_margin: float = 0.0, max_pairs_per_example: int | None = 1) -> list[dict[str, Any]]:
     """Pairs of rollouts of one prompt, the better ``chosen`` and the worse ``rejected``, widest margin first.
+
+    Tools and their calls are written as `to_sft` does.
 
     >>> rollout = {"example_id": 0, "prompt": "2+2=", "completion": "4", "reward": 1.0, "error": None}
     >>> pair = to_dpo([rollout, {**rollout, "completion": "5", "reward": 0.0}])[0]
@@ -42,6 +51,7 @@ def to_dpo(source: Source, *, min_margin: float = 0.0, max_pairs_per_example: in
     if min_margin < 0:
         raise ValueError(f"min_margin is {min_margin}; the chosen rollout must be the better one")
     scored = [record for record in _usable(source) if record.get("reward") is not None]
+    note_missing_tools(scored, _REMEDY)
     return [
         _dpo_row(chosen, rejected)
         for group in _groups(scored)
@@ -92,7 +102,7 @@ def _sft_row(record: Record) -> dict[str, Any]:
     about = {"example_id": record.get("example_id"), "task": record.get("task"), "reward": record.get("reward")}
     if _is_text(record):
         return {"prompt": record["prompt"], "completion": record["completion"], **about}
-    return {"messages": _prompt(record) + _reply(record), **_tools(record), **about}
+    return {"messages": _prompt(record) + _reply(record), **_written_with(record), **about}
 
 
 def _dpo_row(chosen: Record, rejected: Record) -> dict[str, Any]:
@@ -101,7 +111,7 @@ def _dpo_row(chosen: Record, rejected: Record) -> dict[str, Any]:
         "prompt": chosen["prompt"] if is_text else _prompt(chosen),
         "chosen": chosen["completion"] if is_text else _reply(chosen),
         "rejected": rejected["completion"] if is_text else _reply(rejected),
-        **_tools(chosen),
+        **_written_with(chosen),
         "example_id": chosen.get("example_id"),
         "task": chosen.get("task"),
         "chosen_reward": chosen["reward"],
@@ -110,15 +120,30 @@ def _dpo_row(chosen: Record, rejected: Record) -> dict[str, Any]:
 
 
 def _prompt(record: Record) -> list[dict[str, Any]]:
-    return as_messages(record.get("prompt") or [])
+    return [with_argument_objects(message) for message in as_messages(record.get("prompt") or [])]
 
 
 def _reply(record: Record) -> list[dict[str, Any]]:
-    return as_messages(record["completion"], role="assistant")
+    return [with_argument_objects(message) for message in as_messages(record["completion"], role="assistant")]
 
 
-def _tools(record: Record) -> dict[str, Any]:
-    """The tools that were on offer, where the record has them (a state column, or the row's ``info``)."""
-    info = record.get("info")
-    tools = record.get("oai_tools") or (info.get("oai_tools") if isinstance(info, dict) else None)
-    return {"tools": tools} if tools else {}
+def _written_with(record: Record) -> dict[str, Any]:
+    """The tools that were on offer, and the variables that the template was given; TRL has the same names."""
+    tools, settings = tools_of(record), template_settings(record)
+    return {**({"tools": tools} if tools else {}), **({"chat_template_kwargs": settings} if settings else {})}
+
+
+def note_missing_tools(records: Iterable[Mapping[str, Any]], remedy: str) -> None:
+    """Warn where rollouts call tools and nothing says which there were: runs saved before tools were."""
+    count = sum(_calls_tools(record) and tools_of(record) is None for record in records)
+    if count:
+        warnings.warn(
+            f"{count} rollouts call tools and do not say which tools were on offer (they were saved by an older "
+            f"version, or elsewhere): they are written without; {remedy}",
+            stacklevel=3,
+        )
+
+
+def _calls_tools(record: Mapping[str, Any]) -> bool:
+    completion = record.get("completion") or record.get("messages")
+    return isinstance(completion, list) and any(isinstance(m, dict) and m.get("tool_calls") for m in completion)

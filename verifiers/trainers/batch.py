@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from verifiers.chat import ChatWriter
 from verifiers.messages import as_messages
-from verifiers.samples import Sample, samples_of, tokenized
+from verifiers.samples import NotSampledError, Sample, are_ids_of, exact_samples, written_samples
 from verifiers.trainers.advantages import Scale, batch_advantages
 from verifiers.types import State
 
@@ -58,13 +59,15 @@ def text_of(completion: Any) -> str:
 class Batch(dict[str, list[Any]]):
     """Columns of scored rollouts, all of one length: prompts, completions, rewards, groups, answers, advantages.
 
-    Failed rollouts are not in it; ``failed`` holds them. ``cursor`` is how far into the rows it got.
+    Failed rollouts are not in it; ``failed`` holds them. ``refused`` says why rollouts of it were not learned from.
+    ``cursor`` is how far into the rows it got.
     """
 
     def __init__(self, columns: Mapping[str, list[Any]], *, failed: Sequence[State] = (), cursor: int = 0) -> None:
         super().__init__(columns)
         self.failed = list(failed)
         self.cursor = cursor
+        self.refused: list[str] = []  # why rollouts were not learned from, one reason each
         self.seconds: dict[str, float] = {}
 
     @classmethod
@@ -130,15 +133,28 @@ def with_advantages(batch: Batch, scale: Scale) -> Batch:
     return batch
 
 
-def samples_of_reply(prompt: Any, reply: Any, find_tokens: FindTokens | None, tokenizer: Any) -> list[Sample]:
-    """The tokens of one rollout: exact where an engine of ours sampled it, from its text otherwise."""
-    state = getattr(reply, "state", None)
-    if state is not None:
-        found = samples_of(state.get("trajectory") or ())
-        if found:
-            return found
-        if state.get("trajectory") == [] and not reply:
-            return []  # it ended before the model was asked
+def samples_of_reply(
+    prompt: Any, reply: Any, find_tokens: FindTokens | None, writer: ChatWriter | None = None
+) -> list[Sample]:
+    """The tokens of one rollout as they were sampled; NotSampledError where nobody knows them.
+
+    With a ``writer`` text that was saved without its tokens is tokenized: for rollouts that no policy here sampled.
+    """
+    state: Mapping[str, Any] = getattr(reply, "state", None) or {}
     completion = getattr(reply, "messages", reply)
-    known = find_tokens(prompt, completion) if find_tokens is not None else []
-    return known or [tokenized(prompt, completion, tokenizer)]
+    if writer is not None and not are_ids_of(state.get("trajectory") or (), writer):
+        return written_samples(prompt, completion, writer, state)
+    try:
+        return exact_samples(state, completion)
+    except NotSampledError:
+        # A text alone may be one that the policy said; a state says by itself what was sampled.
+        if not state and find_tokens is not None and (known := find_tokens(prompt, completion)):
+            return known
+        if writer is not None:
+            return written_samples(prompt, completion, writer, state)
+        if state:
+            raise
+        raise NotSampledError(
+            "it is a text that this policy is not known to have said: leave replies as they were sampled, or hand "
+            "rollouts that were saved before to dataset="
+        ) from None

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,18 +16,24 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from verifiers import calls
+from verifiers.chat import ChatWriter
+from verifiers.clients import HTTPClient, as_client
+from verifiers.clients.exact import exact_tokens
 from verifiers.clients.protocol import Request
 from verifiers.engine import models, threads
 from verifiers.engine.plan import free_memory, plan
-from verifiers.envs.env_group import EnvGroup
+from verifiers.envs.env_group import EnvGroup, environment_of
 from verifiers.envs.environment import Environment
 from verifiers.envs.rows import Rows, as_rows
 from verifiers.envs.singleturn_env import SingleTurnEnv
-from verifiers.messages import as_messages
+from verifiers.messages import as_messages, tools_of
 from verifiers.rubrics import Rubric, RubricGroup
+from verifiers.trainers.batch import Batch
 from verifiers.trainers.checkpoints import save_model
 from verifiers.trainers.config import GRPOConfig, LearningKnobs
+from verifiers.trainers.micro_batches import Trained
 from verifiers.trainers.sampler import Sampler
+from verifiers.types import Row
 
 if TYPE_CHECKING:
     from verifiers.trainers.grpo_trainer import GRPOTrainer
@@ -164,11 +173,12 @@ class RemoteWeights:
 
     def __init__(self, server: Any, model: Any, tokenizer: Any) -> None:
         self._server, self._model, self._tokenizer = server, model, tokenizer
-        self._folder = tempfile.TemporaryDirectory(prefix="verifiers-weights-")
+        self._folder = tempfile.mkdtemp(prefix="verifiers-weights-")
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def send(self) -> None:
-        save_model(self._model, self._tokenizer, self._folder.name)
-        sent = self._server.reload_weights(self._folder.name)
+        save_model(self._model, self._tokenizer, self._folder)
+        sent = self._server.reload_weights(self._folder)
         if inspect.isawaitable(sent):
             calls.run(lambda: _awaited(sent))
 
@@ -190,6 +200,12 @@ def remote_weights(client: Any, server: Any, model: Any, tokenizer: Any) -> Remo
     return RemoteWeights(server, model, tokenizer)
 
 
+def exact_sampling(sampling: dict[str, Any], client: Any, env: Environment) -> dict[str, Any]:
+    """Sampling arguments with which a served model too gives the tokens it sampled; without them nothing is learned."""
+    is_served = not isinstance(client, Sampler) and isinstance(as_client(client), HTTPClient)
+    return exact_tokens(sampling, message_type=env.message_type) if is_served else sampling
+
+
 def request(prompt: Any, config: GRPOConfig, *, is_chat: bool) -> Request:
     asked = as_messages(prompt) if is_chat else prompt
     return Request(model="", prompt=asked, sampling=config.sampling(), message_type="chat" if is_chat else "completion")
@@ -208,21 +224,28 @@ def check_env(env: Any) -> None:
         raise ValueError("this environment rewards nothing: give its rubric a reward function with a weight above 0")
 
 
-def short_enough(rows: Any, tokenizer: Any, config: GRPOConfig, tools: Any = None) -> tuple[Any, int]:
+def short_enough(rows: Any, tokenizer: Any, config: GRPOConfig, env: Environment) -> tuple[Any, int]:
     """The rows whose prompt has at most ``max_prompt_length`` tokens, and how many were dropped."""
     if config.max_prompt_length is None:
         return rows, 0
-    kept = [i for i in range(len(rows)) if _length(rows[i]["prompt"], tokenizer, tools) <= config.max_prompt_length]
+    writer = ChatWriter(tokenizer)
+    kept = [i for i in range(len(rows)) if _length(rows[i], writer, env) <= config.max_prompt_length]
     if not kept:
         raise ValueError(f"all {len(rows)} prompts are longer than max_prompt_length={config.max_prompt_length} tokens")
     return (rows.select(kept) if isinstance(rows, Rows) else [rows[i] for i in kept]), len(rows) - len(kept)
 
 
-def _length(prompt: Any, tokenizer: Any, tools: Any) -> int:
-    if isinstance(prompt, str):
-        return len(tokenizer.encode(prompt))
-    ids = tokenizer.apply_chat_template(prompt, tools=tools, tokenize=True, add_generation_prompt=True)
-    return len(ids["input_ids"] if hasattr(ids, "keys") else ids)
+def _length(row: Row, writer: ChatWriter, env: Environment) -> int:
+    prompt = row["prompt"]
+    _, ids = writer.text_prompt(prompt) if isinstance(prompt, str) else writer.prompt(prompt, tools_for(env, row))
+    return len(ids)
+
+
+def tools_for(env: Environment | None, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools that a rollout of this row has: the row's own, or those of the environment that plays it."""
+    if (own := tools_of(row)) is not None:
+        return own
+    return getattr(environment_of(env, row.get("task")), "oai_tools", None)
 
 
 def rows_of(env: Environment, given: Any) -> Rows:
@@ -234,6 +257,21 @@ def eval_rows(env: Environment | None, given: Any) -> Any:
     if env is None:
         return []
     return env.get_eval_dataset() if given is None else as_rows(given, env._format)
+
+
+def refusals(batch: Batch, trained: Sequence[Trained]) -> dict[str, Any]:
+    """What a step says of rollouts that it did not learn from; ValueError where there are no others."""
+    if not batch.refused:
+        return {}
+    reasons = Counter(batch.refused)
+    if not trained:
+        reason, count = reasons.most_common(1)[0]
+        raise ValueError(
+            f"none of {len(batch.refused)} rollouts can be learned from, as it is not known which tokens were sampled; "
+            f"{count} of them: {reason}"
+        )
+    told = [f"{count} × {reason}" for reason, count in reasons.most_common()]
+    return {"refused": len(batch.refused), "refused_reasons": told}
 
 
 # --- the run ------------------------------------------------------------------------------------------------------

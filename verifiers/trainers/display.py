@@ -123,6 +123,7 @@ class TrainingDisplay:
             _named("cut off", _some(metrics.get("truncated")), ".0%"),
             _named("flat groups", _some(metrics.get("zero_variance")), ".0%"),
             _named("failed", _some(metrics.get("failed")), ".0f"),
+            _named("not learned from", _some(metrics.get("refused")), ".0f"),
             _named("", metrics.get("tokens_per_s"), ",.0f", " tokens/s"),
             _named("", metrics.get("step_s"), ".2f", " s"),
         ]
@@ -193,6 +194,7 @@ class TrainingDisplay:
             _named("groups without variance", metrics.get("zero_variance"), ".0%"),
             _named("clipped", metrics.get("clip_fraction"), ".1%"),
             _named("failed", metrics.get("failed"), ".0f"),
+            _named("not learned from", _some(metrics.get("refused")), ".0f"),
         )
         return "  ".join(part for part in parts if part)
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verifiers import calls
+from verifiers.chat import ChatWriter
 from verifiers.clients import as_client
 from verifiers.envs.evaluation import score_states
 from verifiers.runner import RunInterruptedError
+from verifiers.samples import NotSampledError
 from verifiers.trainers import building
 from verifiers.trainers.advantages import flat_groups
 from verifiers.trainers.ahead import Ahead
@@ -82,7 +84,7 @@ class GRPOTrainer(Trainer):
         rows: Any = self.offline.groups() if self.offline is not None else building.rows_of(env, dataset)
         self.dropped_prompts = 0
         if self.offline is None:
-            rows, self.dropped_prompts = building.short_enough(rows, self.tokenizer, self.config, env.oai_tools)
+            rows, self.dropped_prompts = building.short_enough(rows, self.tokenizer, self.config, env)
         shard = (self.accelerator.process_index, self.accelerator.num_processes)
         self.rows = RowStream(rows, seed=self.config.seed, shard=shard)
         self.eval_rows = building.eval_rows(env, eval_dataset)
@@ -92,6 +94,8 @@ class GRPOTrainer(Trainer):
         self.report: Report | None = None
         self._update: PolicyUpdate | None = None
         self._batch_epoch = 0
+        # Saved rollouts are texts: they are tokenized where their tokens were not saved. Rollouts of this policy never.
+        self._writer = None if self.offline is None else ChatWriter(self.tokenizer)
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -155,10 +159,12 @@ class GRPOTrainer(Trainer):
         """Learn from a batch: its figures (loss, kl, clip_fraction, grad_norm, …)."""
         batch = with_advantages(as_batch(batch), self.config.scale)  # type: ignore[arg-type]
         rate = learning_rate(self.config, self.step, self.total_steps)
-        figures = self.update.run(self.sequences(batch), rate)
+        trained = self.sequences(batch)
+        refused = building.refusals(batch, trained)
+        figures = self.update.run(trained, rate)
         if self.config.sync_ref_model and (self.step + 1) % self.config.ref_model_sync_steps == 0:
             self.update.reference.follow(self.config.ref_model_mixup_alpha)  # type: ignore[union-attr]
-        return {**figures, "learning_rate": rate}
+        return {**figures, **refused, "learning_rate": rate}
 
     def on_epoch_begin(self, epoch: int) -> None:
         """Called before the first step of each epoch, counted from 0."""
@@ -231,7 +237,7 @@ class GRPOTrainer(Trainer):
             inputs=list(rows),
             client=self.client,
             rollouts_per_example=size,
-            sampling_args=self.config.sampling(),
+            sampling_args=building.exact_sampling(self.config.sampling(), self.client, self.env),
             max_concurrent=self.config.max_concurrent,
             use_tqdm=False,
             score=not scores_itself,
@@ -254,14 +260,22 @@ class GRPOTrainer(Trainer):
             engine.gather(min(count, engine.rows) if self.config.max_concurrent < 0 else 0)
 
     def sequences(self, batch: Batch) -> list[Trained]:
-        """The samples of a batch's rollouts with their advantages; one whose history was rewritten has several."""
+        """The samples of a batch's rollouts with their advantages; one whose history was rewritten has several.
+
+        A rollout of which the sampled tokens are not known is in none; ``batch.refused`` has the reason.
+        """
         find = getattr(self.client, "samples", None)
         trained: list[Trained] = []
+        batch.refused.clear()
         for prompt, reply, advantage in zip(batch["prompts"], batch["completions"], batch["advantages"], strict=True):
             state: State | Mapping[str, Any] = getattr(reply, "state", None) or {}
             if advantage is None or (self.config.mask_truncated_completions and state.get("is_truncated")):
                 continue
-            samples = samples_of_reply(prompt, reply, find, self.tokenizer)
+            try:
+                samples = samples_of_reply(prompt, reply, find, self._writer)
+            except NotSampledError as error:
+                batch.refused.append(str(error))
+                continue
             trained += [Trained(sample=sample, advantage=advantage) for sample in samples]
         return trained
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from verifiers.trainers.batch import Batch, Reply, group_equal, text_of
 from verifiers.types import State
 
 COLUMNS = ("prompts", "completions", "rewards")
+_OF_A_STATE = ("trajectory", "oai_tools", "tools", "info", "chat_template_kwargs", "is_truncated", "stop_condition")
 _SINGULAR = {"prompt": "prompts", "completion": "completions", "reward": "rewards", "answer": "answers"}
 
 
@@ -60,7 +62,18 @@ class Offline:
     def _reply(self, i: int, states: Sequence[Any] | None) -> Reply:
         completion = self._columns["completions"][i]
         state = states[i] if states is not None else None
-        return Reply(text_of(completion), messages=completion, state=state if isinstance(state, State) else None)
+        if not isinstance(state, State):
+            state = self._state(i)
+        return Reply(text_of(completion), messages=completion, state=state)
+
+    def _state(self, i: int) -> State | None:
+        """The state of a saved record, as far as it was saved; None for columns that are nothing but text."""
+        kept = {name: self._columns[name][i] for name in _OF_A_STATE if name in self._columns}
+        if not kept:
+            return None
+        asked = {"prompt": self._columns["prompts"][i], "example_id": self._columns.get("example_id", range(i + 1))[i]}
+        scored = {"completion": self._columns["completions"][i], "reward": self._columns["rewards"][i]}
+        return State({**kept, **scored, "input": asked})
 
 
 def read_offline(given: Any) -> Offline | None:
@@ -83,7 +96,8 @@ def _columns(given: Any) -> dict[str, Any]:
         return {_SINGULAR.get(name, name): list(given[name]) for name in names}
     if isinstance(given, list) and given and isinstance(given[0], Mapping):
         names = [name for name in given[0] if all(name in row for row in given)]
-        return {_SINGULAR.get(name, name): [row[name] for row in given] for name in names}
+        names += [name for name in _OF_A_STATE if name not in names and any(name in row for row in given)]
+        return {_SINGULAR.get(name, name): [row.get(name) for row in given] for name in names}
     return {}
 
 
@@ -97,14 +111,22 @@ def read_file(path: Path) -> Any:
     if path.suffix == ".jsonl":
         return list(read_records(path))
     if path.suffix == ".parquet":
-        import pyarrow.parquet as parquet
-
-        return parquet.read_table(path).to_pydict()
+        return _read_parquet(path)
     if path.suffix == ".json":
-        import json
-
         return json.loads(path.read_text())
     raise ValueError(f"{path.name} is no data set that can be read; give jsonl, parquet, json, or a torch.save file")
+
+
+def _read_parquet(path: Path) -> dict[str, list[Any]]:
+    """The columns of a table; those that hold JSON text, and say so, as what it says."""
+    import pyarrow.parquet as parquet
+
+    table = parquet.read_table(path)
+    columns: dict[str, list[Any]] = table.to_pydict()
+    for field in table.schema:
+        if (field.metadata or {}).get(b"encoding") == b"json":
+            columns[field.name] = [None if text is None else json.loads(text) for text in columns[field.name]]
+    return columns
 
 
 def _read_torch(path: Path) -> Any:

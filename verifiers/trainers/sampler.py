@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +11,7 @@ from verifiers.engine.local_model import LocalModel
 from verifiers.messages import as_messages
 from verifiers.rollout import step_tokens
 from verifiers.samples import Sample, samples_of
+from verifiers.types import ChatMessage
 
 
 class Sampler(LocalModel):
@@ -19,26 +20,44 @@ class Sampler(LocalModel):
     def __init__(self, *args: Any, remembers: int = 4096, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._remembers = remembers
-        self._ledger: OrderedDict[tuple[str, str], Tokens] = OrderedDict()
+        self._ledger: OrderedDict[tuple[str, str], deque[Tokens]] = OrderedDict()
+        self._count = 0
 
     async def complete(self, request: Request) -> Completion:
         completion = await super().complete(request)
         if completion.tokens is not None:
-            self._ledger[_key(request.prompt, completion.message)] = completion.tokens
-            while len(self._ledger) > self._remembers:
-                self._ledger.popitem(last=False)
+            self.keep(request, completion.message, completion.tokens)
         return completion
+
+    def keep(self, request: Request, message: ChatMessage, tokens: Tokens) -> None:
+        """Remember which tokens a reply was made of; the oldest replies go when there are too many."""
+        self._ledger.setdefault(_key(request.prompt, message), deque()).append(tokens)
+        self._count += 1
+        while self._count > self._remembers:
+            oldest = next(iter(self._ledger))
+            self._ledger[oldest].popleft()
+            self._count -= 1
+            if not self._ledger[oldest]:
+                del self._ledger[oldest]
+
+    def _find(self, prompt: Any, reply: Any) -> Tokens | None:
+        """The tokens of a reply. Where the same words were sampled several times, each time is found in its turn."""
+        times = self._ledger.get(_key(prompt, reply))
+        if times is None:
+            return None
+        times.rotate(-1)
+        return times[-1]
 
     def samples(self, prompt: Any, completion: Any) -> list[Sample]:
         """The samples of a conversation that was held with this client; none if any of its turns is not known."""
         if isinstance(prompt, str):
-            tokens = self._ledger.get(_key(prompt, completion))
+            tokens = self._find(prompt, completion)
             return samples_of([{"tokens": step_tokens(tokens)}]) if tokens is not None else []
         messages = as_messages(prompt)
         steps = []
         for message in as_messages(completion, role="assistant"):
             if message.get("role") == "assistant":
-                tokens = self._ledger.get(_key(messages, message))
+                tokens = self._find(messages, message)
                 if tokens is None:
                     return []
                 steps.append({"tokens": step_tokens(tokens)})

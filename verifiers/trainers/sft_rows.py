@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from verifiers.envs.env_group import EnvGroup
+from verifiers.chat import ChatWriter
+from verifiers.envs.env_group import environment_of
 from verifiers.envs.environment import Environment
 from verifiers.messages import as_messages
 from verifiers.results import Results
-from verifiers.samples import Sample, samples_of, tokenized
+from verifiers.samples import Sample, are_ids_of, samples_of, tokenized, written_samples
+from verifiers.store.training_data import note_missing_tools
+from verifiers.trainers.building import tools_for
 from verifiers.trainers.offline import read_file
 
 _KINDS = "prompt and completion, messages, or (with env=) question and answer"
@@ -49,9 +52,11 @@ def read_samples(
         raise ValueError(_nothing_left(rows, alive, min_reward))
     samples: list[Sample] = []
     overlong = 0
+    writer = ChatWriter(tokenizer)
+    note_missing_tools(wanted if env is None else (), "pass env=, the environment that they come from")
     for i, row in enumerate(wanted):
-        found = [_cut(sample, max_length) for sample in _samples(row, i, tokenizer, env)]
-        fitting = [_without_tail(sample, tokenizer.eos_token_id) for sample in found if any(sample.completion_mask)]
+        found = [_cut(sample, max_length) for sample in _samples(row, i, writer, env)]
+        fitting = [sample for sample in found if any(sample.completion_mask)]
         overlong += not fitting
         samples += fitting
     if not samples:
@@ -89,30 +94,40 @@ def _rows_of(given: Any, env: Environment | None) -> Sequence[Mapping[str, Any]]
         return given.rollouts
     if isinstance(given, Mapping):
         names = list(given)
-        return [dict(zip(names, values, strict=True)) for values in zip(*given.values(), strict=True)]
+        columns = zip(*given.values(), strict=True)
+        return [_without_filling(dict(zip(names, values, strict=True))) for values in columns]
     rows = [given[i] for i in range(len(given))]
+    if hasattr(given, "column_names"):
+        rows = [_without_filling(row) for row in rows]
     if odd := [row for row in rows if not isinstance(row, Mapping)]:
         raise TypeError(f"a row is a mapping with {_KINDS}, not a {type(odd[0]).__name__}")
     return rows
 
 
-def _samples(row: Mapping[str, Any], position: int, tokenizer: Any, env: Environment | None) -> list[Sample]:
+def _without_filling(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a table without the nulls that tables put where objects differ: other tools have other arguments."""
+    chats = {name: _filled_out(row[name]) for name in ("prompt", "completion", "messages", "tools") if name in row}
+    return {**row, **chats}
+
+
+def _filled_out(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _filled_out(item) for key, item in value.items() if item is not None}
+    return [_filled_out(item) for item in value] if isinstance(value, list) else value
+
+
+def _samples(row: Mapping[str, Any], position: int, writer: ChatWriter, env: Environment | None) -> list[Sample]:
     """The samples of a row: the tokens that were sampled where it has them, those of its text otherwise."""
     exact = samples_of(row.get("trajectory") or ())
-    if exact:
+    if exact and are_ids_of(row["trajectory"], writer):
         return exact
     prompt, completion = _parts(row, position, env)
     if isinstance(prompt, str) and isinstance(completion, str):
-        return [_ended(tokenized(prompt, completion, tokenizer), tokenizer.eos_token_id)]
-    if not getattr(tokenizer, "chat_template", None):
+        end = None if row.get("is_truncated") else writer.tokenizer.eos_token_id
+        return [_ended(sample, end) for sample in tokenized(prompt, completion, writer)]
+    if not writer.template.is_there:
         raise ValueError("these rows are chats, and this tokenizer has no chat template; set tokenizer.chat_template")
-    info = row.get("info")
-    tools = row.get("tools") or (info.get("oai_tools") if isinstance(info, Mapping) else None)
-    writer = _WithTools(tokenizer, tools or getattr(env, "oai_tools", None))
-    try:
-        return [tokenized(prompt, completion, writer)]
-    except ValueError:  # the template rewrites earlier turns: then each reply is a sample, after the turns before it
-        return list(_reply_by_reply(as_messages(prompt), as_messages(completion, role="assistant"), writer))
+    return written_samples(prompt, completion, writer, row, tools_for(env, row))
 
 
 def _parts(row: Mapping[str, Any], position: int, env: Environment | None) -> tuple[Any, Any]:
@@ -148,25 +163,6 @@ def _split(messages: list[dict[str, Any]], position: int) -> tuple[list[dict[str
     return messages[:first], messages[first:]
 
 
-def _reply_by_reply(
-    messages: list[dict[str, Any]], completion: list[dict[str, Any]], writer: _WithTools
-) -> Iterator[Sample]:
-    for message in completion:
-        if message.get("role") == "assistant":
-            yield tokenized(messages, [message], writer)
-        messages = [*messages, message]
-
-
-class _WithTools:
-    """A tokenizer whose chat template is always given these tools."""
-
-    def __init__(self, tokenizer: Any, tools: Any) -> None:
-        self._tokenizer, self._tools = tokenizer, tools or None
-
-    def apply_chat_template(self, messages: Any, **kwargs: Any) -> Any:
-        return self._tokenizer.apply_chat_template(messages, tools=self._tools, **kwargs)
-
-
 # --- gold ---------------------------------------------------------------------------------------------------------
 
 
@@ -180,9 +176,8 @@ def gold_reply(env: Environment, row: Mapping[str, Any]) -> str:
     >>> gold_reply(env, {"think": "2 and 2", "answer": "4"})
     '<think>\\n2 and 2\\n</think>\\n<answer>\\n4\\n</answer>'
     """
-    while isinstance(env, EnvGroup):
-        env = env.get_env_for_task(row["task"])
-    parser, answer = env.parser, str(row["answer"])
+    player = environment_of(env, row.get("task")) or env
+    parser, answer = player.parser, str(row["answer"])
     for reply in _forms(parser, row, answer):
         if str(parser.parse_answer([{"role": "assistant", "content": reply}])).strip() == answer.strip():
             return reply
@@ -217,20 +212,6 @@ def _ended(sample: Sample, end: int | None) -> Sample:
         completion_mask=[*sample.completion_mask, 1],
         completion_logprobs=[*sample.completion_logprobs, float("nan")],
     )
-
-
-def _without_tail(sample: Sample, end: int | None) -> Sample:
-    """What a template writes after a reply's end, a line break say, is never sampled and so not trained."""
-    mask = list(sample.completion_mask)
-    has_ended = False
-    for i, (token, is_trained) in enumerate(zip(sample.completion_ids, sample.completion_mask, strict=True)):
-        if not is_trained:
-            has_ended = False
-        elif has_ended:
-            mask[i] = 0
-        else:
-            has_ended = token == end
-    return replace(sample, completion_mask=mask)
 
 
 def _cut(sample: Sample, most: int | None) -> Sample:

@@ -77,6 +77,7 @@ class Watch:
         found = {
             "not_finite": self._not_finite(step_metrics),
             "failures": self._failures(step_metrics, batch_view),
+            "refused": self._refusals(step_metrics),
             "no_variance": self._no_variance(step_metrics, batch_view),
             "truncated": self._truncation(step_metrics, batch_view),
             "entropy": self._entropy(),
@@ -123,6 +124,12 @@ class Watch:
             "nothing; their errors are in results.jsonl (see `vf view`), and lie with the environment, a judge or an "
             "endpoint, not with the policy"
         )
+
+    def _refusals(self, metrics: Mapping[str, Any]) -> str | None:
+        reasons = metrics.get("refused_reasons")
+        if not isinstance(reasons, list) or not reasons:
+            return None
+        return f"{metrics.get('refused')} rollouts were not learned from, as their tokens are not known: {reasons[0]}"
 
     def _no_variance(self, metrics: Mapping[str, Any], view: Mapping[str, Any]) -> str | None:
         share = number(metrics.get("zero_variance"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verifiers.integrations.vllm.exact import exact_tokens
+from verifiers.clients.exact import exact_tokens
 from verifiers.integrations.vllm.server import VLLMServer
 
 __all__ = ["VLLMServer", "exact_tokens"]

@@ -1,4 +1,4 @@
-"""Sampling arguments → the same, asking vLLM for the ids and logprobs of every token."""
+"""Sampling arguments → the same, asking vLLM (or `vf serve`) for the ids and logprobs of every token."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine import tiny
-from verifiers.engine.chat import ChatTemplate, KnownTexts, plain_message
-from verifiers.engine.text import Codec
+from verifiers.chat import ChatTemplate, Codec, KnownTexts, plain_message
 from verifiers.errors import RequestRefusedError
 
 ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifiers.engine.tool_calls import OPEN, Style, call_id, parse, shown_length, style_of
+from verifiers.chat.tool_calls import OPEN, Style, call_id, parse, shown_length, style_of
 
 CALL = {"name": "add", "arguments": {"a": 1, "b": ["x", None], "c": {"d": "é\n"}}}
 LLAMA_CALL = {"name": "add", "parameters": CALL["arguments"]}

@@ -1,0 +1,8 @@
+"""Conversations as models see them: messages and tools → text and token ids, and tool calls out of replies."""
+
+from verifiers.chat.codec import Codec
+from verifiers.chat.known import KnownTexts
+from verifiers.chat.template import ChatTemplate, plain_message
+from verifiers.chat.writer import ChatWriter, Turn
+
+__all__ = ["ChatTemplate", "ChatWriter", "Codec", "KnownTexts", "Turn", "plain_message"]

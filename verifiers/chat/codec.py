@@ -1,0 +1,115 @@
+"""Text ↔ token ids, by a copy of a tokenizer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+CONTEXT = 4  # tokens of the prompt that a reply's first token is read after: some tokenizers eat a leading space
+RECENT = 64  # texts whose ids are kept
+BROKEN = "\ufffd"
+
+
+class Codec:
+    """Text ↔ ids with a copy of a tokenizer: truncation or padding that others switch on in theirs stays there."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._fast = _copy_of(getattr(tokenizer, "backend_tokenizer", None))
+        self._special_ids = _special_ids(self._fast)
+        self._is_bytewise = _is_bytewise(self._fast)
+        self._enders: dict[str, frozenset[int] | None] = {}
+        self._lock = threading.Lock()
+        self._encode = lru_cache(RECENT)(self._encode_once)
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """The ids of a text; ``special`` adds what a text of its own begins and ends with (a BOS, say)."""
+        if self._fast is not None:
+            return list(self._encode(text, special))  # a group asks the same many times over
+        return list(self.tokenizer.encode(text, add_special_tokens=special))
+
+    def encode_after(self, before: str, text: str) -> list[int]:
+        """The ids of a text as it goes on after another one: some tokenizers begin each text with a space."""
+        if not self._is_bytewise:
+            start = self.encode(before, special=False)
+            whole = self.encode(before + text, special=False)
+            if whole[: len(start)] == start:
+                return whole[len(start) :]
+        return self.encode(text, special=False)
+
+    def _encode_once(self, text: str, special: bool) -> tuple[int, ...]:
+        return tuple(self._fast.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of ids, with or without special tokens."""
+        if self._fast is not None:
+            text: str = self._fast.decode(ids, skip_special_tokens=not special)
+            return text
+        return str(
+            self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        )
+
+    def continuation(self, before: Sequence[int], ids: Sequence[int], *, special: bool = False) -> str:
+        """The text that ``ids`` add after the ids ``before``."""
+        if self._is_bytewise:
+            return self.decode(ids, special=special)
+        tail = list(before[-CONTEXT:])
+        start = self.decode(tail, special=special)
+        text = self.decode([*tail, *ids], special=special)
+        if text.startswith(start) and not start.endswith(BROKEN):
+            return text[len(start) :]
+        return self.decode(ids, special=special)
+
+    def continuations(self, before: Sequence[int], ids: Sequence[int]) -> tuple[str, str]:
+        """The text that ``ids`` add after the ids ``before``: without special tokens, and with them."""
+        text = self.continuation(before, ids)
+        seen = ids if self._is_bytewise else [*before[-CONTEXT:], *ids]
+        if self._special_ids is not None and self._special_ids.isdisjoint(seen):
+            return text, text
+        return text, self.continuation(before, ids, special=True)
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """Each token as a text of its own; part of a character shows as the replacement character."""
+        return [self.decode([token], special=True) for token in ids]
+
+    def enders(self, stop: str) -> frozenset[int] | None:
+        """The tokens that can complete a stop string; None when it could be any."""
+        last = stop[-1]
+        with self._lock:
+            if last not in self._enders:
+                self._enders[last] = self._find_enders(last)
+            return self._enders[last]
+
+    def _find_enders(self, last: str) -> frozenset[int] | None:
+        if self._fast is None or last.isspace():  # a space may come and go with its neighbours
+            return None
+        size = self._fast.get_vocab_size(with_added_tokens=True)
+        texts = self._fast.decode_batch([[token] for token in range(size)], skip_special_tokens=True)
+        return frozenset(token for token, text in enumerate(texts) if last in text or BROKEN in text)
+
+
+def _copy_of(backend: Any) -> Any:
+    if backend is None:
+        return None
+    copy = type(backend).from_str(backend.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
+
+
+def _special_ids(backend: Any) -> frozenset[int] | None:
+    """The ids that ``skip_special_tokens`` skips, where the tokenizer says which they are."""
+    if backend is None:
+        return None
+    return frozenset(token for token, added in backend.get_added_tokens_decoder().items() if added.special)
+
+
+def _is_bytewise(backend: Any) -> bool:
+    """Is each token some bytes, whatever stands before it?"""
+    if backend is None:
+        return False
+    from tokenizers.decoders import ByteLevel
+
+    return isinstance(backend.decoder, ByteLevel)

@@ -1,0 +1,219 @@
+"""Messages and tools → the text of a conversation, by the model's own template."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from verifiers.chat.codec import Codec
+from verifiers.chat.recent import Recent
+from verifiers.chat.tool_calls import CLOSE, OPEN, Style, style_of
+from verifiers.errors import RequestRefusedError
+from verifiers.messages import with_argument_objects
+from verifiers.types import ChatMessage
+
+TOOLS_TEXT = """\
+You may call one or more of these functions:
+<tools>
+{tools}
+</tools>
+
+For each call, write a JSON object with the function's name and its arguments within <tool_call></tool_call> tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+class ChatTemplate:
+    """How a tokenizer writes conversations, tools included."""
+
+    def __init__(self, tokenizer: Any, *, model: str = "this model") -> None:
+        self._tokenizer = tokenizer
+        self._model = model
+        self._recent: Recent[str] = Recent()
+
+    @property
+    def is_there(self) -> bool:
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    def style(self, tools: Any = None) -> Style:
+        return style_of(self._source(tools))
+
+    def _source(self, tools: Any) -> str:
+        """The template in use: a tokenizer may have several, one of them for tools."""
+        templates = getattr(self._tokenizer, "chat_template", None)
+        if isinstance(templates, Mapping):
+            named = "tool_use" if tools and "tool_use" in templates else "default"
+            templates = templates.get(named) or next(iter(templates.values()), "")
+        return templates if isinstance(templates, str) else ""
+
+    def render(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The text of a conversation, ready to be gone on with."""
+        if not self.is_there:
+            raise RequestRefusedError(
+                f"{self._model} has a tokenizer without a chat template: set tokenizer.chat_template, or ask for "
+                'plain completions (message_type="completion")'
+            )
+        plain = [plain_message(message) for message in messages]
+        if not plain:
+            raise RequestRefusedError("the conversation is empty: give at least one message")
+        source = self._source(tools)
+        settings = {
+            **kwargs,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message,
+        }
+        key = (source, repr(plain), repr(tools), repr(settings), time.localtime()[:3])  # templates may write the day
+        text = self._recent.find(key)
+        if text is None:
+            text = self._write(list(_forms(plain, tools, source)), settings)
+            self._recent.keep(key, text)
+        return text
+
+    def _write(self, forms: Sequence[tuple[list[ChatMessage], Any]], settings: Mapping[str, Any]) -> str:
+        refusal: Exception | None = None
+        for messages, tools in forms:
+            try:
+                return str(self._tokenizer.apply_chat_template(messages, tokenize=False, tools=tools, **settings))
+            except Exception as error:  # the template is a program that came with the model
+                refusal = refusal or error
+        raise RequestRefusedError(
+            f"the chat template of {self._model} refuses this conversation: {refusal}"
+        ) from refusal
+
+    def end_of_turn(self, codec: Codec) -> int | None:
+        """The special token that the template writes after a reply: a model may end on it and not call it its EOS."""
+        if not self.is_there:
+            return None
+        reply = "q7"
+        asked: list[ChatMessage] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": reply}]
+        try:
+            text = self.render(asked, add_generation_prompt=False)
+        except RequestRefusedError:
+            return None
+        _, found, after = text.rpartition(reply)
+        ids = codec.encode(after.lstrip(), special=False) if found and after.strip() else []
+        return ids[0] if ids and codec.decode(ids[:1]) == "" else None
+
+
+# --- messages as templates take them ------------------------------------------------------------------------------
+
+
+def plain_message(message: Any) -> ChatMessage:
+    """A message with text content and with arguments as objects: what templates are written for.
+
+    >>> plain_message({"role": "user", "content": [{"type": "text", "text": "2+2?"}]})
+    {'role': 'user', 'content': '2+2?'}
+    """
+    if hasattr(message, "model_dump"):
+        message = message.model_dump(exclude_none=True)
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestRefusedError(f"a message is a dict with a role and content, not {message!r:.100}")
+    plain = {key: value for key, value in with_argument_objects(dict(message)).items() if value is not None}
+    plain["content"] = _text(message.get("content"))
+    if calls := plain.get("tool_calls"):
+        _check_calls(calls)
+    else:
+        plain.pop("tool_calls", None)
+    return plain
+
+
+def _check_calls(calls: Sequence[Any]) -> None:
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestRefusedError(f"a tool call has a function with a name and arguments, not {call!r:.100}")
+
+
+def _text(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise RequestRefusedError(f"content is a text or a list of parts, not {content!r:.100}")
+    return "".join(_part(part) for part in content)
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise RequestRefusedError(f"a chat template writes text; a content part of type {kind!r} is not supported")
+    return text
+
+
+def _forms(
+    plain: list[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, source: str
+) -> Iterator[tuple[list[ChatMessage], Any]]:
+    """A conversation in the forms that a template may take it in, the best first."""
+    calls = any("tool_calls" in message for message in plain)
+    if "tools" not in source and (tools or calls or any(message["role"] == "tool" for message in plain)):
+        yield told_in_text(plain, tools), None
+        if tools and plain[0]["role"] == "user":  # some templates refuse a system message
+            yield told_in_text(plain, tools, role="user"), None
+        return
+    offered = list(tools) if tools else None
+    if calls and "tool_calls" not in source:  # it would leave them out without a word
+        yield [_calls_as_text(message) for message in plain], offered
+        return
+    yield plain, offered
+    if calls:  # a few templates add arguments to a text
+        yield [_with_argument_texts(message) for message in plain], offered
+
+
+def _with_argument_texts(message: ChatMessage) -> ChatMessage:
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [f["arguments"] if isinstance(f["arguments"], str) else json.dumps(f["arguments"]) for f in functions]
+    calls = [
+        {**call, "function": {**call["function"], "arguments": text}}
+        for call, text in zip(message["tool_calls"], texts, strict=True)
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def told_in_text(
+    messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, role: str = "system"
+) -> list[ChatMessage]:
+    """The same conversation for a template that knows nothing of tools: they, their calls and results become text."""
+    told = [_as_text(message) for message in messages]
+    if not tools:
+        return told
+    said = TOOLS_TEXT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if told[0]["role"] != role:
+        return [{"role": role, "content": said}, *told]
+    words = told[0]["content"]
+    whole = f"{words}\n\n{said}" if role == "system" else f"{said}\n\n{words}"
+    return [{**told[0], "content": whole.strip()}, *told[1:]]
+
+
+def _as_text(message: ChatMessage) -> ChatMessage:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    return _calls_as_text(message)
+
+
+def _calls_as_text(message: ChatMessage) -> ChatMessage:
+    if "tool_calls" not in message:
+        return message
+    calls = [call["function"] for call in message["tool_calls"]]
+    written = [
+        f"{OPEN}\n{json.dumps({'name': c['name'], 'arguments': c['arguments']}, ensure_ascii=False)}\n{CLOSE}"
+        for c in calls
+    ]
+    content = "\n".join([message["content"], *written] if message["content"] else written)
+    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}

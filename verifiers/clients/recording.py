@@ -1,0 +1,95 @@
+"""The calls of a model that a rollout makes, whoever makes them → a list with the exact tokens of each reply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verifiers.clients.protocol import Completion, Request, Tokens
+from verifiers.clients.reading import read_message, read_tokens
+from verifiers.types import ChatMessage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallReply:
+    """One of the replies to a call, with its tokens where they are known."""
+
+    message: ChatMessage
+    tokens: Tokens | None
+    is_truncated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCall:
+    """One request that a client answered, with one reply or (``n``) several."""
+
+    client: Any
+    request: Request
+    replies: Sequence[CallReply]
+
+
+_recording: ContextVar[tuple[list[ModelCall], ...]] = ContextVar("recorded_calls", default=())
+
+
+@contextmanager
+def recorded_calls() -> Iterator[list[ModelCall]]:
+    """The calls that are made while this lasts, here, in tasks begun here, and in sync hooks that the library calls.
+
+    A thread that somebody starts by hand knows nothing of this: its calls are not seen.
+    """
+    made: list[ModelCall] = []
+    before = _recording.set((*_recording.get(), made))
+    try:
+        yield made
+    finally:
+        _recording.reset(before)
+
+
+def is_recording() -> bool:
+    """Does anybody want to know of calls?"""
+    return bool(_recording.get())
+
+
+def record(client: Any, request: Request, replies: Sequence[CallReply]) -> None:
+    """Note a call that was answered; a list of messages that the caller goes on with is copied as it is now."""
+    prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
+    call = ModelCall(client=client, request=replace(request, prompt=prompt), replies=replies)
+    for calls in _recording.get():
+        calls.append(call)
+
+
+def record_completion(client: Any, request: Request, completion: Completion) -> Completion:
+    """Note the call that gave a completion, all of its choices; gives the completion back."""
+    if _recording.get():
+        first = CallReply(message=completion.message, tokens=completion.tokens, is_truncated=completion.is_truncated)
+        choices = completion.raw.get("choices") if isinstance(completion.raw, dict) else None
+        others = [_read(completion.raw, choice, request) for choice in (choices or [])[1:] if isinstance(choice, dict)]
+        record(client, request, [first, *others])
+    return completion
+
+
+def _read(response: dict[str, Any], choice: dict[str, Any], request: Request) -> CallReply:
+    is_chat = request.message_type == "chat"
+    said = choice.get("message") or {} if is_chat else {"role": "assistant", "content": choice.get("text")}
+    is_truncated = choice.get("finish_reason") == "length"
+    return CallReply(message=read_message(said), tokens=read_tokens(response, choice), is_truncated=is_truncated)
+
+
+def is_asked_through(client: Any, asked: Any, depth: int = 3) -> bool:
+    """Is a client the one that was asked, or an object of somebody's own that holds it?
+
+    >>> class Logged:
+    ...     def __init__(self, inner): self.inner = inner
+    >>> inner = object()
+    >>> is_asked_through(Logged(inner), inner), is_asked_through(Logged(object()), inner)
+    (True, False)
+    """
+    if client is asked:
+        return True
+    if not depth:
+        return False
+    held = client if isinstance(client, (list, tuple)) else list(getattr(client, "__dict__", {}).values())
+    return any(is_asked_through(one, asked, depth - 1) for one in held)
