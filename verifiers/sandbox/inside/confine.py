@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.sandbox.inside import kernel, landlock, namespaces, seccomp
+from verifiers.sandbox.inside import kernel, landlock, locks, namespaces, seccomp
 from verifiers.sandbox.inside.namespaces import INNER, SCRATCH, World
 
 STACK = 8 << 20
@@ -72,6 +72,8 @@ def confine(policy: Policy, order: Mapping[str, Any], home: str) -> None:
             writable=[home],
             devices=["/dev"] if is_full else namespaces.DEVICES,
         )
+    if "handover" in order:
+        locks.hand_over(order["handover"])
     if policy.level == "full":
         kernel.seccomp(policy.filters[order["language"] == "bash"])
     else:  # without a namespace for its processes there is one process, of one thread

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from verifiers.sandbox.inside import kernel, namespaces, syscalls
+from verifiers.sandbox.inside import kernel, locks, namespaces, syscalls
 from verifiers.sandbox.inside.cells import PythonCells
 from verifiers.sandbox.inside.confine import Policy, confine, limits, verify
 from verifiers.sandbox.inside.modules import IF_UNREADABLE, preload
@@ -155,6 +155,7 @@ class Zygote:
         os.close(null)
         self.orders: dict[bytes, Mapping[str, Any]] = {}
         self.sessions: dict[int, Watched] = {}
+        self.shells: dict[int, Watched] = {}
         self.monitor = Monitor()
         self.python = PythonCells()
         self.poll = select.epoll()
@@ -198,15 +199,23 @@ class Zygote:
         for fd in (self.control.fileno(), self.client):
             self.poll.register(fd, select.EPOLLIN)
         while True:
-            for fd, _ in self.poll.poll(TICK_S if self.sessions else None):
-                if fd == self.client:
-                    self._end()
-                elif fd == self.control.fileno():
-                    self._take_order()
-                else:
-                    self._bury(fd)
+            self._serve_once(self.poll.poll(TICK_S if self.sessions else None))
             for session in self.monitor.offenders(self.sessions):
                 os.kill(session.pid, signal.SIGKILL)
+
+    def _serve_once(self, ready: list[tuple[int, int]]) -> None:
+        """Programs that wait first, then the dead, then the living: so no descriptor is closed and used again between."""
+        for fd, events in ready:
+            if fd in self.shells:
+                self._hear(self.shells[fd], fd, events)
+        for fd, _ in ready:
+            if fd in self.sessions:
+                self._bury(fd)
+        for fd, _ in ready:
+            if fd == self.client:
+                self._end()
+            if fd == self.control.fileno():
+                self._take_order()
 
     def _take_order(self) -> None:
         room = socket.CMSG_SPACE(3 * array.array("i").itemsize)
@@ -227,6 +236,30 @@ class Zygote:
             os.close(fd)
         self.sessions[session.pidfd] = session
         self.poll.register(session.pidfd, select.EPOLLIN)
+        if session.handover is not None:
+            self._listen_to(session, session.handover.fileno())
+
+    def _listen_to(self, session: Watched, fd: int) -> None:
+        self.shells[fd] = session
+        self.poll.register(fd, select.EPOLLIN)
+
+    def _hear(self, session: Watched, fd: int, events: int) -> None:
+        """A shell hands over what it is watched by, or one of its programs asks for a lock on a file."""
+        if session.handover is not None and fd == session.handover.fileno():
+            session.proc, session.listener, session.device = locks.take_over(session.handover)
+            self._forget(fd)
+            session.handover.close()
+            session.handover = None
+            if session.listener >= 0:
+                self._listen_to(session, session.listener)
+        elif events & select.EPOLLIN:
+            locks.answer(fd, session.device)
+        else:  # none of its programs is left
+            self._forget(fd)
+
+    def _forget(self, fd: int) -> None:
+        if self.shells.pop(fd, None) is not None:
+            self.poll.unregister(fd)
 
     def _read(self, message: bytes) -> Mapping[str, Any]:
         """An order, with what follows from it; most are the same as one before."""
@@ -242,25 +275,37 @@ class Zygote:
         scratch = Scratch.make(self.policy)
         order = {**order, "uid": scratch.uid}
         world = self.policy.world
+        near = far = None
         try:
             if world is not None:
+                if order["language"] == "bash":
+                    near, far = socket.socketpair()
+                    order["handover"] = far.fileno()
                 kernel.unshare(kernel.NEWPID)
             pid = os.fork()
             if pid == 0:
                 self._be_session(order, fds, scratch.path)
         except OSError:
             scratch.remove()
+            if near is not None:
+                near.close()
             raise
         finally:
+            if far is not None:
+                far.close()
             if world is not None:
                 kernel.setns(world.own_pids, kernel.NEWPID)
-        return Watched(pid=pid, pidfd=os.pidfd_open(pid), conn=fds[0], order=order, scratch=scratch)
+        pidfd = os.pidfd_open(pid)
+        return Watched(pid=pid, pidfd=pidfd, conn=fds[0], order=order, scratch=scratch, handover=near)
 
     def _be_session(self, order: Mapping[str, Any], fds: list[int], home: str) -> NoReturn:
         """Keep the session's own descriptors only, be confined, and serve; there is no way back from here."""
         conn = fds[0]
         try:
-            conn = _keep(fds, self.policy.world)
+            others = {order["handover"]} if "handover" in order else set()
+            if self.policy.world is not None:
+                others.add(self.policy.world.proc)
+            conn = _keep(fds, others)
             _hand_over_self(conn)
             confine(self.policy, order, home)
             if "is_test" in order:
@@ -281,8 +326,13 @@ class Zygote:
         message = json.dumps({"ended": {"why": session.offence} if session.offence else note}).encode()
         _tell(session.conn, _framed(message))
         self.poll.unregister(pidfd)
-        os.close(pidfd)
-        os.close(session.conn)
+        if session.handover is not None:
+            self._forget(session.handover.fileno())
+            session.handover.close()
+        self._forget(session.listener)
+        for fd in (pidfd, session.conn, session.proc, session.listener):
+            if fd >= 0:
+                os.close(fd)
         session.scratch.remove()
 
     def _end(self) -> NoReturn:
@@ -295,12 +345,15 @@ class Zygote:
         os._exit(0)
 
 
-def _keep(fds: list[int], world: namespaces.World | None) -> int:
-    """Input is empty, output goes to the two files, and of all else only the socket stays (and, for now, /proc)."""
+def _keep(fds: list[int], others: set[int]) -> int:
+    """Input is empty, output goes to the two files, and of all else only the socket stays, and others for now."""
     conn, out, err = fds
     os.dup2(out, 1)
     os.dup2(err, 2)
-    _close_all_but(sorted({0, 1, 2, conn} | ({world.proc} if world is not None else set())))
+    # Opened anew: the flags of what all have in common could be changed by one and read by another.
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 0)
+    _close_all_but(sorted({0, 1, 2, conn} | others))
     return conn
 
 
