@@ -36,9 +36,9 @@ class BashCells:
     """
 
     def __init__(self, order: Mapping[str, Any]) -> None:
-        self.allowed = order["memory"] + SLACK
+        self.allowed: int = order["memory"] + SLACK
         self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.left = self.allowed
+        self.left: int = self.allowed
         self.is_seen_over = False
         self.shell = 0
         self.cells = self.codes = self.pidfd = -1
@@ -121,7 +121,7 @@ class BashCells:
             return b""
 
     def _gone(self) -> dict[str, Any]:
-        """The cell ended the shell itself (``exit 3``), or what it had put in its place: the next one starts another."""
+        """The cell ended the shell (``exit 3``), or what it had put in its place: the next one starts another."""
         code = self.exit_code or 0
         self._forget_shell()
         return _outcome(code)

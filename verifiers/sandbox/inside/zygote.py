@@ -204,7 +204,7 @@ class Zygote:
                 os.kill(session.pid, signal.SIGKILL)
 
     def _serve_once(self, ready: list[tuple[int, int]]) -> None:
-        """Programs that wait first, then the dead, then the living: so no descriptor is closed and used again between."""
+        """Programs that wait, then the dead, then orders: so no descriptor is closed and used again in between."""
         for fd, events in ready:
             if fd in self.shells:
                 self._hear(self.shells[fd], fd, events)
