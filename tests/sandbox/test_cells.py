@@ -116,3 +116,15 @@ threading.active_count()
 """
     with Sandbox(level="full") as sandbox:
         assert sandbox.run(code).value == "1"
+
+
+def test_programs_that_lock_their_own_files_work(sandbox: Sandbox) -> None:
+    result = sandbox.run(
+        "import fcntl, sqlite3\n"
+        "base = sqlite3.connect('data.db')\n"
+        "base.execute('create table t (x)')\n"
+        "for number in range(10): base.execute('insert into t values (?)', (number,)); base.commit()\n"
+        "with open('lock', 'w') as file: fcntl.flock(file, fcntl.LOCK_EX); fcntl.lockf(file, fcntl.LOCK_EX)\n"
+        "sqlite3.connect('data.db').execute('select sum(x) from t').fetchone()"
+    )
+    assert result.value == "(45,)", result

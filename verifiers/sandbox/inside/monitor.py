@@ -14,11 +14,21 @@ from verifiers.sandbox.inside.scratch import Scratch
 EACH_S = 0.1
 AT_ONCE = 64
 SLACK = 16 << 20
-SOCKET_BYTES = 208 << 10
-BUFFERS = {"socket:": SOCKET_BYTES, "pipe:": 64 << 10}
-"""What may wait in one of them at most: memory of the kernel's, that no limit counts."""
+PIPE_BYTES = 64 << 10
 OF_MEMORY = (b"\nRssAnon:", b"\nRssShmem:", b"\nVmSwap:")
 MUCH_OF_STATUS = 4096
+
+
+def _socket_bytes() -> int:
+    """What may wait in one socket at most, which is a setting of the machine's."""
+    near, far = socket.socketpair()
+    with near, far:
+        return near.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+
+SOCKET_BYTES = _socket_bytes()
+BUFFERS = {"socket:": SOCKET_BYTES, "pipe:": PIPE_BYTES}
+"""Memory of the kernel's, that no limit counts."""
 
 
 @dataclass(slots=True)
