@@ -38,7 +38,7 @@ class BashCells:
     def __init__(self, order: Mapping[str, Any]) -> None:
         self.allowed: int = order["memory"] + SLACK
         self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.left: int = self.allowed
+        self.looks_at = 0.0
         self.is_seen_over = False
         self.shell = 0
         self.cells = self.codes = self.pidfd = -1
@@ -48,7 +48,7 @@ class BashCells:
 
     def wait(self, fd: int) -> None:
         """Until the next request: see that what was left in the background does not take too much."""
-        while not select.select([fd], [], [], self._tick_s() if self._has_background() else None)[0]:
+        while not select.select([fd], [], [], self._until_look_s() if self._has_background() else None)[0]:
             self._check_memory()
 
     def reply(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class BashCells:
                 self._end_all()
                 return {"status": "timeout", "error": "it ran out of time"}
             readable, writable, _ = select.select(
-                sources, [self.cells] if unsent else [], [], min(left_s, self._tick_s())
+                sources, [self.cells] if unsent else [], [], min(left_s, self._until_look_s())
             )
             if writable:
                 unsent = self._send(unsent)
@@ -144,15 +144,18 @@ class BashCells:
 
         Too much is what was seen twice: a program that is about to start another counts double for a moment.
         """
-        self.left = self.allowed - session_memory(self.proc, self.allowed)
-        was_seen, self.is_seen_over = self.is_seen_over, self.left < 0
+        if self._until_look_s() > 0:
+            return False
+        left = self.allowed - session_memory(self.proc, self.allowed)
+        self.looks_at = time.monotonic() + min(TICK_S, max(LEAST_TICK_S, left / FASTEST))
+        was_seen, self.is_seen_over = self.is_seen_over, left < 0
         if not (was_seen and self.is_seen_over):
             return False
         self._end_all()
         return True
 
-    def _tick_s(self) -> float:
-        return min(TICK_S, max(LEAST_TICK_S, self.left / FASTEST))
+    def _until_look_s(self) -> float:
+        return max(0.0, self.looks_at - time.monotonic())
 
     def _end_all(self) -> None:
         """Everything in this namespace but this process itself."""
@@ -161,7 +164,7 @@ class BashCells:
             while True:
                 os.waitpid(-1, 0)
         except (ProcessLookupError, ChildProcessError):
-            self.left, self.is_seen_over = self.allowed, False
+            self.is_seen_over = False
             self._forget_shell()
 
     def _forget_shell(self) -> None:
