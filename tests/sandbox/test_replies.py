@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import verifiers as vf
 from tests.sandbox.arena import PRELUDE
 from tests.sandbox.attacks_replies import SOCKET
+from tests.support.tool_calls import call, calling
 from verifiers.errors import Error
 from verifiers.sandbox import Sandbox
 from verifiers.sandbox.inside.wire import DEEPEST, MAX_LISTS, depth, outline
@@ -188,3 +190,34 @@ def test_a_long_forged_reply_stops_no_event_loop_and_blames_the_code() -> None:
     assert all(isinstance(outcome, Error) and outcome.blame == "policy" for outcome in outcomes)
     assert longest < 5  # seconds at the least, when the whole of it was decoded here
     assert any("sandbox-replies" in name for name in threads)
+
+
+def forged_errno(number: int) -> str:
+    """A cell that answers for itself, and then forges the answer to what is asked next."""
+    replies = f"[{{'number': {number}, 'status': 'ok'}}, {{'number': {number + 1}, 'errno': 10 ** 30}}]"
+    return f"{PRELUDE}{SOCKET}for reply in {replies}: send(frame(json.dumps(reply).encode()))"
+
+
+@pytest.mark.usefixtures("full_level")
+def test_a_rollout_whose_code_forges_an_error_number_is_scored_and_not_failed() -> None:
+    env = vf.PythonEnv(dataset=[{"question": "?", "answer": ""}], packages=[], collect=["out.txt"])
+    client = vf.FakeClient([calling(call("python", {"code": forged_errno(1)})), "done"])
+    results = env.evaluate(client=client, model="fake", use_tqdm=False)
+    env.close()
+    assert not results.failed
+    assert results.scored[0]["files"] == {}
+
+
+@pytest.mark.usefixtures("full_level")
+def test_a_hook_that_does_not_expect_a_lost_session_does_not_fail_the_rollout() -> None:
+    class Reader(vf.SingleTurnEnv):
+        async def setup_state(self, state: vf.State) -> vf.State:
+            async with Sandbox(warm=0) as sandbox, sandbox.session() as session:
+                await session.run(forged_errno(1))
+                await session.read("out.txt")
+            return state
+
+    env = Reader(dataset=[{"question": "?", "answer": ""}], rubric=vf.Rubric([lambda completion: 0.0]))
+    results = env.evaluate(client=vf.FakeClient("1"), model="fake", use_tqdm=False)
+    assert (results["rewards"], len(results.failed)) == ([0.0], 0)
+    assert results.scored[0]["stop_condition"] == "SessionLostError"

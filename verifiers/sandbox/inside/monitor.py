@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import time
@@ -15,20 +16,9 @@ EACH_S = 0.1
 AT_ONCE = 64
 SLACK = 16 << 20
 PIPE_BYTES = 64 << 10
+"""What may wait in a pipe at most, as long as it cannot be made longer."""
 OF_MEMORY = (b"\nRssAnon:", b"\nRssShmem:", b"\nVmSwap:")
 MUCH_OF_STATUS = 4096
-
-
-def _socket_bytes() -> int:
-    """What may wait in one socket at most, which is a setting of the machine's."""
-    near, far = socket.socketpair()
-    with near, far:
-        return near.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-
-
-SOCKET_BYTES = _socket_bytes()
-BUFFERS = {"socket:": SOCKET_BYTES, "pipe:": PIPE_BYTES}
-"""Memory of the kernel's, that no limit counts."""
 
 
 @dataclass(slots=True)
@@ -113,13 +103,21 @@ def held_memory(proc: int, pids: Sequence[str], allowed: int) -> int:
     held = dict(_living(proc, pid) for pid in pids)
     total = sum(held.values())
     opened = {path: _descriptors(proc, path) for path in held}
-    if total + SOCKET_BYTES * sum(opened.values()) <= allowed:
+    if total + _socket_bytes() * sum(opened.values()) <= allowed:
         return total
     buffers: dict[str, int] = {}
     for path, count in opened.items():
         # What cannot be looked at, as of a program that nobody may read, counts as the worst it can be.
-        buffers.update(_buffers(proc, path) or {path: SOCKET_BYTES * count})
+        buffers.update(_buffers(proc, path) or {path: _socket_bytes() * count})
     return total + sum(buffers.values())
+
+
+@functools.cache
+def _socket_bytes() -> int:
+    """What may wait in one socket at most: memory of the kernel's, that no limit counts."""
+    near, far = socket.socketpair()
+    with near, far:
+        return near.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 
 def resident_memory(proc: int, pid: str) -> int:
@@ -175,7 +173,8 @@ def _buffers(proc: int, path: str) -> dict[str, int]:
             target = os.readlink(f"{path}/fd/{name}", dir_fd=proc)
         except OSError:  # just closed
             continue
-        found[target] = next((most for kind, most in BUFFERS.items() if target.startswith(kind)), 0)
+        is_pipe, is_socket = target.startswith("pipe:"), target.startswith("socket:")
+        found[target] = PIPE_BYTES if is_pipe else _socket_bytes() if is_socket else 0
     return found
 
 
