@@ -125,6 +125,7 @@ def gives_a_thread_descriptors_of_its_own_to_fill(arena: Arena) -> None:
     # A thread that does not share its files; a process that does.
     calls = [0x10000 | 0x800 | 0x100] + ([0x400 | 0x100 | 0x4000] if arena.level == "full" else [])
     arena.refused(f"[attempt(call, 'clone', flags, 0, 0, 0, 0) for flags in {calls}]", "Errno 1]", "Errno 11]")
+    arena.refused("[attempt(call, 'close_range', 200, 255, flags) for flags in (2, 6)]", "Errno 22]")
 
 
 @attack("full")

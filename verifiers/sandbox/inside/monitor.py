@@ -152,8 +152,8 @@ def _said_memory(proc: int, path: str) -> int | None:
         return None
     finally:
         os.close(fd)
-    starts = [at + len(name) for name in OF_MEMORY if (at := said.find(name)) >= 0]
-    return sum(int(said[at : said.index(b"kB", at)]) << 10 for at in starts) if starts else None
+    found = [said[at + len(name) :].split(maxsplit=1) for name in OF_MEMORY if (at := said.find(name)) >= 0]
+    return sum(int(rest[0]) << 10 for rest in found if rest and rest[0].isdigit()) if found else None
 
 
 def _descriptors(proc: int, path: str) -> int:

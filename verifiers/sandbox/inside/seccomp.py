@@ -26,6 +26,7 @@ AF_UNIX = 1
 FCNTL_HARMLESS = (0, 1, 2, 3, 4, 5, 9, 11, 16, 36, 1025, 1027, 1028, 1030, 1032, 1033, 1034, 1035)
 FCNTL_LOCKS = (6, 7, 37, 38)
 FIRST_PROCESS = 1
+CLOSE_RANGE_HARMLESS = (0, 4)  # to close, now or at the next program; not to have descriptors of one's own
 TERMINAL_QUERIES = (0x5401, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
 PRCTL_HARMLESS = (3, 15, 16, 21, 23, 27, 30, 39, 0x53564D41)  # get or set names, and questions
 PERSONALITY_QUESTIONS = (0, 0xFFFFFFFF)
@@ -110,6 +111,7 @@ def by_argument(*, may_fork: bool, may_thread: bool, only_pid: int | None) -> di
     bodies = {
         "clone": clone(may_fork=may_fork, may_thread=may_thread),
         "socketpair": only(0, (AF_UNIX,), fail(errno.EAFNOSUPPORT)),
+        "close_range": only(2, CLOSE_RANGE_HARMLESS, fail(errno.EINVAL)),
         "fcntl": fcntl(ALLOW if may_fork else NO_EFFECT),
         "flock": always(ALLOW if may_fork else NO_EFFECT),
         # Advice on files that all share would drop what others have in memory: it is only advice.

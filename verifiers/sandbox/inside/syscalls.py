@@ -36,7 +36,7 @@ DESCRIPTORS = _group("""
 dup:32:23 dup2:33:- dup3:292:24 pipe:22:- pipe2:293:59 poll:7:- ppoll:271:73 select:23:- pselect6:270:72
 epoll_create:213:- epoll_create1:291:20 epoll_ctl:233:21 epoll_wait:232:- epoll_pwait:281:22 epoll_pwait2:441:441
 eventfd:284:- eventfd2:290:19 signalfd:282:- signalfd4:289:74 timerfd_create:283:85 timerfd_settime:286:86
-timerfd_gettime:287:87 close_range:436:436 sendto:44:206 recvfrom:45:207 shutdown:48:210
+timerfd_gettime:287:87 sendto:44:206 recvfrom:45:207 shutdown:48:210
 getsockname:51:204 getpeername:52:205 getsockopt:55:209
 """)
 MEMORY = _group("""
@@ -68,7 +68,7 @@ fork:57:- vfork:58:- execve:59:221
 """)
 BY_ARGUMENT = _group("""
 clone:56:220 mmap:9:222 socketpair:53:199 fcntl:72:25 flock:73:32 fadvise64:221:223 readahead:187:213 ioctl:16:29
-prctl:157:167 personality:135:92
+prctl:157:167 personality:135:92 close_range:436:436
 """)
 REFUSED = _group("""
 socket:41:198 connect:42:203 bind:49:200 listen:50:201 accept:43:202 accept4:288:242 execveat:322:281 ptrace:101:117

@@ -250,6 +250,8 @@ class Zygote:
             self._forget(fd)
             session.handover.close()
             session.handover = None
+            if session.proc < 0:  # nobody could watch it
+                os.kill(session.pid, signal.SIGKILL)
             if session.listener >= 0:
                 self._listen_to(session, session.listener)
         elif events & select.EPOLLIN:
