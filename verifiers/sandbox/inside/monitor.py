@@ -25,8 +25,7 @@ MUCH_OF_STATUS = 4096
 class Watched:
     """A session as the zygote sees it; ``offence`` is what it was ended for.
 
-    A shell has processes of its own: ``proc`` is the /proc they are seen in, once the session has handed it over
-    (through ``handover``), with ``listener``, on which it asks for locks on files, and ``device``, which those are on.
+    A shell has processes of its own: ``proc`` is the /proc they are seen in, once it has come through ``handover``.
     """
 
     pid: int
@@ -36,8 +35,6 @@ class Watched:
     scratch: Scratch
     handover: socket.socket | None = None
     proc: int = -1
-    listener: int = -1
-    device: int = -1
     sightings: int = 0
     offence: str | None = None
 

@@ -24,7 +24,7 @@ CLONE_NAMESPACES = 0x7E020000
 AF_UNIX = 1
 # Not on the list: to have a signal sent to any process, leases and notes on files, more memory for a pipe, hints.
 FCNTL_HARMLESS = (0, 1, 2, 3, 4, 5, 9, 11, 16, 36, 1025, 1027, 1028, 1030, 1032, 1033, 1034, 1035)
-FCNTL_LOCKS = (6, 7, 37, 38)
+FCNTL_PROCESS_LOCKS, FCNTL_LOCKS = (6, 7), (37, 38)
 FIRST_PROCESS = 1
 CLOSE_RANGE_HARMLESS = (0, 4)  # to close, now or at the next program; not to have descriptors of one's own
 TERMINAL_QUERIES = (0x5401, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
@@ -51,8 +51,12 @@ def always(verdict: int) -> Body:
     return ((RETURN, 0, 0, verdict),)
 
 
-def filter_program(*, may_fork: bool, may_thread: bool = True, only_pid: int | None = None) -> bytes:
+def filter_program(
+    *, may_fork: bool, may_thread: bool = True, may_lock: bool = False, only_pid: int | None = None
+) -> bytes:
     """The program for one kind of session. ``only_pid``: it has no namespaces, and may touch this one process only.
+
+    ``may_lock``: another filter (`lock_program`) has somebody look at its locks on files; else they have no effect.
 
     >>> len(filter_program(may_fork=False)) % 8
     0
@@ -72,7 +76,9 @@ def filter_program(*, may_fork: bool, may_thread: bool = True, only_pid: int | N
     bodies = {number: always(fail(errno.EPERM)) for group in refused for number in group.values()}
     bodies |= {number: always(ALLOW) for group in allowed for number in group.values()}
     numbers = syscalls.BY_ARGUMENT | syscalls.OTHER_PROCESSES
-    for name, body in by_argument(may_fork=may_fork, may_thread=may_thread, only_pid=only_pid).items():
+    for name, body in by_argument(
+        may_fork=may_fork, may_thread=may_thread, may_lock=may_lock, only_pid=only_pid
+    ).items():
         if name in numbers:
             bodies[numbers[name]] = body
     program += search(spans(bodies, otherwise=always(fail(errno.ENOSYS))))
@@ -105,15 +111,17 @@ def search(stretches: Sequence[tuple[int, Body]]) -> list[Instruction]:
     return [(JUMP_AT_LEAST, 0, 1, start), (JUMP, 0, 0, len(below)), *below, *above]
 
 
-def by_argument(*, may_fork: bool, may_thread: bool, only_pid: int | None) -> dict[str, Body]:
+def by_argument(*, may_fork: bool, may_thread: bool, may_lock: bool, only_pid: int | None) -> dict[str, Body]:
     """The calls whose verdict depends on what they ask for."""
     no = fail(errno.EPERM)
+    locks = ALLOW if may_lock else NO_EFFECT
     bodies = {
         "clone": clone(may_fork=may_fork, may_thread=may_thread),
         "socketpair": only(0, (AF_UNIX,), fail(errno.EAFNOSUPPORT)),
         "close_range": only(2, CLOSE_RANGE_HARMLESS, fail(errno.EINVAL)),
-        "fcntl": fcntl(ALLOW if may_fork else NO_EFFECT),
-        "flock": always(ALLOW if may_fork else NO_EFFECT),
+        # A lock of a process keeps out other processes only: where there is one, with files of its own, none.
+        "fcntl": fcntl(locks, of_process=locks if may_fork else NO_EFFECT),
+        "flock": always(locks),
         # Advice on files that all share would drop what others have in memory: it is only advice.
         "fadvise64": always(NO_EFFECT),
         "readahead": always(NO_EFFECT),
@@ -156,23 +164,24 @@ def clone(*, may_fork: bool, may_thread: bool) -> Body:
     return (*no_namespace, *(() if may_fork else no_process), *alike, (RETURN, 0, 0, ALLOW))
 
 
-def fcntl(locks: int) -> Body:
-    """What does no harm, and locks on files by a verdict of their own."""
-    return (*_compare(1, FCNTL_LOCKS, locks), *only(1, FCNTL_HARMLESS, fail(errno.EPERM)))
+def fcntl(locks: int, *, of_process: int) -> Body:
+    """What does no harm, and locks on files by verdicts of their own."""
+    of_both = (*_compare(1, FCNTL_PROCESS_LOCKS, of_process), *_compare(1, FCNTL_LOCKS, locks))
+    return (*of_both, *only(1, FCNTL_HARMLESS, fail(errno.EPERM)))
 
 
-def lock_program(verdict: int) -> bytes:
-    """A second filter, for shells: one verdict on all locks on files; for other calls the first one counts.
+def lock_program() -> bytes:
+    """A filter for whoever forks sessions: all locks on files wait for an answer.
 
-    >>> len(lock_program(NOTIFY)) < len(filter_program(may_fork=True))
+    >>> len(lock_program()) < len(filter_program(may_fork=True))
     True
     """
     numbers = syscalls.BY_ARGUMENT
-    asks: Body = (*_compare(1, FCNTL_LOCKS, verdict), (RETURN, 0, 0, ALLOW))
+    asks: Body = (*_compare(1, (*FCNTL_PROCESS_LOCKS, *FCNTL_LOCKS), NOTIFY), (RETURN, 0, 0, ALLOW))
     program: Body = (
         (LOAD, 0, 0, NUMBER),
         (JUMP_EQUAL, 0, 1, numbers["flock"]),
-        (RETURN, 0, 0, verdict),
+        (RETURN, 0, 0, NOTIFY),
         (JUMP_EQUAL, 0, len(asks), numbers["fcntl"]),
         *asks,
         (RETURN, 0, 0, ALLOW),

@@ -156,6 +156,7 @@ class Zygote:
         self.orders: dict[bytes, Mapping[str, Any]] = {}
         self.sessions: dict[int, Watched] = {}
         self.shells: dict[int, Watched] = {}
+        self.listener = -1
         self.monitor = Monitor()
         self.python = PythonCells()
         self.poll = select.epoll()
@@ -195,8 +196,11 @@ class Zygote:
         gc.collect()
         gc.freeze()
         gc.disable()
+        if self.policy.level == "full":  # after the packages, which may lock what they like
+            self.listener = locks.listen()
+            self.policy.prepare_filters(may_lock=self.listener >= 0)
         _say_hello(self.control.fileno(), self.policy, reasons)
-        for fd in (self.control.fileno(), self.client):
+        for fd in (self.control.fileno(), self.client, *([self.listener] if self.listener >= 0 else [])):
             self.poll.register(fd, select.EPOLLIN)
         while True:
             self._serve_once(self.poll.poll(TICK_S if self.sessions else None))
@@ -205,9 +209,11 @@ class Zygote:
 
     def _serve_once(self, ready: list[tuple[int, int]]) -> None:
         """Programs that wait, then the dead, then orders: so no descriptor is closed and used again in between."""
-        for fd, events in ready:
-            if fd in self.shells:
-                self._hear(self.shells[fd], fd, events)
+        for fd, _ in ready:
+            if fd == self.listener:
+                locks.answer(fd)
+            elif fd in self.shells:
+                self._take_over(self.shells[fd])
         for fd, _ in ready:
             if fd in self.sessions:
                 self._bury(fd)
@@ -237,31 +243,24 @@ class Zygote:
         self.sessions[session.pidfd] = session
         self.poll.register(session.pidfd, select.EPOLLIN)
         if session.handover is not None:
-            self._listen_to(session, session.handover.fileno())
+            self.shells[session.handover.fileno()] = session
+            self.poll.register(session.handover, select.EPOLLIN)
 
-    def _listen_to(self, session: Watched, fd: int) -> None:
-        self.shells[fd] = session
-        self.poll.register(fd, select.EPOLLIN)
+    def _take_over(self, session: Watched) -> None:
+        """A shell hands over its /proc; if none comes, it could not be watched."""
+        assert session.handover is not None
+        _, fds, _, _ = socket.recv_fds(session.handover, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        session.proc = fds[0] if fds else -1
+        if not fds:
+            os.kill(session.pid, signal.SIGKILL)
+        self._close_handover(session)
 
-    def _hear(self, session: Watched, fd: int, events: int) -> None:
-        """A shell hands over what it is watched by, or one of its programs asks for a lock on a file."""
-        if session.handover is not None and fd == session.handover.fileno():
-            session.proc, session.listener, session.device = locks.take_over(session.handover)
-            self._forget(fd)
+    def _close_handover(self, session: Watched) -> None:
+        if session.handover is not None:
+            self.poll.unregister(session.handover)
+            del self.shells[session.handover.fileno()]
             session.handover.close()
             session.handover = None
-            if session.proc < 0:  # nobody could watch it
-                os.kill(session.pid, signal.SIGKILL)
-            if session.listener >= 0:
-                self._listen_to(session, session.listener)
-        elif events & select.EPOLLIN:
-            locks.answer(fd, session.device)
-        else:  # none of its programs is left
-            self._forget(fd)
-
-    def _forget(self, fd: int) -> None:
-        if self.shells.pop(fd, None) is not None:
-            self.poll.unregister(fd)
 
     def _read(self, message: bytes) -> Mapping[str, Any]:
         """An order, with what follows from it; most are the same as one before."""
@@ -328,11 +327,8 @@ class Zygote:
         message = json.dumps({"ended": {"why": session.offence} if session.offence else note}).encode()
         _tell(session.conn, _framed(message))
         self.poll.unregister(pidfd)
-        if session.handover is not None:
-            self._forget(session.handover.fileno())
-            session.handover.close()
-        self._forget(session.listener)
-        for fd in (pidfd, session.conn, session.proc, session.listener):
+        self._close_handover(session)
+        for fd in (pidfd, session.conn, session.proc):
             if fd >= 0:
                 os.close(fd)
         session.scratch.remove()
