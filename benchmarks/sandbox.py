@@ -1,5 +1,7 @@
 """What isolation costs: a fresh call, a call to a process kept ready, the next cell, calls a second, memory, a kill.
 
+And what it holds: the most that twelve forks have together, in a shell that they took the place of.
+
 The contenders take turns, so that what else the machine does meets all of them alike.
 """
 
@@ -178,6 +180,27 @@ def kill_to_dead(times: int) -> str:
     return f"p50 {median(took) * 1e3:7.2f} ms   best {min(took) * 1e3:6.2f} ms"
 
 
+def most_of_twelve_forks(times: int) -> str:
+    """The most memory that twelve forks of 60 MiB had together where 128 MiB are allowed; their shell is gone."""
+    from verifiers.sandbox import Sandbox
+
+    fill = "x = bytearray(60 << 20)\nfor at in range(0, len(x), 4096): x[at] = 1\n"
+    code = f"import os, time\nfor n in range(11):\n    if os.fork() == 0: break\n{fill}time.sleep(60)"
+    most = []
+    with Sandbox(language="bash", memory_mb=128, files={"forks.py": code}, warm=0) as sandbox:
+        for _ in range(times):
+            with sandbox.session() as session, ThreadPoolExecutor(1) as pool:
+                session.run("true")
+                before = set(descendants(os.getpid()))
+                running = pool.submit(session.run, "exec python3 -S forks.py")
+                held = [0.0]
+                while not running.done():
+                    held.append(proportional_mb(list(set(descendants(os.getpid())) - before)))
+                assert running.result().status == "memory", running.result()
+                most.append(max(held))
+    return f"p50 {median(most):7.0f} MiB  most {max(most):6.0f} MiB"
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--times", type=int, default=200)
@@ -208,6 +231,8 @@ def main() -> None:
             print(f"{name:28} {calls_per_second(call, 4, given.seconds):7.0f} a second with 4 clients")
     print(f"a session that is ready      {memory_of_sessions(40):7.2f} MiB")
     print(f"kill to dead                 {kill_to_dead(50)}")
+    if level().name == "full":
+        print(f"twelve forks, 128 MiB        {most_of_twelve_forks(10)}")
 
 
 if __name__ == "__main__":

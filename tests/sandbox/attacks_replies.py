@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import errno
+from collections.abc import Callable
 from typing import Any
 
 from tests.sandbox.arena import PRELUDE, Arena, attack
-from verifiers.sandbox import Result
+from verifiers.sandbox import Result, Session
 
 # The session's only descriptor beyond the standard ones is its socket.
 SOCKET = """
@@ -63,27 +64,112 @@ def sends_a_number_too_long_to_read(arena: Arena) -> None:
     assert result.status == "killed", result
 
 
+WRONG = {
+    "status": ("['ok']", "7", "'fine'", "None"),
+    "value": ("['x']", "7", "float('nan')", "{}", "True"),
+    "error": ("{'a': 1}", "7"),
+    "exit_code": ("'0'", "10 ** 30", "-1", "256", "True", "0.0"),
+    "is_fresh": ("7", "'yes'", "None"),
+    "number": ("True", "1.0", "'1'", "10 ** 30", "None"),
+    "stdout": ("'forged'",),
+}
+
+
 @attack()
 def sends_fields_of_the_wrong_kind(arena: Arena) -> None:
-    result = forge(
-        arena,
-        "body = {'number': 1, 'status': ['ok'], 'error': {'a': 1}, 'exit_code': 'x', 'value': float('nan'),"
-        " 'is_fresh': 7, 'stdout': 'forged'}\n"
-        "send(frame(json.dumps(body).encode())); time.sleep(60)",
-    )
+    for name, values in WRONG.items():
+        for value in values:
+            result = forge(
+                arena,
+                f"body = {{'number': 1, 'status': 'ok', 'value': 'forged', {name!r}: {value}}}\n"
+                "send(frame(json.dumps(body).encode())); time.sleep(60)",
+            )
+            assert (result.status, result.value, result.exit_code) == ("killed", None, None), (name, value, result)
+            assert "it sent a reply that is none" in (result.error or "") or name == "number", result
+
+
+@attack()
+def sends_the_same_field_many_times(arena: Arena) -> None:
+    result = forge(arena, 'send(frame(b\'{"number": 1, "status": 7, "status": "ok"}\')); time.sleep(60)')
+    assert result.status == "ok", result
+    result = forge(arena, "send(frame(b'{\"number\": 1' + b', \"status\": \"ok\"' * 30_000 + b'}')); time.sleep(60)")
     assert result.status == "killed", result
-    assert (result.error, result.exit_code, result.stdout, result.is_fresh) == (None, None, "", True)
-    assert math.isnan(result.value)
 
 
 @attack()
 def sends_half_of_a_character(arena: Arena) -> None:
     result = forge(
         arena,
-        "body = {'number': 1, 'status': 'ok', 'value': ['\\ud800', '\U0001f600'], 'error': '\\udfff'}\n"
+        "body = {'number': 1, 'status': 'ok', 'value': '\\ud800 \U0001f600', 'error': '\\udfff'}\n"
         "send(frame(json.dumps(body).encode())); time.sleep(60)",
     )
-    assert (result.value, result.error) == (["?", "\U0001f600"], "?"), result
+    assert (result.value, result.error) == ("? \U0001f600", "?"), result
+
+
+ASKED: dict[str, Callable[[Session], object]] = {
+    "read": lambda session: session.read("file"),
+    "write": lambda session: session.write("file", "text"),
+    "files": lambda session: session.files(),
+}
+FORGED = {
+    "an error that there is none of": "b'\"errno\": 1000000000000000000000000000000'",
+    "an error below all": "b'\"errno\": -1'",
+    "an error that is none": "b'\"errno\": null'",
+    "content that is a list": "b'\"content\": []'",
+    "content that is not encoded": 'b\'"content": "***"\'',
+    "names that are no list": 'b\'"names": "file"\'',
+    "millions of lists": "b'\"names\": [' + b'[],' * 1_000_000 + b'[]]'",
+    "lists in one another": "b'\"names\": ' + b'[' * 1_000 + b']' * 1_000",
+    "more names than can be": "b'\"names\": [' + b'\"a\",' * 20_000 + b'\"a\"]'",
+    "a text that does not end": "b'\"content\": \"' + b'\\\\\"' * 100_000",
+    "what is not UTF-8": 'b\'"content": "\\xff\\xfe"\'',
+    "no more than the start": 'b\'"content": "aaaa\'',
+}
+
+
+@attack()
+def forges_what_is_said_of_its_files(arena: Arena) -> None:
+    honest = "send(frame(json.dumps({'number': 1, 'status': 'ok'}).encode()))\n"
+    for name, ask in ASKED.items():
+        for what, body in FORGED.items():
+            with arena.sandbox().session() as session:
+                forged = f"send(frame(b'{{\"number\": 2, ' + {body} + b'}}'))\ntime.sleep(60)"
+                result = session.run(PRELUDE + SOCKET + honest + forged)
+                assert result.is_ok, (what, result)
+                error = raised(ask, session)
+                assert isinstance(error, TimeoutError), (name, what, error)
+                assert getattr(error, "blame", None) == "policy", (name, what, error)
+    arena.still_works()
+
+
+def raised(ask: Callable[[Session], object], session: Session) -> Exception | None:
+    try:
+        ask(session)
+    except Exception as error:  # whatever it is, it is looked at
+        return error
+    return None
+
+
+@attack()
+def says_that_its_file_never_ends(arena: Arena) -> None:
+    with arena.sandbox(disk_mb=1).session() as session:
+        session.run(
+            PRELUDE + SOCKET + "import base64\n"
+            'send(frame(b\'{"number": 1, "status": "ok"}\'))\n'
+            "for number in range(2, 1000):\n"
+            "    body = {'number': number, 'content': base64.b64encode(bytes(256 << 10)).decode()}\n"
+            "    send(frame(json.dumps(body).encode()))"
+        )
+        error = raised(ASKED["read"], session)
+        assert isinstance(error, OSError), error
+        assert error.errno == errno.EFBIG, error
+
+
+@attack("full")
+def has_a_pipe_read_that_nobody_writes_to(arena: Arena) -> None:
+    with arena.sandbox().session() as session:
+        session.run("import os; os.mkfifo('pipe')")
+        assert session.read("pipe") == b""
 
 
 @attack()

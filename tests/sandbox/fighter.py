@@ -13,6 +13,8 @@ from tests.sandbox import (  # noqa: F401 - each notes its attacks
     attacks_processes,
     attacks_replies,
     attacks_resources,
+    attacks_shared,
+    attacks_watch,
 )
 from tests.sandbox.arena import ATTACKS, Arena, Skip, guard_processes, why_not
 

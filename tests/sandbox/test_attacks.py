@@ -17,6 +17,8 @@ from tests.sandbox import (  # noqa: F401 - each notes its attacks
     attacks_processes,
     attacks_replies,
     attacks_resources,
+    attacks_shared,
+    attacks_watch,
 )
 from tests.sandbox.arena import ATTACKS, LEVELS, ROOT, Arena, Skip, why_not
 from verifiers.sandbox.inside.namespaces import NOBODY

@@ -116,3 +116,32 @@ threading.active_count()
 """
     with Sandbox(level="full") as sandbox:
         assert sandbox.run(code).value == "1"
+
+
+def test_programs_that_lock_their_own_files_work(sandbox: Sandbox) -> None:
+    result = sandbox.run(
+        "import fcntl, sqlite3\n"
+        "base = sqlite3.connect('data.db')\n"
+        "base.execute('create table t (x)')\n"
+        "for number in range(10): base.execute('insert into t values (?)', (number,)); base.commit()\n"
+        "with open('lock', 'w') as file: fcntl.flock(file, fcntl.LOCK_EX); fcntl.lockf(file, fcntl.LOCK_EX)\n"
+        "sqlite3.connect('data.db').execute('select sum(x) from t').fetchone()"
+    )
+    assert result.value == "(45,)", result
+
+
+def test_a_lock_on_its_own_file_keeps_out_who_opened_it_again(sandbox: Sandbox) -> None:
+    result = sandbox.run(
+        "import fcntl\n"
+        "one, other = open('lock', 'w'), open('lock', 'w')\n"
+        "fcntl.flock(one, fcntl.LOCK_EX)\n"
+        "try: fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "except BlockingIOError: print('locked')\n"
+        "fcntl.flock(one, fcntl.LOCK_UN); fcntl.flock(other, fcntl.LOCK_EX)\n"
+    )
+    assert (result.status, result.stdout) == ("ok", "locked\n"), result
+    assert sandbox.run("import fcntl\nfcntl.flock(open('lock', 'w'), fcntl.LOCK_EX)").is_ok
+    waiting = (
+        "import fcntl\none, other = open('a', 'w'), open('a')\n[fcntl.flock(f, fcntl.LOCK_EX) for f in (one, other)]"
+    )
+    assert sandbox.run(waiting, timeout_s=0.5).status == "timeout"

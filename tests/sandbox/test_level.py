@@ -38,11 +38,12 @@ def test_the_level_is_known() -> None:
 
 
 @pytest.mark.usefixtures("full_level")
-def test_bash_is_refused_where_processes_cannot_be_held() -> None:
-    if reason := why_not("reduced"):
+@pytest.mark.parametrize("name", ["reduced", "none"])
+def test_bash_is_refused_where_processes_cannot_be_held(name: str) -> None:
+    if name == "reduced" and (reason := why_not("reduced")):
         pytest.skip(reason)
     with (
-        Sandbox(language="bash", level="reduced") as sandbox,
+        Sandbox(language="bash", level=name, allow_unsafe=True) as sandbox,
         pytest.raises(SandboxError, match="bash needs processes"),
     ):
         sandbox.run("echo")
@@ -91,3 +92,29 @@ def test_what_a_machine_lacks_lowers_the_level_and_never_silently(
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(said), done.stdout
     assert allow_unsafe or "allow_unsafe=True" in done.stdout or done.stdout.strip().endswith("2")
+
+
+WITHOUT_LISTENER = """
+import verifiers.sandbox.host as host
+host.BOOT = host.BOOT.replace("main(config)", '''
+from verifiers.sandbox.inside import locks
+locks.listen = lambda: -1
+main(config)
+''')
+from verifiers.sandbox import Sandbox
+code = "import fcntl, os\\nfd = os.open('/usr/bin/env', os.O_RDONLY); fcntl.flock(fd, fcntl.LOCK_EX); print('went on')"
+with Sandbox() as sandbox, sandbox.session() as session:
+    print(sandbox.start().name, session.run(code).stdout, end="")
+    import fcntl
+    fcntl.flock(open("/usr/bin/env"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+with Sandbox(language="bash") as sandbox:
+    print(sandbox.run("touch own; flock own echo went on; flock /usr/bin/env echo went on").stdout, end="")
+"""
+
+
+@pytest.mark.usefixtures("full_level")
+def test_where_something_else_listens_to_system_calls_locks_are_granted_and_do_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LISTENER], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "full went on\nwent on\nwent on\n", done

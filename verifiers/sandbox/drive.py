@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import select
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -19,6 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from verifiers.calls import Deferred, has_running_loop
 
 LONGEST_MS = 1e9
+THREADS = 2
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -34,7 +36,7 @@ class Until:
     is_write: bool = False
 
 
-Steps = Generator[Until | Future[None], bool, T]
+Steps = Generator[Until | Future[Any], bool, T]
 """Yields what it waits for; is sent True when that came, and False when the deadline passed first."""
 
 
@@ -88,7 +90,7 @@ async def drive_async(steps: Steps[T]) -> T:
         return done.value  # type: ignore[no-any-return]
 
 
-def _wait(wanted: Until | Future[None]) -> bool:
+def _wait(wanted: Until | Future[Any]) -> bool:
     if isinstance(wanted, Future):
         wanted.result()
         return True
@@ -98,7 +100,7 @@ def _wait(wanted: Until | Future[None]) -> bool:
     return bool(poll.poll(max(0.0, min(left_ms, LONGEST_MS))))
 
 
-async def _arrival(wanted: Until | Future[None]) -> bool:
+async def _arrival(wanted: Until | Future[Any]) -> bool:
     if isinstance(wanted, Future):
         await asyncio.wrap_future(wanted)
         return True
@@ -117,6 +119,24 @@ async def _arrival(wanted: Until | Future[None]) -> bool:
 def _settle(came: asyncio.Future[bool], result: bool) -> None:
     if not came.done():
         came.set_result(result)
+
+
+def apart(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Steps[T]:
+    """Call what takes a while: in another thread, where this one has an event loop to run."""
+    if not has_running_loop():
+        return function(*args, **kwargs)
+    future: Future[T] = _threads().submit(function, *args, **kwargs)
+    yield future
+    return future.result()
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="sandbox-replies")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # a fork has none of them
 
 
 class Gate:

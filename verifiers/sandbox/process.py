@@ -1,6 +1,6 @@
 """One confined process, as the application holds it: requests go in, length-capped JSON and two capped files come out.
 
-Nothing that comes out is believed: a reply that is too long, late or garbled ends the process.
+Nothing that comes out is believed: a reply that is too long, late, garbled or not what was asked for ends the process.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verifiers.errors import SandboxError
-from verifiers.sandbox.drive import Steps, Until
-from verifiers.sandbox.inside.wire import HEADER, framed, unframed
+from verifiers.sandbox.drive import Steps, Until, apart
+from verifiers.sandbox.inside.wire import HEADER, framed
+from verifiers.sandbox.replies import BadReplyError, Shape, read_reply
 from verifiers.sandbox.result import Status
 
 FIRST_BYTES, CHUNK_BYTES = 1 << 12, 1 << 20
 """A reply is read in one go where it is short, as most are."""
+QUICK_BYTES = 1 << 15
+"""What is longer is not decoded where it would hold up an event loop."""
+LAST_WORDS_BYTES = 1 << 16
 START_S = 60.0
 
 
@@ -36,9 +40,8 @@ class EndedError(Exception):
 class Process:
     """A confined process. ``request`` talks to it; ``close`` ends it and everything it started."""
 
-    def __init__(self, *, output_bytes: int, reply_bytes: int) -> None:
+    def __init__(self, *, output_bytes: int) -> None:
         self.output_bytes = output_bytes
-        self.reply_bytes = reply_bytes
         self.is_used = False
         self._is_ready = False
         self._number = 0
@@ -81,8 +84,8 @@ class Process:
         """End the process, and let go of all that belongs to it."""
         self._end()
 
-    def request(self, request: Mapping[str, Any], timeout_s: float, *, reply_bytes: int = 0) -> Steps[dict[str, Any]]:
-        """One request and its reply; `EndedError` if the process did not live to give one in time.
+    def request(self, request: Mapping[str, Any], timeout_s: float, shape: Shape) -> Steps[dict[str, Any]]:
+        """One request and its reply, of that shape; `EndedError` if the process did not live to give one in time.
 
         The clock starts when the process is there, which may be after the request was sent.
         """
@@ -92,10 +95,16 @@ class Process:
         if not self._is_ready:
             yield from self._begin()
         self._began = time.monotonic()
-        cap = max(reply_bytes, self.reply_bytes)
-        reply = _decode((yield from self._receive(self._began + timeout_s, cap)))
-        if isinstance(ended := reply.get("ended"), dict):
-            raise _ended(ended)
+        message = yield from self._receive(self._began + timeout_s, shape.most_bytes)
+        try:
+            if len(message) <= QUICK_BYTES:
+                reply = read_reply(message, shape)
+            else:
+                reply = yield from apart(read_reply, message, shape)
+        except BadReplyError as error:
+            raise EndedError("killed", f"it sent a reply that is none: {error}") from None
+        if "ended" in reply:
+            raise _ended(reply["ended"])
         if reply.get("number") != self._number:
             raise EndedError("killed", "it sent a reply that nobody had asked for")
         return reply
@@ -139,7 +148,7 @@ class Process:
 
     def _last_words(self, deadline: float) -> Steps[str]:
         try:
-            return (yield from self._receive(deadline, self.reply_bytes)).decode(errors="replace")
+            return (yield from self._receive(deadline, LAST_WORDS_BYTES)).decode(errors="replace")
         except EndedError:
             return "its process ended at once"
 
@@ -250,26 +259,14 @@ def _written(fd: int, size: int) -> tuple[str, bool]:
     return os.pread(fd, end, 0).decode(errors="replace") if end else "", end == size
 
 
-def _decode(message: bytearray) -> dict[str, Any]:
-    try:
-        reply = unframed(message)
-        if b"\\ud" in message.lower():  # half a surrogate pair is no text, and breaks whoever writes it down
-            reply = json.loads(json.dumps(reply, ensure_ascii=False).encode(errors="replace"))
-    except (ValueError, RecursionError) as error:
-        raise EndedError("killed", f"it sent a reply that is not JSON ({type(error).__name__})") from None
-    if not isinstance(reply, dict):
-        raise EndedError("killed", f"it sent a reply that is not an object but {type(reply).__name__}")
-    return reply
-
-
 def _ended(note: Mapping[str, Any]) -> EndedError:
     """What the zygote wrote when it found the process ended."""
-    if note.get("why") == "memory":
+    if note["why"] == "memory":
         return EndedError("memory", "it took more memory than it may")
-    if note.get("why") == "disk":
+    if note["why"] == "disk":
         return EndedError("killed", "it took more disk than it may")
-    number = note.get("number")
-    if note.get("why") == "signal" and isinstance(number, int):
-        name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
+    number = note["number"]
+    if note["why"] == "signal":
+        name = signal.Signals(number).name if number in set(signal.Signals) else number
         return EndedError("killed", f"its process was ended by signal {name}")
     return EndedError("killed", f"its process ended by itself, with code {number}")

@@ -15,6 +15,7 @@ from verifiers.errors import SandboxError
 from verifiers.sandbox.drive import Steps, drive, either
 from verifiers.sandbox.host import Host, host_for
 from verifiers.sandbox.process import EndedError, Process
+from verifiers.sandbox.replies import FILE_WRITTEN, cell_ran, function_returned
 from verifiers.sandbox.result import Level, LevelName, Result
 from verifiers.sandbox.session import FILES_S, Session, check_code, encode
 
@@ -23,7 +24,6 @@ Language = Literal["python", "bash"]
 MEBIBYTE = 1 << 20
 PAGE = 4096
 INODES_PER_MEBIBYTE = 64
-REPLY_SLACK = 64 << 10
 SHELL_AND_RUNNER = 2
 
 
@@ -73,6 +73,7 @@ class Sandbox:
         self.files = dict(files or {})
         self.packages = tuple(packages)
         self.output_bytes = -(-output_kb * 1024 // PAGE) * PAGE
+        self.cell_ran, self.function_returned = cell_ran(self.output_bytes), function_returned(self.output_bytes)
         self.disk_mb = disk_mb
         self.processes = processes
         self.warm = warm
@@ -85,9 +86,8 @@ class Sandbox:
         self._owner = os.getpid()
 
     @property
-    def file_bytes(self) -> int:
-        """The longest reply that may carry a file: all of the disk, as base64."""
-        return self.disk_mb * MEBIBYTE * 4 // 3 + REPLY_SLACK
+    def disk_bytes(self) -> int:
+        return self.disk_mb * MEBIBYTE
 
     @either
     def run(self, code: str, *, timeout_s: float | None = None, memory_mb: int | None = None) -> Steps[Result]:
@@ -95,7 +95,7 @@ class Sandbox:
         check_code(code)
         session = self.session(memory_mb=memory_mb)
         try:
-            return (yield from session.steps({"do": "run", "code": code}, timeout_s))
+            return (yield from session.steps({"do": "run", "code": code}, timeout_s, self.cell_ran))
         finally:
             session.close()
 
@@ -162,9 +162,9 @@ class Sandbox:
             self._taken.add(process)
             if self.files:
                 files = {name: encode(content) for name, content in self.files.items()}
-                reply = yield from process.request({"do": "write", "files": files}, FILES_S)
+                reply = yield from process.request({"do": "write", "files": files}, FILES_S, FILE_WRITTEN)
                 if (number := reply.get("errno")) is not None:
-                    raise ValueError(f"the sandbox's files do not fit into it: {os.strerror(int(number))}")
+                    raise ValueError(f"the sandbox's files do not fit into it: {os.strerror(number)}")
         except BaseException as error:
             process.close()
             if isinstance(error, EndedError):
@@ -190,7 +190,7 @@ class Sandbox:
                 host = self._host = host_for(self)
         assert host is not None
         yield from host.start()
-        if self.language == "bash" and host.level.name == "reduced":
+        if self.language == "bash" and host.level.name != "full":
             raise SandboxError(
                 "bash needs processes, and they are only held at the full level; here it is " + str(host.level)
             )
@@ -218,13 +218,13 @@ class Sandbox:
             self._ready.append(process)
 
     def _new_process(self) -> Process:
-        return Process(output_bytes=self.output_bytes, reply_bytes=self.output_bytes * 8 + REPLY_SLACK)
+        return Process(output_bytes=self.output_bytes)
 
     def _order(self, memory_mb: int) -> dict[str, Any]:
         return {
             "language": self.language,
             "memory": memory_mb * MEBIBYTE,
-            "disk": self.disk_mb * MEBIBYTE,
+            "disk": self.disk_bytes,
             "inodes": max(256, self.disk_mb * INODES_PER_MEBIBYTE),
             "processes": self.processes + (SHELL_AND_RUNNER if self.language == "bash" else 0),
             "output": self.output_bytes,

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
+from verifiers.errors import ToolError
 from verifiers.sandbox.drive import Gate, Steps, either
+from verifiers.sandbox.inside.wire import PIECE_BYTES
 from verifiers.sandbox.process import EndedError, Process
-from verifiers.sandbox.result import Result, Status
+from verifiers.sandbox.replies import FILE_READ, FILE_WRITTEN, FILES_LISTED, Shape
+from verifiers.sandbox.result import Result
 
 if TYPE_CHECKING:
     from verifiers.sandbox.sandbox import Sandbox
@@ -20,7 +25,10 @@ if TYPE_CHECKING:
 GRACE_S, GRACE_SHARE = 0.5, 0.1
 """How long a cell may take to notice its alarm before its process is ended: so much, and a tenth of its time."""
 FILES_S = 30.0
-STATUSES: tuple[Status, ...] = get_args(Status)
+
+
+class SessionLostError(ToolError, TimeoutError):
+    """The code in a session has left its process unable to say what is in its files, or to say it honestly."""
 
 
 class Session:
@@ -47,7 +55,7 @@ class Session:
     def run(self, code: str, *, timeout_s: float | None = None) -> Steps[Result]:
         """Run a cell and return what it did; several at once wait for one another."""
         check_code(code)
-        return self.steps({"do": "run", "code": code}, timeout_s)
+        return self.steps({"do": "run", "code": code}, timeout_s, self.sandbox.cell_ran)
 
     @either
     def call(
@@ -75,12 +83,13 @@ class Session:
             json.dumps(request)
         except (TypeError, ValueError) as error:
             raise TypeError(f"the arguments of {name!r} must be plain values that JSON can say: {error}") from None
-        return self.steps(request, timeout_s)
+        return self.steps(request, timeout_s, self.sandbox.function_returned)
 
     @either
     def write(self, name: str, content: bytes | str) -> Steps[None]:
         """Put a file into the session's folder."""
-        yield from self._files({"do": "write", "files": {name: encode(content)}})
+        check_name(name)
+        yield from self._files({"do": "write", "files": {name: encode(content)}}, FILE_WRITTEN)
 
     @either
     def read(self, name: str) -> Steps[bytes]:
@@ -88,18 +97,32 @@ class Session:
 
         An OSError (it is not there, or the session did not answer) is the code's doing, not the sandbox's.
         """
-        reply = yield from self._files({"do": "read", "name": name})
+        check_name(name)
+        ends = time.monotonic() + FILES_S
+        yield from self._turn.enter()
         try:
-            return base64.b64decode(reply.get("content", ""), validate=True)
-        except (ValueError, TypeError):
-            raise OSError(f"the session gave no readable content for {name!r}") from None
+            content = bytearray()
+            while True:
+                request = {"do": "read", "name": name, "offset": len(content), "bytes": PIECE_BYTES}
+                reply = yield from self._exchange(request, FILE_READ, ends - time.monotonic())
+                piece = reply.get("content", b"")
+                content += piece
+                if len(piece) < PIECE_BYTES:
+                    return bytes(content)
+                if len(content) > self.sandbox.disk_bytes:
+                    raise OSError(errno.EFBIG, f"longer than the {self.sandbox.disk_mb} MiB that fit into it", name)
+        finally:
+            self._done()
 
     @either
     def files(self) -> Steps[list[str]]:
-        """The names of all files in the session's folder, with folders inside it as ``folder/name``."""
-        reply = yield from self._files({"do": "files"})
-        names = reply.get("names")
-        return sorted(filter(_is_inside, names)) if isinstance(names, list) else []
+        """The names of all files in the session's folder, with folders inside it as ``folder/name``.
+
+        At most 10,000 of them, and a mebibyte.
+        """
+        reply = yield from self._files({"do": "files"}, FILES_LISTED)
+        names: list[str] = reply.get("names", [])
+        return names
 
     def close(self) -> None:
         """End the session's process and everything it started; a cell that is running is killed."""
@@ -125,7 +148,7 @@ class Session:
     ) -> None:
         self.close()
 
-    def steps(self, request: dict[str, Any], timeout_s: float | None) -> Steps[Result]:
+    def steps(self, request: dict[str, Any], timeout_s: float | None, shape: Shape) -> Steps[Result]:
         """One cell, from a free place to its result."""
         seconds = self.sandbox.timeout_s if timeout_s is None else timeout_s
         if not (seconds > 0 and math.isfinite(seconds)):
@@ -133,18 +156,18 @@ class Session:
         if not self._turn.try_enter():
             yield from self._turn.enter()
         try:
-            return (yield from self._cell({**request, "timeout_s": seconds}, seconds))
+            return (yield from self._cell({**request, "timeout_s": seconds}, seconds, shape))
         finally:
             self._done()
 
-    def _cell(self, request: dict[str, Any], seconds: float) -> Steps[Result]:
+    def _cell(self, request: dict[str, Any], seconds: float, shape: Shape) -> Steps[Result]:
         process = self._process
         if process is None or process.is_killed or self._is_closed:
             process = yield from self._ready()
         is_fresh, process.is_used = not process.is_used, True
         process.rewind()
         try:
-            reply = yield from process.request(request, seconds * (1 + GRACE_SHARE) + GRACE_S)
+            reply = yield from process.request(request, seconds * (1 + GRACE_SHARE) + GRACE_S, shape)
         except EndedError as error:
             result = _ended(process, error, is_fresh)
             self._drop()
@@ -155,22 +178,24 @@ class Session:
             raise
         return _result(process, reply, is_fresh)
 
-    def _files(self, request: dict[str, Any]) -> Steps[dict[str, Any]]:
+    def _files(self, request: dict[str, Any], shape: Shape) -> Steps[dict[str, Any]]:
         yield from self._turn.enter()
         try:
-            process = yield from self._ready()
-            try:
-                reply = yield from process.request(request, FILES_S, reply_bytes=self.sandbox.file_bytes)
-            except BaseException as error:
-                self._drop()
-                if not isinstance(error, EndedError):
-                    raise
-                self.sandbox.check_host(error)
-                raise TimeoutError(f"the session's files could not be reached: {error}") from None
+            return (yield from self._exchange(request, shape, FILES_S))
         finally:
             self._done()
+
+    def _exchange(self, request: dict[str, Any], shape: Shape, seconds: float) -> Steps[dict[str, Any]]:
+        process = yield from self._ready()
+        try:
+            reply = yield from process.request(request, seconds, shape)
+        except BaseException as error:
+            self._drop()
+            if not isinstance(error, EndedError):
+                raise
+            self.sandbox.check_host(error)
+            raise SessionLostError(f"the session's files could not be reached: {error}") from None
         if (number := reply.get("errno")) is not None:
-            number = number if isinstance(number, int) else 0
             raise OSError(number, os.strerror(number), request.get("name"))
         return reply
 
@@ -202,11 +227,10 @@ def check_code(code: str) -> None:
         raise TypeError(f"code must be a string; got {type(code).__name__}")
 
 
-def _is_inside(name: Any) -> bool:
-    """Is this a file name that leads nowhere else? Whoever copies the files would follow it."""
-    if not isinstance(name, str) or name.startswith("/") or "\0" in name or ".." in name.split("/"):
-        return False
-    return bool(name)
+def check_name(name: Any) -> None:
+    """Refuse what can be no file's name before the session is asked for it."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise ValueError(f"the name of a file must be a text, without null characters; got {name!r}")
 
 
 def encode(content: bytes | str) -> str:
@@ -214,21 +238,18 @@ def encode(content: bytes | str) -> str:
     return base64.b64encode(content.encode() if isinstance(content, str) else content).decode()
 
 
-def _result(process: Process, reply: dict[str, Any], is_fresh: bool) -> Result:
-    """A result of a reply that nobody vouches for: what is not of the right kind is left out."""
+def _result(process: Process, reply: Mapping[str, Any], is_fresh: bool) -> Result:
     out, err, is_full = process.output()
-    said: Any = reply.get("status")
-    error, exit_code = reply.get("error"), reply.get("exit_code")
-    status: Status = said if said in STATUSES else "killed"
+    status = reply.get("status", "killed")
     return Result(
         status="output" if is_full and status in ("ok", "error") else status,
         stdout=out,
         stderr=err,
         value=reply.get("value"),
-        error=error if isinstance(error, str) else None,
-        exit_code=exit_code if isinstance(exit_code, int) else None,
+        error=reply.get("error"),
+        exit_code=reply.get("exit_code"),
         time_s=process.time_s(),
-        is_fresh=is_fresh or reply.get("is_fresh") is True,
+        is_fresh=is_fresh or reply.get("is_fresh", False),
     )
 
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
+from verifiers.sandbox.inside.wire import DEEPEST, MAX_LISTS, depth, outline
+
 Reply = dict[str, Any]
 
 MAX_FRAMES = 50
@@ -102,9 +104,14 @@ class PythonCells:
         if name not in self.names:
             return {"status": "error", "error": f"NameError: name {name!r} is not defined"}
         value = plain(self.names[name](*request["args"], **request["kwargs"]))
-        size = len(json.dumps(value))
+        text = json.dumps(value).encode()
+        size, signs = len(text), outline(text)
         if size > 4 * self.output_bytes:
             return {"status": "output", "error": f"the value is {size} bytes long; {4 * self.output_bytes} are allowed"}
+        lists = signs.count(b"[") + signs.count(b"{")
+        if lists >= MAX_LISTS or (lists > DEEPEST and depth(signs) > DEEPEST):
+            why = f"the value has more than {MAX_LISTS} lists and dicts, or more than {DEEPEST} in one another"
+            return {"status": "output", "error": why}
         return {"status": "ok", "value": value}
 
     def _failure(self, error: BaseException) -> Reply:

@@ -46,9 +46,14 @@ class Policy:
         if self.level == "reduced":
             self.listable = sorted({os.path.dirname(path) for path in self.hidden})
             self.readable = [path for folder in self.readable for path in _around(folder, self.hidden)]
+        self.prepare_filters(may_lock=False)
+
+    def prepare_filters(self, *, may_lock: bool) -> None:
+        """``may_lock``: somebody looks at the locks on files that a session asks for."""
         if self.level == "full":
-            programs = {may_fork: seccomp.filter_program(may_fork=may_fork) for may_fork in (False, True)}
-            self.filters = {may_fork: kernel.program(instructions) for may_fork, instructions in programs.items()}
+            for may_fork in (False, True):
+                instructions = seccomp.filter_program(may_fork=may_fork, may_lock=may_lock)
+                self.filters[may_fork] = kernel.program(instructions)
 
 
 def confine(policy: Policy, order: Mapping[str, Any], home: str) -> None:
@@ -72,6 +77,8 @@ def confine(policy: Policy, order: Mapping[str, Any], home: str) -> None:
             writable=[home],
             devices=["/dev"] if is_full else namespaces.DEVICES,
         )
+    if "handover" in order:
+        _hand_over(order["handover"])
     if policy.level == "full":
         kernel.seccomp(policy.filters[order["language"] == "bash"])
     else:  # without a namespace for its processes there is one process, of one thread
@@ -128,6 +135,14 @@ def _own_world(world: World, order: Mapping[str, Any]) -> None:
         os.mkdir(f"{SCRATCH}/{name}", 0o700)
     kernel.drop_capabilities()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1 if order["language"] == "python" else 0)
+
+
+def _hand_over(handover: int) -> None:
+    """Give the zygote the /proc of this session, to watch it by: later nothing can be sent that way any more."""
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with socket.socket(fileno=handover) as far:
+        socket.send_fds(far, [b"P"], [proc])
+    os.close(proc)
 
 
 def _be_nobody(uid: int | None) -> None:

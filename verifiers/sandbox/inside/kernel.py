@@ -18,7 +18,7 @@ ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_NOEXEC = 1, 2, 4, 8
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 4, 24, 38, 47
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 CAPABILITY_VERSION_3 = 0x20080522
-SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC = 1, 1
+SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, SECCOMP_FILTER_FLAG_NEW_LISTENER = 1, 1, 8
 LANDLOCK_CREATE_RULESET_VERSION, LANDLOCK_RULE_PATH_BENEATH = 1, 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -143,3 +143,9 @@ def seccomp(program: Program) -> None:
     flags = ctypes.c_uint(SECCOMP_FILTER_FLAG_TSYNC)
     if _syscall("seccomp", ctypes.c_uint(SECCOMP_SET_MODE_FILTER), flags, ctypes.byref(program)):
         raise OSError(0, "seccomp: a thread could not be held to the filter")
+
+
+def seccomp_listener(program: Program) -> int:
+    """Add a filter to this process, of one thread; a descriptor that says which calls wait for an answer."""
+    flags = ctypes.c_uint(SECCOMP_FILTER_FLAG_NEW_LISTENER)
+    return _syscall("seccomp", ctypes.c_uint(SECCOMP_SET_MODE_FILTER), flags, ctypes.byref(program))

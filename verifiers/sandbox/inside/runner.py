@@ -7,7 +7,9 @@ the walls are around the process.
 from __future__ import annotations
 
 import base64
+import errno
 import gc
+import json
 import os
 import select
 import sys
@@ -16,11 +18,10 @@ from typing import Any, NoReturn, Protocol
 
 from verifiers.sandbox.inside.cells import PythonCells
 from verifiers.sandbox.inside.shell import BashCells
-from verifiers.sandbox.inside.wire import HEADER, framed, unframed
+from verifiers.sandbox.inside.wire import HEADER, LIST_BYTES, MAX_FILES, framed, unframed
 
 FIRST_BYTES, CHUNK_BYTES = 4096, 1 << 20
 """A request is read in one go where it is short, as most are."""
-MAX_FILES = 10_000
 UNTIL_SETTLED = 32
 REHEARSAL: tuple[dict[str, Any], ...] = (
     {"do": "run", "code": "def f(x): return x", "timeout_s": 1.0},
@@ -119,7 +120,7 @@ def _files(request: Mapping[str, Any], home: str) -> dict[str, Any]:
     try:
         return FILE_REQUESTS[request["do"]](request, home)
     except OSError as error:
-        return {"errno": error.errno}
+        return {"errno": error.errno or errno.EIO}
 
 
 def _write(request: Mapping[str, Any], home: str) -> dict[str, Any]:
@@ -132,18 +133,33 @@ def _write(request: Mapping[str, Any], home: str) -> dict[str, Any]:
 
 
 def _read(request: Mapping[str, Any], home: str) -> dict[str, Any]:
-    with open(os.path.join(home, request["name"]), "rb") as file:
-        return {"content": base64.b64encode(file.read()).decode()}
+    # Not to wait for whoever may write to a pipe of that name.
+    fd = os.open(os.path.join(home, request["name"]), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if request["offset"]:
+            os.lseek(fd, request["offset"], os.SEEK_SET)
+        content = b""
+        while chunk := os.read(fd, request["bytes"] - len(content)):
+            content += chunk
+    finally:
+        os.close(fd)
+    return {"content": base64.b64encode(content).decode()}
 
 
 def _list(request: Mapping[str, Any], home: str) -> dict[str, Any]:
+    """As many names as fit."""
     names: list[str] = []
+    left = LIST_BYTES
     for folder, folders, files in os.walk(home):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        names += (os.path.relpath(os.path.join(folder, name), home) for name in files if not name.startswith("."))
-        if len(names) > MAX_FILES:
-            break
-    return {"names": names[:MAX_FILES]}
+        for name in files:
+            path = os.path.relpath(os.path.join(folder, name), home)
+            left -= len(json.dumps(path)) + 2
+            if left < 0 or len(names) == MAX_FILES:
+                return {"names": names}
+            if not name.startswith("."):
+                names.append(path)
+    return {"names": names}
 
 
 FILE_REQUESTS = {"write": _write, "read": _read, "files": _list}

@@ -12,18 +12,21 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from verifiers.sandbox.inside import syscalls
 
-LOAD, JUMP, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x05, 0x15, 0x35, 0x45, 0x06
+LOAD, JUMP, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, AND, RETURN = 0x20, 0x05, 0x15, 0x35, 0x45, 0x54, 0x06
 FARTHEST = 255
-ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
+ALLOW, KILL, FAIL, NOTIFY = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
 
-CLONE_THREAD = 0x00010000
+CLONE_FILES, CLONE_THREAD = 0x00000400, 0x00010000
 CLONE_NAMESPACES = 0x7E020000
 AF_UNIX = 1
-# To have a signal sent to any process, to take leases on files, to take more memory for a pipe.
-FCNTL_HARMFUL = (8, 10, 15, 1024, 1026, 1031)
+# Not on the list: to have a signal sent to any process, leases and notes on files, more memory for a pipe, hints.
+FCNTL_HARMLESS = (0, 1, 2, 3, 4, 5, 9, 11, 16, 36, 1025, 1027, 1028, 1030, 1032, 1033, 1034, 1035)
+FCNTL_PROCESS_LOCKS, FCNTL_LOCKS = (6, 7), (37, 38)
+FIRST_PROCESS = 1
+CLOSE_RANGE_HARMLESS = (0, 4)  # to close, now or at the next program; not to have descriptors of one's own
 TERMINAL_QUERIES = (0x5401, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
 PRCTL_HARMLESS = (3, 15, 16, 21, 23, 27, 30, 39, 0x53564D41)  # get or set names, and questions
 PERSONALITY_QUESTIONS = (0, 0xFFFFFFFF)
@@ -39,13 +42,21 @@ def fail(number: int) -> int:
     return FAIL | number
 
 
+NO_EFFECT = fail(0)
+"""The call says that it succeeded, and does nothing."""
+
+
 def always(verdict: int) -> Body:
     """The same verdict whatever is asked for."""
     return ((RETURN, 0, 0, verdict),)
 
 
-def filter_program(*, may_fork: bool, may_thread: bool = True, only_pid: int | None = None) -> bytes:
+def filter_program(
+    *, may_fork: bool, may_thread: bool = True, may_lock: bool = False, only_pid: int | None = None
+) -> bytes:
     """The program for one kind of session. ``only_pid``: it has no namespaces, and may touch this one process only.
+
+    ``may_lock``: another filter (`lock_program`) has somebody look at its locks on files; else they have no effect.
 
     >>> len(filter_program(may_fork=False)) % 8
     0
@@ -65,7 +76,9 @@ def filter_program(*, may_fork: bool, may_thread: bool = True, only_pid: int | N
     bodies = {number: always(fail(errno.EPERM)) for group in refused for number in group.values()}
     bodies |= {number: always(ALLOW) for group in allowed for number in group.values()}
     numbers = syscalls.BY_ARGUMENT | syscalls.OTHER_PROCESSES
-    for name, body in by_argument(may_fork=may_fork, may_thread=may_thread, only_pid=only_pid).items():
+    for name, body in by_argument(
+        may_fork=may_fork, may_thread=may_thread, may_lock=may_lock, only_pid=only_pid
+    ).items():
         if name in numbers:
             bodies[numbers[name]] = body
     program += search(spans(bodies, otherwise=always(fail(errno.ENOSYS))))
@@ -98,18 +111,28 @@ def search(stretches: Sequence[tuple[int, Body]]) -> list[Instruction]:
     return [(JUMP_AT_LEAST, 0, 1, start), (JUMP, 0, 0, len(below)), *below, *above]
 
 
-def by_argument(*, may_fork: bool, may_thread: bool, only_pid: int | None) -> dict[str, Body]:
+def by_argument(*, may_fork: bool, may_thread: bool, may_lock: bool, only_pid: int | None) -> dict[str, Body]:
     """The calls whose verdict depends on what they ask for."""
     no = fail(errno.EPERM)
+    locks = ALLOW if may_lock else NO_EFFECT
     bodies = {
         "clone": clone(may_fork=may_fork, may_thread=may_thread),
         "socketpair": only(0, (AF_UNIX,), fail(errno.EAFNOSUPPORT)),
-        "fcntl": never(1, FCNTL_HARMFUL, no),
+        "close_range": only(2, CLOSE_RANGE_HARMLESS, fail(errno.EINVAL)),
+        # A lock of a process keeps out other processes only: where there is one, with files of its own, none.
+        "fcntl": fcntl(locks, of_process=locks if may_fork else NO_EFFECT),
+        "flock": always(locks),
+        # Advice on files that all share would drop what others have in memory: it is only advice.
+        "fadvise64": always(NO_EFFECT),
+        "readahead": always(NO_EFFECT),
         "ioctl": only(1, TERMINAL_QUERIES, fail(errno.ENOTTY)),
         "prctl": only(0, PRCTL_HARMLESS, no),
         "mmap": mmap(),
         "personality": only(0, PERSONALITY_QUESTIONS, no),
     }
+    if may_fork:  # the first process of a shell's namespace is the one that watches over it
+        bodies["prlimit64"] = only(0, (0,), no)
+        bodies["sched_setaffinity"] = never(0, (FIRST_PROCESS,), no)
     if only_pid is not None:
         for name in ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"):
             bodies[name] = only(0, (only_pid,), no)
@@ -130,7 +153,40 @@ def clone(*, may_fork: bool, may_thread: bool) -> Body:
         (RETURN, 0, 0, fail(errno.EPERM)),
     )
     no_process: Body = ((JUMP_ANY_BIT, 1, 0, CLONE_THREAD), (RETURN, 0, 0, fail(errno.EPERM)))
-    return (*no_namespace, *(() if may_fork else no_process), (RETURN, 0, 0, ALLOW))
+    # Threads share their descriptors and processes do not: a thread's own would not be seen by who counts them, and
+    # a process could exchange one that is just being looked at.
+    alike: Body = (
+        (AND, 0, 0, CLONE_THREAD | CLONE_FILES),
+        (JUMP_EQUAL, 2, 0, 0),
+        (JUMP_EQUAL, 1, 0, CLONE_THREAD | CLONE_FILES),
+        (RETURN, 0, 0, fail(errno.EPERM)),
+    )
+    return (*no_namespace, *(() if may_fork else no_process), *alike, (RETURN, 0, 0, ALLOW))
+
+
+def fcntl(locks: int, *, of_process: int) -> Body:
+    """What does no harm, and locks on files by verdicts of their own."""
+    of_both = (*_compare(1, FCNTL_PROCESS_LOCKS, of_process), *_compare(1, FCNTL_LOCKS, locks))
+    return (*of_both, *only(1, FCNTL_HARMLESS, fail(errno.EPERM)))
+
+
+def lock_program() -> bytes:
+    """A filter for whoever forks sessions: all locks on files wait for an answer.
+
+    >>> len(lock_program()) < len(filter_program(may_fork=True))
+    True
+    """
+    numbers = syscalls.BY_ARGUMENT
+    asks: Body = (*_compare(1, (*FCNTL_PROCESS_LOCKS, *FCNTL_LOCKS), NOTIFY), (RETURN, 0, 0, ALLOW))
+    program: Body = (
+        (LOAD, 0, 0, NUMBER),
+        (JUMP_EQUAL, 0, 1, numbers["flock"]),
+        (RETURN, 0, 0, NOTIFY),
+        (JUMP_EQUAL, 0, len(asks), numbers["fcntl"]),
+        *asks,
+        (RETURN, 0, 0, ALLOW),
+    )
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
 def mmap() -> Body:

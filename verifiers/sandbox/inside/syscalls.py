@@ -24,8 +24,7 @@ faccessat2:439:439 openat:257:56 openat2:437:437 creat:85:- ftruncate:77:46 fall
 getdents64:217:61 getcwd:79:17 chdir:80:49 fchdir:81:50 rename:82:- renameat:264:38 renameat2:316:276 mkdir:83:-
 mkdirat:258:34 rmdir:84:- link:86:- linkat:265:37 unlink:87:- unlinkat:263:35 symlink:88:- symlinkat:266:36
 readlink:89:- readlinkat:267:78 umask:95:166 statfs:137:43 fstatfs:138:44 newfstatat:262:79 statx:332:291 mknod:133:-
-mknodat:259:33 sendfile:40:71 copy_file_range:326:285 fadvise64:221:223 readahead:187:213 flock:73:32 fsync:74:82
-fdatasync:75:83
+mknodat:259:33 sendfile:40:71 copy_file_range:326:285 fsync:74:82 fdatasync:75:83
 """)
 # Landlock does not look at these, so where it is the only lock on files they are refused.
 FILE_ATTRIBUTES = _group("""
@@ -37,7 +36,7 @@ DESCRIPTORS = _group("""
 dup:32:23 dup2:33:- dup3:292:24 pipe:22:- pipe2:293:59 poll:7:- ppoll:271:73 select:23:- pselect6:270:72
 epoll_create:213:- epoll_create1:291:20 epoll_ctl:233:21 epoll_wait:232:- epoll_pwait:281:22 epoll_pwait2:441:441
 eventfd:284:- eventfd2:290:19 signalfd:282:- signalfd4:289:74 timerfd_create:283:85 timerfd_settime:286:86
-timerfd_gettime:287:87 close_range:436:436 sendto:44:206 recvfrom:45:207 shutdown:48:210
+timerfd_gettime:287:87 sendto:44:206 recvfrom:45:207 shutdown:48:210
 getsockname:51:204 getpeername:52:205 getsockopt:55:209
 """)
 MEMORY = _group("""
@@ -68,7 +67,8 @@ NEW_PROCESSES = _group("""
 fork:57:- vfork:58:- execve:59:221
 """)
 BY_ARGUMENT = _group("""
-clone:56:220 mmap:9:222 socketpair:53:199 fcntl:72:25 ioctl:16:29 prctl:157:167 personality:135:92
+clone:56:220 mmap:9:222 socketpair:53:199 fcntl:72:25 flock:73:32 fadvise64:221:223 readahead:187:213 ioctl:16:29
+prctl:157:167 personality:135:92 close_range:436:436
 """)
 REFUSED = _group("""
 socket:41:198 connect:42:203 bind:49:200 listen:50:201 accept:43:202 accept4:288:242 execveat:322:281 ptrace:101:117

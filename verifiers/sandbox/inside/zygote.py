@@ -20,7 +20,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from verifiers.sandbox.inside import kernel, namespaces, syscalls
+from verifiers.sandbox.inside import kernel, locks, namespaces, syscalls
 from verifiers.sandbox.inside.cells import PythonCells
 from verifiers.sandbox.inside.confine import Policy, confine, limits, verify
 from verifiers.sandbox.inside.modules import IF_UNREADABLE, preload
@@ -155,6 +155,8 @@ class Zygote:
         os.close(null)
         self.orders: dict[bytes, Mapping[str, Any]] = {}
         self.sessions: dict[int, Watched] = {}
+        self.shells: dict[int, Watched] = {}
+        self.listener = -1
         self.monitor = Monitor()
         self.python = PythonCells()
         self.poll = select.epoll()
@@ -194,19 +196,32 @@ class Zygote:
         gc.collect()
         gc.freeze()
         gc.disable()
+        if self.policy.level == "full":  # after the packages, which may lock what they like
+            self.listener = locks.listen()
+            self.policy.prepare_filters(may_lock=self.listener >= 0)
         _say_hello(self.control.fileno(), self.policy, reasons)
-        for fd in (self.control.fileno(), self.client):
+        for fd in (self.control.fileno(), self.client, *([self.listener] if self.listener >= 0 else [])):
             self.poll.register(fd, select.EPOLLIN)
         while True:
-            for fd, _ in self.poll.poll(TICK_S if self.sessions else None):
-                if fd == self.client:
-                    self._end()
-                elif fd == self.control.fileno():
-                    self._take_order()
-                else:
-                    self._bury(fd)
+            self._serve_once(self.poll.poll(TICK_S if self.sessions else None))
             for session in self.monitor.offenders(self.sessions):
                 os.kill(session.pid, signal.SIGKILL)
+
+    def _serve_once(self, ready: list[tuple[int, int]]) -> None:
+        """Programs that wait, then the dead, then orders: so no descriptor is closed and used again in between."""
+        for fd, _ in ready:
+            if fd == self.listener:
+                locks.answer(fd)
+            elif fd in self.shells:
+                self._take_over(self.shells[fd])
+        for fd, _ in ready:
+            if fd in self.sessions:
+                self._bury(fd)
+        for fd, _ in ready:
+            if fd == self.client:
+                self._end()
+            if fd == self.control.fileno():
+                self._take_order()
 
     def _take_order(self) -> None:
         room = socket.CMSG_SPACE(3 * array.array("i").itemsize)
@@ -227,6 +242,25 @@ class Zygote:
             os.close(fd)
         self.sessions[session.pidfd] = session
         self.poll.register(session.pidfd, select.EPOLLIN)
+        if session.handover is not None:
+            self.shells[session.handover.fileno()] = session
+            self.poll.register(session.handover, select.EPOLLIN)
+
+    def _take_over(self, session: Watched) -> None:
+        """A shell hands over its /proc; if none comes, it could not be watched."""
+        assert session.handover is not None
+        _, fds, _, _ = socket.recv_fds(session.handover, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        session.proc = fds[0] if fds else -1
+        if not fds:
+            os.kill(session.pid, signal.SIGKILL)
+        self._close_handover(session)
+
+    def _close_handover(self, session: Watched) -> None:
+        if session.handover is not None:
+            self.poll.unregister(session.handover)
+            del self.shells[session.handover.fileno()]
+            session.handover.close()
+            session.handover = None
 
     def _read(self, message: bytes) -> Mapping[str, Any]:
         """An order, with what follows from it; most are the same as one before."""
@@ -242,25 +276,37 @@ class Zygote:
         scratch = Scratch.make(self.policy)
         order = {**order, "uid": scratch.uid}
         world = self.policy.world
+        near = far = None
         try:
             if world is not None:
+                if order["language"] == "bash":
+                    near, far = socket.socketpair()
+                    order["handover"] = far.fileno()
                 kernel.unshare(kernel.NEWPID)
             pid = os.fork()
             if pid == 0:
                 self._be_session(order, fds, scratch.path)
         except OSError:
             scratch.remove()
+            if near is not None:
+                near.close()
             raise
         finally:
+            if far is not None:
+                far.close()
             if world is not None:
                 kernel.setns(world.own_pids, kernel.NEWPID)
-        return Watched(pid=pid, pidfd=os.pidfd_open(pid), conn=fds[0], order=order, scratch=scratch)
+        pidfd = os.pidfd_open(pid)
+        return Watched(pid=pid, pidfd=pidfd, conn=fds[0], order=order, scratch=scratch, handover=near)
 
     def _be_session(self, order: Mapping[str, Any], fds: list[int], home: str) -> NoReturn:
         """Keep the session's own descriptors only, be confined, and serve; there is no way back from here."""
         conn = fds[0]
         try:
-            conn = _keep(fds, self.policy.world)
+            others = {order["handover"]} if "handover" in order else set()
+            if self.policy.world is not None:
+                others.add(self.policy.world.proc)
+            conn = _keep(fds, others)
             _hand_over_self(conn)
             confine(self.policy, order, home)
             if "is_test" in order:
@@ -281,8 +327,10 @@ class Zygote:
         message = json.dumps({"ended": {"why": session.offence} if session.offence else note}).encode()
         _tell(session.conn, _framed(message))
         self.poll.unregister(pidfd)
-        os.close(pidfd)
-        os.close(session.conn)
+        self._close_handover(session)
+        for fd in (pidfd, session.conn, session.proc):
+            if fd >= 0:
+                os.close(fd)
         session.scratch.remove()
 
     def _end(self) -> NoReturn:
@@ -295,12 +343,15 @@ class Zygote:
         os._exit(0)
 
 
-def _keep(fds: list[int], world: namespaces.World | None) -> int:
-    """Input is empty, output goes to the two files, and of all else only the socket stays (and, for now, /proc)."""
+def _keep(fds: list[int], others: set[int]) -> int:
+    """Input is empty, output goes to the two files, and of all else only the socket stays, and others for now."""
     conn, out, err = fds
     os.dup2(out, 1)
     os.dup2(err, 2)
-    _close_all_but(sorted({0, 1, 2, conn} | ({world.proc} if world is not None else set())))
+    # Opened anew: the flags of what all have in common could be changed by one and read by another.
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 0)
+    _close_all_but(sorted({0, 1, 2, conn} | others))
     return conn
 
 

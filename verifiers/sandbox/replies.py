@@ -1,0 +1,223 @@
+"""Bytes that a session sent → a reply that fits what it was asked, or the reason why they are none.
+
+Whoever wrote them may have wanted to harm the application: by their size, by what they become in memory, by values that
+nothing here expects. So a reply is measured before it is decoded, and each of its fields is of one kind.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from verifiers.sandbox.inside.wire import (
+    DEEPEST,
+    LIST_BYTES,
+    MAX_FILES,
+    MAX_LISTS,
+    PIECE_BYTES,
+    depth,
+    outline,
+    unframed,
+)
+from verifiers.sandbox.result import Status
+
+Field = Callable[[Any], Any]
+"""Gives a field's value as it is used; raises ValueError if it is none."""
+
+SLACK_BYTES = 4096
+SMALL_BYTES = 4096
+"""What is no longer becomes no more than some hundred kilobytes, whatever it is."""
+ESCAPED = 12
+"""The most bytes that JSON takes for one character of a text."""
+STATUSES: tuple[Status, ...] = get_args(Status)
+WHYS = ("memory", "disk", "signal", "exit")
+
+
+class BadReplyError(ValueError):
+    """What a session sent is no reply to what it was asked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What the reply to one kind of request may be: its fields, its length, and how much it may be made of.
+
+    ``most_texts`` counts texts, with the names of fields; ``most_lists`` lists and objects; ``most_signs`` the
+    characters outside of texts.
+    """
+
+    fields: Mapping[str, Field]
+    most_bytes: int
+    most_texts: int = 16
+    most_lists: int = 2
+    most_signs: int = 512
+
+
+def read_reply(message: bytes | bytearray, shape: Shape) -> dict[str, Any]:
+    """The fields of a reply, or a `BadReplyError`; nothing else is ever raised.
+
+    >>> read_reply(b'{"number": 3, "errno": 2}', FILE_WRITTEN)
+    {'number': 3, 'errno': 2}
+    >>> read_reply(b'{"number": 3, "errno": 1000000000000}', FILE_WRITTEN)
+    Traceback (most recent call last):
+    verifiers.sandbox.replies.BadReplyError: its 'errno' is not the number of an error
+    """
+    if len(message) > SMALL_BYTES or message.count(b"[") + message.count(b"{") > DEEPEST:
+        _measure(message, shape)
+    try:
+        reply = unframed(message)
+        if b"\\ud" in message.lower():  # half a surrogate pair is no text, and breaks whoever writes it down
+            reply = json.loads(json.dumps(reply, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError) as error:
+        raise BadReplyError(f"it is not JSON ({type(error).__name__})") from None
+    if type(reply) is not dict:
+        raise BadReplyError(f"it is not an object but {type(reply).__name__}")
+    fields = ENDED if "ended" in reply else shape.fields
+    for name, value in reply.items():
+        field = fields.get(name)
+        if field is None:
+            raise BadReplyError(f"it has a field that was not asked for, {name!r:.50}")
+        try:
+            reply[name] = field(value)
+        except ValueError as error:
+            raise BadReplyError(f"its {name!r} is not {error}") from None
+    return reply
+
+
+def _measure(message: bytes | bytearray, shape: Shape) -> None:
+    """Refuse what would become too much in memory, before it does."""
+    # Where a text begins, no quotation mark has a backslash before it.
+    if message.count(b'"') - message.count(b'\\"') > 2 * shape.most_texts:
+        raise BadReplyError(f"it has more than {shape.most_texts} texts")
+    signs = outline(message)
+    if len(signs) > shape.most_signs:
+        raise BadReplyError(f"it has {len(signs)} characters that are not text, where {shape.most_signs} are allowed")
+    lists = signs.count(b"[") + signs.count(b"{")
+    if lists > shape.most_lists:
+        raise BadReplyError(f"it has {lists} lists and objects, where {shape.most_lists} are allowed")
+    if lists > DEEPEST and depth(signs) > DEEPEST + 1:
+        raise BadReplyError(f"it is nested more than {DEEPEST} deep")
+
+
+# --- fields -------------------------------------------------------------------------------------------------------
+
+
+def _whole(least: int, most: int) -> Field:
+    def check(value: Any) -> int:
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"a whole number from {least} to {most}")
+        return value
+
+    return check
+
+
+def _optional(field: Field) -> Field:
+    return lambda value: None if value is None else field(value)
+
+
+def _text(most: int) -> Field:
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or len(value) > most:
+            raise ValueError(f"a text of at most {most} characters")
+        return value
+
+    return check
+
+
+def _one_of(*values: str) -> Field:
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or value not in values:
+            raise ValueError(f"one of {', '.join(values)}")
+        return value
+
+    return check
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def _errno(value: Any) -> int:
+    if type(value) is not int or value not in errno.errorcode:
+        raise ValueError("the number of an error")
+    return value
+
+
+def _content(value: Any) -> bytes:
+    try:
+        content = base64.b64decode(value if isinstance(value, str) else "*", validate=True)
+    except ValueError:
+        raise ValueError("base64") from None
+    if len(content) > PIECE_BYTES:
+        raise ValueError(f"at most {PIECE_BYTES} bytes long")
+    return content
+
+
+def _names(value: Any) -> list[str]:
+    if not isinstance(value, list) or len(value) > MAX_FILES:
+        raise ValueError(f"a list of at most {MAX_FILES} names")
+    return sorted(filter(_is_inside, value))
+
+
+def _is_inside(name: Any) -> bool:
+    """Is this a file name that leads nowhere else? Whoever copies the files would follow it."""
+    if not isinstance(name, str) or name.startswith("/") or "\0" in name or ".." in name.split("/"):
+        return False
+    return bool(name)
+
+
+def _note(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("an object")
+    number = value.get("number")
+    return {"why": _one_of(*WHYS)(value.get("why")), "number": None if number is None else _whole(0, 255)(number)}
+
+
+# --- shapes -------------------------------------------------------------------------------------------------------
+
+_NUMBER: dict[str, Field] = {"number": _whole(0, 1 << 53)}
+ENDED: dict[str, Field] = {"ended": _note}
+"""The zygote's last word, on the same socket; a session may send it too, about itself."""
+FILE_WRITTEN = Shape(fields={**_NUMBER, "errno": _errno}, most_bytes=SLACK_BYTES)
+FILE_READ = Shape(
+    fields={**FILE_WRITTEN.fields, "content": _content}, most_bytes=(PIECE_BYTES + 2) // 3 * 4 + SLACK_BYTES
+)
+FILES_LISTED = Shape(
+    fields={**FILE_WRITTEN.fields, "names": _names},
+    most_bytes=LIST_BYTES + SLACK_BYTES,
+    most_texts=MAX_FILES + 16,
+    most_signs=3 * MAX_FILES + 512,
+)
+
+
+def cell_ran(output_bytes: int) -> Shape:
+    """What a cell may say: as much as it may print, as its value or its error."""
+    text = _optional(_text(6 * output_bytes + SLACK_BYTES))  # what cannot be encoded takes six characters
+    return Shape(
+        fields={
+            **_NUMBER,
+            "status": _one_of(*STATUSES),
+            "value": text,
+            "error": text,
+            "exit_code": _optional(_whole(0, 255)),
+            "is_fresh": _flag,
+        },
+        most_bytes=ESCAPED * output_bytes + SLACK_BYTES,
+    )
+
+
+def function_returned(output_bytes: int) -> Shape:
+    """The same, with any JSON value of four times that length."""
+    ran = cell_ran(output_bytes)
+    return Shape(
+        fields={**ran.fields, "value": lambda value: value},
+        most_bytes=ran.most_bytes,
+        most_texts=2 * output_bytes,
+        most_lists=MAX_LISTS,
+        most_signs=4 * output_bytes + SLACK_BYTES,
+    )
