@@ -96,7 +96,12 @@ def completion_of(prompt: Prompt, choices: Sequence[Choice], codec: Codec) -> Co
     return Completion(
         message=first.message,
         finish_reason=first.finish_reason,
-        tokens=Tokens(prompt_ids=prompt.ids, completion_ids=first.generated.ids, logprobs=first.generated.logprobs),
+        tokens=Tokens(
+            prompt_ids=prompt.ids,
+            completion_ids=first.generated.ids,
+            logprobs=first.generated.logprobs,
+            sampling=prompt.options.record(),
+        ),
         usage=Usage(prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"]),
         model=prompt.model,
         raw={

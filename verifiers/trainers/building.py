@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -25,6 +27,7 @@ from verifiers.rubrics import Rubric, RubricGroup
 from verifiers.trainers.checkpoints import save_model
 from verifiers.trainers.config import GRPOConfig, LearningKnobs
 from verifiers.trainers.sampler import Sampler
+from verifiers.trainers.sampling import flat, merged
 
 if TYPE_CHECKING:
     from verifiers.trainers.grpo_trainer import GRPOTrainer
@@ -41,14 +44,6 @@ def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
     if value is not None and other is not None:
         raise TypeError(f"{name} and {other_name} are the same thing; pass one of them")
     return value if value is not None else other
-
-
-def accelerator() -> Any:
-    try:
-        from accelerate import Accelerator
-    except ImportError:
-        raise ImportError("training needs: pip install 'verifiers[train]'") from None
-    return Accelerator()
 
 
 # --- the model ----------------------------------------------------------------------------------------------------
@@ -143,14 +138,28 @@ def sampler(model: Any, tokenizer: Any, config: GRPOConfig, env: Environment | N
     """The model as a client with room for a step's rollouts, as far as memory allows."""
     parameter = next(model.parameters())
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    asked = sampling_args(config, env)
     length = config.max_seq_length
     if length is None and config.max_prompt_length is not None and isinstance(env, SingleTurnEnv):
-        length = config.max_prompt_length + config.max_new_tokens
+        length = config.max_prompt_length + int(flat(asked)["max_tokens"])
     if length is not None and longest is not None:
         length = min(length, longest)
     fits = plan(model.config, length=length, dtype=parameter.dtype, device=parameter.device, weights_loaded=True)
     wanted = min(config.rollouts_per_step, MOST_ROWS.get(parameter.device.type, 64))
-    return Sampler(model, tokenizer, rows=min(wanted, fits.rows), length=fits.length, remembers=8 * wanted)
+    rows = min(wanted, fits.rows)
+    return Sampler(model, tokenizer, rows=rows, length=fits.length, remembers=8 * wanted, usual=asked)
+
+
+def sampling_args(config: GRPOConfig, env: Environment | None) -> dict[str, Any]:
+    """What the rollouts of an environment are asked for; the environments of a group may say more for their own."""
+    own = None if env is None else env.sampling_args
+    return merged(config, own, [one.sampling_args for one in _members(env)])
+
+
+def _members(env: Any) -> Iterator[Any]:
+    for one in env.envs if isinstance(env, EnvGroup) else ():
+        yield one
+        yield from _members(one)
 
 
 def seed_of(*parts: object) -> int:
@@ -164,11 +173,12 @@ class RemoteWeights:
 
     def __init__(self, server: Any, model: Any, tokenizer: Any) -> None:
         self._server, self._model, self._tokenizer = server, model, tokenizer
-        self._folder = tempfile.TemporaryDirectory(prefix="verifiers-weights-")
+        self._folder = tempfile.mkdtemp(prefix="verifiers-weights-")
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def send(self) -> None:
-        save_model(self._model, self._tokenizer, self._folder.name)
-        sent = self._server.reload_weights(self._folder.name)
+        save_model(self._model, self._tokenizer, self._folder)
+        sent = self._server.reload_weights(self._folder)
         if inspect.isawaitable(sent):
             calls.run(lambda: _awaited(sent))
 
@@ -190,9 +200,9 @@ def remote_weights(client: Any, server: Any, model: Any, tokenizer: Any) -> Remo
     return RemoteWeights(server, model, tokenizer)
 
 
-def request(prompt: Any, config: GRPOConfig, *, is_chat: bool) -> Request:
+def request(prompt: Any, sampling: dict[str, Any], *, is_chat: bool) -> Request:
     asked = as_messages(prompt) if is_chat else prompt
-    return Request(model="", prompt=asked, sampling=config.sampling(), message_type="chat" if is_chat else "completion")
+    return Request(model="", prompt=asked, sampling=sampling, message_type="chat" if is_chat else "completion")
 
 
 # --- rows ---------------------------------------------------------------------------------------------------------
@@ -324,13 +334,6 @@ def update(trainer: GRPOTrainer) -> PolicyUpdate:
         trainer.config,
         lock=trainer.client.engine.lock if isinstance(trainer.client, Sampler) else nullcontext(),
         pad_id=trainer.tokenizer.pad_token_id,
-        reduce=(lambda masters: average(processes, masters)) if processes.num_processes > 1 else None,
+        max_new_tokens=flat(trainer.sampling)["max_tokens"],
+        processes=processes,
     )
-
-
-def average(processes: Any, masters: Sequence[torch.Tensor]) -> None:
-    """Give every process the mean of all gradients."""
-    for master in masters:
-        if master.requires_grad:
-            gradient = master.grad if master.grad is not None else torch.zeros_like(master)
-            master.grad = processes.reduce(gradient, "mean")

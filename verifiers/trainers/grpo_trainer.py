@@ -14,7 +14,7 @@ from verifiers import calls
 from verifiers.clients import as_client
 from verifiers.envs.evaluation import score_states
 from verifiers.runner import RunInterruptedError
-from verifiers.trainers import building
+from verifiers.trainers import building, processes, sampling, stopping
 from verifiers.trainers.advantages import flat_groups
 from verifiers.trainers.ahead import Ahead
 from verifiers.trainers.batch import Batch, Reply, as_batch, samples_of_reply, with_advantages
@@ -31,6 +31,7 @@ from verifiers.types import Row, State
 
 if TYPE_CHECKING:
     from verifiers.results import Results
+    from verifiers.trainers.reference import Reference
 
 RowSampler = Callable[[Sequence[Row], float], Sequence[Row]]
 WeightSchedule = Callable[[float], Sequence[float]]
@@ -66,7 +67,7 @@ class GRPOTrainer(Trainer):
     ) -> None:
         self.config = GRPOConfig.of(building.one_of("config", config, "args", args))
         tokenizer = building.one_of("tokenizer", tokenizer, "processing_class", processing_class)
-        self.accelerator = building.accelerator()
+        self.accelerator = processes.accelerator()
         self.config.check(self.accelerator.num_processes)
         self.env, self.offline = env, None if dataset is None else read_offline(dataset)
         if self.offline is None:
@@ -75,6 +76,8 @@ class GRPOTrainer(Trainer):
             model, tokenizer, self.config, self.accelerator.device, peft_config
         )
         building.check_template(self.tokenizer, env)
+        sampling.check(self.sampling, "this environment with this configuration")
+        processes.same_weights(self.accelerator, self.model)
         self.weights = Weights(self.model, self.config)
         self.optimizer = self.weights.optimizer
         self._remote = building.remote_weights(client, weight_server, self.model, self.tokenizer)
@@ -105,6 +108,7 @@ class GRPOTrainer(Trainer):
                 began = time.perf_counter()
                 batch = batches.take(self.step, self.total_steps)
                 sampled = time.perf_counter()
+                self._check_scored(report, batch)
                 figures = self.train_step(batch) or {}
                 self.step += 1
                 report.step(self, batch, figures, waited_s=sampled - began, trained_s=time.perf_counter() - sampled)
@@ -112,6 +116,7 @@ class GRPOTrainer(Trainer):
                 if self._remote is not None:
                     self._remote.send()
                 self._after_step(report, cursor=self.cursor)
+                self.should_stop = any(processes.gathered(self.accelerator, self.should_stop))
         return report
 
     def get_batch(self, epoch: int, step: int) -> Any:
@@ -140,10 +145,13 @@ class GRPOTrainer(Trainer):
         batch.cursor = self.rows.cursor
         return batch
 
-    def compute_rewards(self, completions: Sequence[Reply], prompts: Sequence[Any]) -> list[float]:
+    def compute_rewards(
+        self, completions: Sequence[Reply], prompts: Sequence[Any], epoch: int | None = None
+    ) -> list[float]:
         """Score completions, whose state is attached, with the environment's rubric: NaN where that failed.
 
-        Overridden, this is asked for every batch; its values are the rewards (of those that could be scored).
+        Overridden, with or without ``epoch``, this is asked for every batch; its values are the rewards (of those that
+        could be scored: NaN is none).
         """
         states = [completion.state for completion in completions if completion.state is not None]
         if len(states) < len(completions):
@@ -167,14 +175,14 @@ class GRPOTrainer(Trainer):
         """Roll out the evaluation rows with the model as it is now."""
         if self.env is None:
             raise ValueError("this trainer has no environment to evaluate on; pass env=")
-        sampling = {**self.config.sampling(), **self.config.eval_sampling_args}
+        asked = sampling.over(self.sampling, self.config.eval_sampling_args)
         inputs = self.eval_rows if self.config.eval_examples < 0 else self.eval_rows[: self.config.eval_examples]
         self._start_sampling("eval", len(inputs) * self.config.eval_rollouts_per_example)
         results: Results = self.env.generate_sync(
             inputs=inputs,
             client=self.client,
             rollouts_per_example=self.config.eval_rollouts_per_example,
-            sampling_args=sampling,
+            sampling_args=asked,
             max_concurrent=self.config.max_concurrent,
             use_tqdm=False,
         )
@@ -188,9 +196,14 @@ class GRPOTrainer(Trainer):
 
         client = as_client(self.client)
         is_chat = getattr(self.env, "message_type", "chat") == "chat"
-        requests = [building.request(prompt, self.config, is_chat=is_chat) for prompt in prompts]
+        requests = [building.request(prompt, self.sampling, is_chat=is_chat) for prompt in prompts]
         replies = calls.run(ask_all)
         return [Reply(one.text, messages=[one.message] if is_chat else one.text) for one in replies]
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What rollouts are asked for: the configuration's arguments, then the environment's, then the defaults."""
+        return building.sampling_args(self.config, self.env)
 
     # --- sizes ----------------------------------------------------------------------------------------------------
 
@@ -231,7 +244,7 @@ class GRPOTrainer(Trainer):
             inputs=list(rows),
             client=self.client,
             rollouts_per_example=size,
-            sampling_args=self.config.sampling(),
+            sampling_args=self.sampling,
             max_concurrent=self.config.max_concurrent,
             use_tqdm=False,
             score=not scores_itself,
@@ -241,10 +254,14 @@ class GRPOTrainer(Trainer):
         if not scores_itself:
             return batch
         rewards = building.fitting(self.compute_rewards, batch["completions"], batch["prompts"], self._batch_epoch)
-        unscored = {i for i, reply in enumerate(batch["completions"]) if reply.state.get("error") is not None}
-        batch["rewards"] = [float(reward) for reward in rewards]
-        batch.failed += [batch["completions"][i].state for i in unscored]
-        return batch.keep([i for i in range(len(batch["rewards"])) if i not in unscored])
+        return batch.rewarded([float(reward) for reward in rewards])
+
+    def _check_scored(self, report: Report, batch: Batch) -> None:
+        try:
+            stopping.check_scored(batch, self.accelerator)
+        except stopping.TrainingStoppedError:
+            report.keep_rollouts(self.step + 1, batch)
+            raise
 
     def _start_sampling(self, what: int | str, count: int) -> None:
         """Rollouts of a step get seeds of their own, made of the run's; the sampler begins them together."""
@@ -256,13 +273,16 @@ class GRPOTrainer(Trainer):
     def sequences(self, batch: Batch) -> list[Trained]:
         """The samples of a batch's rollouts with their advantages; one whose history was rewritten has several."""
         find = getattr(self.client, "samples", None)
+        usual = sampling.Distribution(temperature=sampling.read_distribution(self.sampling).temperature)
         trained: list[Trained] = []
         for prompt, reply, advantage in zip(batch["prompts"], batch["completions"], batch["advantages"], strict=True):
             state: State | Mapping[str, Any] = getattr(reply, "state", None) or {}
             if advantage is None or (self.config.mask_truncated_completions and state.get("is_truncated")):
                 continue
-            samples = samples_of_reply(prompt, reply, find, self.tokenizer)
-            trained += [Trained(sample=sample, advantage=advantage) for sample in samples]
+            for sample in samples_of_reply(prompt, reply, find, self.tokenizer):
+                drawn = sampling.distributions(sample, usual)
+                sample = sampling.without_doubtful_logprobs(sample, drawn, self.config.num_batches_ahead)
+                trained.append(Trained(sample=sample, advantage=advantage, drawn_from=drawn))
         return trained
 
     # --- around the loop ------------------------------------------------------------------------------------------
@@ -274,12 +294,18 @@ class GRPOTrainer(Trainer):
             self._update = building.update(self)
         return self._update
 
+    @property
+    def reference(self) -> Reference | None:
+        """The model that the divergence is measured from, where it has weights of its own (with LoRA it has none)."""
+        reference = self.update.reference if self.config.kl_coef > 0 else None
+        return None if reference is None or reference.is_adapter else reference
+
     @contextmanager
     def _training(self, resume: bool | str | Path) -> Iterator[Report]:
         with ExitStack() as stack:
             self.report = report = stack.enter_context(Report(self, resume))
             if resume:
-                state = report.resume(self.weights)
+                state = report.resume(self)
                 self.step, self.cursor = state["step"], state["cursor"]
                 self.rows.cursor = self.cursor
             stack.enter_context(building.sensible_threads(self.model))
