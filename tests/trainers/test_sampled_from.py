@@ -167,7 +167,7 @@ def test_what_cannot_be_trained_with_is_refused_before_the_first_step(tmp_path):
         making.trainer(tmp_path, env=making.environment(sampling_args={"temperature": 0}))
     with pytest.raises(ValueError, match="temperature 0"):
         making.trainer(tmp_path, sampling_args={"temperature": 0.0})
-    with pytest.raises(ValueError, match="presence_penalty=0.5: the update cannot compute"):
+    with pytest.raises(ValueError, match=r"presence_penalty=0\.5: the update cannot compute"):
         making.trainer(tmp_path, sampling_args={"presence_penalty": 0.5})
     with pytest.raises(ValueError, match="top_p"):
         making.trainer(tmp_path, sampling_args={"top_p": 0.0})
@@ -329,6 +329,6 @@ def test_the_record_of_a_sample_survives_being_saved_and_trained_on_later(tmp_pa
 
 
 def test_arguments_that_an_engine_draws_by_and_an_update_cannot_compute_are_named():
-    with pytest.raises(ValueError, match="repetition_penalty=1.1"):
+    with pytest.raises(ValueError, match=r"repetition_penalty=1\.1"):
         sampling.read_distribution({"asked": {"extra_body": {"repetition_penalty": 1.1}}})
     assert sampling.read_distribution({"asked": {"frequency_penalty": 0, "stop": ["x"]}}) == Distribution(is_asked=True)

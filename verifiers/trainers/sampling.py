@@ -234,6 +234,7 @@ def without_doubtful_logprobs(
     if steps_ahead:
         raise ValueError(
             "with num_batches_ahead, an engine that does not say how it drew cannot be trained with top_p, top_k, "
-            "min_p or logit_bias: its logprobs may be of another distribution; leave these out, or sample in this process"
+            "min_p or logit_bias: its logprobs may be of another distribution; leave these out, or sample in this "
+            "process"
         )
     return replace(sample, completion_logprobs=[math.nan] * len(sample.completion_ids))
