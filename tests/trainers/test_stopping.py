@@ -31,7 +31,7 @@ def down(completion: Any) -> float:
 
 def test_a_training_whose_every_rollout_fails_stops_with_the_first_cause(tmp_path):
     trainer = making.trainer(tmp_path, env=making.environment(rubric=vf.Rubric([down])))
-    with pytest.raises(TrainingStoppedError, match="all 16 rollouts of a step failed.*the judge is down") as caught:
+    with pytest.raises(TrainingStoppedError, match=r"all 16 rollouts of a step failed.*the judge is down") as caught:
         trainer.train()
     assert "the judge is down" in str(caught.value.__cause__)
     kept = [json.loads(line) for line in (tmp_path / "run" / "results.jsonl").read_text().splitlines()]
@@ -65,7 +65,7 @@ def test_a_reward_of_ones_own_that_is_no_number_is_a_failure_and_trains_nothing(
     assert all(math.isfinite(step["loss"]) and math.isfinite(step["grad_norm"]) for step in report.steps)
 
 
-def test_vf_train_exits_with_1_and_the_cause_when_every_rollout_fails(tmp_path, monkeypatch):
+def test_vf_train_exits_with_1_and_the_cause_when_every_rollout_fails(tmp_path):
     package = tmp_path / "broken_env"
     package.mkdir()
     (package / "broken_env.py").write_text(
@@ -76,13 +76,15 @@ def test_vf_train_exits_with_1_and_the_cause_when_every_rollout_fails(tmp_path, 
         "    return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([down]))\n"
     )
     saved(tmp_path / "model")
-    done = CliRunner().invoke(
-        program,
-        ["train", "broken-env", "--env-dir-path", str(tmp_path), "-m", str(tmp_path / "model"), "--max-steps", "3"]
-        + ["--batch-size", "8", "--group-size", "4", "--max-new-tokens", "4", "--output-dir", str(tmp_path / "run")],
-    )
+    done = vf_train(tmp_path, "broken-env", "--env-dir-path", str(tmp_path))
     assert done.exit_code == 1
     assert "the judge is down" in done.output
+
+
+def vf_train(folder: Path, *words: str) -> Any:
+    sizes = ("--max-steps", "5", "--batch-size", "8", "--group-size", "4", "--max-new-tokens", "4")
+    places = ("-m", str(folder / "model"), "--output-dir", str(folder / "run"))
+    return CliRunner().invoke(program, ["train", *words, *sizes, *places])
 
 
 def saved(folder: Path) -> None:
@@ -117,7 +119,7 @@ class Explodes(vf.GRPOTrainer):
 
 def test_a_training_stops_at_the_first_weight_that_is_not_finite_and_keeps_the_last_good_checkpoint(tmp_path):
     trainer = making.trainer(tmp_path, Explodes, max_steps=20, save_steps=1, save_total_limit=1)
-    with pytest.raises(NotFiniteError, match="weights are not finite after a step: .* the last good checkpoint is"):
+    with pytest.raises(NotFiniteError, match=r"weights are not finite after a step: .* the last good checkpoint is"):
         trainer.train()
     (last,) = checkpoints(tmp_path / "run" / "checkpoints")
     assert last.name == "step-000002"
@@ -170,11 +172,7 @@ def test_a_model_that_is_not_finite_to_begin_with_is_refused(tmp_path):
 def test_vf_train_exits_with_1_when_the_weights_are_no_longer_finite(tmp_path, monkeypatch):
     saved(tmp_path / "model")
     monkeypatch.setattr("verifiers.trainers.GRPOTrainer", Explodes)
-    done = CliRunner().invoke(
-        program,
-        ["train", "reverse-text", "-m", str(tmp_path / "model"), "--max-steps", "5", "--save-steps", "1"]
-        + ["--batch-size", "8", "--group-size", "4", "--max-new-tokens", "4", "--output-dir", str(tmp_path / "run")],
-    )
+    done = vf_train(tmp_path, "reverse-text", "--save-steps", "1")
     assert done.exit_code == 1, done.output
     assert "not finite" in done.output
     assert "step-000002" in done.output

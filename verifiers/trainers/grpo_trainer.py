@@ -177,7 +177,7 @@ class GRPOTrainer(Trainer):
             raise ValueError("this trainer has no environment to evaluate on; pass env=")
         asked = sampling.over(self.sampling, self.config.eval_sampling_args)
         inputs = self.eval_rows if self.config.eval_examples < 0 else self.eval_rows[: self.config.eval_examples]
-        self._start_sampling("eval", len(inputs) * self.config.eval_rollouts_per_example)
+        self._start_sampling("eval", len(inputs) * self.config.eval_rollouts_per_example, is_apart=True)
         results: Results = self.env.generate_sync(
             inputs=inputs,
             client=self.client,
@@ -239,7 +239,8 @@ class GRPOTrainer(Trainer):
     def _rollouts(self, rows: Sequence[Row], first_group: int = 0) -> Batch:
         """Groups of rollouts of these rows, scored by the run as they finish, or by one's own `compute_rewards`."""
         size, scores_itself = self.config.group_size, type(self).compute_rewards is not GRPOTrainer.compute_rewards
-        self._start_sampling(self.rows.cursor, len(rows) * size)
+        self._start_sampling(self.rows.taken, len(rows) * size, is_apart=self.rows.is_apart)
+        self.rows.is_apart = False
         results: Results = self.env.generate_sync(
             inputs=list(rows),
             client=self.client,
@@ -263,11 +264,15 @@ class GRPOTrainer(Trainer):
             report.keep_rollouts(self.step + 1, batch)
             raise
 
-    def _start_sampling(self, what: int | str, count: int) -> None:
-        """Rollouts of a step get seeds of their own, made of the run's; the sampler begins them together."""
+    def _start_sampling(self, what: int | str, count: int, *, is_apart: bool) -> None:
+        """Rollouts of a step get seeds of their own, made of the run's; the sampler begins them together.
+
+        The seeds of rows that no other process has do not depend on which process that is: one that runs alone would
+        draw the same.
+        """
         if isinstance(self.client, Sampler):
-            engine = self.client.engine
-            engine.reseed(building.seed_of(self.config.seed, self.accelerator.process_index, self.step, what))
+            engine, process = self.client.engine, 0 if is_apart else self.accelerator.process_index
+            engine.reseed(building.seed_of(self.config.seed, process, self.step, what))
             engine.gather(min(count, engine.rows) if self.config.max_concurrent < 0 else 0)
 
     def sequences(self, batch: Batch) -> list[Trained]:

@@ -16,7 +16,7 @@ from verifiers.store import RunDir, safe_name
 from verifiers.trainers import checkpoints
 from verifiers.trainers.audit import audit
 from verifiers.trainers.batch import Batch, as_batch
-from verifiers.trainers.display import TrainingDisplay
+from verifiers.trainers.display import TrainingDisplay, is_filtered
 from verifiers.trainers.figures import batch_view, joined, rollout_figures
 from verifiers.trainers.journal import Journal, record_of
 from verifiers.trainers.plot import plot_svg, plot_text
@@ -241,8 +241,15 @@ class Report:
 
     @property
     def rewards(self) -> list[float]:
-        """The mean reward of each step."""
+        """The mean reward of what each step learned from."""
         return [line["reward"] for line in self.steps if line.get("reward") is not None]
+
+    @property
+    def rewards_sampled(self) -> list[float]:
+        """The mean reward of all that each step sampled; empty if no step left anything of it out."""
+        if not any(map(is_filtered, self.steps)):
+            return []
+        return [line["reward_sampled"] for line in self.steps if line.get("reward_sampled") is not None]
 
     def curve(self) -> tuple[str, list[float]]:
         """What the training is about, step by step: its reward, or its loss where it has none."""
@@ -256,6 +263,8 @@ class Report:
     def __repr__(self) -> str:
         name, values = self.curve()
         course = f", {name} {values[0]:.3f} → {values[-1]:.3f}" if values else ""
+        if sampled := self.rewards_sampled:
+            course += f" (of all sampled {sampled[0]:.3f} → {sampled[-1]:.3f})"
         return f"Report({len(self.steps)} steps{course}, {str(self.path)!r})"
 
 

@@ -250,7 +250,9 @@ class Watch:
     # --- what it remembers --------------------------------------------------------------------------------------
 
     def _remember(self, metrics: Mapping[str, Any], view: Mapping[str, Any]) -> None:
-        if (reward := number(metrics.get("reward"))) is not None:
+        # Of all that was sampled: what is left of it after filtering is never solved and says little of the policy.
+        rewards = (number(metrics.get(name)) for name in ("reward_sampled", "reward"))
+        if (reward := next((one for one in rewards if one is not None), None)) is not None:
             self._rewards.append(reward)
         if (entropy := number(metrics.get("entropy"))) is not None:
             self._entropies.append(entropy)
