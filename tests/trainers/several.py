@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,7 @@ def stopped(folder: Path, processes: int) -> Any:
 
 
 def _rank() -> int:
-    from accelerate import PartialState
-
-    return int(PartialState().process_index)
+    return int(os.environ.get("RANK", 0))
 
 
 MADE = {

@@ -21,7 +21,7 @@ from verifiers.trainers.row_stream import RowStream  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ("torch.distributed.run", "--nproc_per_node", "2", "--master_port")
-ACCELERATE = ("accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1")
+ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
 ACCELERATE += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port")
 
 
@@ -131,6 +131,14 @@ def test_processes_that_do_not_find_one_another_are_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"2 processes were started .* Accelerate sees 1"):
+        accelerator()
+
+
+def test_one_process_where_accelerate_was_asked_for_several_on_a_cpu_is_refused(monkeypatch):
+    """``accelerate launch --cpu --num_processes 2`` starts one, without a word."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ValueError, match="asked for several processes and started one"):
         accelerator()
 
 

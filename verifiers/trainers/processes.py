@@ -12,6 +12,12 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+_RANKS = {
+    "RANK": "WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
+    "PMI_RANK": "PMI_SIZE",
+    "MV2_COMM_WORLD_RANK": "MV2_COMM_WORLD_SIZE",
+}
 _SHARDING = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -36,15 +42,28 @@ def accelerator() -> Any:
     except ImportError:
         raise ImportError("training needs: pip install 'verifiers[train]'") from None
     _check_settings()
-    started = int(os.environ.get("WORLD_SIZE") or 1) if "RANK" in os.environ else 1
-    # On a CPU torchrun alone does not tell Accelerate that its processes belong together.
+    started = _started()
+    # On a CPU no launcher but its own tells Accelerate that processes belong together.
     made = Accelerator(cpu=True) if started > 1 and not torch.accelerator.is_available() else Accelerator()
     if made.num_processes != started:
         raise ValueError(
             f"{started} processes were started (WORLD_SIZE), and Accelerate sees {made.num_processes}: each would "
-            "train a model of its own; start them with accelerate launch, or one process alone"
+            "train a model of its own; start them with torchrun or accelerate launch, or one process alone"
         )
     return made
+
+
+def _started() -> int:
+    """How many processes were started together, by the variables of torchrun, Accelerate or MPI."""
+    for rank, size in _RANKS.items():
+        if rank in os.environ:
+            return int(os.environ.get(size) or 1)
+    if "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true"):
+        raise ValueError(
+            "accelerate launch --cpu was asked for several processes and started one; start them with "
+            "torchrun --nproc_per_node N, or one process alone with --num_processes 1"
+        )
+    return 1
 
 
 def _check_settings() -> None:
@@ -52,7 +71,7 @@ def _check_settings() -> None:
         if os.environ.get(variable, "false").lower() in ("1", "true"):
             raise ValueError(
                 f"{name} is asked for ({variable}), and this trainer does not shard: each process holds the whole "
-                "model; start it with accelerate launch --multi_gpu (or --cpu), or train adapters "
+                "model; start it with torchrun or accelerate launch --multi_gpu, or train adapters "
                 "(peft_config=vf.lora_defaults())"
             )
     for variable, (name, neutral, instead) in _WITHOUT_EFFECT.items():
