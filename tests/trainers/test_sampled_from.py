@@ -109,17 +109,36 @@ def test_an_overridden_rollout_with_arguments_of_its_own_is_learned_from_as_it_w
 
 def test_each_environment_of_a_group_may_sample_in_its_own_way(tmp_path):
     first, second = (
-        making.environment(4, sampling_args={"temperature": 0.5}),
+        making.environment(4, sampling_args={"temperature": 0.5, "max_tokens": 3}),
         making.environment(4, sampling_args={"extra_body": {"top_k": 3}}),
     )
     env = vf.EnvGroup([first, second], env_names=["cold", "narrow"])
     trainer = making.trainer(tmp_path, env=env, learning_rate=0.0, batch_size=32, temperature=1.0)
     found = {(record["temperature"], record["top_k"]) for record in records_of(trainer)}
     assert found == {(1.0, 0), (1.0, 3)}  # what the configuration says is for all of them
-    del trainer
-    trainer = making.trainer(tmp_path / "b", env=env, learning_rate=0.0, batch_size=32)
+    tokenizer = tiny.tokenizer()
+    given = vf.GRPOConfig(
+        batch_size=32, group_size=4, output_dir=tmp_path / "run", show_progress=False, max_steps=2, learning_rate=0.0
+    )
+    trainer = vf.GRPOTrainer(model=tiny.model(tokenizer), tokenizer=tokenizer, env=env, config=given)
+    lengths: dict[float, int] = {}
+    for reply in trainer.get_batch(0, 0)["completions"]:
+        (step,) = reply.state["trajectory"]
+        temperature, length = step["tokens"]["sampling"]["temperature"], len(step["tokens"]["completion_ids"])
+        lengths[temperature] = max(length, lengths.get(temperature, 0))
+    assert lengths[0.5] <= 3 < lengths[1.0]
     found = {(record["temperature"], record["top_k"]) for record in records_of(trainer)}
     assert found == {(0.5, 0), (1.0, 3)}
+    check_on_policy(trainer.train())
+
+
+def test_the_configuration_is_for_every_environment_of_a_group_however_they_wrote_theirs(tmp_path):
+    first = making.environment(4, sampling_args={"extra_body": {"temperature": 0.5}, "max_completion_tokens": 3})
+    second = making.environment(4, sampling_args={"top_k": 3, "temperature": 0.3})
+    env = vf.EnvGroup([first, second], env_names=["one", "other"])
+    trainer = making.trainer(tmp_path, env=env, learning_rate=0.0, batch_size=32, temperature=0.9, top_k=7)
+    found = {(record["temperature"], record["top_k"]) for record in records_of(trainer)}
+    assert found == {(0.9, 7)}
     check_on_policy(trainer.train())
 
 
@@ -149,7 +168,30 @@ def test_an_argument_replaces_the_environments_by_whatever_name_that_had():
     asked = vf.GRPOConfig(max_new_tokens=9, temperature=0.9, top_k=3).sampling(
         {"max_completion_tokens": 100, "extra_body": {"temperature": 0.5}, "top_k": 5}
     )
-    assert asked == {"max_completion_tokens": 9, "extra_body": {"temperature": 0.9, "top_k": 3}}
+    assert asked == {"max_completion_tokens": 9, "extra_body": {"temperature": 0.9}, "top_k": 3}
+
+
+def test_arguments_for_the_engine_alone_stay_where_they_were_written():
+    config = vf.GRPOConfig(
+        top_p=0.9, sampling_args={"stop": ["x"], "top_k": 4, "extra_body": {"return_token_ids": True}}
+    )
+    assert config.sampling() == {
+        "temperature": 1.0,
+        "max_tokens": 512,
+        "top_p": 0.9,
+        "stop": ["x"],
+        "extra_body": {"return_token_ids": True, "top_k": 4},
+    }
+
+
+def test_an_environment_that_says_the_same_in_other_words_is_trained_with_the_configurations_values(tmp_path):
+    env = making.environment(
+        sampling_args={"top_k": 50, "extra_body": {"temperature": 0.3}, "max_completion_tokens": 99}
+    )
+    trainer = making.trainer(tmp_path, env=env, learning_rate=0.0, temperature=0.8, top_k=5)
+    found = {(record["temperature"], record["top_k"]) for record in records_of(trainer)}
+    assert found == {(0.8, 5)}
+    check_on_policy(trainer.train())
 
 
 def test_two_values_for_one_thing_are_an_error(tmp_path):

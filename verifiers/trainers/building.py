@@ -138,7 +138,7 @@ def sampler(model: Any, tokenizer: Any, config: GRPOConfig, env: Environment | N
     """The model as a client with room for a step's rollouts, as far as memory allows."""
     parameter = next(model.parameters())
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    asked = sampling_args(config, env)
+    asked = usual_sampling(config, env)
     length = config.max_seq_length
     if length is None and config.max_prompt_length is not None and isinstance(env, SingleTurnEnv):
         length = config.max_prompt_length + int(flat(asked)["max_tokens"])
@@ -150,10 +150,14 @@ def sampler(model: Any, tokenizer: Any, config: GRPOConfig, env: Environment | N
     return Sampler(model, tokenizer, rows=rows, length=fits.length, remembers=8 * wanted, usual=asked)
 
 
+def usual_sampling(config: GRPOConfig, env: Environment | None) -> dict[str, Any]:
+    """What a model is asked for where nobody says otherwise."""
+    return merged(config, None if env is None else env.sampling_args)
+
+
 def sampling_args(config: GRPOConfig, env: Environment | None) -> dict[str, Any]:
-    """What the rollouts of an environment are asked for; the environments of a group may say more for their own."""
-    own = None if env is None else env.sampling_args
-    return merged(config, own, [one.sampling_args for one in _members(env)])
+    """What rollouts are asked for: the usual, less what environments of a group may say for their own."""
+    return merged(config, None if env is None else env.sampling_args, [one.sampling_args for one in _members(env)])
 
 
 def _members(env: Any) -> Iterator[Any]:
@@ -334,6 +338,6 @@ def update(trainer: GRPOTrainer) -> PolicyUpdate:
         trainer.config,
         lock=trainer.client.engine.lock if isinstance(trainer.client, Sampler) else nullcontext(),
         pad_id=trainer.tokenizer.pad_token_id,
-        max_new_tokens=flat(trainer.sampling)["max_tokens"],
+        max_new_tokens=int(flat(usual_sampling(trainer.config, trainer.env))["max_tokens"]),
         processes=processes,
     )

@@ -278,7 +278,8 @@ class GRPOTrainer(Trainer):
     def sequences(self, batch: Batch) -> list[Trained]:
         """The samples of a batch's rollouts with their advantages; one whose history was rewritten has several."""
         find = getattr(self.client, "samples", None)
-        usual = sampling.Distribution(temperature=sampling.read_distribution(self.sampling).temperature)
+        asked = sampling.read_distribution(building.usual_sampling(self.config, self.env))
+        usual = sampling.Distribution(temperature=asked.temperature)
         trained: list[Trained] = []
         for prompt, reply, advantage in zip(batch["prompts"], batch["completions"], batch["advantages"], strict=True):
             state: State | Mapping[str, Any] = getattr(reply, "state", None) or {}

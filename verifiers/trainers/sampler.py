@@ -12,7 +12,7 @@ from verifiers.engine.local_model import LocalModel
 from verifiers.messages import as_messages
 from verifiers.rollout import step_tokens
 from verifiers.samples import Sample, samples_of
-from verifiers.trainers.sampling import flat
+from verifiers.trainers.sampling import flat, names
 
 
 class Sampler(LocalModel):
@@ -29,7 +29,7 @@ class Sampler(LocalModel):
         self._ledger: OrderedDict[tuple[str, str], Tokens] = OrderedDict()
 
     async def complete(self, request: Request) -> Completion:
-        missing = self._usual.keys() - flat(request.sampling).keys()
+        missing = self._usual.keys() - names(request.sampling)
         if missing:
             usual = {name: self._usual[name] for name in missing}
             request = replace(request, sampling={**request.sampling, **usual})

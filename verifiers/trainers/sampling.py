@@ -69,6 +69,11 @@ def flat(args: Mapping[str, Any] | None, where: str = "sampling_args") -> dict[s
     return found
 
 
+def names(args: Mapping[str, Any] | None) -> set[str]:
+    """Which arguments there are, by one name each."""
+    return {_ALIASES.get(name, name) for name, value, _ in _items(args) if value is not None}
+
+
 def _items(args: Mapping[str, Any] | None) -> Iterator[tuple[str, Any, str]]:
     for name, value in (args or {}).items():
         if name != "extra_body":
@@ -82,7 +87,7 @@ def merged(
 ) -> dict[str, Any]:
     """What is asked of a model, for an environment with arguments of its ``own`` (a group: and of its ``members``).
 
-    It is written as the environment wrote it, so that it replaces what the environment says by itself.
+    It is written as the environments wrote it, so that it replaces what they say by themselves.
     """
     given = flat(config.sampling_args, "sampling_args of the configuration")
     defaults: dict[str, Any] = {}
@@ -103,7 +108,7 @@ def merged(
     wanted = {name: value for name, value in defaults.items() if name not in theirs} | environment | given
     known = environment.keys() | theirs
     wanted = {name: value for name, value in wanted.items() if name in known or value not in _OFF.get(name, ())}
-    return _written(wanted, own, config.sampling_args)
+    return _written(wanted, config.sampling_args, own, *members)
 
 
 def over(args: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,23 +117,23 @@ def over(args: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
     >>> over({"max_tokens": 8, "temperature": 1.0}, {"max_completion_tokens": 16})
     {'max_tokens': 16, 'temperature': 1.0}
     """
-    return _written({**flat(args), **flat(further, "eval_sampling_args")}, args, further)
+    return _written({**flat(args), **flat(further, "eval_sampling_args")}, further, args)
 
 
-def _written(wanted: Mapping[str, Any], *before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Arguments in the form that clients take, by the names that they had before."""
-    spelled: dict[str, str] = {}
-    for args in before:
+def _written(wanted: Mapping[str, Any], given: Mapping[str, Any], *theirs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Arguments as clients take them: in every place that ``theirs`` have them in, else where ``given`` has them."""
+    places: dict[str, set[str]] = {}
+    for args in theirs:
         for name, _, where in _items(args):
-            spelled.setdefault(_ALIASES.get(name, name), where)
+            places.setdefault(_ALIASES.get(name, name), set()).add(where)
+    for name, _, where in _items(given):
+        key = _ALIASES.get(name, name)
+        places.setdefault(key, {f"extra_body.{key}" if key in _IN_BODY else where})
     plain: dict[str, Any] = {}
     body: dict[str, Any] = {}
     for key, value in wanted.items():
-        name = spelled.get(key, key)
-        if name.startswith("extra_body.") or key in _IN_BODY:
-            body[name.removeprefix("extra_body.")] = value
-        else:
-            plain[name] = value
+        for place in sorted(places.get(key) or [f"extra_body.{key}" if key in _IN_BODY else key]):
+            (body if place.startswith("extra_body.") else plain)[place.removeprefix("extra_body.")] = value
     return {**plain, "extra_body": body} if body else plain
 
 

@@ -106,8 +106,8 @@ class Watch:
             value = metrics.get(name)
             if isinstance(value, float) and not math.isfinite(value):
                 return (
-                    f"{name} is {value}: this step moved nothing; if it goes on, resume from an earlier checkpoint with "
-                    f"a lower {self._knob('learning_rate')}, and bf16 or full precision rather than fp16"
+                    f"{name} is {value}: this step moved nothing; if that goes on, resume from an earlier checkpoint "
+                    f"with a lower {self._knob('learning_rate')}, and bf16 or full precision rather than fp16"
                 )
         return None
 
