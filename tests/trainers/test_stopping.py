@@ -288,6 +288,13 @@ def test_a_checkpoint_without_a_reference_is_not_resumed_with_one(tmp_path):
         making.trainer(tmp_path, kl_coef=0.1, max_steps=5).train(resume=True)
 
 
+def test_a_reference_that_cannot_follow_is_refused_before_the_first_step(tmp_path):
+    with pytest.raises(ValueError, match="sync_ref_model needs kl_coef above 0"):
+        making.trainer(tmp_path, sync_ref_model=True)
+    with pytest.raises(ValueError, match="with LoRA the reference is the base model"):
+        making.trainer(tmp_path, sync_ref_model=True, kl_coef=0.1, peft_config=vf.lora_defaults(r=4))
+
+
 # --- small print ----------------------------------------------------------------------------------------------------
 
 

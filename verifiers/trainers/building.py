@@ -119,6 +119,11 @@ def check_template(tokenizer: Any, env: Environment | None) -> None:
         )
 
 
+def check_reference(model: Any, config: GRPOConfig) -> None:
+    if config.sync_ref_model and hasattr(model, "disable_adapter"):
+        raise ValueError("sync_ref_model needs a copy of the model, and with LoRA the reference is the base model")
+
+
 def _check_memory(model: Any) -> None:
     parameter = next(model.parameters())
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)

@@ -300,6 +300,8 @@ class GRPOConfig(LearningKnobs):
         for name in ("epsilon", "epsilon_high", "delta", "importance_cap"):
             value = getattr(self, name)
             self._require(name, value is None or (_is_finite(value) and value > 0), "above 0, or None")
+        if self.sync_ref_model and not self.kl_coef:
+            raise ValueError("sync_ref_model needs kl_coef above 0: without it there is no reference to follow")
         self._require("ref_model_mixup_alpha", 0 < self.ref_model_mixup_alpha <= 1, "above 0 and at most 1")
         for name in ("max_prompt_length", "max_seq_length"):
             value = getattr(self, name)

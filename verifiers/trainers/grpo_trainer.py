@@ -76,6 +76,7 @@ class GRPOTrainer(Trainer):
             model, tokenizer, self.config, self.accelerator.device, peft_config
         )
         building.check_template(self.tokenizer, env)
+        building.check_reference(self.model, self.config)
         sampling.check(self.sampling, "this environment with this configuration")
         processes.same_weights(self.accelerator, self.model)
         self.weights = Weights(self.model, self.config)
@@ -114,7 +115,7 @@ class GRPOTrainer(Trainer):
                 report.step(self, batch, figures, waited_s=sampled - began, trained_s=time.perf_counter() - sampled)
                 self.cursor = batch.cursor
                 if self._remote is not None:
-                    self._remote.send()
+                    self._send_weights(self._remote)
                 self._after_step(report, cursor=self.cursor)
                 self.should_stop = any(processes.gathered(self.accelerator, self.should_stop))
         return report
@@ -256,6 +257,11 @@ class GRPOTrainer(Trainer):
             return batch
         rewards = building.fitting(self.compute_rewards, batch["completions"], batch["prompts"], self._batch_epoch)
         return batch.rewarded([float(reward) for reward in rewards])
+
+    def _send_weights(self, remote: building.RemoteWeights) -> None:
+        if self.accelerator.is_main_process:
+            remote.send()
+        self.accelerator.wait_for_everyone()
 
     def _check_scored(self, report: Report, batch: Batch) -> None:
         try:

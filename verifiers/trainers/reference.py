@@ -35,8 +35,6 @@ class Reference:
 
     def follow(self, share: float) -> None:
         """Move the reference towards the policy: by this share of the way."""
-        if self.is_adapter:
-            raise ValueError("sync_ref_model needs a copy of the model, and with LoRA the reference is the base model")
         self.version += 1
         with torch.no_grad():
             for mine, its in zip(self.model.parameters(), self._policy.parameters(), strict=True):
