@@ -310,6 +310,22 @@ def test_an_override_of_compute_rewards_may_pass_the_epoch_on(tmp_path):
     assert epochs == [0, 0, 0, 0, 1]
 
 
+@pytest.mark.parametrize("passes_on", [True, False])
+def test_an_override_of_get_batch_may_pass_its_arguments_on_or_have_none(tmp_path, passes_on):
+    asked: list[float] = []
+
+    class Own(vf.GRPOTrainer):
+        def get_batch(self, *args: Any) -> Any:
+            return super().get_batch(*(args if passes_on else ()))
+
+    def rows(every: Any, epochs: float) -> Any:
+        asked.append(epochs)
+        return every
+
+    making.trainer(tmp_path, Own, max_steps=5, row_sampler=rows).train()
+    assert asked == [0.0, 0.25, 0.5, 0.75, 1.0]
+
+
 def test_a_knob_without_effect_can_be_read_and_is_none_where_nobody_set_it():
     with pytest.warns(UserWarning, match="gamma has no effect"):
         config = vf.GRPOConfig(gamma=0.99)

@@ -95,7 +95,7 @@ class GRPOTrainer(Trainer):
         self.step, self.epoch, self.cursor, self.should_stop = 0, 0, 0, False
         self.report: Report | None = None
         self._update: PolicyUpdate | None = None
-        self._batch_epoch = 0
+        self._batch_at = (0, 0)  # the epoch that a batch is made for, and the step of it
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -120,11 +120,13 @@ class GRPOTrainer(Trainer):
                 self.should_stop = any(processes.gathered(self.accelerator, self.should_stop))
         return report
 
-    def get_batch(self, epoch: int, step: int) -> Any:
+    def get_batch(self, epoch: int | None = None, step: int | None = None) -> Any:
         """The batch of a step: rollouts of the next rows, or of those that ``row_sampler`` offers."""
         if self.row_sampler is None:
             return self.sample_batch(self.rows.take(self.rows_per_step))
-        return self.sample_batch(self.row_sampler(self.rows.all, epoch + step / self.num_steps_per_epoch))
+        now, within = self._batch_at
+        epochs = (now if epoch is None else epoch) + (within if step is None else step) / self.num_steps_per_epoch
+        return self.sample_batch(self.row_sampler(self.rows.all, epochs))
 
     def sample_batch(self, rows: Sequence[Any]) -> Batch:
         """Roll out and score ``rows_per_step`` of these rows, ``group_size`` times each.
@@ -229,7 +231,7 @@ class GRPOTrainer(Trainer):
 
     def _next_batch(self, step: int) -> Batch:
         epoch, within = divmod(step, self.num_steps_per_epoch)
-        self._batch_epoch = epoch
+        self._batch_at = (epoch, within)
         began = time.perf_counter()
         with building.rubric_weights(self.env, self.weight_schedule, step / self.num_steps_per_epoch):
             batch = as_batch(building.fitting(self.get_batch, epoch, within))
@@ -255,7 +257,7 @@ class GRPOTrainer(Trainer):
         batch = Batch.of_states(results.rollouts, groups, cursor=self.rows.cursor)
         if not scores_itself:
             return batch
-        rewards = building.fitting(self.compute_rewards, batch["completions"], batch["prompts"], self._batch_epoch)
+        rewards = building.fitting(self.compute_rewards, batch["completions"], batch["prompts"], self._batch_at[0])
         return batch.rewarded([float(reward) for reward in rewards])
 
     def _send_weights(self, remote: building.RemoteWeights) -> None:
