@@ -148,7 +148,7 @@ def step_tokens(tokens: Tokens | None, max_seq_len: int | None = None) -> Trajec
         kept = max(max_seq_len - len(prompt), 0)
         is_cut = is_overlong or kept < len(reply)
         prompt, reply, logprobs = prompt[:max_seq_len], reply[:kept], logprobs[:kept]
-    return {
+    step: TrajectoryStepTokens = {
         "prompt_ids": prompt,
         "prompt_mask": [0] * len(prompt),
         "completion_ids": reply,
@@ -157,6 +157,9 @@ def step_tokens(tokens: Tokens | None, max_seq_len: int | None = None) -> Trajec
         "overlong_prompt": is_overlong,
         "is_truncated": is_cut,
     }
+    if tokens.sampling is not None:
+        step["sampling"] = dict(tokens.sampling)
+    return step
 
 
 # --- marks on methods ---------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ class Sample:
     completion_mask: list[int]
     completion_logprobs: list[float]
     is_truncated: bool = False
+    # How many completion tokens each stretch has, and what its sampler recorded (None: nothing).
+    sampling: tuple[tuple[int, Mapping[str, Any] | None], ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.completion_ids)
@@ -62,6 +64,7 @@ def _first(tokens: TrajectoryStepTokens) -> Sample:
         completion_mask=[1] * len(tokens["completion_ids"]),
         completion_logprobs=list(tokens["completion_logprobs"]),
         is_truncated=bool(tokens.get("is_truncated")),
+        sampling=((len(tokens["completion_ids"]), tokens.get("sampling")),),
     )
 
 
@@ -78,6 +81,7 @@ def _join(before: Sample, tokens: TrajectoryStepTokens) -> Sample | None:
         completion_mask=before.completion_mask + [0] * len(between) + [1] * len(reply),
         completion_logprobs=before.completion_logprobs + [0.0] * len(between) + list(tokens["completion_logprobs"]),
         is_truncated=before.is_truncated or bool(tokens.get("is_truncated")),
+        sampling=(*before.sampling, (len(between) + len(reply), tokens.get("sampling"))),
     )
 
 
@@ -198,6 +202,7 @@ def _cut(sample: Sample, max_seq_len: int | None) -> Sample:
         completion_mask=sample.completion_mask[:room],
         completion_logprobs=sample.completion_logprobs[:room],
         is_truncated=True,
+        sampling=sample.sampling,
     )
 
 

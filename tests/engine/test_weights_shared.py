@@ -172,6 +172,20 @@ def test_adapters_that_are_switched_off_are_not_heard_and_their_keys_are_dropped
     assert_exact(adapted, again, WAY)
 
 
+def test_keys_of_adapters_that_counted_more_or_less_are_dropped(start: Any, adapted: Any) -> None:
+    """Scaling changes no tensor: it is a number of the layer's own."""
+    engine = start(adapted)
+    engine.generate([PROMPT], WAY)
+    layers = [one for one in adapted.modules() if hasattr(one, "scale_layer")]
+    for scaled in (layers, layers[-1:]):  # all of them, then one far from the first
+        for one in scaled:
+            one.scale_layer(5.0)
+        answer = engine.generate([PROMPT], WAY)[0]
+        assert answer.reused == 0
+        assert_exact(adapted, answer, WAY)
+    assert engine.generate([PROMPT], WAY)[0].reused > 0
+
+
 def test_merged_adapters_give_the_same_tokens(start: Any, adapted: Any) -> None:
     engine = start(adapted)
     apart = engine.generate([PROMPT], WAY)[0]

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from verifiers.trainers.choices import LOSS_TYPES  # noqa: E402
+from verifiers.trainers.config import GRPOConfig  # noqa: E402
 from verifiers.trainers.losses import Objective, k3, token_losses, token_weights, truncation  # noqa: E402
 
 EPS, HIGH, DELTA, CAP, BETA = 0.2, 0.3, 3.0, 2.0, 0.1
@@ -42,13 +43,12 @@ def written_out(kind: str, new: Any, old: Any, advantage: Any, sequence: Any, re
             ratio = torch.exp(new[t] - old[t])
         a = advantage[t]
         if kind == "cispo":
-            loss = -min(ratio.item(), 1 + HIGH) * a * new[t]
+            loss = -min(ratio.item(), 1 + HIGH, CAP) * a * new[t]
         else:
             clipped = ratio if 1 - EPS <= ratio <= 1 + HIGH else torch.tensor(1 - EPS if ratio < 1 else 1 + HIGH)
             bounded = ratio if ratio <= DELTA else torch.tensor(DELTA)
-            first, second = bounded * a, clipped * a
-            loss = -(first if first < second else second)
-        loss = loss * min(1.0, CAP / ratio.item())
+            counts = bounded if bounded * a < clipped * a else clipped
+            loss = -counts * a * min(1.0, CAP / counts.item())
         gap = reference[t] - new[t]
         losses.append(loss + BETA * (torch.exp(gap) - gap - 1))
     return torch.stack([one.to(torch.float64) for one in losses])
@@ -94,6 +94,44 @@ def test_the_importance_of_a_bad_token_is_bounded():
     new_T = torch.tensor([math.log(50.0)], requires_grad=True)
     token_losses(Objective(kind="grpo", importance_cap=2.0), new_T=new_T, **given).loss_T.sum().backward()
     assert new_T.grad.item() == pytest.approx(2.0)
+
+
+RATIOS = [1.0, 2.0, 4.0, 6.0, 12.0, 60.0]
+
+
+def weights_of(config: GRPOConfig, advantage: float = 1.0) -> list[float]:
+    """What tokens with the ratios above weigh in the gradient, under the objective of a configuration."""
+    low, high = config.clip
+    objective = Objective(kind=config.loss_type, epsilon=low, epsilon_high=high, importance_cap=config.cap)
+    new_T = torch.tensor(RATIOS).log().requires_grad_()
+    n = len(RATIOS)
+    given = {"old_T": torch.zeros(n), "advantage_T": torch.full((n,), advantage), "sequence_T": torch.arange(n)}
+    token_losses(objective, new_T=new_T, **given).loss_T.sum().backward()
+    return [round(-weight / advantage, 4) for weight in new_T.grad.tolist()]
+
+
+def test_cispo_weighs_tokens_by_their_ratio_up_to_its_own_bound():
+    assert weights_of(GRPOConfig(loss_type="cispo")) == [1, 2, 4, 6, 6, 6]
+    assert weights_of(GRPOConfig(loss_type="cispo", epsilon_high=2.0)) == [1, 2, 3, 3, 3, 3]
+
+
+def test_an_importance_cap_that_was_asked_for_bounds_cispo_too():
+    assert weights_of(GRPOConfig(loss_type="cispo", importance_cap=3.0)) == [1, 2, 3, 3, 3, 3]
+    assert weights_of(GRPOConfig(loss_type="cispo", importance_cap=None)) == [1, 2, 4, 6, 6, 6]
+
+
+@pytest.mark.parametrize("kind", LOSS_TYPES)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("delta", [None, 3.0])
+def test_what_a_token_counts_never_falls_as_its_ratio_rises_and_never_exceeds_the_cap(kind, advantage, delta):
+    objective = Objective(kind=kind, epsilon=0.2, epsilon_high=0.2, delta=delta, importance_cap=2.0)
+    ratio_T = torch.linspace(0.3, 60.0, 400, dtype=torch.float64)
+    given = {"old_T": torch.zeros(400), "advantage_T": torch.full((400,), advantage), "sequence_T": torch.arange(400)}
+    loss_T = token_losses(objective, new_T=ratio_T.log(), **given).loss_T
+    counts_T = (loss_T / ratio_T.log() if kind == "cispo" else loss_T) / -advantage
+    counts_T = counts_T[ratio_T.log().abs() > 1e-3]
+    assert (counts_T.diff() >= -1e-9).all()
+    assert counts_T.max() <= 2.0 + 1e-9
 
 
 def test_k3_is_zero_at_the_reference_and_positive_elsewhere():

@@ -173,7 +173,10 @@ def _course(report: Report) -> str:
         return "no step was made: there is nothing left to do"
     n = min(ENDS, len(values))
     first, last = sum(values[:n]) / n, sum(values[-n:]) / n
-    return f"{name} {first:.3f} → {last:.3f} in {len(values)} steps (means of the first and the last {n})"
+    said = f"{name} {first:.3f} → {last:.3f} in {len(values)} steps (means of the first and the last {n})"
+    if sampled := report.rewards_sampled:
+        said += f"; of all sampled {sum(sampled[:n]) / n:.3f} → {sum(sampled[-n:]) / n:.3f}"
+    return said
 
 
 class Stopping(AbstractContextManager["Stopping"]):

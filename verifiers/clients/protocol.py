@@ -23,11 +23,15 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """Ids and sampling logprobs of one reply, exactly as the engine produced them."""
+    """Ids and sampling logprobs of one reply, exactly as the engine produced them.
+
+    ``sampling`` is how they were drawn: as the engine recorded it, or ``{"asked": the request's arguments}``.
+    """
 
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float]
+    sampling: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if len(self.completion_ids) != len(self.logprobs):

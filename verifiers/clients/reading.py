@@ -183,7 +183,9 @@ def read_tokens(response: Any, choice: Any) -> Tokens | None:
         return None
     if len(completion_ids) != len(values):
         raise BadReplyError(f"the reply has {len(completion_ids)} token ids but {len(values)} logprobs")
-    return Tokens(prompt_ids=prompt_ids, completion_ids=completion_ids, logprobs=values)
+    drawn = field(response, "sampling")  # our own engine says how it drew
+    sampling = drawn if isinstance(drawn, dict) else None
+    return Tokens(prompt_ids=prompt_ids, completion_ids=completion_ids, logprobs=values, sampling=sampling)
 
 
 def _logprob_lists(logprobs: Any) -> tuple[list[Any], list[Any], list[Any]]:

@@ -62,6 +62,7 @@ def completion_record(completion: Completion) -> dict[str, Any]:
             "prompt_ids": tokens.prompt_ids,
             "completion_ids": tokens.completion_ids,
             "logprobs": [x if math.isfinite(x) else repr(x) for x in tokens.logprobs],
+            **({} if tokens.sampling is None else {"sampling": tokens.sampling}),
         }
     if usage is not None:
         record["usage"] = {
@@ -94,6 +95,7 @@ def _read_tokens(tokens: dict[str, Any]) -> Tokens:
         prompt_ids=list(tokens["prompt_ids"]),
         completion_ids=list(tokens["completion_ids"]),
         logprobs=[float(x) for x in tokens["logprobs"]],
+        sampling=tokens.get("sampling"),
     )
 
 

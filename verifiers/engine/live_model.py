@@ -50,7 +50,7 @@ class LiveModel:
             self._fused = Fused(module)
             self._lean = Lean(module, self._configs)
         self._structure = Structure(module)
-        self._adapter = _adapted(self._structure.modules)
+        self._adapters = _adapted(self._structure.modules)
         self._seen: tuple[int, Any] = (0, None)
         self._packed = PackedLinears(module) if PackedLinears.helps(module) else None
         self._steps = 0
@@ -127,12 +127,12 @@ class LiveModel:
         """
         if is_idle and not self._structure.is_same:  # parameters were replaced, adapters added
             self._structure = Structure(self.module)
-            self._adapter = _adapted(self._structure.modules)
+            self._adapters = _adapted(self._structure.modules)
         versions = pointers = 0
         for parameter in self._structure.parameters:
             versions += parameter._version
             pointers ^= parameter.data_ptr()
-        now = (versions, (pointers, _adapter_state(self._adapter)))
+        now = (versions, (pointers, _adapter_state(self._adapters)))
         if now == self._seen:
             return False, False
         has_moved = now[1] != self._seen[1]
@@ -181,12 +181,15 @@ def _note_optimizer_steps() -> None:
     register_optimizer_step_post_hook(count_up)
 
 
-def _adapted(modules: Sequence[Any]) -> Any:
-    return next((one for one in modules if hasattr(one, "merged_adapters")), None)
+def _adapted(modules: Sequence[Any]) -> list[Any]:
+    return [one for one in modules if hasattr(one, "merged_adapters")]
 
 
-def _adapter_state(layer: Any) -> Any:
-    """Which adapters (peft) are in force, read off one layer that has them: they are switched on all at once."""
-    if layer is None:
+def _adapter_state(layers: Sequence[Any]) -> Any:
+    """Which adapters (peft) are in force, read off the first layer: they are switched on all at once; and how much
+    each counts, which is set layer by layer."""
+    if not layers:
         return None
-    return layer.disable_adapters, tuple(layer.active_adapters), tuple(layer.merged_adapters)
+    first = layers[0]
+    scales = [tuple(one.scaling.values()) for one in layers if isinstance(getattr(one, "scaling", None), dict)]
+    return first.disable_adapters, tuple(first.active_adapters), tuple(first.merged_adapters), scales

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ class Choice:
     generated: Generated
     body: int  # tokens that are not the one that ended it
     sampled_text: str  # all of them as text, special tokens and stop string included
+    sampling: Mapping[str, Any]  # how its tokens were drawn
 
     @property
     def message(self) -> ChatMessage:
@@ -59,7 +60,12 @@ class Choice:
     @property
     def tokens(self) -> Tokens:
         sampled = self.generated
-        return Tokens(prompt_ids=sampled.prompt_ids, completion_ids=sampled.ids, logprobs=sampled.logprobs)
+        return Tokens(
+            prompt_ids=sampled.prompt_ids,
+            completion_ids=sampled.ids,
+            logprobs=sampled.logprobs,
+            sampling=self.sampling,
+        )
 
     @property
     def as_reply(self) -> CallReply:
@@ -86,7 +92,13 @@ def read_choice(prompt: Prompt, generated: Generated, codec: Codec) -> Choice:
             content, calls = reply.content, reply.calls
             reason = "tool_calls" if reason == "stop" else reason
     return Choice(
-        content=content, calls=calls, finish_reason=reason, generated=generated, body=body, sampled_text=sampled_text
+        content=content,
+        calls=calls,
+        finish_reason=reason,
+        generated=generated,
+        body=body,
+        sampled_text=sampled_text,
+        sampling=prompt.options.record(),
     )
 
 

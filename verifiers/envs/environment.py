@@ -8,6 +8,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from verifiers import calls
@@ -187,6 +188,8 @@ class Environment:
             timeout_s=self.timeout,
         )
         completion = await answering.complete(request)
+        if completion.tokens is not None and completion.tokens.sampling is None:
+            completion = replace(completion, tokens=replace(completion.tokens, sampling={"asked": request.sampling}))
         if completion.usage is not None:
             used = state.get("usage")
             state["usage"] = completion.usage if used is None else used + completion.usage

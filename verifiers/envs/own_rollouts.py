@@ -6,8 +6,8 @@ the policy's reply and is left out. What cannot be found is never guessed: the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verifiers.clients.protocol import Request
@@ -60,13 +60,15 @@ def _steps(state: State, made: Sequence[ModelCall], max_seq_len: int | None) -> 
     for message in messages:
         if role_of(message) == "assistant":
             found = _find(message, before[-1:], said)
-            _check_distribution(found.request.sampling, state.get("sampling_args") or {})
             yield _step(state, found, completion if isinstance(completion, str) else [message], max_seq_len)
         before = [*before, message]
 
 
 def _step(state: State, found: _Said, completion: Any, max_seq_len: int | None) -> TrajectoryStep:
-    tokens = step_tokens(found.reply.tokens, max_seq_len)
+    sampled = found.reply.tokens
+    if sampled is not None and sampled.sampling is None:
+        sampled = replace(sampled, sampling={"asked": found.request.sampling})
+    tokens = step_tokens(sampled, max_seq_len)
     assert tokens is not None
     return TrajectoryStep(
         prompt=found.request.prompt,
@@ -79,36 +81,6 @@ def _step(state: State, found: _Said, completion: Any, max_seq_len: int | None) 
         trajectory_id=state["trajectory_id"],
         extras={},
     )
-
-
-# What the probability of a token depends on, and where nothing of it is said.
-_DISTRIBUTION: dict[str, Any] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "logit_bias": {},
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
-
-
-def _check_distribution(asked: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """A reply drawn from another distribution than the rollout was to be sampled from has another probability."""
-    mine, theirs = _distribution(wanted), _distribution(asked)
-    if odd := [name for name in _DISTRIBUTION if mine[name] != theirs[name]]:
-        name = odd[0]
-        raise NotSampledError(
-            f"it asked with {name}={theirs[name]}, and was to be sampled with {name}={mine[name]}: pass the "
-            "sampling_args that your rollout is given on to its calls"
-        )
-
-
-def _distribution(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    given = {**sampling, **(sampling.get("extra_body") or {})}
-    found = {name: usual if given.get(name) is None else given[name] for name, usual in _DISTRIBUTION.items()}
-    return {**found, "top_k": max(found["top_k"], 0)}  # vLLM says -1 for no limit
 
 
 def _find(message: ChatMessage, before: Sequence[Any], said: Sequence[_Said]) -> _Said:

@@ -13,7 +13,7 @@ from typing import Any
 
 from verifiers.messages import messages_to_printable, role_of, text_of
 from verifiers.stats import mean_interval
-from verifiers.trainers.display import clean, number
+from verifiers.trainers.display import clean, is_filtered, number
 from verifiers.trainers.journal import is_step_line
 
 SHOWN = 5  # rollouts of each list
@@ -157,6 +157,10 @@ def _reward_part(made: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str,
     k = max(1, min(MAX_STEPS, len(scored) // 10))
     start, end = _reward_words(scored[:k]), _reward_words(scored[-k:])
     said = [f"The mean reward went from {start} to {end}."]
+    if any(map(is_filtered, scored)):
+        whole = [line for line in scored if number(line.get("reward_sampled")) is not None]
+        start, end = (_reward_words(part, "reward_sampled") for part in (whole[:k], whole[-k:]))
+        said.append(f"That is of what was learned from; of all that was sampled it went from {start} to {end}.")
     measured = [(line, line["eval"]) for line in evals if number(line["eval"].get("reward")) is not None]
     for line, figures in [measured[0], measured[-1]] if len(measured) > 1 else measured:
         low, high = number(figures.get("low")), number(figures.get("high"))
@@ -165,13 +169,13 @@ def _reward_part(made: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str,
     return said
 
 
-def _reward_words(lines: Sequence[Mapping[str, Any]]) -> str:
+def _reward_words(lines: Sequence[Mapping[str, Any]], name: str = "reward") -> str:
     first, last = lines[0]["step"], lines[-1]["step"]
     where = f"step {first}" if first == last else f"steps {first} to {last}"
     if len(lines) == 1:
-        mean, low, high = (number(lines[0].get(name)) for name in ("reward", "reward_low", "reward_high"))
+        mean, low, high = (number(lines[0].get(one)) for one in (name, f"{name}_low", f"{name}_high"))
     else:
-        found = mean_interval([line["reward"] for line in lines])
+        found = mean_interval([line[name] for line in lines])
         mean, low, high = found.mean, found.low, found.high
     between = "" if low is None or high is None else f", interval {low:.3f} to {high:.3f}"
     return f"{mean:.3f} ({where}{between})"

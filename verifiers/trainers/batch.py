@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verifiers.chat import ChatWriter
+from verifiers.errors import GraderError
 from verifiers.messages import as_messages
 from verifiers.samples import NotSampledError, Sample, are_ids_of, exact_samples, written_samples
 from verifiers.trainers.advantages import Scale, batch_advantages
@@ -60,14 +62,23 @@ class Batch(dict[str, list[Any]]):
     """Columns of scored rollouts, all of one length: prompts, completions, rewards, groups, answers, advantages.
 
     Failed rollouts are not in it; ``failed`` holds them. ``refused`` says why rollouts of it were not learned from.
-    ``cursor`` is how far into the rows it got.
+    ``cursor`` is how far into the rows it got. ``sampled`` is the example and the reward of every rollout that was
+    scored for it, those that it does not keep too.
     """
 
-    def __init__(self, columns: Mapping[str, list[Any]], *, failed: Sequence[State] = (), cursor: int = 0) -> None:
+    def __init__(
+        self,
+        columns: Mapping[str, list[Any]],
+        *,
+        failed: Sequence[State] = (),
+        cursor: int = 0,
+        sampled: Sequence[tuple[Any, float]] | None = None,
+    ) -> None:
         super().__init__(columns)
         self.failed = list(failed)
         self.cursor = cursor
         self.refused: list[str] = []  # why rollouts were not learned from, one reason each
+        self.sampled = list(zip(self.examples, self["rewards"], strict=True)) if sampled is None else list(sampled)
         self.seconds: dict[str, float] = {}
 
     @classmethod
@@ -83,13 +94,37 @@ class Batch(dict[str, list[Any]]):
         }
         return cls(columns, failed=[state for state in states if state.get("error") is not None], **kwargs)
 
+    @property
+    def examples(self) -> list[Any]:
+        """Which example each rollout is of: groups of the same row are of one."""
+        states = (getattr(reply, "state", None) or {} for reply in self["completions"])
+        ids = (state.get("example_id") for state in states)
+        return [f"group {group}" if known is None else known for known, group in zip(ids, self["groups"], strict=True)]
+
     def __add__(self, other: Batch) -> Batch:
         columns = {name: self[name] + other[name] for name in self}
-        return Batch(columns, failed=self.failed + other.failed, cursor=max(self.cursor, other.cursor))
+        failed, cursor = self.failed + other.failed, max(self.cursor, other.cursor)
+        return Batch(columns, failed=failed, cursor=cursor, sampled=self.sampled + other.sampled)
 
     def keep(self, places: Sequence[int]) -> Batch:
         columns = {name: [values[i] for i in places] for name, values in self.items()}
-        return Batch(columns, failed=self.failed, cursor=self.cursor)
+        return Batch(columns, failed=self.failed, cursor=self.cursor, sampled=self.sampled)
+
+    def rewarded(self, rewards: Sequence[float]) -> Batch:
+        """The batch with these rewards, without the rollouts that could not be scored or got none (NaN)."""
+        states = [reply.state for reply in self["completions"]]
+        scored = [
+            i
+            for i, (state, reward) in enumerate(zip(states, rewards, strict=True))
+            if state.get("error") is None and math.isfinite(reward)
+        ]
+        kept = self.keep(scored)
+        kept["rewards"] = [rewards[i] for i in scored]
+        unscored = [states[i] for i in range(len(states)) if i not in set(scored)]
+        for state in unscored:
+            if state.get("error") is None:
+                state["error"] = GraderError("compute_rewards gave a reward that is not finite")
+        return Batch(kept, failed=self.failed + unscored, cursor=self.cursor)
 
 
 def as_batch(given: Any) -> Batch:

@@ -33,6 +33,7 @@ from verifiers.trainers.checkpoints import save_model
 from verifiers.trainers.config import GRPOConfig, LearningKnobs
 from verifiers.trainers.micro_batches import Trained
 from verifiers.trainers.sampler import Sampler
+from verifiers.trainers.sampling import flat, merged
 from verifiers.types import Row
 
 if TYPE_CHECKING:
@@ -50,14 +51,6 @@ def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
     if value is not None and other is not None:
         raise TypeError(f"{name} and {other_name} are the same thing; pass one of them")
     return value if value is not None else other
-
-
-def accelerator() -> Any:
-    try:
-        from accelerate import Accelerator
-    except ImportError:
-        raise ImportError("training needs: pip install 'verifiers[train]'") from None
-    return Accelerator()
 
 
 # --- the model ----------------------------------------------------------------------------------------------------
@@ -133,6 +126,11 @@ def check_template(tokenizer: Any, env: Environment | None) -> None:
         )
 
 
+def check_reference(model: Any, config: GRPOConfig) -> None:
+    if config.sync_ref_model and hasattr(model, "disable_adapter"):
+        raise ValueError("sync_ref_model needs a copy of the model, and with LoRA the reference is the base model")
+
+
 def _check_memory(model: Any) -> None:
     parameter = next(model.parameters())
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
@@ -152,14 +150,32 @@ def sampler(model: Any, tokenizer: Any, config: GRPOConfig, env: Environment | N
     """The model as a client with room for a step's rollouts, as far as memory allows."""
     parameter = next(model.parameters())
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    asked = usual_sampling(config, env)
     length = config.max_seq_length
     if length is None and config.max_prompt_length is not None and isinstance(env, SingleTurnEnv):
-        length = config.max_prompt_length + config.max_new_tokens
+        length = config.max_prompt_length + int(flat(asked)["max_tokens"])
     if length is not None and longest is not None:
         length = min(length, longest)
     fits = plan(model.config, length=length, dtype=parameter.dtype, device=parameter.device, weights_loaded=True)
     wanted = min(config.rollouts_per_step, MOST_ROWS.get(parameter.device.type, 64))
-    return Sampler(model, tokenizer, rows=min(wanted, fits.rows), length=fits.length, remembers=8 * wanted)
+    rows = min(wanted, fits.rows)
+    return Sampler(model, tokenizer, rows=rows, length=fits.length, remembers=8 * wanted, usual=asked)
+
+
+def usual_sampling(config: GRPOConfig, env: Environment | None) -> dict[str, Any]:
+    """What a model is asked for where nobody says otherwise."""
+    return merged(config, None if env is None else env.sampling_args)
+
+
+def sampling_args(config: GRPOConfig, env: Environment | None) -> dict[str, Any]:
+    """What rollouts are asked for: the usual, less what environments of a group may say for their own."""
+    return merged(config, None if env is None else env.sampling_args, [one.sampling_args for one in _members(env)])
+
+
+def _members(env: Any) -> Iterator[Any]:
+    for one in env.envs if isinstance(env, EnvGroup) else ():
+        yield one
+        yield from _members(one)
 
 
 def seed_of(*parts: object) -> int:
@@ -206,9 +222,9 @@ def exact_sampling(sampling: dict[str, Any], client: Any, env: Environment) -> d
     return exact_tokens(sampling, message_type=env.message_type) if is_served else sampling
 
 
-def request(prompt: Any, config: GRPOConfig, *, is_chat: bool) -> Request:
+def request(prompt: Any, sampling: dict[str, Any], *, is_chat: bool) -> Request:
     asked = as_messages(prompt) if is_chat else prompt
-    return Request(model="", prompt=asked, sampling=config.sampling(), message_type="chat" if is_chat else "completion")
+    return Request(model="", prompt=asked, sampling=sampling, message_type="chat" if is_chat else "completion")
 
 
 # --- rows ---------------------------------------------------------------------------------------------------------
@@ -362,13 +378,6 @@ def update(trainer: GRPOTrainer) -> PolicyUpdate:
         trainer.config,
         lock=trainer.client.engine.lock if isinstance(trainer.client, Sampler) else nullcontext(),
         pad_id=trainer.tokenizer.pad_token_id,
-        reduce=(lambda masters: average(processes, masters)) if processes.num_processes > 1 else None,
+        max_new_tokens=int(flat(usual_sampling(trainer.config, trainer.env))["max_tokens"]),
+        processes=processes,
     )
-
-
-def average(processes: Any, masters: Sequence[torch.Tensor]) -> None:
-    """Give every process the mean of all gradients."""
-    for master in masters:
-        if master.requires_grad:
-            gradient = master.grad if master.grad is not None else torch.zeros_like(master)
-            master.grad = processes.reduce(gradient, "mean")

@@ -15,9 +15,10 @@ import torch
 
 from verifiers.engine.gguf_model import quietly
 from verifiers.store.disk import sync_folder
+from verifiers.trainers.reference import Reference
 from verifiers.trainers.weights import Weights
 
-STATE, TENSORS = "trainer.json", "trainer.pt"
+STATE, TENSORS, REFERENCE = "trainer.json", "trainer.pt", "reference.pt"
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -44,7 +45,15 @@ def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:
 
 
 def save(
-    root: Path, *, step: int, model: Any, tokenizer: Any, weights: Weights, state: Mapping[str, Any], keep: int | None
+    root: Path,
+    *,
+    step: int,
+    model: Any,
+    tokenizer: Any,
+    weights: Weights,
+    state: Mapping[str, Any],
+    keep: int | None,
+    reference: Reference | None = None,
 ) -> Path:
     """Write a checkpoint of this step; with ``keep``, the oldest ones beyond so many are removed afterwards."""
     path, parts = checkpoint_path(root, step), root / f".step-{step:06d}.{os.getpid()}"
@@ -52,6 +61,8 @@ def save(
     parts.mkdir(parents=True)
     save_model(model, tokenizer, parts)
     torch.save(_tensors(weights), parts / TENSORS)
+    if reference is not None:
+        _save_reference(reference, parts / REFERENCE)
     (parts / STATE).write_text(json.dumps({**state, "step": step, "python_rng": _python_rng()}, indent=1))
     for file in parts.iterdir():
         with file.open("rb") as handle:
@@ -59,9 +70,34 @@ def save(
     shutil.rmtree(path, ignore_errors=True)
     parts.rename(path)
     sync_folder(root)
+    if reference is not None:
+        reference.saved = (reference.version, path / REFERENCE)
     for old in checkpoints(root)[: -keep if keep else 0]:
         shutil.rmtree(old)
     return path
+
+
+def _save_reference(reference: Reference, path: Path) -> None:
+    """Write a reference; one that has not changed since the checkpoint before is the same file under another name."""
+    if reference.saved is not None and reference.saved[0] == reference.version:
+        try:
+            os.link(reference.saved[1], path)
+            return
+        except OSError:  # it has been removed, or this disk knows no links
+            path.unlink(missing_ok=True)
+    torch.save(reference.weights(), path)
+
+
+def load_reference(path: Path, reference: Reference) -> None:
+    """Put the reference back as it was at a checkpoint."""
+    if not (path / REFERENCE).is_file():
+        raise ValueError(
+            f"{path} holds no reference for kl_coef: it was written without one, and the model before training is not "
+            "known; resume with kl_coef=0, or begin a new run from its weights"
+        )
+    saved = torch.load(path / REFERENCE, map_location="cpu", weights_only=True)
+    reference.restore(saved)
+    reference.saved = (reference.version, path / REFERENCE)
 
 
 def _tensors(weights: Weights) -> dict[str, Any]:

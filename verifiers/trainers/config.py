@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from verifiers.trainers import sampling
 from verifiers.trainers.choices import CLIP, LOSS_TYPES, SCHEDULES, STRATEGIES
 
 
@@ -21,6 +22,8 @@ class Knobs:
     without_effect: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, **given: Any) -> None:
+        object.__setattr__(self, "_set", set())
+        object.__setattr__(self, "_unused", {})
         for one in fields(self):
             default = one.default_factory() if one.default_factory is not MISSING else one.default
             object.__setattr__(self, one.name, default)
@@ -35,6 +38,7 @@ class Knobs:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.without_effect:
             warnings.warn(f"{name} has no effect here: {self.without_effect[name]}", stacklevel=3)
+            self._unused[name] = value
             return
         canonical = self.aliases.get(name, name)
         names = [one.name for one in fields(self)]
@@ -43,12 +47,19 @@ class Knobs:
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"{type(self).__name__} has no {name!r}{hint}")
         object.__setattr__(self, canonical, value)
+        self._set.add(canonical)
 
     def __getattr__(self, name: str) -> Any:
+        if name in type(self).without_effect:  # what was said, or None: others may want to read it
+            return self.__dict__.get("_unused", {}).get(name)
         canonical = type(self).aliases.get(name)
         if canonical is None:
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
         return getattr(self, canonical)
+
+    def is_set(self, name: str) -> bool:
+        """Was this field given a value, be it its default, or is it left at that?"""
+        return name in self._set
 
     def __repr__(self) -> str:
         changed = {
@@ -201,6 +212,7 @@ class GRPOConfig(LearningKnobs):
     ref_model_sync_steps: int = 64
     ref_model_mixup_alpha: float = 1.0
     mask_truncated_completions: bool = False
+    disable_dropout: bool = True
     dynamic_sampling: bool = False
     max_resamples: int = 3
 
@@ -248,19 +260,13 @@ class GRPOConfig(LearningKnobs):
         return {"group": "std"}.get(self.scale_rewards, self.scale_rewards)
 
     @property
-    def truncates(self) -> bool:
-        """Whether tokens are drawn from less than the whole distribution."""
-        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+    def cap(self) -> float | None:
+        """The most that a token may weigh: ``importance_cap``, but CISPO has a bound of its own, `clip`."""
+        return None if self.loss_type == "cispo" and not self.is_set("importance_cap") else self.importance_cap
 
-    def sampling(self) -> dict[str, Any]:
-        """What is asked of the model when it is sampled for training."""
-        wanted = {"temperature": self.temperature, "max_tokens": self.max_new_tokens, **self.sampling_args}
-        if self.top_p < 1.0:
-            wanted["top_p"] = self.top_p
-        extra = {name: value for name, value in (("top_k", self.top_k), ("min_p", self.min_p)) if value}
-        if extra:
-            wanted["extra_body"] = {**extra, **wanted.get("extra_body", {})}
-        return wanted
+    def sampling(self, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What is asked of the model in training, for an environment with sampling arguments of its ``own``."""
+        return sampling.merged(self, own)
 
     def check(self, processes: int = 1) -> None:
         super().check()
@@ -269,10 +275,10 @@ class GRPOConfig(LearningKnobs):
             self._require(name, _is_count(getattr(self, name)), "at least 1")
         for name in ("num_batches_ahead", "max_resamples", "log_rollouts", "top_k"):
             self._require(name, isinstance(getattr(self, name), int) and getattr(self, name) >= 0, "0 or more")
-        rollouts = self.rollouts_per_step * processes
+        rollouts = self.rollouts_per_step
         if rollouts % self.group_size:
-            what = f"batch_size × gradient_accumulation_steps = {self.rollouts_per_step}"
-            what += f" × {processes} processes" if processes > 1 else ""
+            what = f"batch_size × gradient_accumulation_steps = {rollouts}"
+            what += f" of each of {processes} processes" if processes > 1 else ""
             near = [
                 n
                 for n in (
@@ -294,10 +300,13 @@ class GRPOConfig(LearningKnobs):
         for name in ("epsilon", "epsilon_high", "delta", "importance_cap"):
             value = getattr(self, name)
             self._require(name, value is None or (_is_finite(value) and value > 0), "above 0, or None")
+        if self.sync_ref_model and not self.kl_coef:
+            raise ValueError("sync_ref_model needs kl_coef above 0: without it there is no reference to follow")
         self._require("ref_model_mixup_alpha", 0 < self.ref_model_mixup_alpha <= 1, "above 0 and at most 1")
         for name in ("max_prompt_length", "max_seq_length"):
             value = getattr(self, name)
             self._require(name, value is None or _is_count(value), "at least 1, or None")
+        sampling.check(self.sampling(), "the configuration")
 
 
 @dataclass(init=False, repr=False)

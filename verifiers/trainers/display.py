@@ -114,7 +114,7 @@ class TrainingDisplay:
     def line(self) -> str:
         """The last step in one line; figures that it does not have are left out."""
         metrics = self.metrics
-        parts = [f"step {metrics.get('step', '–')}/{self.total_steps}", self._reward_text()]
+        parts = [f"step {metrics.get('step', '–')}/{self.total_steps}", self._reward_text(), self._sampled_text()]
         parts += [
             _named("loss", metrics.get("loss"), ".4f"),
             _named("kl", metrics.get("kl"), ".4f"),
@@ -171,6 +171,8 @@ class TrainingDisplay:
     def _curves(self) -> list[tuple[str, str, list[float]]]:
         """Name, value now and history of each figure that has a curve."""
         shown = [("reward", self._reward_text(label=False), self._history.get("reward", []))]
+        if sampled := self._sampled_text(label=False):
+            shown.append(("of all sampled", sampled, self._history.get("reward_sampled", [])))
         wanted = (
             ("loss", "loss", ".4f"),
             ("kl", "kl", ".4f"),
@@ -226,6 +228,14 @@ class TrainingDisplay:
         return _with_interval(
             "reward" if label else "", metrics.get("reward"), metrics.get("reward_low"), metrics.get("reward_high")
         )
+
+    def _sampled_text(self, label: bool = True) -> str:
+        """The reward of all that was sampled, where that is more than what is learned from."""
+        metrics = self.metrics
+        if not is_filtered(metrics):
+            return ""
+        names = ("reward_sampled", "reward_sampled_low", "reward_sampled_high")
+        return _with_interval("of all sampled" if label else "", *(metrics.get(name) for name in names))
 
     def _eval_text(self) -> str:
         found = self.last_eval or {}
@@ -327,6 +337,19 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return value
+
+
+def is_filtered(metrics: Mapping[str, Any]) -> bool:
+    """Was more scored in a step than is learned from, so that the two have rewards of their own?
+
+    >>> is_filtered({"samples": 16, "sampled": 40, "failed": 0, "reward_sampled": 0.1}), is_filtered({"samples": 16})
+    (True, False)
+    """
+    counts = [number(metrics.get(name)) for name in ("sampled", "failed", "samples")]
+    if number(metrics.get("reward_sampled")) is None or any(count is None for count in counts):
+        return False
+    sampled, failed, samples = (int(count or 0) for count in counts)
+    return sampled - failed > samples
 
 
 def _some(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,66 +14,92 @@ from verifiers.trainers.advantages import flat_groups
 from verifiers.trainers.batch import Batch
 
 
-def rollout_figures(batch: Batch) -> dict[str, Any]:
-    """What a batch says before it is learned from."""
-    rewards = [reward for reward in batch["rewards"] if reward is not None]
-    states = [state for reply in batch["completions"] if (state := getattr(reply, "state", None)) is not None]
-    tokens = [_said(state) for state in states]
-    lengths = [len(logprobs) for logprobs in tokens]
-    groups = set(batch["groups"])
-    figures: dict[str, Any] = {
-        "samples": len(batch["rewards"]),
-        "failed": len(batch.failed),
-        "zero_variance": len(flat_groups(batch["rewards"], batch["groups"])) / max(len(groups), 1),
-        "metrics": _means([state.get("metrics") or {} for state in states]),
-    }
-    if rewards:
-        interval = mean_interval(batch["rewards"], batch["groups"])
-        mean = math.fsum(rewards) / len(rewards)
-        figures |= {"reward": mean, "reward_low": interval.low, "reward_high": interval.high}
-        figures["reward_std"] = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
-    if lengths:
-        figures |= {
-            "completion_tokens": sum(lengths) / len(lengths),
-            "completion_tokens_max": max(lengths),
-            "sampled_tokens": sum(lengths),
-            "truncated": sum(bool(state.get("is_truncated")) for state in states) / len(states),
-        }
-        drawn = np.fromiter(chain.from_iterable(tokens), np.float64, sum(lengths))
-        drawn = drawn[np.isfinite(drawn)]
-        figures["entropy"] = float(-drawn.mean()) if len(drawn) else None
-        figures["scoring_s"] = sum((state.get("timing") or {}).get("scoring_ms", 0.0) for state in states) / 1000
-    return figures
-
-
 def batch_view(batch: Batch) -> dict[str, Any]:
-    """A batch's columns for those who watch it."""
+    """A batch as plain columns, one entry a rollout: what is measured of it, and what the watch may see."""
     states = [getattr(reply, "state", None) or {} for reply in batch["completions"]]
+    tokens = [_said(state) for state in states]
+    drawn = np.fromiter(chain.from_iterable(tokens), np.float64, sum(map(len, tokens)))
+    drawn = drawn[np.isfinite(drawn)]
     names = sorted({name for state in states for name in state.get("metrics") or {}})
     return {
         "rewards": batch["rewards"],
         "groups": batch["groups"],
+        "examples": batch.examples,
+        "sampled": batch.sampled,
         "metrics": {name: [(state.get("metrics") or {}).get(name) for state in states] for name in names},
         "is_truncated": [bool(state.get("is_truncated")) for state in states],
-        "lengths": [sum(map(len, _logprobs(state))) for state in states],
+        "is_played": [bool(state) for state in states],
+        "lengths": [len(logprobs) for logprobs in tokens],
+        "failed": len(batch.failed),
+        "drawn": (float(drawn.sum()), len(drawn)),
+        "scoring_ms": sum((state.get("timing") or {}).get("scoring_ms", 0.0) for state in states),
     }
 
 
-def _logprobs(state: Any) -> list[list[float]]:
-    """The logprobs of what the model said, turn by turn."""
-    steps = state.get("trajectory") or ()
-    return [step["tokens"]["completion_logprobs"] for step in steps if step.get("tokens") is not None]
+def joined(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The views of several processes as one; a group is of one process, an example may be of several."""
+    if len(views) == 1:
+        return dict(views[0])
+    whole: dict[str, Any] = {
+        name: list(chain.from_iterable(view[name] for view in views))
+        for name in ("rewards", "examples", "sampled", "is_truncated", "is_played", "lengths")
+    }
+    whole["groups"] = [f"{i}:{group}" for i, view in enumerate(views) for group in view["groups"]]
+    names = sorted({name for view in views for name in view["metrics"]})
+    whole["metrics"] = {
+        name: list(chain.from_iterable(view["metrics"].get(name, [None] * len(view["rewards"])) for view in views))
+        for name in names
+    }
+    for name in ("failed", "scoring_ms"):
+        whole[name] = sum(view[name] for view in views)
+    whole["drawn"] = tuple(map(sum, zip(*(view["drawn"] for view in views), strict=True)))
+    return whole
+
+
+def rollout_figures(view: Mapping[str, Any]) -> dict[str, Any]:
+    """What a batch says before it is learned from: ``reward`` is of what is learned from, ``reward_sampled`` of all."""
+    groups = set(view["groups"])
+    figures: dict[str, Any] = {
+        "samples": len(view["rewards"]),
+        "sampled": len(view["sampled"]) + view["failed"],
+        "failed": view["failed"],
+        "zero_variance": len(flat_groups(view["rewards"], view["groups"])) / max(len(groups), 1),
+        "metrics": {name: mean for name, values in view["metrics"].items() if (mean := _mean(values)) is not None},
+        **_reward_figures("reward", view["rewards"], view["examples"]),
+        **_reward_figures("reward_sampled", [one for _, one in view["sampled"]], [one for one, _ in view["sampled"]]),
+    }
+    if rewards := [reward for reward in view["rewards"] if reward is not None]:
+        mean = math.fsum(rewards) / len(rewards)
+        figures["reward_std"] = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+    played = [i for i, is_played in enumerate(view["is_played"]) if is_played]
+    if played:
+        lengths = [view["lengths"][i] for i in played]
+        total, count = view["drawn"]
+        figures |= {
+            "completion_tokens": sum(lengths) / len(lengths),
+            "completion_tokens_max": max(lengths),
+            "sampled_tokens": sum(lengths),
+            "truncated": sum(view["is_truncated"][i] for i in played) / len(played),
+            "entropy": -total / count if count else None,
+            "scoring_s": view["scoring_ms"] / 1000,
+        }
+    return figures
+
+
+def _reward_figures(name: str, rewards: Sequence[float | None], examples: Sequence[Any]) -> dict[str, Any]:
+    if not any(reward is not None for reward in rewards):
+        return {}
+    interval = mean_interval(rewards, examples)
+    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def _said(state: Any) -> list[float]:
-    turns = _logprobs(state)
+    """The logprobs of what the model said."""
+    steps = state.get("trajectory") or ()
+    turns = [step["tokens"]["completion_logprobs"] for step in steps if step.get("tokens") is not None]
     return turns[0] if len(turns) == 1 else [logprob for turn in turns for logprob in turn]
 
 
-def _means(metrics: Sequence[dict[str, Any]]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for one in metrics:
-        for name, value in one.items():
-            if isinstance(value, (int, float)) and math.isfinite(value):
-                values.setdefault(name, []).append(float(value))
-    return {name: math.fsum(found) / len(found) for name, found in values.items()}
+def _mean(values: Sequence[Any]) -> float | None:
+    found = [float(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
+    return math.fsum(found) / len(found) if found else None

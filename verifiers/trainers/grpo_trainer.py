@@ -16,7 +16,7 @@ from verifiers.clients import as_client
 from verifiers.envs.evaluation import score_states
 from verifiers.runner import RunInterruptedError
 from verifiers.samples import NotSampledError
-from verifiers.trainers import building
+from verifiers.trainers import building, processes, sampling, stopping
 from verifiers.trainers.advantages import flat_groups
 from verifiers.trainers.ahead import Ahead
 from verifiers.trainers.batch import Batch, Reply, as_batch, samples_of_reply, with_advantages
@@ -33,6 +33,7 @@ from verifiers.types import Row, State
 
 if TYPE_CHECKING:
     from verifiers.results import Results
+    from verifiers.trainers.reference import Reference
 
 RowSampler = Callable[[Sequence[Row], float], Sequence[Row]]
 WeightSchedule = Callable[[float], Sequence[float]]
@@ -68,7 +69,7 @@ class GRPOTrainer(Trainer):
     ) -> None:
         self.config = GRPOConfig.of(building.one_of("config", config, "args", args))
         tokenizer = building.one_of("tokenizer", tokenizer, "processing_class", processing_class)
-        self.accelerator = building.accelerator()
+        self.accelerator = processes.accelerator()
         self.config.check(self.accelerator.num_processes)
         self.env, self.offline = env, None if dataset is None else read_offline(dataset)
         if self.offline is None:
@@ -77,6 +78,9 @@ class GRPOTrainer(Trainer):
             model, tokenizer, self.config, self.accelerator.device, peft_config
         )
         building.check_template(self.tokenizer, env)
+        building.check_reference(self.model, self.config)
+        sampling.check(self.sampling, "this environment with this configuration")
+        processes.same_weights(self.accelerator, self.model)
         self.weights = Weights(self.model, self.config)
         self.optimizer = self.weights.optimizer
         self._remote = building.remote_weights(client, weight_server, self.model, self.tokenizer)
@@ -93,7 +97,7 @@ class GRPOTrainer(Trainer):
         self.step, self.epoch, self.cursor, self.should_stop = 0, 0, 0, False
         self.report: Report | None = None
         self._update: PolicyUpdate | None = None
-        self._batch_epoch = 0
+        self._batch_at = (0, 0)  # the epoch that a batch is made for, and the step of it
         # Saved rollouts are texts: they are tokenized where their tokens were not saved. Rollouts of this policy never.
         self._writer = None if self.offline is None else ChatWriter(self.tokenizer)
 
@@ -109,20 +113,24 @@ class GRPOTrainer(Trainer):
                 began = time.perf_counter()
                 batch = batches.take(self.step, self.total_steps)
                 sampled = time.perf_counter()
+                self._check_scored(report, batch)
                 figures = self.train_step(batch) or {}
                 self.step += 1
                 report.step(self, batch, figures, waited_s=sampled - began, trained_s=time.perf_counter() - sampled)
                 self.cursor = batch.cursor
                 if self._remote is not None:
-                    self._remote.send()
+                    self._send_weights(self._remote)
                 self._after_step(report, cursor=self.cursor)
+                self.should_stop = any(processes.gathered(self.accelerator, self.should_stop))
         return report
 
-    def get_batch(self, epoch: int, step: int) -> Any:
+    def get_batch(self, epoch: int | None = None, step: int | None = None) -> Any:
         """The batch of a step: rollouts of the next rows, or of those that ``row_sampler`` offers."""
         if self.row_sampler is None:
             return self.sample_batch(self.rows.take(self.rows_per_step))
-        return self.sample_batch(self.row_sampler(self.rows.all, epoch + step / self.num_steps_per_epoch))
+        now, within = self._batch_at
+        epochs = (now if epoch is None else epoch) + (within if step is None else step) / self.num_steps_per_epoch
+        return self.sample_batch(self.row_sampler(self.rows.all, epochs))
 
     def sample_batch(self, rows: Sequence[Any]) -> Batch:
         """Roll out and score ``rows_per_step`` of these rows, ``group_size`` times each.
@@ -144,10 +152,13 @@ class GRPOTrainer(Trainer):
         batch.cursor = self.rows.cursor
         return batch
 
-    def compute_rewards(self, completions: Sequence[Reply], prompts: Sequence[Any]) -> list[float]:
+    def compute_rewards(
+        self, completions: Sequence[Reply], prompts: Sequence[Any], epoch: int | None = None
+    ) -> list[float]:
         """Score completions, whose state is attached, with the environment's rubric: NaN where that failed.
 
-        Overridden, this is asked for every batch; its values are the rewards (of those that could be scored).
+        Overridden, with or without ``epoch``, this is asked for every batch; its values are the rewards (of those that
+        could be scored: NaN is none).
         """
         states = [completion.state for completion in completions if completion.state is not None]
         if len(states) < len(completions):
@@ -173,14 +184,14 @@ class GRPOTrainer(Trainer):
         """Roll out the evaluation rows with the model as it is now."""
         if self.env is None:
             raise ValueError("this trainer has no environment to evaluate on; pass env=")
-        sampling = {**self.config.sampling(), **self.config.eval_sampling_args}
+        asked = sampling.over(self.sampling, self.config.eval_sampling_args)
         inputs = self.eval_rows if self.config.eval_examples < 0 else self.eval_rows[: self.config.eval_examples]
-        self._start_sampling("eval", len(inputs) * self.config.eval_rollouts_per_example)
+        self._start_sampling("eval", len(inputs) * self.config.eval_rollouts_per_example, is_apart=True)
         results: Results = self.env.generate_sync(
             inputs=inputs,
             client=self.client,
             rollouts_per_example=self.config.eval_rollouts_per_example,
-            sampling_args=sampling,
+            sampling_args=asked,
             max_concurrent=self.config.max_concurrent,
             use_tqdm=False,
         )
@@ -194,9 +205,14 @@ class GRPOTrainer(Trainer):
 
         client = as_client(self.client)
         is_chat = getattr(self.env, "message_type", "chat") == "chat"
-        requests = [building.request(prompt, self.config, is_chat=is_chat) for prompt in prompts]
+        requests = [building.request(prompt, self.sampling, is_chat=is_chat) for prompt in prompts]
         replies = calls.run(ask_all)
         return [Reply(one.text, messages=[one.message] if is_chat else one.text) for one in replies]
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What rollouts are asked for: the configuration's arguments, then the environment's, then the defaults."""
+        return building.sampling_args(self.config, self.env)
 
     # --- sizes ----------------------------------------------------------------------------------------------------
 
@@ -221,7 +237,7 @@ class GRPOTrainer(Trainer):
 
     def _next_batch(self, step: int) -> Batch:
         epoch, within = divmod(step, self.num_steps_per_epoch)
-        self._batch_epoch = epoch
+        self._batch_at = (epoch, within)
         began = time.perf_counter()
         with building.rubric_weights(self.env, self.weight_schedule, step / self.num_steps_per_epoch):
             batch = as_batch(building.fitting(self.get_batch, epoch, within))
@@ -232,12 +248,13 @@ class GRPOTrainer(Trainer):
     def _rollouts(self, rows: Sequence[Row], first_group: int = 0) -> Batch:
         """Groups of rollouts of these rows, scored by the run as they finish, or by one's own `compute_rewards`."""
         size, scores_itself = self.config.group_size, type(self).compute_rewards is not GRPOTrainer.compute_rewards
-        self._start_sampling(self.rows.cursor, len(rows) * size)
+        self._start_sampling(self.rows.taken, len(rows) * size, is_apart=self.rows.is_apart)
+        self.rows.is_apart = False
         results: Results = self.env.generate_sync(
             inputs=list(rows),
             client=self.client,
             rollouts_per_example=size,
-            sampling_args=building.exact_sampling(self.config.sampling(), self.client, self.env),
+            sampling_args=building.exact_sampling(self.sampling, self.client, self.env),
             max_concurrent=self.config.max_concurrent,
             use_tqdm=False,
             score=not scores_itself,
@@ -246,17 +263,30 @@ class GRPOTrainer(Trainer):
         batch = Batch.of_states(results.rollouts, groups, cursor=self.rows.cursor)
         if not scores_itself:
             return batch
-        rewards = building.fitting(self.compute_rewards, batch["completions"], batch["prompts"], self._batch_epoch)
-        unscored = {i for i, reply in enumerate(batch["completions"]) if reply.state.get("error") is not None}
-        batch["rewards"] = [float(reward) for reward in rewards]
-        batch.failed += [batch["completions"][i].state for i in unscored]
-        return batch.keep([i for i in range(len(batch["rewards"])) if i not in unscored])
+        rewards = building.fitting(self.compute_rewards, batch["completions"], batch["prompts"], self._batch_at[0])
+        return batch.rewarded([float(reward) for reward in rewards])
 
-    def _start_sampling(self, what: int | str, count: int) -> None:
-        """Rollouts of a step get seeds of their own, made of the run's; the sampler begins them together."""
+    def _send_weights(self, remote: building.RemoteWeights) -> None:
+        if self.accelerator.is_main_process:
+            remote.send()
+        self.accelerator.wait_for_everyone()
+
+    def _check_scored(self, report: Report, batch: Batch) -> None:
+        try:
+            stopping.check_scored(batch, self.accelerator)
+        except stopping.TrainingStoppedError:
+            report.keep_rollouts(self.step + 1, batch)
+            raise
+
+    def _start_sampling(self, what: int | str, count: int, *, is_apart: bool) -> None:
+        """Rollouts of a step get seeds of their own, made of the run's; the sampler begins them together.
+
+        The seeds of rows that no other process has do not depend on which process that is: one that runs alone would
+        draw the same.
+        """
         if isinstance(self.client, Sampler):
-            engine = self.client.engine
-            engine.reseed(building.seed_of(self.config.seed, self.accelerator.process_index, self.step, what))
+            engine, process = self.client.engine, 0 if is_apart else self.accelerator.process_index
+            engine.reseed(building.seed_of(self.config.seed, process, self.step, what))
             engine.gather(min(count, engine.rows) if self.config.max_concurrent < 0 else 0)
 
     def sequences(self, batch: Batch) -> list[Trained]:
@@ -265,6 +295,8 @@ class GRPOTrainer(Trainer):
         A rollout of which the sampled tokens are not known is in none; ``batch.refused`` has the reason.
         """
         find = getattr(self.client, "samples", None)
+        asked = sampling.read_distribution(building.usual_sampling(self.config, self.env))
+        usual = sampling.Distribution(temperature=asked.temperature)
         trained: list[Trained] = []
         batch.refused.clear()
         for prompt, reply, advantage in zip(batch["prompts"], batch["completions"], batch["advantages"], strict=True):
@@ -276,7 +308,10 @@ class GRPOTrainer(Trainer):
             except NotSampledError as error:
                 batch.refused.append(str(error))
                 continue
-            trained += [Trained(sample=sample, advantage=advantage) for sample in samples]
+            for sample in samples:
+                drawn = sampling.distributions(sample, usual)
+                sample = sampling.without_doubtful_logprobs(sample, drawn, self.config.num_batches_ahead)
+                trained.append(Trained(sample=sample, advantage=advantage, drawn_from=drawn))
         return trained
 
     # --- around the loop ------------------------------------------------------------------------------------------
@@ -288,12 +323,18 @@ class GRPOTrainer(Trainer):
             self._update = building.update(self)
         return self._update
 
+    @property
+    def reference(self) -> Reference | None:
+        """The model that the divergence is measured from, where it has weights of its own (with LoRA it has none)."""
+        reference = self.update.reference if self.config.kl_coef > 0 else None
+        return None if reference is None or reference.is_adapter else reference
+
     @contextmanager
     def _training(self, resume: bool | str | Path) -> Iterator[Report]:
         with ExitStack() as stack:
             self.report = report = stack.enter_context(Report(self, resume))
             if resume:
-                state = report.resume(self.weights)
+                state = report.resume(self)
                 self.step, self.cursor = state["step"], state["cursor"]
                 self.rows.cursor = self.cursor
             stack.enter_context(building.sensible_threads(self.model))

@@ -81,14 +81,14 @@ class Journal:
         """Append sampled rollouts with the step they were trained in and how much better than their group they were."""
         if len(states) != len(advantages):
             raise ValueError(f"{len(states)} rollouts but {len(advantages)} advantages; give one for each")
+        self.write_records([record_of(step, *pair) for pair in zip(states, advantages, strict=True)])
+
+    def write_records(self, records: Sequence[Record]) -> None:
+        """Append what `record_of` made of rollouts, here or in another process."""
         out = self.open()._rollouts
         assert out is not None
-        for state, advantage in zip(states, advantages, strict=True):
-            record = to_record(state, rollout=self._take_number(state.get("example_id")))
-            # Set afterwards: a state or a metric may use these names for something of its own.
-            record["step"] = step
-            record["advantage"] = None if advantage is None else float(advantage)
-            out.append(record)
+        for record in records:
+            out.append({**record, "rollout": self._take_number(record.get("example_id"))})
 
     def _append(self, line: Record) -> None:
         out = self.open()._metrics
@@ -136,6 +136,15 @@ class Journal:
     def notices(self) -> Iterator[Record]:
         """What the watch said: ``{"step": 12, "time": …, "notice": "…"}``."""
         return (line for line in self.lines() if isinstance(line.get("notice"), str))
+
+
+def record_of(step: int, state: Mapping[str, Any], advantage: float | None) -> Record:
+    """A rollout as a line of ``results.jsonl``, but for its number."""
+    record = to_record(state, rollout=0)
+    # Set afterwards: a state or a metric may use these names for something of its own.
+    record["step"] = step
+    record["advantage"] = None if advantage is None else float(advantage)
+    return record
 
 
 def is_step_line(line: Mapping[str, Any]) -> bool:

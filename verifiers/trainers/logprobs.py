@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from verifiers.engine import probe
 from verifiers.engine.projections import is_plain
 from verifiers.trainers import head_logprobs
+from verifiers.trainers.drawn_logprobs import drawn_logprobs
 from verifiers.trainers.lean_training import LeanTraining
 from verifiers.trainers.micro_batches import MicroBatch
+from verifiers.trainers.sampling import Distribution
 from verifiers.trainers.shared_prompts import Row
 from verifiers.trainers.token_moves import chosen
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 CHUNK_LOGITS = 1 << 28  # float32 logits alive at once: 1 GiB
 LOGIT_SIZES = (1.0, 60.0)  # the largest logits for which a head is proven
+NARROWED_COPIES = 4  # that a biased or truncated distribution takes: its probabilities, the likeliest, what is left
 FREE_LOGITS = 1 << 24  # so few (64 MiB) are kept for the backward pass; more are computed again there
 
 
@@ -80,15 +82,24 @@ class TokenScorer:
             base.train(was_training)
         return all(whole.shape == split.shape and _same(whole, split) for whole, split in pairs)
 
-    def logprobs(self, batch: MicroBatch, temperature: float = 1.0) -> Tensor:
-        """The logprob of each of the batch's trained tokens, at the temperature at which they were sampled."""
+    def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
+        """The logprob of each of the batch's trained tokens, under what it was drawn from, or at this temperature."""
+        out = self.outputs(batch)
+        kinds = batch.distributions if temperature is None else (Distribution(temperature=temperature),)
+        self.recomputes = False
+        if len(kinds) == 1 or batch.drawn_from_N is None:
+            return self._scored(out, batch.target_N, kinds[0])
+        places = [(batch.drawn_from_N == i).nonzero()[:, 0] for i in range(len(kinds))]
+        parts = [self._scored(out[at], batch.target_N[at], kind) for at, kind in zip(places, kinds, strict=True)]
+        return torch.empty_like(torch.cat(parts)).index_copy(0, torch.cat(places), torch.cat(parts))
+
+    def _scored(self, out: Tensor, target_N: Tensor, drawn_from: Distribution) -> Tensor:
         if not self._is_split:
-            return _picked(self.outputs(batch), batch.target_N, temperature)
-        hidden_ND = self.outputs(batch)
-        if _is_ours(hidden_ND) and is_plain(self._head) and self._head.weight.dtype == hidden_ND.dtype:
-            self.recomputes = False  # its way back needs the weights alone
-            return head_logprobs.picked(hidden_ND, self._head.weight, self._head.bias, batch.target_N, temperature)
-        return self._in_chunks(hidden_ND, batch.target_N, temperature)
+            return drawn_logprobs(out, target_N, drawn_from)
+        head, is_ours = self._head, _is_ours(out) and is_plain(self._head) and self._head.weight.dtype == out.dtype
+        if is_ours and drawn_from.is_tempered:  # its way back needs the weights alone
+            return head_logprobs.picked(out, head.weight, head.bias, target_N, drawn_from.temperature)
+        return self._in_chunks(out, target_N, drawn_from)
 
     def outputs(self, batch: MicroBatch, *, leanly: bool | None = None, row: Row | None = None) -> Tensor:
         """What the model makes of the places that predict trained tokens: hidden states, or logits if it must be."""
@@ -107,18 +118,19 @@ class TokenScorer:
     def _learning(self, ids_BT: Tensor, row: Row | None, leanly: bool) -> AbstractContextManager[None]:
         return self._lean.learning(row, leanly=leanly and _is_ours(ids_BT))
 
-    def _in_chunks(self, hidden_ND: Tensor, target_N: Tensor, temperature: float) -> Tensor:
+    def _in_chunks(self, hidden_ND: Tensor, target_N: Tensor, drawn_from: Distribution) -> Tensor:
         n, vocabulary = len(hidden_ND), self._head.weight.shape[0]
-        self.recomputes = n * vocabulary > FREE_LOGITS
-        if not self.recomputes:
-            return _picked(self._head(hidden_ND), target_N, temperature)
-        step = max(1, CHUNK_LOGITS // vocabulary)
-        parts = [self._chunk(hidden_ND[i : i + step], target_N[i : i + step], temperature) for i in range(0, n, step)]
+        copies = 1 if drawn_from.is_tempered else NARROWED_COPIES
+        if n * vocabulary * copies <= FREE_LOGITS:
+            return drawn_logprobs(self._head(hidden_ND), target_N, drawn_from)
+        self.recomputes = True
+        step = max(1, CHUNK_LOGITS // (vocabulary * copies))
+        parts = [self._chunk(hidden_ND[i : i + step], target_N[i : i + step], drawn_from) for i in range(0, n, step)]
         return torch.cat(parts)
 
-    def _chunk(self, hidden_ND: Tensor, target_N: Tensor, temperature: float) -> Tensor:
+    def _chunk(self, hidden_ND: Tensor, target_N: Tensor, drawn_from: Distribution) -> Tensor:
         def run(hidden_ND: Tensor, target_N: Tensor) -> Tensor:
-            return _picked(self._head(hidden_ND), target_N, temperature)
+            return drawn_logprobs(self._head(hidden_ND), target_N, drawn_from)
 
         if not torch.is_grad_enabled():
             return run(hidden_ND, target_N)
@@ -152,8 +164,3 @@ def _is_ours(x: Tensor) -> bool:
     if x.is_cuda:
         return importlib.util.find_spec("triton") is not None
     return not x.is_floating_point() or x.dtype is torch.float32
-
-
-def _picked(logits_NV: Tensor, target_N: Tensor, temperature: float) -> Tensor:
-    scaled_NV = logits_NV.float() if temperature == 1.0 else logits_NV.float() / temperature
-    return -functional.cross_entropy(scaled_NV, target_N, reduction="none")

@@ -52,15 +52,17 @@ def token_losses(
     ratio_T = log_ratio_T.exp()
     low, high = 1.0 - objective.epsilon, 1.0 + objective.epsilon_high
     if objective.kind == "cispo":
-        is_clipped_T = ratio_T > high
-        loss_T = -ratio_T.detach().clamp(max=high) * advantage_T * new_T
+        most = high if objective.importance_cap is None else min(high, objective.importance_cap)
+        is_clipped_T = ratio_T > most
+        loss_T = -ratio_T.detach().clamp(max=most) * advantage_T * new_T
     else:
         bounded_T = ratio_T if objective.delta is None else ratio_T.clamp(max=objective.delta)
-        plain_T, clipped_T = bounded_T * advantage_T, ratio_T.clamp(low, high) * advantage_T
+        clipped_T = ratio_T.clamp(low, high)
         is_clipped_T = ((ratio_T < low) & (advantage_T < 0)) | ((ratio_T > high) & (advantage_T > 0))
-        loss_T = -torch.minimum(plain_T, clipped_T)
-    if objective.importance_cap is not None:
-        loss_T = loss_T * truncation(ratio_T, objective.importance_cap)
+        loss_T = -torch.minimum(bounded_T * advantage_T, clipped_T * advantage_T)
+        if objective.importance_cap is not None:
+            counts_T = torch.where(bounded_T * advantage_T < clipped_T * advantage_T, bounded_T, clipped_T)
+            loss_T = loss_T * truncation(counts_T, objective.importance_cap)
     kl_T = None
     if reference_T is not None:
         kl_T = k3(new_T, reference_T)
@@ -100,8 +102,12 @@ def _sequence_mean(values_T: Tensor, sequence_T: Tensor) -> Tensor:
     return (sums_S / counts_S)[sequence_T]
 
 
-def token_weights(kind: LossType, lengths_S: Tensor, max_new_tokens: int) -> Tensor:
+def token_weights(
+    kind: LossType, lengths_S: Tensor, max_new_tokens: int, totals: tuple[int, int] | None = None
+) -> Tensor:
     """What a token of each sequence counts, so that the sum over a batch is the method's mean.
+
+    ``totals`` are the sequences and tokens of a batch of which these are a part: that of this process, of several.
 
     ``grpo`` and ``gspo``: sequences count the same; ``dr_grpo``: tokens count the same, and a batch of short replies
     does not count more for it; the others: the mean over the batch's tokens.
@@ -114,9 +120,10 @@ def token_weights(kind: LossType, lengths_S: Tensor, max_new_tokens: int) -> Ten
     tensor([0.2000, 0.2000])
     """
     lengths_S = lengths_S.float()
-    n = max(len(lengths_S), 1)
+    n, tokens = (len(lengths_S), lengths_S.sum()) if totals is None else (totals[0], torch.tensor(float(totals[1])))
+    n = max(n, 1)
     if kind in ("grpo", "gspo"):
         return 1.0 / (n * lengths_S.clamp(min=1.0))
     if kind == "dr_grpo":
         return torch.full_like(lengths_S, 1.0 / (n * max_new_tokens))
-    return torch.full_like(lengths_S, 1.0) / lengths_S.sum().clamp(min=1.0)
+    return torch.full_like(lengths_S, 1.0) / tokens.clamp(min=1.0)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from verifiers.samples import Sample
+from verifiers.trainers.sampling import PLAIN, Distribution
 from verifiers.trainers.shared_prompts import Packing
 from verifiers.trainers.token_columns import Columns
 from verifiers.trainers.token_moves import ranges
@@ -33,13 +34,15 @@ class Trained:
     sample: Sample
     advantage: float
     weight: float = 1.0
+    drawn_from: tuple[tuple[int, Distribution], ...] = ()  # by stretches of the completion; the model's own if empty
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
     """Sequences side by side (ids_BT), or packed in one row; and their trained tokens end to end (axis N).
 
-    ``place_N`` is where the model predicts each of them, in ids laid flat; ``sequence_N`` the sequence it is of.
+    ``place_N`` is where the model predicts each of them, in ids laid flat; ``sequence_N`` the sequence it is of;
+    ``drawn_from_N`` which of the ``distributions`` it was drawn from (None: there is but one).
     """
 
     ids_BT: Tensor
@@ -51,15 +54,19 @@ class MicroBatch:
     weight_N: Tensor
     members: tuple[int, ...]
     packing: Packing | None = None
+    distributions: tuple[Distribution, ...] = (PLAIN,)
+    drawn_from_N: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         names = ("ids_BT", "place_N", "target_N", "sequence_N", "old_N", "advantage_N", "weight_N")
         tensors = {name: getattr(self, name) for name in names}
         if self.packing is not None:
             tensors["position_T"] = self.packing.position_T
+        if self.drawn_from_N is not None:
+            tensors["drawn_from_N"] = self.drawn_from_N
         there = moved(tensors, device)
         packing = None if self.packing is None else self.packing.at(there.pop("position_T"))
-        return MicroBatch(**there, members=self.members, packing=packing)
+        return MicroBatch(**there, members=self.members, packing=packing, distributions=self.distributions)
 
 
 def moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -250,4 +257,6 @@ def _micro_batch(
         weight_N=torch.from_numpy(columns.weight_S[members][sequence_N]),
         members=tuple(columns.row_S[members].tolist()),
         packing=packing,
+        distributions=columns.distributions,
+        drawn_from_N=None if columns.drawn_from is None else torch.from_numpy(columns.drawn_from[at]),
     )

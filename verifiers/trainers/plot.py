@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
 
-from verifiers.trainers.display import clean, number, stretches
+from verifiers.trainers.display import clean, is_filtered, number, stretches
 
 WIDTH, TOP = 760, 44
 LEFT, RIGHT, HEAD, FOOT = 52, 12, 26, 24  # around the drawing of a panel
@@ -24,11 +24,13 @@ STYLE = """
   .small { font-size: 10px; fill: #66717d }
   .grid { stroke: #e3e7eb }
   .line { fill: none; stroke: #2563c9; stroke-width: 1.6 }
+  .sampled { fill: none; stroke: #66717d; stroke-width: 1.4; stroke-dasharray: 4 3 }
   .band { fill: #2563c9; opacity: .16 }
   .eval { fill: #c2410c }
   .whisker { stroke: #c2410c; stroke-width: 1.4 }
   @media (prefers-color-scheme: dark) {
     .back { fill: #14181d } .text { fill: #e6eaee } .small { fill: #98a3ae } .grid { stroke: #2b333b }
+    .sampled { stroke: #98a3ae }
     .line { stroke: #6ea8fe } .band { fill: #6ea8fe } .eval { fill: #fb923c } .whisker { stroke: #fb923c }
   }
 """
@@ -42,10 +44,11 @@ class Curve:
     points: list[tuple[float, float]]
     band: list[tuple[float, float, float]]  # step, low, high
     evals: list[tuple[float, float, float | None, float | None]]  # step, reward, low, high
+    sampled: list[tuple[float, float]]  # the same of all that was sampled, where that is more
 
     def range(self) -> tuple[float, float]:
         """The lowest and the highest value that is drawn."""
-        values = [value for _, value in self.points]
+        values = [value for _, value in self.points + self.sampled]
         values += [bound for _, *bounds in self.band for bound in bounds]
         values += [value for _, *found in self.evals for value in found if value is not None]
         return min(values), max(values)
@@ -107,7 +110,12 @@ def _curves(steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any
                 points=_thin(points),
                 band=_band(steps) if is_reward else [],
                 evals=measured if is_reward else [],
+                sampled=_thin(_sampled(steps)) if is_reward else [],
             )
+
+
+def _sampled(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    return _series(steps, "reward_sampled") if any(map(is_filtered, steps)) else []
 
 
 def _band(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, float]]:
@@ -160,7 +168,8 @@ def _panel(curve: Curve, x: float, y: float, width: float, height: float) -> str
     def up(value: float) -> float:
         return bottom - (value - low) / (high - low) * (bottom - top)
 
-    legend = ", with its interval" * bool(curve.band) + ", and evaluations (dots)" * bool(curve.evals)
+    legend = ", with its interval" * bool(curve.band) + ", of all sampled (dashes)" * bool(curve.sampled)
+    legend += ", and evaluations (dots)" * bool(curve.evals)
     parts = [_text(left, y + 16, curve.name + legend)]
     for tick in ticks:
         parts.append(f'<line class="grid" x1="{left:.1f}" x2="{right:.1f}" y1="{up(tick):.1f}" y2="{up(tick):.1f}"/>')
@@ -171,10 +180,11 @@ def _panel(curve: Curve, x: float, y: float, width: float, height: float) -> str
     if curve.band:
         edge = [(across(s), up(a)) for s, a, _ in curve.band] + [(across(s), up(b)) for s, _, b in reversed(curve.band)]
         parts.append(f'<polygon class="band" points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in edge)}"/>')
-    if curve.points:
-        placed = [(across(step), up(value)) for step, value in curve.points]
-        placed = placed if len(placed) > 1 else [(placed[0][0] - 2, placed[0][1]), (placed[0][0] + 2, placed[0][1])]
-        parts.append(f'<path class="line" d="M{" L".join(f"{a:.1f} {b:.1f}" for a, b in placed)}"/>')
+    for kind, points in (("sampled", curve.sampled), ("line", curve.points)):
+        placed = [(across(step), up(value)) for step, value in points]
+        placed = [(placed[0][0] - 2, placed[0][1]), (placed[0][0] + 2, placed[0][1])] if len(placed) == 1 else placed
+        if placed:
+            parts.append(f'<path class="{kind}" d="M{" L".join(f"{a:.1f} {b:.1f}" for a, b in placed)}"/>')
     for step, value, below, above in curve.evals:
         if below is not None and above is not None:
             place = f'x1="{across(step):.1f}" x2="{across(step):.1f}" y1="{up(below):.1f}" y2="{up(above):.1f}"'

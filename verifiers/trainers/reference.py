@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,26 +15,41 @@ from verifiers.trainers.micro_batches import MicroBatch
 
 
 class Reference:
-    """With LoRA, the same model with its adapters switched off; otherwise a frozen copy, which may follow."""
+    """With LoRA, the same model with its adapters switched off; otherwise a frozen copy, which may follow.
+
+    ``version`` counts its changes: as long as it is the same, what was saved of it is the same.
+    """
 
     def __init__(self, model: Any) -> None:
         self._policy = model
-        self._is_adapter = hasattr(model, "disable_adapter")
-        self.model = model if self._is_adapter else _frozen(model)
+        self.is_adapter = hasattr(model, "disable_adapter")
+        self.model = model if self.is_adapter else _frozen(model)
         self.scorer = TokenScorer(self.model)
+        self.version = 0
+        self.saved: tuple[int, Path] | None = None  # which version, and where
 
-    def logprobs(self, batch: MicroBatch, temperature: float) -> Tensor:
-        off: AbstractContextManager[Any] = self.model.disable_adapter() if self._is_adapter else nullcontext()
+    def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
+        off: AbstractContextManager[Any] = self.model.disable_adapter() if self.is_adapter else nullcontext()
         with torch.no_grad(), off:
             return self.scorer.logprobs(batch, temperature)
 
     def follow(self, share: float) -> None:
         """Move the reference towards the policy: by this share of the way."""
-        if self._is_adapter:
-            raise ValueError("sync_ref_model needs a copy of the model, and with LoRA the reference is the base model")
+        self.version += 1
         with torch.no_grad():
             for mine, its in zip(self.model.parameters(), self._policy.parameters(), strict=True):
                 mine.lerp_(its.to(mine.dtype), share)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of a copy, to be saved."""
+        return {name: one.detach() for name, one in self.model.named_parameters()}
+
+    def restore(self, weights: dict[str, Tensor]) -> None:
+        """Put back what was saved of a copy."""
+        self.version += 1
+        with torch.no_grad():
+            for name, one in self.model.named_parameters():
+                one.copy_(weights[name])
 
 
 def _frozen(model: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from contextlib import ExitStack
@@ -9,15 +10,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from verifiers.envs.env_group import EnvGroup
 from verifiers.results import Results
 from verifiers.store import RunDir, safe_name
 from verifiers.trainers import checkpoints
 from verifiers.trainers.audit import audit
 from verifiers.trainers.batch import Batch, as_batch
-from verifiers.trainers.display import TrainingDisplay
-from verifiers.trainers.figures import batch_view, rollout_figures
-from verifiers.trainers.journal import Journal
+from verifiers.trainers.display import TrainingDisplay, is_filtered
+from verifiers.trainers.figures import batch_view, joined, rollout_figures
+from verifiers.trainers.journal import Journal, record_of
 from verifiers.trainers.plot import plot_svg, plot_text
+from verifiers.trainers.processes import gathered
+from verifiers.trainers.stopping import NotFiniteError
 from verifiers.trainers.tracking import trackers
 from verifiers.trainers.watch import Watch
 
@@ -25,7 +29,6 @@ if TYPE_CHECKING:
     from verifiers.trainers.config import LearningKnobs
     from verifiers.trainers.grpo_trainer import GRPOTrainer
     from verifiers.trainers.trainer import Trainer
-    from verifiers.trainers.weights import Weights
 
 DEFAULT_ROOT = Path("outputs/train")
 
@@ -35,6 +38,7 @@ class Report:
 
     def __init__(self, trainer: Trainer, resume: bool | str | Path = False) -> None:
         self.config: LearningKnobs = trainer.config
+        self._processes = trainer.accelerator
         self.is_main: bool = trainer.accelerator.is_main_process
         self.env_id = _name_of(trainer.env)
         self.model = str(getattr(trainer.model, "name_or_path", "") or type(trainer.model).__name__)
@@ -110,14 +114,28 @@ class Report:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if isinstance(error, NotFiniteError):
+            error.args = (f"{error}; {self._way_back()}",)
+            if self._is_open:
+                self.journal.write_notice(int(self.last.get("step") or 0) + 1, str(error))
         self._is_open = False
         self._resources.close()
 
-    def resume(self, weights: Weights) -> dict[str, Any]:
-        """Put the weights back as the checkpoint has them; where the run is from there on is forgotten."""
+    def _way_back(self) -> str:
+        """What to do after weights were spoilt."""
+        found = checkpoints.checkpoints(self.path / "checkpoints")
+        rate = f"a learning_rate below {self.config.learning_rate:g}"
+        if not found:
+            return f"nothing was saved; begin again with {rate}"
+        return f"the last good checkpoint is {found[-1]}: resume from it with {rate}"
+
+    def resume(self, trainer: Trainer) -> dict[str, Any]:
+        """Put weights and reference back as the checkpoint has them; where the run is from there on is forgotten."""
         state: dict[str, Any] = {"step": 0, "cursor": 0}
         if self.from_checkpoint is not None:
-            state = checkpoints.load(self.from_checkpoint, weights)
+            state = checkpoints.load(self.from_checkpoint, trainer.weights)
+            if trainer.reference is not None:
+                checkpoints.load_reference(self.from_checkpoint, trainer.reference)
         if self._is_open:
             self.journal.rewind(state["step"])
             self.steps, self.evals = list(self.journal.steps()), list(self.journal.evals())
@@ -133,7 +151,8 @@ class Report:
     ) -> None:
         """Note a step that has been made."""
         batch = as_batch(batch)
-        seen = rollout_figures(batch)
+        view = joined(gathered(trainer.accelerator, batch_view(batch)))
+        seen = rollout_figures(view)
         self._total_tokens += seen.get("sampled_tokens", 0)
         step_s = waited_s + trained_s
         figures = {
@@ -147,9 +166,8 @@ class Report:
             "tokens_per_s": seen.get("sampled_tokens", 0) / step_s if step_s else None,
             "total_tokens": self._total_tokens,
         }
-        if self._is_open:
-            self._keep_rollouts(trainer.step, batch)
-        self.note(figures, batch_view(batch))
+        self.keep_rollouts(trainer.step, batch)
+        self.note(figures, view)
 
     def note(self, figures: dict[str, Any], view: dict[str, Any] | None = None) -> None:
         """Note the figures of a step, ``step`` among them; ``view`` is what the watch may see of its rollouts."""
@@ -167,8 +185,10 @@ class Report:
             self.journal.write_notice(step, notice.text)
             self._display.notice(notice.text)
 
-    def _keep_rollouts(self, step: int, batch: Batch) -> None:
-        most = getattr(self.config, "log_rollouts", 0)
+    def keep_rollouts(self, step: int, batch: Batch) -> None:
+        """Write some of a batch's rollouts, and some that failed, of every process."""
+        n = self._processes.num_processes
+        most = math.ceil(getattr(self.config, "log_rollouts", 0) / n)
         advantages = batch.get("advantages") or [None] * len(batch["completions"])
         kept = [
             (reply.state, advantage)
@@ -176,8 +196,9 @@ class Report:
             if getattr(reply, "state", None) is not None
         ][:most]
         kept += [(state, None) for state in batch.failed[:most]]
-        if kept:
-            self.journal.write_rollouts(step, [state for state, _ in kept], [advantage for _, advantage in kept])
+        records = gathered(self._processes, [record_of(step, *one) for one in kept] if n > 1 or self._is_open else [])
+        if self._is_open:
+            self.journal.write_records([record for part in records for record in part])
 
     def evaluated(self, step: int, outcome: Any) -> None:
         """Note an evaluation: `Results`, or whatever an overridden ``evaluate`` gave."""
@@ -194,6 +215,7 @@ class Report:
         """Write a checkpoint of where the training is now."""
         if not self._is_open:
             return None
+        trainer.weights.check_finite("where they were to be saved")
         return checkpoints.save(
             self.path / "checkpoints",
             step=trainer.step,
@@ -202,6 +224,7 @@ class Report:
             weights=trainer.weights,
             state={"cursor": cursor, "config": trainer.config.to_dict()},
             keep=self.config.save_total_limit,
+            reference=trainer.reference,
         )
 
     def finish(self) -> None:
@@ -218,8 +241,15 @@ class Report:
 
     @property
     def rewards(self) -> list[float]:
-        """The mean reward of each step."""
+        """The mean reward of what each step learned from."""
         return [line["reward"] for line in self.steps if line.get("reward") is not None]
+
+    @property
+    def rewards_sampled(self) -> list[float]:
+        """The mean reward of all that each step sampled; empty if no step left anything of it out."""
+        if not any(map(is_filtered, self.steps)):
+            return []
+        return [line["reward_sampled"] for line in self.steps if line.get("reward_sampled") is not None]
 
     def curve(self) -> tuple[str, list[float]]:
         """What the training is about, step by step: its reward, or its loss where it has none."""
@@ -233,6 +263,8 @@ class Report:
     def __repr__(self) -> str:
         name, values = self.curve()
         course = f", {name} {values[0]:.3f} → {values[-1]:.3f}" if values else ""
+        if sampled := self.rewards_sampled:
+            course += f" (of all sampled {sampled[0]:.3f} → {sampled[-1]:.3f})"
         return f"Report({len(self.steps)} steps{course}, {str(self.path)!r})"
 
 
@@ -244,6 +276,8 @@ def _weights_of(env: Any) -> dict[str, float]:
     """What each reward function counts, by name."""
     if env is None:
         return {}
+    if isinstance(env, EnvGroup):
+        return {name: weight for one in env.envs for name, weight in _weights_of(one).items()}
     rubric = env.rubric
     return dict(zip(rubric._get_reward_func_names(), rubric._get_reward_weights(), strict=True))
 

@@ -10,6 +10,8 @@ from typing import Any
 class RowStream:
     """The rows of a training. ``cursor`` is how many have been taken: with the seed it is the whole state.
 
+    ``is_apart``: no other process was given any of the rows that were taken last.
+
     >>> stream = RowStream(["a", "b", "c"], seed=1)
     >>> first = stream.take(4)
     >>> again = RowStream(["a", "b", "c"], seed=1)
@@ -24,16 +26,23 @@ class RowStream:
         self.all: Sequence[Any] = rows
         self.seed = seed
         self.cursor = 0
+        self.is_apart = False
         self._index, self._shards = shard
         self._order: tuple[int, list[int]] = (-1, [])
 
     def __len__(self) -> int:
         return len(self.all)
 
+    @property
+    def taken(self) -> int:
+        """How many rows all processes have taken."""
+        return self.cursor * self._shards
+
     def take(self, n: int) -> list[Any]:
         """The next rows; of several processes each takes its own."""
         places = [(self.cursor + i) * self._shards + self._index for i in range(n)]
-        self.cursor += n
+        first, self.cursor = self.cursor * self._shards, self.cursor + n
+        self.is_apart = first // len(self) == (self.cursor * self._shards - 1) // len(self)
         return [self._at(place) for place in places]
 
     def choose(self, pool: Sequence[Any], n: int) -> list[Any]:
@@ -42,6 +51,7 @@ class RowStream:
             raise ValueError("there are no rows to choose from: a row sampler or a filter let none through")
         if len(pool) == n:
             return list(pool)
+        self.is_apart = False
         draw = random.Random(f"{self.seed} {self.cursor} {self._index}")
         self.cursor += n
         picks: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from verifiers.clients.protocol import Completion, Request, Tokens
@@ -11,19 +12,29 @@ from verifiers.engine.local_model import LocalModel
 from verifiers.messages import as_messages
 from verifiers.rollout import step_tokens
 from verifiers.samples import Sample, samples_of
+from verifiers.trainers.sampling import flat, names
 from verifiers.types import ChatMessage
 
 
 class Sampler(LocalModel):
-    """A `LocalModel` that can say later which tokens a reply was made of, for loops that keep only its text."""
+    """A `LocalModel` that can say later which tokens a reply was made of, for loops that keep only its text.
 
-    def __init__(self, *args: Any, remembers: int = 4096, **kwargs: Any) -> None:
+    ``usual`` are sampling arguments of requests that leave them out.
+    """
+
+    def __init__(
+        self, *args: Any, remembers: int = 4096, usual: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._remembers = remembers
+        self._remembers, self._usual = remembers, flat(usual)
         self._ledger: OrderedDict[tuple[str, str], deque[Tokens]] = OrderedDict()
         self._count = 0
 
     async def complete(self, request: Request) -> Completion:
+        missing = self._usual.keys() - names(request.sampling)
+        if missing:
+            usual = {name: self._usual[name] for name in missing}
+            request = replace(request, sampling={**request.sampling, **usual})
         completion = await super().complete(request)
         if completion.tokens is not None:
             self.keep(request, completion.message, completion.tokens)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from verifiers.samples import Sample
-from verifiers.trainers import building
+from verifiers.trainers import building, processes
 from verifiers.trainers.config import SFTConfig
 from verifiers.trainers.logprobs import TokenScorer
 from verifiers.trainers.micro_batches import Trained, micro_batches
@@ -58,12 +58,13 @@ class SFTTrainer(Trainer):
         tokenizer = building.one_of("tokenizer", tokenizer, "processing_class", processing_class)
         self.config.check()
         self.env = env
-        self.accelerator = building.accelerator()
+        self.accelerator = processes.accelerator()
         self.model, self.tokenizer = building.model_and_tokenizer(
             model, tokenizer, self.config, self.accelerator.device, peft_config
         )
         self.examples = self._read(dataset)
         self.eval_samples: list[Sample] = [] if eval_dataset is None else self._read(eval_dataset).samples
+        processes.same_weights(self.accelerator, self.model)
         self.weights = Weights(self.model, self.config)
         self.optimizer = self.weights.optimizer
         shard = (self.accelerator.process_index, self.accelerator.num_processes)
@@ -95,19 +96,19 @@ class SFTTrainer(Trainer):
     def train_step(self, batch: Sequence[Sample]) -> dict[str, Any]:
         """Learn from these samples: loss, tokens, grad_norm, learning_rate."""
         rate = learning_rate(self.config, self.step, self.total_steps)
-        count = sum(sum(sample.completion_mask) for sample in batch)
+        own = sum(sum(sample.completion_mask) for sample in batch)
+        count = sum(processes.gathered(self.accelerator, own))
         total = 0.0
         self.model.train()
         for loss in self._losses(batch):
             self.weights.backward(loss.sum() / max(count, 1))
             total += float(loss.detach().sum())
-        if self.accelerator.num_processes > 1:
-            building.average(self.accelerator, self.weights.masters)
+        processes.sum_gradients(self.accelerator, self.weights.masters)
         norm = self.weights.step(rate)
         return {
-            "loss": total / max(count, 1),
+            "loss": sum(processes.gathered(self.accelerator, total)) / max(count, 1),
             "tokens": count,
-            "samples": len(batch),
+            "samples": sum(processes.gathered(self.accelerator, len(batch))),
             "grad_norm": norm,
             "learning_rate": rate,
         }
@@ -176,7 +177,7 @@ class SFTTrainer(Trainer):
         with Report(self, resume) as report, building.sensible_threads(self.model):
             self.report = report
             if resume:
-                state = report.resume(self.weights)
+                state = report.resume(self)
                 self.step, self.rows.cursor = state["step"], state["cursor"]
                 self._total_tokens = int(report.steps[-1].get("total_tokens") or 0) if report.steps else 0
             building.tell(self, "on_train_begin")

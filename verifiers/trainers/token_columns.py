@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verifiers.samples import Sample
+from verifiers.trainers.sampling import PLAIN, Distribution
 
 if TYPE_CHECKING:
     from verifiers.trainers.micro_batches import Trained
@@ -37,6 +38,8 @@ class Columns:
     old: Any
     advantage_S: Any
     weight_S: Any
+    distributions: tuple[Distribution, ...]  # what tokens were drawn from
+    drawn_from: Any  # which of them each target was; None: there is but one
 
     @property
     def length_S(self) -> Any:
@@ -60,6 +63,7 @@ class Columns:
         mask = _flat(((*one.prompt_ids[-1:], *one.completion_mask) for one in samples), np.int64)
         old = _flat(((*one.prompt_ids[-1:], *one.completion_logprobs) for one in samples), np.float32)
         head_H = np.array([len(head) for head in heads], np.int64)
+        distributions, drawn_from = _drawn([sequences[row] for row in rows])
         return cls(
             row_S=np.array(rows, np.int64),
             of_head_S=np.array(of_head_S, np.int64),
@@ -74,7 +78,28 @@ class Columns:
             old=np.roll(old, -1),
             advantage_S=np.array([sequences[row].advantage for row in rows], np.float32),
             weight_S=np.array([sequences[row].weight for row in rows], np.float32),
+            distributions=distributions,
+            drawn_from=None if drawn_from is None else np.roll(drawn_from, -1),
         )
+
+
+def _drawn(sequences: Sequence[Trained]) -> tuple[tuple[Distribution, ...], Any]:
+    """The distributions that there are, and for each place of the tails which one it is, if there are several."""
+    known: dict[Distribution, int] = {}
+    for one in sequences:
+        for _, drawn in one.drawn_from or ((0, PLAIN),):
+            known.setdefault(drawn, len(known))
+    if len(known) < 2:
+        return tuple(known) or (PLAIN,), None
+    which: list[Any] = []
+    for one in sequences:
+        before, rest = min(len(one.sample.prompt_ids), 1), len(one.sample.completion_ids)
+        which.append(np.zeros(before, np.int64))
+        for n, drawn in one.drawn_from or ((rest, PLAIN),):
+            which.append(np.full(min(n, rest), known[drawn], np.int64))
+            rest -= min(n, rest)
+        which.append(np.zeros(rest, np.int64))
+    return tuple(known), np.concatenate(which)
 
 
 def _flat(parts: Iterable[Iterable[Any]], dtype: Any) -> Any:

@@ -13,6 +13,7 @@ from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.weights import Weights
 
 if TYPE_CHECKING:
+    from verifiers.trainers.reference import Reference
     from verifiers.trainers.report import Report
 
 
@@ -32,6 +33,11 @@ class Trainer:
     def rows_per_step(self) -> int:
         """Rows that one step of this process takes."""
         raise NotImplementedError(f"{type(self).__name__} does not say how many rows a step takes")
+
+    @property
+    def reference(self) -> Reference | None:
+        """The model that the divergence is measured from, where it has weights of its own."""
+        return None
 
     @property
     def can_evaluate(self) -> bool:

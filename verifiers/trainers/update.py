@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from verifiers.engine.plan import free_memory
 from verifiers.trainers.config import GRPOConfig, LearningKnobs
+from verifiers.trainers.learning_mode import learning_mode
 from verifiers.trainers.logprobs import TokenScorer
 from verifiers.trainers.losses import Objective, TokenLosses, token_losses, token_weights
 from verifiers.trainers.micro_batches import MicroBatch, Trained, micro_batches
+from verifiers.trainers.processes import gathered, sum_gradients
 from verifiers.trainers.reference import Reference
 from verifiers.trainers.weights import Weights
 
@@ -36,7 +39,8 @@ class PolicyUpdate:
         *,
         lock: AbstractContextManager[Any],
         pad_id: int = 0,
-        reduce: Callable[[list[Tensor]], None] | None = None,
+        max_new_tokens: int | None = None,
+        processes: Any = None,
     ) -> None:
         self.model, self.weights, self.config = model, weights, config
         with lock:  # both run the model, and a batch may be being sampled ahead
@@ -45,43 +49,52 @@ class PolicyUpdate:
             scorers = [self.scorer] if self.reference is None else [self.scorer, self.reference.scorer]
             self._limits = scorers[0].layouts.limits(*(one.layouts for one in scorers[1:]))
         self.device = weights.live[0].device
-        self._lock, self._pad_id, self._reduce = lock, pad_id, reduce
+        self._lock, self._pad_id, self._processes = lock, pad_id, processes
+        self._are_logprobs_known = False
+        self._max_new_tokens = config.max_new_tokens if max_new_tokens is None else max_new_tokens
         low, high = config.clip
         self.objective = Objective(
             kind=config.loss_type,  # type: ignore[arg-type]
             epsilon=low,
             epsilon_high=high,
             delta=config.delta,
-            importance_cap=config.importance_cap,
+            importance_cap=config.cap,
             kl_coef=config.kl_coef,
         )
         self._tokens = micro_batch_tokens(config, model)
 
     def run(self, sequences: Sequence[Trained], learning_rate: float) -> dict[str, Any]:
         """Learn from these; returns loss, kl, clip_fraction, ratios, grad_norm."""
-        counts = torch.tensor([sum(one.sample.completion_mask) for one in sequences])
-        shares = token_weights(self.objective.kind, counts, self.config.max_new_tokens).tolist() if len(counts) else []
-        matter = [
-            Trained(sample=one.sample, advantage=one.advantage, weight=share)
-            for one, share in zip(sequences, shares, strict=True)
-            if one.advantage or self.reference is not None  # the others would have no gradient
-        ]
+        matter = self._weighed(sequences)
         made = micro_batches(matter, max_tokens=self._tokens, pad_id=self._pad_id, **self._limits)
-        batches = [_Prepared(batch, self.device, self.config.truncates) for batch in made]
+        batches = [_Prepared(batch, self.device) for batch in made]
         figures = _Figures()
         with self._lock:
             self.weights.refresh()
-            self.model.train()
-        for iteration in range(self.config.num_iterations):
-            for batch in batches:
-                self._learn(batch, figures, is_first=iteration == 0)
-            if self._reduce is not None:
-                self._reduce(self.weights.masters)
-            with self._lock:
-                figures.grad_norm = self.weights.step(learning_rate)
-        with self._lock:
-            self.model.eval()  # as the sampler wants it
-        return figures.read()
+        config = self.config
+        drops, recomputes = not config.disable_dropout, config.gradient_checkpointing
+        with learning_mode(self.model, lock=self._lock, drops=drops, recomputes=recomputes):
+            for iteration in range(config.num_iterations):
+                for batch in batches:
+                    self._learn(batch, figures, is_first=iteration == 0)
+                sum_gradients(self._processes, self.weights.masters)
+                with self._lock:
+                    figures.grad_norm = self.weights.step(learning_rate)
+        return together(gathered(self._processes, figures.read()))
+
+    def _weighed(self, sequences: Sequence[Trained]) -> list[Trained]:
+        """The sequences that have a gradient, each with what a token of it counts among those of all processes."""
+        counts = torch.tensor([sum(one.sample.completion_mask) for one in sequences])
+        parts = gathered(self._processes, (len(sequences), int(counts.sum())))
+        totals = None if len(parts) == 1 else (sum(n for n, _ in parts), sum(tokens for _, tokens in parts))
+        shares = (
+            token_weights(self.objective.kind, counts, self._max_new_tokens, totals).tolist() if len(counts) else []
+        )
+        return [
+            replace(one, weight=share)
+            for one, share in zip(sequences, shares, strict=True)
+            if one.advantage or self.reference is not None  # the others would have no gradient
+        ]
 
     def _learn(self, prepared: _Prepared, figures: _Figures, *, is_first: bool) -> None:
         with self._lock:
@@ -99,10 +112,12 @@ class PolicyUpdate:
     def _forward(self, prepared: _Prepared) -> tuple[TokenLosses, Tensor]:
         batch = prepared.batch
         if self.reference is not None and prepared.reference_N is None:
-            prepared.reference_N = self.reference.logprobs(batch, self.config.temperature)
-        new_N = self.scorer.logprobs(batch, self.config.temperature)
+            prepared.reference_N = self.reference.logprobs(batch)
+        new_N = self.scorer.logprobs(batch)
         if prepared.old_N is None:  # nobody else knows what the old policy thought of these tokens
             prepared.old_N = new_N.detach()
+        elif not self._are_logprobs_known:
+            self._check_logprobs(batch, new_N.detach(), prepared.old_N)
         losses = token_losses(
             self.objective,
             new_T=new_N,
@@ -113,14 +128,26 @@ class PolicyUpdate:
         )
         return losses, (losses.loss_T * batch.weight_N).sum()
 
+    def _check_logprobs(self, batch: MicroBatch, new_N: Tensor, old_N: Tensor) -> None:
+        """Refuse a server whose logprobs leave out the temperature; the first tokens of a training tell."""
+        self._are_logprobs_known = True
+        if not any(one.is_asked and one.temperature != 1.0 for one in batch.distributions):
+            return
+        with torch.no_grad():
+            raw_N = self.scorer.logprobs(batch, 1.0)
+        if float((raw_N - old_N).abs().mean()) < float((new_N - old_N).abs().mean()):
+            raise ValueError(
+                "the logprobs that come with the replies are the model's own, without the temperature that was sampled "
+                "at: have the server give those that it draws by (vLLM: --logprobs-mode processed_logprobs), or sample "
+                "at temperature 1"
+            )
+
 
 class _Prepared:
     """A micro-batch on the device, and what is found out about its tokens once."""
 
-    def __init__(self, batch: MicroBatch, device: torch.device, truncates: bool) -> None:
-        # Logprobs of a truncated distribution are no logprobs of the policy: they are measured instead, and so are
-        # those that nobody recorded.
-        is_known = not truncates and not bool(batch.old_N.isnan().any())
+    def __init__(self, batch: MicroBatch, device: torch.device) -> None:
+        is_known = not bool(batch.old_N.isnan().any())  # what nobody recorded is measured
         self.batch = batch.to(device)
         self.old_N: Tensor | None = self.batch.old_N if is_known else None
         self.reference_N: Tensor | None = None
@@ -148,7 +175,7 @@ class _Figures:
 
     def read(self) -> dict[str, Any]:
         if not self.ratios:
-            return {"loss": 0.0, "grad_norm": self.grad_norm, "clip_fraction": 0.0, "kl": None}
+            return {"loss": 0.0, "grad_norm": self.grad_norm, "clip_fraction": 0.0, "kl": None, "trained_tokens": 0}
         ratio_N, first_N = torch.cat(self.ratios).float(), torch.cat(self.first_ratios).float()
         edges = torch.tensor(RATIO_EDGES, device=first_N.device)
         place_N = torch.bucketize(first_N, edges[1:-1], right=True)
@@ -170,7 +197,32 @@ class _Figures:
             "ratio_mean": mean,
             "ratio_max": most,
             "ratio_histogram": {"edges": RATIO_EDGES, "counts": [int(count) for count in counted]},
+            "trained_tokens": len(first_N),
         }
+
+
+def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of an update from those of each process; the gradient is the same in all.
+
+    >>> halves = [{"loss": 1.0, "kl": None, "trained_tokens": 1, "ratio_mean": 1.0, "ratio_max": 1.0},
+    ...           {"loss": 2.0, "kl": None, "trained_tokens": 3, "ratio_mean": 2.0, "ratio_max": 4.0}]
+    >>> found = together(halves)
+    >>> found["loss"], found["ratio_mean"], found["ratio_max"], found["trained_tokens"]
+    (3.0, 1.75, 4.0, 4)
+    """
+    learned = [part for part in parts if part["trained_tokens"]]
+    if len(parts) == 1 or not learned:
+        return dict(parts[0])
+    tokens = sum(part["trained_tokens"] for part in learned)
+    whole = {**learned[0], "loss": math.fsum(part["loss"] for part in learned), "trained_tokens": tokens}
+    for name in ("clip_fraction", "ratio_mean", "kl"):
+        if whole.get(name) is not None:
+            whole[name] = math.fsum(part[name] * part["trained_tokens"] for part in learned) / tokens
+    whole["ratio_max"] = max(part["ratio_max"] for part in learned)
+    if "ratio_histogram" in whole:
+        counts = zip(*(part["ratio_histogram"]["counts"] for part in learned), strict=True)
+        whole["ratio_histogram"] = {"edges": RATIO_EDGES, "counts": [sum(column) for column in counts]}
+    return whole
 
 
 def micro_batch_tokens(config: LearningKnobs, model: Any) -> int:

@@ -107,8 +107,8 @@ class Watch:
             value = metrics.get(name)
             if isinstance(value, float) and not math.isfinite(value):
                 return (
-                    f"{name} is {value}: the weights may be spoilt; resume from an earlier checkpoint with a lower "
-                    f"{self._knob('learning_rate')}, and bf16 or full precision rather than fp16"
+                    f"{name} is {value}: this step moved nothing; if that goes on, resume from an earlier checkpoint "
+                    f"with a lower {self._knob('learning_rate')}, and bf16 or full precision rather than fp16"
                 )
         return None
 
@@ -257,7 +257,9 @@ class Watch:
     # --- what it remembers --------------------------------------------------------------------------------------
 
     def _remember(self, metrics: Mapping[str, Any], view: Mapping[str, Any]) -> None:
-        if (reward := number(metrics.get("reward"))) is not None:
+        # Of all that was sampled: what is left of it after filtering is never solved and says little of the policy.
+        rewards = (number(metrics.get(name)) for name in ("reward_sampled", "reward"))
+        if (reward := next((one for one in rewards if one is not None), None)) is not None:
             self._rewards.append(reward)
         if (entropy := number(metrics.get("entropy"))) is not None:
             self._entropies.append(entropy)

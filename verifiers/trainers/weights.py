@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from verifiers.trainers.config import LearningKnobs
+from verifiers.trainers.stopping import NotFiniteError
 
 LARGEST_SCALE, SCALE_GROWS_AFTER = 2.0**16, 200
 
@@ -28,6 +29,7 @@ class Weights:
         self.names = [name for name, _ in named]
         self.live = [one for _, one in named]
         self.masters = [_master(one) for one in self.live]
+        self.check_finite("before training")
         self._versions = [one._version for one in self.live]
         self.scale = LARGEST_SCALE if any(one.dtype == torch.float16 for one in self.live) else 1.0
         self._good_steps = 0
@@ -90,7 +92,17 @@ class Weights:
             self.publish()
         self._rescale(is_sound)
         self.clear()
+        self.check_finite("after a step")
         return norm
+
+    def check_finite(self, when: str) -> None:
+        """Stop a training at the first weight that is NaN or infinite."""
+        worst = torch.stack([one.float() for one in torch._foreach_norm(self.live, torch.inf)])
+        if bool(worst.isfinite().all()):
+            return
+        wrong = [name for name, is_sound in zip(self.names, worst.isfinite().tolist(), strict=True) if not is_sound]
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise NotFiniteError(f"weights are not finite {when}: {wrong[0]}{more}")
 
     def clear(self) -> None:
         for one in self.masters:

@@ -62,6 +62,11 @@ const NOT_CURVES = new Set([
   "total_tokens",
   "failed",
   "reward_std",
+  "reward_sampled",
+  "reward_sampled_low",
+  "reward_sampled_high",
+  "sampled",
+  "trained_tokens",
 ]);
 
 export async function trainingPage(context) {
@@ -169,6 +174,8 @@ function charts(log, onPick) {
   }));
   const line = ([name, words], i) => ({ name: words, values: log.series[name], style: STYLES[i % STYLES.length] });
   const reward = { ...line(["reward", "reward"], 0), low: log.series.reward_low, high: log.series.reward_high };
+  const isFiltered = log.series.reward_sampled?.some((value, i) => value !== log.series.reward?.[i]);
+  const sampled = isFiltered ? [line(["reward_sampled", "of all sampled"], 1)] : [];
   const used = new Set(CHARTS.flatMap((chart) => chart.lines.map(([name]) => name)));
   const others = Object.keys(log.series).filter(
     (name) => !used.has(name) && !NOT_CURVES.has(name) && !name.startsWith("metrics."),
@@ -190,7 +197,7 @@ function charts(log, onPick) {
       lineChart({ steps: log.steps, series: chart.lines.map(line), isShare: chart.isShare, onPick }),
     ])
     .filter(([, node]) => node);
-  const wide = lineChart({ steps: log.steps, series: [reward], points, marks, height: 260, onPick });
+  const wide = lineChart({ steps: log.steps, series: [reward, ...sampled], points, marks, height: 260, onPick });
   const every =
     log.steps_a_point > 1
       ? h("span.muted", {}, ` each point is the mean of up to ${plural(log.steps_a_point, "step")}`)

@@ -1,0 +1,121 @@
+"""A training as one of several processes, or alone: what `test_processes` starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import verifiers as vf
+from tests.engine import tiny
+from tests.trainers import making
+
+
+def saved_rollouts() -> dict[str, Any]:
+    """Replies of very different lengths, so that the processes' token counts differ."""
+    return {
+        "prompts": [[{"role": "user", "content": f"say {i // 4}"}] for i in range(16)],
+        "completions": [[{"role": "assistant", "content": "e" * (1 + 3 * (i % 4) * (1 + i // 8))}] for i in range(16)],
+        "rewards": [((i * 7) % 5) / 4 for i in range(16)],
+    }
+
+
+def offline(folder: Path, processes: int, kind: str) -> Any:
+    tokenizer = tiny.tokenizer()
+    config = making.config(folder, max_steps=2, batch_size=16 // processes, loss_type=kind)
+    return vf.GRPOTrainer(model=tiny.model(tokenizer), tokenizer=tokenizer, dataset=saved_rollouts(), config=config)
+
+
+def online(folder: Path, processes: int, **kwargs: Any) -> Any:
+    given = {"max_steps": 2, "batch_size": 16 // processes, "loss_type": "dapo", "eval_steps": 1, "eval_examples": 4}
+    return making.trainer(folder, **{**given, **kwargs})
+
+
+def adapters(folder: Path, processes: int) -> Any:
+    torch.manual_seed(torch.randint(1 << 30, ()).item() + _rank())  # each process draws adapters of its own
+    return online(folder, processes, peft_config=vf.lora_defaults(r=4), learning_rate=0.02, kl_coef=0.1)
+
+
+def imitation(folder: Path, processes: int) -> Any:
+    tokenizer = tiny.tokenizer()
+    config = {
+        "batch_size": 8 // processes,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "output_dir": folder / "run",
+        "show_progress": False,
+    }
+    rows = [{"prompt": f"say {i}", "completion": "e" * (1 + 5 * i)} for i in range(8)]
+    return vf.SFTTrainer(model=tiny.model(tokenizer), tokenizer=tokenizer, dataset=rows, config=config)
+
+
+def half_down(folder: Path, processes: int) -> Any:
+    """Every rollout of the second process fails, and of the first none."""
+
+    def brittle(completion: Any) -> float:
+        if _rank():
+            raise ConnectionError("the judge is down")
+        return making.share_of_e(completion)
+
+    return online(folder, processes, env=making.environment(rubric=vf.Rubric([brittle])), eval_steps=None)
+
+
+def all_down(folder: Path, processes: int) -> Any:
+    def brittle(completion: Any) -> float:
+        raise ConnectionError("the judge is down")
+
+    return online(folder, processes, env=making.environment(rubric=vf.Rubric([brittle])))
+
+
+def stopped(folder: Path, processes: int) -> Any:
+    """The second process alone wants to stop."""
+
+    def stop(trainer: Any, figures: Any) -> None:
+        trainer.should_stop = trainer.accelerator.process_index == processes - 1
+
+    return online(folder, processes, max_steps=9, eval_steps=None, callbacks=[stop])
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+MADE = {
+    "online": online,
+    "adapters": adapters,
+    "imitation": imitation,
+    "half_down": half_down,
+    "all_down": all_down,
+    "stopped": stopped,
+    **{kind: lambda folder, processes, kind=kind: offline(folder, processes, kind) for kind in ("grpo", "dapo")},
+}
+
+
+def outcome(what: str, folder: Path, processes: int) -> dict[str, Any]:
+    trainer = MADE[what](folder / what, processes)
+    try:
+        report = trainer.train()
+    except Exception as error:
+        return {"error": str(error)}
+    weights = sum(float(one.detach().double().abs().sum()) for one in trainer.model.parameters())
+    return {
+        "steps": report.steps,
+        "evals": report.evals,
+        "weights": weights,
+        "processes": trainer.accelerator.num_processes,
+    }
+
+
+def main(folder: str, processes: str, *names: str) -> None:
+    found = {what: outcome(what, Path(folder), int(processes)) for what in names}
+    (Path(folder) / f"process-{_rank()}.json").write_text(json.dumps(found))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,165 @@
+"""Several processes train one model: the same update as one alone, and figures of everybody's rollouts."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+
+from tests.trainers import several  # noqa: E402
+from verifiers.trainers.processes import accelerator  # noqa: E402
+from verifiers.trainers.row_stream import RowStream  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = ("torch.distributed.run", "--nproc_per_node", "2", "--master_port")
+ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
+ACCELERATE += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port")
+
+
+def free_port() -> str:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
+
+
+def launch(folder: Path, launcher: tuple[str, ...], *names: str) -> list[dict[str, Any]]:
+    """What each of two processes found, of the trainings with these names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "FSDP"))}
+    words = [sys.executable, "-m", *launcher, free_port(), "-m", "tests.trainers.several", str(folder), "2", *names]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    return [json.loads((folder / f"process-{i}.json").read_text()) for i in (0, 1)]
+
+
+def alone(folder: Path, what: str) -> dict[str, Any]:
+    return several.outcome(what, folder, 1)
+
+
+def check_same_update(one: dict[str, Any], two: dict[str, Any]) -> None:
+    for wanted, found in zip(one["steps"], two["steps"], strict=True):
+        assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+        assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-6)
+        assert found["samples"] == wanted["samples"]
+    assert two["weights"] == pytest.approx(one["weights"], rel=1e-5)
+
+
+def check_same_figures(one: dict[str, Any], two: dict[str, Any]) -> None:
+    for name in ("reward", "reward_low", "reward_high", "sampled", "zero_variance", "trained_tokens"):
+        for wanted, found in zip(one["steps"], two["steps"], strict=True):
+            assert found[name] == pytest.approx(wanted[name], abs=1e-9), name
+    for name in ("completion_tokens", "completion_tokens_max", "entropy", "ratio_mean", "ratio_max", "truncated"):
+        for wanted, found in zip(one["steps"], two["steps"], strict=True):
+            assert found[name] == pytest.approx(wanted[name], rel=1e-4), name
+    histograms = [[step["ratio_histogram"]["counts"] for step in run["steps"]] for run in (one, two)]
+    assert histograms[0] == histograms[1]
+
+
+def test_two_processes_of_torchrun_make_the_update_of_one_and_tell_of_all_rollouts(tmp_path):
+    """Without any of Accelerate's variables; the processes' replies differ in length, and so their token counts."""
+    first, second = launch(tmp_path / "two", TORCHRUN, "dapo", "online")
+    for what in ("dapo", "online"):
+        assert first[what]["processes"] == second[what]["processes"] == 2
+        assert first[what]["weights"] == second[what]["weights"]
+        check_same_update(alone(tmp_path / "one", what), first[what])
+    check_same_figures(alone(tmp_path / "again", "online"), first["online"])
+    told = [{key: value for key, value in step.items() if not key.endswith("_s")} for step in first["online"]["steps"]]
+    same = [{key: value for key, value in step.items() if not key.endswith("_s")} for step in second["online"]["steps"]]
+    assert told == same  # callbacks of both decide by the same figures
+    lines = (tmp_path / "two" / "online" / "run" / "results.jsonl").read_text().splitlines()
+    rows = {record["example_id"] for record in map(json.loads, lines) if record["step"] == 1}
+    assert len(rows) == 4  # of both processes, not of one
+
+
+@pytest.mark.slow
+def test_accelerate_launch_makes_the_same_update(tmp_path):
+    first, second = launch(tmp_path / "two", ACCELERATE, "grpo", "imitation")
+    for what in ("grpo", "imitation"):
+        assert first[what]["processes"] == 2
+        assert first[what]["weights"] == second[what]["weights"]
+        check_same_update(alone(tmp_path / "one", what), first[what])
+
+
+@pytest.mark.slow
+def test_adapters_failures_and_stopping_in_two_processes(tmp_path):
+    first, second = launch(tmp_path, TORCHRUN, "adapters", "half_down", "stopped", "all_down")
+    assert first["adapters"]["weights"] == second["adapters"]["weights"]  # drawn by one, given to the other
+    assert first["adapters"]["steps"][0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    for step in first["half_down"]["steps"]:
+        assert (step["samples"], step["failed"]) == (8, 8)
+    assert first["half_down"]["weights"] == second["half_down"]["weights"]
+    assert len(first["stopped"]["steps"]) == len(second["stopped"]["steps"]) == 1
+    for one in (first, second):
+        assert "all 16 rollouts of a step failed" in one["all_down"]["error"]
+        assert "the judge is down" in one["all_down"]["error"]
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"),
+    [
+        ("ACCELERATE_USE_FSDP", "FSDP"),
+        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+        ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism configuration"),
+    ],
+)
+def test_settings_that_would_shard_the_model_are_refused_in_one_sentence(tmp_path, monkeypatch, variable, name):
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(ValueError, match=f"{name} is asked for .*this trainer does not shard"):
+        several.online(tmp_path, 1)
+    with pytest.raises(ValueError, match=f"{name} is asked for"):
+        several.imitation(tmp_path, 1)
+
+
+def test_processes_that_do_not_find_one_another_are_refused(monkeypatch):
+    """This one has been set up alone already; then a launcher's variables say that it is one of two."""
+    accelerator()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"2 processes were started .* Accelerate sees 1"):
+        accelerator()
+
+
+def test_one_process_where_accelerate_was_asked_for_several_on_a_cpu_is_refused(monkeypatch):
+    """``accelerate launch --cpu --num_processes 2`` starts one, without a word."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ValueError, match="asked for several processes and started one"):
+        accelerator()
+
+
+def test_settings_of_accelerate_without_effect_are_said_so(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.warns(UserWarning, match="mixed_precision=bf16 of Accelerate has no effect here: say bf16=True"):
+        accelerator()
+
+
+def test_groups_are_never_split_over_processes():
+    import verifiers as vf
+
+    with pytest.raises(ValueError, match="of each of 2 processes must be a multiple of group_size = 8"):
+        vf.GRPOConfig(batch_size=4, group_size=8).check(processes=2)
+
+
+def test_rows_are_known_to_be_of_one_process_alone():
+    streams = [RowStream(range(10), seed=3, shard=(i, 2)) for i in (0, 1)]
+    first, second = (stream.take(4) for stream in streams)
+    assert not set(first) & set(second)
+    assert all(stream.is_apart for stream in streams)
+    for stream in streams:
+        stream.take(2)  # across the end of an epoch: a row may be in both
+        assert not stream.is_apart
