@@ -1,8 +1,13 @@
-"""What the store costs: a record and an append, and a run of 100,000 rollouts until it is ready to resume."""
+"""What the store costs: a record and an append; a run of 100,000 rollouts until it is ready to resume; a whole resume.
+
+python benchmarks/resume.py [-n ROLLOUTS] [--whole ROLLOUTS]
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -83,7 +88,57 @@ def main(n: int) -> None:
         measure("read all, sorted", lambda: sum(1 for _ in run.sorted_records()))
 
 
+def peak_mib() -> int:
+    """The most memory this process has held."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmHWM"))
+
+
+def evaluate(path: Path, n: int, words: int, *, resume: bool) -> None:
+    """One evaluation of ``n`` rows with replies of so many words; a resumed one prints what it took."""
+    import verifiers as vf
+
+    class Canned:
+        async def complete(self, request: Any) -> Any:
+            return vf.Completion(message={"role": "assistant", "content": "word " * words})
+
+    rows = [{"question": f"What is {number}+{number}?", "answer": str(2 * number)} for number in range(n)]
+    env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([lambda completion, answer: 1.0, lambda answer: 0.5]))
+    len(env.get_eval_dataset())
+    before = peak_mib()
+    cpu, wall = time.process_time(), time.perf_counter()
+    results = env.evaluate(
+        client=Canned(), model="canned", results_path=path, resume=resume, max_concurrent=256, use_tqdm=False
+    )
+    assert len(results.rewards) == n, results
+    took = f"{time.process_time() - cpu:7.2f} s CPU {time.perf_counter() - wall:7.2f} s wall"
+    if resume:
+        size = (path / "results.jsonl").stat().st_size / n / 1000
+        print(f"resume {n:,} rows of {size:.1f} kB, 1% missing   {took}, {peak_mib() - before} MiB on {before} MiB")
+
+
+def measure_whole(n: int) -> None:
+    """Resume in a process of its own, for short and for long replies: from the call to its results."""
+    for words in (100, 2000):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "run")
+            _spawn("make", path, n, words)
+            os.truncate(path / "results.jsonl", (path / "results.jsonl").stat().st_size * 99 // 100)
+            _spawn("resume", path, n, words)
+
+
+def _spawn(kind: str, path: Path, n: int, words: int) -> None:
+    subprocess.run([sys.executable, __file__, "--worker", kind, str(path), str(n), str(words)], check=True)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        kind, path, n, words = sys.argv[2:]
+        evaluate(Path(path), int(n), int(words), resume=kind == "resume")
+        raise SystemExit
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-n", type=int, default=100_000)
-    main(parser.parse_args().n)
+    parser.add_argument("-n", type=int, default=100_000, help="rollouts of the store's own figures")
+    parser.add_argument("--whole", type=int, default=200_000, help="rollouts of the run that is resumed whole")
+    asked = parser.parse_args()
+    main(asked.n)
+    measure_whole(asked.whole)

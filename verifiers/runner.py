@@ -122,7 +122,7 @@ class Run:
         self._generation = _gate(self.limits.generation)
         self._scoring = _gate(self.limits.scoring)
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        with _long_lived, interruptible(self._interrupt):
+        with long_lived, interruptible(self._interrupt):
             try:
                 await self._start_workers()
                 if self._tasks:
@@ -134,7 +134,7 @@ class Run:
                     raise
             finally:
                 await _cancel(self._tasks)
-                _long_lived.rollouts += len(self.done)
+                long_lived.rollouts += len(self.done)
         self.done.sort(key=lambda item: item[0].position)
         return self.done
 
@@ -291,7 +291,7 @@ class _LongLived:
             gc.freeze()
 
 
-_long_lived = _LongLived()
+long_lived = _LongLived()
 
 
 _Listening = tuple[list[Callable[[], None]], Any]

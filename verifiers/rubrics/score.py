@@ -119,7 +119,4 @@ def write_advantages(states: Sequence[State]) -> None:
         return
     mean = sum(state["reward"] for state in valid) / len(valid)
     for state in valid:
-        state["advantage"] = advantage = state["reward"] - mean
-        for step in state.get("trajectory") or ():
-            if step.get("advantage") is None:
-                step["advantage"] = advantage
+        state.note_advantage(state["reward"] - mean)

@@ -9,7 +9,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from verifiers.files import open_regular, open_to_write
+
 CHUNK = 1 << 20
+LONGEST_LINE = 512 << 20  # bytes; a file whose lines are longer holds no rollouts
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -33,7 +36,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags | os.O_CREAT, 0o666)
+    fd = open_to_write(path, flags)
     try:
         yield fd
     except OSError as error:  # writing to a number, the system knows no name
@@ -66,14 +69,21 @@ def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
 
 def last_line_start(fd: int) -> int:
     """Where the unfinished last line begins, just after the last newline; the end of the file if it is finished."""
-    end = os.fstat(fd).st_size
+    size = end = os.fstat(fd).st_size
     while end > 0:
+        if size - end > LONGEST_LINE:
+            raise too_long(None)
         start = max(0, end - CHUNK)
         newline = os.pread(fd, end - start, start).rfind(b"\n")
         if newline >= 0:
             return start + newline + 1
         end = start
     return 0
+
+
+def too_long(name: str | None) -> OSError:
+    """The error of a file whose lines have no end."""
+    return OSError(errno.EFBIG, f"a line has more than {LONGEST_LINE >> 20} MiB, so these are no rollouts", name)
 
 
 def cut_partial_line(fd: int) -> None:
@@ -87,7 +97,7 @@ def append_missing(path: Path, lines: Iterable[bytes]) -> None:
     """Append the lines that a file does not hold yet, durably; so a repetition after a crash adds nothing twice."""
     with opened(path, os.O_RDWR | os.O_APPEND) as fd:
         cut_partial_line(fd)
-        with open(path, "rb") as known_lines:
+        with open_regular(path) as known_lines:
             known = {_digest(line) for line in known_lines}
         for line in lines:
             if (digest := _digest(line)) not in known:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from verifiers.files import read_regular
 from verifiers.store.appender import SYNC_EVERY_S, Appender
 from verifiers.store.config import differences, fingerprint, normalise
 from verifiers.store.disk import replace_file, sync_folder
@@ -23,6 +24,7 @@ from verifiers.store.record import Key, Record
 
 DEFAULT_ROOT = Path("outputs/evals")
 FORMAT = 1
+MOST_METADATA = 64 << 20  # bytes
 _MAX_NAME_BYTES = 200  # file systems take 255
 # Readers of 0.1.x look for these beside, not inside, the configuration.
 _CLASSIC_KEYS = ("env_args", "base_url", "num_examples", "rollouts_per_example", "sampling_args", "state_columns")
@@ -105,10 +107,11 @@ class RunDir:
     def metadata(self) -> dict[str, Any]:
         """What ``metadata.json`` says now; empty if there is none."""
         try:
-            metadata: dict[str, Any] = msgspec.json.decode(self.metadata_path.read_bytes(), type=dict[str, Any])
+            text = read_regular(self.metadata_path, most=MOST_METADATA)
+            metadata: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
         except FileNotFoundError:
             return {}
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{self.metadata_path} is damaged: {error}") from error
         return metadata
 

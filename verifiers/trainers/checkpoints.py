@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from verifiers.engine.gguf_model import quietly
+from verifiers.files import open_regular, read_regular
 from verifiers.store.disk import sync_folder
 from verifiers.trainers.weights import Weights
 
 STATE, TENSORS = "trainer.json", "trainer.pt"
+MOST_STATE = 64 << 20  # bytes
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -83,8 +85,9 @@ def _python_rng() -> list[Any]:
 def load(path: Path, weights: Weights) -> dict[str, Any]:
     """Put weights, optimizer and random numbers back as they were; the rest of the state is returned."""
     try:
-        state: dict[str, Any] = json.loads((path / STATE).read_text())
-        tensors = torch.load(path / TENSORS, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = json.loads(read_regular(path / STATE, most=MOST_STATE))
+        with open_regular(path / TENSORS) as file:
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"{path} is no checkpoint: it has no {STATE} and {TENSORS}") from None
     shapes = dict(zip(weights.names, (tuple(one.shape) for one in weights.masters), strict=True))

@@ -10,7 +10,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from verifiers.files import open_regular
 from verifiers.store import Appender, Record, RunDir, example_key, read_records, to_record
+from verifiers.store.checksum import is_intact
 from verifiers.store.disk import append_missing, replace_file
 from verifiers.store.mending import DAMAGED, mend_last_line
 
@@ -156,7 +158,7 @@ def _keep_until(step: int, path: Path) -> None:
     if not path.exists():
         return
     mend_last_line(path)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         replace_file(path, _lines_until(step, file, path.with_name(DAMAGED)))
 
 
@@ -164,6 +166,8 @@ def _lines_until(step: int, file: BinaryIO, damaged: Path) -> Iterator[bytes]:
     decode = msgspec.json.Decoder(_Stepped).decode
     for line in file:
         try:
+            if not is_intact(line):
+                raise msgspec.DecodeError
             found = decode(line).step
         except _UNREADABLE:
             append_missing(damaged, [line])
