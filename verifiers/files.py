@@ -46,11 +46,10 @@ def open_to_write(path: str | os.PathLike[str], flags: int) -> int:
 def read_regular(path: str | os.PathLike[str], *, most: int) -> bytes:
     """All of a file that has at most so many bytes."""
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > most:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(size) if size <= most else b""
+        if size > most or (len(content) == size and file.read(1)):  # it has no size of its own, or grew
             raise TooLargeError(path, most)
-        content = file.read(most + 1)
-    if len(content) > most:  # it has no size of its own, or grew
-        raise TooLargeError(path, most)
     return content
 
 

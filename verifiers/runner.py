@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from verifiers.calls import is_cancelled
+from verifiers.errors import Interrupted
 from verifiers.progress import Progress, Tally
 from verifiers.rubrics.score import Score, note_scoring_time, write_score
 from verifiers.types import Row, State
@@ -32,11 +33,11 @@ ScoreGroup = Callable[[Sequence[State], Sequence[Score]], Awaitable[None]]
 Sink = Callable[["Job", State], None]
 
 
-class RunInterruptedError(KeyboardInterrupt):
-    """The run was stopped by Ctrl-C; ``results`` holds what was finished, and the run can be resumed."""
+class RunInterruptedError(Interrupted):
+    """The run was stopped by Ctrl-C, SIGTERM or SIGHUP; ``results`` holds what was finished, and it can be resumed."""
 
-    def __init__(self, message: str, results: Any = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, results: Any = None, signum: int = signal.SIGINT) -> None:
+        super().__init__(message, signum)
         self.results = results
 
 
@@ -108,6 +109,7 @@ class Run:
         self.progress = progress or Tally()
         self.done: list[tuple[Job, State]] = []
         self.is_stopping = False
+        self.signum: int = signal.SIGINT  # that stopped it, where one did
         self._next = iter(jobs)
         self._groups: dict[Any, _Group] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -212,9 +214,10 @@ class Run:
         self.done.append((job, state))
         self.progress.update(state)
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, signum: int) -> None:
         if not self.is_stopping:
             self.is_stopping = True
+            self.signum = signum
             self.progress.note(
                 "stopping: rollouts under way are finished and saved; press Ctrl-C again to stop at once"
             )
@@ -294,13 +297,14 @@ class _LongLived:
 long_lived = _LongLived()
 
 
-_Listening = tuple[list[Callable[[], None]], Any]
+OnInterrupt = Callable[[int], None]
+_Listening = tuple[list[OnInterrupt], dict[int, Any]]
 _listening: WeakKeyDictionary[asyncio.AbstractEventLoop, _Listening] = WeakKeyDictionary()
 
 
 @contextmanager
-def interruptible(on_interrupt: Callable[[], None]) -> Iterator[None]:
-    """While this lasts, Ctrl-C calls a function; only where the main thread runs the loop, else it changes nothing.
+def interruptible(on_interrupt: OnInterrupt) -> Iterator[None]:
+    """While this lasts, Ctrl-C, SIGTERM and SIGHUP call a function; only where the main thread runs the loop.
 
     Several runs may be under way in one loop: each is told, and the last to end gives the signal back.
     """
@@ -316,33 +320,53 @@ def interruptible(on_interrupt: Callable[[], None]) -> Iterator[None]:
         listeners.remove(on_interrupt)
         if not listeners:
             del _listening[loop]
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _listen(loop: asyncio.AbstractEventLoop) -> bool:
     if loop in _listening:
         return True
-    listeners: list[Callable[[], None]] = []
-    before = signal.getsignal(signal.SIGINT)
+    listeners: list[OnInterrupt] = []
+    before: dict[int, Any] = {}
 
     unheard = 0
+    is_told = False
 
-    def tell() -> None:
+    def tell(signum: int) -> None:
         nonlocal unheard
         unheard = 0
         for on_interrupt in listeners:
-            on_interrupt()
+            on_interrupt(signum)
 
-    def receive(*_: object) -> None:
-        nonlocal unheard
+    def receive(signum: int, _: object) -> None:
+        nonlocal unheard, is_told
+        if signum == HANGUP and is_told:
+            return  # a terminal that closes may say so several times
+        is_told = True
         unheard += 1
         if unheard > 1:  # a hook blocks the loop: nothing but an exception would get through
-            raise KeyboardInterrupt
-        loop.call_soon_threadsafe(tell)
+            raise Interrupted(signum=signum)
+        loop.call_soon_threadsafe(tell, signum)
 
     try:
-        signal.signal(signal.SIGINT, receive)
+        for number in _free_signals():
+            before[number] = signal.signal(number, receive)
     except ValueError:  # an interpreter within the interpreter
         return False
     _listening[loop] = listeners, before
     return True
+
+
+HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
+
+
+def _free_signals() -> list[int]:
+    """Ctrl-C, and of the signals that end a process those that nobody else handles or (``nohup``) ignores."""
+    others = [signal.SIGTERM] if HANGUP is None else [signal.SIGTERM, HANGUP]
+    return [signal.SIGINT, *(number for number in others if is_ours(signal.getsignal(number)))]
+
+
+def is_ours(handler: Any) -> bool:
+    """Does a signal end the process, by default or by a handler of this library?"""
+    return handler == signal.SIG_DFL or str(getattr(handler, "__module__", "")).startswith("verifiers.")

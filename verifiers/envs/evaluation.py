@@ -229,7 +229,8 @@ async def _run(
             results = _assemble(jobs, done, run_dir, kept, metadata, began)
     if run.is_stopping:
         where = f"; resume it with resume={str(run_dir.path)!r}" if run_dir is not None else ""
-        raise RunInterruptedError(f"stopped after {len(results.rollouts)} of {len(jobs)} rollouts{where}", results)
+        said = f"stopped after {len(results.rollouts)} of {len(jobs)} rollouts{where}"
+        raise RunInterruptedError(said, results, run.signum)
     return results
 
 

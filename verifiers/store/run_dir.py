@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -63,20 +64,30 @@ class RunDir:
 
     @classmethod
     def create_at(cls, path: str | os.PathLike[str], *, env_id: str, model: str, config: Mapping[str, Any]) -> RunDir:
-        """Make a run directory at this very path, which must not exist or be empty."""
+        """Make a run directory at this very path, which must not exist or be empty (it may be a mount point)."""
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        run, is_new = cls(path), not path.exists()
+        path.mkdir(parents=True, exist_ok=True)
+        run._check_empty()  # before anything is written to a folder that may be somebody's own
         try:
-            if path.is_dir() and {item.name for item in path.iterdir()} <= {f"{METADATA}.tmp"}:
-                # Nothing, or what a process left that was killed while it made this folder.
-                (path / f"{METADATA}.tmp").unlink(missing_ok=True)
-                path.rmdir()
-            path.mkdir()
-        except FileExistsError:
-            raise FileExistsError(f"{path} exists; resume it with RunDir.open, or choose another run id") from None
-        run = cls(path)
+            with run.lock():  # of two processes that find it empty, one makes the run
+                run._check_empty()
+                run._write_first(env_id, model, config)
+            sync_folder(path.parent)
+        except (OSError, MemoryError):
+            if is_new:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+        return run
+
+    def _check_empty(self) -> None:
+        # What may be there: leavings of a process that was killed while it made this folder, or of a new file system.
+        if not {item.name for item in self.path.iterdir()} <= {".lock", f"{METADATA}.tmp", "lost+found"}:
+            raise FileExistsError(f"{self.path} exists; resume it with RunDir.open, or choose another run id")
+
+    def _write_first(self, env_id: str, model: str, config: Mapping[str, Any]) -> None:
         stored = normalise(config)
-        run.update_metadata(
+        self.update_metadata(
             {
                 "env_id": env_id,
                 "model": model,
@@ -88,8 +99,6 @@ class RunDir:
                 "config_fingerprint": fingerprint(stored),
             }
         )
-        sync_folder(path.parent)
-        return run
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunDir:

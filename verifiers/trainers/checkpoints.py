@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from verifiers.trainers.weights import Weights
 
 STATE, TENSORS = "trainer.json", "trainer.pt"
 MOST_STATE = 64 << 20  # bytes
+ROOM_TO_WRITE = 1 << 20  # bytes; a disk that has less left is full
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -50,20 +53,57 @@ def save(
 ) -> Path:
     """Write a checkpoint of this step; with ``keep``, the oldest ones beyond so many are removed afterwards."""
     path, parts = checkpoint_path(root, step), root / f".step-{step:06d}.{os.getpid()}"
-    shutil.rmtree(parts, ignore_errors=True)
-    parts.mkdir(parents=True)
-    save_model(model, tokenizer, parts)
-    torch.save(_tensors(weights), parts / TENSORS)
-    (parts / STATE).write_text(json.dumps({**state, "step": step, "python_rng": _python_rng()}, indent=1))
-    for file in parts.iterdir():
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
-    shutil.rmtree(path, ignore_errors=True)
-    parts.rename(path)
+    with _whole_or_not_at_all(parts, path):
+        parts.mkdir(parents=True)
+        save_model(model, tokenizer, parts)
+        torch.save(_tensors(weights), parts / TENSORS)
+        (parts / STATE).write_text(json.dumps({**state, "step": step, "python_rng": _python_rng()}, indent=1))
+        for file in parts.iterdir():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+        shutil.rmtree(path, ignore_errors=True)
+        parts.rename(path)
     sync_folder(root)
     for old in checkpoints(root)[: -keep if keep else 0]:
         shutil.rmtree(old)
     return path
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
+@contextmanager
+def _whole_or_not_at_all(parts: Path, path: Path) -> Iterator[None]:
+    """What was written so far goes if not all of it can be, and the error says what the disk or the memory lacked."""
+    shutil.rmtree(parts, ignore_errors=True)
+    try:
+        yield
+    except BaseException as error:
+        reason = _reason(error, parts)
+        shutil.rmtree(parts, ignore_errors=True)
+        if reason is None:
+            raise
+        number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+        said = f"this checkpoint was not saved: {reason}; earlier ones are as they were, and training can be resumed"
+        raise CheckpointError(number, said, str(path)) from error
+
+
+def _reason(error: BaseException, parts: Path) -> str | None:
+    """What the machine lacked; None for an error of another kind. torch and safetensors hide the system's own error."""
+    if not isinstance(error, Exception):
+        return None
+    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if isinstance(error, MemoryError) or "can't allocate memory" in said or "out of memory" in said:
+        return "there is too little memory"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    try:
+        free = shutil.disk_usage(parts if parts.exists() else parts.parent).free
+    except OSError:
+        return said
+    is_full = free < ROOM_TO_WRITE or "No space left" in said
+    return os.strerror(errno.ENOSPC) if is_full else said
 
 
 def _tensors(weights: Weights) -> dict[str, Any]:
