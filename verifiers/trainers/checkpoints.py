@@ -41,7 +41,19 @@ def step_of(path: Path) -> int:
 
 
 def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:
-    """Write a model, or its adapters, and its tokenizer."""
+    """Write a model, or its adapters, and its tokenizer; of a new folder all or nothing."""
+    path = Path(path)
+    if path.exists():
+        _write_model(model, tokenizer, path)
+        return
+    parts = path.with_name(f".{path.name}.{os.getpid()}")
+    with _whole_or_not_at_all(parts, path, "model"):
+        parts.mkdir(parents=True)
+        _write_model(model, tokenizer, parts)
+        parts.rename(path)
+
+
+def _write_model(model: Any, tokenizer: Any, path: Path) -> None:
     with quietly():
         model.save_pretrained(path)
         if tokenizer is not None:
@@ -53,9 +65,9 @@ def save(
 ) -> Path:
     """Write a checkpoint of this step; with ``keep``, the oldest ones beyond so many are removed afterwards."""
     path, parts = checkpoint_path(root, step), root / f".step-{step:06d}.{os.getpid()}"
-    with _whole_or_not_at_all(parts, path):
+    with _whole_or_not_at_all(parts, path, "checkpoint"):
         parts.mkdir(parents=True)
-        save_model(model, tokenizer, parts)
+        _write_model(model, tokenizer, parts)
         torch.save(_tensors(weights), parts / TENSORS)
         (parts / STATE).write_text(json.dumps({**state, "step": step, "python_rng": _python_rng()}, indent=1))
         for file in parts.iterdir():
@@ -74,36 +86,37 @@ class CheckpointError(OSError):
 
 
 @contextmanager
-def _whole_or_not_at_all(parts: Path, path: Path) -> Iterator[None]:
+def _whole_or_not_at_all(parts: Path, path: Path, what: str) -> Iterator[None]:
     """What was written so far goes if not all of it can be, and the error says what the disk or the memory lacked."""
     shutil.rmtree(parts, ignore_errors=True)
     try:
         yield
     except BaseException as error:
-        reason = _reason(error, parts)
+        lacked = _lack(error, parts)
         shutil.rmtree(parts, ignore_errors=True)
-        if reason is None:
+        if lacked is None:
             raise
-        number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
-        said = f"this checkpoint was not saved: {reason}; earlier ones are as they were, and training can be resumed"
-        raise CheckpointError(number, said, str(path)) from error
+        reason = "there is too little memory" if lacked == errno.ENOMEM else os.strerror(lacked)
+        said = f"this {what} was not saved: {reason}; earlier ones are as they were, and training can be resumed"
+        raise CheckpointError(lacked, said, str(path)) from error
 
 
-def _reason(error: BaseException, parts: Path) -> str | None:
-    """What the machine lacked; None for an error of another kind. torch and safetensors hide the system's own error."""
-    if not isinstance(error, Exception):
-        return None
-    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _lack(error: BaseException, parts: Path) -> int | None:
+    """What the machine lacked, by its number; None for an error of another kind. Libraries hide the system's own."""
+    said = str(error)
     if isinstance(error, MemoryError) or "can't allocate memory" in said or "out of memory" in said:
-        return "there is too little memory"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    try:
+        return errno.ENOMEM
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    if found := re.search(r"\(os error (\d+)\)", said):  # safetensors
+        return int(found[1])
+    if not isinstance(error, RuntimeError):
+        return None
+    try:  # torch says that writing failed, and not why
         free = shutil.disk_usage(parts if parts.exists() else parts.parent).free
     except OSError:
-        return said
-    is_full = free < ROOM_TO_WRITE or "No space left" in said
-    return os.strerror(errno.ENOSPC) if is_full else said
+        return None
+    return errno.ENOSPC if free < ROOM_TO_WRITE else errno.EIO if "writ" in said else None
 
 
 def _tensors(weights: Weights) -> dict[str, Any]:
