@@ -111,6 +111,7 @@ def test_nothing_is_run_from_or_put_into_a_folder_that_others_can_change(
 ) -> None:
     """Nor from one in a folder that others can change: they would swap it for their own."""
     evil, built = evil_library(folder), built_in(folder)
+    built.unlink()  # rather than written over: it is mapped into this process
     built.write_bytes(evil.read_bytes())
     (folder / which).chmod(0o777)
     found = compiled.library(source(folder))
