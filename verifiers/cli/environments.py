@@ -42,7 +42,10 @@ def split_path(env_id: str, folder: str) -> tuple[str, str]:
 
 
 def _is_folder(env_id: str, path: Path) -> bool:
-    return ("/" in env_id or env_id == ".") and path.is_dir()
+    try:
+        return ("/" in env_id or env_id == ".") and path.is_dir()
+    except (OSError, ValueError):  # too long for a path, or with a zero in it
+        return False
 
 
 def load(env_id: str, folder: str, env_args: Mapping[str, Any], *, verbose: bool = False) -> Environment:

@@ -148,7 +148,7 @@ def _refuse(name: str, wanted: str, value: Any) -> RequestRefusedError:
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
-        raise _refuse(name, f"a number between -{LARGEST:g} and {LARGEST:g}", value)
+        raise _refuse(name, f"a finite number, of at most {LARGEST:g}", value)
     return float(value)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from verifiers.files import open_regular, open_to_write
 
 CHUNK = 1 << 20
-LONGEST_LINE = 512 << 20  # bytes; a file whose lines are longer holds no rollouts
+LONGEST_LINE = 256 << 20  # bytes; a file whose lines are longer holds no rollouts
 
 
 def write_all(fd: int, data: bytes) -> None:
