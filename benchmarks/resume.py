@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from verifiers.store import RunDir, encode, read_records, to_record
+from verifiers.store.checksum import is_intact, seal
 from verifiers.types import State, Usage
 
 
@@ -40,10 +41,11 @@ def state_of(example_id: int, *, fails: bool) -> State:
     )
 
 
-def measure(what: str, call: Callable[[], Any]) -> Any:
+def measure(what: str, call: Callable[[], Any], rows: int = 0) -> Any:
     cpu, wall = time.process_time(), time.perf_counter()
     result = call()
-    print(f"{what:44} {time.process_time() - cpu:7.2f} s CPU {time.perf_counter() - wall:7.2f} s wall")
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    print(f"{what:44} {cpu:7.2f} s CPU {wall:7.2f} s wall" + (f"  {rows / cpu:9,.0f} rows/s" if rows else ""))
     return result
 
 
@@ -51,17 +53,22 @@ def measure_append(run: RunDir, n: int = 20_000) -> None:
     """Microseconds of CPU for each step that a finished rollout takes into the file."""
     state = state_of(0, fails=False)
     record = to_record(state, rollout=0)
+    line = encode(record)
+    sealed = seal(line)
     with run.appender() as out:
         steps: dict[str, Callable[[], Any]] = {
             "to_record": lambda: to_record(state, rollout=0),
             "encode": lambda: encode(record),
-            "append (encoding included)": lambda: out.append(record),
+            "checksum": lambda: seal(line),
+            "checksum, compared": lambda: is_intact(sealed),
+            "append (encoding and checksum included)": lambda: out.append(record),
         }
         for name, step in steps.items():
             cpu = time.process_time()
             for _ in range(n):
                 step()
-            print(f"{name:44} {(time.process_time() - cpu) / n * 1e6:7.1f} µs CPU")
+            took = (time.process_time() - cpu) / n
+            print(f"{name:44} {took * 1e6:7.1f} µs CPU  {1 / took:9,.0f} rows/s")
 
 
 def append_all(run: RunDir, n: int) -> None:
@@ -77,12 +84,12 @@ def main(n: int) -> None:
         measure_append(RunDir.create(Path(folder), env_id="benchmark", model="append", config={}))
         run = RunDir.create(Path(folder), env_id="benchmark", model="none", config={})
         measure("make, record and append all (durably)", lambda: append_all(run, n))
-        measure("index", run.load_index)
-        measure("compact: 1% moved, the file rewritten", run.compact)
-        finished = measure("compact: nothing to move (a plain resume)", run.compact).finished
+        measure("index", run.load_index, n)
+        measure("compact: 1% moved, the file rewritten", run.compact, n)
+        finished = measure("compact: nothing to move (a plain resume)", run.compact, n).finished
         assert len(finished) == n - len(range(7, n, 100))
-        measure("read all records", lambda: sum(1 for _ in run.records()))
-        measure("read two columns of all", lambda: sum(1 for _ in read_records(run.path, ["reward", "task"])))
+        measure("read all records", lambda: sum(1 for _ in run.records()), n)
+        measure("read two columns of all", lambda: sum(1 for _ in read_records(run.path, ["reward", "task"])), n)
         measure("first page of 50 (index included)", lambda: run.page(0, 50))
         measure("last page of 50", lambda: run.page(len(finished) - 50, 50))
         measure("read all, sorted", lambda: sum(1 for _ in run.sorted_records()))
