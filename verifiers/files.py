@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 BUFFER = 1 << 20
+LONGEST_LINE = 256 << 20  # bytes; a file whose lines are longer holds no records
 # Opening a FIFO waits for its other end unless it is told not to; regular files do not care.
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
@@ -26,6 +28,14 @@ class TooLargeError(OSError):
 
     def __init__(self, path: str | os.PathLike[str], most: int) -> None:
         super().__init__(errno.EFBIG, f"this file is larger than {most >> 20} MiB, and is not read", os.fspath(path))
+
+
+class LineTooLongError(OSError):
+    """A file has a line that is longer than any record."""
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        said = f"a line has more than {LONGEST_LINE >> 20} MiB, so these are no records"
+        super().__init__(errno.EFBIG, said, None if path is None else os.fspath(path))
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -51,6 +61,16 @@ def read_regular(path: str | os.PathLike[str], *, most: int) -> bytes:
         if size > most or (len(content) == size and file.read(1)):  # it has no size of its own, or grew
             raise TooLargeError(path, most)
     return content
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file from where it stands to where it ends now; one that grows all the time has an end too."""
+    left = os.fstat(file.fileno()).st_size - file.tell()
+    while left > 0 and (line := file.readline(LONGEST_LINE)):
+        if len(line) == LONGEST_LINE:
+            raise LineTooLongError(file.name)
+        left -= len(line)
+        yield line
 
 
 def is_same_file(fd: int, path: str | os.PathLike[str]) -> bool:

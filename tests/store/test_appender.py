@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from verifiers.store import ResultsGoneError, RunDir, read_records
+from verifiers.store.appender import LOOK_EVERY_S
 
 Make = Callable[..., dict[str, Any]]
 
@@ -277,7 +278,7 @@ def test_a_forked_worker_that_outlives_its_parent_does_not_hold_the_run(run: Run
 
 
 @pytest.mark.parametrize("how", ["deleted", "with its folder", "replaced"])
-def test_a_file_that_is_deleted_while_it_is_written_is_noticed_by_the_next_append(
+def test_a_file_that_is_deleted_while_it_is_written_is_noticed_by_a_next_append(
     how: str, run: RunDir, make_record: Make
 ) -> None:
     out = run.appender()
@@ -290,6 +291,7 @@ def test_a_file_that_is_deleted_while_it_is_written_is_noticed_by_the_next_appen
         other = run.path / "other"
         other.write_bytes(b"")
         other.rename(run.results_path)
+    time.sleep(2 * LOOK_EVERY_S)
     with pytest.raises(ResultsGoneError, match="this file was deleted or replaced while the run wrote to it"):
         out.append(make_record(2))
     with pytest.raises(ResultsGoneError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from verifiers.store.mending import mend_last_line
 from verifiers.store.record import Record, encode
 
 SYNC_EVERY_S = 0.5
+LOOK_EVERY_S = 0.02  # whether the file is still there
 
 
 class ResultsGoneError(FileNotFoundError):
@@ -47,6 +49,7 @@ class Appender:
         self._is_unsynced = False
         self._sync_error: OSError | None = None
         self._is_gone = False
+        self._look_at = 0.0
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._syncer: threading.Thread | None = None
@@ -62,8 +65,9 @@ class Appender:
         line = seal(encode(record))
         with self._mutex:
             self._check_usable()
-            if not os.fstat(self._fd).st_nlink:
-                raise ResultsGoneError(self.path)
+            if (now := time.monotonic()) >= self._look_at:
+                self._look_at = now + LOOK_EVERY_S
+                self._check_there()
             if self._is_torn:
                 cut_partial_line(self._fd)
             self._is_torn = True
@@ -113,7 +117,13 @@ class Appender:
     def _check_usable(self) -> None:
         if self._is_closed:
             raise ValueError(f"the appender of {self.path} is closed; open another one")
-        self._raise_sync_error()
+        if self._is_gone or self._sync_error is not None:
+            self._raise_sync_error()
+
+    def _check_there(self) -> None:
+        if not os.fstat(self._fd).st_nlink:
+            self._is_gone = True
+            raise ResultsGoneError(self.path)
 
     def _raise_sync_error(self) -> None:
         if self._is_gone:

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verifiers.files import open_regular, open_to_write
+from verifiers.files import LONGEST_LINE, LineTooLongError, open_regular, open_to_write
 
 CHUNK = 1 << 20
-LONGEST_LINE = 256 << 20  # bytes; a file whose lines are longer holds no rollouts
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -72,18 +71,13 @@ def last_line_start(fd: int) -> int:
     size = end = os.fstat(fd).st_size
     while end > 0:
         if size - end > LONGEST_LINE:
-            raise too_long(None)
+            raise LineTooLongError
         start = max(0, end - CHUNK)
         newline = os.pread(fd, end - start, start).rfind(b"\n")
         if newline >= 0:
             return start + newline + 1
         end = start
     return 0
-
-
-def too_long(name: str | None) -> OSError:
-    """The error of a file whose lines have no end."""
-    return OSError(errno.EFBIG, f"a line has more than {LONGEST_LINE >> 20} MiB, so these are no rollouts", name)
 
 
 def cut_partial_line(fd: int) -> None:

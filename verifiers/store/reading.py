@@ -14,9 +14,8 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import msgspec
 
 from verifiers.errors import describe
-from verifiers.files import open_regular
+from verifiers.files import lines_of, open_regular
 from verifiers.store.checksum import FIELD, is_intact, is_sealed
-from verifiers.store.disk import LONGEST_LINE, too_long
 from verifiers.store.record import Key, Record, is_failed
 
 logger = logging.getLogger(__name__)
@@ -43,16 +42,6 @@ class _Head(msgspec.Struct):
     rollout: int | None = None
     reward: float | bool | None = None
     error: Any = None
-
-
-def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file from where it stands to where it ends now; one that grows all the time has an end too."""
-    left = os.fstat(file.fileno()).st_size - file.tell()
-    while left > 0 and (line := file.readline(LONGEST_LINE)):
-        if len(line) == LONGEST_LINE:
-            raise too_long(file.name)
-        left -= len(line)
-        yield line
 
 
 def scan(file: BinaryIO, start: int = 0, *, seen: Counter[int | str] | None = None) -> Iterator[Line]:

@@ -227,7 +227,7 @@ def safe_name(text: str) -> str:
 def _fingerprint_of(run: RunDir) -> str | None:
     try:
         found = run.metadata.get("config_fingerprint")
-    except ValueError:  # damaged: nobody's match
+    except (ValueError, OSError):  # damaged, or no file: nobody's match
         return None
     return found if isinstance(found, str) else None
 

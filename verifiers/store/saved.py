@@ -13,9 +13,9 @@ from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
-from verifiers.files import open_regular
+from verifiers.files import lines_of, open_regular
 from verifiers.store.checksum import is_intact
-from verifiers.store.reading import UNREADABLE, RecordDecoder, lines_of
+from verifiers.store.reading import UNREADABLE, RecordDecoder
 from verifiers.store.record import Key, Record
 from verifiers.types import Usage
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from verifiers.files import open_regular
+from verifiers.files import lines_of, open_regular
 from verifiers.store import Appender, Record, RunDir, example_key, read_records, to_record
 from verifiers.store.checksum import is_intact
 from verifiers.store.disk import append_missing, replace_file
@@ -164,7 +164,7 @@ def _keep_until(step: int, path: Path) -> None:
 
 def _lines_until(step: int, file: BinaryIO, damaged: Path) -> Iterator[bytes]:
     decode = msgspec.json.Decoder(_Stepped).decode
-    for line in file:
+    for line in lines_of(file):
         try:
             if not is_intact(line):
                 raise msgspec.DecodeError

@@ -16,10 +16,9 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from verifiers.files import open_regular
+from verifiers.files import lines_of, open_regular
 from verifiers.store import Key, Record, is_failed
 from verifiers.store.checksum import FIELD, is_intact
-from verifiers.store.reading import lines_of
 from verifiers.viewer.numbers import as_number
 
 MAX_METRICS: Final = 64  # a file with a new metric in each line must not fill the memory

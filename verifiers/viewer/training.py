@@ -13,9 +13,8 @@ from typing import Any
 
 import msgspec
 
-from verifiers.files import open_regular
+from verifiers.files import lines_of, open_regular
 from verifiers.store.checksum import FIELD, is_intact
-from verifiers.store.reading import lines_of
 from verifiers.viewer.numbers import as_number, known, mean
 
 MAX_SERIES = 128
