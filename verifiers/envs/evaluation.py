@@ -419,15 +419,16 @@ def _assemble(
     metadata: dict[str, Any],
     began: float,
 ) -> Results:
+    keys = [job.key for job in jobs]
     # One good attempt is enough: a saved rollout that could not be scored again with its group stays as it was.
     states = {job.key: state for job, state in done if state.get("error") is None or job.key not in kept}
     if run_dir is not None and kept:
-        rows = {key: job.row for job in jobs if (key := job.key) in kept and key not in states}
+        rows = {key: job.row for key, job in zip(keys, jobs, strict=True) if key in kept and key not in states}
         saved = SavedRollouts(run_dir.results_path)
         for key, found in saved.read(rows):
             row = rows[key]
             states[key] = SavedState(saved, found, row) if isinstance(found, int) else restored_state(found, row)
-    ordered = [states[job.key] for job in jobs if job.key in states]
+    ordered = [states[key] for key in keys if key in states]
     groups: dict[Any, list[State]] = {}
     for state in ordered:
         groups.setdefault(state.get("example_id"), []).append(state)

@@ -67,8 +67,12 @@ class SavedState(State):
         return State.__getitem__(self.load(), key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        if self._saved is not None and self._row is not None and key in _FIGURES:
-            return self._figure(self._saved, self._row, key)
+        saved = self._saved
+        if saved is not None and self._row is not None:
+            if key == "reward":  # what every report asks of every rollout, first
+                return saved.reward(self._number)
+            if key in _FIGURES:
+                return self._figure(saved, self._row, key)
         return State.get(self.load(), key, default)
 
     def __setitem__(self, key: str, value: Any) -> None:
