@@ -214,10 +214,10 @@ class Run:
         self.done.append((job, state))
         self.progress.update(state)
 
-    def _interrupt(self, signum: int) -> None:
+    def _interrupt(self) -> None:
         if not self.is_stopping:
             self.is_stopping = True
-            self.signum = signum
+            self.signum = _heard.get(asyncio.get_running_loop(), signal.SIGINT)
             self.progress.note(
                 "stopping: rollouts under way are finished and saved; press Ctrl-C again to stop at once"
             )
@@ -297,8 +297,9 @@ class _LongLived:
 long_lived = _LongLived()
 
 
-OnInterrupt = Callable[[int], None]
+OnInterrupt = Callable[[], None]
 _Listening = tuple[list[OnInterrupt], dict[int, Any]]
+_heard: WeakKeyDictionary[asyncio.AbstractEventLoop, int] = WeakKeyDictionary()  # the last signal
 _listening: WeakKeyDictionary[asyncio.AbstractEventLoop, _Listening] = WeakKeyDictionary()
 
 
@@ -336,8 +337,9 @@ def _listen(loop: asyncio.AbstractEventLoop) -> bool:
     def tell(signum: int) -> None:
         nonlocal unheard
         unheard = 0
+        _heard[loop] = signum
         for on_interrupt in listeners:
-            on_interrupt(signum)
+            on_interrupt()
 
     def receive(signum: int, _: object) -> None:
         nonlocal unheard, is_told
