@@ -15,6 +15,7 @@ import click
 from verifiers.errors import Interrupted
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+SHOWN_CHARS = 500  # of a path
 _NO_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc")  # of torch, which raises RuntimeError
 
 
@@ -58,7 +59,8 @@ def said_in_one_sentence() -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.EPIPE or error.strerror is None:
             raise
-        what = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+        name = "" if error.filename is None else str(error.filename)
+        what = ": ".join([*([name if len(name) <= SHOWN_CHARS else f"{name[:60]}…"] if name else []), error.strerror])
         raise click.ClickException(printable(what)) from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
