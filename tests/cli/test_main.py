@@ -125,3 +125,9 @@ def test_too_little_memory_is_one_sentence(run, tmp_path, error):
     (home / "greedy_toy.py").write_text(f"def load_environment():\n    raise {error}\n")
     done = run("eval", "greedy-toy", "-p", str(home.parent), "-m", "fake", code=1)
     assert "the environment 'greedy-toy' cannot be loaded: there is too little memory" in " ".join(done.stderr.split())
+
+
+def test_serving_beyond_this_machine_needs_a_key_or_insecure(run):
+    said = " ".join(run("serve", "local", "--host", "0.0.0.0", code=2).stderr.split())
+    assert "--host 0.0.0.0 without a key lets whoever reaches it use the model and replace its weights" in said
+    assert "--insecure if that is meant" in said

@@ -309,7 +309,7 @@ def chars_in(value: Any, *, stop_after: int) -> int:
     """The characters of all texts in a request, and one for each thing in it; counting ends once there are too many.
 
     >>> chars_in(["2+2?", {"role": "user"}], stop_after=100), chars_in(["a" * 50, "b" * 50], stop_after=10)
-    (16, 51)
+    (16, 53)
     """
     waiting, found = [value], 0
     while waiting and found <= stop_after:
