@@ -112,6 +112,18 @@ def test_a_long_prompt_that_could_fit_is_tokenized_in_a_thread_while_health_answ
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("words", [1, 300])
+def test_many_prompts_in_one_request_are_tokenized_while_health_answers(server: LocalServer, words: int) -> None:
+    async def main() -> None:
+        prompts = ["hello world " * words + str(i) for i in range(1000)]
+        async with watched_health(server) as took, aiohttp.ClientSession() as session:
+            status, _ = await post(session, f"{server.url}/completions", {"prompt": prompts, "max_tokens": 1})
+        assert status == (200 if words == 1 else 400)  # 300 words do not fit
+        assert max(took) < PATIENT_S
+
+    asyncio.run(main())
+
+
 def test_prompts_times_n_have_a_limit(server: LocalServer) -> None:
     async def main() -> list[tuple[int, Any]]:
         async with aiohttp.ClientSession() as session:

@@ -18,7 +18,7 @@ from verifiers.clients import wire
 from verifiers.clients.hosts import is_own_host
 from verifiers.clients.protocol import Request
 from verifiers.engine.engine import EngineFullError
-from verifiers.engine.local_model import LocalModel
+from verifiers.engine.local_model import SHORT_CHARS, LocalModel
 from verifiers.engine.replies import Prompt, envelope, usage_of_completion, write_logprobs
 from verifiers.engine.shares import Shares
 from verifiers.engine.streams import Piece, ReplyStream
@@ -165,7 +165,9 @@ class ServedModel:
         async with shares.turn(_client_of(http), choices + (http.content_length or 0) // WORK_BYTES):
             if is_stream:
                 return await self._stream(http, asked[0], wants_usage=wants_usage)
-            replies = await _together([self.model.complete(request) for request in asked])
+            is_long = (http.content_length or 0) > SHORT_CHARS
+            complete = self.model.complete_in_thread if is_long else self.model.complete
+            replies = await _together([complete(request) for request in asked])
         raws = [reply.raw for reply in replies]
         for raw in raws:
             self._count(raw["usage"])

@@ -89,8 +89,15 @@ class LocalModel(OpenAILooks):
 
     async def complete(self, request: Request) -> Completion:
         """The reply to a request; with ``n`` above 1 the others are in ``completion.raw["choices"]``."""
+        return await self._complete(request, in_thread=False)
+
+    async def complete_in_thread(self, request: Request) -> Completion:
+        """The same, tokenized in a thread however short it is: for one of many that come at once."""
+        return await self._complete(request, in_thread=True)
+
+    async def _complete(self, request: Request, *, in_thread: bool) -> Completion:
         ready = await self.ready()
-        prompt = await self._prepared(ready, request)
+        prompt = await self._prepared(ready, request, in_thread)
         watches: list[OnToken] | None = None
         if prompt.options.stop:
             watches = [StopWatch(ready.codec, prompt.options.stop) for _ in range(prompt.options.n)]
@@ -102,7 +109,7 @@ class LocalModel(OpenAILooks):
     async def stream(self, request: Request) -> ReplyStream:
         """A reply piece by piece: ``async for piece in await model.stream(request)``."""
         ready = await self.ready()
-        prompt = await self._prepared(ready, request)
+        prompt = await self._prepared(ready, request, in_thread=False)
         return ReplyStream(ready, prompt, lambda generated: self._choice(ready, prompt, generated))
 
     def _choice(self, loaded: Loaded, prompt: Prompt, generated: Generated) -> Choice:
@@ -113,10 +120,10 @@ class LocalModel(OpenAILooks):
 
     # --- a request's tokens ---------------------------------------------------------------------------------------
 
-    async def _prepared(self, loaded: Loaded, request: Request) -> Prompt:
+    async def _prepared(self, loaded: Loaded, request: Request, in_thread: bool) -> Prompt:
         """The request's tokens: made here if it is short, else in a thread, where they hold up nobody."""
         given = (request.prompt, request.tools, request.sampling)
-        if chars_in(given, stop_after=SHORT_CHARS) <= SHORT_CHARS:
+        if not in_thread and chars_in(given, stop_after=SHORT_CHARS) <= SHORT_CHARS:
             return self._prompt(loaded, request)
         return await asyncio.to_thread(self._checked_prompt, loaded, request)
 
