@@ -18,6 +18,7 @@ import pytest
 
 import verifiers as vf
 from tests.support.evaluation import Plan
+from verifiers.store import ResultsGoneError
 
 Key = tuple[Any, int]
 
@@ -351,3 +352,18 @@ def test_a_full_disk_ends_the_run_with_an_error_that_names_the_file(
     assert replace(plan, resume=(path / "metadata.json").exists()).run() == {"rollouts": 200, "failed": 0}
     assert lines_of(path / "results.jsonl")[: len(saved)] == saved
     assert len(lines_of(path / "results.jsonl")) == 200
+
+
+def test_a_run_whose_results_are_deleted_while_it_goes_on_ends_with_an_error_that_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+
+    def reply(messages: Any) -> str:
+        if messages[-1]["content"] == "question 5":
+            (path / "results.jsonl").unlink()
+        time.sleep(0.03)
+        return "4"
+
+    rows = [{"question": f"question {i}", "answer": "4"} for i in range(40)]
+    env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([lambda completion: 1.0]))
+    with pytest.raises(ResultsGoneError, match="was deleted or replaced while the run wrote to it"):
+        env.evaluate(client=vf.FakeClient(reply), model="m", results_path=path, max_concurrent=1, use_tqdm=False)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +208,120 @@ def test_nothing_is_said_on_request(server: vf.FakeServer, tmp_path: Path) -> No
         _, shown = process.communicate(timeout=30)
     assert shown == ""
     assert json.loads(in_terminal(Plan(url=server.url, path=str(tmp_path / "other"), rows=2)))["rollouts"] == 4
+
+
+# --- SIGTERM, SIGHUP, and readers that leave --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
+def test_sigterm_and_sighup_end_a_run_as_gently_as_ctrl_c(
+    number: signal.Signals, server: vf.FakeServer, tmp_path: Path
+) -> None:
+    plan = Plan(url=server.url, path=str(tmp_path / "run"), rows=16, max_concurrent=8)
+    with plan.started() as process:
+        wait_for(lambda: len(records_of(tmp_path / "run")) >= 8, process)
+        process.send_signal(number)
+        if number == signal.SIGHUP:  # a terminal that closes may say so twice, and it is still gentle
+            process.send_signal(number)
+        said, _ = process.communicate(timeout=60)
+    saved = records_of(tmp_path / "run")
+    assert json.loads(said)["rollouts"] == len(saved) < 32
+    assert json.loads(said)["stopped"].startswith("stopped after ")
+    assert not any(record["error"] for record in saved)
+    check_resumable(plan, saved)
+
+
+def test_a_run_under_nohup_does_not_hear_that_its_terminal_closed(server: vf.FakeServer, tmp_path: Path) -> None:
+    plan = Plan(url=server.url, path=str(tmp_path / "run"), rows=4, repeats=2, max_concurrent=4)
+    with plan.started(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as process:
+        wait_for(lambda: len(records_of(tmp_path / "run")) >= 4, process)
+        process.send_signal(signal.SIGHUP)
+        said, _ = process.communicate(timeout=60)
+    assert json.loads(said) == {"rollouts": 8, "failed": 0}
+
+
+def test_a_handler_of_ones_own_for_sigterm_is_left_alone() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+
+    def reply(messages: Any) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "4"
+
+    env = vf.SingleTurnEnv(dataset=[{"question": "2+2?", "answer": "4"}], rubric=vf.Rubric([lambda: 1.0]))
+    try:
+        results = env.evaluate(client=vf.FakeClient(reply), model="m", use_tqdm=False)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert results["reward"] == [1.0]
+    assert heard == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda one: str(one)
+)
+def test_the_exit_code_of_vf_eval_names_the_signal(
+    number: signal.Signals, code: int, server: vf.FakeServer, tmp_path: Path
+) -> None:
+    root = Path(__file__).resolve().parent.parent
+    words = ["eval", "arithmetic", "-p", str(root / "environments"), "-m", "m", "-b", server.url, "-s", "-n", "40"]
+    command = [sys.executable, "-m", "verifiers", *words, "-r", "2", "-c", "4", "-k", "VF_TEST_KEY"]
+    environment = {**os.environ, "PYTHONPATH": str(root), "VF_TEST_KEY": "sk-test"}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("**/results.jsonl")), process)
+            process.send_signal(number)
+            said, complaints = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == code, complaints
+    assert f"stopped by {'Ctrl-C' if number == signal.SIGINT else number.name}" in said
+    assert "go on with: vf eval arithmetic" in said
+
+
+@pytest.mark.parametrize("program", ["a script", "vf eval"])
+def test_a_reader_of_stderr_that_goes_away_does_not_end_the_run(
+    program: str, server: vf.FakeServer, tmp_path: Path
+) -> None:
+    read_end, write_end = os.pipe()
+    root = Path(__file__).resolve().parent.parent
+    if program == "a script":
+        plan = Plan(url=server.url, path=str(tmp_path / "run"), rows=4, repeats=1, show=True)
+        command = [sys.executable, str(root / "tests/support/evaluation.py"), json.dumps(asdict(plan))]
+    else:
+        command = [sys.executable, "-m", "verifiers", "eval", "arithmetic", "-m", "fake", "-n", "4", "-r", "1", "-s"]
+        command += ["-p", str(root / "environments"), "--json"]
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=write_end,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    ) as process:
+        os.close(write_end)
+        os.close(read_end)  # before a word was said
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert json.loads(said)["rollouts"] == 4
+
+
+def test_a_clock_that_is_set_back_gives_no_negative_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from verifiers.cli.report import report
+
+    hours = itertools.count()
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 3600 * next(hours))  # an hour back at each look
+    rows = [{"question": f"{i}+{i}?", "answer": str(2 * i)} for i in range(3)]
+    env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([lambda state: state["example_id"] / 2]))
+    results = env.evaluate(client=vf.FakeClient("4"), model="m", results_path=tmp_path / "run", use_tqdm=False)
+    records = records_of(tmp_path / "run")
+    assert all(record[name] >= 0 for record in records for name in ("generation_ms", "scoring_ms", "total_ms"))
+    assert results.metadata["time_ms"] >= 0
+    for state in results.rollouts:
+        state["timing"]["total_ms"] = -3_600_000.0  # as runs of before may have saved it
+    assert any("worst:" in line for line in report(results))

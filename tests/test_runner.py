@@ -412,7 +412,7 @@ def test_garbage_that_outlives_a_run_is_collected_after_a_number_of_rollouts(mon
         return weakref.ref(node)
 
     env = vf.SingleTurnEnv(dataset=rows(5))
-    monkeypatch.setattr(runner._long_lived, "rollouts", 0)
+    monkeypatch.setattr(runner.long_lived, "rollouts", 0)
     left = leave_garbage()
     gc.freeze()
     gc.unfreeze()  # it is old now: only a collection over everything finds it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import traceback
 from typing import Any, ClassVar, Literal
 
@@ -15,6 +16,24 @@ class Error(Exception):
     """
 
     blame: ClassVar[Blame] = "infrastructure"
+
+
+class Interrupted(KeyboardInterrupt):
+    """The process was told to stop: by Ctrl-C (SIGINT), or by SIGTERM or SIGHUP, which mean the same here."""
+
+    def __init__(self, message: str = "", signum: int = signal.SIGINT) -> None:
+        super().__init__(*([message] if message else []))
+        self.signum = signum
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell reports a program that this signal ended."""
+        return 128 + self.signum
+
+    @property
+    def cause(self) -> str:
+        """Who said so, in words."""
+        return "Ctrl-C" if self.signum == signal.SIGINT else signal.Signals(self.signum).name
 
 
 class ModelError(Error):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import IO, Any, Protocol
+from collections.abc import Callable
+from typing import IO, Any, Protocol, cast
 
 from verifiers.types import State
 
@@ -56,12 +57,38 @@ class Tally:
         return f"{self.done}/{self.total} rollouts{failed}, {mean}{tokens}"
 
 
+class Enduring:
+    """A stream whose reader may go away: what is written after that is lost, and nothing else is."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._is_gone = False
+
+    def write(self, text: str) -> int:
+        self._try(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, step: Callable[..., Any], *args: Any) -> None:
+        if self._is_gone:
+            return
+        try:
+            step(*args)
+        except OSError:  # nobody reads, or the terminal was closed
+            self._is_gone = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class Lines(Tally):
     """A line on stderr every few seconds: for logs and pipes."""
 
     def __init__(self, stream: IO[str] | None = None, every_s: float = 10.0) -> None:
         super().__init__()
-        self.stream = stream or sys.stderr
+        self.stream = Enduring(stream or sys.stderr)
         self.every_s = every_s
         self.said_at = time.monotonic()
 
@@ -72,7 +99,8 @@ class Lines(Tally):
             self.note(self.line())
 
     def note(self, text: str) -> None:
-        print(text, file=self.stream, flush=True)
+        self.stream.write(f"{text}\n")
+        self.stream.flush()
 
     def stop(self) -> None:
         self.note(self.line())
@@ -98,7 +126,8 @@ class Bar(Tally):
             progress.TimeElapsedColumn(),
             progress.TimeRemainingColumn(),
         )
-        self.bar = progress.Progress(*columns, console=Console(stderr=True))
+        console = Console(file=cast(IO[str], Enduring(sys.stderr)))
+        self.bar = progress.Progress(*columns, console=console)
         self.task = self.bar.add_task(self.line(), total=total, completed=done)
         self.bar.start()
 

@@ -97,8 +97,9 @@ class Results:
             return list(self.scored)
         if field in _COLUMNS:
             return [state.get(field) for state in self.scored]
-        if name in self.metric_names:
-            return [(state.get("metrics") or {}).get(name) for state in self.scored]
+        column = [state.peek_metric(name) for state in self.scored]
+        if any(value is not None for value in column) or name in self.metric_names:
+            return column
         raise KeyError(f"there is no column {name!r}; there are {', '.join(self.keys())}")
 
     def __getattr__(self, name: str) -> Any:
@@ -111,7 +112,8 @@ class Results:
 
     @property
     def metric_names(self) -> list[str]:
-        return list(dict.fromkeys(name for state in self.scored for name in state.get("metrics") or ()))
+        names = dict.fromkeys(state.peek_metric_names() for state in self.scored)  # nearly all have the same ones
+        return list(dict.fromkeys(name for some in names for name in some))
 
     # --- figures --------------------------------------------------------------------------------------------------
 

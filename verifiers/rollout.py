@@ -105,7 +105,9 @@ def note_timing(state: State) -> None:
     timing = state.get("timing") or {}
     if "start_time" not in timing:
         return
-    timing["generation_ms"] = (time.time() - timing["start_time"]) * 1000
+    began = getattr(state, "began_at", None)  # the clock of the day may be set back meanwhile
+    took_s = time.time() - timing["start_time"] if began is None else time.perf_counter() - began
+    timing["generation_ms"] = max(took_s, 0.0) * 1000
     timing["total_ms"] = timing["generation_ms"] + timing.get("scoring_ms", 0.0)
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from verifiers.calls import is_cancelled
+from verifiers.errors import Interrupted
 from verifiers.progress import Progress, Tally
 from verifiers.rubrics.score import Score, note_scoring_time, write_score
 from verifiers.types import Row, State
@@ -32,11 +33,11 @@ ScoreGroup = Callable[[Sequence[State], Sequence[Score]], Awaitable[None]]
 Sink = Callable[["Job", State], None]
 
 
-class RunInterruptedError(KeyboardInterrupt):
-    """The run was stopped by Ctrl-C; ``results`` holds what was finished, and the run can be resumed."""
+class RunInterruptedError(Interrupted):
+    """The run was stopped by Ctrl-C, SIGTERM or SIGHUP; ``results`` holds what was finished, and it can be resumed."""
 
-    def __init__(self, message: str, results: Any = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, results: Any = None, signum: int = signal.SIGINT) -> None:
+        super().__init__(message, signum)
         self.results = results
 
 
@@ -108,6 +109,7 @@ class Run:
         self.progress = progress or Tally()
         self.done: list[tuple[Job, State]] = []
         self.is_stopping = False
+        self.signum: int = signal.SIGINT  # that stopped it, where one did
         self._next = iter(jobs)
         self._groups: dict[Any, _Group] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -122,7 +124,7 @@ class Run:
         self._generation = _gate(self.limits.generation)
         self._scoring = _gate(self.limits.scoring)
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        with _long_lived, interruptible(self._interrupt):
+        with long_lived, interruptible(self._interrupt):
             try:
                 await self._start_workers()
                 if self._tasks:
@@ -134,7 +136,7 @@ class Run:
                     raise
             finally:
                 await _cancel(self._tasks)
-                _long_lived.rollouts += len(self.done)
+                long_lived.rollouts += len(self.done)
         self.done.sort(key=lambda item: item[0].position)
         return self.done
 
@@ -215,6 +217,7 @@ class Run:
     def _interrupt(self) -> None:
         if not self.is_stopping:
             self.is_stopping = True
+            self.signum = _heard.get(asyncio.get_running_loop(), signal.SIGINT)
             self.progress.note(
                 "stopping: rollouts under way are finished and saved; press Ctrl-C again to stop at once"
             )
@@ -291,16 +294,18 @@ class _LongLived:
             gc.freeze()
 
 
-_long_lived = _LongLived()
+long_lived = _LongLived()
 
 
-_Listening = tuple[list[Callable[[], None]], Any]
+OnInterrupt = Callable[[], None]
+_Listening = tuple[list[OnInterrupt], dict[int, Any]]
+_heard: WeakKeyDictionary[asyncio.AbstractEventLoop, int] = WeakKeyDictionary()  # the last signal
 _listening: WeakKeyDictionary[asyncio.AbstractEventLoop, _Listening] = WeakKeyDictionary()
 
 
 @contextmanager
-def interruptible(on_interrupt: Callable[[], None]) -> Iterator[None]:
-    """While this lasts, Ctrl-C calls a function; only where the main thread runs the loop, else it changes nothing.
+def interruptible(on_interrupt: OnInterrupt) -> Iterator[None]:
+    """While this lasts, Ctrl-C, SIGTERM and SIGHUP call a function; only where the main thread runs the loop.
 
     Several runs may be under way in one loop: each is told, and the last to end gives the signal back.
     """
@@ -316,33 +321,54 @@ def interruptible(on_interrupt: Callable[[], None]) -> Iterator[None]:
         listeners.remove(on_interrupt)
         if not listeners:
             del _listening[loop]
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _listen(loop: asyncio.AbstractEventLoop) -> bool:
     if loop in _listening:
         return True
-    listeners: list[Callable[[], None]] = []
-    before = signal.getsignal(signal.SIGINT)
+    listeners: list[OnInterrupt] = []
+    before: dict[int, Any] = {}
 
     unheard = 0
+    is_told = False
 
-    def tell() -> None:
+    def tell(signum: int) -> None:
         nonlocal unheard
         unheard = 0
+        _heard[loop] = signum
         for on_interrupt in listeners:
             on_interrupt()
 
-    def receive(*_: object) -> None:
-        nonlocal unheard
+    def receive(signum: int, _: object) -> None:
+        nonlocal unheard, is_told
+        if signum == HANGUP and is_told:
+            return  # a terminal that closes may say so several times
+        is_told = True
         unheard += 1
         if unheard > 1:  # a hook blocks the loop: nothing but an exception would get through
-            raise KeyboardInterrupt
-        loop.call_soon_threadsafe(tell)
+            raise Interrupted(signum=signum)
+        loop.call_soon_threadsafe(tell, signum)
 
     try:
-        signal.signal(signal.SIGINT, receive)
+        for number in _free_signals():
+            before[number] = signal.signal(number, receive)
     except ValueError:  # an interpreter within the interpreter
         return False
     _listening[loop] = listeners, before
     return True
+
+
+HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
+
+
+def _free_signals() -> list[int]:
+    """Ctrl-C, and of the signals that end a process those that nobody else handles or (``nohup``) ignores."""
+    others = [signal.SIGTERM] if HANGUP is None else [signal.SIGTERM, HANGUP]
+    return [signal.SIGINT, *(number for number in others if is_ours(signal.getsignal(number)))]
+
+
+def is_ours(handler: Any) -> bool:
+    """Does a signal end the process, by default or by a handler of this library?"""
+    return handler == signal.SIG_DFL or str(getattr(handler, "__module__", "")).startswith("verifiers.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
@@ -212,11 +212,12 @@ class State(dict[str, Any]):
     metrics: dict[str, float] | None
     timing: RolloutTiming | None
     error: Error | None
-    # Attributes, so that they are never saved: who answers, resolved once from ``client``; whether a run has it; and
-    # why it is not known which tokens it was sampled as.
+    # Attributes, so that they are never saved: who answers, resolved once from ``client``; whether a run has it; why it
+    # is not known which tokens it was sampled as; when it began, by a clock that nobody sets.
     answerer: Any
     is_adopted: bool
     not_sampled: str
+    began_at: float
 
     def __getitem__(self, key: str) -> Any:
         if key in _FORWARDED and (row := dict.get(self, "input")) is not None and key in row:
@@ -233,6 +234,24 @@ class State(dict[str, Any]):
         if key in _FORWARDED and (row := dict.get(self, "input")) is not None and key in row:
             return row[key]
         return dict.get(self, key, default)
+
+    # Looked at without being loaded, where the state is still on disk: what comes back is not to be changed.
+
+    def peek_timing(self) -> Mapping[str, Any]:
+        return self.get("timing") or {}
+
+    def peek_metric(self, name: str) -> Any:
+        return (self.get("metrics") or {}).get(name)
+
+    def peek_metric_names(self) -> tuple[str, ...]:
+        return tuple(self.get("metrics") or ())
+
+    def note_advantage(self, advantage: float) -> None:
+        """Write how much better than its group the rollout is, and each turn of it that has no advantage of its own."""
+        self["advantage"] = advantage
+        for step in self.get("trajectory") or ():
+            if step.get("advantage") is None:
+                step["advantage"] = advantage
 
     def __contains__(self, key: object) -> bool:
         if dict.__contains__(self, key):

@@ -209,7 +209,7 @@ def test_ctrl_c_ends_with_130_and_the_command_to_go_on(start, folder):
     [
         (["arithmetc"], "Did you mean arithmetic?"),
         (["../etc"], "is not an environment id"),
-        (["json"], "'json' is not an environment: json has no load_environment()"),
+        (["json"], "'json' is not an environment: json is a module of Python"),
         (["arithmetic", "-a", '{"level": 1}'], "does not take ['level']; it takes difficulty"),
         (["arithmetic", "-a", "[1]"], "must be a JSON object"),
         (["arithmetic", "-a", ""], "this is not JSON: Expecting value at character 1"),

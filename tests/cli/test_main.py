@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 import subprocess
 import sys
 import tomllib
@@ -90,3 +92,42 @@ def test_the_shell_completes_commands_environments_flags_and_runs(repo, folder, 
     command = [sys.executable, "-c", "from verifiers.cli.main import main; main()"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert offered in done.stdout, done.stderr
+
+
+def test_a_full_disk_is_one_sentence(repo, tmp_path):
+    def small_files_only():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+
+    words = ["eval", "arithmetic", "-p", str(repo / "environments"), "-m", "fake", "-n", "9", "-s"]
+    done = subprocess.run(
+        [sys.executable, "-m", "verifiers", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(repo)},
+        preexec_fn=small_files_only,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    said = " ".join(done.stderr[done.stderr.index("Error: ") :].split())
+    assert said.startswith("Error: the run ended: ")
+    assert "results.jsonl: File too large; the run ends here: nothing more can be saved" in said
+
+
+@pytest.mark.parametrize(
+    "error", ["MemoryError()", "RuntimeError('DefaultCPUAllocator: can\\'t allocate memory: 9 GB')"]
+)
+def test_too_little_memory_is_one_sentence(run, tmp_path, error):
+    home = tmp_path / "mine" / "greedy_toy"
+    home.mkdir(parents=True)
+    (home / "greedy_toy.py").write_text(f"def load_environment():\n    raise {error}\n")
+    done = run("eval", "greedy-toy", "-p", str(home.parent), "-m", "fake", code=1)
+    assert "the environment 'greedy-toy' cannot be loaded: there is too little memory" in " ".join(done.stderr.split())
+
+
+def test_serving_beyond_this_machine_needs_a_key_or_insecure(run):
+    said = " ".join(run("serve", "local", "--host", "0.0.0.0", code=2).stderr.split())
+    assert "--host 0.0.0.0 without a key lets whoever reaches it use the model and replace its weights" in said
+    assert "--insecure if that is meant" in said

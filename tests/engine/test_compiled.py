@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import VOCABULARY, assert_exact, prompt_of, random_model  # noqa: E402
-from verifiers.engine import bare, c_functions, compiled, compiled_model, sampling, threads  # noqa: E402
+from verifiers.engine import bare, c_functions, compiled, compiled_model, private, sampling, threads  # noqa: E402
 from verifiers.engine.requests import Sampling  # noqa: E402
 from verifiers.engine.sampling import Knobs  # noqa: E402
 from verifiers.errors import ModelError  # noqa: E402
@@ -85,15 +85,115 @@ def test_what_does_not_compile_is_done_without_and_said(folder: Path, caplog: py
     assert not list((folder / "cache" / "compiled").iterdir())
 
 
+EVIL = "#include <stdint.h>\nint64_t add_one(int64_t x) { return 666; }\n"
+
+
+def evil_library(folder: Path) -> Path:
+    """A library of a stranger's, with the function that is asked for."""
+    (folder / "evil.c").write_text(EVIL)
+    words = ["cc", "-shared", "-fPIC", str(folder / "evil.c"), "-o", str(folder / "evil.so")]
+    subprocess.run(words, check=True)
+    return folder / "evil.so"
+
+
+def built_in(folder: Path) -> Path:
+    """The library that was compiled into the cache."""
+    assert compiled.library(source(folder)) is not None
+    compiled.library.cache_clear()
+    (built,) = (folder / "cache" / "compiled").iterdir()
+    return built
+
+
 @needs_compiler
-@pytest.mark.skipif(os.name != "posix", reason="modes of files")
-def test_code_is_not_run_from_a_folder_that_others_can_write_to(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "verifiers.engine")
-    shared = folder / "cache" / "compiled"
-    shared.mkdir(parents=True)
-    shared.chmod(0o777)
-    assert compiled.library(source(folder)) is None
-    assert "not yours alone" in caplog.text
+@pytest.mark.parametrize("which", ["cache/compiled", "cache", "."])
+def test_nothing_is_run_from_or_put_into_a_folder_that_others_can_change(
+    which: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor from one in a folder that others can change: they would swap it for their own."""
+    evil, built = evil_library(folder), built_in(folder)
+    built.unlink()  # rather than written over: it is mapped into this process
+    built.write_bytes(evil.read_bytes())
+    (folder / which).chmod(0o777)
+    found = compiled.library(source(folder))
+    assert found is not None
+    assert found.add_one(41) == 42
+    assert f"{folder / which} can be written by others".replace("/.", "") in caplog.text.replace("/.", "")
+    assert built.read_bytes() == evil.read_bytes()
+    (folder / which).chmod(0o700)
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", ["written by all", "written by the group", "a link", "of another user", "no library"])
+def test_a_library_that_another_could_have_written_is_compiled_again(how: str, folder: Path) -> None:
+    evil, built = evil_library(folder), built_in(folder)
+    built.unlink()
+    if how == "a link":
+        built.symlink_to(evil)
+    else:
+        built.write_bytes(b"no library" if how == "no library" else evil.read_bytes())
+        built.chmod({"written by all": 0o777, "written by the group": 0o775}.get(how, 0o755))
+    if how == "of another user" or (how == "written by the group" and os.geteuid() == 0):
+        if os.geteuid() != 0:
+            pytest.skip("only root gives files away")
+        os.chown(built, 65534 if how == "of another user" else -1, 65534)
+    found = compiled.library(source(folder))
+    assert found is not None
+    assert found.add_one(41) == 42
+    assert not built.is_symlink()
+    assert built.stat().st_uid == os.geteuid()
+    assert built.stat().st_mode & 0o777 == 0o700
+
+
+@needs_compiler
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_a_folder_that_is_swapped_after_it_was_checked_changes_nothing(folder: Path) -> None:
+    evil, built = evil_library(folder), built_in(folder)
+    handle = private.open_private_folder(built.parent)
+    built.parent.rename(folder / "cache" / "away")
+    built.parent.mkdir()
+    built.write_bytes(evil.read_bytes())
+    assert compiled._load(handle, built.name).add_one(41) == 42
+    os.close(handle)
+
+
+@needs_compiler
+def test_libraries_that_are_loaded_one_after_another_are_not_mistaken_for_each_other(folder: Path) -> None:
+    found = []
+    for number in range(4):
+        path = folder / f"other{number}.c"
+        path.write_text(f"#include <stdint.h>\nint64_t number(void) {{ return {number}; }}\n")
+        found.append(compiled.library(path))
+    assert [library.number() for library in found if library is not None] == [0, 1, 2, 3]
+
+
+UNDEFINED = """
+#include <stdio.h>
+#include "numbers.h"
+int main(void) {
+    float odd[] = {NAN, -NAN, INFINITY, -INFINITY, -1e30f, 1e30f, -87.0f, -87.5f, 88.0f, 0.0f, -0.0f};
+    for (unsigned i = 0; i < sizeof odd / sizeof *odd; i++) printf("%.9g\\n", exp_of(odd[i]));
+    for (float x = -87.0f; x < 88.0f; x += 0.37f)
+        if (fabsf(exp_of(x) / expf(x) - 1.0f) > 4e-7f) return 2;
+    return 0;
+}
+"""
+
+
+@needs_compiler
+def test_the_exponential_function_does_nothing_undefined_whatever_it_is_given(folder: Path) -> None:
+    (folder / "try.c").write_text(UNDEFINED)
+    checks = ["-fsanitize=undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
+    words = ["cc", "-O2", "-I", str(Path(compiled.__file__).parent), *checks, str(folder / "try.c"), "-lm"]
+    made = subprocess.run([*words, "-o", str(folder / "try")], capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"this compiler has no sanitizer: {made.stderr.strip()[-200:]}")
+    done = subprocess.run([str(folder / "try")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first = [float(line) for line in done.stdout.split()]
+    assert math.isnan(first[0])
+    assert math.isnan(first[1])
+    assert first[3:5] == [0.0, 0.0]
+    assert first[-2:] == [1.0, 1.0]
 
 
 @needs_compiler

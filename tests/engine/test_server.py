@@ -288,13 +288,10 @@ def test_a_key_is_asked_for_and_never_repeated(setup: Setup) -> None:
         assert call(f"{server.url}/models", headers={"Authorization": "Bearer sk-right"})[0] == 200
 
 
-def test_it_listens_on_this_machine_only_and_not_to_web_pages(setup: Setup, caplog: Any) -> None:
+def test_it_listens_on_this_machine_only_and_not_to_web_pages(setup: Setup) -> None:
     assert setup.server.url.startswith("http://127.0.0.1:")
     body = {"model": "tiny", "messages": USER, "max_tokens": 1}
     assert call(f"{setup.server.url}/chat/completions", body, {"Origin": "https://evil.example"})[0] == 403
-    with LocalServer(setup.local, host="0.0.0.0") as server:
-        assert call(f"{server.root}/health")[0] == 200
-    assert "without an API key" in caplog.text
 
 
 def test_a_full_queue_is_a_429_with_retry_after(setup: Setup) -> None:
@@ -322,7 +319,7 @@ def test_a_request_that_its_client_dropped_is_freed(setup: Setup, stream: bool) 
     content = json.dumps(body).encode()
     sampled = engine.tokens
     with socket.create_connection(("127.0.0.1", setup.server.port)) as connection:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
         connection.sendall(head.encode() + content)
         wait_until(lambda: bool(engine.live))
     wait_until(lambda: not engine.live)

@@ -150,3 +150,54 @@ def test_a_module_that_failed_to_load_is_tried_again(folder: Path) -> None:
         vf.load_environment("toy-broken", environments_dir=folder)
     (folder / "toy_broken" / "toy_broken.py").write_text(SOURCE + "# longer than before, and mended\n")
     assert len(vf.load_environment("toy-broken", environments_dir=folder).get_dataset()) == 2
+
+
+# --- nonsense ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["verifiers", "verifiers.envs.loading", "org/verifiers@0.1"])
+def test_the_library_itself_is_no_environment(name: str) -> None:
+    with pytest.raises(ValueError, match=r"not an environment: verifiers\S* is this library itself"):
+        vf.load_environment(name)
+
+
+@pytest.mark.parametrize("name", ["antigravity", "json", "os.path", "idlelib"])
+def test_modules_of_python_are_no_environments_and_are_not_run_to_find_out(name: str) -> None:
+    sys.modules.pop("antigravity", None)
+    with pytest.raises(ValueError, match="is a module of Python; vf list shows what there is"):
+        vf.load_environment(name)
+    assert "antigravity" not in sys.modules  # it would have opened a browser
+
+
+def test_an_environment_beside_a_module_of_pythons_name_is_found(folder: Path) -> None:
+    (folder / "json_env").mkdir()
+    (folder / "json_env" / "json_env.py").write_text(SOURCE)
+    try:
+        assert len(vf.load_environment("json", environments_dir=folder).get_dataset()) == 2
+    finally:
+        sys.modules.pop("json_env", None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a" * 5000, "a-" * 2500 + "a", "org/" + "b" * 5000, "c@" + "1" * 5000, "d." * 3000 + "d", "é", "a\0b", "", " "],
+)
+def test_an_id_that_can_be_none_is_one_sentence(name: str) -> None:
+    with pytest.raises(ValueError, match="is not an environment id; ids look like") as error:
+        vf.load_environment(name)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("name", [None, 7, b"toy", ["toy"]])
+def test_what_is_no_text_is_no_id(name: object) -> None:
+    with pytest.raises(ValueError, match=r"no environment|not an environment id"):
+        vf.load_environment(name)  # type: ignore[arg-type]
+
+
+def test_a_package_that_ends_the_program_when_it_is_imported_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy_exits.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="'toy_exits' ends the program when it is imported"):
+        vf.load_environment("toy_exits")

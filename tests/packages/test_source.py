@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -120,3 +121,101 @@ def test_a_folder_lists_its_environments_and_skips_the_rest(tmp_path, package):
     (tmp_path / "notes").mkdir()
     local = [listed for listed in list_environments(tmp_path) if listed.is_local]
     assert [listed.package.name for listed in local] == ["My-Env", "plain"]
+
+
+# --- wheels that are traps --------------------------------------------------------------------------------------------
+
+ABOUT = "Metadata-Version: 2.1\nName: my-env\nVersion: 0.1\n"
+
+
+def packed(path: Path, sizes: dict[str, int], *, way: int = zipfile.ZIP_DEFLATED) -> Path:
+    """A wheel whose files hold so many spaces after what they should hold: small packed, large unpacked."""
+    with zipfile.ZipFile(path, "w", way) as archive:
+        for name, size in {"my_env.py": 0, "my_env-0.1.dist-info/METADATA": 0, **sizes}.items():
+            with archive.open(name, "w", force_zip64=True) as file:
+                file.write((ABOUT if name.endswith("METADATA") else MODULE).encode())
+                for start in range(0, size, 1 << 20):
+                    file.write(b" " * min(1 << 20, size - start))
+    return path
+
+
+def test_a_small_wheel_is_read(tmp_path: Path) -> None:
+    assert read_wheel(packed(tmp_path / "a.whl", {"my_env.py": 1000})).module == "my_env"
+
+
+@pytest.mark.parametrize("name", ["my_env.py", "my_env-0.1.dist-info/METADATA"])
+def test_a_small_wheel_with_a_huge_module_or_huge_metadata_is_refused_before_it_is_unpacked(
+    name: str, tmp_path: Path
+) -> None:
+    path = packed(tmp_path / "bomb.whl", {name: 300 << 20})
+    assert path.stat().st_size < 1 << 20
+    tracemalloc.start()
+    try:
+        with pytest.raises(NotAnEnvironmentError, match=r"has 315 MB; no module or metadata has more than 4 MiB"):
+            read_wheel(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20
+
+
+def declare(path: Path, name: str, size: int) -> None:
+    """Write another size into the wheel's directory, as whoever makes a trap would."""
+    content = bytearray(path.read_bytes())
+    start = content.rfind(name.encode()) - 46
+    assert content[start : start + 4] == b"PK\x01\x02"
+    content[start + 24 : start + 28] = size.to_bytes(4, "little")
+    path.write_bytes(content)
+
+
+def test_a_wheel_that_says_it_is_smaller_than_it_is_is_not_unpacked_further_than_a_module_is_long(
+    tmp_path: Path,
+) -> None:
+    path = packed(tmp_path / "liar.whl", {})
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("my_env-0.1.dist-info/METADATA", ABOUT)
+        archive.writestr("my_env.py", MODULE.encode() + b" " * (40 << 20))
+    declare(path, "my_env.py", 100)
+    tracemalloc.start()
+    try:
+        with pytest.raises(NotAnEnvironmentError, match="is no wheel"):  # its checksum does not fit either
+            read_wheel(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+def test_a_wheel_that_unpacks_to_more_than_one_installs_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "many.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("my_env.py", MODULE)
+        archive.writestr("my_env-0.1.dist-info/METADATA", ABOUT)
+        archive.writestr("data.bin", b" ")
+    declare(path, "data.bin", 3_000_000_000)
+    with pytest.raises(NotAnEnvironmentError, match=r"many.whl unpacks to 3.0 GB"):
+        read_wheel(path)
+
+
+@pytest.mark.parametrize("way", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_ways_of_packing_that_wheels_do_not_use_are_not_tried(way: int, tmp_path: Path) -> None:
+    with pytest.raises(NotAnEnvironmentError, match="packed in a way that wheels are not"):
+        read_wheel(packed(tmp_path / "a.whl", {}, way=way))
+
+
+@pytest.mark.parametrize("text", ["(" * 100_000, "-" * 100_000 + "1", "[" * 5000 + "]" * 5000, "\0"])
+def test_a_module_that_no_parser_takes_is_told(text: str, package: Path) -> None:
+    (package / "my_env.py").write_text(text)
+    with pytest.raises(NotAnEnvironmentError, match="is not Python"):
+        read_folder(package)
+
+
+def test_a_folder_with_a_huge_module_or_a_device_for_one_is_refused(package: Path) -> None:
+    with open(package / "my_env.py", "wb") as file:
+        file.truncate(3 << 30)  # a hole: no room is taken
+    with pytest.raises(NotAnEnvironmentError, match="larger than 4 MiB"):
+        read_folder(package)
+    (package / "my_env.py").unlink()
+    (package / "my_env.py").symlink_to("/dev/zero")
+    with pytest.raises(NotAnEnvironmentError, match="it has neither"):
+        read_folder(package)

@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from verifiers.store import RunDir, read_records
+from verifiers.store import ResultsGoneError, RunDir, read_records
+from verifiers.store.appender import LOOK_EVERY_S
 
 Make = Callable[..., dict[str, Any]]
 
@@ -270,3 +272,39 @@ def test_a_forked_worker_that_outlives_its_parent_does_not_hold_the_run(run: Run
         run.appender().close()
     finally:
         os.kill(worker, signal.SIGKILL)
+
+
+# --- a file that goes away --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["deleted", "with its folder", "replaced"])
+def test_a_file_that_is_deleted_while_it_is_written_is_noticed_by_a_next_append(
+    how: str, run: RunDir, make_record: Make
+) -> None:
+    out = run.appender()
+    out.append(make_record(1))
+    if how == "deleted":
+        run.results_path.unlink()
+    elif how == "with its folder":
+        shutil.rmtree(run.path)
+    else:
+        other = run.path / "other"
+        other.write_bytes(b"")
+        other.rename(run.results_path)
+    time.sleep(2 * LOOK_EVERY_S)
+    with pytest.raises(ResultsGoneError, match="this file was deleted or replaced while the run wrote to it"):
+        out.append(make_record(2))
+    with pytest.raises(ResultsGoneError):
+        out.close()
+
+
+def test_a_file_that_is_moved_away_is_noticed_when_it_is_synced(run: RunDir, make_record: Make) -> None:
+    out = run.appender(sync_every_s=0.01)
+    out.append(make_record(1))
+    run.results_path.rename(run.path / "elsewhere.jsonl")
+    with pytest.raises(ResultsGoneError):
+        out.flush()
+    with pytest.raises(ResultsGoneError):
+        out.append(make_record(2))
+    with pytest.raises(ResultsGoneError):
+        out.close()

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verifiers.store import RunDir, encode, read_records
+from verifiers.store.checksum import FIELD, seal
 
 Make = Callable[..., dict[str, Any]]
 
@@ -250,7 +251,7 @@ def test_no_history_of_appends_crashes_and_resumes_loses_or_repeats_a_rollout(
     run.results_path.touch()
     for number, (what, *about) in enumerate(history):
         if what == "append":
-            line = rollout(about[0], about[1], fails=about[2], attempt=number)
+            line = seal(rollout(about[0], about[1], fails=about[2], attempt=number))
             with no_waiting_for_the_disk(), run.appender() as out:
                 out.append({**read(line)})
             if about[2]:
@@ -279,6 +280,7 @@ def read(line: bytes) -> dict[str, Any]:
     import msgspec
 
     record: dict[str, Any] = msgspec.json.decode(line)
+    del record[FIELD]
     return record
 
 

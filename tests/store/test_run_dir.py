@@ -73,7 +73,7 @@ def test_metadata_is_replaced_at_once_or_not_at_all(run: RunDir, monkeypatch: py
     with pytest.raises(OSError, match="No space left"):
         run.update_metadata({"avg_reward": 0.9})
     assert run.metadata_path.read_bytes() == before
-    assert sorted(os.listdir(run.path)) == ["metadata.json"]
+    assert sorted(os.listdir(run.path)) == [".lock", "metadata.json"]
 
 
 # --- the same configuration -----------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 CONTEXT = 4  # tokens of the prompt that a reply's first token is read after: some tokenizers eat a leading space
@@ -23,6 +23,12 @@ class Codec:
         self._enders: dict[str, frozenset[int] | None] = {}
         self._lock = threading.Lock()
         self._encode = lru_cache(RECENT)(self._encode_once)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """No token stands for more characters than this."""
+        tokens = self._fast.get_vocab() if self._fast is not None else self.tokenizer.get_vocab()
+        return max(map(len, tokens), default=1)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """The ids of a text; ``special`` adds what a text of its own begins and ends with (a BOS, say)."""

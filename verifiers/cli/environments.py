@@ -42,7 +42,10 @@ def split_path(env_id: str, folder: str) -> tuple[str, str]:
 
 
 def _is_folder(env_id: str, path: Path) -> bool:
-    return ("/" in env_id or env_id == ".") and path.is_dir()
+    try:
+        return ("/" in env_id or env_id == ".") and path.is_dir()
+    except (OSError, ValueError):  # too long for a path, or with a zero in it
+        return False
 
 
 def load(env_id: str, folder: str, env_args: Mapping[str, Any], *, verbose: bool = False) -> Environment:
@@ -58,10 +61,16 @@ def load(env_id: str, folder: str, env_args: Mapping[str, Any], *, verbose: bool
 
 def explained(error: Exception, what: str, verbose: bool) -> click.ClickException:
     """A sentence about an error: as it is where the library says it, with its place where foreign code raised it."""
+    from verifiers.cli.ending import is_out_of_memory, out_of_memory
     from verifiers.logs import printable
 
     if verbose:
         traceback.print_exception(error)
+    if is_out_of_memory(error):
+        return click.ClickException(f"{what}: {out_of_memory(error)}")
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        said = "; ".join([f"{error.filename}: {error.strerror}", *getattr(error, "__notes__", ())])
+        return click.ClickException(printable(f"{what}: {said}"))
     place = traceback.extract_tb(error.__traceback__)[-1]
     library = Path(__file__).resolve().parents[1]
     if Path(place.filename).resolve().is_relative_to(library) and isinstance(error, ValueError | TypeError):

@@ -19,7 +19,6 @@ from verifiers.cli.defaults import Defaults, read_defaults
 from verifiers.cli.environments import complete_environments, explained, load, split_path
 from verifiers.cli.eval_file import read_evals
 from verifiers.cli.flags import Flags, eval_options
-from verifiers.cli.main import INTERRUPTED
 from verifiers.cli.tables import some, table
 from verifiers.cli.telling import told
 
@@ -46,7 +45,7 @@ def eval_command(ctx: click.Context, /, **given: Any) -> None:
     vf eval nightly.toml -m gpt-5-mini              every [[eval]] of a file
 
     Defaults for -n, -r, -c, -t and -T come from [tool.verifiers.eval] in the environment's pyproject.toml.
-    Exit codes: 0 done, 1 failures (see --max-failure-rate), 2 wrong usage, 130 stopped by Ctrl-C.
+    Exit codes: 0 done, 1 failures (see --max-failure-rate), 2 wrong usage, 130 stopped by Ctrl-C (143 by SIGTERM).
     """
     with told(given["verbose"]):
         if given["no_interleave_scoring"]:
@@ -75,6 +74,7 @@ class Outcome:
     code: int
     results: Results | None = None
     figures: dict[str, Any] | None = None
+    stopped_by: str | None = None
 
 
 def _several(ctx: click.Context, given: Mapping[str, Any]) -> int:
@@ -88,7 +88,7 @@ def _several(ctx: click.Context, given: Mapping[str, Any]) -> int:
     for number, one in enumerate(prepared, 1):
         click.echo(f"[{number}/{len(evals)}] ", nl=given["dry_run"], err=True)
         outcomes.append(_finish(ctx, one, is_alone=False))
-        if outcomes[-1].code == INTERRUPTED:
+        if outcomes[-1].stopped_by is not None:
             break
     if given["as_json"]:
         click.echo(json.dumps([one.figures for one in outcomes], ensure_ascii=False, allow_nan=False, default=str))
@@ -170,19 +170,20 @@ def _evaluate(ctx: click.Context, prepared: Prepared, *, is_alone: bool) -> Outc
     size = f"{some(len(rows), 'example')} × {options['rollouts_per_example']}"
     click.echo(f"{env.env_id or type(env).__name__}: {size} with {found.model} ({found.where})", err=True)
     client = found.open()
-    is_stopped = False
+    stop: RunInterruptedError | None = None
     try:
         with _recording(env, found, options, flags):
             results = _run(env, rows, client, found.model, options, flags)
     except RunInterruptedError as error:
-        results, is_stopped = error.results, True
+        results, stop = error.results, error
     except Exception as error:  # foreign code: the rows of an environment are made while it runs
         raise explained(error, "the run ended", flags.verbose) from error
     finally:
         found.close(client)
-    figures = _show(ctx, results, prepared, is_stopped=is_stopped, is_alone=is_alone)
-    if is_stopped:
-        return Outcome(INTERRUPTED, results, figures)
+    stopped_by = None if stop is None else stop.cause
+    figures = _show(ctx, results, prepared, stopped_by=stopped_by, is_alone=is_alone)
+    if stop is not None:
+        return Outcome(stop.exit_code, results, figures, stopped_by)
     if flags.save_to_hf_hub:
         _push(results, flags)
     return Outcome(_verdict(results, flags.max_failure_rate), results, figures)
@@ -223,11 +224,11 @@ def _recording(env: Environment, found: Found, options: dict[str, Any], flags: F
 
 
 def _show(
-    ctx: click.Context, results: Results, prepared: Prepared, *, is_stopped: bool, is_alone: bool
+    ctx: click.Context, results: Results, prepared: Prepared, *, stopped_by: str | None, is_alone: bool
 ) -> dict[str, Any] | None:
     from verifiers.cli.report import report, summary
 
-    path = results.metadata.get("path_to_save")
+    path, is_stopped = results.metadata.get("path_to_save"), stopped_by is not None
     can_resume = path is not None and (results.failed or is_stopped)
     resume = command_line(ctx, prepared.given, without=("save_results",), resume=str(path)) if can_resume else None
     if prepared.flags.as_json:
@@ -237,7 +238,7 @@ def _show(
         return figures
     click.echo("\n".join(report(results)))
     if is_stopped:
-        click.echo("stopped by Ctrl-C" if path else "stopped by Ctrl-C; nothing was saved (-s saves each rollout)")
+        click.echo(f"stopped by {stopped_by}{'' if path else '; nothing was saved (-s saves each rollout)'}")
     elif path is None:
         click.echo("not saved (-s saves each rollout as it is done)")
     if path is not None:

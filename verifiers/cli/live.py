@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from typing import Any
+from typing import IO, Any, cast
 
-from verifiers.progress import Tally
+from verifiers.progress import Enduring, Tally
 from verifiers.types import State
 
 Z95 = 1.96  # while a run goes on; the report has the exact interval
@@ -22,6 +22,7 @@ class Watched(Tally):
 
     def __init__(self, at_once: int) -> None:
         super().__init__()
+        self.stream = Enduring(sys.stderr)
         self.at_once = at_once
         self.next_at = time.monotonic() + self.every_s
         self.cost_usd: float | None = None
@@ -109,7 +110,7 @@ class WatchedBar(Watched):
         from rich.console import Console
 
         super().start(total, done)
-        console = Console(stderr=True)
+        console = Console(file=cast(IO[str], self.stream))
         bar = [progress.BarColumn(bar_width=20)] if console.width >= BAR_FROM else []  # the numbers come first
         text = progress.TextColumn("{task.description}")
         self.bar = progress.Progress(*bar, text, console=console, transient=True)
@@ -124,7 +125,7 @@ class WatchedBar(Watched):
 
     def stop(self) -> None:
         self.bar.stop()
-        sys.stderr.write(f"{self.line()} · in {clock(time.monotonic() - self.began)}\n")
+        self.stream.write(f"{self.line()} · in {clock(time.monotonic() - self.began)}\n")
 
 
 class WatchedLines(Watched):
@@ -134,8 +135,8 @@ class WatchedLines(Watched):
         self.note(self.line())
 
     def note(self, text: str) -> None:
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
+        self.stream.write(f"{text}\n")
+        self.stream.flush()
 
     def stop(self) -> None:
         self.show()

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
+INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended; SIGTERM gives 143 and SIGHUP 129
 
 # name → where the command is, and its line in `vf --help`
 COMMANDS = {
@@ -64,11 +64,14 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
+        from verifiers.cli.ending import said_in_one_sentence, steady_stderr, told_by_signals
+
         try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
+            with steady_stderr(), told_by_signals(), said_in_one_sentence():
+                return super().invoke(ctx)
+        except KeyboardInterrupt as error:
             click.echo("stopped", err=True)
-            ctx.exit(INTERRUPTED)
+            ctx.exit(getattr(error, "exit_code", INTERRUPTED))
         except click.ClickException as error:
             if error.message:
                 vars(error)["message"] = _between_words(error.message)

@@ -159,8 +159,7 @@ def _examples(results: Results) -> Iterator[str]:
     for key, reward, state in zip(results["example_id"], results["reward"], results.scored, strict=True):
         states.setdefault(key, state)
         seconds = _seconds(state)
-        if seconds > times.get(key, -1.0):
-            times[key] = seconds
+        times[key] = max(seconds, times.get(key, 0.0))
         if reward is not None:
             sums[key] = sums.get(key, 0.0) + reward
             counts[key] = counts.get(key, 0) + 1
@@ -178,7 +177,7 @@ def _examples(results: Results) -> Iterator[str]:
 
 
 def _seconds(state: State) -> float:
-    return float((state.get("timing") or {}).get("total_ms") or 0.0) / 1000
+    return float(state.peek_timing().get("total_ms") or 0.0) / 1000
 
 
 def _asked(state: State) -> str:

@@ -82,6 +82,9 @@ def metadata_of(run: RunDir) -> dict[str, Any]:
     """What a run says of itself; a damaged file is told and read as empty."""
     try:
         return run.metadata
+    except OSError as error:
+        click.echo(f"notice: {error.filename}: {error.strerror}; going on without it", err=True)
+        return {}
     except ValueError as error:
         click.echo(f"notice: {error}; going on without it", err=True)
         return {}

@@ -16,6 +16,8 @@ from verifiers.logs import setup_logging
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on.")
 @click.option("--api-key", metavar="KEY", help="The key clients must send; other users of this machine can see it.")
 @click.option("--api-key-var", metavar="NAME", help="Environment variable with that key.")
+@click.option("--allow-host", multiple=True, metavar="NAME", help="A host name that clients may call it by (repeat).")
+@click.option("--insecure", is_flag=True, help="Listen beyond this machine without a key.")
 @click.option("--rows", type=click.IntRange(min=1), metavar="N", help="Requests at once.")
 @click.option("--length", type=click.IntRange(min=1), metavar="N", help="Tokens of a conversation at most.")
 def serve(
@@ -24,6 +26,8 @@ def serve(
     port: int,
     api_key: str | None,
     api_key_var: str | None,
+    allow_host: tuple[str, ...],
+    insecure: bool,
     rows: int | None,
     length: int | None,
 ) -> None:
@@ -34,6 +38,13 @@ def serve(
         api_key = os.environ.get(api_key_var)
         if not api_key:
             raise click.UsageError(f"--api-key-var {api_key_var}: this environment variable is not set")
+    from verifiers.clients.hosts import is_loopback
+
+    if not is_loopback(host) and api_key is None and not insecure:
+        raise click.UsageError(
+            f"--host {host} without a key lets whoever reaches it use the model and replace its weights; give "
+            "--api-key-var NAME, or --insecure if that is meant"
+        )
     check_local(model)
     setup_logging("WARNING")
     click.echo(f"loading {model}", err=True)
@@ -41,7 +52,15 @@ def serve(
     from verifiers.engine import server
 
     try:
-        server.serve(local_model, host, port, api_key, on_ready=lambda url: _say(local_model.model, url))
+        server.serve(
+            local_model,
+            host,
+            port,
+            api_key,
+            allow_hosts=allow_host,
+            insecure=insecure,
+            on_ready=lambda url: _say(local_model.model, url),
+        )
     except OSError as error:
         raise click.ClickException(f"{host}:{port} cannot be listened on: {error}") from error
     finally:

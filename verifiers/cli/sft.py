@@ -45,8 +45,8 @@ def sft(ctx: click.Context, /, **given: Any) -> None:
         if given["dry_run"]:
             job.show_plan(trainer, _plan(trainer))
             return
-        report, is_stopped = job.run(trainer)
-        job.end(trainer, report, is_stopped=is_stopped)
+        report, stop = job.run(trainer)
+        job.end(trainer, report, stop=stop)
 
 
 def _trainer(job: Job, model: str, env: Any, data: str | None) -> Any:

@@ -50,8 +50,8 @@ def train(ctx: click.Context, /, **given: Any) -> None:
         measured = BeforeAfter()
         if given["eval_before_after"]:
             trainer.callbacks.append(measured)
-        report, is_stopped = job.run(trainer)
-        job.end(trainer, report, is_stopped=is_stopped, more=measured.lines())
+        report, stop = job.run(trainer)
+        job.end(trainer, report, stop=stop, more=measured.lines())
 
 
 def _trainer(job: Job, model: str, env: Any) -> Any:

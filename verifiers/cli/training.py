@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verifiers.cli.arguments import command_line, given_values, read_json
+from verifiers.cli.ending import told_by_signals
 from verifiers.cli.environments import env_dir_option, explained, load
 from verifiers.cli.knobs import Settings, read_settings
-from verifiers.cli.main import INTERRUPTED
+from verifiers.errors import Interrupted
 
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
@@ -116,35 +117,35 @@ class Job:
         except Exception as error:  # a model or a data set of others
             raise explained(error, "the training cannot begin", self.given["verbose"]) from error
 
-    def run(self, trainer: Any) -> tuple[Report, bool]:
-        """Train; also whether Ctrl-C ended it."""
+    def run(self, trainer: Any) -> tuple[Report, Interrupted | None]:
+        """Train; also what ended it early, where Ctrl-C or a signal did."""
         from verifiers.runner import RunInterruptedError
 
         with Stopping() as stopping:
             trainer.callbacks.append(stopping)
             try:
                 report: Report = trainer.train(resume=self.resume())
-            except RunInterruptedError:  # among rollouts; a checkpoint has been written
-                return trainer.report, True
+            except RunInterruptedError as stop:  # among rollouts; a checkpoint has been written
+                return trainer.report, stop
             except Exception as error:  # foreign code: an environment, a model, a disk
                 raise explained(error, "the training ended", self.given["verbose"]) from error
-        if stopping.is_asked:
+        if stopping.asked is not None:
             report.run_dir.update_metadata({"finished": False})
-        return report, stopping.is_asked
+        return report, stopping.asked
 
-    def end(self, trainer: Any, report: Report, *, is_stopped: bool, more: Sequence[str] = ()) -> None:
+    def end(self, trainer: Any, report: Report, *, stop: Interrupted | None, more: Sequence[str] = ()) -> None:
         """Keep the model, say how it went, and exit with 0, or 130 after Ctrl-C."""
         lines = [_course(report), *more]
-        if not is_stopped:
+        if stop is None:
             path = self.given["save_model"] or report.path / "model"
             trainer.save_model(path)
             lines.append(f"model: {path}")
         lines.append(f"run: {report.path} (vf view {report.path})")
         click.echo("\n".join(lines))
-        if is_stopped:
+        if stop is not None:
             again = command_line(self.ctx, given_values(self.ctx), without=("resume",), resume=str(report.path))
-            click.echo(f"stopped by Ctrl-C after step {trainer.step}; go on with: {again}")
-            self.ctx.exit(INTERRUPTED)
+            click.echo(f"stopped by {stop.cause} after step {trainer.step}; go on with: {again}")
+            self.ctx.exit(stop.exit_code)
 
     def show_plan(self, trainer: Any, plan: Mapping[str, Any]) -> None:
         """What a dry run prints."""
@@ -180,28 +181,29 @@ def _course(report: Report) -> str:
 
 
 class Stopping(AbstractContextManager["Stopping"]):
-    """Ctrl-C while this lasts: the step is finished and a checkpoint written; a second one ends at once."""
+    """Ctrl-C or a signal while this lasts: the step is finished and a checkpoint written; a second one ends at once."""
 
     def __init__(self) -> None:
-        self.is_asked = False
-        self._before: Any = None
+        self.asked: Interrupted | None = None
+        self._held = ExitStack()
 
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._asked)
+            before = signal.signal(signal.SIGINT, self._ask)
+            self._held.callback(signal.signal, signal.SIGINT, before)
+            self._held.enter_context(told_by_signals(self._ask))
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        self._held.close()
 
-    def _asked(self, number: int, frame: FrameType | None) -> None:
-        if self.is_asked:
-            raise KeyboardInterrupt
-        self.is_asked = True
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked is not None:
+            raise Interrupted(signum=number)
+        self.asked = Interrupted(signum=number)
         click.echo("\nfinishing this step, then saving a checkpoint; Ctrl-C again ends at once", err=True)
 
     def on_step_end(self, trainer: Any, figures: Mapping[str, Any]) -> None:
-        if self.is_asked:
+        if self.asked is not None:
             trainer.report.checkpoint(trainer, cursor=trainer.cursor)
             trainer.should_stop = True

@@ -21,6 +21,7 @@ from verifiers.clients.records import (
 from verifiers.clients.resolve import as_client
 from verifiers.clients.secrets import redact, secrets_in
 from verifiers.errors import ModelError, OverlongPromptError
+from verifiers.files import lines_of, open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -158,8 +159,8 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
     """The entries of a file with their line numbers; a last line without an end was never finished."""
     if not path.is_file():
         return
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+    with open_regular(path) as file:
+        for number, line in enumerate(lines_of(file), 1):
             try:
                 yield number, read_json(line)
             except ValueError as error:

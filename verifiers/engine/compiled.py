@@ -16,9 +16,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from verifiers.engine.private import check_file, open_private_folder
 from verifiers.engine.smollm2 import cache_folder
 
 logger = logging.getLogger("verifiers.engine")
@@ -39,15 +41,66 @@ def library(source: Path) -> ctypes.CDLL | None:
     text = _with_headers(source)
     command = [compiler, *FLAGS, *_for_this_processor(), "-shared", "-fPIC"]
     key = hashlib.sha256(b"\0".join([text, " ".join(command).encode(), _machine().encode()])).hexdigest()[:20]
+    name = f"{source.stem}-{key}.so"
     try:
-        folder = _folder()
-        built = folder / f"{source.stem}-{key}.so"
-        if not built.exists():
-            _build([*command, str(source), "-o"], built)
-        return ctypes.CDLL(str(built))
+        return _kept(name, [*command, str(source), "-o"])
+    except PermissionError as error:
+        logger.warning("compiled code is not kept: %s", error)
     except (OSError, subprocess.SubprocessError) as error:
-        logger.info("%s is not compiled, and done without: %s", source.name, _reason(error))
+        _say(source, error)
         return None
+    try:
+        with tempfile.TemporaryDirectory(prefix="verifiers-") as folder:  # ours alone, and gone once it is loaded
+            return _built(Path(folder), name, [*command, str(source), "-o"])
+    except (OSError, subprocess.SubprocessError) as error:
+        _say(source, error)
+        return None
+
+
+def _say(source: Path, error: Exception) -> None:
+    logger.info("%s is not compiled, and done without: %s", source.name, _reason(error))
+
+
+def _kept(name: str, command: list[str]) -> ctypes.CDLL:
+    """What is in the cache folder if nobody else could have written it, else what is put there now."""
+    folder = cache_folder() / "compiled"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return _built(folder, name, command)
+
+
+def _built(folder: Path, name: str, command: list[str]) -> ctypes.CDLL:
+    handle = open_private_folder(folder)
+    try:
+        with suppress(OSError):  # not there yet; or damaged, or a file that others can write: it is made again
+            return _load(handle, name)
+        _build(command, Path(os.path.realpath(folder)), name, handle)
+        return _load(handle, name)
+    finally:
+        os.close(handle)
+
+
+def _load(folder: int, name: str) -> ctypes.CDLL:
+    """Open, check, and load what is open: by its name it might be another file by now."""
+    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        check_file(file, name)
+        opened = f"/proc/self/fd/{file}"
+        if not os.path.exists(opened):  # not Linux; nobody else can change the folder or any above it
+            return ctypes.CDLL(f"{_path_of(folder)}/{name}")
+        found = ctypes.CDLL(opened)
+    except BaseException:
+        os.close(file)
+        raise
+    return found  # the file stays open: the loader knows libraries by name, and a second one may not have this number
+
+
+def _path_of(folder: int) -> str:
+    import fcntl
+
+    command = getattr(fcntl, "F_GETPATH", None)  # macOS
+    if command is None:
+        raise OSError("this system cannot say what is open")
+    return fcntl.fcntl(folder, command, bytes(1024)).rstrip(b"\0").decode()
 
 
 def find_compiler() -> str | None:
@@ -64,27 +117,20 @@ def _with_headers(source: Path) -> bytes:
     return b"\0".join([text, *((source.parent / name.decode()).read_bytes() for name in HEADER.findall(text))])
 
 
-def _build(command: list[str], built: Path) -> None:
+def _build(command: list[str], folder: Path, name: str, handle: int) -> None:
     """Compiled beside its place and then put there: whoever comes at the same time finds all of it or nothing."""
-    handle, unfinished = tempfile.mkstemp(dir=built.parent, suffix=".part")
-    os.close(handle)
+    file, unfinished = tempfile.mkstemp(dir=folder, suffix=".part")
+    os.close(file)
+    part = Path(unfinished).name
     try:
         subprocess.run(
             [*command, unfinished, "-lm"], check=True, capture_output=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL
         )
-        os.replace(unfinished, built)
+        os.chmod(part, 0o700, dir_fd=handle)  # whatever the umask says
+        os.replace(part, name, src_dir_fd=handle, dst_dir_fd=handle)
     finally:
-        Path(unfinished).unlink(missing_ok=True)
-
-
-def _folder() -> Path:
-    """Where compiled code is kept: a folder that nobody else can write to, since it will be run."""
-    folder = cache_folder() / "compiled"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{folder} is not yours alone to write to")
-    return folder
+        with suppress(FileNotFoundError):
+            os.unlink(part, dir_fd=handle)
 
 
 def _for_this_processor() -> list[str]:

@@ -7,7 +7,7 @@ import hmac
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,17 +15,21 @@ from aiohttp import web
 
 from verifiers import errors
 from verifiers.clients import wire
+from verifiers.clients.hosts import is_own_host
 from verifiers.clients.protocol import Request
 from verifiers.engine.engine import EngineFullError
-from verifiers.engine.local_model import LocalModel
+from verifiers.engine.local_model import SHORT_CHARS, LocalModel
 from verifiers.engine.replies import Prompt, envelope, usage_of_completion, write_logprobs
+from verifiers.engine.shares import Shares
 from verifiers.engine.streams import Piece, ReplyStream
 from verifiers.types import MessageType
 
 logger = logging.getLogger("verifiers.engine")
 
-MOST_BYTES = 64 << 20
-MOST_PROMPTS = 1024
+MOST_BYTES = 8 << 20  # of a request: ten times a context of 128,000 tokens
+MOST_CHOICES = 1024  # of a request: prompts × n
+WORK_BYTES = 64 << 10  # of a request's body, that count as much as one reply
+QUEUED = 2  # times the rows of the engine: enough for it never to wait
 RETRY_AFTER_S = 1
 
 # The first that fits: what an error is to a client, as a status, a type and a code.
@@ -42,9 +46,19 @@ _WORDS: tuple[tuple[type[Exception], int, str, str], ...] = (
 class ServedModel:
     """The endpoints over one model; `app` is what aiohttp runs."""
 
-    def __init__(self, model: LocalModel, *, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        model: LocalModel,
+        *,
+        api_key: str | None = None,
+        host: str = "127.0.0.1",
+        allow_hosts: Sequence[str] = (),
+    ) -> None:
         self.model = model
         self.api_key = api_key
+        self.host = host
+        self.allow_hosts = tuple(allow_hosts)
+        self._shares: Shares | None = None
         self.counts: Counter[str] = Counter()
         self.started = int(time.time())
 
@@ -87,6 +101,10 @@ class ServedModel:
             return _error(500, "server_error", "internal_error", f"{type(error).__name__}: {error}")
 
     def _refuse(self, http: web.Request) -> web.Response | None:
+        named = http.headers.get("Host")
+        if named is not None and not is_own_host(named, self.host, self.allow_hosts):
+            said = f"this server is not called {named!r:.200}; the names it was given are (--allow-host NAME)"
+            return _error(421, "invalid_request_error", "unknown_host", said)
         if self.api_key is not None and http.path != "/health":
             given = http.headers.get("Authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), self.api_key.encode()):
@@ -135,20 +153,31 @@ class ServedModel:
         tools: Any = None,
     ) -> web.StreamResponse:
         is_stream, wants_usage = _stream_settings(body)
+        choices = _choices(body, prompts)
         asked = [
             Request(model=self.model.model, prompt=p, tools=tools, sampling=body, message_type=message_type)
             for p in prompts
         ]
         self.counts["requests"] += 1
-        if is_stream:
-            if len(asked) > 1:
-                raise errors.RequestRefusedError("a stream answers one prompt; send a request for each")
-            return await self._stream(http, asked[0], wants_usage=wants_usage)
-        replies = await _together([self.model.complete(request) for request in asked])
+        if is_stream and len(asked) > 1:
+            raise errors.RequestRefusedError("a stream answers one prompt; send a request for each")
+        shares = self._shares or await self._make_shares()
+        async with shares.turn(_client_of(http), choices + (http.content_length or 0) // WORK_BYTES):
+            if is_stream:
+                return await self._stream(http, asked[0], wants_usage=wants_usage)
+            is_long = (http.content_length or 0) > SHORT_CHARS
+            complete = self.model.complete_in_thread if is_long else self.model.complete
+            replies = await _together([complete(request) for request in asked])
         raws = [reply.raw for reply in replies]
         for raw in raws:
             self._count(raw["usage"])
         return _json(_merged(raws, with_ids=_wants_ids(body)))
+
+    async def _make_shares(self) -> Shares:
+        engine = (await self.model.ready()).engine
+        if self._shares is None:
+            self._shares = Shares(QUEUED * engine.rows, most_waiting=engine.max_waiting)
+        return self._shares
 
     def _count(self, usage: Mapping[str, Any]) -> None:
         self.counts["done"] += 1
@@ -226,6 +255,7 @@ class ServedModel:
     async def _metrics(self, http: web.Request) -> web.Response:
         engine = (await self.model.ready()).engine
         counts = self.counts
+        waiting = 0 if self._shares is None else self._shares.waiting
         values = [
             ("requests_total", "counter", "Requests for completions.", counts["requests"]),
             ("completions_total", "counter", "Prompts answered.", counts["done"]),
@@ -236,7 +266,7 @@ class ServedModel:
             ("engine_steps_total", "counter", "Decode steps.", engine.steps),
             ("engine_tokens_total", "counter", "Tokens sampled.", engine.tokens),
             ("requests_running", "gauge", "Requests with a row.", len(engine.live)),
-            ("requests_waiting", "gauge", "Requests without one.", len(engine.waiting)),
+            ("requests_waiting", "gauge", "Requests without one.", len(engine.waiting) + waiting),
             ("rows", "gauge", "Requests that can run at once.", engine.rows),
         ]
         lines = [
@@ -279,9 +309,22 @@ def _prompts(prompt: Any) -> list[Any]:
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise errors.RequestRefusedError("'prompt' is missing: a text, a list of token ids, or a list of either")
-    if len(prompt) > MOST_PROMPTS and not isinstance(prompt[0], int):
-        raise errors.RequestRefusedError(f"{len(prompt)} prompts in one request; at most {MOST_PROMPTS}")
     return [prompt] if isinstance(prompt[0], int) else prompt
+
+
+def _choices(body: Mapping[str, Any], prompts: list[Any]) -> int:
+    """How many replies a request wants; more than fit are refused before anything is done for one of them."""
+    n = body.get("n")
+    wanted = len(prompts) * (n if type(n) is int and n > 0 else 1)
+    if wanted > MOST_CHOICES:
+        each = "" if n is None else f" × n={n}"
+        raise errors.RequestRefusedError(f"{len(prompts)} prompts{each} in one request; at most {MOST_CHOICES} replies")
+    return wanted
+
+
+def _client_of(http: web.Request) -> tuple[str | None, str | None]:
+    """Whose share a request is part of: an address and a key, so that several on one machine can be told apart."""
+    return http.remote, http.headers.get("Authorization")
 
 
 def _stream_settings(body: dict[str, Any]) -> tuple[bool, bool]:

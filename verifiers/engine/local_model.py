@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from verifiers.engine.engine import Engine
 
 DEFAULT_MODEL = "smollm2"
+SHORT_CHARS = 16_384  # that a tokenizer takes about a millisecond for
 
 
 class LocalModel(OpenAILooks):
@@ -89,8 +90,15 @@ class LocalModel(OpenAILooks):
 
     async def complete(self, request: Request) -> Completion:
         """The reply to a request; with ``n`` above 1 the others are in ``completion.raw["choices"]``."""
+        return await self._complete(request, in_thread=False)
+
+    async def complete_in_thread(self, request: Request) -> Completion:
+        """The same, tokenized in a thread however short it is: for one of many that come at once."""
+        return await self._complete(request, in_thread=True)
+
+    async def _complete(self, request: Request, *, in_thread: bool) -> Completion:
         ready = await self.ready()
-        prompt = self._prompt(ready, request)
+        prompt = await self._prepared(ready, request, in_thread)
         watches: list[OnToken] | None = None
         if prompt.options.stop:
             watches = [StopWatch(ready.codec, prompt.options.stop) for _ in range(prompt.options.n)]
@@ -104,7 +112,7 @@ class LocalModel(OpenAILooks):
     async def stream(self, request: Request) -> ReplyStream:
         """A reply piece by piece: ``async for piece in await model.stream(request)``."""
         ready = await self.ready()
-        prompt = self._prompt(ready, request)
+        prompt = await self._prepared(ready, request, in_thread=False)
         return ReplyStream(ready, prompt, lambda generated: self._choice(ready, prompt, generated))
 
     def _choice(self, loaded: Loaded, prompt: Prompt, generated: Generated) -> Choice:
@@ -114,6 +122,24 @@ class LocalModel(OpenAILooks):
         return choice
 
     # --- a request's tokens ---------------------------------------------------------------------------------------
+
+    async def _prepared(self, loaded: Loaded, request: Request, in_thread: bool) -> Prompt:
+        """The request's tokens: made here if it is short, else in a thread, where they hold up nobody."""
+        given = (request.prompt, request.tools, request.sampling)
+        if not in_thread and chars_in(given, stop_after=SHORT_CHARS) <= SHORT_CHARS:
+            return self._prompt(loaded, request)
+        return await asyncio.to_thread(self._checked_prompt, loaded, request)
+
+    def _checked_prompt(self, loaded: Loaded, request: Request) -> Prompt:
+        """Refuse by its length what cannot fit, whatever its tokens are: tokenizing it would take seconds."""
+        most = loaded.engine.length * loaded.codec.longest_token
+        found = chars_in((request.prompt, request.tools, request.sampling), stop_after=most)
+        if found > most:
+            raise OverlongPromptError(
+                f"the prompt has more than {most:,} characters, and the maximum context length of {self.model} is "
+                f"{loaded.engine.length} tokens of at most {loaded.codec.longest_token} characters, reply included"
+            )
+        return self._prompt(loaded, request)
 
     def _prompt(self, loaded: Loaded, request: Request) -> Prompt:
         options = self._options(loaded, request)
@@ -157,7 +183,7 @@ class LocalModel(OpenAILooks):
         if request.tools and "tools" not in given:
             given["tools"] = request.tools
         stops = given.get("stop")
-        if self._stop_texts:
+        if self._stop_texts and isinstance(stops, str | list | tuple | None):
             given["stop"] = [*([stops] if isinstance(stops, str) else stops or []), *self._stop_texts]
         key = repr(given)
         options = self._recent.find(key)
@@ -280,6 +306,27 @@ async def _results(futures: Sequence[Future[Generated]], timeout_s: float | None
     finally:
         for future in futures:
             future.cancel()
+
+
+def chars_in(value: Any, *, stop_after: int) -> int:
+    """The characters of all texts in a request, and one for each thing in it; counting ends once there are too many.
+
+    >>> chars_in(["2+2?", {"role": "user"}], stop_after=100), chars_in(["a" * 50, "b" * 50], stop_after=10)
+    (16, 53)
+    """
+    waiting, found = [value], 0
+    while waiting and found <= stop_after:
+        one = waiting.pop()
+        found += 1
+        if isinstance(one, str):
+            found += len(one) - 1
+        elif isinstance(one, Mapping):
+            waiting += one.keys()
+            waiting += one.values()
+        elif isinstance(one, (list, tuple)):
+            found += len(one)
+            waiting += one if found <= stop_after else ()
+    return found
 
 
 def _checked_ids(prompt: Any, vocabulary: int) -> list[int]:

@@ -21,7 +21,10 @@ static inline float exp_of(float x) {
     p = p * r + 1.66666655e-1f;
     p = p * r + 5.0e-1f;
     p = p * r * r + r + 1.0f;
-    int32_t bits = ((int32_t)whole + 127) << 23;
+    /* The low bits of `shifted` are that whole number; unsigned, so that every x has a meaning, NaN too. */
+    uint32_t bits;
+    memcpy(&bits, &shifted, sizeof bits);
+    bits = (bits - 0x4B400000u + 127u) << 23;
     float power;
     memcpy(&power, &bits, sizeof power);
     return x < -87.0f ? 0.0f : p * power;

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.engine.requests import Sampling
+from verifiers.engine.requests import NO_TOP_K, Sampling
 from verifiers.errors import RequestRefusedError
 
 DEFAULT_MAX_TOKENS = 1024
 MOST_CHOICES = 1024
 MOST_STOPS = 64
+LARGEST = 1e30  # that float32 arithmetic can still take times something
+INT64 = 1 << 63
 GREEDY_BELOW = 1e-6  # a temperature that float32 arithmetic cannot divide by
 
 # Arguments that change nothing here, whatever they are.
@@ -104,7 +105,10 @@ def read_options(given: Mapping[str, Any], *, vocabulary: int | None = None) -> 
     ...
     verifiers.errors.RequestRefusedError: the local engine does not know the sampling argument 'beam_width'
     """
-    args = {**given, **(given.get("extra_body") or {})}
+    further = given.get("extra_body") or {}
+    if not isinstance(further, Mapping):
+        raise _refuse("extra_body", "a dict of further arguments", further)
+    args = {**given, **further}
     args.pop("extra_body", None)
     args = {name: value for name, value in args.items() if value is not None and name not in _WITHOUT_EFFECT}
     read: dict[str, Any] = {}
@@ -143,14 +147,14 @@ def _refuse(name: str, wanted: str, value: Any) -> RequestRefusedError:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _refuse(name, "a finite number", value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
+        raise _refuse(name, f"a finite number, of at most {LARGEST:g}", value)
     return float(value)
 
 
 def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or int(value) != value:
-        raise _refuse(name, "a whole number", value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < INT64 or int(value) != value:
+        raise _refuse(name, "a whole number of 64 bits", value)
     return int(value)
 
 
@@ -173,7 +177,8 @@ def _tokens(name: str, value: Any) -> int:
 
 
 def _top_k(name: str, value: Any) -> int:
-    return max(_integer(name, value), 0) if value == -1 else _integer(name, value)
+    number = _integer(name, value)
+    return 0 if number == -1 or number >= NO_TOP_K else number  # more than any vocabulary has: no limit
 
 
 def _seed(name: str, value: Any) -> int:
@@ -207,7 +212,7 @@ def _bias(name: str, value: Any) -> dict[int, float]:
         raise _refuse(name, "a dict from token ids to numbers", value)
     bias = {}
     for token, number in value.items():
-        if not str(token).isdecimal():
+        if not str(token).isdecimal() or len(str(token)) > 18:
             raise _refuse(name, "a dict from token ids to numbers", value)
         bias[int(token)] = _number(name, number)
     return bias

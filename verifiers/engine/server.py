@@ -7,29 +7,44 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
+from verifiers.clients.hosts import is_loopback
 from verifiers.clients.server_thread import ServerThread
 from verifiers.engine.endpoints import ServedModel
 from verifiers.engine.local_model import LocalModel
 
 logger = logging.getLogger("verifiers.engine")
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
 
 class LocalServer(ServerThread):
-    """A server in a thread of its own, while the block lasts: ``with LocalServer(model) as server: server.url``."""
+    """A server in a thread of its own, while the block lasts: ``with LocalServer(model) as server: server.url``.
+
+    It answers to addresses, to ``localhost`` and to the names in ``allow_hosts``. To listen beyond this machine without
+    an ``api_key`` it must be told that this is meant: ``insecure=True``.
+    """
 
     def __init__(
-        self, model: LocalModel, *, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None
+        self,
+        model: LocalModel,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        api_key: str | None = None,
+        allow_hosts: Sequence[str] = (),
+        insecure: bool = False,
     ) -> None:
         super().__init__(host=host, port=port)
+        if not is_loopback(host) and api_key is None and not insecure:
+            raise ValueError(
+                f"on {host or 'every address'} without an API key, whoever reaches this machine can use the model and "
+                "replace its weights: set a key, or say that this is meant (--insecure, insecure=True)"
+            )
         self.model = model
         self.api_key = api_key
-        self.served = ServedModel(model, api_key=api_key)
+        self.served = ServedModel(model, api_key=api_key, host=host, allow_hosts=allow_hosts)
 
     @property
     def root(self) -> str:
@@ -45,7 +60,6 @@ class LocalServer(ServerThread):
     def start(self) -> None:
         if self._thread is None:
             self.model.load()
-            _warn(self.host, self.api_key)
         super().start()
 
     def make_runner(self) -> web.AppRunner:
@@ -59,10 +73,14 @@ def serve(
     port: int = 8000,
     api_key: str | None = None,
     *,
+    allow_hosts: Sequence[str] = (),
+    insecure: bool = False,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until the process is told to stop; ``on_ready`` gets the base URL once it listens."""
-    with LocalServer(model, host=host, port=port, api_key=api_key) as server:
+    with LocalServer(
+        model, host=host, port=port, api_key=api_key, allow_hosts=allow_hosts, insecure=insecure
+    ) as server:
         logger.info("serving %s on %s", model.model, server.url)
         if on_ready is not None:
             on_ready(server.url)
@@ -70,8 +88,3 @@ def serve(
             threading.Event().wait()
         except KeyboardInterrupt:
             logger.info("stopping")
-
-
-def _warn(host: str, api_key: str | None) -> None:
-    if host not in LOOPBACK and api_key is None:
-        logger.warning("serving on %s without an API key: whoever reaches it can use it and replace its weights", host)

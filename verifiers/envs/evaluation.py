@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 import warnings
 from collections import Counter
@@ -17,12 +18,22 @@ from typing import TYPE_CHECKING, Any
 from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
 from verifiers.envs.rows import RowFormat, Rows, as_rows
+from verifiers.envs.saved_state import SavedState
 from verifiers.envs.states import restored_state
 from verifiers.progress import Progress, make_progress
 from verifiers.results import Results
 from verifiers.rubrics.score import Score, note_scoring_time, write_advantages, write_score
-from verifiers.runner import Job, Limits, Run, RunInterruptedError
-from verifiers.store import DEFAULT_ROOT, Record, RunDir, encode, to_hf_dataset, to_record
+from verifiers.runner import Job, Limits, Run, RunInterruptedError, long_lived
+from verifiers.store import (
+    DEFAULT_ROOT,
+    Record,
+    ResultsGoneError,
+    RunDir,
+    SavedRollouts,
+    encode,
+    to_hf_dataset,
+    to_record,
+)
 from verifiers.types import Row, SamplingArgs, State
 
 if TYPE_CHECKING:
@@ -105,7 +116,8 @@ async def evaluate(
     """Roll out the evaluation rows."""
     options, loose = split_options("evaluate", kwargs)
     _check_repeats(rollouts_per_example)
-    jobs = jobs_of(env.get_eval_dataset(num_examples), rollouts_per_example)
+    with long_lived:
+        jobs = jobs_of(env.get_eval_dataset(num_examples), rollouts_per_example)
     return await _run(env, jobs, client, model, merge_sampling(sampling_args, loose), options)
 
 
@@ -193,7 +205,7 @@ def _is_one_row(inputs: Mapping[str, Any]) -> bool:
 async def _run(
     env: Environment, jobs: list[Job], client: Any, model: Any, sampling_args: SamplingArgs, options: Options
 ) -> Results:
-    began = time.time()
+    began = time.perf_counter()
     sampling = merge_sampling(env.sampling_args, sampling_args)
     if not jobs:
         warnings.warn("the dataset is empty: there is nothing to roll out", stacklevel=2)
@@ -213,10 +225,12 @@ async def _run(
             done = await run.finish()
         if run_dir is not None and restored:
             run_dir.compact(keep_failed=True)
-        results = _assemble(jobs, done, run_dir, kept, metadata, began)
+        with long_lived:  # hundreds of thousands of new objects, nearly all of them kept
+            results = _assemble(jobs, done, run_dir, kept, metadata, began)
     if run.is_stopping:
         where = f"; resume it with resume={str(run_dir.path)!r}" if run_dir is not None else ""
-        raise RunInterruptedError(f"stopped after {len(results.rollouts)} of {len(jobs)} rollouts{where}", results)
+        said = f"stopped after {len(results.rollouts)} of {len(jobs)} rollouts{where}"
+        raise RunInterruptedError(said, results, run.signum)
     return results
 
 
@@ -250,6 +264,8 @@ def _make_run(
     def save(job: Job, state: State) -> None:
         try:
             append(to_record(state, rollout=job.repeat, state_columns=columns))
+        except ResultsGoneError:
+            raise
         except OSError as error:
             error.add_note("the run ends here: nothing more can be saved; what was saved before can be resumed")
             raise
@@ -403,14 +419,16 @@ def _assemble(
     metadata: dict[str, Any],
     began: float,
 ) -> Results:
+    keys = [job.key for job in jobs]
     # One good attempt is enough: a saved rollout that could not be scored again with its group stays as it was.
     states = {job.key: state for job, state in done if state.get("error") is None or job.key not in kept}
     if run_dir is not None and kept:
-        rows = {job.key: job.row for job in jobs if job.key in kept and job.key not in states}
-        for record in run_dir.records():
-            if (key := _key(record)) in rows:
-                states[key] = restored_state(record, rows[key])
-    ordered = [states[job.key] for job in jobs if job.key in states]
+        rows = {key: job.row for key, job in zip(keys, jobs, strict=True) if key in kept and key not in states}
+        saved = SavedRollouts(run_dir.results_path)
+        for key, found in saved.read(rows):
+            row = rows[key]
+            states[key] = SavedState(saved, found, row) if isinstance(found, int) else restored_state(found, row)
+    ordered = [states[key] for key in keys if key in states]
     groups: dict[Any, list[State]] = {}
     for state in ordered:
         groups.setdefault(state.get("example_id"), []).append(state)
@@ -418,9 +436,9 @@ def _assemble(
         write_advantages(group)
     results = Results(ordered, metadata)
     figures = {
-        "time_ms": (time.time() - began) * 1000,
-        "avg_reward": results.mean_reward,
-        "avg_metrics": {name: results.interval(name).mean for name in results.metric_names},
+        "time_ms": (time.perf_counter() - began) * 1000,
+        "avg_reward": _mean(results["reward"]),
+        "avg_metrics": {name: _mean(results[name]) for name in results.metric_names},
         "num_rollouts": len(ordered),
         "num_failed": len(results.failed),
         "path_to_save": run_dir.path if run_dir is not None else None,
@@ -429,6 +447,12 @@ def _assemble(
     if run_dir is not None:
         run_dir.update_metadata({**metadata, **figures, "path_to_save": str(run_dir.path)})
     return results
+
+
+def _mean(column: Sequence[float | None]) -> float | None:
+    """The mean as reports give it, without the interval: it is written down, whatever a report says of the numbers."""
+    known = [value for value in column if value is not None]
+    return math.fsum(known) / len(known) if known else None
 
 
 def make_dataset(

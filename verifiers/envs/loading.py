@@ -16,6 +16,7 @@ from typing import Any
 
 from verifiers.envs.environment import Environment
 
+MOST_CHARS = 200  # of an id: file systems take names of 255
 _ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?([A-Za-z0-9][\w-]*(?:\.[\w-]+)*)(?:@([\w.+-]+))?\Z", re.ASCII)
 
 
@@ -41,9 +42,11 @@ def split_id(env_id: str) -> tuple[str, str | None]:
     >>> split_id("primeintellect/alphabet-sort@0.1.4")
     ('alphabet-sort', '0.1.4')
     """
-    match = _ID.fullmatch(str(env_id))
-    if match is None or ".." in env_id:
-        raise ValueError(f"{env_id!r} is not an environment id; ids look like 'name', 'org/name' or 'org/name@version'")
+    text = str(env_id)
+    match = _ID.fullmatch(text) if len(text) <= MOST_CHARS else None
+    if match is None or ".." in text:
+        shown = f"{env_id!r:.60}… ({len(text)} characters)" if len(text) > MOST_CHARS else f"{env_id!r:.200}"
+        raise ValueError(f"{shown} is not an environment id; ids look like 'name', 'org/name' or 'org/name@version'")
     return match[1], match[2]
 
 
@@ -57,6 +60,9 @@ def find_module(env_id: str, environments_dir: str | Path = "environments") -> M
             if callable(getattr(module, "load_environment", None)):
                 assert module is not None
                 return module
+    if _is_no_package(own):
+        whose = "this library itself" if own.partition(".")[0] == "verifiers" else "a module of Python"
+        raise ValueError(f"{env_id!r} is not an environment: {own} is {whose}; vf list shows what there is")
     if (folder / own).is_dir() or own in sys.modules:
         raise ValueError(f"{env_id!r} is not an environment: {own} has no load_environment()")
     raise ValueError(_not_found(env_id, own, folder))
@@ -89,9 +95,19 @@ def _is_at(module: ModuleType, path: Path) -> bool:
     return module.__file__ is not None and Path(module.__file__).resolve() == path.resolve()
 
 
+def _is_no_package(module_name: str) -> bool:
+    """Importing these finds no environment, and some of them do things when they are imported."""
+    top = module_name.partition(".")[0]
+    return top == "verifiers" or top in sys.stdlib_module_names
+
+
 def _import_installed(module_name: str) -> ModuleType | None:
+    if _is_no_package(module_name):
+        return None
     try:
         return importlib.import_module(module_name)
+    except SystemExit as error:
+        raise ImportError(f"{module_name!r} ends the program when it is imported ({error.code!r})") from error
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.partition(".")[0] == module_name.partition(".")[0]:
             return None

@@ -61,6 +61,10 @@ class RowFormat:
         return given if given.startswith(head) else head + given
 
     def _chat_prompt(self, given: Any, position: int) -> list[ChatMessage]:
+        if type(given) is str:  # nearly every row: nothing in it needs a look
+            head = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+            if not self.few_shot:
+                return [*head, {"role": "user", "content": given}]
         try:
             messages = [_without_none_keys(message) for message in as_messages(given)]
         except TypeError:

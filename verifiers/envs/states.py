@@ -31,7 +31,7 @@ def fresh_state(
     info = fields.get("info")
     tools = info.get("oai_tools") if isinstance(info, Mapping) else None
     extra = {key: value for key, value in fields.items() if key not in State.INPUT_FIELDS}
-    return State(
+    state = State(
         extra,
         input=fields,
         client=client,
@@ -54,6 +54,8 @@ def fresh_state(
         final_env_response=None,
         timing={"start_time": time.time(), "generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0},
     )
+    state.began_at = time.perf_counter()
+    return state
 
 
 def _copied(value: Any) -> Any:
@@ -73,6 +75,15 @@ def restored_state(record: Record, row: Row) -> State:
         state.pop(key, None)
     state["input"] = {**row, **{key: record.get(key) for key in State.INPUT_FIELDS}}
     state["timing"] = {key: record.get(key) or 0.0 for key in _TIMING_FIELDS}
-    usage = record.get("usage")
-    state["usage"] = Usage(**usage) if usage else None
+    state["usage"] = _usage_of(record.get("usage"))
     return state
+
+
+def _usage_of(saved: Any) -> Usage | None:
+    """Tokens as they were saved; None where a file without checksums holds something else by now."""
+    if not saved:
+        return None
+    try:
+        return msgspec.convert(saved, Usage)
+    except msgspec.ValidationError:
+        return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from urllib.parse import quote, urlsplit
 HUB_VARIABLE = "VF_HUB_URL"
 TIMEOUT_S = 60
 ROUTE = "api/v1/environmentshub"
+MOST_ANSWER = 4 << 20  # bytes
+MOST_WHEEL = 1 << 30  # bytes, packed
 
 
 class HubError(Exception):
@@ -35,12 +38,13 @@ def look_up(hub: str, org: str, name: str, version: str | None) -> HubEntry:
     url = f"{hub.rstrip('/')}/{ROUTE}/{quote(org)}/{quote(name)}/@{quote(version or 'latest')}"
     asked = f"{org}/{name}@{version or 'latest'}"
     try:
-        found = json.loads(_get(url))
+        with _asked(url) as reply:
+            found = json.loads(b"".join(_chunks(reply, url, MOST_ANSWER)))
     except urllib.error.HTTPError as error:
         error.close()
         said = "the hub has no such environment" if error.code == 404 else f"the hub answered {error.code}"
         raise HubError(f"{asked}: {said} ({url})") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise HubError(f"{asked}: the hub at {hub} gave no answer to read: {error}") from error
     return _entry(found, asked, name)
 
@@ -68,16 +72,26 @@ def fetch(url: str, folder: Path) -> Path:
         raise HubError(f"what the hub names is no wheel: {url}")
     target = folder / name
     try:
-        target.write_bytes(_get(url))
+        with _asked(url) as reply, open(target, "wb") as file:
+            for chunk in _chunks(reply, url, MOST_WHEEL):
+                file.write(chunk)
     except OSError as error:
         raise HubError(f"{url} cannot be fetched: {error}") from error
     return target
 
 
-def _get(url: str) -> bytes:
+def _asked(url: str) -> Any:
     if urlsplit(url).scheme not in ("http", "https"):
         raise HubError(f"{url} is no http address")
     request = urllib.request.Request(url, headers={"Accept": "*/*", "User-Agent": "verifiers"})
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
-        content: bytes = reply.read()
-    return content
+    return urllib.request.urlopen(request, timeout=TIMEOUT_S)
+
+
+def _chunks(reply: Any, url: str, most: int) -> Iterator[bytes]:
+    """What a hub sends, as far as it may be long."""
+    sent = 0
+    while chunk := reply.read(1 << 20):
+        sent += len(chunk)
+        if sent > most:
+            raise HubError(f"{url} sends more than {most >> 20} MiB; the rest was not read")
+        yield chunk

@@ -22,6 +22,7 @@ Program = Literal["pip", "uv"]
 _ON_HUB = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)(?:@([\w.+-]+))?\Z", re.ASCII)
 _NAMED = re.compile(r"([A-Za-z0-9][\w.-]*)(?:(?:@|==)([\w.+-]+))?\Z", re.ASCII)
 _SHOWN_LINES = 12
+_MOST_CHARS = 4096  # of a path, on any system
 
 
 class InstallError(Exception):
@@ -126,8 +127,10 @@ def install(
 def _install(
     what: str, installer: Installer, index: str | None, hub: str | None, folder: Path, is_editable: bool
 ) -> Installed:
+    if len(what) > _MOST_CHARS or "\0" in what:
+        raise InstallError(f"{what[:60]!r}… ({len(what)} characters) is no name of an environment and no path")
     path = Path(what).expanduser()
-    if what and path.is_dir():
+    if what and is_folder(path):
         return _install_folder(path, installer, is_editable)
     if what.endswith(".whl"):
         package = read_wheel(path)
@@ -152,7 +155,15 @@ def local_folder(what: str, folder: Path) -> Path | None:
     if _NAMED.fullmatch(what) is None:
         return None
     names = (module_name(what), f"{module_name(what)}_env")
-    return next((folder / name for name in names if (folder / name).is_dir()), None)
+    return next((folder / name for name in names if is_folder(folder / name)), None)
+
+
+def is_folder(path: Path) -> bool:
+    """Is there such a folder? There is none of a name that is too long for one."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 def _install_folder(path: Path, installer: Installer, is_editable: bool) -> Installed:

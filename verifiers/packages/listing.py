@@ -14,6 +14,7 @@ from verifiers.packages.source import (
     find_package,
     module_name,
     read_module_folder,
+    read_source,
 )
 
 
@@ -88,7 +89,7 @@ def _reader(roots: list[Path]) -> Read:
     def read(file: str) -> str | None:
         for root in roots:
             if (root / file).is_file():
-                return (root / file).read_text(encoding="utf-8", errors="replace")
+                return read_source(root / file)
         return None
 
     return read

@@ -7,12 +7,17 @@ import email.parser
 import re
 import tomllib
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verifiers.files import TooLargeError, read_regular
+
 LOAD = "load_environment"
+MOST_SOURCE = 4 << 20  # bytes of a module or of metadata: what is larger is no source
+MOST_UNPACKED = 2 << 30  # bytes of all that is in a wheel
 Read = Callable[[str], str | None]  # a path inside the package → its text, None where there is no such file
 
 
@@ -55,8 +60,10 @@ def module_name(name: str) -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     """A TOML file, or a ValueError that names it and the place of the mistake."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(read_regular(path, most=MOST_SOURCE).decode("utf-8"))
+    except TooLargeError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
 
 
@@ -98,21 +105,46 @@ def read_wheel(path: str | Path) -> Package:
         raise NotAnEnvironmentError(f"there is no file {path}")
     try:
         with zipfile.ZipFile(path) as wheel:
-            names = wheel.namelist()
+            names = _checked_names(wheel, path.name)
             about = next((name for name in names if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)), None)
             if about is None:
                 raise NotAnEnvironmentError(f"{path.name} is no wheel: it holds no METADATA")
-            fields = email.parser.Parser().parsestr(wheel.read(about).decode("utf-8", "replace"), headersonly=True)
+            fields = email.parser.Parser().parsestr(_unpacked(wheel, about, path.name), headersonly=True)
             held = set(names)
             return find_package(
-                lambda name: wheel.read(name).decode("utf-8", "replace") if name in held else None,
+                lambda name: _unpacked(wheel, name, path.name) if name in held else None,
                 names,
                 name=str(fields["Name"]),
                 version=fields["Version"],
                 where=path.name,
             )
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # RuntimeError: it is encrypted
         raise NotAnEnvironmentError(f"{path.name} is no wheel: {error}") from error
+
+
+def _checked_names(wheel: zipfile.ZipFile, where: str) -> list[str]:
+    """The files in a wheel, which together must be of a size that one installs."""
+    size = sum(info.file_size for info in wheel.infolist())
+    if size > MOST_UNPACKED:
+        raise NotAnEnvironmentError(
+            f"{where} unpacks to {size / 1e9:.1f} GB, and no environment has more than {MOST_UNPACKED / 1e9:.1f} GB"
+        )
+    return wheel.namelist()
+
+
+def _unpacked(wheel: zipfile.ZipFile, name: str, where: str) -> str:
+    """The text of one file of a wheel, unpacked as far as a source can be long, whatever the wheel says of its size."""
+    info = wheel.getinfo(name)
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise NotAnEnvironmentError(f"{name} in {where} is packed in a way that wheels are not")
+    with wheel.open(info) as file:
+        text = file.read(MOST_SOURCE + 1) if info.file_size <= MOST_SOURCE else b""
+    if info.file_size > MOST_SOURCE or len(text) > MOST_SOURCE:
+        raise NotAnEnvironmentError(
+            f"{name} in {where} has {max(info.file_size, len(text)) / 1e6:.0f} MB; no module or metadata has more than "
+            f"{MOST_SOURCE >> 20} MiB"
+        )
+    return text.decode("utf-8", "replace")
 
 
 def find_package(read: Read, files: list[str], *, name: str, version: str | None, where: str) -> Package:
@@ -140,10 +172,18 @@ def _reader(folder: Path) -> Read:
     def read(name: str) -> str | None:
         for path in (folder / name, folder / "src" / name, *_unwrapped(folder, name)):
             if path.is_file():
-                return path.read_text(encoding="utf-8", errors="replace")
+                return read_source(path)
         return None
 
     return read
+
+
+def read_source(path: Path) -> str:
+    """The text of a module; one that is larger than any is no module."""
+    try:
+        return read_regular(path, most=MOST_SOURCE).decode("utf-8", "replace")
+    except TooLargeError as error:
+        raise NotAnEnvironmentError(f"{path}: {error.strerror}") from error
 
 
 def _unwrapped(folder: Path, name: str) -> Iterator[Path]:
@@ -175,8 +215,9 @@ def _package(read: Read, module: str, *, name: str, version: str | None, where: 
 def _parsed(text: str, where: str) -> ast.Module:
     try:
         return ast.parse(text)
-    except (SyntaxError, ValueError) as error:
-        raise NotAnEnvironmentError(f"the module {where} is not Python: {error}") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested without end
+        said = str(error) or "it is nested too deep"
+        raise NotAnEnvironmentError(f"the module {where} is not Python: {said}") from error
 
 
 def _definition(tree: ast.Module, read: Read, module: str) -> ast.AST | None:

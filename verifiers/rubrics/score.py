@@ -114,12 +114,9 @@ def note_scoring_time(states: Sequence[State], took_ms: float) -> None:
 
 def write_advantages(states: Sequence[State]) -> None:
     """Reward minus the mean of the group's valid rewards; failed rollouts neither count nor get one."""
-    valid = [state for state in states if state.get("reward") is not None]
+    valid = [(state, reward) for state in states if (reward := state.get("reward")) is not None]
     if not valid:
         return
-    mean = sum(state["reward"] for state in valid) / len(valid)
-    for state in valid:
-        state["advantage"] = advantage = state["reward"] - mean
-        for step in state.get("trajectory") or ():
-            if step.get("advantage") is None:
-                step["advantage"] = advantage
+    mean = sum(reward for _, reward in valid) / len(valid)
+    for state, reward in valid:
+        state.note_advantage(reward - mean)

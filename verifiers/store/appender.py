@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
+import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
+from verifiers.files import is_same_file
+from verifiers.store.checksum import seal
 from verifiers.store.disk import cut_partial_line, named, opened, sync_folder, write_all
 from verifiers.store.mending import mend_last_line
 from verifiers.store.record import Record, encode
 
 SYNC_EVERY_S = 0.5
+LOOK_EVERY_S = 0.02  # whether the file is still there
+
+
+class ResultsGoneError(FileNotFoundError):
+    """The file that is being written was deleted, moved or replaced by another."""
+
+    def __init__(self, path: Path) -> None:
+        said = "this file was deleted or replaced while the run wrote to it; what was saved in it may be lost"
+        super().__init__(errno.ENOENT, said, str(path))
 
 
 class Appender:
@@ -35,6 +48,8 @@ class Appender:
         self._is_closed = False
         self._is_unsynced = False
         self._sync_error: OSError | None = None
+        self._is_gone = False
+        self._look_at = 0.0
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._syncer: threading.Thread | None = None
@@ -46,10 +61,13 @@ class Appender:
             self._held = held.pop_all()
 
     def append(self, record: Record) -> None:
-        """Write one record now. An error (a full disk) leaves the file without the partial line, and is raised."""
-        line = encode(record)
+        """Write one record now, with its checksum. An error (a full disk) is raised, and leaves no partial line."""
+        line = seal(encode(record))
         with self._mutex:
             self._check_usable()
+            if (now := time.monotonic()) >= self._look_at:
+                self._look_at = now + LOOK_EVERY_S
+                self._check_there()
             if self._is_torn:
                 cut_partial_line(self._fd)
             self._is_torn = True
@@ -99,9 +117,17 @@ class Appender:
     def _check_usable(self) -> None:
         if self._is_closed:
             raise ValueError(f"the appender of {self.path} is closed; open another one")
-        self._raise_sync_error()
+        if self._is_gone or self._sync_error is not None:
+            self._raise_sync_error()
+
+    def _check_there(self) -> None:
+        if not os.fstat(self._fd).st_nlink:
+            self._is_gone = True
+            raise ResultsGoneError(self.path)
 
     def _raise_sync_error(self) -> None:
+        if self._is_gone:
+            raise ResultsGoneError(self.path)
         if self._sync_error is not None:
             raise OSError(
                 self._sync_error.errno, f"could not sync to disk: {self._sync_error.strerror}", str(self.path)
@@ -125,6 +151,7 @@ class Appender:
         """Sync outside the mutex: a slow disk must not hold up whoever appends."""
         with self._mutex:
             self._is_unsynced = False
+        self._is_gone = self._is_gone or not is_same_file(self._fd, self.path)
         try:
             os.fsync(self._fd)
         except OSError as error:  # after a failed fsync the kernel may have dropped the data: never claim success

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from verifiers.files import LONGEST_LINE, LineTooLongError, open_regular, open_to_write
+
 CHUNK = 1 << 20
 
 
@@ -33,7 +35,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags | os.O_CREAT, 0o666)
+    fd = open_to_write(path, flags)
     try:
         yield fd
     except OSError as error:  # writing to a number, the system knows no name
@@ -66,8 +68,10 @@ def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
 
 def last_line_start(fd: int) -> int:
     """Where the unfinished last line begins, just after the last newline; the end of the file if it is finished."""
-    end = os.fstat(fd).st_size
+    size = end = os.fstat(fd).st_size
     while end > 0:
+        if size - end > LONGEST_LINE:
+            raise LineTooLongError
         start = max(0, end - CHUNK)
         newline = os.pread(fd, end - start, start).rfind(b"\n")
         if newline >= 0:
@@ -87,7 +91,7 @@ def append_missing(path: Path, lines: Iterable[bytes]) -> None:
     """Append the lines that a file does not hold yet, durably; so a repetition after a crash adds nothing twice."""
     with opened(path, os.O_RDWR | os.O_APPEND) as fd:
         cut_partial_line(fd)
-        with open(path, "rb") as known_lines:
+        with open_regular(path) as known_lines:
             known = {_digest(line) for line in known_lines}
         for line in lines:
             if (digest := _digest(line)) not in known:

@@ -8,6 +8,8 @@ import os
 import threading
 from pathlib import Path
 
+from verifiers.files import open_to_write
+
 try:
     import fcntl
 
@@ -50,7 +52,7 @@ class FolderLock:
 def _acquire(folder: Path) -> int | None:
     if not HAS_LOCKS:
         return None
-    fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    fd = open_to_write(folder / ".lock", os.O_RDWR)
     try:
         _lock(fd, folder)
         os.ftruncate(fd, 0)

@@ -11,6 +11,8 @@ from typing import BinaryIO
 
 import msgspec
 
+from verifiers.files import open_regular
+from verifiers.store.checksum import is_intact
 from verifiers.store.disk import CHUNK, append_missing, last_line_start, opened, replace_file, write_all
 from verifiers.store.reading import Line, scan
 from verifiers.store.record import Key
@@ -60,7 +62,7 @@ def compact(path: Path, *, keep_failed: bool = False) -> Compacted:
     if not path.exists():
         return Compacted(finished=frozenset())
     mend_last_line(path)
-    with open(path, "rb", buffering=CHUNK) as file:
+    with open_regular(path) as file:
         lines = list(scan(file))
         winners = {line.key: line for line in lines if line.key is not None and not line.is_failed}
         finished: frozenset[Key] = frozenset(winners)  # the last good line of each rollout wins
@@ -83,7 +85,9 @@ def compact(path: Path, *, keep_failed: bool = False) -> Compacted:
 
 def _report(path: Path, result: Compacted) -> None:
     if result.damaged:
-        logger.warning("%s: %d damaged line(s) were moved to %s", path, result.damaged, DAMAGED)
+        logger.warning(
+            "%s: %d damaged line(s) were moved to %s; their rollouts are run again", path, result.damaged, DAMAGED
+        )
     if result.failed or result.duplicates:
         logger.info(
             "%s: %d failed and %d repeated rollout(s) were moved to %s",
@@ -96,7 +100,7 @@ def _report(path: Path, result: Compacted) -> None:
 
 def _is_record(text: bytes) -> bool:
     try:
-        return isinstance(msgspec.json.decode(text), dict)
+        return is_intact(text) and isinstance(msgspec.json.decode(text), dict)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
 

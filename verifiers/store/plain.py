@@ -116,7 +116,8 @@ def _key(key: Any) -> str:
 
 
 def _is_deep(line: bytes) -> bool:
-    if line.count(b"[") + line.count(b"{") <= MAX_DEPTH:
+    # Splitting looks for the next one at once, where counting looks at each byte.
+    if len(line.split(b"[", MAX_DEPTH)) + len(line.split(b"{", MAX_DEPTH)) - 2 <= MAX_DEPTH:
         return False
     return not _fits(msgspec.json.decode(line), MAX_DEPTH)
 

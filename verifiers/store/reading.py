@@ -14,6 +14,8 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import msgspec
 
 from verifiers.errors import describe
+from verifiers.files import lines_of, open_regular
+from verifiers.store.checksum import FIELD, is_intact, is_sealed
 from verifiers.store.record import Key, Record, is_failed
 
 logger = logging.getLogger(__name__)
@@ -21,8 +23,7 @@ logger = logging.getLogger(__name__)
 RESULTS = "results.jsonl"
 METADATA = "metadata.json"
 Status = Literal["ok", "failed"]
-_BUFFER = 1 << 20
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Line(NamedTuple):
@@ -39,6 +40,7 @@ class _Head(msgspec.Struct):
 
     example_id: int | str
     rollout: int | None = None
+    reward: float | bool | None = None
     error: Any = None
 
 
@@ -51,12 +53,14 @@ def scan(file: BinaryIO, start: int = 0, *, seen: Counter[int | str] | None = No
     seen = Counter() if seen is None else seen
     file.seek(start)
     offset = start
-    for text in file:
+    for text in lines_of(file):
         length = len(text)
         key: Key | None = None
         has_failed = False
         try:
-            if not text.isascii():
+            if not is_intact(text):
+                raise msgspec.DecodeError
+            if not text.isascii() and not is_sealed(text):
                 str(text, "utf-8")  # the decoder does not look into the strings that it skips
             head = decode(text)
             number = head.rollout
@@ -65,7 +69,7 @@ def scan(file: BinaryIO, start: int = 0, *, seen: Counter[int | str] | None = No
                 seen[head.example_id] += 1
             key = (head.example_id, number)
             has_failed = head.error is not None and is_failed({"error": head.error})
-        except _UNREADABLE:
+        except UNREADABLE:
             if not text.endswith(b"\n"):
                 return
         if key is not None or not text.isspace():
@@ -79,7 +83,7 @@ def load_index(path: Path) -> dict[Key, Status]:
     if not path.exists():
         return index
     damaged = 0
-    with open(path, "rb", buffering=_BUFFER) as file:
+    with open_regular(path) as file:
         for line in scan(file):
             if line.key is None:
                 damaged += 1
@@ -118,14 +122,16 @@ def _read(path: Path, columns: Sequence[str] | None) -> Iterator[Record]:
         return
     decode = RecordDecoder(columns)
     damaged = 0
-    with open(path, "rb", buffering=_BUFFER) as file:
-        for line in file:
+    with open_regular(path) as file:
+        for line in lines_of(file):
             try:
-                record = decode(line)
-            except _UNREADABLE:
-                damaged += line.endswith(b"\n") and not line.isspace()
-            else:
+                record = decode(line) if is_intact(line) else None
+            except UNREADABLE:
+                record = None
+            if record is not None:
                 yield record
+            else:
+                damaged += line.endswith(b"\n") and not line.isspace()
     warn_damaged(path, damaged)
 
 
@@ -145,6 +151,7 @@ class RecordDecoder:
         value = self._decoder.decode(line)
         if self.columns is None:
             record: Record = value
+            record.pop(FIELD, None)
             return record
         return dict(zip(self.columns, msgspec.structs.astuple(value), strict=True))
 
@@ -177,7 +184,7 @@ class Rows:
         line = os.pread(self._file.fileno(), self._lengths[number], self._offsets[number])
         try:
             return self._decode(line)
-        except _UNREADABLE as error:  # the index reads less of a line than this
+        except UNREADABLE as error:  # the index reads less of a line than this
             example_id, rollout = self.keys[number]
             return {"example_id": example_id, "rollout": rollout, "reward": None, "error": describe(error)}
 
@@ -200,7 +207,7 @@ class Rows:
         held = None if self._file is None else os.fstat(self._file.fileno())
         if held is None or (held.st_ino, held.st_dev) != (found.st_ino, found.st_dev) or found.st_size < self._end:
             self._forget()
-            self._file = open(self.path, "rb", buffering=_BUFFER)  # noqa: SIM115  closed with this object
+            self._file = open_regular(self.path)
             weakref.finalize(self, self._file.close)
         if found.st_size > self._end and self._file is not None:
             self._take(self._file)

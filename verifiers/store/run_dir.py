@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from verifiers.files import read_regular
 from verifiers.store.appender import SYNC_EVERY_S, Appender
 from verifiers.store.config import differences, fingerprint, normalise
 from verifiers.store.disk import replace_file, sync_folder
@@ -23,6 +25,7 @@ from verifiers.store.record import Key, Record
 
 DEFAULT_ROOT = Path("outputs/evals")
 FORMAT = 1
+MOST_METADATA = 64 << 20  # bytes
 _MAX_NAME_BYTES = 200  # file systems take 255
 # Readers of 0.1.x look for these beside, not inside, the configuration.
 _CLASSIC_KEYS = ("env_args", "base_url", "num_examples", "rollouts_per_example", "sampling_args", "state_columns")
@@ -61,20 +64,30 @@ class RunDir:
 
     @classmethod
     def create_at(cls, path: str | os.PathLike[str], *, env_id: str, model: str, config: Mapping[str, Any]) -> RunDir:
-        """Make a run directory at this very path, which must not exist or be empty."""
+        """Make a run directory at this very path, which must not exist or be empty (it may be a mount point)."""
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        run, is_new = cls(path), not path.exists()
+        path.mkdir(parents=True, exist_ok=True)
+        run._check_empty()  # before anything is written to a folder that may be somebody's own
         try:
-            if path.is_dir() and {item.name for item in path.iterdir()} <= {f"{METADATA}.tmp"}:
-                # Nothing, or what a process left that was killed while it made this folder.
-                (path / f"{METADATA}.tmp").unlink(missing_ok=True)
-                path.rmdir()
-            path.mkdir()
-        except FileExistsError:
-            raise FileExistsError(f"{path} exists; resume it with RunDir.open, or choose another run id") from None
-        run = cls(path)
+            with run.lock():  # of two processes that find it empty, one makes the run
+                run._check_empty()
+                run._write_first(env_id, model, config)
+            sync_folder(path.parent)
+        except (OSError, MemoryError):
+            if is_new:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+        return run
+
+    def _check_empty(self) -> None:
+        # What may be there: leavings of a process that was killed while it made this folder, or of a new file system.
+        if not {item.name for item in self.path.iterdir()} <= {".lock", f"{METADATA}.tmp", "lost+found"}:
+            raise FileExistsError(f"{self.path} exists; resume it with RunDir.open, or choose another run id")
+
+    def _write_first(self, env_id: str, model: str, config: Mapping[str, Any]) -> None:
         stored = normalise(config)
-        run.update_metadata(
+        self.update_metadata(
             {
                 "env_id": env_id,
                 "model": model,
@@ -86,8 +99,6 @@ class RunDir:
                 "config_fingerprint": fingerprint(stored),
             }
         )
-        sync_folder(path.parent)
-        return run
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunDir:
@@ -105,10 +116,11 @@ class RunDir:
     def metadata(self) -> dict[str, Any]:
         """What ``metadata.json`` says now; empty if there is none."""
         try:
-            metadata: dict[str, Any] = msgspec.json.decode(self.metadata_path.read_bytes(), type=dict[str, Any])
+            text = read_regular(self.metadata_path, most=MOST_METADATA)
+            metadata: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
         except FileNotFoundError:
             return {}
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{self.metadata_path} is damaged: {error}") from error
         return metadata
 
@@ -215,7 +227,7 @@ def safe_name(text: str) -> str:
 def _fingerprint_of(run: RunDir) -> str | None:
     try:
         found = run.metadata.get("config_fingerprint")
-    except ValueError:  # damaged: nobody's match
+    except (ValueError, OSError):  # damaged, or no file: nobody's match
         return None
     return found if isinstance(found, str) else None
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from verifiers.engine.gguf_model import quietly
+from verifiers.files import open_regular, read_regular
 from verifiers.store.disk import sync_folder
 from verifiers.trainers.reference import Reference
 from verifiers.trainers.weights import Weights
 
 STATE, TENSORS, REFERENCE = "trainer.json", "trainer.pt", "reference.pt"
+MOST_STATE = 64 << 20  # bytes
+ROOM_TO_WRITE = 1 << 20  # bytes; a disk that has less left is full
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -37,7 +42,19 @@ def step_of(path: Path) -> int:
 
 
 def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:
-    """Write a model, or its adapters, and its tokenizer."""
+    """Write a model, or its adapters, and its tokenizer; of a new folder all or nothing."""
+    path = Path(path)
+    if path.exists():
+        _write_model(model, tokenizer, path)
+        return
+    parts = path.with_name(f".{path.name}.{os.getpid()}")
+    with _whole_or_not_at_all(parts, path, "model"):
+        parts.mkdir(parents=True)
+        _write_model(model, tokenizer, parts)
+        parts.rename(path)
+
+
+def _write_model(model: Any, tokenizer: Any, path: Path) -> None:
     with quietly():
         model.save_pretrained(path)
         if tokenizer is not None:
@@ -57,18 +74,18 @@ def save(
 ) -> Path:
     """Write a checkpoint of this step; with ``keep``, the oldest ones beyond so many are removed afterwards."""
     path, parts = checkpoint_path(root, step), root / f".step-{step:06d}.{os.getpid()}"
-    shutil.rmtree(parts, ignore_errors=True)
-    parts.mkdir(parents=True)
-    save_model(model, tokenizer, parts)
-    torch.save(_tensors(weights), parts / TENSORS)
-    if reference is not None:
-        _save_reference(reference, parts / REFERENCE)
-    (parts / STATE).write_text(json.dumps({**state, "step": step, "python_rng": _python_rng()}, indent=1))
-    for file in parts.iterdir():
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
-    shutil.rmtree(path, ignore_errors=True)
-    parts.rename(path)
+    with _whole_or_not_at_all(parts, path, "checkpoint"):
+        parts.mkdir(parents=True)
+        _write_model(model, tokenizer, parts)
+        torch.save(_tensors(weights), parts / TENSORS)
+        if reference is not None:
+            _save_reference(reference, parts / REFERENCE)
+        (parts / STATE).write_text(json.dumps({**state, "step": step, "python_rng": _python_rng()}, indent=1))
+        for file in parts.iterdir():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+        shutil.rmtree(path, ignore_errors=True)
+        parts.rename(path)
     sync_folder(root)
     if reference is not None:
         reference.saved = (reference.version, path / REFERENCE)
@@ -98,6 +115,42 @@ def load_reference(path: Path, reference: Reference) -> None:
     saved = torch.load(path / REFERENCE, map_location="cpu", weights_only=True)
     reference.restore(saved)
     reference.saved = (reference.version, path / REFERENCE)
+class CheckpointError(OSError):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
+@contextmanager
+def _whole_or_not_at_all(parts: Path, path: Path, what: str) -> Iterator[None]:
+    """What was written so far goes if not all of it can be, and the error says what the disk or the memory lacked."""
+    shutil.rmtree(parts, ignore_errors=True)
+    try:
+        yield
+    except BaseException as error:
+        lacked = _lack(error, parts)
+        shutil.rmtree(parts, ignore_errors=True)
+        if lacked is None:
+            raise
+        reason = "there is too little memory" if lacked == errno.ENOMEM else os.strerror(lacked)
+        said = f"this {what} was not saved: {reason}; earlier ones are as they were, and training can be resumed"
+        raise CheckpointError(lacked, said, str(path)) from error
+
+
+def _lack(error: BaseException, parts: Path) -> int | None:
+    """What the machine lacked, by its number; None for an error of another kind. Libraries hide the system's own."""
+    said = str(error)
+    if isinstance(error, MemoryError) or "can't allocate memory" in said or "out of memory" in said:
+        return errno.ENOMEM
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    if found := re.search(r"\(os error (\d+)\)", said):  # safetensors
+        return int(found[1])
+    if not isinstance(error, RuntimeError):
+        return None
+    try:  # torch says that writing failed, and not why
+        free = shutil.disk_usage(parts if parts.exists() else parts.parent).free
+    except OSError:
+        return None
+    return errno.ENOSPC if free < ROOM_TO_WRITE else errno.EIO if "writ" in said else None
 
 
 def _tensors(weights: Weights) -> dict[str, Any]:
@@ -119,8 +172,9 @@ def _python_rng() -> list[Any]:
 def load(path: Path, weights: Weights) -> dict[str, Any]:
     """Put weights, optimizer and random numbers back as they were; the rest of the state is returned."""
     try:
-        state: dict[str, Any] = json.loads((path / STATE).read_text())
-        tensors = torch.load(path / TENSORS, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = json.loads(read_regular(path / STATE, most=MOST_STATE))
+        with open_regular(path / TENSORS) as file:
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"{path} is no checkpoint: it has no {STATE} and {TENSORS}") from None
     shapes = dict(zip(weights.names, (tuple(one.shape) for one in weights.masters), strict=True))

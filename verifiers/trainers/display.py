@@ -9,9 +9,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from verifiers.logs import printable
+from verifiers.progress import Enduring
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -63,9 +64,9 @@ class TrainingDisplay:
         self._ends.append(self._began)
         if not self.show:
             return
-        stream = self.stream or sys.stderr
+        stream = Enduring(self.stream or sys.stderr)  # whoever watches may leave
         if stream.isatty():
-            self._live = _make_live(stream, self.panel)
+            self._live = _make_live(cast(IO[str], stream), self.panel)
             self._live.start()
         else:
             self._say(f"{self.title}: {total_steps} steps")
@@ -267,7 +268,7 @@ class TrainingDisplay:
 
     def _say(self, text: str) -> None:
         if self.show:
-            print(text, file=self.stream or sys.stderr, flush=True)
+            print(text, file=cast(IO[str], Enduring(self.stream or sys.stderr)), flush=True)
 
     def _draw(self, force: bool = False) -> None:
         now = time.monotonic()

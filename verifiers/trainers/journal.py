@@ -10,7 +10,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from verifiers.files import lines_of, open_regular
 from verifiers.store import Appender, Record, RunDir, example_key, read_records, to_record
+from verifiers.store.checksum import is_intact
 from verifiers.store.disk import append_missing, replace_file
 from verifiers.store.mending import DAMAGED, mend_last_line
 
@@ -165,14 +167,16 @@ def _keep_until(step: int, path: Path) -> None:
     if not path.exists():
         return
     mend_last_line(path)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         replace_file(path, _lines_until(step, file, path.with_name(DAMAGED)))
 
 
 def _lines_until(step: int, file: BinaryIO, damaged: Path) -> Iterator[bytes]:
     decode = msgspec.json.Decoder(_Stepped).decode
-    for line in file:
+    for line in lines_of(file):
         try:
+            if not is_intact(line):
+                raise msgspec.DecodeError
             found = decode(line).step
         except _UNREADABLE:
             append_missing(damaged, [line])

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from verifiers.files import read_regular
 from verifiers.store.config import normalise
 from verifiers.store.plain import to_json
 
@@ -275,7 +276,7 @@ def _with_histograms(metrics: Mapping[str, Any], make: Callable[..., Any]) -> di
 
 def _run_id(folder: Path, name: str) -> str | None:
     try:
-        return (folder / f".{name}-run").read_text(encoding="utf-8").strip() or None
+        return read_regular(folder / f".{name}-run", most=4096).decode("utf-8", "replace").strip() or None
     except FileNotFoundError:
         return None
 

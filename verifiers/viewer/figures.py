@@ -85,7 +85,9 @@ def notices(run: Run) -> list[str]:
     index, found = run.index, []
     if problem := run.read_metadata()[1]:
         found.append(problem)
-    if not run.results_path.is_file():
+    if index.trouble is not None:
+        found.append(f"results.jsonl cannot be read: {index.trouble}")
+    elif not run.results_path.is_file():
         found.append("results.jsonl is missing: no rollout has been finished, or the file was taken away")
     if index.damaged:
         where = ", ".join(f"line {item['line']} ({item['reason']})" for item in index.damaged_lines[:3])

@@ -16,12 +16,13 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
+from verifiers.files import lines_of, open_regular
 from verifiers.store import Key, Record, is_failed
+from verifiers.store.checksum import FIELD, is_intact
 from verifiers.viewer.numbers import as_number
 
 MAX_METRICS: Final = 64  # a file with a new metric in each line must not fill the memory
 MAX_TOLD: Final = 20  # damaged lines that are named one by one
-_BUFFER = 1 << 20
 _CHECK_EVERY = 256  # lines between two looks at the clock
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -91,6 +92,7 @@ class RolloutIndex:
         self.metrics: dict[str, array[float]] = {}
         self.has_more_metrics = False
         self.damaged = 0
+        self.trouble: str | None = None  # why nothing of it can be read
         self.damaged_lines: list[dict[str, Any]] = []
         self.prompt_tokens = self.completion_tokens = 0
         self.cost_usd: float | None = None
@@ -127,15 +129,21 @@ class RolloutIndex:
             if not is_same or found.st_size < self.end:
                 self._close()
                 try:
-                    self._file = open(self.path, "rb", buffering=_BUFFER)  # noqa: SIM115  closed with this object
-                except OSError:
+                    self._file = open_regular(self.path)
+                except OSError as error:
+                    self.trouble = error.strerror
                     return True
                 weakref.finalize(self, self._file.close)
                 self.generation += 1
             self.size = found.st_size
-            if self.end >= self.size or self._file is None:
+            if self.end >= self.size or self._file is None or self.trouble is not None:
+                self.size = self.end
                 return True
-            return self._take(self._file, None if budget_s is None else time.monotonic() + budget_s)
+            try:
+                return self._take(self._file, None if budget_s is None else time.monotonic() + budget_s)
+            except OSError as error:  # lines without an end
+                self.trouble, self.size = error.strerror, self.end
+                return True
 
     def _close(self) -> None:
         if self._file is not None:
@@ -145,7 +153,7 @@ class RolloutIndex:
 
     def _take(self, file: BinaryIO, deadline: float | None) -> bool:
         file.seek(self.end)
-        for text in file:
+        for text in lines_of(file):
             if not self._take_line(text):
                 self.size = self.end  # the torn last line of a writer at work
                 return True
@@ -157,6 +165,8 @@ class RolloutIndex:
         """False if the line is not finished yet."""
         line: _Line | None = None
         try:
+            if not is_intact(text):
+                raise msgspec.DecodeError("its checksum says that it is not as it was written")
             line = self._decode(text)
         except _UNREADABLE as error:
             if not text.endswith(b"\n"):
@@ -275,7 +285,10 @@ def read_line(line: bytes) -> Record:
             found = json.loads(line.decode("utf-8", "replace"))
         except (ValueError, RecursionError) as error:
             found = {"error": {"type": "damaged line", "blame": "infrastructure", "message": str(error)}}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    found.pop(FIELD, None)
+    return found
 
 
 def cause_of(error: Any) -> str:

@@ -14,7 +14,9 @@ from typing import Any
 
 import msgspec
 
+from verifiers.files import read_regular
 from verifiers.store import DEFAULT_ROOT, is_run_dir
+from verifiers.store.run_dir import MOST_METADATA
 from verifiers.viewer.index import RolloutIndex
 from verifiers.viewer.training import MetricsLog
 
@@ -61,7 +63,7 @@ class Run:
             found = path.stat()
             stamp = (found.st_mtime_ns, found.st_size)
             if self._metadata[0] != stamp:
-                self._metadata = (stamp, *_parse_metadata(path.read_bytes()))
+                self._metadata = (stamp, *_parse_metadata(read_regular(path, most=MOST_METADATA)))
         except FileNotFoundError:
             return {}, "metadata.json is missing: what this run is can only be told from its folder"
         except OSError as error:
@@ -87,7 +89,7 @@ class Run:
         if self.is_finished and _mtime(self.results_path) <= _mtime(self.path / "metadata.json"):
             return False  # and not resumed since
         try:
-            words = (self.path / ".lock").read_text(encoding="utf-8", errors="replace").split()
+            words = read_regular(self.path / ".lock", most=4096).decode("utf-8", "replace").split()
         except OSError:
             words = []
         if len(words) == 4 and words[0] == "process" and words[3] == socket.gethostname() and words[1].isdigit():

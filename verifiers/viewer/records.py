@@ -17,6 +17,7 @@ MAX_TEXT = 200_000  # characters of one text
 MAX_ITEMS = 5_000  # of one list
 MAX_DEPTH = 40
 MAX_TOKENS = 20_000  # of one turn
+MOST_TOKENIZER = 256 << 20  # bytes
 _OWN = {*CORE_COLUMNS, "trajectory", "step", "advantage"}
 
 
@@ -90,7 +91,7 @@ def find_tokenizer(run: Run) -> Any:
     """The tokenizer of the run's model, where its file is on this machine and the library to read it is installed."""
     for folder in _tokenizer_folders(run):
         path = folder / "tokenizer.json"
-        if path.is_file():
+        if path.is_file() and path.stat().st_size <= MOST_TOKENIZER:
             return _load_tokenizer(path, path.stat().st_mtime_ns)
     return None
 

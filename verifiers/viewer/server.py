@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 
+from verifiers.clients.hosts import is_loopback, is_own_host
 from verifiers.clients.server_thread import ServerThread
 from verifiers.viewer import assets
 from verifiers.viewer.comparing import VERDICTS, compare
@@ -62,7 +60,7 @@ class ViewerServer(ServerThread):
     @property
     def is_local(self) -> bool:
         """Can only this machine reach it?"""
-        return _is_loopback(self.host)
+        return is_loopback(self.host)
 
     @property
     def url(self) -> str:
@@ -247,29 +245,3 @@ def _in_a_thread(answer: Answer) -> Callable[[web.Request], Awaitable[web.Respon
         return web.Response(body=msgspec.json.encode(found), status=status, content_type="application/json")
 
     return handle
-
-
-def is_own_host(header: str, bound: str) -> bool:
-    """Is this Host header one that this server can be called by? A name that an attacker points here is not.
-
-    >>> is_own_host("127.0.0.1:8000", "127.0.0.1"), is_own_host("evil.example:8000", "127.0.0.1")
-    (True, False)
-    """
-    try:
-        name = urlsplit(f"//{header}").hostname or ""
-    except ValueError:
-        return False
-    if name == "localhost" or name == bound.lower():
-        return True
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        return not _is_loopback(bound) and name == socket.gethostname().lower()
-    return address.is_loopback or not _is_loopback(bound)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from verifiers.files import lines_of, open_regular
+from verifiers.store.checksum import FIELD, is_intact
 from verifiers.viewer.numbers import as_number, known, mean
 
 MAX_SERIES = 128
@@ -50,16 +52,21 @@ class MetricsLog:
                 self._clear()
                 self._inode = found.st_ino
             if found.st_size > self._end:
-                self._take()
+                try:
+                    self._take()
+                except OSError:  # no regular file, or lines without an end
+                    self.damaged = max(self.damaged, 1)
 
     def _take(self) -> None:
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             file.seek(self._end)
-            for text in file:
+            for text in lines_of(file):
                 if not text.endswith(b"\n"):
                     return  # a writer at work
                 self._end += len(text)
                 try:
+                    if not is_intact(text):
+                        raise msgspec.DecodeError
                     self._add(msgspec.json.decode(text, type=dict[str, Any]))
                 except _UNREADABLE:
                     self.damaged += not text.isspace()
@@ -81,7 +88,7 @@ class MetricsLog:
     def _add_step(self, step: float, line: dict[str, Any]) -> None:
         self._go_back_to(step)
         self.steps.append(step)
-        named = {name: value for name, value in line.items() if name != "step"}
+        named = {name: value for name, value in line.items() if name not in ("step", FIELD)}
         metrics = named.pop("metrics", None)
         if isinstance(metrics, dict):
             named.update({f"metrics.{name}": value for name, value in metrics.items()})

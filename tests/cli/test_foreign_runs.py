@@ -1,0 +1,170 @@
+"""Run folders of strangers: FIFOs, devices, links and endless files are refused in a sentence, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import verifiers as vf
+from verifiers.store import RunDir
+from verifiers.viewer.library import Library
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+
+LIMIT_S = 60
+
+
+@pytest.fixture(autouse=True)
+def _alarm() -> Iterator[None]:
+    """What hangs fails, and does not stop the other tests."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError(f"nothing came of it in {LIMIT_S} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(LIMIT_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, repo: Path) -> Path:
+    """A run as `vf eval -s` saves it."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    env = vf.load_environment("arithmetic", environments_dir=repo / "environments")
+    env.evaluate(client=vf.FakeClient("4"), model="fake", num_examples=2, results_path=path, use_tqdm=False)
+    return path
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def terminal(path: Path) -> None:
+    path.symlink_to("/dev/tty")
+
+
+def socket_file(path: Path) -> None:
+    os.mknod(path, stat.S_IFSOCK | 0o600)
+
+
+def endless(path: Path) -> None:
+    """A terabyte without a line end; it is a hole, and takes no room."""
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)
+
+
+TRAPS = [fifo, device, terminal, socket_file, endless]
+
+
+@pytest.fixture(params=TRAPS, ids=lambda trap: trap.__name__)
+def trap(request: pytest.FixtureRequest) -> Callable[[Path], None]:
+    chosen: Callable[[Path], None] = request.param
+    return chosen
+
+
+@pytest.fixture
+def trapped(made: Path, folder: Path, trap: Callable[[Path], None], request: pytest.FixtureRequest) -> Path:
+    """The run, with something else in the place of one of its files."""
+    path = folder / "foreign"
+    shutil.copytree(made, path)
+    (path / request.param).unlink()
+    trap(path / request.param)
+    return path
+
+
+COMMANDS: dict[str, list[str]] = {
+    "replay": ["replay", "RUN"],
+    "rescore": ["rescore", "RUN"],
+    "compare": ["compare", "RUN", "MADE"],
+    "export": ["export", "RUN", "-o", "out.jsonl"],
+    "resume": ["eval", "arithmetic", "-m", "fake", "-n", "2", "-r", "1", "--resume", "RUN"],
+    "view": ["view", "RUN", "--export", "out.html"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("trapped", ["metadata.json", "results.jsonl"], indirect=True)
+def test_no_command_hangs_on_a_run_of_a_stranger(command: str, trapped: Path, made: Path, folder: Path) -> None:
+    from click.testing import CliRunner
+
+    from verifiers.cli.main import vf as program
+
+    words = [{"RUN": str(trapped), "MADE": str(made)}.get(word, word) for word in COMMANDS[command]]
+    result = CliRunner().invoke(program, words, prog_name="vf")
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert "Traceback" not in result.output + result.stderr
+    assert result.exit_code in (0, 1, 2)
+    assert len(result.stderr.strip().splitlines()) < 12
+
+
+@pytest.mark.parametrize("trapped", ["results.jsonl"], indirect=True)
+def test_readers_of_the_library_raise_an_oserror_that_names_the_file(trapped: Path) -> None:
+    run = RunDir(trapped)
+    reads: list[Callable[[], Any]] = [lambda: list(run.records()), run.load_index, run.rows, run.compact, run.appender]
+    for read in reads:
+        with pytest.raises(OSError, match=r"regular file|more than 256 MiB|No such device"):
+            read()
+
+
+@pytest.mark.parametrize("trapped", ["metadata.json", "results.jsonl"], indirect=True)
+def test_the_viewer_says_what_is_wrong_and_goes_on(trapped: Path) -> None:
+    from verifiers.viewer.figures import notices
+
+    library = Library(roots=[], paths=[trapped])
+    (run,) = library.runs()
+    for _ in range(3):
+        assert run.index.refresh(budget_s=5.0)
+    said = " ".join(notices(run))
+    assert "metadata.json cannot be read" in said or "results.jsonl cannot be read" in said
+    assert run.is_live in (True, False)
+
+
+def test_a_lock_that_is_a_trap_is_no_lock(made: Path, folder: Path) -> None:
+    for place in (fifo, device):
+        path = folder / place.__name__
+        shutil.copytree(made, path)
+        (path / ".lock").unlink()
+        place(path / ".lock")
+        with pytest.raises(OSError, match="only a regular file is taken here"):
+            RunDir(path).compact()
+
+
+@pytest.mark.parametrize("name", [".lock", "metadata.json.tmp", "results.jsonl", "damaged.txt", "attempts.jsonl"])
+def test_nothing_is_written_through_a_link_in_a_run_of_a_stranger(name: str, made: Path, folder: Path) -> None:
+    """Resuming would empty, cut or extend whatever file of ours the link points at."""
+    mine = folder / "mine.txt"
+    mine.write_text("my only copy, without a last line end")
+    path = folder / "foreign"
+    shutil.copytree(made, path)
+    with open(path / "results.jsonl", "ab") as file:  # something for each of the side files
+        file.write(b"no record\n" + b'{"example_id":7,"rollout":0,"error":{"type":"E","blame":"grader"}}\n' + b"torn")
+    (path / name).unlink(missing_ok=True)
+    (path / name).symlink_to(mine)
+    run = RunDir(path)
+    write = (lambda: run.update_metadata({"note": "new"})) if name == "metadata.json.tmp" else run.compact
+    with pytest.raises(OSError, match="symbolic link"):
+        write()
+    assert mine.read_text() == "my only copy, without a last line end"
+
+
+def test_metadata_that_is_too_large_to_be_any_is_not_read(made: Path, folder: Path, run: Any) -> None:
+    path = folder / "large"
+    shutil.copytree(made, path)
+    with open(path / "metadata.json", "r+b") as file:
+        file.truncate(100 << 20)
+    with pytest.raises(OSError, match="larger than 64 MiB"):
+        _ = RunDir(path).metadata
+    assert "larger than 64 MiB" in run("compare", str(path), str(made)).stderr

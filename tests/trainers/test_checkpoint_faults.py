@@ -1,0 +1,133 @@
+"""Checkpoints that cannot be written, and places that are no ordinary folder: one sentence, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.trainers import making
+from verifiers.trainers import checkpoints
+from verifiers.trainers.checkpoints import CheckpointError
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+SAVE_UNTIL_FULL = """
+import os, signal, resource, subprocess, sys
+from pathlib import Path
+from tests.trainers import making
+
+folder = Path(sys.argv[1])
+how = sys.argv[2]
+if how == "a full file system":
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)], check=True)
+trainer = making.trainer(folder, max_steps=2, save_steps=1)
+if how == "a limit on files":
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
+else:
+    (folder / "ballast").write_bytes(b"x" * 1_900_000)
+try:
+    trainer.train()
+except OSError as error:
+    print(type(error).__name__, error, sep=": ")
+print(sorted(path.name for path in (folder / "run" / "checkpoints").glob("*")))
+print(sorted(path.name for path in (folder / "run" / "checkpoints").glob(".*")))
+"""
+
+
+def in_a_process(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *arguments]
+    if "a full file system" in arguments or "mounted" in arguments:
+        command = ["unshare", "-rm", *command]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+
+
+def can_mount() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    words = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return subprocess.run(words, capture_output=True, check=False).returncode == 0
+
+
+needs_mounts = pytest.mark.skipif(not can_mount(), reason="this machine lets nobody mount a file system of their own")
+
+
+@pytest.mark.parametrize("how", ["a limit on files", pytest.param("a full file system", marks=needs_mounts)])
+def test_a_disk_that_is_full_while_a_checkpoint_is_saved_is_one_sentence_and_leaves_no_parts(
+    how: str, tmp_path: Path
+) -> None:
+    done = in_a_process(SAVE_UNTIL_FULL, str(tmp_path), how)
+    assert done.returncode == 0, done.stderr
+    said, whole, parts = done.stdout.splitlines()[-3:]
+    reason = "File too large" if how == "a limit on files" else "No space left on device"
+    assert said.startswith("CheckpointError: ")
+    assert f"this checkpoint was not saved: {reason}; earlier ones are as they were" in said
+    assert (whole, parts) == ("[]", "[]")
+
+
+class TooLarge:
+    """A model whose state does not fit into memory a second time."""
+
+    def save_pretrained(self, path: Path) -> None:
+        Path(path, "half.safetensors").write_bytes(b"half")
+        raise self.error
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=["python's", "torch's"],
+)
+def test_too_little_memory_for_a_checkpoint_is_one_sentence_and_leaves_no_parts(
+    error: Exception, tmp_path: Path
+) -> None:
+    trainer = making.trainer(tmp_path)
+    with pytest.raises(CheckpointError, match="not saved: there is too little memory"):
+        checkpoints.save(
+            tmp_path / "checkpoints",
+            step=1,
+            model=TooLarge(error),
+            tokenizer=None,
+            weights=trainer.weights,
+            state={},
+            keep=None,
+        )
+    assert os.listdir(tmp_path / "checkpoints") == []
+    with pytest.raises(CheckpointError, match="this model was not saved: there is too little memory"):
+        checkpoints.save_model(TooLarge(error), None, tmp_path / "model")
+    assert os.listdir(tmp_path) == ["checkpoints"]
+
+
+TRAIN_INTO = """
+import subprocess, sys
+from pathlib import Path
+from tests.trainers import making
+
+folder = Path(sys.argv[1]) / "run"
+folder.mkdir()
+subprocess.run(["mount", "-t", "tmpfs", "none", str(folder)], check=True)
+(folder / "lost+found").mkdir()
+trainer = making.trainer(folder.parent, max_steps=1, save_steps=1)
+trainer.train()
+print(sorted(path.name for path in folder.iterdir()))
+"""
+
+
+@needs_mounts
+def test_an_empty_mount_point_is_an_output_dir_like_any_other(tmp_path: Path) -> None:
+    """It is empty, and can be neither removed nor renamed."""
+    done = in_a_process(TRAIN_INTO, str(tmp_path), "mounted")
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in ("checkpoints", "lost+found", "metadata.json", "results.jsonl"))

@@ -1,0 +1,45 @@
+"""The Host header of a request → whether a server may be called by that name: DNS can point any name at any machine."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+
+def is_own_host(header: str, bound: str, names: Collection[str] = ()) -> bool:
+    """Is this Host header one that this server can be called by? A name that an attacker points here is not.
+
+    Addresses are, as no page has somebody else's; so are ``localhost``, the name that the server was bound to, the
+    ``names`` it was given and, where it listens to others, this machine's own name.
+
+    >>> is_own_host("127.0.0.1:8000", "127.0.0.1"), is_own_host("evil.example:8000", "127.0.0.1")
+    (True, False)
+    >>> is_own_host("gpu.lab:8000", "0.0.0.0"), is_own_host("gpu.lab:8000", "0.0.0.0", ["gpu.lab"])
+    (False, True)
+    """
+    try:
+        name = urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return False
+    name = name.lower().rstrip(".")
+    if name == "localhost" or name == bound.lower() or name in {one.lower().rstrip(".") for one in names}:
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return not is_loopback(bound) and name == socket.gethostname().lower()
+    return address.is_loopback or not is_loopback(bound)
+
+
+def is_loopback(host: str) -> bool:
+    """Does a server that is bound to this listen to its own machine only?
+
+    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
+    (True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,81 @@
+"""A folder or a file → whether anybody but its owner (and root) can have changed it; checked on what is open."""
+
+from __future__ import annotations
+
+import os
+import stat
+from functools import cache
+from pathlib import Path
+
+_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+def open_private_folder(folder: Path) -> int:
+    """Open a folder that nobody else can write to or swap for another: neither it nor any folder above it.
+
+    PermissionError names the one that others can change.
+    """
+    path = Path(os.path.realpath(folder))
+    handle = os.open(path.anchor, _FOLDER)
+    try:
+        _check_folder(handle, Path(path.anchor), is_last=path == Path(path.anchor))
+        for depth, name in enumerate(path.parts[1:], 2):  # each one in the one before, which cannot be swapped any more
+            inner = os.open(name, _FOLDER, dir_fd=handle)
+            os.close(handle)
+            handle = inner
+            _check_folder(handle, Path(*path.parts[:depth]), is_last=depth == len(path.parts))
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def check_file(file: int, name: str) -> None:
+    """Raise PermissionError unless an open file is a regular one, this user's, and nobody else's to write."""
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
+        raise PermissionError(f"{name} is no regular file")
+    if status.st_uid != os.geteuid():
+        raise PermissionError(f"{name} belongs to user {status.st_uid}")
+    if _others_can_write(status):
+        raise PermissionError(f"{name} can be written by others: chmod go-w {name}")
+
+
+def _check_folder(handle: int, path: Path, *, is_last: bool) -> None:
+    status = os.fstat(handle)
+    owners = {os.geteuid()} if is_last else {os.geteuid(), 0, *_unmapped_root()}
+    if status.st_uid not in owners:
+        raise PermissionError(f"{path} belongs to user {status.st_uid}, who could put other code there")
+    # In a sticky folder (/tmp) only the owner of an entry can rename it.
+    if _others_can_write(status) and (is_last or not status.st_mode & stat.S_ISVTX):
+        raise PermissionError(f"{path} can be written by others, who could put other code there: chmod go-w {path}")
+
+
+@cache
+def _unmapped_root() -> tuple[int, ...]:
+    """In a container without root's own id, root's folders seem to belong to the id that stands for all others."""
+    try:
+        first = Path("/proc/self/uid_map").read_text().split()
+        return () if first == ["0", "0", "4294967295"] else (int(Path("/proc/sys/kernel/overflowuid").read_text()),)
+    except (OSError, ValueError):
+        return ()
+
+
+def _others_can_write(status: os.stat_result) -> bool:
+    if status.st_mode & stat.S_IWOTH:
+        return True
+    return bool(status.st_mode & stat.S_IWGRP) and not _is_own_group(status.st_gid)
+
+
+def _is_own_group(group: int) -> bool:
+    """A group that has this user's name and no other member, as many systems make for each user."""
+    if group == 0 and os.geteuid() == 0:
+        return True
+    try:
+        import grp
+        import pwd
+
+        user, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+    except (ImportError, KeyError):
+        return False
+    return found.gr_name == user and set(found.gr_mem) <= {user}

@@ -1,0 +1,73 @@
+"""Requests of many clients → a few at a time, the clients in turn: one with a thousand requests delays nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Hashable
+from contextlib import asynccontextmanager
+
+from verifiers.engine.engine import EngineFullError
+
+
+class Shares:
+    """Room for so much work at once. Who waits is let in client by client, each one's requests in their order."""
+
+    def __init__(self, room: int, *, most_waiting: int) -> None:
+        self.room = room
+        self.most_waiting = most_waiting
+        self._free = room
+        self._waiting: OrderedDict[Hashable, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    @asynccontextmanager
+    async def turn(self, client: Hashable, cost: int) -> AsyncIterator[None]:
+        """Wait for one's turn, and have so much of the room until the block ends."""
+        cost = max(1, min(cost, self.room))
+        if self._waiting or cost > self._free:
+            await self._wait(client, cost)
+        else:
+            self._free -= cost
+        try:
+            yield
+        finally:
+            self._free += cost
+            self._let_in()
+
+    async def _wait(self, client: Hashable, cost: int) -> None:
+        queue = self._waiting.setdefault(client, deque())
+        if len(queue) >= self.most_waiting // len(self._waiting):
+            if not queue:
+                del self._waiting[client]
+            raise EngineFullError(f"{len(queue)} requests of yours are waiting already; try again in a moment")
+        let_in: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        queue.append((cost, let_in))
+        try:
+            await let_in
+        except asyncio.CancelledError:
+            if let_in.done() and not let_in.cancelled():  # let in, and gone at the same moment
+                self._free += cost
+            let_in.cancel()
+            self._let_in()
+            raise
+
+    def _let_in(self) -> None:
+        """The next request of the client whose turn it is; a large one waits for its room, and the others with it."""
+        while self._waiting:
+            client, queue = next(iter(self._waiting.items()))
+            while queue and queue[0][1].done():  # its client hung up
+                queue.popleft()
+            if queue:
+                cost, let_in = queue[0]
+                if cost > self._free:
+                    return
+                queue.popleft()
+                self._free -= cost
+                let_in.set_result(None)
+            if queue:
+                self._waiting.move_to_end(client)
+            else:
+                del self._waiting[client]
