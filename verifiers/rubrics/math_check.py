@@ -20,7 +20,7 @@ for name in ("math_verify.parser", "math_verify.grader"):
 
 LABEL_S = 5.0
 """The right answer is the data set's, and may take longer to read than what a model wrote."""
-BUSY, MOST = 2.0, 5.0
+BUSY, MOST = 2.0, 2.0
 """How many times its limit a comparison must have waited to be asked again, and the most that its limit then grows."""
 PLACES = 20
 ROUGHLY = 1e-2
