@@ -263,6 +263,14 @@ def test_the_values_of_a_servers_environment_are_nowhere(
     assert "[hidden]" in "".join(written)
 
 
+@pytest.mark.parametrize("args", [["--api-key", SECRET], [f"--token={SECRET}"]])
+def test_a_key_among_the_arguments_is_hidden_too(args: list[str]) -> None:
+    config = MCPServerConfig(name="x", command="y", args=["--root", "/tmp", *args])
+    assert SECRET not in repr(config)
+    assert "/tmp" in repr(config)
+    assert config.hide(f"unknown key {SECRET}") == "unknown key [hidden]"
+
+
 def test_a_path_that_a_server_is_given_is_no_secret(tmp_path: Path) -> None:
     env = vf.MCPEnv(mcp_servers=[{**odd(), "env": {"ODD_SETTING": str(tmp_path)}}], dataset=[ROW])
     assert tool_texts(roll_out(env, calling(call("tell")), "")) == [f"the token is {tmp_path}"]

@@ -28,6 +28,8 @@ def steps(what):
         re.match("(a+)+$", "a" * 60 + "b")
     if what == "fill the memory":
         x = [bytes(2**20) for _ in range(2**20)]
+    if what == "keep memory":
+        kept.append(bytes(40 * 2**20))
     if what == "one allocation":
         x = bytearray(2**40)
     if what == "recurse":
@@ -45,6 +47,7 @@ def steps(what):
         time.sleep(0.5)
     yield {"step": what}
 
+kept = []
 bounded, found = Bounded(steps, memory_bytes=64 * 2**20), []
 for what in json.loads(sys.argv[1]):
     try:
@@ -87,3 +90,7 @@ def test_time_on_the_clock_plays_no_part() -> None:
 
 def test_a_child_that_something_else_killed_has_found_nothing_out() -> None:
     assert run("be killed", "fine")[0] == [["ended"], ["begun", "fine"]]
+
+
+def test_what_a_library_keeps_of_earlier_calls_does_not_take_the_memory_of_later_ones() -> None:
+    assert run(*["keep memory"] * 5)[0] == [["begun", "keep memory"]] * 5

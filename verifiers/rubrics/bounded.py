@@ -48,6 +48,7 @@ class Bounded:
     def __init__(self, steps: Steps, memory_bytes: int = MEMORY_BYTES) -> None:
         self._steps = steps
         self._memory_bytes = memory_bytes
+        self._room_bytes = 0
         self._pid = 0
         self._requests: BinaryIO | None = None
         self._replies: BinaryIO | None = None
@@ -67,9 +68,13 @@ class Bounded:
             raise ChildEndedError("the child process was gone") from None
         while line := self._replies.readline():
             reply = json.loads(line)
+            if reply == "last":  # it has grown too large for another call
+                self._end()
+                return steps
             if reply == "done":
                 return steps
             if "raised" in reply:
+                self._end()
                 raise ExhaustedError(steps, reply["raised"])
             steps.append(reply["step"])
         status = self._end()
@@ -112,6 +117,8 @@ class Bounded:
     def _live(self, inward: int, outward: int) -> NoReturn:
         self._close_others(inward, outward)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the worker's is for one call, this would be for all
         self._limit_memory()
         with os.fdopen(inward, "rb") as requests, os.fdopen(outward, "wb", buffering=0) as replies:
             while line := requests.readline():
@@ -124,13 +131,11 @@ class Bounded:
             os.closerange(start + 1, end)
 
     def _limit_memory(self) -> None:
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        try:
-            with open("/proc/self/statm", "rb") as file:
-                held = int(file.read().split()[0]) * resource.getpagesize()
-        except OSError:  # not Linux: the limit would count what is shared with other processes
-            return
-        resource.setrlimit(resource.RLIMIT_AS, (held + self._memory_bytes, hard))
+        held = _held_bytes()
+        self._room_bytes = held + self._memory_bytes
+        if held:
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            resource.setrlimit(resource.RLIMIT_AS, (self._room_bytes, hard))
 
     def _answer(self, arguments: list[Any], replies: BinaryIO) -> None:
         try:
@@ -139,8 +144,18 @@ class Bounded:
                     replies.write(json.dumps(given).encode() + b"\n")
                 else:
                     signal.setitimer(signal.ITIMER_PROF, given)
-            said = b'"done"\n'
+            # What a library keeps of earlier calls must not take the memory of the next one.
+            said: Any = "last" if _held_bytes() > self._room_bytes - self._memory_bytes / 2 else "done"
         except Exception as error:  # foreign code: a text that it cannot cope with
-            said = json.dumps({"raised": f"{type(error).__name__}: {error}"[:1000]}).encode() + b"\n"
+            said = {"raised": f"{type(error).__name__}: {error}"[:1000]}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        replies.write(said)
+        replies.write(json.dumps(said).encode() + b"\n")
+
+
+def _held_bytes() -> int:
+    """The address space of this process; 0 where there is no way to tell, and then there is no limit on it."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:  # not Linux
+        return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import os
 from collections.abc import Mapping
@@ -55,7 +57,8 @@ class MCPServerConfig:
         if self.url is not None:
             shown |= {"url": hide_in_url(self.url), "headers": dict.fromkeys(self.headers or {}, HIDDEN)}
         else:
-            shown |= {"command": self.command, "args": self.args, "env": dict.fromkeys(self.env or {}, HIDDEN)}
+            args = [self.hide(arg) for arg in self.args]
+            shown |= {"command": self.command, "args": args, "env": dict.fromkeys(self.env or {}, HIDDEN)}
         return f"MCPServerConfig({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
 
     @property
@@ -63,12 +66,15 @@ class MCPServerConfig:
         """The command or URL, as an error may show it."""
         return self.command if self.command is not None else hide_in_url(str(self.url))
 
-    @property
+    @functools.cached_property
     def secrets(self) -> list[str]:
-        """What must not be shown: all that was given in ``env`` and ``headers``, but for paths of this machine."""
+        """What must not be shown: all of ``env`` and ``headers`` but for paths of this machine, keys among ``args``."""
         values = [str(value) for value in [*(self.env or {}).values(), *(self.headers or {}).values()]]
         values += [last for value in values if (last := value.rpartition(" ")[2]) != value]  # "Bearer <token>"
         values += secrets_in({}, [self.url] if self.url else [])
+        for flag, following in itertools.pairwise([*self.args, ""]):
+            name, equals, value = flag.partition("=")
+            values += secrets_in({name: value if equals else following}) if name.startswith("-") else []
         return [value for value in values if not os.path.exists(value)]
 
     def hide(self, text: str) -> str:
