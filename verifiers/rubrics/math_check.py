@@ -20,6 +20,8 @@ for name in ("math_verify.parser", "math_verify.grader"):
 
 LABEL_S = 5.0
 """The right answer is the data set's, and may take longer to read than what a model wrote."""
+SHARE = 0.75
+"""Of its limit, what a comparison may compute: the rest is for a new child where it does not come to an end."""
 BUSY, MOST = 2.0, 2.0
 """How many times its limit a comparison must have waited to be asked again, and the most that its limit then grows."""
 PLACES = 20
@@ -73,7 +75,7 @@ def compare_steps(answers: list[str], responses: list[str], limit_s: float) -> I
         yield {"step": None}
         return
     yield {"step": "read"}
-    yield max(limit_s, 2 * took_s)
+    yield max(SHARE * limit_s, 2 * took_s)
     targets = [read(text) for text in responses]
     yield {"step": any(are_equal(gold, target) for gold in golds for target in targets)}
 
