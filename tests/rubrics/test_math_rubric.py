@@ -157,6 +157,7 @@ def test_a_right_answer_that_cannot_be_read_is_told_and_blamed_on_the_data_set(l
 
 
 EQUAL = [
+    ("5", "5th"), ("0.05", "5 percent"), ("5\\%", "5 percent"),
     ("5", "5 dollars"), ("\\$5", "5 dollars"), ("5", "5~\\mathrm{m/s}"), ("5 m/s", "5~\\mathrm{m/s}"),
     ("5\\text{ meters per second}", "5 \\mathrm{m}/\\mathrm{s}"), ("25", "25\\text{ cm}^2"),
     ("60 mph", "60 miles per hour"), ("6\\sqrt{3}\\text{ m}", "6\\sqrt{3}"),
@@ -170,6 +171,7 @@ EQUAL = [
     ("2, 3", "x=2 \\text{ or } x=3"),
 ]  # fmt: skip
 DIFFERENT = [
+    ("5", "5 million"), ("5", "5\\text{ million}"), ("5", "5 squared"), ("5", "5 dozen"),
     ("5", "4=5"), ("5", "x=4=5"), ("5,6", "4=5,6"), ("x=5", "4=5"), ("6", "2+2=6"), ("5", "5=6"), ("5 km", "5 m"),
     ("5\\text{ km}", "5\\text{ m}"), ("5 m", "5 cm"), ("5\\text{ m}", "5\\text{ m}^2"), ("5 L", "5 mL"),
     ("5 dollars", "5 cents"), ("\\$5", "5 euros"), ("60 mph", "60 km/h"),

@@ -34,7 +34,9 @@ def test_units_are_read_in_every_spelling(text: str, value: str, unit: object) -
     assert split_unit(text) == (value, unit)
 
 
-@pytest.mark.parametrize("text", ["12 red apples", "12\\text{ apples}", "12 \\text{ of them}"])
+@pytest.mark.parametrize(
+    "text", ["12th", "12^{th}", "12^{\\text{th}}", "12 red apples", "12\\text{ apples}", "12 \\text{ of them}"]
+)
 def test_words_that_measure_nothing_are_dropped(text: str) -> None:
     assert split_unit(text) == ("12", None)
 
@@ -56,6 +58,7 @@ def test_words_that_measure_nothing_are_dropped(text: str) -> None:
             "m",
         ),
         *("5x m", "2\\pi r", "5!", "kg", "3 sin", "", "=", "[0,1)", "5abc"),
+        *("5 million", "5\\text{ million}", "5 percent", "5 squared", "2 thirds"),
     ],
 )
 def test_variables_and_functions_are_no_units(text: str) -> None:

@@ -103,6 +103,12 @@ _MATHS = frozenset(
     | {"inf", "infinity", "and", "for", "not", "det", "dim", "arg", "alpha", "beta", "gamma", "delta", "epsilon"}
     | {"theta", "lambda", "sigma", "omega", "phi", "psi", "rho", "tau", "eta", "zeta"}
 )
+_NUMERALS = frozenset(
+    {"percent", "percentage", "pct", "dozen", "hundred", "thousand", "million", "billion", "trillion", "factorial"}
+    | {"half", "halves", "third", "thirds", "quarter", "quarters", "tenth", "tenths", "hundredths", "times", "plus"}
+    | {"minus", "over", "choose", "modulo", "divided", "percents", "thousands", "millions", "billions", "hundreds"}
+)
+"""Words that change a value; dropping them would make 5 million of 5."""
 
 
 def _known() -> tuple[dict[str, str], dict[str, str]]:
@@ -128,6 +134,7 @@ _DEGREE = r"\^\s?(?:\{\s?\\circ\s?\}|\\circ)|\\degree|°"
 _IN_TEXT = re.compile(r"\\(?:text|mathrm|textrm|textbf|textit|mathbf|mathit|mbox|rm|operatorname)\s?\{([^{}]*)\}")
 _AS_DEGREE = re.compile(_DEGREE)
 _LETTERS = re.compile(r"[^\W\d_]+")
+_ORDINAL = re.compile(r"\^?\{?(?:\\(?:text|mathrm)\{)?(?:st|nd|rd|th)\}?\}?")
 _START = re.compile(_TEXT)
 _TOKEN = re.compile(r"\s*(?:(per\b|/|\\cdot|\*|·)|(\^|\*\*)\s?\{?\s?(-?\d)\s?\}?|([^\W\d_]+|[$€£¥₹¢°][CF]?)\.?)")
 _NUMBER = re.compile(r"[+-]?\s?(?:\d[\d,]*(?:\.\d*)?|\.\d+)(?:\s?/\s?\d+)?", re.ASCII)
@@ -158,6 +165,8 @@ def _split_after_value(text: str) -> Quantity:
     number = _NUMBER.match(text)
     if number is not None:
         rest_text = text[number.end() :]
+        if _ORDINAL.fullmatch(rest_text):
+            return Quantity(number[0].strip(), None)
         found = _read(rest_text)
         if found is not None and rest_text.strip() and (found.unit or rest_text[0] in " \\"):
             return Quantity(number[0].strip(), found.unit)
@@ -190,6 +199,8 @@ def _read(text: str) -> _Reading | None:
     if len(text) > MAX_UNIT_CHARS or not all(map(_may_stand_alone, _LETTERS.findall(_IN_TEXT.sub(" ", text)))):
         return None
     plain = _AS_DEGREE.sub(" °", _IN_TEXT.sub(r" \1 ", text)).replace("° C", "°C").replace("° F", "°F").rstrip(" .")
+    if not _NUMERALS.isdisjoint(word.lower() for word in _LETTERS.findall(plain)):
+        return None
     exponents: dict[str, int] = {}
     at, sign, power, last = 0, 1, 1, ""
     is_known, has_bare_letter = True, False
@@ -217,6 +228,8 @@ def _read(text: str) -> _Reading | None:
             for last, exponent in units or ():
                 exponents[last] = exponents.get(last, 0) + sign * power * exponent
             power = 1
+    if power != 1:  # "5 squared" is no quantity
+        return None
     unit = tuple(sorted((name, n) for name, n in exponents.items() if n and abs(n) <= MAX_EXPONENT))
     return _Reading(unit if is_known and unit else None, has_bare_letter)
 
