@@ -157,6 +157,7 @@ def test_a_right_answer_that_cannot_be_read_is_told_and_blamed_on_the_data_set(l
 
 
 EQUAL = [
+    ("3x+2y=6", "6x+4y=12"), ("\\frac{x^2}{4}+y^2=1", "x^2+4y^2=4"),
     ("5", "5th"), ("0.05", "5 percent"), ("5\\%", "5 percent"),
     ("5", "5 dollars"), ("\\$5", "5 dollars"), ("5", "5~\\mathrm{m/s}"), ("5 m/s", "5~\\mathrm{m/s}"),
     ("5\\text{ meters per second}", "5 \\mathrm{m}/\\mathrm{s}"), ("25", "25\\text{ cm}^2"),
@@ -171,6 +172,7 @@ EQUAL = [
     ("2, 3", "x=2 \\text{ or } x=3"),
 ]  # fmt: skip
 DIFFERENT = [
+    ("x-y=0", "2x-3y=0"), ("x+y=3", "x+y=4"), ("x+y=0", "xy+y^2=0"), ("x^2=y^2", "x=y"), ("|xy|", "xy"),
     ("5", "5 million"), ("5", "5\\text{ million}"), ("5", "5 squared"), ("5", "5 dozen"),
     ("5", "4=5"), ("5", "x=4=5"), ("5,6", "4=5,6"), ("x=5", "4=5"), ("6", "2+2=6"), ("5", "5=6"), ("5 km", "5 m"),
     ("5\\text{ km}", "5\\text{ m}"), ("5 m", "5 cm"), ("5\\text{ m}", "5\\text{ m}^2"), ("5 L", "5 mL"),

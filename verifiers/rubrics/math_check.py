@@ -22,8 +22,9 @@ LABEL_S = 5.0
 """The right answer is the data set's, and may take longer to read than what a model wrote."""
 SHARE = 0.75
 """Of its limit, what a comparison may compute: the rest is for a new child where it does not come to an end."""
-BUSY, MOST = 2.0, 2.0
-"""How many times its limit a comparison must have waited to be asked again, and the most that its limit then grows."""
+BUSY, MORE = 1.2, 2.0
+"""How many times its limit a comparison must have taken on the clock to be asked again, and how many times its limit
+it then has."""
 PLACES = 20
 ROUGHLY = 1e-2
 """How far apart the sides of an equation between decimals may lie: ``22/7 = 3.14`` is meant well, ``4 = 5`` is not."""
@@ -54,7 +55,7 @@ def compare_answers(answers: list[str], responses: list[str], limit_s: float) ->
             return None
     waited = (time.monotonic() - began) / limit_s
     try:
-        return waited > BUSY and _asked(answers, responses, limit_s * min(waited, MOST))
+        return waited > BUSY and _asked(answers, responses, limit_s * MORE)
     except ExhaustedError:
         return False
 
@@ -107,7 +108,7 @@ def are_equal(gold: list[Any], target: list[Any]) -> bool:
             return False
         right = _turned(right)
         target = [right, *target[1:]]
-    if _are_same_numbers(left, right):
+    if _are_same_numbers(left, right) or _are_same_equations(left, right):
         return True
     return bool(verify(gold, target, allow_set_relation_comp=True, timeout_seconds=None))
 
@@ -145,15 +146,35 @@ def _are_same_numbers(a: Any, b: Any) -> bool:
         return False
     if a.has(*_NUMERIC_ONLY) or b.has(*_NUMERIC_ONLY) or (a.is_Atom and b.is_Atom):
         return False
-    symbols = sorted(a.free_symbols, key=str)
-    for sign in (1, -1) if symbols else (1,):
-        point = {symbol: sign * Rational(2 * k + 5, 2 * k + 12) for k, symbol in enumerate(symbols)}
-        left, right = (item.subs(point).evalf(PLACES + 10) for item in (a, b))
-        if not left.is_number or not right.is_number or not left.is_finite or not right.is_finite:
-            return False
-        if abs(left - right) > Float(10) ** -PLACES * max(1, abs(left)):
-            return False
-    return True
+    values = _values(a, b, (1, -2, -1))
+    return bool(values) and all(abs(x - y) <= Float(10) ** -PLACES * max(1, abs(x)) for x, y in values)
+
+
+def _are_same_equations(a: Any, b: Any) -> bool:
+    """Are the sides of two equations in several variables apart in the same ratio everywhere?"""
+    if not isinstance(a, Eq) or not isinstance(b, Eq) or len(a.free_symbols) < 2 or a.free_symbols != b.free_symbols:
+        return False
+    if not all(isinstance(side, Expr) and not side.has(*_NUMERIC_ONLY) for side in (*a.args, *b.args)):
+        return False
+    values = _values(a.lhs - a.rhs, b.lhs - b.rhs, (1, -2, -1, 3, 6))
+    if not values or not all(values[0]):
+        return False
+    left, right = values[0]
+    near = Float(10) ** -PLACES * (abs(left * right) + 1)
+    return all(abs(left * y - right * x) <= near for x, y in values)
+
+
+def _values(a: Expr, b: Expr, seeds: tuple[int, ...]) -> list[tuple[Any, Any]]:
+    """The values of two expressions in the same variables, at one point for each seed; none if one has none."""
+    symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+    values = []
+    for seed in seeds if symbols else seeds[:1]:
+        point = {symbol: Rational(7 * seed + 3 * k * k + 5, 2 * k + 12) for k, symbol in enumerate(symbols)}
+        pair = [item.subs(point).evalf(PLACES + 10) for item in (a, b)]
+        if not all(value.is_number and value.is_finite for value in pair):
+            return []
+        values.append((pair[0], pair[1]))
+    return values
 
 
 _compare = Bounded(compare_steps)
