@@ -77,3 +77,12 @@ def test_seeds_repeat_and_bad_settings_are_refused():
     assert set(env.dataset["question"]).isdisjoint(env.eval_dataset["question"])
     with pytest.raises(ValueError, match="max_calls must be at least 1, got 0"):
         load(max_calls=0)
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"minutes": 1' + "0" * 400 + "}", "9" * 5000, "no JSON", "null"])
+def test_arguments_that_cannot_be_read_are_wrong_and_no_failure(arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "paint", "arguments": arguments}}
+    said = [{"role": "assistant", "content": None, "tool_calls": [call]}, "done"]
+    results = load(num_eval_examples=1).evaluate(vf.FakeClient(said), "fake", use_tqdm=False)
+    assert not results.failed
+    assert results["rewards"] == [0.0]

@@ -119,7 +119,7 @@ def calls_made(completion: vf.Messages) -> Counter[str]:
             function = call.get("function") or {}
             try:
                 made[key(function.get("name"), json.loads(function.get("arguments") or "{}"))] += 1
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError, OverflowError):  # deep nests, numbers of a thousand digits
                 made["unreadable"] += 1
     return made
 

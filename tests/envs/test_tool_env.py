@@ -54,6 +54,45 @@ def test_a_call_is_carried_out_and_the_model_goes_on_until_it_calls_nothing() ->
     assert [tool["function"]["name"] for tool in client.requests[0].tools or ()] == ["add"]
 
 
+@pytest.mark.parametrize("of_the_tool", [True, False])
+def test_calls_that_must_not_race_run_one_after_another_in_order(of_the_tool: bool) -> None:
+    running: list[int] = []
+    seen: list[list[int]] = []
+
+    async def step(number: int) -> str:
+        running.append(number)
+        await asyncio.sleep(0.02 * (3 - number))
+        seen.append(list(running))
+        running.remove(number)
+        return f"step {number}"
+
+    env = make([as_tool(step, sequential=True)]) if of_the_tool else make([step], sequential=True)
+    state = roll_out(env, calling(*(call("step", {"number": i}) for i in range(3))), "done")
+    assert tool_texts(state) == ["step 0", "step 1", "step 2"]
+    assert seen == [[0], [1], [2]]
+
+
+def test_calls_that_may_race_run_beside_those_that_must_not() -> None:
+    together = threading.Barrier(2, timeout=30)
+
+    def meet(name: str) -> str:
+        together.wait()
+        return name
+
+    def wait(name: str) -> str:
+        together.wait()
+        return name
+
+    env = make([as_tool(meet, sequential=True), wait])
+    calls = [
+        call("meet", {"name": "a"}),
+        call("wait", {"name": "b"}),
+        call("meet", {"name": "c"}),
+        call("wait", {"name": "d"}),
+    ]
+    assert tool_texts(roll_out(env, calling(*calls), "done")) == ["a", "b", "c", "d"]
+
+
 def test_the_calls_of_a_turn_run_at_once_and_answer_in_order() -> None:
     together = threading.Barrier(3, timeout=30)
 

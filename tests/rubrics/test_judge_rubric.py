@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import verifiers as vf
 from verifiers.clients import FakeClient
 from verifiers.errors import ConnectionFailedError, GraderError, JudgeError, describe
 from verifiers.parsers import XMLParser
@@ -464,3 +465,31 @@ def test_a_remembered_reply_that_has_no_score_is_an_error() -> None:
     rubric = JudgeRubric(client=FakeClient("<score>5</score>"), template="Score 0-10: {completion} <score>")
     with pytest.raises(GraderError, match="has no score"):
         rubric.score_rollout_sync("", "x", "", {"judge_response": {"Score 0-10: x <score>": "hm"}})
+
+
+@pytest.mark.parametrize("context", [500_000, 20_000, 2_000])
+def test_a_reply_without_end_does_not_escape_its_judge(context: int) -> None:
+    asked = []
+
+    def judge(messages: Any) -> str:
+        asked.append(messages[-1]["content"])
+        if len(asked[-1]) > context:
+            raise vf.OverlongPromptError("the prompt is too long")
+        return "<score>0</score>"
+
+    rubric = vf.JudgeRubric(judge_models=["a"], client=vf.FakeClient(judge))
+    scores = rubric.score_rollout_sync("Why?", f"It begins {'x' * 10_000_000} and ends.", "", {})
+    assert scores["reward"] == 0.0
+    assert len(asked[-1]) <= context
+    assert "It begins xxx" in asked[-1]
+    assert "xxx and ends." in asked[-1]
+    assert "characters are left out here" in asked[-1]
+
+
+def test_a_judge_whose_context_holds_not_even_the_question_gives_no_score() -> None:
+    def judge(messages: Any) -> str:
+        raise vf.OverlongPromptError("the prompt is too long")
+
+    rubric = vf.JudgeRubric(judge_models=["a"], client=vf.FakeClient(judge))
+    with pytest.raises(vf.JudgeError, match="too long"):
+        rubric.score_rollout_sync("Why?", "Because.", "", {})

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import verifiers as vf
 from verifiers.errors import GraderError
 from verifiers.parsers import XMLParser
 from verifiers.rubrics import MathRubric
@@ -77,19 +78,120 @@ def test_functions_of_ones_own_count_beside_it() -> None:
     assert scores == {"short": 0.0, "correct_answer": 1.0, "reward": 1.0}
 
 
-def test_an_expression_that_hangs_fails_its_own_rollout_and_the_others_are_scored() -> None:
-    rubric = MathRubric(timeout_seconds=1)
-    states = [rollout(f"\\boxed{{{POWER_TOWER}}}"), *(rollout(f"\\boxed{{{i} + x - x}}") for i in range(8))]
+def test_a_wrong_answer_cannot_take_itself_out_of_the_mean() -> None:
+    rows = [{"question": str(i), "answer": "4"} for i in range(4)]
+    client = vf.FakeClient(lambda m: "\\boxed{4}" if int(m[-1]["content"]) < 2 else f"\\boxed{{{POWER_TOWER}}}")
+    results = vf.SingleTurnEnv(dataset=rows, rubric=MathRubric()).evaluate(client, "fake", use_tqdm=False)
+    assert results.failed == []
+    assert sorted(results["rewards"]) == [0.0, 0.0, 1.0, 1.0]
+
+
+HOSTILE = {
+    "a tower of powers": POWER_TOWER,
+    "a tower in an equation": f"x = {POWER_TOWER}",
+    "a tower modulo": f"{POWER_TOWER} \\bmod 7",
+    "a factorial": "1000000000!",
+    "a factorial of a factorial": "((9!)!)!",
+    "a large power of a sum": "(x+y+z)^{100000}",
+    "a large binomial": "\\binom{10^9}{10^8}",
+    "a long sum": "\\sum_{k=1}^{10^{12}} k^{k}",
+    "a long product": "\\prod_{k=1}^{10^{9}} \\sin k",
+    "an integral": "\\int_0^{10} \\sin(\\cos(\\sin(x^x))) e^{x^2} dx",
+    "a limit": "\\lim_{n \\to \\infty} (1 + \\frac{1}{n})^{n^{n^{n}}}",
+    "many digits": "9" * 9000,
+    "many digits after the point": "0." + "3" * 9000,
+    "a large exponent": "1e999999999",
+    "deep brackets": "(" * 2000 + "4" + ")" * 2000,
+    "deep braces": "{" * 2000 + "4" + "}" * 2000,
+    "deep fractions": "\\frac{1}{" * 400 + "4" + "}" * 400,
+    "deep roots": "\\sqrt{" * 400 + "4" + "}" * 400,
+    "nested powers": "2^{" * 400 + "4" + "}" * 400,
+    "a long sum of ones": "1+" * 4000 + "1",
+    "a long product of variables": "xyzw" * 1000,
+    "a large matrix": "\\begin{pmatrix}" + "\\\\".join("&".join("12345") for _ in range(200)) + "\\end{pmatrix}",
+    "a power of a matrix": "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}^{10^9}",
+    "many dollar signs": "$a" * 3000,
+    "many answers": "the final answer is " * 400,
+    "many equations": "=".join(str(i) for i in range(2000)),
+    "a large set": "\\{" + ",".join(str(i) for i in range(2000)) + "\\}",
+    "ten million characters": "4" + " " * 10_000_000 + "4",
+    "half a surrogate pair": "4\ud800",
+    "a null": "4\x004",
+    "text from right to left": "\u202e4\u202c \u0664",
+    "superscripts": "9⁹⁹⁹⁹⁹",
+    "combining marks": "4" + "\u0301" * 5000,
+    "broken commands": "\\frac{}{}{}{\\sqrt[}{]}\\left(\\right.",
+    "unknown commands": "\\csname\\expandafter\\input{/etc/passwd}\\loop\\iftrue\\repeat",
+    "python": "__import__('os').system('true')",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+def test_whatever_a_model_writes_is_a_wrong_answer_and_no_failure(text: str) -> None:
+    for right in ("41", "x^2 + 1"):
+        assert reward(f"\\boxed{{{text}}}", right) == 0.0
+        assert reward(text, right) == 0.0
+
+
+def test_a_hostile_answer_takes_a_tenth_of_a_second_and_costs_the_others_nothing() -> None:
+    rubric = MathRubric()
+    rubric.score_rollout_sync("?", "x + 1", "1 + x", {})  # the workers are there
+    states = [rollout(f"\\boxed{{{POWER_TOWER} + {i}}}") for i in range(10)]
+    states += [rollout(f"\\boxed{{{i} + x - x}}") for i in range(10)]
     began = time.monotonic()
     rubric.score_group(states)
-    assert time.monotonic() - began < 15
-    failed, *others = states
-    assert failed["reward"] is None
-    assert isinstance(failed["error"], GraderError)
-    assert str(failed["error"]) == (
-        f"comparing {POWER_TOWER!r} with '4': 'compare_answers' did not finish within 1 s and was stopped"
-    )
-    assert [state["reward"] for state in others] == [float(i == 4) for i in range(8)]
+    assert time.monotonic() - began < 30  # generous: other processes run beside this one
+    assert [state["reward"] for state in states] == [0.0] * 10 + [float(i == 4) for i in range(10)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.text(alphabet="0123456789xi^_{}()[]\\,=<≤!|$%&~ .frac sqrt text sum", max_size=60))
+def test_no_text_fails_a_rollout(text: str) -> None:
+    assert reward(f"\\boxed{{{text}}}", "x^7 + 41") in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("label", ["}{", "\\text{}"])
+def test_a_right_answer_that_cannot_be_read_is_told_and_blamed_on_the_data_set(label: str) -> None:
+    with pytest.raises(GraderError, match=r"the row's answer .* cannot be read as mathematics"):
+        reward("\\boxed{5}", label)
+
+
+EQUAL = [
+    ("3x+2y=6", "6x+4y=12"), ("\\frac{x^2}{4}+y^2=1", "x^2+4y^2=4"),
+    ("5", "5th"), ("0.05", "5 percent"), ("5\\%", "5 percent"),
+    ("5", "5 dollars"), ("\\$5", "5 dollars"), ("5", "5~\\mathrm{m/s}"), ("5 m/s", "5~\\mathrm{m/s}"),
+    ("5\\text{ meters per second}", "5 \\mathrm{m}/\\mathrm{s}"), ("25", "25\\text{ cm}^2"),
+    ("60 mph", "60 miles per hour"), ("6\\sqrt{3}\\text{ m}", "6\\sqrt{3}"),
+    ("7\\text{ students}", "7\\text{ people}"), ("90", "90°"), ("3x", "3x \\text{ cm}"), ("-1", "i^2"),
+    ("2i", "(1+i)^2"), ("-1", "e^{i\\pi}"), ("[0,1)", "0≤x<1"), ("[0,1)", "0 \\le x < 1"), ("0 \\le x < 1", "[0,1)"),
+    ("(5,\\infty)", "x > 5"), ("1/3", "0.\\overline{3}"), ("\\frac{1}{6}", "0.1\\overline{6}"),
+    ("\\frac{7}{3}", "2.\\bar{3}"), ("1000", "1e3"), ("10^3", "1E3"), ("0.0015", "1.5e-3"),
+    ("1.5 \\times 10^3", "1.5e3"), ("\\emptyset", "\\varnothing"), ("\\varnothing", "\\emptyset"),
+    ("\\emptyset", "∅"), ("\\emptyset", "\\{\\}"), ("5", "x=5"), ("x=5", "5"), ("5", "5=x"), ("5", "f(2)=5"),
+    ("4", "2+2=4"), ("25", "a^2+b^2=25"), ("3.14", "22/7=3.14"), ("y=2x+1", "2x+1"), ("x=1, y=2", "y=2, x=1"),
+    ("2, 3", "x=2 \\text{ or } x=3"),
+]  # fmt: skip
+DIFFERENT = [
+    ("x-y=0", "2x-3y=0"), ("x+y=3", "x+y=4"), ("x+y=0", "xy+y^2=0"), ("x^2=y^2", "x=y"), ("|xy|", "xy"),
+    ("5", "5 million"), ("5", "5\\text{ million}"), ("5", "5 squared"), ("5", "5 dozen"),
+    ("5", "4=5"), ("5", "x=4=5"), ("5,6", "4=5,6"), ("x=5", "4=5"), ("6", "2+2=6"), ("5", "5=6"), ("5 km", "5 m"),
+    ("5\\text{ km}", "5\\text{ m}"), ("5 m", "5 cm"), ("5\\text{ m}", "5\\text{ m}^2"), ("5 L", "5 mL"),
+    ("5 dollars", "5 cents"), ("\\$5", "5 euros"), ("60 mph", "60 km/h"),
+    ("6\\sqrt{3}\\text{ m}", "6\\sqrt{3}\\text{ cm}"), ("12:30 \\text{ PM}", "12:30 \\text{ AM}"),
+    ("20^\\circ\\text{C}", "20^\\circ\\text{F}"), ("5x", "5"), ("5", "5c"), ("1000", "1e4"),
+    ("1/3", "0.\\overline{4}"), ("1", "i^2"), ("\\emptyset", "0"), ("[0,1)", "0<x<1"), ("[0,1)", "[0,1]"),
+    ("(0,1)", "0\\le x<1"), ("|x|", "x"), ("\\sqrt{x^2}", "x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "response"), EQUAL)
+def test_one_answer_in_two_notations_is_one_answer(answer: str, response: str) -> None:
+    assert reward(f"\\boxed{{{response}}}", answer) == 1.0
+
+
+@pytest.mark.parametrize(("answer", "response"), DIFFERENT)
+def test_a_false_equation_or_another_unit_is_another_answer(answer: str, response: str) -> None:
+    assert reward(f"\\boxed{{{response}}}", answer) == 0.0
 
 
 def test_a_row_without_an_answer_cannot_be_graded() -> None:
@@ -108,7 +210,7 @@ def test_plain_numbers_and_repeated_questions_need_no_worker(monkeypatch: pytest
     rubric = MathRubric()
     for response in ("4", "4.0", "\\$4", "5", "x", "x", "x"):
         rubric.score_rollout_sync("?", response, "4", {})
-    assert asked == [{"answer": "4", "response": "x"}]
+    assert asked == [{"answers": ["4"], "responses": ["x"], "limit_s": 0.1}]
 
 
 def test_what_is_remembered_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +263,7 @@ FORMS = [
     "0", "-0", "1", "-1", "+1", "02", "007", "7", "1000", "1,000", "1{,}000", "1 000", "1,000,000", "12,345",
     "12.345", ".5", "0.50", "1/2", "2/4", "\\frac{1}{2}", "\\dfrac{1}{2}", "\\frac12", "-1/2", "-\\frac{1}{2}",
     "\\frac{-1}{2}", "50%", "50\\%", "0.5%", "50", "\\$50", "$50$", "\\boxed{50}", "5", "5.00", "1/3", "0.333333",
-    "0.33", "3.14159", "22/7", "1e5", "1.5", "1 1/2", "0.0000001", "0.0000002", "0.000002", "0.00001", "0.1",
+    "0.33", "3.14159", "22/7", "1.5", "1 1/2", "0.0000001", "0.0000002", "0.000002", "0.00001", "0.1",
     "0.10000001", "123456789.1", "123456789.2", "1234567890123456789", "1234567890123456788", "−5", "5/0", "x", "5x",
 ]  # fmt: skip
 
@@ -190,7 +292,19 @@ def test_math_verify_agrees_with_every_verdict_on_plain_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "response"),
-    [("5", "5."), ("1000", "1\\,000"), ("5.0", "\\text{5}"), ("5", " $ 5 $ "), ("5", "\\(5\\)"), ("Evelyn", "Evelyn")],
+    [
+        ("5", "5."),
+        ("1000", "1\\,000"),
+        ("5.0", "\\text{5}"),
+        ("5", " $ 5 $ "),
+        ("5", "\\(5\\)"),
+        ("Evelyn", "Evelyn"),
+        ("1e3", "1000"),
+        ("5", "5 cm"),
+        ("5 cm", "5 centimeters"),
+        ("1/3", "0.\\overline{3}"),
+        ("12", "12 red apples"),
+    ],
 )
 def test_what_everyone_reads_as_equal_is_equal(answer: str, response: str) -> None:
     assert compare_plainly(answer, response) is True
@@ -203,14 +317,12 @@ def test_what_everyone_reads_as_equal_is_equal(answer: str, response: str) -> No
         ("50", "50%"),
         ("1/3", "0.333333"),
         ("1,23", "123"),
-        ("1e3", "1000"),
         ("(1,2)", "1,2"),
         ("x+1", "1+x"),
         ("A", "a"),
         ("1/0", "2/0"),
         ("12", "1 2"),
         ("", ""),
-        ("5", "5 cm"),
         ("1 1/2", "1.5"),
         ("٣", "3"),
         ("--5", "5"),

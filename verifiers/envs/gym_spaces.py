@@ -93,7 +93,8 @@ def _as_array(space: Any, value: Any) -> Any:
     try:
         array = numpy.asarray(value)
         is_lossy = array.dtype.kind not in "biu" and space.dtype.kind != "f"
-        return None if is_lossy else array.astype(space.dtype).reshape(space.shape)
+        with numpy.errstate(over="ignore"):  # what is too large for the type is outside of the space
+            return None if is_lossy else array.astype(space.dtype).reshape(space.shape)
     except (TypeError, ValueError, OverflowError):
         return None
 

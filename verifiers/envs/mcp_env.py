@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,10 +11,10 @@ from typing import Any
 
 from verifiers import calls
 from verifiers.envs.tool_env import ToolEnv
-from verifiers.rollout import teardown
-from verifiers.tools.mcp_server import MCPServer, MCPServerConfig, as_config
-from verifiers.tools.tool import Tool
-from verifiers.types import State
+from verifiers.rollout import cleanup, teardown
+from verifiers.tools.mcp_server import SERVER, MCPServer, MCPServerConfig, as_config, server_of
+from verifiers.tools.tool import MAX_NAME_CHARS, Tool, renamed, usable_name
+from verifiers.types import Messages, State
 
 __all__ = ["MCPEnv", "MCPServerConfig"]
 
@@ -20,14 +22,17 @@ __all__ = ["MCPEnv", "MCPServerConfig"]
 class MCPEnv(ToolEnv):
     """A `ToolEnv` whose tools are those of MCP servers: ``mcp_servers=[{"name": …, "command": …, "args": […]}]``.
 
-    The servers are processes on this machine. They start with the first rollout and end with the environment; all
-    rollouts share them. Functions given as ``tools`` stand beside theirs.
+    A server is a process on this machine (``command``) or reached over HTTP (``url``). Servers start with the first
+    rollout and end with the environment; all rollouts share them, unless ``per_rollout`` gives each rollout its own.
+    Functions given as ``tools`` stand beside theirs.
     """
 
     def __init__(
         self,
         mcp_servers: Sequence[MCPServerConfig | Mapping[str, Any]] = (),
         max_turns: int = 10,
+        *,
+        per_rollout: bool = False,
         **kwargs: Any,
     ) -> None:
         configs = [as_config(given) for given in mcp_servers]
@@ -35,12 +40,26 @@ class MCPEnv(ToolEnv):
             raise ValueError("MCPEnv needs at least one of mcp_servers")
         if twice := [name for name, count in Counter(config.name for config in configs).items() if count > 1]:
             raise ValueError(f"two MCP servers are named {twice[0]!r}; give them different names")
+        if per_rollout:
+            configs = [replace(config, per_rollout=True) for config in configs]
         self.servers = [MCPServer(config) for config in configs]
+        self._own: dict[str, dict[str, MCPServer]] = {}
         self._is_connected = False
+        self._lock = threading.Lock()
         super().__init__(max_turns=max_turns, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The servers of rollouts under way stay where they are."""
+        return {key: value for key, value in super().__getstate__().items() if key not in ("_own", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._own = {}
+        self._lock = threading.Lock()
 
     async def start(self, state: State) -> State:
         await self._connect()
+        await self._start_own(state)
         self.tell(state)
         return await super().start(state)
 
@@ -48,31 +67,74 @@ class MCPEnv(ToolEnv):
         if self._is_connected:  # before that nobody knows what there is to tell
             super().tell(state)
 
+    # --- servers --------------------------------------------------------------------------------------------------
+
     async def _connect(self) -> None:
-        """Start the servers that are not running; their tools are added once."""
-        if all(server.is_running for server in self.servers) and self._is_connected:
-            return
-        listed = await calls.in_thread(lambda: [server.start() for server in self.servers])
-        if self._is_connected:
-            return
-        self._is_connected = True
-        names = Counter(tool.name for tools in listed for tool in tools)
-        names.update(tool.name for tool in self.toolbox)
-        for server, tools in zip(self.servers, listed, strict=True):
-            for tool in tools:
-                self.toolbox.add(tool if names[tool.name] == 1 else _renamed(tool, f"{server.config.name}_{tool.name}"))
-        self._tell_endpoint()
+        """Start the shared servers that are not running; the tools of all are added once."""
+        if not self._is_connected or not all(server.is_running for server in self._shared):
+            await calls.in_thread(self._start_servers)
+
+    def _start_servers(self) -> None:
+        with self._lock:
+            if self._is_connected:
+                for server in self._shared:
+                    if not server.is_running:
+                        server.start()
+                return
+            self._add_tools([server.start() for server in self.servers])
+            self._is_connected = True
+            for server in self.servers:
+                if server.config.per_rollout:  # it was asked for its tools, and is not used
+                    server.stop()
+
+    @property
+    def _shared(self) -> list[MCPServer]:
+        return [server for server in self.servers if not server.config.per_rollout]
 
     connect = calls.both(_connect)
     """Start the servers now rather than with the first rollout, so that ``env.tools`` is filled."""
 
+    def _add_tools(self, listed: Sequence[Sequence[Tool]]) -> None:
+        """Offer the servers' tools: under their own names, or with the server's in front where two are the same."""
+        names = Counter(name for tools in listed for name in {tool.name for tool in tools})
+        names.update(tool.name for tool in self.toolbox)
+        for server, tools in zip(self.servers, listed, strict=True):
+            for tool in tools:
+                name = tool.name if names[tool.name] == 1 else usable_name(f"{server.config.name}_{tool.name}")
+                self.toolbox.add(renamed(tool, self._free(name, names)))
+        self._tell_endpoint()
+
+    def _free(self, name: str, names: Mapping[str, int]) -> str:
+        """The name, with a number after it where another tool has it already."""
+        free, number = name, 2
+        while free in self.toolbox or (free != name and free in names):
+            suffix = f"_{number}"
+            free, number = name[: MAX_NAME_CHARS - len(suffix)] + suffix, number + 1
+        return free
+
+    async def _start_own(self, state: State) -> None:
+        """Start the servers that are this rollout's alone."""
+        configs = [server.config for server in self.servers if server.config.per_rollout]
+        if configs:
+            own = {config.name: MCPServer(config) for config in configs}
+            self._own[state["trajectory_id"]] = own
+            await asyncio.gather(*(server.open() for server in own.values()))
+
+    async def fill_in(self, tool: Tool, arguments: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:
+        arguments = await super().fill_in(tool, arguments, messages, state)
+        server = server_of(tool)
+        own = self._own.get(state["trajectory_id"], {}).get(server.config.name) if server is not None else None
+        return arguments if own is None else {**arguments, SERVER: own}
+
+    @cleanup
+    async def stop_own_servers(self, state: State) -> None:
+        """End the servers of a rollout that is over."""
+        for server in self._own.pop(state["trajectory_id"], {}).values():
+            await calls.in_thread(server.stop)
+
     @teardown
     async def stop_servers(self) -> None:
         """End the servers."""
-        for server in self.servers:
+        left = [server for own in self._own.values() for server in own.values()]
+        for server in [*self.servers, *left]:
             await calls.in_thread(server.stop)
-
-
-def _renamed(tool: Tool, name: str) -> Tool:
-    function = {**tool.schema["function"], "name": name}
-    return replace(tool, name=name, schema={**tool.schema, "function": function})

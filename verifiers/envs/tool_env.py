@@ -60,6 +60,9 @@ class ToolEnv(MultiTurnEnv):
     Tools are functions, sync or async; their schemas come from signatures and docstrings. With a parser that has a
     ``tool`` field, ``XMLParser(["reasoning", ("tool", "answer")])``, calls are written as JSON in ``<tool>`` tags, and
     the rollout goes on until ``<answer>``. Whatever is wrong with a call, the model is told and may try again.
+
+    The calls of one turn run at once; with ``sequential`` (here for all tools, or of a tool: ``as_tool(function,
+    sequential=True)``) one after another, in order.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class ToolEnv(MultiTurnEnv):
         rubric: Rubric | None = None,
         tool_timeout_s: float = TOOL_TIMEOUT_S,
         max_result_chars: int = MAX_RESULT_CHARS,
+        sequential: bool = False,
         **kwargs: Any,
     ) -> None:
         if "oai_tools" in kwargs:
@@ -80,6 +84,7 @@ class ToolEnv(MultiTurnEnv):
         self.toolbox = ToolBox(tools or (), timeout_s=tool_timeout_s, max_result_chars=max_result_chars)
         self.error_formatter = error_formatter
         self.stop_errors = _exception_types(stop_errors)
+        self.sequential = sequential
         super().__init__(max_turns=max_turns, parser=parser, rubric=rubric, **kwargs)
         self.uses_tags = isinstance(self.parser, XMLParser) and hasattr(self.parser.parse(""), TAG)
         if self.message_type == "completion" and not self.uses_tags:
@@ -183,8 +188,20 @@ class ToolEnv(MultiTurnEnv):
     get_model_response = calls.both(_get_model_response)  # type: ignore[arg-type]
 
     async def answer_all(self, found: Sequence[Call], messages: Messages, state: State) -> list[Answer]:
-        """Answer the calls of one turn, all at once."""
-        return await _together([self.answer_one(call, messages, state) for call in found])
+        """Answer the calls of one turn, all at once but for those that must not race."""
+        answers: dict[int, Answer] = {}
+
+        async def answer(numbers: Sequence[int]) -> None:
+            for number in numbers:
+                answers[number] = await self.answer_one(found[number], messages, state)
+
+        in_order = [number for number, call in enumerate(found) if self._is_sequential(call)]
+        at_once = [[number] for number in range(len(found)) if number not in in_order]
+        await _together([answer(numbers) for numbers in [in_order, *at_once] if numbers])
+        return [answers[number] for number in range(len(found))]
+
+    def _is_sequential(self, call: Call) -> bool:
+        return self.sequential or (call.name in self.toolbox and self.toolbox[call.name].sequential)
 
     async def answer_one(self, call: Call, messages: Messages, state: State) -> Answer:
         """Carry out one call: the message for the model, and what is noted of the call."""
@@ -276,13 +293,13 @@ def _limited(found: list[Call], *, merge: bool) -> list[Call]:
     return found[:MAX_CALLS] + refused
 
 
-async def _together(answers: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    """All of them at once, in order; when one ends the rollout the others are cancelled."""
-    if len(answers) == 1:
-        return [await answers[0]]
-    tasks = [asyncio.ensure_future(answer) for answer in answers]
+async def _together(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """All of them at once; when one ends the rollout the others are cancelled."""
+    if len(parts) == 1:
+        return await parts[0]
+    tasks = [asyncio.ensure_future(part) for part in parts]
     try:
-        return list(await asyncio.gather(*tasks))
+        await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from verifiers.parsers.parser import reply_text
@@ -14,6 +15,7 @@ THINK_BOXED_SYSTEM_PROMPT = (
 )
 
 _BOX = "\\boxed{"
+_NOT_NUMERIC = re.compile(r"[^0-9.]+")  # ² is a digit to Python, and no part of a number
 
 
 def extract_boxed_answer(text: Any, strict: bool = False) -> str:
@@ -65,4 +67,4 @@ def strip_non_numeric(text: str) -> str:
     >>> strip_non_numeric("about $1,234.50")
     '1234.50'
     """
-    return "".join(c for c in text if c.isdigit() or c == ".")
+    return _NOT_NUMERIC.sub("", text)

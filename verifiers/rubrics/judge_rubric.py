@@ -12,7 +12,7 @@ from typing import Any
 from verifiers import calls, messages
 from verifiers.clients import as_client
 from verifiers.clients.protocol import Request
-from verifiers.errors import JudgeError
+from verifiers.errors import JudgeError, OverlongPromptError
 from verifiers.parsers import Parser
 from verifiers.rubrics.judge_template import (
     DEFAULT_JUDGE_PROMPT,
@@ -21,11 +21,15 @@ from verifiers.rubrics.judge_template import (
     last_question,
     read_scale,
     read_score,
+    shortened,
     transcript,
 )
 from verifiers.rubrics.rubric import Rubric
 from verifiers.types import ChatMessage, Messages, RewardFunc
 
+MAX_SHOWN_CHARS = 400_000
+"""Of what the policy wrote, as a judge is shown it; less where the judge's context holds less."""
+MIN_SHOWN_CHARS = 1_000
 AGGREGATIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
     "median": statistics.median,
@@ -91,10 +95,18 @@ class JudgeRubric(Rubric):
     @calls.both
     async def judge(self, prompt: Messages, completion: Messages, answer: Any = "", state: Any = None) -> str:
         """The judge's reply to ``judge_prompt``; asked once for each rollout, remembered in its state."""
-        asked = self._render(Template(self.judge_prompt), prompt, completion, answer)
-        return await self._once(state, asked, lambda: self._ask(self.judge_model, _from_user(asked)))
+        template = Template(self.judge_prompt)
 
-    def _render(self, template: Template, prompt: Any, completion: Any, answer: Any) -> str:
+        def render(most: int) -> str:
+            return self._render(template, prompt, completion, answer, most)
+
+        async def ask(asked: str) -> str:
+            return await self._ask(self.judge_model, _from_user(asked))
+
+        return await self._once(state, render(MAX_SHOWN_CHARS), lambda: _ask_fitting(ask, render))
+
+    def _render(self, template: Template, prompt: Any, completion: Any, answer: Any, most: int) -> str:
+        """What the judge is asked; what the policy wrote is cut in the middle where it is longer than ``most``."""
         make: dict[str, Callable[[], Any]] = {
             "question": lambda: last_question(prompt),
             "prompt": lambda: transcript(prompt),
@@ -103,7 +115,9 @@ class JudgeRubric(Rubric):
             "answer": lambda: answer,
         }
         values = {name: make[name]() for name in template.fields}
-        return template.render({name: "" if value is None else str(value) for name, value in values.items()})
+        texts = {name: "" if value is None else str(value) for name, value in values.items()}
+        cut = {name: shortened(text, most) for name, text in texts.items() if name in ("completion", "response")}
+        return template.render(texts | cut)
 
     async def _ask(self, model: str, conversation: list[ChatMessage]) -> str:
         sampling = {name: value for name, value in self.judge_sampling_args.items() if value is not None}
@@ -173,9 +187,15 @@ class JudgeRubric(Rubric):
 
     def _score_of(self, label: str) -> Callable[..., Awaitable[float]]:
         async def score(prompt: Messages, completion: Messages, answer: Any, state: Any) -> float:
-            asked = self._render(self.template, prompt, completion, answer) + self._reminder_if_untold()
+            def render(most: int) -> str:
+                return self._render(self.template, prompt, completion, answer, most) + self._reminder_if_untold()
+
+            async def ask(asked: str) -> str:
+                return await self._ask_for_score(self.judge_models[label], asked)
+
+            asked = render(MAX_SHOWN_CHARS)
             key = asked if len(self.judge_models) == 1 else f"[{label}] {asked}"
-            reply = await self._once(state, key, lambda: self._ask_for_score(self.judge_models[label], asked))
+            reply = await self._once(state, key, lambda: _ask_fitting(ask, render))
             found = read_score(reply, self.scale)
             if found is None:
                 raise JudgeError(f"the remembered reply of judge {label!r} has no score: {reply!r:.200}")
@@ -203,6 +223,26 @@ class JudgeRubric(Rubric):
 
     def _reminder_if_untold(self) -> str:
         return "" if "<score>" in self.template.text.lower() else f"\n\n{self._reminder()}"
+
+
+async def _ask_fitting(ask: Callable[[str], Awaitable[str]], render: Callable[[int], str]) -> str:
+    """Ask; where the question is too long for the judge's context, show it less of what the policy wrote.
+
+    A policy that writes without end must not thereby escape its judge.
+    """
+    most, asked = MAX_SHOWN_CHARS, render(MAX_SHOWN_CHARS)
+    while True:
+        try:
+            return await ask(asked)
+        except JudgeError as error:
+            if not isinstance(error.__cause__, OverlongPromptError):
+                raise
+            longer = len(asked)
+            while len(asked) == longer and most > MIN_SHOWN_CHARS:
+                most //= 4
+                asked = render(most)
+            if len(asked) == longer:  # it is not the policy's text that is too long
+                raise
 
 
 class _Ask:

@@ -50,6 +50,8 @@ sentences. Then score it from 0 (useless) to 10 (could not be better):
 
 <score>[0-10]</score>"""
 
+MAX_SCORE_CHARS = 20_000  # of the end of a reply, in which its score is looked for
+
 _NAMED = re.compile("|".join(rf"\{{{name}\}}" for name in FIELDS))
 _OPEN_TAG = re.compile(r"<([A-Za-z][\w-]*)>\s*\Z")
 _NUMBER = r"\d+(?:\.\d+)?"
@@ -120,6 +122,18 @@ def _confined(value: str, before: str, after: str) -> str:
     return re.sub(rf"</(?=\s?{re.escape(opened[1])}\b)", r"<\\/", value, flags=re.IGNORECASE)
 
 
+def shortened(text: str, most: int) -> str:
+    """A text of at most so many characters, and a remark, in the place of its middle.
+
+    >>> shortened("abcdefgh", 4)
+    'ab\\n[… 4 characters are left out here …]\\ngh'
+    """
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters are left out here …]\n{text[-half:]}"
+
+
 def transcript(conversation: Any) -> str:
     """Messages as text for a judge; of one message its text alone, of several each with its role.
 
@@ -186,6 +200,7 @@ def read_score(reply: str, scale: tuple[float, float]) -> float | None:
 
 
 def _last_score(text: str) -> str | None:
+    text = text[-MAX_SCORE_CHARS:]
     end: int | None = None
     for tag in reversed(list(_SCORE_TAG.finditer(text))):
         if tag[1]:

@@ -1,4 +1,7 @@
-"""A completion and the right answer in mathematics → 1 or 0: plain numbers at once, all else by math-verify."""
+"""A completion and the right answer in mathematics → 1 or 0: plain numbers at once, all else by math-verify.
+
+Whatever a model writes is compared or found unequal: it cannot hold, crash or outlast the comparison.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,17 @@ from typing import Any
 
 from verifiers.errors import GraderError
 from verifiers.parsers import MaybeThinkParser, Parser, extract_boxed_answer
-from verifiers.rubrics.plain_answers import compare_plainly
+from verifiers.rubrics.plain_answers import compare_plainly, readings
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.shipping import InWorker
 from verifiers.rubrics.workers import call_in_worker
 from verifiers.types import Messages, RewardFunc
 
 MAX_REMEMBERED = 4096
+MAX_REMEMBERED_CHARS = 1000
+MAX_ANSWER_CHARS = 10_000
+STALL_S = 60.0
+"""On the clock, for what takes a fraction of a second of processor time: past it the machine is at fault."""
 
 _compare_answers = InWorker("verifiers.rubrics.math_check", "compare_answers")
 
@@ -24,8 +31,8 @@ _compare_answers = InWorker("verifiers.rubrics.math_check", "compare_answers")
 class MathRubric(Rubric):
     """Is the parsed answer equal to the right one? Reward functions given in ``funcs`` count beside ``correct_answer``.
 
-    math-verify runs in worker processes. A comparison that takes longer than ``timeout_seconds`` fails its rollout,
-    and no other one: nothing was found out about that answer.
+    math-verify runs in worker processes. An answer that it cannot compare within ``timeout_seconds`` of processor time
+    is not equal, whatever the machine is doing besides; a right answer that it cannot read fails the rollout.
 
     >>> rubric = MathRubric()
     >>> rubric.score_rollout_sync("1/2 + 1/4?", "So it is \\\\boxed{0.75}.", "3/4", {})
@@ -38,7 +45,7 @@ class MathRubric(Rubric):
         weights: Sequence[float] | None = None,
         parser: Parser | None = None,
         max_workers: int | None = None,
-        timeout_seconds: float = 5,
+        timeout_seconds: float = 0.1,
         class_objects: Mapping[str, Any] | None = None,
     ) -> None:
         if importlib.util.find_spec("math_verify") is None:
@@ -69,21 +76,33 @@ class MathRubric(Rubric):
         return float(verdict)
 
     async def _compare(self, right: str, response: str) -> bool:
+        if len(response) > max(MAX_ANSWER_CHARS, 2 * len(right)):
+            return False
         key = (right, response)
         if key in self._remembered:
             return self._remembered[key]
-        arguments = {"answer": right, "response": response}
+        verdict = await self._ask_worker(right, response)
+        if len(right) + len(response) <= MAX_REMEMBERED_CHARS:
+            if len(self._remembered) >= MAX_REMEMBERED:
+                self._remembered.clear()
+            self._remembered[key] = verdict
+        return verdict
+
+    async def _ask_worker(self, right: str, response: str) -> bool:
+        arguments = {"answers": readings(right), "responses": readings(response), "limit_s": self.timeout_seconds}
         try:
-            verdict = bool(await call_in_worker(_compare_answers, arguments, timeout_s=self.timeout_seconds))
+            try:
+                verdict = await call_in_worker(_compare_answers, arguments, timeout_s=STALL_S)
+            except GraderError:  # a worker that stalled or was killed: nothing was found out, so ask another
+                verdict = await call_in_worker(_compare_answers, arguments, timeout_s=STALL_S)
         except GraderError as error:
             raise GraderError(f"comparing {response!r:.100} with {right!r:.100}: {error}") from error
-        if len(self._remembered) >= MAX_REMEMBERED:
-            self._remembered.clear()
-        self._remembered[key] = verdict
-        return verdict
+        if verdict is None:
+            raise GraderError(f"the row's answer {right!r:.100} cannot be read as mathematics; mend it in the data set")
+        return bool(verdict)
 
 
 def _as_text(answer: Any) -> str:
     if isinstance(answer, float):
-        return f"{Decimal(repr(answer)):f}"  # never 1e-07, which reads as a product
+        return f"{Decimal(repr(answer)):f}"  # 1e-300 would be read as a product
     return "" if answer is None else str(answer).strip()

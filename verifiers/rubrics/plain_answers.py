@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
+
+from verifiers.rubrics.math_units import Quantity, split_unit
 
 MAX_CHARS = 2000
 MAX_NUMBER_CHARS = 200
@@ -29,6 +32,34 @@ _SIZED = re.compile(r"\\(?:left|right)(?![A-Za-z])\s?")
 _SPACE = re.compile(r"(?:\\[,;:! ]|(?<!\\)~|\s)+")
 _DIGIT_GROUP = re.compile(r"(?<=\d)(?:\{,\}|\\[,;: ]|\\!)(?=\d{3}(?!\d))", re.ASCII)
 _WRAPPERS = (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"))
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])(?:\d{1,50}(?:\.\d{0,50})?|\.\d{1,50})[eE][+-]?\d{1,2}(?![\w.])", re.ASCII)
+_REPEATING = re.compile(r"(?<![\d.])(\d{0,50})\.(\d{0,50})\\(?:overline|bar|dot)\s?(?:\{(\d{1,50})\}|(\d))", re.ASCII)
+_EMPTY_SET = re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s?\\\}")
+_SIGNS = str.maketrans(
+    {
+        "−": "-",
+        "–": "-",
+        "∅": "\\emptyset ",
+        "≤": "\\le ",
+        "≥": "\\ge ",
+        "≠": "\\ne ",
+        "×": "\\times ",
+        "·": "\\cdot ",
+        "÷": "/",
+        "π": "\\pi ",
+        "∞": "\\infty ",
+        "∪": "\\cup ",
+        "∩": "\\cap ",
+        "∈": "\\in ",
+        "√": "\\sqrt ",
+        "°": "^\\circ ",
+        "²": "^2",
+        "³": "^3",
+        "½": "\\frac{1}{2}",
+        "¼": "\\frac{1}{4}",
+        "¾": "\\frac{3}{4}",
+    }
+)
 _COMMANDS = ("\\boxed{", "\\text{", "\\textbf{", "\\mathrm{", "\\mathbf{", "\\displaystyle{", "{")
 
 
@@ -42,15 +73,28 @@ class Number:
 
 
 def compare_plainly(answer: str, response: str) -> bool | None:
-    r"""True if they are surely equal, False if they are plain numbers that surely differ, None if algebra must tell.
+    r"""True if they are surely equal, False if they surely differ, None if algebra must tell.
+
+    Units that both have must be the same; a unit that only one has counts for nothing.
 
     >>> compare_plainly("1,234", r"\$1234.00"), compare_plainly("1/3", "0.5"), compare_plainly("x+1", "1+x")
     (True, False, None)
+    >>> compare_plainly("5 km", "5 m"), compare_plainly("5", "5 dollars")
+    (False, True)
     """
-    left, right = normalised(answer), normalised(response)
-    if left == right:
-        return True if left else None
-    a, b = plain_number(left), plain_number(right)
+    a, b = plain_number(answer.strip()), plain_number(response.strip())
+    if a is None or b is None:
+        left, right = normalised(answer), normalised(response)
+        if left == right:
+            return True if left else None
+        one, other = _quantity(left), _quantity(right)
+        if one.unit and other.unit and one.unit != other.unit:
+            return False
+        a, b = plain_number(one.value), plain_number(other.value)
+    return _compare_numbers(a, b)
+
+
+def _compare_numbers(a: Number | None, b: Number | None) -> bool | None:
     if a is None or b is None or a.is_percent != b.is_percent:
         return None
     if a.value == b.value:
@@ -59,6 +103,38 @@ def compare_plainly(answer: str, response: str) -> bool | None:
         return False
     gap = abs(a.value - b.value)
     return False if gap > max(ROUNDING, RELATIVE_ROUNDING * abs(a.value)) else None
+
+
+def readings(text: str) -> list[str]:
+    r"""The ways to read an answer that algebra has to compare: as it is written, and without its unit.
+
+    >>> readings(r"\frac{x}{2} \text{ km}"), readings("1e3 x")
+    (['\\frac{x}{2} \\text{ km}', '\\frac{x}{2}'], ['1000 x'])
+    """
+    written, value = rewritten(text), _quantity(normalised(text)).value
+    return [written] if value in (written, normalised(text)) else [written, value]
+
+
+def _quantity(text: str) -> Quantity:
+    return split_unit(text) if len(text) <= MAX_CHARS else Quantity(text, None)
+
+
+def rewritten(text: str) -> str:
+    r"""Signs and notations that algebra systems do not know, in those that they do.
+
+    >>> rewritten("1.5e3"), rewritten(r"0.1\overline{6}"), rewritten("0 ≤ x < 1")
+    ('1500', '\\frac{1}{6}', '0 \\le  x < 1')
+    """
+    text = _SCIENTIFIC.sub(lambda found: f"{Decimal(found[0]):f}", text.translate(_SIGNS))
+    return _EMPTY_SET.sub(r"\\emptyset ", _REPEATING.sub(_as_fraction, text))
+
+
+def _as_fraction(found: re.Match[str]) -> str:
+    """``0.1\\overline{6}`` is (16 - 1) / 90."""
+    whole, fixed, repeated = found[1], found[2], found[3] or found[4]
+    bottom = (10 ** len(repeated) - 1) * 10 ** len(fixed)
+    value = Fraction(int((whole + fixed + repeated) or "0") - int((whole + fixed) or "0"), bottom)
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def normalised(text: str) -> str:
@@ -70,7 +146,7 @@ def normalised(text: str) -> str:
     text = text.strip()
     if len(text) > MAX_CHARS:
         return text
-    text = _DIGIT_GROUP.sub(",", text)
+    text = _DIGIT_GROUP.sub(",", rewritten(text))
     text = _FRACTION.sub(r"\\frac", _SIZED.sub("", text))
     text = _SPACE.sub(" ", text).strip()
     for _ in range(MAX_WRAPPERS):
@@ -110,7 +186,7 @@ def plain_number(text: str) -> Number | None:
     """
     if len(text) > MAX_NUMBER_CHARS:
         return None
-    found = _PLAIN.fullmatch(text.replace("−", "-"))
+    found = _PLAIN.fullmatch(text)
     if found is None or (found["sign"] and found["inner_sign"]):
         return None
     top = found["number"] or found["top"] or found["top_digit"]

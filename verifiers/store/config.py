@@ -54,13 +54,13 @@ def differences(made_with: Mapping[str, Any], asked_for: Mapping[str, Any]) -> l
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
-    """Plain data with every text hidden whose key says that it is a secret.
+    """Plain data with every text hidden whose key says that it is a secret, and every environment variable.
 
     >>> without_secrets({"extra_headers": {"X-Api-Key": "sk-1", "X-Title": "mine"}, "max_tokens": 8})
     {'extra_headers': {'X-Api-Key': '***', 'X-Title': 'mine'}, 'max_tokens': 8}
     """
     if isinstance(value, dict):
-        return {inner: without_secrets(item, str(inner)) for inner, item in value.items()}
+        return {inner: without_secrets(item, "secret" if key == "env" else str(inner)) for inner, item in value.items()}
     if isinstance(value, list):
         return [without_secrets(item, key) for item in value]
     return "***" if isinstance(value, str) and _SECRET.search(key) else value

@@ -7,8 +7,11 @@ from typing import Any
 
 from verifiers.clients import as_client
 from verifiers.clients.protocol import Request
+from verifiers.errors import ToolCallError
 from verifiers.tools.tool import Tool, as_tool
 from verifiers.types import ChatMessage, SamplingArgs
+
+MAX_QUESTION_CHARS = 100_000
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,9 @@ class _Ask:
         Returns:
             Its reply.
         """
+        if len(question) > MAX_QUESTION_CHARS:
+            said = f"the question has {len(question):,} characters; {MAX_QUESTION_CHARS:,} are the most"
+            raise ToolCallError(said)
         prompt: list[ChatMessage] = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         prompt.append({"role": "user", "content": question})
         request = Request(model=self.model, prompt=prompt, sampling=self.sampling_args, timeout_s=self.timeout_s)

@@ -1,64 +1,41 @@
-"""A server of the Model Context Protocol → its tools. It is a process of its own, spoken to over stdin and stdout."""
+"""A server of the Model Context Protocol → its tools, callable from any loop; it is started again when it ends."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
-import tempfile
+import json
 import threading
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, TextIO
+from dataclasses import dataclass
+from typing import Any
 
-from verifiers.errors import Error, InfraError, ToolCallError
-from verifiers.tools.calling import Content, is_content_parts
-from verifiers.tools.tool import Tool, from_schema
+from verifiers.errors import InfraError, ToolCallError
+from verifiers.tools.calling import Content, as_text, is_content_parts
+from verifiers.tools.mcp_config import MCPServerConfig, as_config
+from verifiers.tools.mcp_connection import START_S, STOP_S, AnswerError, Connection, EndedError
+from verifiers.tools.tool import Tool, from_schema, usable_name
 
-START_S = 60.0
-STOP_S = 10.0
+__all__ = ["MCPServer", "MCPServerConfig", "as_config"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class MCPServerConfig:
-    """How a server is started; its tools are named ``<name>_<tool>`` where two servers have a tool of the same name."""
-
-    name: str
-    command: str
-    args: list[str] = field(default_factory=list)
-    env: dict[str, str] | None = None
-    description: str = ""
-    timeout_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        given: Any = self.args
-        if isinstance(given, str):
-            raise TypeError(f"args of the MCP server {self.name!r} must be a list; got the string {given!r}")
-
-
-def as_config(given: MCPServerConfig | Mapping[str, Any]) -> MCPServerConfig:
-    """A configuration, or a dict of one.
-
-    >>> as_config({"name": "files", "command": "server", "args": ["--root", "."]}).args
-    ['--root', '.']
-    """
-    if isinstance(given, MCPServerConfig):
-        return given
-    try:
-        return MCPServerConfig(**given)
-    except TypeError as error:
-        raise TypeError(f"an MCP server is given as name, command, args, env, description; {error}") from None
+RETRY_DELAYS_S = (0.2, 1.0)
+SERVER = "verifiers server"
+"""The argument by which an environment says which server a tool is to be called on; no schema can have it."""
 
 
 class MCPServer:
-    """One running server. Its session lives in a thread with a loop of its own, so that any loop may call its tools."""
+    """One server, in a thread with a loop of its own. A server that ends is started again by the next call.
+
+    A call during which it ends is made once more, with no other call beside it. If it ends again, that call fails.
+    """
 
     def __init__(self, config: MCPServerConfig) -> None:
         self.config = config
         self._lock = threading.Lock()
-        self._session: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
+        self._life: _Life | None = None
         self._thread: threading.Thread | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -70,118 +47,200 @@ class MCPServer:
 
     @property
     def is_running(self) -> bool:
-        return self._session is not None and self._thread is not None and self._thread.is_alive()
+        life = self._life
+        return life is not None and life.is_connected and self._thread is not None and self._thread.is_alive()
 
     def start(self) -> list[Tool]:
         """Start the server unless it is running, and list its tools; blocks until it has said what it can do."""
-        with self._lock:
-            if not self.is_running:
-                self.stop()
-                self._launch()
-        try:
-            listed = self._ask(self._listed(self._session)).result(START_S)
-        except Exception as error:  # the protocol's own, by whatever name the installed version has for them
-            raise InfraError(f"the MCP server {self.config.name!r} does not list its tools: {error}") from error
+        return self._tools(self._submit("list").result(2 * START_S))
+
+    async def open(self) -> list[Tool]:
+        """The same for async code."""
+        return self._tools(await self._answer_to("list"))
+
+    def _tools(self, listed: list[Any]) -> list[Tool]:
         return [self._tool(described) for described in listed]
 
-    async def _listed(self, session: Any) -> list[Any]:
-        """What the server says of its tools, page by page."""
-        from mcp.types import PaginatedRequestParams
-
-        takes_params = "params" in inspect.signature(session.list_tools).parameters  # early versions do not
-        page = await session.list_tools()
-        listed, cursors = list(page.tools), set()
-        while cursor := getattr(page, "next_cursor", None) or getattr(page, "nextCursor", None):
-            if cursor in cursors:
-                raise InfraError(f"it sends the page {cursor!r} over and over")
-            cursors.add(cursor)
-            params = PaginatedRequestParams(cursor=cursor)
-            page = await session.list_tools(**({"params": params} if takes_params else {"cursor": cursor}))
-            listed += page.tools
-        return listed
-
-    def _launch(self) -> None:
+    async def _answer_to(self, what: str, *arguments: Any) -> Any:
         try:
-            import mcp  # noqa: F401
-        except ImportError:
-            raise ImportError("MCP servers need: pip install 'verifiers[tools]'") from None
-        ready: Future[None] = Future()
-        self._thread = threading.Thread(target=self._main, args=(ready,), daemon=True, name=f"mcp-{self.config.name}")
-        self._thread.start()
-        try:
-            ready.result(START_S)
-        except Exception as error:  # whatever the server's start raised
-            self.stop()
-            what = f"did not start within {START_S:g} s" if isinstance(error, TimeoutError) else f"failed: {error}"
-            raise InfraError(f"the MCP server {self.config.name!r} ({self.config.command}) {what.strip()}") from error
-
-    def _main(self, ready: Future[None]) -> None:
-        with tempfile.TemporaryFile("w+", errors="replace") as complaints:
-            try:
-                asyncio.run(self._live(ready, complaints))
-            except Exception as error:  # the server's start, in whatever way it failed
-                if not ready.done():
-                    complaints.seek(0)
-                    ready.set_exception(RuntimeError("\n".join([str(_first(error)), complaints.read()[-1000:]])))
-            finally:
-                self._session = None
-
-    async def _live(self, ready: Future[None], complaints: TextIO) -> None:
-        """The server's life, from start to stop; it ends by itself when the server does."""
-        from mcp import ClientSession, StdioServerParameters, stdio_client
-
-        config = self.config
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        parameters = StdioServerParameters(command=config.command, args=config.args, env=config.env)
-        async with stdio_client(parameters, errlog=complaints) as streams, ClientSession(*streams) as session:
-            await session.initialize()
-            self._session = session
-            ready.set_result(None)
-            await self._stop.wait()
-
-    def stop(self) -> None:
-        """End the server."""
-        thread, loop, stop = self._thread, self._loop, self._stop
-        if thread is None or not thread.is_alive():
-            return
-        if loop is not None and stop is not None:
-            try:
-                loop.call_soon_threadsafe(stop.set)
-            except RuntimeError:  # its loop has just ended
-                return
-        thread.join(STOP_S)
-
-    def _ask(self, request: Any) -> Future[Any]:
-        loop = self._loop
-        if self._session is None or loop is None or loop.is_closed():
-            request.close()
-            raise InfraError(f"the MCP server {self.config.name!r} is not running")
-        return asyncio.run_coroutine_threadsafe(request, loop)
+            return await asyncio.wrap_future(self._submit(what, *arguments))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+        raise InfraError(f"the MCP server {self.config.name!r} was stopped")
 
     def _tool(self, described: Any) -> Tool:
+        config = self.config
         schema = getattr(described, "input_schema", None) or getattr(described, "inputSchema", None) or {}
-        text = described.description or self.config.description
-        function = _RemoteTool(self, described.name)
-        return from_schema(described.name, function, schema, description=text, timeout_s=self.config.timeout_s)
+        return from_schema(
+            usable_name(described.name),
+            _RemoteTool(self, described.name),
+            json.loads(config.hide(json.dumps(schema))),
+            description=config.hide(described.description or config.description),
+            timeout_s=config.timeout_s,
+            sequential=config.sequential,
+        )
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Content:
         """Call one of its tools. What the tool says of itself as an error is the model's to read."""
-        session = self._session
-        if session is None:
-            raise InfraError(f"the MCP server {self.config.name!r} is not running")
-        try:
-            result = await asyncio.wrap_future(self._ask(session.call_tool(name, dict(arguments))))
-        except Error:
-            raise
-        except Exception as error:  # the protocol's own, by whatever name the installed version has for them
-            if _is_ended(error):
-                self._session = None  # the next rollout starts the server again
-                raise InfraError(f"the MCP server {self.config.name!r} has ended") from error
-            raise ToolCallError(f"{name}: {error}") from error
-        content = _content(result)
+        result = await self._answer_to("call", name, dict(arguments))
+        content = _content(result, self.config)
         if getattr(result, "is_error", None) or getattr(result, "isError", None):
             raise ToolCallError(content if isinstance(content, str) else f"{name} failed")
         return content
+
+    def _submit(self, what: str, *arguments: Any) -> Future[Any]:
+        """Ask the server's own loop for something; the loop is started by the first to ask."""
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                ready = threading.Event()
+                name = f"mcp-{self.config.name}"
+                self._thread = threading.Thread(target=self._main, args=(ready,), daemon=True, name=name)
+                self._thread.start()
+                ready.wait()
+            assert self._life is not None
+            assert self._loop is not None
+            request: Coroutine[Any, Any, Any] = getattr(self._life, what)(*arguments)
+            return asyncio.run_coroutine_threadsafe(request, self._loop)
+
+    def _main(self, ready: threading.Event) -> None:
+        async def live() -> None:
+            self._loop, self._life = asyncio.get_running_loop(), _Life(self.config)
+            ready.set()
+            await self._life.wait()
+
+        asyncio.run(live())
+
+    def stop(self) -> None:
+        """End the server."""
+        with self._lock:
+            thread, loop, life = self._thread, self._loop, self._life
+            self._thread = self._loop = self._life = None
+        if thread is None or loop is None or life is None or not thread.is_alive():
+            return
+        with contextlib.suppress(RuntimeError):  # its loop has just ended
+            loop.call_soon_threadsafe(life.stop)
+        thread.join(2 * STOP_S)
+
+
+class _Life:
+    """What happens on the server's loop: one connection after another, calls beside one another or alone."""
+
+    def __init__(self, config: MCPServerConfig) -> None:
+        self.config = config
+        self._connection: Connection | None = None
+        self._connecting = asyncio.Lock()
+        self._retrying = asyncio.Lock()
+        self._stopping = asyncio.Event()
+        self._may_start, self._is_idle = asyncio.Event(), asyncio.Event()
+        self._may_start.set()
+        self._is_idle.set()
+        self._n_calls = 0
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection is not None and not self._connection.has_ended
+
+    async def wait(self) -> None:
+        """Until `stop`; then nothing is left running."""
+        await self._stopping.wait()
+        if self._connection is not None:
+            await self._connection.close()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def list(self) -> list[Any]:
+        """What the server says of its tools, page by page."""
+        connection = await self._connected()
+        try:
+            async with asyncio.timeout(START_S):
+                return await connection.ask(_listed(connection.session))
+        except TimeoutError:
+            problem = f"not within {START_S:g} s"
+        except EndedError:
+            problem = "it ended"
+        except AnswerError as error:
+            problem = str(error)
+        raise InfraError(f"the MCP server {self.config.name!r} does not list its tools: {problem}")
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        with contextlib.suppress(EndedError):
+            async with self._beside_others():
+                return await self._ask(name, arguments)
+        async with self._alone():
+            with contextlib.suppress(EndedError):
+                return await self._ask(name, arguments)
+        raise InfraError(f"the MCP server {self.config.name!r} has ended, twice, when {name!r} was called")
+
+    async def _ask(self, name: str, arguments: dict[str, Any]) -> Any:
+        connection = await self._connected()
+        try:
+            return await connection.ask(connection.session.call_tool(name, arguments))
+        except AnswerError as error:
+            raise ToolCallError(f"{name}: {error}") from None
+
+    async def _connected(self) -> Connection:
+        async with self._connecting:
+            if self._connection is None or not self.is_connected:
+                if self._connection is not None:
+                    await self._connection.close()
+                self._connection = await self._new_connection()
+            return self._connection
+
+    async def _new_connection(self) -> Connection:
+        """A server over HTTP may be away for a moment; one that is started here either starts or does not."""
+        for delay_s in RETRY_DELAYS_S if self.config.url is not None else ():
+            connection = Connection(self.config)
+            try:
+                await connection.open()
+                return connection
+            except InfraError:
+                await asyncio.sleep(delay_s)
+        connection = Connection(self.config)
+        await connection.open()
+        return connection
+
+    @contextlib.asynccontextmanager
+    async def _beside_others(self) -> AsyncIterator[None]:
+        while not self._may_start.is_set():
+            await self._may_start.wait()
+        self._n_calls += 1
+        self._is_idle.clear()
+        try:
+            yield
+        finally:
+            self._n_calls -= 1
+            if not self._n_calls:
+                self._is_idle.set()
+
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """While no other call runs: whoever's call ends the server now has ended it."""
+        async with self._retrying:
+            self._may_start.clear()
+            try:
+                await self._is_idle.wait()
+                yield
+            finally:
+                self._may_start.set()
+
+
+async def _listed(session: Any) -> list[Any]:
+    from mcp.types import PaginatedRequestParams
+
+    takes_params = "params" in inspect.signature(session.list_tools).parameters  # early versions do not
+    page = await session.list_tools()
+    listed, cursors = list(page.tools), set()
+    while cursor := getattr(page, "next_cursor", None) or getattr(page, "nextCursor", None):
+        if cursor in cursors:
+            raise InfraError(f"it sends the page {cursor!r} over and over")
+        cursors.add(cursor)
+        params = PaginatedRequestParams(cursor=cursor)
+        page = await session.list_tools(**({"params": params} if takes_params else {"cursor": cursor}))
+        listed += page.tools
+    return listed
 
 
 @dataclass(frozen=True)
@@ -192,33 +251,29 @@ class _RemoteTool:
     name: str
 
     async def __call__(self, **arguments: Any) -> Content:
-        return await self.server.call(self.name, arguments)
+        server: MCPServer = arguments.pop(SERVER, self.server)
+        return await server.call(self.name, arguments)
 
 
-def _first(error: BaseException) -> BaseException:
-    """The first error in a group of them: task groups wrap what went wrong."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+def server_of(tool: Tool) -> MCPServer | None:
+    """The server that a tool is of; None for any other tool."""
+    return tool.function.server if isinstance(tool.function, _RemoteTool) else None
 
 
-def _is_ended(error: Exception) -> bool:
-    is_closed = type(error).__name__ in ("ClosedResourceError", "BrokenResourceError", "EndOfStream")
-    return is_closed or isinstance(error, (OSError, EOFError)) or "connection closed" in str(error).lower()
-
-
-def _content(result: Any) -> Content:
-    """What a server returned, as a message's content: text, or parts where there is an image."""
-    parts = [_part(block) for block in result.content or ()]
+def _content(result: Any, config: MCPServerConfig) -> Content:
+    """What a server returned, as a message's content: text, or parts where there is an image; no secrets in it."""
+    parts = [_part(block, config) for block in result.content or ()]
     if all(part["type"] == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts)
+        text = "\n".join(part["text"] for part in parts)
+        structured = getattr(result, "structured_content", None) or getattr(result, "structuredContent", None)
+        return text if text or structured is None else config.hide(as_text(structured))
     return parts if is_content_parts(parts) else str(parts)
 
 
-def _part(block: Any) -> dict[str, Any]:
+def _part(block: Any, config: MCPServerConfig) -> dict[str, Any]:
     if isinstance(text := getattr(block, "text", None), str):
-        return {"type": "text", "text": text}
+        return {"type": "text", "text": config.hide(text)}
     if getattr(block, "type", "") == "image":
         kind = getattr(block, "mime_type", None) or getattr(block, "mimeType", "image/png")
         return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{block.data}"}}
-    return {"type": "text", "text": block.model_dump_json(exclude_none=True)}
+    return {"type": "text", "text": config.hide(block.model_dump_json(exclude_none=True))}

@@ -21,6 +21,8 @@ from verifiers.types import ChatMessage, Messages
 TAG = "tool"
 NAMELESS = "unnamed"
 EXAMPLE = '<tool>{"name": "<tool name>", "arguments": {"<argument>": <value>}}</tool>'
+MAX_OPENINGS = 10_000  # of tags in one reply that are looked into
+MAX_DEPTH = 1_000  # of brackets in one call; JSON cannot be read much deeper
 _SPACES = " \t\r\n"
 _MARK = re.compile(r'[][{}"<\\]')
 _STRING_MARK = re.compile(r'["\\]')
@@ -171,9 +173,10 @@ def tagged_calls(text: str, tag: str = TAG) -> TaggedReply:
     opening, closing = f"<{tag}>", f"</{tag}>"
     calls: list[Call] = []
     outside: list[str] = []
-    at = 0
+    at = n_openings = 0
     start = text.find(opening)
-    while start >= 0:
+    while start >= 0 and n_openings < MAX_OPENINGS:
+        n_openings += 1
         body = start + len(opening)
         following = text.find(opening, body)
         value, end = _json_block(text, body, closing)
@@ -227,6 +230,8 @@ def _json_end(text: str, at: int) -> int:
             depth += 1 if mark in "{[" else -1
             if depth == 0:
                 return at
+            if depth > MAX_DEPTH:
+                return -1
     return -1
 
 

@@ -7,14 +7,15 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verifiers.tools.docstrings import read_docstring
 from verifiers.tools.faults import MissingArgumentError, UnknownArgumentError, WrongTypeError
 from verifiers.tools.schemas import Schema, description_in, fit, hint_of, schema_of
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_NAME_CHARS = 64
+_NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_NAME_CHARS}}}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +32,8 @@ class Tool:
     """A function that a model may call, with the schema that says so.
 
     Any callable becomes one by `as_tool`; ``hidden`` are arguments that the environment fills in and the model never
-    sees. Without ``timeout_s`` the environment's limit holds.
+    sees. Without ``timeout_s`` the environment's limit holds. Calls of one turn to tools that are ``sequential`` run
+    one after another, in the order in which the model made them.
 
     >>> def add(a: int, b: int = 1) -> int:
     ...     '''Add two numbers.'''
@@ -47,6 +49,7 @@ class Tool:
     hidden: frozenset[str] = frozenset()
     takes_more: bool = False
     timeout_s: float | None = None
+    sequential: bool = False
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -90,6 +93,7 @@ def as_tool(
     description: str | None = None,
     args_to_skip: Iterable[str] = (),
     timeout_s: float | None = None,
+    sequential: bool = False,
 ) -> Tool:
     """A function (or method, or callable object, or a smolagents tool) as a tool; a `Tool` stays what it is.
 
@@ -97,11 +101,11 @@ def as_tool(
     """
     args_to_skip = tuple(args_to_skip)
     if isinstance(function, Tool):
-        if name or description or args_to_skip or timeout_s:
+        if name or description or args_to_skip or timeout_s or sequential:
             raise TypeError(f"{function.name!r} is a tool already; give the settings where it is made")
         return function
     if is_smolagents_tool(function):
-        return _from_smolagents(function, timeout_s)
+        return _from_smolagents(function, timeout_s, sequential=sequential)
     if not callable(function) or isinstance(function, type):
         raise TypeError(f"a tool is a function with type hints and a docstring, not {function!r:.100}")
     hidden = frozenset(args_to_skip)
@@ -132,6 +136,7 @@ def as_tool(
         hidden=hidden,
         takes_more=takes_more,
         timeout_s=getattr(function, "timeout_s", None) if timeout_s is None else timeout_s,
+        sequential=sequential,
     )
 
 
@@ -158,6 +163,7 @@ def from_schema(
     *,
     description: str = "",
     timeout_s: float | None = None,
+    sequential: bool = False,
 ) -> Tool:
     """A tool whose arguments are described by a JSON Schema already."""
     properties = parameters.get("properties") or {}
@@ -178,7 +184,23 @@ def from_schema(
         ),
         takes_more=bool(parameters.get("additionalProperties")),
         timeout_s=timeout_s,
+        sequential=sequential,
     )
+
+
+def renamed(tool: Tool, name: str) -> Tool:
+    """The same tool under another name."""
+    function = {**tool.schema["function"], "name": name}
+    return replace(tool, name=name, schema={**tool.schema, "function": function})
+
+
+def usable_name(name: str) -> str:
+    """The nearest name that endpoints take.
+
+    >>> usable_name("bad.name/x"), usable_name("add")
+    ('bad_name_x', 'add')
+    """
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:MAX_NAME_CHARS] or "tool"
 
 
 def name_of(function: Any) -> str:
@@ -251,7 +273,7 @@ def is_smolagents_tool(value: Any) -> bool:
     return isinstance(getattr(value, "inputs", None), dict) and callable(getattr(value, "forward", None))
 
 
-def _from_smolagents(tool: Any, timeout_s: float | None) -> Tool:
+def _from_smolagents(tool: Any, timeout_s: float | None, *, sequential: bool) -> Tool:
     properties: dict[str, Schema] = {}
     for name, described in tool.inputs.items():
         kind = described.get("type")
@@ -261,4 +283,6 @@ def _from_smolagents(tool: Any, timeout_s: float | None) -> Tool:
         properties[name] = {**schema, "nullable": True} if described.get("nullable") else schema
     required = [name for name, described in tool.inputs.items() if not described.get("nullable")]
     schema = {"properties": properties, "required": required, "additionalProperties": False}
-    return from_schema(tool.name, tool, schema, description=tool.description, timeout_s=timeout_s)
+    return from_schema(
+        tool.name, tool, schema, description=tool.description, timeout_s=timeout_s, sequential=sequential
+    )
