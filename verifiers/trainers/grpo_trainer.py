@@ -294,6 +294,7 @@ class GRPOTrainer(Trainer):
             if advantage is None or (self.config.mask_truncated_completions and state.get("is_truncated")):
                 continue
             for sample in samples_of_reply(prompt, reply, find, self.tokenizer):
+                sample = sample if self.offline is None else sampling.saved(sample)
                 drawn = sampling.distributions(sample, usual)
                 sample = sampling.without_doubtful_logprobs(sample, drawn, self.config.num_batches_ahead)
                 trained.append(Trained(sample=sample, advantage=advantage, drawn_from=drawn))
