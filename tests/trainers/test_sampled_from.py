@@ -371,6 +371,24 @@ def test_the_record_of_a_sample_survives_being_saved_and_trained_on_later(tmp_pa
     check_on_policy(trainer.train())
 
 
+def test_saved_replies_that_were_taken_greedily_are_learned_from_as_texts(tmp_path):
+    tokenizer = tiny.tokenizer()
+    client = vf.LocalModel(tiny.model(tokenizer, seed=1), tokenizer)
+    env = making.environment(4, sampling_args={"temperature": 0.0, "max_tokens": 8})
+    results = env.generate(client=client, rollouts_per_example=2, use_tqdm=False)
+    for i, state in enumerate(results.rollouts):
+        state["reward"] = float(i % 2)
+    trainer = vf.GRPOTrainer(
+        model=tiny.model(tokenizer),
+        tokenizer=tokenizer,
+        dataset=results,
+        config=making.config(tmp_path, learning_rate=0.0, temperature=0.7, batch_size=8, group_size=2, max_steps=1),
+    )
+    batch = with_advantages(trainer.get_batch(0, 0), "none")
+    assert {drawn for one in trainer.sequences(batch) for _, drawn in one.drawn_from} == {Distribution(temperature=0.7)}
+    assert all(step["ratio_mean"] == pytest.approx(1.0, abs=1e-6) for step in trainer.train().steps)
+
+
 def test_arguments_that_an_engine_draws_by_and_an_update_cannot_compute_are_named():
     with pytest.raises(ValueError, match=r"repetition_penalty=1\.1"):
         sampling.read_distribution({"asked": {"extra_body": {"repetition_penalty": 1.1}}})

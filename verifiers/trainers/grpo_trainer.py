@@ -309,6 +309,7 @@ class GRPOTrainer(Trainer):
                 batch.refused.append(str(error))
                 continue
             for sample in samples:
+                sample = sample if self.offline is None else sampling.saved(sample)
                 drawn = sampling.distributions(sample, usual)
                 sample = sampling.without_doubtful_logprobs(sample, drawn, self.config.num_batches_ahead)
                 trained.append(Trained(sample=sample, advantage=advantage, drawn_from=drawn))

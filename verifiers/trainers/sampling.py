@@ -227,6 +227,14 @@ def distributions(sample: Sample, usual: Distribution) -> tuple[tuple[int, Distr
     return tuple((n, usual if record is None else read_distribution(record)) for n, record in sample.sampling)
 
 
+def saved(sample: Sample) -> Sample:
+    """A sample that was saved: one of which a reply was taken greedily is a text, whose logprobs are not known."""
+    records = [record.get("asked", record) for _, record in sample.sampling if record is not None]
+    if all(float(flat(one).get("temperature", 1.0)) > 0 for one in records):
+        return sample
+    return replace(sample, completion_logprobs=[math.nan] * len(sample.completion_ids), sampling=())
+
+
 def without_doubtful_logprobs(
     sample: Sample, drawn: Sequence[tuple[int, Distribution]], steps_ahead: int = 0
 ) -> Sample:
