@@ -111,10 +111,25 @@ def describe(error: BaseException) -> dict[str, Any]:
     return {
         "type": type(error).__name__,
         "blame": getattr(error, "blame", "environment"),
-        "message": str(error),
-        "cause": None if cause is None else f"{type(cause).__name__}: {cause}",
-        "traceback": "".join(traceback.format_exception(error)),
+        "message": said(error),
+        "cause": None if cause is None else f"{type(cause).__name__}: {said(cause)}",
+        "traceback": _traceback(error),
     }
+
+
+def said(error: BaseException) -> str:
+    """An error's message, even where the class of someone else cannot say it."""
+    try:
+        return str(error)
+    except BaseException:  # foreign __str__
+        return "(it cannot be shown)"
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except BaseException:  # foreign __str__ of an error on the way
+        return "".join(traceback.format_tb(error.__traceback__))
 
 
 def wrap(error: Exception, into: type[Error], what: str) -> Error:
@@ -125,6 +140,6 @@ def wrap(error: Exception, into: type[Error], what: str) -> Error:
     """
     if isinstance(error, Error):
         return error
-    wrapped = into(f"{what} raised {type(error).__name__}: {error}")
+    wrapped = into(f"{what} raised {type(error).__name__}: {said(error)}")
     wrapped.__cause__ = error
     return wrapped

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
-from verifiers import errors
+from verifiers import deadlines, errors
 from verifiers.calls import Hook, PerLoop, is_async_callable, maybe_await
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import is_overlong, read_response
 from verifiers.clients.secrets import redact, secrets_in
+from verifiers.foreign import contained
 from verifiers.messages import has_audio
 from verifiers.types import MessageType
 
@@ -27,8 +27,7 @@ class SDKClient:
     are read if they are there. A sync ``create`` runs in a worker thread. The object's own retries are all there are.
 
     >>> from verifiers.clients.fake import FakeClient
-    >>> import asyncio
-    >>> client = SDKClient(FakeClient("4"))
+    >>>     >>> client = SDKClient(FakeClient("4"))
     >>> asyncio.run(client.complete(Request(model="m", prompt="2+2=", message_type="completion"))).text
     '4'
     """
@@ -38,8 +37,7 @@ class SDKClient:
             raise TypeError(f"a {type(sdk).__name__} has neither .chat.completions.create nor .completions.create")
         self.sdk = sdk
         self.timeout_s = timeout_s
-        self._in_thread = Hook(_call)
-        self._in_thread.is_pinned = True  # a request that came back quickly does not promise that the next one will
+        self._in_thread = Hook(_call, may_share=False)  # one that came back quickly does not promise the next one will
 
     @property
     def base_url(self) -> str:
@@ -57,15 +55,16 @@ class SDKClient:
             raise errors.RequestRefusedError(f"a {type(self.sdk).__name__} cannot do {request.message_type} requests")
         timeout_s = self.timeout_s if request.timeout_s is None else request.timeout_s
         failure: errors.Error
-        deadline = asyncio.timeout(timeout_s)
+        deadline = deadlines.current().within(timeout_s)
         try:
-            async with deadline:
+            with deadline:
                 response = await self._call(create, arguments(create, request))
                 return read_response(response, request.message_type)
         except errors.Error:
             raise
-        except Exception as error:  # whatever the foreign object raises
-            if deadline.expired():
+        except BaseException as raised:  # whatever the foreign object raises
+            error = contained(raised)
+            if deadline.is_over and isinstance(error, TimeoutError):
                 failure = errors.DeadlineError(f"no reply within {timeout_s:g} s")
             else:
                 failure = translate(error, self._secrets(request))

@@ -19,7 +19,7 @@ import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from verifiers.clients.deadlines import Deadlines
+from verifiers import deadlines
 from verifiers.clients.limits import Limit, open_files_cap
 from verifiers.clients.protocol import Completion
 from verifiers.clients.retries import LONGEST_PAUSE_S, Failure
@@ -45,7 +45,6 @@ class Pool:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         )
         self._cap = open_files_cap()
-        self._deadlines = Deadlines(self.loop)
         self._limits: dict[str | tuple[str, int], Limit] = {}
 
     def limit(self, endpoint: str) -> Limit:
@@ -86,7 +85,7 @@ class Pool:
             outcome: Completion | Failure | None = None
             try:
                 address, proxy = _address(call.url)
-                with self._deadlines.within(call.timeout_s):
+                with deadlines.within(call.timeout_s):
                     response = await self.session.post(
                         address, data=_payload(call.body), headers=call.headers, allow_redirects=False, proxy=proxy
                     )

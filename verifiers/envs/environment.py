@@ -242,20 +242,20 @@ class Environment:
         """One rollout of a row, by a subclass's own ``rollout`` if it has one. Raises nothing but cancellation."""
         try:
             state = await self._begin(row, answerer, sampling_args)
-        except Exception as error:  # one poison row never ends the run
-            return self.failed_state(row, answerer, sampling_args, error)
-        hook = self._hook("rollout", may_inline=False)
+        except BaseException as error:  # one poison row never ends the run
+            return self.failed_state(row, answerer, sampling_args, calls.contained(error))
+        hook = self._hook("rollout")
         if hook is None:
             return await self.play(state)
         try:
             args, kwargs = override_arguments(self.rollout, row, answerer, sampling_args)
             state = adopt_result(await hook(*args, **kwargs), state)
-        except Exception as error:  # foreign code
-            note_error(state, wrap(error, HookError, f"{type(self).__name__}.rollout"))
+        except BaseException as error:  # foreign code
+            note_error(state, wrap(calls.contained(error), HookError, f"{type(self).__name__}.rollout"))
         try:
             await self.clean_up(state)
-        except Exception as error:  # foreign code
-            note_error(state, error)
+        except BaseException as error:  # foreign code
+            note_error(state, calls.contained(error))
         state["is_completed"] = True
         read_error(state)
         note_timing(state)
@@ -295,9 +295,9 @@ class Environment:
 
     # --- hooks that users write -----------------------------------------------------------------------------------
 
-    def _hook(self, name: str, *, may_inline: bool = True) -> calls.Hook | None:
+    def _hook(self, name: str) -> calls.Hook | None:
         """A user's method by this name, ready to be called; None where the library's own (or none) is in force."""
-        return self._hooks.named(name, may_inline=may_inline)
+        return self._hooks.named(name)
 
     async def meets_a_stop(self, state: State) -> bool:
         """Has a stop condition been met? The first that has is written into the state."""
@@ -329,8 +329,8 @@ class Environment:
         for name, hook in self._hooks.marked("cleanup"):
             try:
                 await hook(state)
-            except Exception as error:  # foreign code
-                first_error = first_error or wrap(error, HookError, f"cleanup {name}")
+            except BaseException as error:  # foreign code
+                first_error = first_error or wrap(calls.contained(error), HookError, f"cleanup {name}")
         if first_error is not None:
             raise first_error
 
@@ -374,8 +374,8 @@ class Environment:
                 return Score(reward=flat.pop("reward"), metrics={**flat, **nested})
             value = state.get("reward") if result is None or isinstance(result, State) else result
             return Score(reward=as_score(value, "score_rollout"), metrics=dict(state.get("metrics") or {}))
-        except Exception as error:  # foreign code
-            return Score(error=wrap(error, GraderError, f"{type(self).__name__}.score_rollout"))
+        except BaseException as error:  # foreign code
+            return Score(error=wrap(calls.contained(error), GraderError, f"{type(self).__name__}.score_rollout"))
 
     def own_metrics(self, state: State) -> dict[str, float]:
         """What the environment itself reports of a rollout, beside the rubric's scores."""

@@ -18,6 +18,7 @@ from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
 from verifiers.envs.rows import RowFormat, Rows, as_rows
 from verifiers.envs.states import restored_state
+from verifiers.foreign import contained
 from verifiers.progress import Progress, make_progress
 from verifiers.results import Results
 from verifiers.rubrics.score import Score, note_scoring_time, write_advantages, write_score
@@ -144,8 +145,8 @@ def jobs_of(rows: Rows, repeats: int, n_samples: int | None = None) -> list[Job]
 def _row_or_error(rows: Rows, i: int) -> tuple[Row, Exception | None]:
     try:
         return rows[i], None
-    except Exception as error:  # one poison row never ends the run
-        return {"prompt": None, "example_id": rows.example_id(i), "task": "default"}, error
+    except BaseException as error:  # one poison row never ends the run
+        return {"prompt": None, "example_id": rows.example_id(i), "task": "default"}, contained(error)
 
 
 def jobs_of_inputs(inputs: Any, row_format: RowFormat, repeats: int) -> list[Job]:

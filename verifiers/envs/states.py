@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 
+from verifiers.errors import GraderError
 from verifiers.store import Record
+from verifiers.store.record import is_usable
 from verifiers.types import MessageType, Row, SamplingArgs, State, Usage, unique_id
 
 
@@ -75,4 +77,9 @@ def restored_state(record: Record, row: Row) -> State:
     state["timing"] = {key: record.get(key) or 0.0 for key in _TIMING_FIELDS}
     usage = record.get("usage")
     state["usage"] = Usage(**usage) if usage else None
+    if state.get("error") is None and not is_usable(state.get("reward")):
+        said = f"the saved reward {state['reward']!r:.100} cannot be averaged; resuming the run makes it again"
+        state["error"], state["reward"] = GraderError(said), None
+    if isinstance(metrics := state.get("metrics"), dict):
+        state["metrics"] = {name: value if is_usable(value) else None for name, value in metrics.items()}
     return state
