@@ -30,7 +30,7 @@ from verifiers.foreign import (
     is_cancelled,
     time_limits,
 )
-from verifiers.threads import DaemonExecutor, in_thread
+from verifiers.threads import in_thread, leave_threads_behind
 
 __all__ = [
     "MAX_BLOCKED",
@@ -59,6 +59,7 @@ T = TypeVar("T")
 
 ENDING_S = 5.0  # for what was told to stop, before it is left behind
 
+
 def has_running_loop() -> bool:
     """Is the caller inside an event loop?"""
     return asyncio._get_running_loop() is not None
@@ -76,14 +77,9 @@ def run(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
     loop = home.get()
     if loop is not None and loop.is_running() and not inline.depth:
         return asyncio.run_coroutine_threadsafe(start(), loop).result()
-    with asyncio.Runner(loop_factory=_new_loop) as runner:
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        leave_threads_behind(runner.get_loop())
         return runner.run(start())
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    loop.set_default_executor(DaemonExecutor())
-    return loop
 
 
 def _run_in_new_thread(start: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -49,6 +49,14 @@ class DeadlineError(ModelError):
     """The reply did not come within the deadline."""
 
 
+class AccessRefusedError(RequestRefusedError):
+    """The endpoint refused one request after the other for its key or its model: nothing else will be answered."""
+
+
+class EndpointDownError(ModelError):
+    """The endpoint refused everything for so long that it is taken for down, for every rollout at once."""
+
+
 class OverlongPromptError(Error):
     """The conversation no longer fits into the model's context."""
 
@@ -99,6 +107,25 @@ class JudgeError(GraderError):
 
 class RolloutCancelledError(InfraError):
     """The run was stopped before this rollout finished."""
+
+
+class RunDeadlineError(InfraError):
+    """The time of the whole run was over before this rollout was done."""
+
+
+def ending_cause(error: BaseException | None) -> Error | None:
+    """The error behind this one that no other rollout of the run will escape, if there is one.
+
+    >>> ending_cause(JudgeError("no reply")), ending_cause(EndpointDownError("gone"))
+    (None, EndpointDownError('gone'))
+    """
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, AccessRefusedError | EndpointDownError):
+            return error
+        seen.append(error)
+        error = error.__cause__
+    return None
 
 
 def describe(error: BaseException) -> dict[str, Any]:

@@ -44,7 +44,7 @@ inline = _Inline()
 
 
 class EscapedError(RuntimeError):
-    """Foreign code raised what is no Exception: ``pytest.fail()``, GeneratorExit, a CancelledError of its own."""
+    """Foreign code raised what is no Exception, such as ``pytest.fail()`` or GeneratorExit."""
 
 
 class TimeLimitError(TimeoutError):
@@ -77,7 +77,7 @@ def contained(error: BaseException) -> Exception:
     if isinstance(error, SystemExit):
         made = RuntimeError(f"it called exit({error.code!r})")
     elif isinstance(error, asyncio.CancelledError):
-        made = EscapedError("something it awaited was cancelled")
+        made = RuntimeError("something it awaited was cancelled")
     else:
         made = EscapedError(f"it raised {type(error).__name__}: {error}")
     made.__cause__ = error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import gc
+import os
 import signal
 import threading
 import time
@@ -14,15 +16,22 @@ from operator import length_hint
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from verifiers.calls import is_cancelled
+from verifiers import deadlines
+from verifiers.calls import contained, is_cancelled
+from verifiers.errors import Error, RunDeadlineError, ending_cause
+from verifiers.foreign import Interrupted
 from verifiers.progress import Progress, Tally
 from verifiers.rubrics.score import Score, note_scoring_time, write_score
+from verifiers.threads import leave_threads_behind
 from verifiers.types import Row, State
 
 DEFAULT_CONCURRENCY = 4096
 STARTED_AT_ONCE = 16
 YOUNG = 100_000  # new objects between two garbage collections
 SWEPT_AFTER = 32_768  # rollouts between two garbage collections over everything
+ENDING_S = 10.0  # for what was told to end, its clean-up included, before it is left behind
+STOPPING_S = 3.0  # the same, after a second Ctrl-C
+EXIT_CODE = 130  # as a shell reports a program that Ctrl-C ended
 
 T = TypeVar("T")
 
@@ -30,6 +39,7 @@ Generate = Callable[["Job"], Awaitable[State]]
 ScoreAlone = Callable[[State], Awaitable[Score]]
 ScoreGroup = Callable[[Sequence[State], Sequence[Score]], Awaitable[None]]
 Sink = Callable[["Job", State], None]
+Fail = Callable[["Job", Error], State]
 
 
 class RunInterruptedError(KeyboardInterrupt):
@@ -98,6 +108,8 @@ class Run:
         limits: Limits | None = None,
         sink: Sink | None = None,
         progress: Progress | None = None,
+        deadline_s: float | None = None,
+        fail: Fail | None = None,
     ) -> None:
         self.jobs = jobs
         self.generate = generate
@@ -107,7 +119,11 @@ class Run:
         self.sink = sink
         self.progress = progress or Tally()
         self.done: list[tuple[Job, State]] = []
+        self.deadline_s = deadline_s
+        self.fail = fail
         self.is_stopping = False
+        self.is_interrupted = False
+        self.ended_by: Error | None = None
         self._next = iter(jobs)
         self._groups: dict[Any, _Group] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -122,7 +138,9 @@ class Run:
         self._generation = _gate(self.limits.generation)
         self._scoring = _gate(self.limits.scoring)
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        leave_threads_behind()
         with _long_lived, interruptible(self._interrupt):
+            timer = self._time_the_end()
             try:
                 await self._start_workers()
                 if self._tasks:
@@ -133,10 +151,46 @@ class Run:
                 if not self.is_stopping or is_cancelled():
                     raise
             finally:
-                await _cancel(self._tasks)
+                if timer is not None:
+                    timer.cancel()
+                await _cancel(self._tasks, STOPPING_S if self.is_interrupted else ENDING_S)
                 _long_lived.rollouts += len(self.done)
+            if self.ended_by is not None:
+                await self._fail_the_rest(self.ended_by)
         self.done.sort(key=lambda item: item[0].position)
         return self.done
+
+    # --- an early end ---------------------------------------------------------------------------------------------
+
+    def _time_the_end(self) -> asyncio.TimerHandle | None:
+        if self.deadline_s is None:
+            return None
+        late = RunDeadlineError(f"the run's deadline of {self.deadline_s:g} s was over before this rollout was done")
+        return asyncio.get_running_loop().call_later(self.deadline_s, self.end, late)
+
+    def end(self, cause: Error) -> None:
+        """End now: what is done stays, all the rest fails with this cause."""
+        if self.ended_by is not None:
+            return
+        self.ended_by, self.is_stopping = cause, True
+        self.progress.note(f"the run ends early: {cause}")
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    async def _fail_the_rest(self, cause: Error) -> None:
+        """Groups that are not complete are scored as they are, so that what was generated is not lost."""
+        try:
+            with deadlines.within(ENDING_S):
+                for group in [group for group in self._groups.values() if group.members]:
+                    await self._score_group(group)
+        except TimeoutError:
+            pass
+        if self.fail is not None:
+            settled = {job.position for job, _ in self.done}
+            for job in self.jobs:
+                if job.position not in settled:
+                    self._settle(job, self.fail(job, cause))
 
     async def _start_workers(self) -> None:
         """Start a few at a time, so that thousands of rollouts that begin at once do not hold up the loop."""
@@ -153,18 +207,22 @@ class Run:
             for job in self._next:
                 if self._is_wanted(job):
                     await self._run_job(job)
-        except asyncio.CancelledError:
-            self._ended.cancel()
-            raise
-        except Exception as error:
+        except BaseException as error:
+            try:
+                failure = contained(error)
+            except BaseException:
+                self._ended.cancel()
+                raise
             self.is_stopping = True  # saving failed: generating more would only lose more
-            self._failure = self._failure or error
+            self._failure = self._failure or failure
         self._working -= 1
         if (self._failure or not self._working) and not self._ended.done():
             self._ended.set_result(None)
 
     def _is_wanted(self, job: Job) -> bool:
         """Once the run is stopping only groups that have begun are completed: alone their rollouts have no score."""
+        if self.ended_by is not None:
+            return False
         group = self._groups.get(job.row["example_id"])
         if group is None:
             return not self.is_stopping
@@ -207,14 +265,16 @@ class Run:
             self._settle(job, state)
 
     def _settle(self, job: Job, state: State) -> None:
+        if (cause := ending_cause(state.get("error"))) is not None:
+            self.end(cause)
         if self.sink is not None:
             self.sink(job, state)
         self.done.append((job, state))
         self.progress.update(state)
 
     def _interrupt(self) -> None:
-        if not self.is_stopping:
-            self.is_stopping = True
+        if not self.is_interrupted:
+            self.is_stopping = self.is_interrupted = True
             self.progress.note(
                 "stopping: rollouts under way are finished and saved; press Ctrl-C again to stop at once"
             )
@@ -237,15 +297,15 @@ async def _in_turn(gate: asyncio.Semaphore, work: Callable[..., Awaitable[T]], *
         return await work(*args)
 
 
-async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: set[asyncio.Task[None]], limit_s: float) -> None:
     under_way = [task for task in tasks if not task.done()]
     for task in under_way:
         if not task.cancelling():  # a second time would break off its clean-up
             task.cancel()
     if under_way:
-        await asyncio.wait(under_way)
+        await asyncio.wait(under_way, timeout=limit_s)
     for task in tasks:
-        if not task.cancelled():
+        if task.done() and not task.cancelled():
             task.exception()  # asyncio reports those that nobody asked for
 
 
@@ -302,7 +362,8 @@ _listening: WeakKeyDictionary[asyncio.AbstractEventLoop, _Listening] = WeakKeyDi
 def interruptible(on_interrupt: Callable[[], None]) -> Iterator[None]:
     """While this lasts, Ctrl-C calls a function; only where the main thread runs the loop, else it changes nothing.
 
-    Several runs may be under way in one loop: each is told, and the last to end gives the signal back.
+    Several runs may be under way in one loop: each is told, and the last to end gives the signal back. A second Ctrl-C
+    that has not ended them a few seconds later ends the process: something there never returns.
     """
     loop = asyncio.get_running_loop()
     if threading.current_thread() is not threading.main_thread() or not _listen(loop):
@@ -325,20 +386,26 @@ def _listen(loop: asyncio.AbstractEventLoop) -> bool:
     listeners: list[Callable[[], None]] = []
     before = signal.getsignal(signal.SIGINT)
 
-    unheard = 0
+    received = unheard = 0
 
     def tell() -> None:
         nonlocal unheard
         unheard = 0
-        for on_interrupt in listeners:
+        for on_interrupt in tuple(listeners):
             on_interrupt()
 
     def receive(*_: object) -> None:
-        nonlocal unheard
+        nonlocal received, unheard
+        received += 1
         unheard += 1
-        if unheard > 1:  # a hook blocks the loop: nothing but an exception would get through
-            raise KeyboardInterrupt
+        if received == 2:
+            # Not `threading.Thread`: its locks may be held by what this handler interrupted.
+            _thread.start_new_thread(_exit_unless_ended, (listeners,))
+        if unheard > 1:  # something blocks the loop: nothing but an exception would get through
+            raise Interrupted
         loop.call_soon_threadsafe(tell)
+
+    receive.is_ours = True  # type: ignore[attr-defined]
 
     try:
         signal.signal(signal.SIGINT, receive)
@@ -346,3 +413,13 @@ def _listen(loop: asyncio.AbstractEventLoop) -> bool:
         return False
     _listening[loop] = listeners, before
     return True
+
+
+def _exit_unless_ended(listeners: list[Callable[[], None]]) -> None:
+    """The last resort. Rollouts are on disk as soon as they are done, so that nothing that was saved is lost by it."""
+    end = time.monotonic() + 2 * STOPPING_S
+    while listeners and time.monotonic() < end:
+        time.sleep(0.05)
+    if listeners:
+        os.write(2, b"\nstopped: something that never returns was left behind; what was saved can be resumed\n")
+        os._exit(EXIT_CODE)

@@ -117,3 +117,10 @@ class DaemonExecutor(ThreadPoolExecutor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Nothing to wait for: the threads are daemons."""
+
+
+def leave_threads_behind(loop: asyncio.AbstractEventLoop | None = None) -> None:
+    """A loop (the running one) will not wait for what ``asyncio.to_thread`` left behind, unless someone chose so."""
+    loop = loop or asyncio.get_running_loop()
+    if getattr(loop, "_default_executor", loop) is None:
+        loop.set_default_executor(DaemonExecutor())

@@ -112,6 +112,7 @@ class GenerateMetadata(TypedDict, total=False):
     avg_metrics: dict[str, float]
     state_columns: list[str]
     path_to_save: Path | None
+    ended_early: str
 
 
 class Endpoint(TypedDict):

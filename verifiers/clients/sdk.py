@@ -9,8 +9,10 @@ from weakref import WeakValueDictionary
 
 from verifiers import deadlines, errors
 from verifiers.calls import Hook, PerLoop, is_async_callable, maybe_await
+from verifiers.clients.access import Access
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import is_overlong, read_response
+from verifiers.clients.retries import is_access
 from verifiers.clients.secrets import redact, secrets_in
 from verifiers.foreign import contained
 from verifiers.messages import has_audio
@@ -37,6 +39,7 @@ class SDKClient:
             raise TypeError(f"a {type(sdk).__name__} has neither .chat.completions.create nor .completions.create")
         self.sdk = sdk
         self.timeout_s = timeout_s
+        self._accesses: PerLoop[dict[str, Access]] = PerLoop(dict)
         self._in_thread = Hook(_call, may_share=False)  # one that came back quickly does not promise the next one will
 
     @property
@@ -54,6 +57,27 @@ class SDKClient:
         if create is None:
             raise errors.RequestRefusedError(f"a {type(self.sdk).__name__} cannot do {request.message_type} requests")
         timeout_s = self.timeout_s if request.timeout_s is None else request.timeout_s
+        access = (await self._accesses.get()).setdefault(request.model, Access())
+        await access.enter()
+        has_answered = False
+        try:
+            completion = await self._complete(create, request, timeout_s)
+            has_answered = True
+        except errors.AccessRefusedError as error:
+            has_answered = True
+            if access.refuse(str(error)):
+                raise errors.AccessRefusedError(access.said) from error.__cause__
+            raise errors.RequestRefusedError(str(error)) from error.__cause__
+        except errors.Error:
+            access.open()
+            raise
+        finally:
+            if not has_answered:
+                access.left()
+        access.open()
+        return completion
+
+    async def _complete(self, create: Callable[..., Any], request: Request, timeout_s: float) -> Completion:
         failure: errors.Error
         deadline = deadlines.current().within(timeout_s)
         try:
@@ -196,6 +220,8 @@ def _kind(error: Exception) -> type[errors.Error]:
         return errors.ServerError
     if is_overlong(str(error)):
         return errors.OverlongPromptError
+    if status is not None and is_access(status, str(error)):
+        return errors.AccessRefusedError
     if status is not None and status >= 400:
         return errors.RequestRefusedError
     return errors.ModelError

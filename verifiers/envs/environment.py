@@ -8,6 +8,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from verifiers import calls
@@ -67,6 +68,8 @@ class Environment:
         model: Any = None,
         max_retries: int = 0,
         timeout: float | None = None,
+        reward_timeout_s: float | None = None,
+        hook_timeout_s: float | None = None,
         **kwargs: Any,
     ) -> None:
         if message_type not in ("chat", "completion"):
@@ -92,6 +95,10 @@ class Environment:
         self.model = model
         self.max_retries = max_retries
         self.timeout = timeout
+        self.reward_timeout_s = reward_timeout_s
+        self.hook_timeout_s = hook_timeout_s
+        with self._time_limits():  # refused now, if they are no limits
+            pass
         self.set_interleaved_rollouts(interleaved_rollouts)
         if map_kwargs:
             warnings.warn("map_kwargs has no effect: rows are formatted as they are read", stacklevel=2)
@@ -215,7 +222,8 @@ class Environment:
             call.client if call.client is not None else self.client,
             call.model if call.model is not None else self.model,
         )
-        return await self._play_row(row, answerer, merge_sampling(self.sampling_args, call.sampling_args))
+        with self._time_limits():
+            return await self._play_row(row, answerer, merge_sampling(self.sampling_args, call.sampling_args))
 
     def formatted(self, row: Mapping[str, Any]) -> Row:
         """A row from outside as this environment plays it; one that is formatted already stays the same."""
@@ -298,6 +306,15 @@ class Environment:
     def _hook(self, name: str) -> calls.Hook | None:
         """A user's method by this name, ready to be called; None where the library's own (or none) is in force."""
         return self._hooks.named(name)
+
+    def _time_limits(
+        self, reward_timeout_s: float | None = None, hook_timeout_s: float | None = None
+    ) -> AbstractContextManager[None]:
+        """While this lasts, one call of a reward function or hook may take so many seconds: those given, or its own."""
+        return calls.time_limits(
+            reward_s=self.reward_timeout_s if reward_timeout_s is None else reward_timeout_s,
+            hook_s=self.hook_timeout_s if hook_timeout_s is None else hook_timeout_s,
+        )
 
     async def meets_a_stop(self, state: State) -> bool:
         """Has a stop condition been met? The first that has is written into the state."""

@@ -9,15 +9,17 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verifiers.clients.protocol import Completion
 from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
 from verifiers.envs.rows import RowFormat, Rows, as_rows
 from verifiers.envs.states import restored_state
+from verifiers.errors import Error, GraderError, HookError, wrap
 from verifiers.foreign import contained
 from verifiers.progress import Progress, make_progress
 from verifiers.results import Results
@@ -45,8 +47,15 @@ class Options:
     use_tqdm: bool | Progress = True
     independent_scoring: bool = False
     score: bool | None = None
+    deadline_s: float | None = None
+    reward_timeout_s: float | None = None
+    hook_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("deadline_s", "reward_timeout_s", "hook_timeout_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and (not isinstance(seconds, int | float) or not seconds > 0):
+                raise ValueError(f"{name}={seconds!r} must be a number of seconds above 0")
         if self.save_every > 0:
             warnings.warn("save_every has no effect: every rollout is saved as soon as it is done", stacklevel=4)
 
@@ -211,11 +220,14 @@ async def _run(
             run = _make_run(env, todo, answerer, sampling, options, progress, append, restored)
             progress.start(len(jobs), len(jobs) - len(todo))
             stack.callback(progress.stop)
+            stack.enter_context(env._time_limits(options.reward_timeout_s, options.hook_timeout_s))
             done = await run.finish()
         if run_dir is not None and restored:
             run_dir.compact(keep_failed=True)
+        if run.ended_by is not None:
+            metadata["ended_early"] = str(run.ended_by)
         results = _assemble(jobs, done, run_dir, kept, metadata, began)
-    if run.is_stopping:
+    if run.is_interrupted:
         where = f"; resume it with resume={str(run_dir.path)!r}" if run_dir is not None else ""
         raise RunInterruptedError(f"stopped after {len(results.rollouts)} of {len(jobs)} rollouts{where}", results)
     return results
@@ -240,17 +252,37 @@ def _make_run(
             return restored[job.key]
         if job.error is not None:
             return env.failed_state(job.row, answerer, sampling, job.error)
-        return await env.run_row(job.row, answerer, sampling)
+        try:
+            return await env.run_row(job.row, answerer, sampling)
+        except BaseException as error:  # foreign code that no one on the way looked at
+            return env.failed_state(job.row, answerer, sampling, contained(error))
 
     async def score_one(state: State) -> Score:
-        score = await env.score_alone(state)
+        try:
+            score = await env.score_alone(state)
+        except BaseException as error:  # the same
+            return Score(error=wrap(contained(error), GraderError, "scoring"))
         if options.independent_scoring:
-            await env.add_group_scores([state], [score])
+            await score_group([state], [score])
         return score
+
+    async def score_group(states: Sequence[State], scores: Sequence[Score]) -> None:
+        try:
+            await env.add_group_scores(states, scores)
+        except BaseException as error:  # the same
+            failure = wrap(contained(error), GraderError, "scoring the group")
+            for score in scores:
+                score.error = score.error or failure
+
+    def fail(job: Job, cause: Error) -> State:
+        state = env.failed_state(job.row, answerer, sampling, cause)
+        state["error"] = cause  # as it is: one cause for all
+        return state
 
     def save(job: Job, state: State) -> None:
         try:
-            append(to_record(state, rollout=job.repeat, state_columns=columns))
+            append(_record(state, job.repeat, columns))
+            drop_raw(state)
         except OSError as error:
             error.add_note("the run ends here: nothing more can be saved; what was saved before can be resumed")
             raise
@@ -259,7 +291,7 @@ def _make_run(
         jobs,
         generate=generate_one,
         score_alone=score_one if is_scored else None,
-        score_group=env.add_group_scores if scores_groups else None,
+        score_group=score_group if scores_groups else None,
         limits=Limits(
             max_concurrent=options.max_concurrent,
             generation=options.max_concurrent_generation,
@@ -267,7 +299,31 @@ def _make_run(
         ),
         sink=save if append is not None else None,
         progress=progress,
+        deadline_s=options.deadline_s,
+        fail=fail,
     )
+
+
+def drop_raw(state: State) -> None:
+    """Let go of what endpoints said word for word: messages, tokens and usage are kept, and the row is on disk."""
+    lean: dict[int, Any] = {}
+    for step in state.get("trajectory") or ():
+        response = step.get("response") if isinstance(step, dict) else None
+        if isinstance(response, Completion) and response.raw is not None:
+            step["response"] = lean[id(response)] = replace(response, raw=None)
+    responses = state.get("responses")
+    if lean and isinstance(responses, list):
+        responses[:] = [lean.get(id(response), response) for response in responses]
+
+
+def _record(state: State, rollout: int, columns: Sequence[str]) -> Record:
+    try:
+        return to_record(state, rollout=rollout, state_columns=columns)
+    except BaseException as error:  # foreign objects in the state say how they are written
+        state["error"] = state.get("error") or wrap(contained(error), HookError, "writing the state down")
+        state["reward"] = None
+        plain = {key: state.get(key) for key in ("example_id", "task", "prompt", "answer", "error", "timing", "usage")}
+        return to_record(plain, rollout=rollout)
 
 
 async def run_group(
@@ -288,10 +344,11 @@ async def run_group(
         async with gen_sem or nullcontext():
             return await env.run_row(env.formatted(row), answerer, sampling)
 
-    states = list(await asyncio.gather(*map(generate_one, group_inputs)))
-    if score and env.score_rollouts:
-        async with score_sem or nullcontext():
-            await score_states(env, states)
+    with env._time_limits():
+        states = list(await asyncio.gather(*map(generate_one, group_inputs)))
+        if score and env.score_rollouts:
+            async with score_sem or nullcontext():
+                await score_states(env, states)
     return states
 
 
@@ -299,8 +356,9 @@ async def score_states(env: Environment, states: Sequence[State]) -> None:
     """Score finished rollouts of one group, and write it into them; failed ones stay as they are."""
     began = time.perf_counter()
     live = [state for state in states if state.get("error") is None]
-    scores = await asyncio.gather(*map(env.score_alone, live))
-    await env.add_group_scores(live, scores)
+    with env._time_limits():
+        scores = await asyncio.gather(*map(env.score_alone, live))
+        await env.add_group_scores(live, scores)
     for state, scored in zip(live, scores, strict=True):
         write_score(state, scored)
     note_scoring_time(live, (time.perf_counter() - began) * 1000)

@@ -31,7 +31,6 @@ class Score:
         """``{"reward": …, name: …}``, with a reward of None where scoring failed."""
         return {**self.metrics, "reward": None if self.error else self.reward}
 
-
     def check(self) -> None:
         """Put an error in the place of a score that nothing can be computed with."""
         if self.error is None:

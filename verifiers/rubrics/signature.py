@@ -19,6 +19,7 @@ MANY = ("prompts", "completions", "answers", "states", "tasks", "infos")
 _SINGULAR = dict(zip(MANY, ONE, strict=True))
 _DEFAULTS: dict[str, Any] = {"answer": "", "task": "default", "completion": None, "prompt": None}
 
+
 def group_reward(function: F) -> F:
     """Declare that a reward function scores all rollouts of one example at once.
 
