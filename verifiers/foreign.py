@@ -349,6 +349,7 @@ class Lane:
     def _look(self) -> None:
         runner, loop = self._runner, asyncio.get_running_loop()
         self._watch = None
+        runner.settle()  # what was done before a call that holds the lane
         held_by = runner.current
         if held_by is not None and time.perf_counter() - held_by.began > deadlines.HELD_S:
             held_by.hook.is_quick, held_by.hook.is_pinned = False, True
@@ -365,8 +366,8 @@ class _Runner:
     def __init__(self) -> None:
         self.current: _Call | None = None
         self.is_busy = False
-        self._is_replaced = False
         self._calls: deque[_Call] = deque()
+        self._ended: deque[_Outcome] = deque()
         self._mutex = threading.Lock()
 
     def take(self, calls: list[_Call], loop: asyncio.AbstractEventLoop) -> None:
@@ -379,7 +380,6 @@ class _Runner:
     def replace(self) -> list[_Call]:
         """Its current call will keep it for long: take the others away."""
         with self._mutex:
-            self._is_replaced = True
             rest = list(self._calls)
             self._calls.clear()
         return rest
@@ -392,7 +392,6 @@ class _Runner:
             return None
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        ended: list[_Outcome] = []
         posted = time.perf_counter()
         while (call := self._next()) is not None:
             outcome: _Outcome
@@ -403,12 +402,29 @@ class _Runner:
             except Exception as error:  # foreign code; the awaiting side decides
                 outcome = (call, None, _carried(error))
             self.current = None
-            ended.append(outcome)
+            self._ended.append(outcome)
             if time.perf_counter() - posted > POST_EVERY_S and self._calls:
-                _post(loop, ended)
-                ended, posted = [], time.perf_counter()
-        if ended:
-            _post(loop, ended)
+                self._post(loop)
+                posted = time.perf_counter()
+        self._post(loop)
+
+    def _post(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            loop.call_soon_threadsafe(self.settle)
+        except RuntimeError:  # the loop was closed while the functions still ran
+            return
+
+    def settle(self) -> None:
+        """On the loop: hand over what has ended."""
+        while self._ended:
+            call, result, error = self._ended.popleft()
+            future = call.future
+            if future is None or future.done():
+                continue
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
 
 
 _Outcome = tuple[_Call, Any, Exception | None]
@@ -417,24 +433,6 @@ _Outcome = tuple[_Call, Any, Exception | None]
 def _carried(error: Exception) -> Exception:
     """A future cannot carry a StopIteration."""
     return RuntimeError("StopIteration") if isinstance(error, StopIteration) else error
-
-
-def _post(loop: asyncio.AbstractEventLoop, ended: list[_Outcome]) -> None:
-    try:
-        loop.call_soon_threadsafe(_settle, ended)
-    except RuntimeError:  # the loop was closed while the functions still ran
-        return
-
-
-def _settle(ended: list[_Outcome]) -> None:
-    for call, result, error in ended:
-        future = call.future
-        if future is None or future.done():
-            continue
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
 
 
 _lanes: WeakKeyDictionary[asyncio.AbstractEventLoop, Lane] = WeakKeyDictionary()
