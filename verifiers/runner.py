@@ -174,9 +174,15 @@ class Run:
             return
         self.ended_by, self.is_stopping = cause, True
         self.progress.note(f"the run ends early: {cause}")
+        self._cut_short()
+
+    def _cut_short(self) -> None:
+        """Wait for nobody any more; `finish` gives what is under way a little time to clean up."""
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
+        if not self._ended.done():
+            self._ended.set_result(None)
 
     async def _fail_the_rest(self, cause: Error) -> None:
         """Groups that are not complete are scored as they are, so that what was generated is not lost."""
@@ -279,8 +285,7 @@ class Run:
                 "stopping: rollouts under way are finished and saved; press Ctrl-C again to stop at once"
             )
             return
-        for task in self._tasks:
-            task.cancel()
+        self._cut_short()
 
 
 def _gate(limit: int | None) -> asyncio.Semaphore | None:

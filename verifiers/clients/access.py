@@ -10,6 +10,7 @@ from verifiers.errors import AccessRefusedError
 CANARIES = 4  # requests that may be under way before anything is known
 HANDFUL = 5  # refusals in a row that are taken for the answer
 PROBATION_S = 1.0  # refusals come at once: an endpoint that takes longer is at work on a reply
+NEAR_PROBATION_S = 0.1  # the same for one on this machine or a private network
 REFUSED_FOR_S = 5.0  # how long the answer holds; whoever asks later may have mended it
 
 
@@ -17,11 +18,12 @@ class Access:
     """One key and one model at one endpoint, in one event loop.
 
     The first few requests go ahead. The others wait until one of them was answered in any way but a refusal of the key
-    or the model, or has been under way for a second. After a handful of refusals in a row everyone who waits, or comes
+    or the model, or has been under way for a while. After a handful of refusals in a row everyone who waits, or comes
     in the next seconds, is refused without being sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, probation_s: float = PROBATION_S) -> None:
+        self.probation_s = probation_s
         self.is_open = False
         self._asking = 0
         self._refusals = 0
@@ -40,7 +42,7 @@ class Access:
         if self._asking < CANARIES:
             self._asking += 1
             if self._timer is None:
-                self._timer = loop.call_later(PROBATION_S, self.open)
+                self._timer = loop.call_later(self.probation_s, self.open)
             return
         place: asyncio.Future[None] = loop.create_future()
         self._line.append(place)

@@ -20,7 +20,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from verifiers import deadlines
-from verifiers.clients.access import Access
+from verifiers.clients.access import NEAR_PROBATION_S, PROBATION_S, Access
+from verifiers.clients.endpoints import is_local
 from verifiers.clients.limits import Limit, open_files_cap
 from verifiers.clients.protocol import Completion
 from verifiers.clients.retries import LONGEST_PAUSE_S, Failure
@@ -60,7 +61,8 @@ class Pool:
         """What is known of whether this key may use this model here."""
         access = self._accesses.get((endpoint, api_key, model))
         if access is None:
-            access = self._accesses[endpoint, api_key, model] = Access()
+            probation_s = NEAR_PROBATION_S if is_local(endpoint) else PROBATION_S
+            access = self._accesses[endpoint, api_key, model] = Access(probation_s)
         return access
 
     def gate(self, endpoint: str, size: int) -> Limit:
