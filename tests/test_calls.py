@@ -327,7 +327,7 @@ def test_calls_that_never_return_are_bounded_and_then_refused_at_once() -> None:
             await hook()
         assert time.perf_counter() - began < 0.05
         never.set()
-        while hook._stuck:
+        while hook.stuck:
             await asyncio.sleep(0.01)
         assert await hook() is True  # the threads came back after all
         return []
@@ -634,5 +634,28 @@ def test_asking_whether_there_is_a_handle_does_not_run_it() -> None:
         assert bool(handle)
         assert not ran
         assert await handle == []
+
+    asyncio.run(main())
+
+
+# --- async functions that block ------------------------------------------------------------------------------------
+
+
+def test_an_async_function_that_awaits_nothing_and_held_the_loop_runs_in_threads_from_then_on() -> None:
+    async def blocks() -> int:
+        time.sleep(0.3)
+        return threading.get_ident()
+
+    async def waits() -> int:
+        await asyncio.sleep(0.3)
+        return threading.get_ident()
+
+    async def main() -> None:
+        here = threading.get_ident()
+        blocking, waiting = calls.Hook(blocks), calls.Hook(waits)
+        assert [await blocking(), await waiting()] == [here, here]
+        assert await blocking() != here
+        assert await longest_pause(asyncio.gather(*(blocking() for _ in range(10)))) < 0.25
+        assert await waiting() == here  # it took as long, but left the loop to others
 
     asyncio.run(main())

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -506,3 +507,42 @@ def test_an_unsaved_run_keeps_what_endpoints_said() -> None:
     with vf.FakeServer("x") as server:
         results = evaluate(vf.SingleTurnEnv(dataset=rows(2)), vf.HTTPClient(server.url))
     assert results.rollouts[0]["responses"][0].raw["choices"]
+
+
+@pytest.mark.parametrize("place", ["async reward", "async hook", "for the main thread only"])
+@pytest.mark.parametrize("how", ["waits for a lock", "sleeps", "computes"])
+def test_a_function_that_holds_the_loop_for_ever_fails_its_own_row_all_the_same(
+    place: str, how: str, never: threading.Event
+) -> None:
+    """Only a signal gets through to it, and does, as long as it comes back to Python at all."""
+
+    def hold() -> None:
+        while not never.is_set():
+            if how == "waits for a lock":
+                never.wait()
+            elif how == "sleeps":
+                time.sleep(3600)
+
+    async def reward(completion: Any, state: Any) -> float:
+        await asyncio.sleep(0)
+        if is_bad(state):
+            hold()
+        return 1.0
+
+    def with_an_alarm(completion: Any, state: Any) -> float:
+        before = signal.signal(signal.SIGALRM, lambda *_: None)
+        try:
+            return 1.0 if not is_bad(state) else hold() or 0.0
+        finally:
+            signal.signal(signal.SIGALRM, before)
+
+    if place == "async hook":
+        env: vf.Environment = Turns("async stop", hold)
+    else:
+        env = vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric([reward if place == "async reward" else with_an_alarm]))
+    began = time.monotonic()
+    results = evaluate(env, vf.FakeClient("x", latency_s=0.1), reward_timeout_s=1.0, hook_timeout_s=1.0)
+    assert time.monotonic() - began < 20
+    assert [state["example_id"] for state in results.failed] == [BAD]
+    assert "held the event loop" in str(results.failed[0]["error"])
+    assert results["rewards"] == [1.0] * (N - 1)

@@ -17,19 +17,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Gene
 from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
-from verifiers.foreign import (
-    MAX_BLOCKED,
-    QUICK_S,
-    EscapedError,
-    Hook,
-    TimeLimitError,
-    contained,
-    home,
-    inline,
-    is_async_callable,
-    is_cancelled,
-    time_limits,
-)
+from verifiers.escapes import EscapedError, TimeLimitError, contained, is_cancelled
+from verifiers.foreign import MAX_BLOCKED, QUICK_S, Hook, inline, is_async_callable, time_limits
+from verifiers.lanes import home
 from verifiers.threads import in_thread, leave_threads_behind
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar, overload
 
 from verifiers.clients.protocol import Tokens
 from verifiers.errors import Error, HookError, OverlongPromptError, wrap
-from verifiers.foreign import contained
+from verifiers.escapes import contained
 from verifiers.types import Messages, State, TrajectoryStepTokens
 
 F = TypeVar("F", bound=Callable[..., Any])

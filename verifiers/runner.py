@@ -13,17 +13,19 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import length_hint
+from types import FrameType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from verifiers import deadlines
 from verifiers.calls import contained, is_cancelled
 from verifiers.errors import Error, RunDeadlineError, ending_cause
-from verifiers.foreign import Interrupted
+from verifiers.escapes import Interrupted
 from verifiers.progress import Progress, Tally
 from verifiers.rubrics.score import Score, note_scoring_time, write_score
 from verifiers.threads import leave_threads_behind
 from verifiers.types import Row, State
+from verifiers.watchdog import Watchdog
 
 DEFAULT_CONCURRENCY = 4096
 STARTED_AT_ONCE = 16
@@ -359,7 +361,7 @@ class _LongLived:
 _long_lived = _LongLived()
 
 
-_Listening = tuple[list[Callable[[], None]], Any]
+_Listening = tuple[list[Callable[[], None]], Any, Watchdog]
 _listening: WeakKeyDictionary[asyncio.AbstractEventLoop, _Listening] = WeakKeyDictionary()
 
 
@@ -374,13 +376,14 @@ def interruptible(on_interrupt: Callable[[], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not _listen(loop):
         yield
         return
-    listeners, before = _listening[loop]
+    listeners, before, watchdog = _listening[loop]
     listeners.append(on_interrupt)
     try:
         yield
     finally:
         listeners.remove(on_interrupt)
         if not listeners:
+            watchdog.stop()
             del _listening[loop]
             signal.signal(signal.SIGINT, before)
 
@@ -391,6 +394,7 @@ def _listen(loop: asyncio.AbstractEventLoop) -> bool:
     listeners: list[Callable[[], None]] = []
     before = signal.getsignal(signal.SIGINT)
 
+    watchdog = Watchdog()
     received = unheard = 0
 
     def tell() -> None:
@@ -399,8 +403,10 @@ def _listen(loop: asyncio.AbstractEventLoop) -> bool:
         for on_interrupt in tuple(listeners):
             on_interrupt()
 
-    def receive(*_: object) -> None:
+    def receive(_: int, frame: FrameType | None) -> None:
         nonlocal received, unheard
+        if watchdog.receives(frame):
+            return
         received += 1
         unheard += 1
         if received == 2:
@@ -416,7 +422,8 @@ def _listen(loop: asyncio.AbstractEventLoop) -> bool:
         signal.signal(signal.SIGINT, receive)
     except ValueError:  # an interpreter within the interpreter
         return False
-    _listening[loop] = listeners, before
+    _listening[loop] = listeners, before, watchdog
+    watchdog.start()
     return True
 
 

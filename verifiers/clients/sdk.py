@@ -14,7 +14,7 @@ from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import is_overlong, read_response
 from verifiers.clients.retries import is_access
 from verifiers.clients.secrets import redact, secrets_in
-from verifiers.foreign import contained
+from verifiers.escapes import contained
 from verifiers.messages import has_audio
 from verifiers.types import MessageType
 

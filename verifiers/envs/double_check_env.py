@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verifiers.envs.multiturn_env import MultiTurnEnv
-from verifiers.foreign import contained
+from verifiers.escapes import contained
 from verifiers.messages import role_of
 from verifiers.parsers import Parser
 from verifiers.types import Messages, State

@@ -20,7 +20,7 @@ from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, samp
 from verifiers.envs.rows import RowFormat, Rows, as_rows
 from verifiers.envs.states import restored_state
 from verifiers.errors import Error, GraderError, HookError, wrap
-from verifiers.foreign import contained
+from verifiers.escapes import contained
 from verifiers.progress import Progress, make_progress
 from verifiers.results import Results
 from verifiers.rubrics.score import Score, note_scoring_time, write_advantages, write_score

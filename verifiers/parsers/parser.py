@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from verifiers.foreign import contained
+from verifiers.escapes import contained
 from verifiers.messages import role_of, text_of
 from verifiers.types import ChatMessage, Messages
 

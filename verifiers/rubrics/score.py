@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verifiers.errors import Error, GraderError, wrap
-from verifiers.foreign import TimeLimitError
+from verifiers.escapes import TimeLimitError
 from verifiers.rubrics.signature import Plan, as_score
 from verifiers.types import LARGEST_REWARD, LARGEST_SCORE, State
 
