@@ -465,7 +465,7 @@ def test_a_saved_run_with_such_a_row_still_opens_and_resuming_it_makes_the_row_a
     lines = [json.loads(line) for line in file.read_bytes().splitlines()]
     lines[2]["reward"], lines[4]["reward"], lines[5]["metrics"] = 1e101, "1.0", {"odd": 1e300}
     for line in lines:
-        line.pop("crc", None)
+        line.pop("line_crc32", None)  # nor did they write checksums
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     client = vf.FakeClient("x")
     results = evaluate(env, client, results_path=tmp_path / "run", resume=True)
@@ -501,6 +501,32 @@ def test_raw_replies_are_dropped_once_their_row_is_on_disk(tmp_path: Path) -> No
         assert response is state["trajectory"][0]["response"]
         assert response.raw is None
         assert response.choices[0].message.content == "x"
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory from /proc")
+def test_texts_of_megabytes_are_dropped_too_and_read_from_disk_when_asked_for(tmp_path: Path) -> None:
+    class Long:
+        async def complete(self, request: Any) -> vf.Completion:
+            number = request.prompt[-1]["content"].split()[-1]
+            return vf.Completion(message={"role": "assistant", "content": number * (4 << 20)})
+
+    env = vf.SingleTurnEnv(dataset=rows(10) * 3, rubric=vf.Rubric([lambda completion: float(len(completion))]))
+    evaluate(env, Long(), num_examples=2, max_concurrent=1)
+    before = resident_mib()
+    results = evaluate(env, Long(), results_path=tmp_path / "run", max_concurrent=2)
+    assert resident_mib() - before < 60
+    assert results["rewards"] == [1.0] * 30
+    for i in (0, 7, 29):
+        state = results.rollouts[i]
+        whole = str(i % 10) * (4 << 20)
+        assert state["completion"][0]["content"] == whole
+        assert state.get("completion") == dict(state)["completion"] == {**state}["completion"]
+        assert dict(state.items())["completion"] == vf.State(state)["completion"] == state.copy()["completion"]
+        kept = state["trajectory"][0]["completion"][0]["content"]
+        assert kept.startswith(whole[:200] + "… (4,194,304 characters; all of them are in ")
+    file = tmp_path / "run/results.jsonl"
+    file.write_bytes(b"\n".join(reversed(file.read_bytes().splitlines())) + b"\n")  # lines may move
+    assert results.rollouts[7]["completion"][0]["content"] == "7" * (4 << 20)
 
 
 def test_an_unsaved_run_keeps_what_endpoints_said() -> None:

@@ -29,7 +29,8 @@ class SDKClient:
     are read if they are there. A sync ``create`` runs in a worker thread. The object's own retries are all there are.
 
     >>> from verifiers.clients.fake import FakeClient
-    >>>     >>> client = SDKClient(FakeClient("4"))
+    >>> import asyncio
+    >>> client = SDKClient(FakeClient("4"))
     >>> asyncio.run(client.complete(Request(model="m", prompt="2+2=", message_type="completion"))).text
     '4'
     """

@@ -9,15 +9,15 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verifiers.clients.protocol import Completion
 from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
 from verifiers.envs.rows import RowFormat, Rows, as_rows
+from verifiers.envs.saved import Place, lighten
 from verifiers.envs.states import restored_state
 from verifiers.errors import Error, GraderError, HookError, wrap
 from verifiers.escapes import contained
@@ -25,7 +25,7 @@ from verifiers.progress import Progress, make_progress
 from verifiers.results import Results
 from verifiers.rubrics.score import Score, note_scoring_time, write_advantages, write_score
 from verifiers.runner import Job, Limits, Run, RunInterruptedError
-from verifiers.store import DEFAULT_ROOT, Record, RunDir, encode, to_hf_dataset, to_record
+from verifiers.store import DEFAULT_ROOT, Appender, Record, RunDir, encode, to_hf_dataset, to_record
 from verifiers.types import Row, SamplingArgs, State
 
 if TYPE_CHECKING:
@@ -215,9 +215,9 @@ async def _run(
         restored = _partial_groups(run_dir, jobs, kept) if run_dir is not None and env.has_group_rewards else {}
         todo = [job for job in jobs if job.key not in kept or job.key in restored]
         with ExitStack() as stack:
-            append = stack.enter_context(run_dir.appender()).append if run_dir is not None else None
+            appender = stack.enter_context(run_dir.appender()) if run_dir is not None else None
             progress = make_progress(options.use_tqdm)
-            run = _make_run(env, todo, answerer, sampling, options, progress, append, restored)
+            run = _make_run(env, todo, answerer, sampling, options, progress, appender, restored)
             progress.start(len(jobs), len(jobs) - len(todo))
             stack.callback(progress.stop)
             stack.enter_context(env._time_limits(options.reward_timeout_s, options.hook_timeout_s))
@@ -240,7 +240,7 @@ def _make_run(
     sampling: SamplingArgs,
     options: Options,
     progress: Progress,
-    append: Any,
+    appender: Appender | None,
     restored: Mapping[tuple[Any, int], State],
 ) -> Run:
     is_scored = env.score_rollouts if options.score is None else options.score
@@ -280,9 +280,12 @@ def _make_run(
         return state
 
     def save(job: Job, state: State) -> None:
+        assert appender is not None
         try:
-            append(_record(state, job.repeat, columns))
-            drop_raw(state)
+            end = appender.path.stat().st_size
+            record = _record(state, job.repeat, columns)
+            appender.append(record)
+            lighten(state, Place(appender.path, end, _key(record)))
         except OSError as error:
             error.add_note("the run ends here: nothing more can be saved; what was saved before can be resumed")
             raise
@@ -297,23 +300,11 @@ def _make_run(
             generation=options.max_concurrent_generation,
             scoring=options.max_concurrent_scoring,
         ),
-        sink=save if append is not None else None,
+        sink=save if appender is not None else None,
         progress=progress,
         deadline_s=options.deadline_s,
         fail=fail,
     )
-
-
-def drop_raw(state: State) -> None:
-    """Let go of what endpoints said word for word: messages, tokens and usage are kept, and the row is on disk."""
-    lean: dict[int, Any] = {}
-    for step in state.get("trajectory") or ():
-        response = step.get("response") if isinstance(step, dict) else None
-        if isinstance(response, Completion) and response.raw is not None:
-            step["response"] = lean[id(response)] = replace(response, raw=None)
-    responses = state.get("responses")
-    if lean and isinstance(responses, list):
-        responses[:] = [lean.get(id(response), response) for response in responses]
 
 
 def _record(state: State, rollout: int, columns: Sequence[str]) -> Record:
