@@ -365,6 +365,21 @@ def test_limits_are_settings_of_the_environment_too(never: threading.Event) -> N
     assert "within 0.5 s" in str(state["error"])
 
 
+def test_each_environment_of_a_group_has_its_own_limits_unless_the_run_says_otherwise(never: threading.Event) -> None:
+    def sticks(completion: Any) -> float:
+        never.wait()
+        return 1.0
+
+    parts = [
+        vf.SingleTurnEnv(dataset=rows(1), rubric=vf.Rubric([sticks]), reward_timeout_s=seconds)
+        for seconds in (0.3, 0.6)
+    ]
+    group = vf.EnvGroup(parts, env_names=["a", "b"])
+    said = [str(state["error"]) for state in evaluate(group).failed]
+    assert ["within 0.3 s" in said[0], "within 0.6 s" in said[1]] == [True, True]
+    assert all("within 0.2 s" in str(state["error"]) for state in evaluate(group, reward_timeout_s=0.2).failed)
+
+
 @pytest.mark.parametrize("name", ["reward_timeout_s", "hook_timeout_s"])
 @pytest.mark.parametrize("value", [0, -1, math.nan])
 def test_a_limit_that_makes_no_sense_is_refused_at_once(name: str, value: float) -> None:

@@ -48,6 +48,7 @@ class TimeLimits:
 
     reward_s: float = 600.0
     hook_s: float = 3600.0
+    chosen: frozenset[str] = frozenset()  # for the whole run: what an environment says by itself gives way
 
     def __post_init__(self) -> None:
         for name, seconds in (("reward_timeout_s", self.reward_s), ("hook_timeout_s", self.hook_s)):
@@ -59,15 +60,17 @@ limits: contextvars.ContextVar[TimeLimits] = contextvars.ContextVar("time_limits
 
 
 @contextmanager
-def time_limits(*, reward_s: float | None = None, hook_s: float | None = None) -> Iterator[None]:
-    """While this lasts, calls have these limits; None leaves one as it is.
+def time_limits(*, reward_s: float | None = None, hook_s: float | None = None, for_all: bool = False) -> Iterator[None]:
+    """While this lasts, calls have these limits; None leaves one as it is, and so does one that was set ``for_all``.
 
     >>> with time_limits(reward_s=5):
     ...     Hook(print, kind="reward").limit_s, Hook(print, kind="hook").limit_s
     (5, 3600.0)
     """
-    given = {name: value for name, value in (("reward_s", reward_s), ("hook_s", hook_s)) if value is not None}
-    token = limits.set(replace(limits.get(), **given))
+    now = limits.get()
+    wanted = {"reward_s": reward_s, "hook_s": hook_s}
+    given = {name: value for name, value in wanted.items() if value is not None and name not in now.chosen}
+    token = limits.set(replace(now, chosen=now.chosen | given.keys() if for_all else now.chosen, **given))
     try:
         yield
     finally:

@@ -307,14 +307,9 @@ class Environment:
         """A user's method by this name, ready to be called; None where the library's own (or none) is in force."""
         return self._hooks.named(name)
 
-    def _time_limits(
-        self, reward_timeout_s: float | None = None, hook_timeout_s: float | None = None
-    ) -> AbstractContextManager[None]:
-        """While this lasts, one call of a reward function or hook may take so many seconds: those given, or its own."""
-        return calls.time_limits(
-            reward_s=self.reward_timeout_s if reward_timeout_s is None else reward_timeout_s,
-            hook_s=self.hook_timeout_s if hook_timeout_s is None else hook_timeout_s,
-        )
+    def _time_limits(self) -> AbstractContextManager[None]:
+        """While this lasts, one call of a reward function or hook may take as long as this environment says."""
+        return calls.time_limits(reward_s=self.reward_timeout_s, hook_s=self.hook_timeout_s)
 
     async def meets_a_stop(self, state: State) -> bool:
         """Has a stop condition been met? The first that has is written into the state."""

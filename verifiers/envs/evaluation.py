@@ -21,6 +21,7 @@ from verifiers.envs.saved import Place, lighten
 from verifiers.envs.states import restored_state
 from verifiers.errors import Error, GraderError, HookError, wrap
 from verifiers.escapes import contained
+from verifiers.foreign import time_limits
 from verifiers.progress import Progress, make_progress
 from verifiers.results import Results
 from verifiers.rubrics.score import Score, note_scoring_time, write_advantages, write_score
@@ -220,7 +221,9 @@ async def _run(
             run = _make_run(env, todo, answerer, sampling, options, progress, appender, restored)
             progress.start(len(jobs), len(jobs) - len(todo))
             stack.callback(progress.stop)
-            stack.enter_context(env._time_limits(options.reward_timeout_s, options.hook_timeout_s))
+            given = {"reward_s": options.reward_timeout_s, "hook_s": options.hook_timeout_s}
+            stack.enter_context(time_limits(**given, for_all=True))
+            stack.enter_context(env._time_limits())
             done = await run.finish()
         if run_dir is not None and restored:
             run_dir.compact(keep_failed=True)
