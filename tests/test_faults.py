@@ -248,6 +248,37 @@ def test_a_tool_that_raises_what_is_no_exception_fails_its_row_and_not_the_run(w
     assert results["rewards"] == [1.0] * (N - 1)
 
 
+@pytest.mark.parametrize("what", ESCAPES)
+@pytest.mark.parametrize("how", ["gather", "task group", "task"])
+def test_what_a_task_of_a_rewards_own_raises_fails_the_row_and_does_not_end_the_loop(how: str, what: str) -> None:
+    async def part() -> float:
+        await asyncio.sleep(0.001)
+        ESCAPES[what]()
+        return 1.0
+
+    async def reward(completion: Any, state: Any) -> float:
+        if is_bad(state):
+            if how == "gather":
+                await asyncio.gather(part(), part())
+            elif how == "task":
+                await asyncio.create_task(part())
+            else:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(part())
+        return 1.0
+
+    env = vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric([reward]))
+    if how == "task group" and what == "CancelledError":
+        return  # a task that cancels itself is none that failed: the group goes on without it
+
+    async def main() -> vf.Results:
+        return await env.evaluate(client=vf.FakeClient("x"), model="m", use_tqdm=False)
+
+    for results in (evaluate(env), asyncio.run(main())):
+        assert [state["example_id"] for state in results.failed] == [BAD]
+        assert results["rewards"] == [1.0] * (N - 1)
+
+
 def test_a_row_that_cannot_even_be_made_fails_alone() -> None:
     class Rows(list):  # type: ignore[type-arg]
         def __getitem__(self, i: Any) -> Any:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import CodeType, CoroutineType
@@ -155,7 +155,11 @@ class Hook:
                 return result
             self.is_async = True
             began = time.perf_counter()
-            result = await _within(limit_s, result)
+            token = is_foreign.set(True)
+            try:
+                result = await _within(limit_s, result)
+            finally:
+                is_foreign.reset(token)
             if time.perf_counter() - began > deadlines.HELD_S:
                 self._leave_loop_if_it_blocks()
             return result
@@ -238,6 +242,56 @@ async def _finished(call: Call, future: asyncio.Future[Any], limit_s: float | No
     finally:
         if not call.has_ended:
             call.give_up()
+
+
+# --- tasks that it starts -----------------------------------------------------------------------------------------
+
+is_foreign: contextvars.ContextVar[bool] = contextvars.ContextVar("is_foreign", default=False)
+"""Is this code of someone else's, or a task that it started?"""
+
+
+class _Guarded(Coroutine[Any, Any, Any]):
+    """A coroutine in a task of its own: ``sys.exit()`` in there would end the loop, and now ends that task only."""
+
+    def __init__(self, coroutine: Any) -> None:
+        self._coroutine = coroutine
+
+    def send(self, value: Any) -> Any:
+        return self._step(self._coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self._coroutine.throw, *error)
+
+    def _step(self, step: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return step(*args)
+        except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
+            raise contained(error) from error
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Any:
+        return self._coroutine.__await__()
+
+
+@contextmanager
+def guarded_tasks() -> Iterator[None]:
+    """While this lasts, no task that foreign code starts can end the running loop; a task factory of others stays."""
+    loop = asyncio.get_running_loop()
+    if loop.get_task_factory() is not None:
+        yield
+        return
+    loop.set_task_factory(_make_task)
+    try:
+        yield
+    finally:
+        if loop.get_task_factory() is _make_task:
+            loop.set_task_factory(None)
+
+
+def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+    return asyncio.Task(_Guarded(coroutine) if is_foreign.get() else coroutine, loop=loop, **options)
 
 
 def _run_unawaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

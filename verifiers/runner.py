@@ -21,6 +21,7 @@ from verifiers import deadlines
 from verifiers.calls import contained, is_cancelled
 from verifiers.errors import Error, RunDeadlineError, ending_cause
 from verifiers.escapes import Interrupted
+from verifiers.foreign import guarded_tasks
 from verifiers.progress import Progress, Tally
 from verifiers.rubrics.score import Score, note_scoring_time, write_score
 from verifiers.threads import leave_threads_behind
@@ -141,7 +142,7 @@ class Run:
         self._scoring = _gate(self.limits.scoring)
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         leave_threads_behind()
-        with _long_lived, interruptible(self._interrupt):
+        with _long_lived, interruptible(self._interrupt), guarded_tasks():
             timer = self._time_the_end()
             try:
                 await self._start_workers()

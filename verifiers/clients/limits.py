@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import deque
 
+from verifiers import deadlines
 from verifiers.errors import DeadlineError, EndpointDownError
 
 START = 2048
@@ -183,17 +184,18 @@ class _Patience:
         self, limit: Limit, place: asyncio.Future[None], seconds: float, loop: asyncio.AbstractEventLoop
     ) -> None:
         self._limit, self._place, self._seconds, self._loop = limit, place, seconds, loop
-        self._since = loop.time()
-        self._handle = loop.call_at(self._since + seconds, self._check)
+        self._since = deadlines.current().clock.now()
+        self._handle = loop.call_later(seconds, self._check)
 
     def _check(self) -> None:
         end = max(self._since, self._limit._last_success) + self._seconds
         if self._place.done():
             return
-        if self._loop.time() < end:
-            self._handle = self._loop.call_at(end, self._check)
+        now = deadlines.current().clock.now()
+        if now < end:
+            self._handle = self._loop.call_later(end - now, self._check)
         else:
-            waited_s = self._loop.time() - self._since
+            waited_s = now - self._since
             self._place.set_exception(
                 DeadlineError(f"waited {waited_s:.0f} s in line for the endpoint, which answered nothing meanwhile")
             )

@@ -117,10 +117,10 @@ class Pool:
 
     def _learn(self, limit: Limit, gate: Limit | None, outcome: Completion | Failure | None, epoch: int) -> None:
         """Tell the limits, while the slot is not yet free for the next in line."""
+        now = deadlines.current().clock.now()
         if outcome is not None:
-            limit.note(outcome.is_refusal if isinstance(outcome, Failure) else False, deadlines.current().clock.now())
+            limit.note(isinstance(outcome, Failure) and outcome.is_refusal, now)
         if isinstance(outcome, Completion):
-            now = self.loop.time()
             limit.succeeded(now)
             if gate is not None:
                 gate.succeeded(now)

@@ -228,7 +228,8 @@ async def _run(
         if run_dir is not None and restored:
             run_dir.compact(keep_failed=True)
         if run.ended_by is not None:
-            metadata["ended_early"] = str(run.ended_by)
+            where = f"; go on with resume={str(run_dir.path)!r}" if run_dir is not None else ""
+            metadata["ended_early"] = f"{run.ended_by}{where}"
         results = _assemble(jobs, done, run_dir, kept, metadata, began)
     if run.is_interrupted:
         where = f"; resume it with resume={str(run_dir.path)!r}" if run_dir is not None else ""
