@@ -279,6 +279,25 @@ def test_what_a_task_of_a_rewards_own_raises_fails_the_row_and_does_not_end_the_
         assert results["rewards"] == [1.0] * (N - 1)
 
 
+def test_task_groups_of_other_frameworks_work_inside_a_reward() -> None:
+    import anyio
+
+    async def reward(completion: Any) -> float:
+        done: list[float] = []
+
+        async def part(seconds: float) -> None:
+            await anyio.sleep(seconds)
+            done.append(seconds)
+
+        with anyio.move_on_after(0.2):
+            async with anyio.create_task_group() as group:
+                group.start_soon(part, 0.001)
+                group.start_soon(part, 60.0)
+        return float(len(done))
+
+    assert evaluate(vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric([reward])))["rewards"] == [1.0] * N
+
+
 def test_a_row_that_cannot_even_be_made_fails_alone() -> None:
     class Rows(list):  # type: ignore[type-arg]
         def __getitem__(self, i: Any) -> Any:

@@ -19,6 +19,10 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C, as our own signal handler raises it where nothing else would get through."""
 
 
+hurry = threading.Event()
+"""Set by a second Ctrl-C: whoever cleans up now has seconds for it."""
+
+
 def is_cancelled() -> bool:
     """Was the current task told to stop, or did a CancelledError come from within what it awaits?"""
     if asyncio._get_running_loop() is None:

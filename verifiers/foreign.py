@@ -153,7 +153,9 @@ class Hook:
                 result = await self._call_elsewhere(args, kwargs, limit_s)
             if type(result) is not CoroutineType and not inspect.isawaitable(result):
                 return result
-            self.is_async = True
+            if not self.is_async:
+                self.is_async = True
+                self._expect_on_loop()
             began = time.perf_counter()
             token = is_foreign.set(True)
             try:
@@ -273,6 +275,10 @@ class _Guarded(Coroutine[Any, Any, Any]):
 
     def __await__(self) -> Any:
         return self._coroutine.__await__()
+
+    def __getattr__(self, name: str) -> Any:
+        """Frameworks look at the state of a task's coroutine."""
+        return getattr(self._coroutine, name)
 
 
 @contextmanager

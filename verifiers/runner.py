@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from verifiers import deadlines
 from verifiers.calls import contained, is_cancelled
 from verifiers.errors import Error, RunDeadlineError, ending_cause
-from verifiers.escapes import Interrupted
+from verifiers.escapes import Interrupted, hurry
 from verifiers.foreign import guarded_tasks
 from verifiers.progress import Progress, Tally
 from verifiers.rubrics.score import Score, note_scoring_time, write_score
@@ -411,6 +411,7 @@ def _listen(loop: asyncio.AbstractEventLoop) -> bool:
         received += 1
         unheard += 1
         if received == 2:
+            hurry.set()
             # Not `threading.Thread`: its locks may be held by what this handler interrupted.
             _thread.start_new_thread(_exit_unless_ended, (listeners,))
         if unheard > 1:  # something blocks the loop: nothing but an exception would get through

@@ -337,3 +337,39 @@ def test_limits_may_stand_in_a_file_of_evaluations(run, toy, folder):
     run("eval", "nightly.toml", "-m", "fake", "-n", "1", "-r", "1")
     (folder / "nightly.toml").write_text('deadline = -1\n[[eval]]\nenv_id = "./mine/toy_env"\n')
     assert "deadline" in run("eval", "nightly.toml", "-m", "fake", code=2).stderr
+
+
+LINGERING = '''
+"""A reward that leaves a thread behind, which Python would wait for; and a teardown that hangs."""
+import threading
+import verifiers as vf
+
+def load_environment(n=200):
+    def reward(completion):
+        threading.Thread(target=threading.Event().wait).start()
+        return 1.0
+
+    class Env(vf.SingleTurnEnv):
+        @vf.teardown
+        def put_away(self):
+            threading.Event().wait()
+
+    return Env(eval_dataset=[{"question": str(i)} for i in range(n)], rubric=vf.Rubric([reward]))
+'''
+
+
+def test_ctrl_c_ends_the_program_even_where_threads_and_a_teardown_never_end(start, folder):
+    home = folder / "mine" / "lingering_env"
+    home.mkdir(parents=True)
+    (home / "lingering_env.py").write_text(LINGERING)
+    with vf.FakeServer("x", latency_s=0.3) as server:
+        args = ("eval", "./mine/lingering_env", "-m", "m", "-b", server.url, "-n", "200", "-r", "1", "-c", "2", "-s")
+        process = start(*args)
+        deadline = time.monotonic() + 40
+        while len(server.requests) < 6 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+        process.communicate(timeout=30)
+    assert process.returncode == 130

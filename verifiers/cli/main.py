@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import difflib
 import importlib
@@ -116,6 +117,7 @@ def main() -> None:
 def leave_now() -> None:
     """After Ctrl-C: end even where a thread of an environment never does. All that is saved is on disk by now."""
     if any(not thread.daemon and thread is not threading.main_thread() for thread in threading.enumerate()):
+        atexit._run_exitfuncs()  # Python would wait for those threads first
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
                 stream.flush()

@@ -28,6 +28,7 @@ from verifiers.envs.hooks import Hooks
 from verifiers.envs.rows import RowFormat, Rows, as_rows, few_shot_messages
 from verifiers.envs.states import fresh_state
 from verifiers.errors import GraderError, HookError, RequestRefusedError, wrap
+from verifiers.escapes import hurry
 from verifiers.messages import strip_nones_from_content
 from verifiers.parsers import Parser
 from verifiers.rollout import note_error, note_timing, read_error
@@ -39,6 +40,10 @@ from verifiers.types import Messages, MessageType, ProcessedOutputs, Row, Sampli
 
 if TYPE_CHECKING:
     from verifiers.results import Results
+
+
+AT_EXIT_S = 60.0  # for each teardown hook when Python ends: one that hangs must not keep it from ending
+HURRIED_S = 3.0  # the same, after a second Ctrl-C
 
 
 class Environment:
@@ -510,4 +515,5 @@ def _take(rows: Rows, n: int, seed: int | None) -> Rows:
 def _close_if_alive(reference: weakref.ref[Environment]) -> None:
     env = reference()
     if env is not None:
-        env.close()
+        with calls.time_limits(hook_s=HURRIED_S if hurry.is_set() else AT_EXIT_S, for_all=True):
+            env.close()
