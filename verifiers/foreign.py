@@ -176,10 +176,10 @@ class Hook:
             raise TimeLimitError(
                 f"{len(self.stuck)} calls of it have not returned, and each holds a thread: no more are made"
             )
-        call = Call(self, functools.partial(self.function, *args, **kwargs), loop)
+        call = Call(self, functools.partial(self.function, *args, **kwargs), loop, limit_s)
         try:
             if self.is_quick:
-                return await _finished(call, lane_of(loop).submit(call), limit_s)
+                return await _finished(call, lane_of(loop).submit(call), None)  # the lane sees to its limit
             if home.get() is not None:  # nested in another hook, which holds a slot already: waiting could deadlock
                 return await _finished(call, in_thread(call.run), limit_s)
             async with self._slot(loop):

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from verifiers import deadlines
-from verifiers.escapes import contained
+from verifiers.escapes import TimeLimitError, contained
 from verifiers.threads import threads
 
 POST_EVERY_S = 0.002
@@ -39,10 +39,13 @@ class Owner(Protocol):
 class Call:
     """One call of a sync function in a thread."""
 
-    __slots__ = ("began", "context", "function", "future", "has_ended", "hook", "is_given_up")
+    __slots__ = ("began", "context", "function", "future", "has_ended", "hook", "is_given_up", "limit_s")
 
-    def __init__(self, hook: Owner, function: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, hook: Owner, function: Callable[[], Any], loop: asyncio.AbstractEventLoop, limit_s: float | None
+    ) -> None:
         self.hook = hook
+        self.limit_s = limit_s
         self.function = function
         self.context = contextvars.copy_context()
         self.context.run(home.set, loop)
@@ -66,6 +69,15 @@ class Call:
         finally:
             self.has_ended = True
             self.hook.stuck.discard(self)
+
+    def limit(self, loop: asyncio.AbstractEventLoop) -> None:
+        """It takes long: from now on its limit is watched."""
+        if self.limit_s is not None:
+            loop.call_later(self.began + self.limit_s - time.perf_counter(), self._expire)
+
+    def _expire(self) -> None:
+        if self.future is not None and not self.future.done():
+            self.future.set_exception(TimeLimitError(f"it did not return within {self.limit_s:g} s"))
 
     def give_up(self) -> None:
         self.is_given_up = True
@@ -110,6 +122,7 @@ class Lane:
         held_by = runner.current
         if held_by is not None and time.perf_counter() - held_by.began > deadlines.HELD_S:
             held_by.hook.is_quick, held_by.hook.is_pinned = False, True
+            held_by.limit(loop)
             self._runner = _Runner()
             if rest := runner.replace():
                 self._runner.take(rest, loop)

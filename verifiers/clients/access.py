@@ -10,7 +10,8 @@ from verifiers.errors import AccessRefusedError
 CANARIES = 4  # requests that may be under way before anything is known
 HANDFUL = 5  # refusals in a row that are taken for the answer
 PROBATION_S = 1.0  # refusals come at once: an endpoint that takes longer is at work on a reply
-NEAR_PROBATION_S = 0.1  # the same for one on this machine or a private network
+NEAR_PROBATION_S = 0.25  # the same for one on this machine or a private network
+ADMITTED_AT_ONCE = 16
 REFUSED_FOR_S = 5.0  # how long the answer holds; whoever asks later may have mended it
 
 
@@ -65,10 +66,16 @@ class Access:
         self._stop_timer()
         if not self.is_open:
             self.is_open = True
-            for place in self._line:
-                if not place.done():
-                    place.set_result(None)
-            self._line.clear()
+            self._admit_all()
+
+    def _admit_all(self) -> None:
+        """A few in each turn of the loop, so that thousands that begin at once do not hold it up."""
+        for _ in range(min(ADMITTED_AT_ONCE, len(self._line))):
+            place = self._line.popleft()
+            if not place.done():
+                place.set_result(None)
+        if self._line and self.is_open:
+            asyncio.get_running_loop().call_soon(self._admit_all)
 
     def refuse(self, said: str) -> bool:
         """The endpoint refused the key or the model. Is that its answer to everyone now?"""
