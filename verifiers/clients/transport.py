@@ -139,8 +139,11 @@ class _TooLongError(Exception):
 
 async def _whole(response: aiohttp.ClientResponse, most: int) -> bytes:
     """The body of a reply, or the end of the connection once it is longer than the bound."""
+    size = response.content_length
+    if size is not None and size <= most and "Content-Encoding" not in response.headers:
+        return await response.read()
     chunks: list[bytes] = []
-    left = most - (response.content_length or 0)
+    left = most - (size or 0)
     try:
         if left >= 0:
             left = most

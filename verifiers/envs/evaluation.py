@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
 from verifiers.envs.rows import RowFormat, Rows, as_rows
-from verifiers.envs.saved import Place, lighten
+from verifiers.envs.saved import Place, is_large, lighten
 from verifiers.envs.states import restored_state
 from verifiers.errors import Error, GraderError, HookError, wrap
 from verifiers.escapes import contained
@@ -286,7 +286,7 @@ def _make_run(
     def save(job: Job, state: State) -> None:
         assert appender is not None
         try:
-            end = appender.path.stat().st_size
+            end = appender.path.stat().st_size if is_large(state.get("completion")) else 0
             record = _record(state, job.repeat, columns)
             appender.append(record)
             lighten(state, Place(appender.path, end, _key(record)))

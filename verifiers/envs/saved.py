@@ -18,27 +18,28 @@ SHOWN_CHARS = 200
 
 def lighten(state: State, place: Place) -> None:
     """Let go of raw replies; and where a text is very long, of the conversation, which is read again when asked for."""
-    is_large = _is_large(state.get("completion"))
+    is_long = is_large(state.get("completion"))
     lean: dict[int, Any] = {}
     for step in state.get("trajectory") or ():
         if not isinstance(step, dict):
             continue
         response = step.get("response")
-        if isinstance(response, Completion) and (is_large or response.raw is not None):
-            message = place.shortened(response.message) if is_large else response.message
+        if isinstance(response, Completion) and (is_long or response.raw is not None):
+            message = place.shortened(response.message) if is_long else response.message
             step["response"] = lean[id(response)] = replace(response, message=message, raw=None)
-        if is_large:
+        if is_long:
             step["prompt"], step["completion"] = place.short(step.get("prompt")), place.short(step.get("completion"))
     responses = state.get("responses")
     if lean and isinstance(responses, list):
         responses[:] = [lean.get(id(response), response) for response in responses]
-    if is_large and type(state) is State:
+    if is_long and type(state) is State:
         dict.__setitem__(state, "completion", AWAY)
         state.__class__ = SavedState
         state.place = place  # type: ignore[attr-defined]
 
 
-def _is_large(messages: Any) -> bool:
+def is_large(messages: Any) -> bool:
+    """Is any text of a conversation too long to be kept in memory once it is on disk?"""
     if isinstance(messages, str):
         return len(messages) > LARGE_CHARS
     if not isinstance(messages, list):
