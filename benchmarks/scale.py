@@ -1,6 +1,6 @@
 """What thousands of rollouts at once cost: loop lag, memory of a waiting one, and whether the price stays flat.
 
-python benchmarks/scale.py [lag|memory|resume|curve]
+python benchmarks/scale.py [lag|memory|replies|resume|curve]
 """
 
 from __future__ import annotations
@@ -80,6 +80,37 @@ def worker_memory(url: str, n: int) -> str:
     return f"{asyncio.run(main()) / 1000:.1f} kB a waiting rollout, its messages included, with {n:,} waiting"
 
 
+def worker_replies(_: str, n: int) -> str:
+    """Large replies of a saved run: as text, and as something else in what the endpoint says."""
+    import verifiers as vf
+
+    class Wordy:
+        def __init__(self, kind: str) -> None:
+            self.kind = kind
+
+        async def complete(self, request):
+            large = request.prompt[-1]["content"][-1] * (20 << 20)
+            message = {"role": "assistant", "content": large if self.kind == "text" else "4"}
+            return vf.Completion(message=message, raw={"choices": [{"message": message}], "more": large})
+
+    grown = {}
+    for kind in ("text", "other"):
+        env = make_env(vf, questions(n))
+        env.evaluate(client=Wordy(kind), model="canned", num_examples=1, use_tqdm=False)
+        gc.collect()
+        before = rss_bytes()
+        with tempfile.TemporaryDirectory() as folder:
+            results = env.evaluate(
+                client=Wordy(kind), model="canned", results_path=f"{folder}/run", max_concurrent=1, use_tqdm=False
+            )
+            assert len(results.rewards) == n
+            gc.collect()
+            grown[kind] = (rss_bytes() - before) / 2**20
+    return (
+        f"{n} replies of 20 MiB in a saved run: {grown['text']:.0f} MiB more as text, {grown['other']:.0f} MiB as other"
+    )
+
+
 def in_flight(client) -> int:
     """Requests that have been sent and not answered, as this process's open sockets to the server."""
     port = client.base_url.rstrip("/").split(":")[-1].split("/")[0]
@@ -148,6 +179,8 @@ def main(wanted: list[str]) -> None:
     if "memory" in wanted:
         with running(latency_s=120.0) as slow, running() as quick:
             spawn("memory", slow, MANY, QUICK=quick)
+    if "replies" in wanted:
+        spawn("replies", "-", 30)
     if "resume" in wanted:
         spawn("resume", "-", 100_000)
     if "curve" in wanted:
@@ -164,4 +197,4 @@ if __name__ == "__main__":
         kind, url, *numbers = sys.argv[2:]
         print(globals()[f"worker_{kind}"](url, *map(int, numbers)))
     else:
-        main(sys.argv[1:] or ["lag", "memory", "resume", "curve"])
+        main(sys.argv[1:] or ["lag", "memory", "replies", "resume", "curve"])

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from verifiers import calls
+from verifiers.foreign import MAX_STUCK
 
 runs: list[int] = []
 
@@ -255,33 +256,107 @@ def test_blocking_functions_do_not_stall_the_loop_and_overlap() -> None:
     assert took < 3.0  # one after the other it would be 15 s
 
 
-def test_a_quick_function_moves_onto_the_loop_and_a_slow_call_sends_it_back_for_good() -> None:
-    threads: list[bool] = []
+def test_quick_functions_share_a_thread_and_a_slow_call_sends_one_back_to_its_own_for_good() -> None:
     naps = iter([0, 0, 0, 0.2, 0, 0, 0, 0])
-
-    def function() -> None:
-        threads.append(threading.current_thread() is threading.main_thread())
-        time.sleep(next(naps))
-
-    hook = calls.Hook(function)
+    hook = calls.Hook(lambda: time.sleep(next(naps)))
+    shares: list[bool] = []
 
     async def main() -> None:
         for _ in range(8):
+            shares.append(hook.is_quick)
             await hook()
 
     asyncio.run(main())
-    assert threads[0] is False
-    assert threads[3] is True
-    assert threads[4:] == [False] * 4
+    assert shares[0] is False
+    assert shares[3] is True
+    assert shares[4:] == [False] * 4
 
 
-@pytest.mark.parametrize("is_inline", [False, True])
-def test_sync_functions_see_no_running_loop(is_inline: bool) -> None:
+def test_no_sync_function_ever_runs_on_the_loops_own_thread() -> None:
+    """It may have been quick a thousand times: the next call of it may never return."""
+    seen: set[int] = set()
+    hook = calls.Hook(lambda: seen.add(threading.get_ident()))
+
+    async def main() -> None:
+        for _ in range(50):
+            await hook()
+        assert hook.is_quick
+        assert threading.get_ident() not in seen
+
+    asyncio.run(main())
+
+
+def test_a_quick_function_that_deadlocks_holds_up_neither_the_loop_nor_the_other_functions() -> None:
+    never = threading.Event()
+    quick, stuck = calls.Hook(lambda: 7), calls.Hook(lambda: never.wait() if is_deadlocked else 0, timeout_s=3.0)
+    is_deadlocked = False
+
+    async def main() -> float:
+        nonlocal is_deadlocked
+        for _ in range(4):
+            assert (await stuck(), await quick()) == (0, 7)
+        assert stuck.is_quick
+        is_deadlocked = True
+        hanging = asyncio.create_task(stuck())
+        await asyncio.sleep(0)
+        began = time.perf_counter()
+        pause = await longest_pause(asyncio.gather(*(quick() for _ in range(200))))
+        assert time.perf_counter() - began < 2.5
+        with pytest.raises(calls.TimeLimitError, match="did not return within 3 s"):
+            await hanging
+        assert not stuck.is_quick
+        assert quick.is_quick
+        return pause
+
+    try:
+        assert asyncio.run(main()) < 0.25
+    finally:
+        never.set()
+
+
+def test_calls_that_never_return_are_bounded_and_then_refused_at_once() -> None:
+    """Each holds a thread: a function that always hangs must not eat them all, nor a limit of time for every row."""
+    never = threading.Event()
+    hook = calls.Hook(never.wait, timeout_s=0.05)
+
+    async def main() -> list[str]:
+        outcomes = await asyncio.gather(*(hook() for _ in range(MAX_STUCK)), return_exceptions=True)
+        assert all(isinstance(error, calls.TimeLimitError) for error in outcomes)
+        began = time.perf_counter()
+        with pytest.raises(calls.TimeLimitError, match=r"64 calls of it have not returned"):
+            await hook()
+        assert time.perf_counter() - began < 0.05
+        never.set()
+        while hook.stuck:
+            await asyncio.sleep(0.01)
+        assert await hook() is True  # the threads came back after all
+        return []
+
+    asyncio.run(main())
+
+
+def test_a_thread_that_to_thread_left_hanging_does_not_keep_a_call_from_returning() -> None:
+    never = threading.Event()
+
+    @calls.both
+    async def leave_one_behind() -> str:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(never.wait), 0.05)
+        return await asyncio.to_thread(lambda: "done")
+
+    began = time.perf_counter()
+    assert leave_one_behind() == "done"
+    assert time.perf_counter() - began < 5
+    never.set()
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_sync_functions_see_no_running_loop(is_quick: bool) -> None:
     async def three() -> int:
         return 3
 
     hook = calls.Hook(lambda: asyncio.run(three()) + double(1))
-    hook.is_inline = is_inline
+    hook.is_quick = is_quick
 
     async def main() -> list[int]:
         return [await hook() for _ in range(5)]
@@ -289,12 +364,12 @@ def test_sync_functions_see_no_running_loop(is_inline: bool) -> None:
     assert asyncio.run(main()) == [5] * 5
 
 
-def test_the_loop_is_back_in_sight_after_an_inline_function_raised() -> None:
+def test_the_loop_is_back_in_sight_after_a_function_for_the_main_thread_raised() -> None:
     def bad() -> None:
         raise ValueError("x")
 
     hook = calls.Hook(bad)
-    hook.is_inline = True
+    hook.is_main_only = True
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -356,17 +431,51 @@ def test_every_kind_of_callable_is_called_and_awaited_if_need_be(function: Calla
     assert asyncio.run(main()) == list(range(5))
 
 
-@pytest.mark.parametrize("kind", ["thread", "inline", "async"])
-def test_exit_inside_a_function_is_an_ordinary_error(kind: str) -> None:
-    async def leave_async() -> None:
-        sys.exit(3)
+class OwnOutcome(BaseException):
+    """As ``pytest.fail()`` raises it."""
 
-    hook = calls.Hook(leave_async if kind == "async" else lambda: sys.exit(3))
-    hook.is_inline = kind == "inline"
+
+ESCAPES = [SystemExit(3), OwnOutcome("failed"), GeneratorExit(), asyncio.CancelledError(), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize("error", ESCAPES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("where", ["thread", "shared", "async", "async later"])
+def test_whatever_a_function_raises_is_an_ordinary_error_with_its_cause(where: str, error: BaseException) -> None:
+    async def awaited() -> None:
+        if where == "async later":
+            await asyncio.sleep(0.001)
+        raise error
+
+    def plain() -> None:
+        raise error
+
+    hook = calls.Hook(awaited if where.startswith("async") else plain, timeout_s=10)
+    hook.is_quick = where == "shared"
 
     async def main() -> None:
-        with pytest.raises(RuntimeError, match=r"exit\(3\)"):
+        with pytest.raises(RuntimeError) as caught:
             await hook()
+        assert caught.value.__cause__ is error
+        assert ("exit(3)" in str(caught.value)) == isinstance(error, SystemExit)
+
+    if isinstance(error, KeyboardInterrupt) and where.startswith("async"):
+        with pytest.raises(KeyboardInterrupt):  # outside of a run nothing tells it from a real one
+            asyncio.run(main())
+    else:
+        asyncio.run(main())
+
+
+def test_a_coroutine_that_is_closed_from_outside_is_closed() -> None:
+    hook = calls.Hook(lambda: asyncio.sleep(1000))
+
+    async def main() -> None:
+        calling = hook()
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(calling)
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
     asyncio.run(main())
 
@@ -420,7 +529,7 @@ def test_more_blocking_hooks_than_slots_that_call_themselves_do_not_deadlock() -
         time.sleep(0.01)
         return 1 + nested(depth - 1) if depth else 1
 
-    hook = calls.Hook(descend, may_inline=False)
+    hook = calls.Hook(descend, may_share=False)
 
     @calls.both
     async def nested(depth: int) -> int:
@@ -437,7 +546,7 @@ def test_more_blocking_hooks_than_slots_that_call_themselves_do_not_deadlock() -
 
 def test_threads_are_used_again() -> None:
     seen: set[int] = set()
-    hook = calls.Hook(lambda: seen.add(threading.get_ident()), may_inline=False)
+    hook = calls.Hook(lambda: seen.add(threading.get_ident()), may_share=False)
 
     async def main() -> None:
         for _ in range(50):
@@ -450,16 +559,16 @@ def test_threads_are_used_again() -> None:
 
 def test_what_was_learned_about_a_function_does_not_travel_in_a_pickle() -> None:
     hook = calls.Hook(time.time, timeout_s=5)
-    hook.is_inline = True
+    hook.is_quick = True
     there = pickle.loads(pickle.dumps(hook))
-    assert (there.function, there.timeout_s, there.is_inline) == (time.time, 5, False)
+    assert (there.function, there.timeout_s, there.is_quick) == (time.time, 5, False)
 
 
 def test_hooks_work_in_a_forked_process(repo: Path) -> None:
     code = """
 import asyncio, os, sys, time
 from verifiers import calls
-hook = calls.Hook(lambda: 7, may_inline=False)
+hook = calls.Hook(lambda: 7, may_share=False)
 async def main(): return await asyncio.wait_for(hook(), 10)
 assert asyncio.run(main()) == 7      # leaves an idle thread behind, which no child has
 child = os.fork()
@@ -525,5 +634,28 @@ def test_asking_whether_there_is_a_handle_does_not_run_it() -> None:
         assert bool(handle)
         assert not ran
         assert await handle == []
+
+    asyncio.run(main())
+
+
+# --- async functions that block ------------------------------------------------------------------------------------
+
+
+def test_an_async_function_that_awaits_nothing_and_held_the_loop_runs_in_threads_from_then_on() -> None:
+    async def blocks() -> int:
+        time.sleep(0.3)
+        return threading.get_ident()
+
+    async def waits() -> int:
+        await asyncio.sleep(0.3)
+        return threading.get_ident()
+
+    async def main() -> None:
+        here = threading.get_ident()
+        blocking, waiting = calls.Hook(blocks), calls.Hook(waits)
+        assert [await blocking(), await waiting()] == [here, here]
+        assert await blocking() != here
+        assert await longest_pause(asyncio.gather(*(blocking() for _ in range(10)))) < 0.25
+        assert await waiting() == here  # it took as long, but left the loop to others
 
     asyncio.run(main())

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What is public is promised: a name is added or removed here on purpose.
 PUBLIC = [
+    "AccessRefusedError",
     "AnthropicClient",
     "BadReplyError",
     "BaseRolloutInput",
@@ -33,6 +34,7 @@ PUBLIC = [
     "DoubleCheckEnv",
     "EmptyModelResponseError",
     "Endpoint",
+    "EndpointDownError",
     "Endpoints",
     "EnvGroup",
     "Environment",
@@ -81,6 +83,7 @@ PUBLIC = [
     "Row",
     "Rubric",
     "RubricGroup",
+    "RunDeadlineError",
     "RunDir",
     "RunInterruptedError",
     "SamplingArgs",

@@ -145,6 +145,43 @@ def test_a_reward_that_hangs_is_left_behind_at_the_second_ctrl_c(server: vf.Fake
     check_resumable(replace(plan, rewards="alone"), saved)
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("rewards", ["hanging", "holding", "stubborn"])
+def test_a_second_ctrl_c_always_ends_the_process_within_seconds(
+    rewards: str, is_async: bool, server: vf.FakeServer, tmp_path: Path
+) -> None:
+    """Even where a function holds the loop for ever, and catches whatever is raised in it."""
+    plan = Plan(
+        url=server.url,
+        path=str(tmp_path / "run"),
+        rows=10,
+        repeats=1,
+        rewards=rewards,
+        max_concurrent=2,
+        is_async=is_async,
+    )
+    with plan.started() as process:
+        wait_for(lambda: len(records_of(tmp_path / "run")) >= 6, process)
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        process.communicate(timeout=30)
+        assert time.monotonic() - began < 20
+    assert process.returncode == (130 if rewards == "stubborn" else process.returncode)
+    saved = records_of(tmp_path / "run")
+    assert 6 <= len(saved) < 10
+    check_resumable(replace(plan, rewards="alone"), saved)
+
+
+def test_rows_whose_rewards_leave_the_program_fail_and_the_run_ends_by_itself(
+    server: vf.FakeServer, tmp_path: Path
+) -> None:
+    plan = Plan(url=server.url, path=str(tmp_path / "run"), rows=10, repeats=1, rewards="leaving")
+    assert plan.run() == {"rollouts": 10, "failed": 4}
+
+
 # --- what is seen -------------------------------------------------------------------------------------------------
 
 

@@ -25,9 +25,10 @@ _NAMES = {
     "envs.stateful_tool_env": "StatefulToolEnv",
     "envs.textarena_env": "TextArenaEnv",
     "envs.tool_env": "ToolEnv",
-    "errors": "BadReplyError ConnectionFailedError DeadlineError EmptyModelResponseError Error GraderError HookError "
-    "InfraError JudgeError ModelError OverlongPromptError RateLimitError RequestRefusedError RolloutCancelledError "
-    "SandboxError ServerError ToolCallError ToolError ToolParseError WorkerError",
+    "errors": "AccessRefusedError BadReplyError ConnectionFailedError DeadlineError EmptyModelResponseError "
+    "EndpointDownError Error GraderError HookError InfraError JudgeError ModelError OverlongPromptError RateLimitError "
+    "RequestRefusedError RolloutCancelledError RunDeadlineError SandboxError ServerError ToolCallError ToolError "
+    "ToolParseError WorkerError",
     "logs": "print_prompt_completions_sample setup_logging",
     "parsers": "MaybeThinkParser Parser ThinkParser XMLParser extract_boxed_answer extract_hash_answer",
     "results": "Results",

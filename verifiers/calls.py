@@ -11,25 +11,43 @@ import collections.abc
 import contextvars
 import functools
 import inspect
-import os
 import threading
-import time
 import warnings
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
-from types import CoroutineType
 from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
+
+from verifiers.escapes import EscapedError, TimeLimitError, contained, is_cancelled
+from verifiers.foreign import MAX_BLOCKED, QUICK_S, Hook, inline, is_async_callable, time_limits
+from verifiers.lanes import home
+from verifiers.threads import in_thread, leave_threads_behind
+
+__all__ = [
+    "MAX_BLOCKED",
+    "QUICK_S",
+    "Deferred",
+    "EscapedError",
+    "Hook",
+    "PerLoop",
+    "TimeLimitError",
+    "asynchronous",
+    "blocking",
+    "both",
+    "contained",
+    "has_running_loop",
+    "in_thread",
+    "is_async_callable",
+    "is_cancelled",
+    "is_default",
+    "maybe_await",
+    "run",
+    "time_limits",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-PROMOTE_AFTER = 2
-QUICK_S = 0.005
-SLOW_S = 0.05
-MAX_BLOCKED = 512
-
-_home: contextvars.ContextVar[asyncio.AbstractEventLoop | None] = contextvars.ContextVar("home_loop", default=None)
+ENDING_S = 5.0  # for what was told to stop, before it is left behind
 
 
 def has_running_loop() -> bool:
@@ -46,10 +64,11 @@ def run(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """
     if has_running_loop():
         return _run_in_new_thread(start)
-    home = _home.get()
-    if home is not None and home.is_running() and not getattr(_inline, "depth", 0):
-        return asyncio.run_coroutine_threadsafe(start(), home).result()
+    loop = home.get()
+    if loop is not None and loop.is_running() and not inline.depth:
+        return asyncio.run_coroutine_threadsafe(start(), loop).result()
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        leave_threads_behind(runner.get_loop())
         return runner.run(start())
 
 
@@ -71,7 +90,7 @@ def _run_in_new_thread(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
             raised.append(error)
 
     context = contextvars.copy_context()
-    context.run(_home.set, None)  # the caller's loop is blocked until this is done: it cannot be the one to do it
+    context.run(home.set, None)  # the caller's loop is blocked until this is done: it cannot be the one to do it
     thread = threading.Thread(target=context.run, args=(target,), daemon=True)
     thread.start()
     try:
@@ -79,17 +98,11 @@ def _run_in_new_thread(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
     except BaseException:  # Ctrl-C in a notebook: the work must not go on unseen
         for stop in stops:
             stop()
-        thread.join()
+        thread.join(ENDING_S)  # it may not listen; a daemon thread, it is left behind then
         raise
     if raised:
         raise raised[0]
     return outcome[0]
-
-
-def is_cancelled() -> bool:
-    """Was the current task told to stop, or did a CancelledError come from within what it awaits?"""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 class Deferred(collections.abc.Coroutine[Any, Any, T], Generic[T]):
@@ -218,216 +231,15 @@ def asynchronous(function: Callable[P, Any]) -> Callable[P, Awaitable[Any]]:
 # --- calling what users write -------------------------------------------------------------------------------------
 
 
-class _Inline(threading.local):
-    depth = 0
-
-
-_inline = _Inline()
-
-
-class Hook:
-    """A function that a user wrote, sync or async: ``await hook(...)`` calls it and never blocks the loop for long.
-
-    A sync function starts out in worker threads, where it may block. Once it has shown to be quick it is called
-    directly; if it then blocks the loop once, it goes back to threads for good. Either way it sees no running loop,
-    so sync code may call ``env.rollout(...)`` or ``asyncio.run``.
-    """
-
-    __slots__ = ("_quick_calls", "_slots", "function", "is_async", "is_inline", "is_pinned", "timeout_s")
-
-    def __init__(
-        self, function: Callable[..., Any], *, timeout_s: float | None = None, may_inline: bool = True
-    ) -> None:
-        self.function = function
-        self.timeout_s = timeout_s
-        self.is_async = is_async_callable(function)
-        self.is_inline = False
-        self.is_pinned = not may_inline
-        self._quick_calls = 0
-        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """What was learned about the function does not travel: it may be slow over there."""
-        return functools.partial(Hook, timeout_s=self.timeout_s), (self.function,)
-
-    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            if self.is_async:
-                result = self.function(*args, **kwargs)
-            elif self.is_inline:
-                result = self.call_inline(*args, **kwargs)
-            else:
-                result = await self._call_in_thread(args, kwargs)
-            if type(result) is not CoroutineType and not inspect.isawaitable(result):
-                return result
-            self.is_async = True
-            if self.timeout_s is None:
-                return await result
-            async with asyncio.timeout(self.timeout_s):
-                return await result
-        except SystemExit as error:
-            raise _exit_error(error) from error
-        except asyncio.CancelledError as error:
-            if is_cancelled():
-                raise
-            raise RuntimeError("something it awaited was cancelled") from error
-
-    def call_inline(self, *args: Any, **kwargs: Any) -> Any:
-        """Call a sync function on this very thread, with the running loop out of sight; note when it blocks."""
-        loop = asyncio._get_running_loop()
-        asyncio._set_running_loop(None)
-        _inline.depth += 1
-        began = time.perf_counter()
-        try:
-            return self.function(*args, **kwargs)
-        except SystemExit as error:
-            raise _exit_error(error) from error
-        finally:
-            _inline.depth -= 1
-            asyncio._set_running_loop(loop)
-            if time.perf_counter() - began > SLOW_S:
-                self.note_slow()
-
-    def note_slow(self) -> None:
-        """The function blocked the loop: from now on it runs in threads, unless it can only run in the main one."""
-        if not self.is_pinned:
-            self.is_inline, self.is_pinned = False, True
-
-    async def _call_in_thread(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        loop = asyncio.get_running_loop()
-        if _home.get() is not None:  # nested in another hook, which holds a slot already: waiting here could deadlock
-            return await self._timed(loop, args, kwargs)
-        slots = self._slots.get(loop)
-        if slots is None:
-            slots = self._slots[loop] = asyncio.Semaphore(MAX_BLOCKED)
-        async with slots:
-            return await self._timed(loop, args, kwargs)
-
-    async def _timed(self, loop: asyncio.AbstractEventLoop, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        context = contextvars.copy_context()
-        context.run(_home.set, loop)
-
-        def call() -> tuple[Any, float]:
-            began = time.perf_counter()
-            return context.run(functools.partial(self.function, *args, **kwargs)), time.perf_counter() - began
-
-        try:
-            result, took_s = await asyncio.wait_for(in_thread(call), self.timeout_s)
-        except ValueError as error:
-            if "signal only works in main thread" not in str(error):
-                raise
-            self.is_inline = self.is_pinned = True
-            return self.call_inline(*args, **kwargs)
-        self._quick_calls = self._quick_calls + 1 if took_s < QUICK_S else 0
-        if self._quick_calls >= PROMOTE_AFTER and not self.is_pinned:
-            self.is_inline = True
-        return result
-
-
-def _exit_error(error: SystemExit) -> RuntimeError:
-    """A function that calls ``exit()`` (or runs code that does) ends its own rollout, not the run."""
-    return RuntimeError(f"it called exit({error.code!r})")
-
-
 def is_default(function: Any) -> bool:
     """Is this a method of the library made by `both`, and not something written in its place?"""
     return inspect.isfunction(function) and hasattr(function, "coroutine")
-
-
-def is_async_callable(function: Any) -> bool:
-    """Does calling this give a coroutine? Sees through partials, bound methods and callable objects."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if inspect.iscoroutinefunction(function) or hasattr(function, "coroutine"):
-        return True
-    return not inspect.isroutine(function) and inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 async def maybe_await(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function directly and await what it returned if that can be awaited."""
     result = function(*args, **kwargs)
     return await result if inspect.isawaitable(result) else result
-
-
-class _Worker(threading.Thread):
-    """One idle-able thread. Daemonic: a hook that hangs for ever must not keep the interpreter from ending."""
-
-    def __init__(self, pool: _Threads) -> None:
-        super().__init__(daemon=True, name="verifiers-hook")
-        self.pool = pool
-        self.job: Callable[[], None] | None = None
-        self.ready = threading.Semaphore(0)
-
-    def run(self) -> None:
-        while self.ready.acquire(timeout=self.pool.idle_s) or not self.pool.retire(self):
-            if self.job is not None:
-                self.job()
-                self.job = None
-                self.pool.idle.append(self)
-
-
-class _Threads:
-    """As many threads as there are blocked calls: a bound would deadlock hooks that call hooks."""
-
-    def __init__(self, idle_s: float = 10.0) -> None:
-        self.idle: deque[_Worker] = deque()
-        self.idle_s = idle_s
-
-    def retire(self, worker: _Worker) -> bool:
-        """True when the worker was idle and may end; False when a job was just handed to it."""
-        try:
-            self.idle.remove(worker)
-        except ValueError:
-            return False
-        return True
-
-    def submit(self, job: Callable[[], None]) -> None:
-        try:
-            worker = self.idle.pop()
-            worker.job = job
-        except IndexError:
-            worker = _Worker(self)
-            worker.job = job
-            try:
-                worker.start()
-            except RuntimeError:  # Python is shutting down, and some versions start no threads then
-                job()
-                return
-        worker.ready.release()
-
-
-_threads = _Threads()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_threads.idle.clear)  # threads do not survive a fork
-
-
-def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a function in a worker thread; if the future is cancelled, the thread is left to end by itself."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def job() -> None:
-        try:
-            outcome: tuple[T | None, BaseException | None] = (function(), None)
-        except BaseException as error:  # foreign code; the awaiting side decides
-            if isinstance(error, StopIteration):  # a future cannot carry it
-                error = RuntimeError("StopIteration")
-            outcome = (None, error)
-        try:
-            loop.call_soon_threadsafe(settle, *outcome)
-        except RuntimeError:  # the loop was closed while the function still ran
-            return
-
-    _threads.submit(job)
-    return future
 
 
 # --- resources that belong to a loop ------------------------------------------------------------------------------

@@ -68,6 +68,14 @@ class DeadlineError(ModelError):
     """The reply did not come within the deadline."""
 
 
+class AccessRefusedError(RequestRefusedError):
+    """The endpoint refused one request after the other for its key or its model: nothing else will be answered."""
+
+
+class EndpointDownError(ModelError):
+    """The endpoint refused everything for so long that it is taken for down, for every rollout at once."""
+
+
 class OverlongPromptError(Error):
     """The conversation no longer fits into the model's context."""
 
@@ -120,6 +128,25 @@ class RolloutCancelledError(InfraError):
     """The run was stopped before this rollout finished."""
 
 
+class RunDeadlineError(InfraError):
+    """The time of the whole run was over before this rollout was done."""
+
+
+def ending_cause(error: BaseException | None) -> Error | None:
+    """The error behind this one that no other rollout of the run will escape, if there is one.
+
+    >>> ending_cause(JudgeError("no reply")), ending_cause(EndpointDownError("gone"))
+    (None, EndpointDownError('gone'))
+    """
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, AccessRefusedError | EndpointDownError):
+            return error
+        seen.append(error)
+        error = error.__cause__
+    return None
+
+
 def describe(error: BaseException) -> dict[str, Any]:
     """The record of an error that goes into a result: its type, blame, message, cause and traceback.
 
@@ -130,10 +157,25 @@ def describe(error: BaseException) -> dict[str, Any]:
     return {
         "type": type(error).__name__,
         "blame": getattr(error, "blame", "environment"),
-        "message": str(error),
-        "cause": None if cause is None else f"{type(cause).__name__}: {cause}",
-        "traceback": "".join(traceback.format_exception(error)),
+        "message": said(error),
+        "cause": None if cause is None else f"{type(cause).__name__}: {said(cause)}",
+        "traceback": _traceback(error),
     }
+
+
+def said(error: BaseException) -> str:
+    """An error's message, even where the class of someone else cannot say it."""
+    try:
+        return str(error)
+    except BaseException:  # foreign __str__
+        return "(it cannot be shown)"
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except BaseException:  # foreign __str__ of an error on the way
+        return "".join(traceback.format_tb(error.__traceback__))
 
 
 def wrap(error: Exception, into: type[Error], what: str) -> Error:
@@ -144,6 +186,6 @@ def wrap(error: Exception, into: type[Error], what: str) -> Error:
     """
     if isinstance(error, Error):
         return error
-    wrapped = into(f"{what} raised {type(error).__name__}: {error}")
+    wrapped = into(f"{what} raised {type(error).__name__}: {said(error)}")
     wrapped.__cause__ = error
     return wrapped

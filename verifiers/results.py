@@ -184,6 +184,8 @@ def report(results: Results) -> str:
     rollouts = len(results.rollouts)
     counts = f"{rollouts} rollout{'s' * (rollouts != 1)} of {examples} example{'s' * (examples != 1)}"
     lines = [f"{counts}, {len(results.failed)} failed"]
+    if ended := results.metadata.get("ended_early"):
+        lines.append(f"ended early: {ended}")
     lines += [f"  {count} × {cause[:140]}" for cause, count in list(results.causes.items())[:5]]
     if results.scored:
         names = ["reward", *results.metric_names]

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar, overload
 
 from verifiers.clients.protocol import Tokens
 from verifiers.errors import Error, HookError, OverlongPromptError, wrap
+from verifiers.escapes import contained
 from verifiers.types import Messages, State, TrajectoryStepTokens
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -37,11 +38,12 @@ async def run_episode(env: Episode, state: State) -> State:
             if state.get("final_env_response") is not None:
                 continue
             await env.ask_model(state, prompt)
-    except asyncio.CancelledError:
-        await _abandon(env, state)
-        raise
-    except Exception as error:  # foreign code runs in every step
-        note_error(state, error)
+    except BaseException as error:  # foreign code runs in every step
+        try:
+            note_error(state, contained(error))
+        except asyncio.CancelledError:
+            await _abandon(env, state)
+            raise
     await _finish(env, state)
     return state
 
@@ -50,8 +52,8 @@ async def _abandon(env: Episode, state: State) -> None:
     """The rollout is lost; what it holds (a sandbox, a game) is given back all the same."""
     try:
         await env.clean_up(state)
-    except Exception:  # foreign code, and nobody is left to read the state
-        logger.exception("cleaning up after a cancelled rollout")
+    except BaseException as error:  # foreign code, and nobody is left to read the state
+        logger.error("cleaning up after a cancelled rollout", exc_info=contained(error))
 
 
 async def _finish(env: Episode, state: State) -> None:
@@ -61,8 +63,8 @@ async def _finish(env: Episode, state: State) -> None:
     note_timing(state)
     try:
         await env.finish(state)
-    except Exception as error:  # foreign code: clean-up hooks and rendering
-        note_error(state, error)
+    except BaseException as error:  # foreign code: clean-up hooks and rendering
+        note_error(state, contained(error))
     read_error(state)
 
 

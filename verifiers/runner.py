@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import gc
+import os
 import signal
 import threading
 import time
@@ -11,19 +13,27 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import length_hint
+from types import FrameType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from verifiers.calls import is_cancelled
-from verifiers.errors import Interrupted
+from verifiers import deadlines
+from verifiers.calls import contained, is_cancelled
+from verifiers.errors import Error, Interrupted, RunDeadlineError, ending_cause
+from verifiers.escapes import hurry
+from verifiers.foreign import guarded_tasks
 from verifiers.progress import Progress, Tally
 from verifiers.rubrics.score import Score, note_scoring_time, write_score
+from verifiers.threads import leave_threads_behind
 from verifiers.types import Row, State
+from verifiers.watchdog import Watchdog
 
 DEFAULT_CONCURRENCY = 4096
 STARTED_AT_ONCE = 16
 YOUNG = 100_000  # new objects between two garbage collections
 SWEPT_AFTER = 32_768  # rollouts between two garbage collections over everything
+ENDING_S = 10.0  # for what was told to end, its clean-up included, before it is left behind
+STOPPING_S = 3.0  # the same, after a second Ctrl-C
 
 T = TypeVar("T")
 
@@ -31,6 +41,7 @@ Generate = Callable[["Job"], Awaitable[State]]
 ScoreAlone = Callable[[State], Awaitable[Score]]
 ScoreGroup = Callable[[Sequence[State], Sequence[Score]], Awaitable[None]]
 Sink = Callable[["Job", State], None]
+Fail = Callable[["Job", Error], State]
 
 
 class RunInterruptedError(Interrupted):
@@ -99,6 +110,8 @@ class Run:
         limits: Limits | None = None,
         sink: Sink | None = None,
         progress: Progress | None = None,
+        deadline_s: float | None = None,
+        fail: Fail | None = None,
     ) -> None:
         self.jobs = jobs
         self.generate = generate
@@ -108,8 +121,12 @@ class Run:
         self.sink = sink
         self.progress = progress or Tally()
         self.done: list[tuple[Job, State]] = []
+        self.deadline_s = deadline_s
+        self.fail = fail
         self.is_stopping = False
+        self.is_interrupted = False
         self.signum: int = signal.SIGINT  # that stopped it, where one did
+        self.ended_by: Error | None = None
         self._next = iter(jobs)
         self._groups: dict[Any, _Group] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -124,7 +141,9 @@ class Run:
         self._generation = _gate(self.limits.generation)
         self._scoring = _gate(self.limits.scoring)
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        with long_lived, interruptible(self._interrupt):
+        leave_threads_behind()
+        with long_lived, interruptible(self._interrupt), guarded_tasks():
+            timer = self._time_the_end()
             try:
                 await self._start_workers()
                 if self._tasks:
@@ -135,10 +154,52 @@ class Run:
                 if not self.is_stopping or is_cancelled():
                     raise
             finally:
-                await _cancel(self._tasks)
+                if timer is not None:
+                    timer.cancel()
+                await _cancel(self._tasks, STOPPING_S if self.is_interrupted else ENDING_S)
                 long_lived.rollouts += len(self.done)
+            if self.ended_by is not None:
+                await self._fail_the_rest(self.ended_by)
         self.done.sort(key=lambda item: item[0].position)
         return self.done
+
+    # --- an early end ---------------------------------------------------------------------------------------------
+
+    def _time_the_end(self) -> asyncio.TimerHandle | None:
+        if self.deadline_s is None:
+            return None
+        late = RunDeadlineError(f"the run's deadline of {self.deadline_s:g} s was over before this rollout was done")
+        return asyncio.get_running_loop().call_later(self.deadline_s, self.end, late)
+
+    def end(self, cause: Error) -> None:
+        """End now: what is done stays, all the rest fails with this cause."""
+        if self.ended_by is not None:
+            return
+        self.ended_by, self.is_stopping = cause, True
+        self.progress.note(f"the run ends early: {cause}")
+        self._cut_short()
+
+    def _cut_short(self) -> None:
+        """Wait for nobody any more; `finish` gives what is under way a little time to clean up."""
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    async def _fail_the_rest(self, cause: Error) -> None:
+        """Groups that are not complete are scored as they are, so that what was generated is not lost."""
+        try:
+            with deadlines.within(ENDING_S):
+                for group in [group for group in self._groups.values() if group.members]:
+                    await self._score_group(group)
+        except TimeoutError:
+            pass
+        if self.fail is not None:
+            settled = {job.position for job, _ in self.done}
+            for job in self.jobs:
+                if job.position not in settled:
+                    self._settle(job, self.fail(job, cause))
 
     async def _start_workers(self) -> None:
         """Start a few at a time, so that thousands of rollouts that begin at once do not hold up the loop."""
@@ -155,18 +216,22 @@ class Run:
             for job in self._next:
                 if self._is_wanted(job):
                     await self._run_job(job)
-        except asyncio.CancelledError:
-            self._ended.cancel()
-            raise
-        except Exception as error:
+        except BaseException as error:
+            try:
+                failure = contained(error)
+            except BaseException:
+                self._ended.cancel()
+                raise
             self.is_stopping = True  # saving failed: generating more would only lose more
-            self._failure = self._failure or error
+            self._failure = self._failure or failure
         self._working -= 1
         if (self._failure or not self._working) and not self._ended.done():
             self._ended.set_result(None)
 
     def _is_wanted(self, job: Job) -> bool:
         """Once the run is stopping only groups that have begun are completed: alone their rollouts have no score."""
+        if self.ended_by is not None:
+            return False
         group = self._groups.get(job.row["example_id"])
         if group is None:
             return not self.is_stopping
@@ -209,21 +274,22 @@ class Run:
             self._settle(job, state)
 
     def _settle(self, job: Job, state: State) -> None:
+        if (cause := ending_cause(state.get("error"))) is not None:
+            self.end(cause)
         if self.sink is not None:
             self.sink(job, state)
         self.done.append((job, state))
         self.progress.update(state)
 
     def _interrupt(self) -> None:
-        if not self.is_stopping:
-            self.is_stopping = True
+        if not self.is_interrupted:
+            self.is_stopping = self.is_interrupted = True
             self.signum = _heard.get(asyncio.get_running_loop(), signal.SIGINT)
             self.progress.note(
                 "stopping: rollouts under way are finished and saved; press Ctrl-C again to stop at once"
             )
             return
-        for task in self._tasks:
-            task.cancel()
+        self._cut_short()
 
 
 def _gate(limit: int | None) -> asyncio.Semaphore | None:
@@ -240,15 +306,15 @@ async def _in_turn(gate: asyncio.Semaphore, work: Callable[..., Awaitable[T]], *
         return await work(*args)
 
 
-async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: set[asyncio.Task[None]], limit_s: float) -> None:
     under_way = [task for task in tasks if not task.done()]
     for task in under_way:
         if not task.cancelling():  # a second time would break off its clean-up
             task.cancel()
     if under_way:
-        await asyncio.wait(under_way)
+        await asyncio.wait(under_way, timeout=limit_s)
     for task in tasks:
-        if not task.cancelled():
+        if task.done() and not task.cancelled():
             task.exception()  # asyncio reports those that nobody asked for
 
 
@@ -298,7 +364,7 @@ long_lived = _LongLived()
 
 
 OnInterrupt = Callable[[], None]
-_Listening = tuple[list[OnInterrupt], dict[int, Any]]
+_Listening = tuple[list[OnInterrupt], dict[int, Any], Watchdog]
 _heard: WeakKeyDictionary[asyncio.AbstractEventLoop, int] = WeakKeyDictionary()  # the last signal
 _listening: WeakKeyDictionary[asyncio.AbstractEventLoop, _Listening] = WeakKeyDictionary()
 
@@ -307,19 +373,21 @@ _listening: WeakKeyDictionary[asyncio.AbstractEventLoop, _Listening] = WeakKeyDi
 def interruptible(on_interrupt: OnInterrupt) -> Iterator[None]:
     """While this lasts, Ctrl-C, SIGTERM and SIGHUP call a function; only where the main thread runs the loop.
 
-    Several runs may be under way in one loop: each is told, and the last to end gives the signal back.
+    Several runs may be under way in one loop: each is told, and the last to end gives the signal back. A second Ctrl-C
+    that has not ended them a few seconds later ends the process: something there never returns.
     """
     loop = asyncio.get_running_loop()
     if threading.current_thread() is not threading.main_thread() or not _listen(loop):
         yield
         return
-    listeners, before = _listening[loop]
+    listeners, before, watchdog = _listening[loop]
     listeners.append(on_interrupt)
     try:
         yield
     finally:
         listeners.remove(on_interrupt)
         if not listeners:
+            watchdog.stop()
             del _listening[loop]
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -331,32 +399,43 @@ def _listen(loop: asyncio.AbstractEventLoop) -> bool:
     listeners: list[OnInterrupt] = []
     before: dict[int, Any] = {}
 
-    unheard = 0
+    watchdog = Watchdog()
+    received = unheard = 0
     is_told = False
 
     def tell(signum: int) -> None:
         nonlocal unheard
         unheard = 0
         _heard[loop] = signum
-        for on_interrupt in listeners:
+        for on_interrupt in tuple(listeners):
             on_interrupt()
 
-    def receive(signum: int, _: object) -> None:
-        nonlocal unheard, is_told
+    def receive(signum: int, frame: FrameType | None) -> None:
+        nonlocal received, unheard, is_told
+        if signum == signal.SIGINT and watchdog.receives(frame):
+            return
         if signum == HANGUP and is_told:
             return  # a terminal that closes may say so several times
         is_told = True
+        received += 1
         unheard += 1
-        if unheard > 1:  # a hook blocks the loop: nothing but an exception would get through
+        if received == 2:
+            hurry.set()
+            # Not `threading.Thread`: its locks may be held by what this handler interrupted.
+            _thread.start_new_thread(_exit_unless_ended, (listeners, 128 + signum))
+        if unheard > 1:  # something blocks the loop: nothing but an exception would get through
             raise Interrupted(signum=signum)
         loop.call_soon_threadsafe(tell, signum)
+
+    receive.is_ours = True  # type: ignore[attr-defined]
 
     try:
         for number in _free_signals():
             before[number] = signal.signal(number, receive)
     except ValueError:  # an interpreter within the interpreter
         return False
-    _listening[loop] = listeners, before
+    _listening[loop] = listeners, before, watchdog
+    watchdog.start()
     return True
 
 
@@ -372,3 +451,13 @@ def _free_signals() -> list[int]:
 def is_ours(handler: Any) -> bool:
     """Does a signal end the process, by default or by a handler of this library?"""
     return handler == signal.SIG_DFL or str(getattr(handler, "__module__", "")).startswith("verifiers.")
+
+
+def _exit_unless_ended(listeners: list[OnInterrupt], exit_code: int) -> None:
+    """The last resort. Rollouts are on disk as soon as they are done, so that nothing that was saved is lost by it."""
+    end = time.monotonic() + 2 * STOPPING_S
+    while listeners and time.monotonic() < end:
+        time.sleep(0.05)
+    if listeners:
+        os.write(2, b"\nstopped: something that never returns was left behind; what was saved can be resumed\n")
+        os._exit(exit_code)

@@ -16,6 +16,8 @@ ChatMessages = list[ChatMessage]
 Message = str | ChatMessage
 Messages = str | list[ChatMessage]
 MessageType = Literal["chat", "completion"]
+LARGEST_SCORE = 1e100  # of one function: sums of squares beyond it are no numbers any more
+LARGEST_REWARD = 1e15  # of a rollout: trainers compute in 32 bits, and a million of its squares still fit there
 Info = dict[str, Any]
 SamplingArgs = dict[str, Any]
 Row = dict[str, Any]
@@ -111,6 +113,7 @@ class GenerateMetadata(TypedDict, total=False):
     avg_metrics: dict[str, float]
     state_columns: list[str]
     path_to_save: Path | None
+    ended_early: str
 
 
 class Endpoint(TypedDict):

@@ -257,3 +257,119 @@ def test_what_a_model_writes_cannot_move_the_cursor(run, toy):
         shown = run("eval", "toy-env", "-p", "mine", "-m", "m", "-b", server.url, "-n", "1", "-r", "1").stdout
     assert "\\x1b[2J" in shown
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
+
+
+# --- limits of time, and an early end -----------------------------------------------------------------------------
+
+STUCK = '''
+"""Rewards and hooks that hang in one row."""
+import asyncio, threading
+import verifiers as vf
+
+def load_environment(where="reward", n=6):
+    def hang(place, state):
+        if place == where and state["example_id"] == 2:
+            threading.Event().wait()
+
+    def reward(completion, state):
+        hang("reward", state)
+        return 1.0
+
+    class Env(vf.SingleTurnEnv):
+        def setup_state(self, state):
+            hang("hook", state)
+            return state
+
+    return Env(eval_dataset=[{"question": str(i)} for i in range(n)], rubric=vf.Rubric([reward]))
+'''
+
+
+@pytest.mark.parametrize("where", ["reward", "hook"])
+def test_a_function_that_hangs_fails_its_row_at_the_limit_that_was_given(run, folder, where):
+    home = folder / "mine" / "stuck_env"
+    home.mkdir(parents=True)
+    (home / "stuck_env.py").write_text(STUCK)
+    args = ("eval", "./mine/stuck_env", "-m", "fake", "-n", "6", "-r", "1", "--json")
+    found = figures(run(*args, "-a", json.dumps({"where": where}), f"--{where}-timeout", "0.5", code=1))
+    assert (found["rollouts"], found["failed"]) == (6, 1)
+    assert "did not return within 0.5 s" in next(iter(found["causes"]))
+
+
+def test_a_run_out_of_time_ends_with_3_and_the_command_to_go_on(run, toy):
+    with vf.FakeServer("0", latency_s=60) as server:
+        url = server.url
+        args = ("eval", "./mine/toy_env", "-m", "m", "-b", url, "-n", "4", "-r", "1", "-s", "--deadline", "0.5")
+        result = run(*args, code=3)
+    assert "ended early: the run's deadline of 0.5 s" in result.stdout
+    again = shlex.split(next(line for line in result.stdout.splitlines() if "go on with: " in line).split(": ", 1)[1])
+    assert "--resume" in again
+    with vf.FakeServer("0") as quick:
+        again[again.index(url)] = quick.url
+        again[again.index("0.5")] = "60"
+        assert "4 rollouts of 4 examples, 0 failed" in run(*again[1:]).stdout
+
+
+def test_an_endpoint_that_is_down_ends_the_run_with_3_and_the_command_to_go_on(run, toy):
+    with vf.FakeServer("0", chaos=vf.Chaos(rate=1.0, kinds=("server_error",))) as server:
+        args = ("eval", "./mine/toy_env", "-m", "m", "-b", server.url, "-s", "--down-after", "0.5")
+        result = run(*args, "--max-retries", "1000", code=3)
+    assert "refused everything for 0.5 s and is taken for down" in result.stdout
+    assert "go on with: vf eval" in result.stdout
+
+
+def test_a_wrong_key_ends_the_run_with_3_after_a_handful_of_requests(run, toy):
+    with vf.FakeServer("0", api_key="sk-right") as server:
+        args = ("eval", "./mine/toy_env", "-m", "m", "-b", server.url, "-a", '{"n": 500}', "-n", "500", "--json")
+        found = figures(run(*args, "-c", "64", code=3))
+    assert found["failed"] == 1500
+    assert "401" in found["ended_early"]
+
+
+def test_how_many_bytes_of_a_reply_are_read_is_a_flag(run, toy):
+    with vf.FakeServer("0" * 5000) as server:
+        args = ("eval", "./mine/toy_env", "-m", "m", "-b", server.url, "-n", "1", "-r", "1", "--json")
+        found = figures(run(*args, "--max-reply-bytes", "1000", code=1))
+    assert "more than 1,000 bytes" in next(iter(found["causes"]))
+
+
+def test_limits_may_stand_in_a_file_of_evaluations(run, toy, folder):
+    (folder / "nightly.toml").write_text('deadline = 60\nreward_timeout = 5\n[[eval]]\nenv_id = "./mine/toy_env"\n')
+    run("eval", "nightly.toml", "-m", "fake", "-n", "1", "-r", "1")
+    (folder / "nightly.toml").write_text('deadline = -1\n[[eval]]\nenv_id = "./mine/toy_env"\n')
+    assert "deadline" in run("eval", "nightly.toml", "-m", "fake", code=2).stderr
+
+
+LINGERING = '''
+"""A reward that leaves a thread behind, which Python would wait for; and a teardown that hangs."""
+import threading
+import verifiers as vf
+
+def load_environment(n=200):
+    def reward(completion):
+        threading.Thread(target=threading.Event().wait).start()
+        return 1.0
+
+    class Env(vf.SingleTurnEnv):
+        @vf.teardown
+        def put_away(self):
+            threading.Event().wait()
+
+    return Env(eval_dataset=[{"question": str(i)} for i in range(n)], rubric=vf.Rubric([reward]))
+'''
+
+
+def test_ctrl_c_ends_the_program_even_where_threads_and_a_teardown_never_end(start, folder):
+    home = folder / "mine" / "lingering_env"
+    home.mkdir(parents=True)
+    (home / "lingering_env.py").write_text(LINGERING)
+    with vf.FakeServer("x", latency_s=0.3) as server:
+        args = ("eval", "./mine/lingering_env", "-m", "m", "-b", server.url, "-n", "200", "-r", "1", "-c", "2", "-s")
+        process = start(*args)
+        deadline = time.monotonic() + 40
+        while len(server.requests) < 6 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+        process.communicate(timeout=30)
+    assert process.returncode == 130

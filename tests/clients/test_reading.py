@@ -55,7 +55,6 @@ SHAPES = {"dict": copy.deepcopy, "sdk": as_sdk, "namespace": as_namespace}
         ({"reasoning_content": "hm"}, {"role": "assistant", "content": "4", "reasoning_content": "hm"}),
         ({"reasoning": "hm"}, {"role": "assistant", "content": "4", "reasoning_content": "hm"}),
         ({"content": None, "tool_calls": [CALL]}, {"role": "assistant", "content": None, "tool_calls": [CALL]}),
-        ({"content": None}, {"role": "assistant", "content": ""}),
         ({"tool_calls": []}, {"role": "assistant", "content": "4"}),
     ],
 )
@@ -257,3 +256,57 @@ def test_refusals_for_length_are_recognised(text: str) -> None:
 @pytest.mark.parametrize("text", OTHER)
 def test_other_refusals_are_not_taken_for_length(text: str) -> None:
     assert not is_overlong(text)
+
+
+# --- what got lost on the way -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_a_text_that_was_paid_for_and_is_not_there_is_a_bad_reply_and_no_empty_answer(shape: Any) -> None:
+    with pytest.raises(BadReplyError, match="no content, though it took 2 tokens"):
+        read_response(shape(reply({"content": None})))
+
+
+@pytest.mark.parametrize(
+    "instead",
+    [
+        {"refusal": "no"},
+        {"reasoning_content": "hm"},
+        {"reasoning": "hm"},
+        {"tool_calls": [CALL]},
+        {"function_call": {"name": "f", "arguments": "{}"}},
+        {"audio": {"id": "a", "data": "…"}},
+    ],
+    ids=lambda instead: next(iter(instead)),
+)
+def test_what_stands_in_the_place_of_a_text_is_an_answer(instead: dict[str, Any]) -> None:
+    assert not read_response(reply({"content": None, **instead})).text
+
+
+def test_tokens_of_a_hidden_chain_of_thought_need_not_have_become_text() -> None:
+    thinking = {"completion_tokens": 64, "prompt_tokens": 1, "completion_tokens_details": {"reasoning_tokens": 64}}
+    assert read_response({**reply({"content": None}), "usage": thinking}).text == ""
+
+
+def test_nothing_that_cost_nothing_is_an_empty_answer() -> None:
+    assert read_response({**reply({"content": None}), "usage": None}).text == ""
+    nothing = {"prompt_tokens": 9, "completion_tokens": 0}
+    assert read_response({**reply({"content": None}), "usage": nothing}).text == ""
+
+
+def test_a_filtered_reply_may_have_no_text() -> None:
+    filtered = reply({"content": None})
+    filtered["choices"][0]["finish_reason"] = "content_filter"
+    assert read_response(filtered).finish_reason == "content_filter"
+
+
+@pytest.mark.parametrize("content", [5, 1.5, True, {"text": "4"}])
+def test_a_content_that_is_neither_text_nor_parts_is_a_bad_reply(content: Any) -> None:
+    with pytest.raises(BadReplyError, match="content of the reply is a"):
+        read_response(reply({"content": content}))
+
+
+def test_a_plain_completion_whose_text_got_lost_is_a_bad_reply() -> None:
+    lost = {"choices": [{"text": None, "finish_reason": "stop"}], "usage": {"prompt_tokens": 1, "completion_tokens": 7}}
+    with pytest.raises(BadReplyError, match="took 7 tokens"):
+        read_response(lost, "completion")

@@ -52,7 +52,7 @@ def test_broken_bodies_are_a_value_error(body: bytes) -> None:
 
 def test_loose_json_is_read() -> None:
     assert wire.decode(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
-    assert wire.decode(b'{"a": "\\ud83d", "b": "\xff"}') == {"a": "\ufffd", "b": "\ufffd"}
+    assert wire.decode(b'{"a": "\\ud83d"}') == {"a": "\ufffd"}
     assert math.isnan(wire.decode(b'{"a": NaN}')["a"])
 
 
@@ -74,3 +74,11 @@ def test_a_call_shows_nothing_that_a_key_could_be_in() -> None:
         url="http://h?key=secret", headers={"a": "secret"}, body=b"secret", timeout_s=1.0, secrets=("secret",)
     )
     assert repr(call) == "Call(timeout_s=1.0)"
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"a": "4\xff"}', b'{"a": "\\ud83d", "b": "\xff"}', b'{"a": "\xc3"}', b"\xff\xfe{\x00}\x00"]
+)
+def test_bytes_that_are_not_utf_8_are_damage_and_never_replacement_characters(body: bytes) -> None:
+    with pytest.raises(UnicodeDecodeError):
+        wire.decode(body)

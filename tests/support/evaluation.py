@@ -6,6 +6,7 @@ It says on stdout how it ended, as one line of JSON. Run as a script it must not
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -38,7 +40,9 @@ class Plan:
     is_async: bool = False
     max_concurrent: int = 16
     temperature: float = 0.7
-    rewards: str = "alone"  # alone, group, cpu_bound, slow (half a second each), hanging (from the seventh call on)
+    # alone, group, cpu_bound, slow (half a second each); from the seventh call on: hanging, holding the loop for ever
+    # ("holding"), the same whatever is raised in it ("stubborn"), or leaving by sys.exit ("leaving")
+    rewards: str = "alone"
     fail_share: float = 0.0  # of the rewards, in this session
     session: int = 0
     die_at_step: int | None = None  # kill this process at the n-th file operation in the run directory
@@ -84,7 +88,24 @@ def make_env(plan: Plan) -> vf.SingleTurnEnv:
             time.sleep(300)
         return 1.0
 
+    async def holding(completion: Any) -> float:
+        if next(calls) >= 6:
+            threading.Event().wait()
+        return 1.0
+
+    async def stubborn(completion: Any) -> float:
+        while next(calls) >= 6:
+            with contextlib.suppress(BaseException):
+                threading.Event().wait()
+        return 1.0
+
+    async def leaving(completion: Any) -> float:
+        if next(calls) >= 6:
+            sys.exit(3)
+        return 1.0
+
     calls = itertools.count()
+    further = {"hanging": hanging, "holding": holding, "stubborn": stubborn, "leaving": leaving}
     rubric = vf.Rubric(funcs=[right], parser=parser)
     if plan.rewards == "group":
         rubric.add_reward_func(longest, 0.5)
@@ -92,8 +113,8 @@ def make_env(plan: Plan) -> vf.SingleTurnEnv:
         rubric.add_reward_func(vf.cpu_bound(counted))
     elif plan.rewards == "slow":
         rubric.add_reward_func(slow)
-    elif plan.rewards == "hanging":
-        rubric.add_reward_func(hanging)
+    elif plan.rewards in further:
+        rubric.add_reward_func(further[plan.rewards])
     rows = [{"question": f"question {i}", "answer": "x"} for i in range(plan.rows)]
     return vf.SingleTurnEnv(dataset=rows, parser=parser, rubric=rubric, env_id="made-to-be-killed")
 

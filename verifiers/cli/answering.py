@@ -40,6 +40,13 @@ class Wanted:
     headers: Mapping[str, str] = field(default_factory=dict)
     endpoints_path: str | None = None
     max_retries: int | None = None
+    down_after_s: float | None = None
+    max_reply_bytes: int | None = None
+
+    @property
+    def bounds(self) -> dict[str, float | int]:
+        given = {"down_after_s": self.down_after_s, "max_reply_bytes": self.max_reply_bytes}
+        return {name: value for name, value in given.items() if value is not None}
 
     def __post_init__(self) -> None:
         if self.api_key_var is not None and not re.fullmatch(r"[A-Za-z_]\w*", self.api_key_var):
@@ -150,7 +157,7 @@ def _from_registry(name: str, entry: Mapping[str, Any], wanted: Wanted) -> Found
     is_alone = len(targets) == 1
     retries = wanted.max_retries if wanted.max_retries is not None or is_alone else REPLICA_RETRIES
     try:
-        clients = [target.client(max_retries=retries) for target in targets]
+        clients = [target.client(max_retries=retries, **wanted.bounds) for target in targets]
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     client = clients[0] if is_alone else ReplicaClient(clients, models=[target.model for target in targets])
@@ -176,6 +183,7 @@ def _from_endpoint(name: str, wanted: Wanted, *, known: Sequence[str] = ()) -> F
             key,
             headers=tuple(wanted.headers.items()),
             max_retries=OUR_DEFAULT_RETRIES if wanted.max_retries is None else wanted.max_retries,
+            **wanted.bounds,
         )
     except ValueError as error:
         raise click.UsageError(f"-b: {error}") from error

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from verifiers.results import Results
 
 FAILED = 1
+ENDED_EARLY = 3
 
 
 @click.command("eval", short_help="Evaluate a model on an environment.")
@@ -45,7 +46,8 @@ def eval_command(ctx: click.Context, /, **given: Any) -> None:
     vf eval nightly.toml -m gpt-5-mini              every [[eval]] of a file
 
     Defaults for -n, -r, -c, -t and -T come from [tool.verifiers.eval] in the environment's pyproject.toml.
-    Exit codes: 0 done, 1 failures (see --max-failure-rate), 2 wrong usage, 130 stopped by Ctrl-C (143 by SIGTERM).
+    Exit codes: 0 done, 1 failures (see --max-failure-rate), 2 wrong usage, 3 ended early (--deadline, an endpoint that
+    is down or refuses the key or the model), 130 stopped by Ctrl-C (143 by SIGTERM).
     """
     with told(given["verbose"]):
         if given["no_interleave_scoring"]:
@@ -88,7 +90,7 @@ def _several(ctx: click.Context, given: Mapping[str, Any]) -> int:
     for number, one in enumerate(prepared, 1):
         click.echo(f"[{number}/{len(evals)}] ", nl=given["dry_run"], err=True)
         outcomes.append(_finish(ctx, one, is_alone=False))
-        if outcomes[-1].stopped_by is not None:
+        if outcomes[-1].stopped_by is not None or outcomes[-1].code == ENDED_EARLY:
             break
     if given["as_json"]:
         click.echo(json.dumps([one.figures for one in outcomes], ensure_ascii=False, allow_nan=False, default=str))
@@ -184,6 +186,8 @@ def _evaluate(ctx: click.Context, prepared: Prepared, *, is_alone: bool) -> Outc
     figures = _show(ctx, results, prepared, stopped_by=stopped_by, is_alone=is_alone)
     if stop is not None:
         return Outcome(stop.exit_code, results, figures, stopped_by)
+    if results.metadata.get("ended_early"):
+        return Outcome(ENDED_EARLY, results, figures)
     if flags.save_to_hf_hub:
         _push(results, flags)
     return Outcome(_verdict(results, flags.max_failure_rate), results, figures)
@@ -244,7 +248,8 @@ def _show(
     if path is not None:
         click.echo(f"look at it with: vf view {path}")
     if resume is not None:
-        click.echo(f"{'go on' if is_stopped else 'run the failed ones again'} with: {resume}")
+        is_whole = not is_stopped and not results.metadata.get("ended_early")
+        click.echo(f"{'run the failed ones again' if is_whole else 'go on'} with: {resume}")
     return None
 
 

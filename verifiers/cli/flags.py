@@ -14,6 +14,7 @@ from verifiers.cli.defaults import Defaults
 from verifiers.cli.environments import env_dir_option
 
 ABOVE_0 = click.IntRange(min=1)
+SECONDS = click.FloatRange(min=0, min_open=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,11 @@ class Flags:
     dry_run: bool
     max_retries: int | None
     timeout: float | None
+    reward_timeout: float | None
+    hook_timeout: float | None
+    deadline: float | None
+    down_after: float | None
+    max_reply_bytes: int | None
     as_json: bool
     max_failure_rate: float
 
@@ -63,6 +69,8 @@ class Flags:
             headers=self.header,
             endpoints_path=self.endpoints_path,
             max_retries=self.max_retries,
+            down_after_s=self.down_after,
+            max_reply_bytes=self.max_reply_bytes,
         )
 
     def run_options(self, defaults: Defaults) -> dict[str, Any]:
@@ -84,6 +92,9 @@ class Flags:
             "save_every": self.save_every,
             "save_results": self.save_results and self.resume is None and not self.record,
             "resume": self.resume or False,
+            "deadline_s": self.deadline,
+            "reward_timeout_s": self.reward_timeout,
+            "hook_timeout_s": self.hook_timeout,
         }
 
 
@@ -163,12 +174,17 @@ OPTIONS: list[Callable[..., Any]] = [
     click.option(
         "--max-retries", type=click.IntRange(min=0), metavar="N", help="Times a failed request is repeated (default 8)."
     ),
+    click.option("--timeout", type=SECONDS, metavar="S", help="Seconds a request may take (default 600)."),
+    click.option("--reward-timeout", type=SECONDS, metavar="S", help="Seconds a reward function may take (600)."),
+    click.option("--hook-timeout", type=SECONDS, metavar="S", help="Seconds a hook may take (default 3600)."),
+    click.option("--deadline", type=SECONDS, metavar="S", help="Seconds for the whole run; what is done is kept."),
     click.option(
-        "--timeout",
-        type=click.FloatRange(min=0, min_open=True),
+        "--down-after",
+        type=SECONDS,
         metavar="S",
-        help="Seconds a request may take (default 600).",
+        help="Seconds of nothing but refusals after which an endpoint is down (default 120).",
     ),
+    click.option("--max-reply-bytes", type=ABOVE_0, metavar="N", help="Bytes of a reply at most (default 64 MiB)."),
     click.option("-s", "--save-results", is_flag=True, help="Save each rollout under outputs/evals as it is done."),
     click.option("--resume", metavar="PATH", help="Go on with a saved run: what is missing and what failed."),
     click.option("--record", is_flag=True, help="With -s or --resume: keep what judges say too, for vf replay."),

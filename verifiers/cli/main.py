@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import difflib
 import importlib
+import os
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -105,4 +109,19 @@ def vf() -> None:
 
 def main() -> None:
     """The entry point of ``vf``."""
-    vf(prog_name="vf")
+    try:
+        vf(prog_name="vf")
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            leave_now()
+        raise
+
+
+def leave_now() -> None:
+    """After Ctrl-C: end even where a thread of an environment never does. All that is saved is on disk by now."""
+    if any(not thread.daemon and thread is not threading.main_thread() for thread in threading.enumerate()):
+        atexit._run_exitfuncs()  # Python would wait for those threads first
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
+                stream.flush()
+        os._exit(INTERRUPTED)

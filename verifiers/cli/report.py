@@ -47,6 +47,7 @@ def summary(results: Results) -> dict[str, Any]:
         "rollouts": len(results.rollouts),
         "failed": len(results.failed),
         "causes": results.causes,
+        "ended_early": metadata.get("ended_early"),
         "reward": _figures(results, "reward"),
         "metrics": {name: _figures(results, name) for name in results.metric_names},
         "pass_at_k": {

@@ -10,7 +10,7 @@ from verifiers.clients.dialects import arguments_of, refuse_unknown, split_data_
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import Prices
 from verifiers.clients.remote import RemoteClient
-from verifiers.errors import EmptyModelResponseError, RequestRefusedError
+from verifiers.errors import BadReplyError, EmptyModelResponseError, RequestRefusedError
 from verifiers.messages import content_text
 from verifiers.types import ChatMessage
 
@@ -205,7 +205,10 @@ def read_reply(reply: dict[str, Any], *, prices: Prices | None = None) -> Comple
         raise EmptyModelResponseError("the endpoint answered with no content")
     thinking = [block for block in blocks if block.get("type") in ("thinking", "redacted_thinking")]
     calls = [_read_call(block) for block in blocks if block.get("type") == "tool_use"]
-    text = "".join(block.get("text") or "" for block in blocks if block.get("type") == "text")
+    texts = [block.get("text") for block in blocks if block.get("type") == "text"]
+    if not all(isinstance(text, str) for text in texts):
+        raise BadReplyError("a text block of the reply has no text")
+    text = "".join(texts)
     message: ChatMessage = {"role": "assistant", "content": text or (None if calls else "")}
     if calls:
         message["tool_calls"] = calls

@@ -33,7 +33,7 @@ TYPES = {
     "responses": "responses",
     "openai_responses": "responses",
 }
-FIELDS = ("model", "url", "key", "type", "prices", "headers")
+FIELDS = ("model", "url", "key", "type", "prices", "headers", "down_after_s", "max_reply_bytes")
 NO_KEY = ("", "EMPTY", "NONE")
 
 
@@ -48,6 +48,8 @@ class Target:
     type: str = "openai"
     prices: Mapping[str, float] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
+    down_after_s: float | None = None
+    max_reply_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for attribute in ("model", "url", "key", "type"):
@@ -65,6 +67,12 @@ class Target:
             raise ValueError(
                 f"endpoint {self.name!r}: key must be the name of an environment variable, such as OPENAI_API_KEY"
             )
+        bounds: tuple[object, ...] = (self.down_after_s, self.max_reply_bytes)
+        for bound in bounds:
+            if bound is not None and (not isinstance(bound, int | float) or not bound > 0):
+                raise ValueError(
+                    f"endpoint {self.name!r}: down_after_s and max_reply_bytes are numbers above 0, not {bound!r}"
+                )
         if unknown := set(self.prices) - {"prompt", "completion"}:
             raise ValueError(f"endpoint {self.name!r}: unknown prices {sorted(unknown)}; give prompt and completion")
 
@@ -77,8 +85,11 @@ class Target:
             raise ValueError(f"endpoint {self.name!r} needs the environment variable {self.key}, which is not set")
         return key or None
 
-    def client(self, *, max_retries: int | None = None) -> Client:
-        """The HTTP client for this server."""
+    def client(self, *, max_retries: int | None = None, **bounds: float | int | None) -> Client:
+        """The HTTP client for this server; bounds that are given win over its own."""
+        own = {"down_after_s": self.down_after_s, "max_reply_bytes": self.max_reply_bytes}
+        said = {name: value for name, value in bounds.items() if value is not None}
+        bounds = {name: value for name, value in {**own, **said}.items() if value is not None}
         return http_client(
             TYPES[self.type],
             self.url,
@@ -86,6 +97,7 @@ class Target:
             headers=tuple(self.headers.items()),
             prices=tuple(self.prices.items()),
             max_retries=OUR_DEFAULT_RETRIES if max_retries is None else max_retries,
+            **bounds,
         )
 
     def entry(self) -> dict[str, Any]:
@@ -97,6 +109,9 @@ class Target:
             entry["prices"] = dict(self.prices)
         if self.headers:
             entry["headers"] = dict(self.headers)
+        for bound in ("down_after_s", "max_reply_bytes"):
+            if getattr(self, bound) is not None:
+                entry[bound] = getattr(self, bound)
         return entry
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from verifiers import calls, messages
+from verifiers import calls, deadlines, messages
 from verifiers.clients.openai_looks import OpenAILooks
 from verifiers.clients.protocol import Completion, Request, Tokens
 from verifiers.clients.recording import record_completion
@@ -49,14 +49,14 @@ class FakeClient(OpenAILooks):
         prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
         self.requests.append(replace(request, prompt=prompt))
         try:
-            async with asyncio.timeout(request.timeout_s):
+            with deadlines.within(request.timeout_s):
                 if self.latency_s:
                     await asyncio.sleep(self.latency_s)
                 said = await self._say(self.reply, request)
         except TimeoutError as error:
             raise DeadlineError(f"the fake reply took longer than {request.timeout_s} s") from error
-        except Exception as error:  # the reply function is the caller's own code
-            failure = wrap(error, ModelError, "the fake reply")
+        except BaseException as error:  # the reply function is the caller's own code
+            failure = wrap(calls.contained(error), ModelError, "the fake reply")
             raise failure from failure.__cause__
         completion = _counted(_as_completion(said, request), request, with_tokens=self.tokens)
         return record_completion(self, request, completion)

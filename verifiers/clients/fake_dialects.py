@@ -212,6 +212,20 @@ DIALECTS = {
 }
 
 
+def without_texts(value: Any) -> Any:
+    """A reply with null where its texts were, as proxies that lose something on the way give it.
+
+    >>> without_texts({"message": {"role": "assistant", "content": "4"}})
+    {'message': {'role': 'assistant', 'content': None}}
+    """
+    if isinstance(value, list):
+        return [without_texts(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    lost = {name: None for name in ("content", "text") if isinstance(value.get(name), str)}
+    return {name: without_texts(item) for name, item in value.items()} | lost
+
+
 def dialect_of(path: str) -> Dialect | None:
     """The dialect spoken at a path, by how the path ends.
 

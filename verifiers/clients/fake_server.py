@@ -16,10 +16,12 @@ from aiohttp import web
 
 from verifiers import errors
 from verifiers.clients.fake import FakeClient
-from verifiers.clients.fake_dialects import CREATED, Dialect, dialect_of
+from verifiers.clients.fake_dialects import CREATED, Dialect, dialect_of, without_texts
 from verifiers.clients.server_thread import ServerThread
 
 KINDS = ("rate_limit", "server_error", "reset", "slow", "broken_json", "empty")
+DAMAGE = ("bad_utf8", "null_content")  # a reply that reads like one, and is not what the model said
+ALL_KINDS = (*KINDS, *DAMAGE, "endless")
 
 # What a reply function raises, as the endpoint would say it: the fault, or a status and an error code.
 _FAULT_OF: dict[type[errors.Error], str] = {
@@ -46,10 +48,10 @@ class Chaos:
     def __post_init__(self) -> None:
         if not 0.0 <= self.rate <= 1.0:
             raise ValueError(f"rate is a share of requests between 0 and 1, not {self.rate}")
-        if unknown := set(self.kinds) - set(KINDS):
-            raise ValueError(f"unknown faults {sorted(unknown)}; there are {', '.join(KINDS)}")
+        if unknown := set(self.kinds) - set(ALL_KINDS):
+            raise ValueError(f"unknown faults {sorted(unknown)}; there are {', '.join(ALL_KINDS)}")
         if not self.kinds:
-            raise ValueError(f"kinds is empty; choose from {', '.join(KINDS)}")
+            raise ValueError(f"kinds is empty; choose from {', '.join(ALL_KINDS)}")
 
     def fault(self, seed: int, body: bytes, attempt: int) -> str | None:
         """The fault that the n-th arrival of a body meets, or None.
@@ -133,11 +135,11 @@ class FakeServer(ServerThread):
             return _error(400, "invalid_request", f"the body is not a JSON object: {error}")
         self.requests.append(ReceivedRequest(http.path, http.headers, body))
         fault = self._next_fault(http.path.encode() + content)
-        if fault is not None and fault != "slow":
+        if fault is not None and fault != "slow" and fault not in DAMAGE:
             return await self._fail(http, dialect, fault)
-        return await self._reply(http, dialect, body, is_slow=fault == "slow")
+        return await self._reply(http, dialect, body, fault)
 
-    async def _reply(self, http: web.BaseRequest, dialect: Dialect, body: Any, *, is_slow: bool) -> web.StreamResponse:
+    async def _reply(self, http: web.BaseRequest, dialect: Dialect, body: Any, fault: str | None) -> web.StreamResponse:
         if body.get("stream") or body.get("n", 1) != 1:
             return _error(400, "invalid_request", "the fake server gives one whole reply: no stream, no n")
         try:
@@ -148,8 +150,12 @@ class FakeServer(ServerThread):
             completion = await self._model.complete(request)
         except errors.Error as error:
             return await self._say_error(http, dialect, error)
-        written = msgspec.json.encode(dialect.write(completion, request))
-        return await self._send_slowly(http, written) if is_slow else _bytes(written)
+        said = dialect.write(completion, request)
+        written = msgspec.json.encode(without_texts(said) if fault == "null_content" else said)
+        if fault == "bad_utf8":
+            text = msgspec.json.encode(completion.text)[1:-1]
+            written = written.replace(text, b"\xff" + text)
+        return await self._send_slowly(http, written) if fault == "slow" else _bytes(written)
 
     async def _say_error(self, http: web.BaseRequest, dialect: Dialect, error: errors.Error) -> web.StreamResponse:
         if fault := _FAULT_OF.get(type(error)):
@@ -179,6 +185,8 @@ class FakeServer(ServerThread):
     async def _fail(self, http: web.BaseRequest, dialect: Dialect, fault: str) -> web.StreamResponse:
         if fault == "reset":
             return _reset(http)
+        if fault == "endless":
+            return await self._send_for_ever(http)
         if fault == "rate_limit":
             wait_s = (self.chaos or Chaos()).retry_after_s
             headers = {"Retry-After": f"{wait_s:g}", "retry-after-ms": f"{1000 * wait_s:g}"}
@@ -187,6 +195,14 @@ class FakeServer(ServerThread):
             return _error(500, "server_error", "the server had an error")
         written = msgspec.json.encode(dialect.empty)
         return _bytes(written[: len(written) // 2] if fault == "broken_json" else written)
+
+    async def _send_for_ever(self, http: web.BaseRequest) -> web.StreamResponse:
+        """A body that has no end: as much as the other side takes."""
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(http)
+        await response.write(b'{"choices": [')
+        while True:
+            await response.write(b" " * 65536)
 
     async def _send_slowly(self, http: web.BaseRequest, written: bytes) -> web.StreamResponse:
         pieces = 5

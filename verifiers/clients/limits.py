@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 from collections import deque
 
-from verifiers.errors import DeadlineError
+from verifiers import deadlines
+from verifiers.errors import DeadlineError, EndpointDownError
 
 START = 2048
 CAP = 65536
 FIRST_SPACING_S, LONGEST_SPACING_S = 0.25, 30.0
+DOWN_FOR_S = 5.0  # how long a declaration holds; whoever asks later finds out anew
 GROWTH = 1 / 8  # of the limit in one round trip, after a complaint, but at least a half; before any it doubles
 
 
@@ -39,6 +41,9 @@ class Limit:
         self._pause_end = 0.0
         self._spacing_s = 0.0
         self._last_success = 0.0
+        self.refused_since: float | None = None
+        self._down: tuple[float, str] | None = None
+        self._sleepers: set[asyncio.Future[None]] = set()
 
     # --- slots ----------------------------------------------------------------------------------------------------
 
@@ -105,6 +110,45 @@ class Limit:
             self.pause(self._spacing_s)
         self.size = max(1.0, busy / 2)
 
+    # --- is anyone there at all? ----------------------------------------------------------------------------------
+
+    def note(self, is_refusal: bool, now: float) -> None:
+        """Remember since when the endpoint has refused everything (``now``: a clock of time in which we could ask)."""
+        if not is_refusal:
+            self.refused_since = None
+        elif self.refused_since is None:
+            self.refused_since = now
+
+    def check(self) -> None:
+        """Raise what was found out about the endpoint, if that was only just."""
+        if self._down is not None:
+            until, said = self._down
+            if asyncio.get_running_loop().time() < until:
+                raise EndpointDownError(said)
+            self._down = None
+
+    def declare_down(self, said: str) -> None:
+        """The endpoint is taken for down: whoever waits for it is told now, and so is whoever comes right after."""
+        self._down = asyncio.get_running_loop().time() + DOWN_FOR_S, said
+        self.refused_since = None
+        waiting = [*self._line, *self._sleepers]
+        self._line.clear()
+        for place in waiting:
+            if not place.done():
+                place.set_exception(EndpointDownError(said))
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait before asking again; ends at once where the endpoint is declared down meanwhile."""
+        loop = asyncio.get_running_loop()
+        place: asyncio.Future[None] = loop.create_future()
+        timer = loop.call_later(seconds, _wake, place)
+        self._sleepers.add(place)
+        try:
+            await place
+        finally:
+            timer.cancel()
+            self._sleepers.discard(place)
+
     def pause(self, seconds: float) -> None:
         """Let nobody enter for that long (the endpoint said when to come back); pauses do not add up."""
         loop = asyncio.get_running_loop()
@@ -126,6 +170,11 @@ class Limit:
             self.size = max(self.size, min(float(demand), self.cap))
 
 
+def _wake(place: asyncio.Future[None]) -> None:
+    if not place.done():
+        place.set_result(None)
+
+
 class _Patience:
     """Ends a wait in line when the line has not moved for too long."""
 
@@ -135,17 +184,18 @@ class _Patience:
         self, limit: Limit, place: asyncio.Future[None], seconds: float, loop: asyncio.AbstractEventLoop
     ) -> None:
         self._limit, self._place, self._seconds, self._loop = limit, place, seconds, loop
-        self._since = loop.time()
-        self._handle = loop.call_at(self._since + seconds, self._check)
+        self._since = deadlines.current().clock.now()
+        self._handle = loop.call_later(seconds, self._check)
 
     def _check(self) -> None:
         end = max(self._since, self._limit._last_success) + self._seconds
         if self._place.done():
             return
-        if self._loop.time() < end:
-            self._handle = self._loop.call_at(end, self._check)
+        now = deadlines.current().clock.now()
+        if now < end:
+            self._handle = self._loop.call_later(end - now, self._check)
         else:
-            waited_s = self._loop.time() - self._since
+            waited_s = now - self._since
             self._place.set_exception(
                 DeadlineError(f"waited {waited_s:.0f} s in line for the endpoint, which answered nothing meanwhile")
             )

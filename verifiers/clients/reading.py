@@ -53,8 +53,10 @@ def read_response(response: Any, message_type: MessageType = "chat", *, prices: 
         if source is None:
             raise EmptyModelResponseError("the first choice has no message")
         message = read_message(_shaped(source, "message"))
+        _check_content(source, field(source, "content"), response, choice)
     else:
         text = field(choice, "text")
+        _check_content(choice, text, response, choice)
         message = {"role": "assistant", "content": text if isinstance(text, str) else ""}
     reason = field(choice, "finish_reason")
     model = field(response, "model")
@@ -77,6 +79,34 @@ def _shaped(source: Any, what: str) -> Any:
     if isinstance(source, (str, int, float, list)):
         raise BadReplyError(f"a {what} that is a {type(source).__name__}")
     return source
+
+
+# What a reply may consist of when it has no content.
+_INSTEAD = frozenset(
+    ("tool_calls", "function_call", "refusal", "audio", "images", "reasoning", "reasoning_content", "reasoning_details")
+)
+
+
+def _check_content(holder: Any, content: Any, response: Any, choice: Any) -> None:
+    """A text that was paid for and is not there was lost on the way: that is no empty answer."""
+    if content is not None:
+        if isinstance(holder, dict) and not isinstance(content, (str, list)):
+            raise BadReplyError(f"the content of the reply is a {type(content).__name__}")
+        return
+    if any(field(holder, name) for name in _INSTEAD) or field(choice, "finish_reason") == "content_filter":
+        return
+    tokens = _spent(field(response, "usage"))
+    if tokens > 0:
+        raise BadReplyError(f"the reply has no content, though it took {tokens} tokens")
+
+
+def _spent(usage: Any) -> int:
+    """The tokens of a reply that must have become text; those of a hidden chain of thought need not."""
+    completion = field(usage, "completion_tokens")
+    hidden = field(field(usage, "completion_tokens_details"), "reasoning_tokens")
+    if not isinstance(completion, int):
+        return 0
+    return completion - (hidden if isinstance(hidden, int) else 0)
 
 
 def _nothing(response: Any) -> str:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlencode, urlsplit
 
+from verifiers import deadlines
 from verifiers.calls import PerLoop
 from verifiers.clients import wire
 from verifiers.clients.openai_looks import OpenAILooks
@@ -18,15 +19,23 @@ from verifiers.clients.recording import record_completion
 from verifiers.clients.retries import Backoff, Failure, bad_reply, reported_failure, status_failure
 from verifiers.clients.secrets import hide_in_url, mask, redact, secrets_in
 from verifiers.clients.wire import Call, Reply
-from verifiers.errors import BadReplyError, EmptyModelResponseError, RequestRefusedError, ServerError
+from verifiers.errors import (
+    AccessRefusedError,
+    BadReplyError,
+    EmptyModelResponseError,
+    RequestRefusedError,
+    ServerError,
+)
 
 if TYPE_CHECKING:
     from multidict import CIMultiDictProxy
 
+    from verifiers.clients.limits import Limit
     from verifiers.clients.transport import Pool
 
 logger = logging.getLogger("verifiers.clients")
 
+DOWN_AFTER_S = 120.0
 SHOWN_CHARS = 500
 _READ_CHARS = 65536  # of an error's body
 
@@ -35,7 +44,8 @@ class RemoteClient(OpenAILooks):
     """What every client over HTTP does; each says how it writes a request (`_write`) and reads a reply (`_read`).
 
     ``timeout_s`` bounds one attempt, ``max_concurrent`` the requests of this client (the endpoint's own limit adapts by
-    itself), ``prices`` are US dollars for a million ``prompt`` and ``completion`` tokens.
+    itself), ``prices`` are US dollars for a million ``prompt`` and ``completion`` tokens. An endpoint that has refused
+    everything for ``down_after_s`` is taken for down. A reply longer than ``max_reply_bytes`` is not read to its end.
     """
 
     default_base_url: ClassVar[str] = "https://api.openai.com/v1"
@@ -52,6 +62,8 @@ class RemoteClient(OpenAILooks):
         max_retries: int = 8,
         max_concurrent: int | None = None,
         prices: Prices | None = None,
+        down_after_s: float = DOWN_AFTER_S,
+        max_reply_bytes: int = wire.MAX_REPLY_BYTES,
     ) -> None:
         base_url = (base_url or self.default_base_url).rstrip("/")
         if api_key is None and base_url == self.default_base_url:
@@ -64,6 +76,10 @@ class RemoteClient(OpenAILooks):
                 f"timeout_s must be above 0, max_retries 0 or more, max_concurrent 1 or more; "
                 f"got {timeout_s=}, {max_retries=}, {max_concurrent=}"
             )
+        if not down_after_s > 0 or max_reply_bytes < 1:
+            raise ValueError(
+                f"down_after_s must be above 0 and max_reply_bytes 1 or more; got {down_after_s=}, {max_reply_bytes=}"
+            )
         if unknown := set(prices or ()) - {"prompt", "completion"}:
             raise ValueError(f"prices has {sorted(unknown)}; it can have 'prompt' and 'completion'")
         self.base_url = base_url
@@ -73,6 +89,8 @@ class RemoteClient(OpenAILooks):
         self.max_retries = max_retries
         self.max_concurrent = max_concurrent
         self.prices = prices
+        self.down_after_s = down_after_s
+        self.max_reply_bytes = max_reply_bytes
         self._prepared: CIMultiDictProxy[str] | None = None
         self._urls: dict[str, str] = {}
 
@@ -104,20 +122,48 @@ class RemoteClient(OpenAILooks):
         call = self._call(request)
         pool = await _pools.get()
         read = partial(self._outcome, request)
+        limit = pool.limit(self.base_url)
         attempts = 0
         while True:
-            outcome = await pool.ask(call, read, self.base_url, self.max_concurrent)
+            outcome = await self._attempt(pool, call, read, request.model)
             if isinstance(outcome, Completion):
                 return record_completion(self, request, outcome)
             attempts += 1
+            self._check_down(limit, outcome, call)
             if outcome.ends_after(attempts, max_retries=self.max_retries):
                 break
             delay_s = self.backoff.delay_s(attempts, outcome.retry_after_s)
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("attempt %d failed, next one in %.2f s: %s", attempts, delay_s, self._say(outcome, call))
-            await self.backoff.wait(delay_s)
+            await (limit.sleep(delay_s) if self.backoff.sleep is None else self.backoff.sleep(delay_s))
         times = f" after {attempts} attempts" if attempts > 1 else ""
         raise outcome.error(f"POST {self._shown(call.url, call)} failed{times}: {self._say(outcome, call)}")
+
+    async def _attempt(self, pool: Pool, call: Call, read: Any, model: str) -> Completion | Failure:
+        """One attempt, once it is known (or not yet known) that the key and the model are good for anything."""
+        access = pool.access(self.base_url, self.api_key, model)
+        await access.enter()
+        outcome: Completion | Failure | None = None
+        try:
+            outcome = await pool.ask(call, read, self.base_url, self.max_concurrent)
+        finally:
+            if outcome is None:
+                access.left()
+        if isinstance(outcome, Completion) or not outcome.is_access:
+            access.open()
+        elif access.refuse(f"POST {self._shown(call.url, call)} failed: {self._say(outcome, call)}"):
+            raise AccessRefusedError(access.said)
+        return outcome
+
+    def _check_down(self, limit: Limit, outcome: Failure, call: Call) -> None:
+        if not outcome.is_refusal or limit.refused_since is None:
+            return
+        refused_s = deadlines.current().clock.now() - limit.refused_since
+        if refused_s >= self.down_after_s:
+            where = self._shown(hide_in_url(self.base_url), call)
+            said = f"{where} refused everything for {self.down_after_s:g} s and is taken for down"
+            limit.declare_down(f"{said}; the last it said: {self._say(outcome, call)}")
+            limit.check()
 
     def _outcome(self, request: Request, reply: Reply) -> Completion | Failure:
         if not 200 <= reply.status < 300:
@@ -154,6 +200,7 @@ class RemoteClient(OpenAILooks):
             headers=self._headers(extra_headers),
             body=wire.encode(body),
             timeout_s=self._deadline(request.timeout_s, timeout_s),
+            max_reply_bytes=self.max_reply_bytes,
             secrets=tuple(secrets_in(extra_headers or {}, [url])) if extra_headers or extra_query else (),
         )
 

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from verifiers.clients.protocol import Client, Completion, Request
-from verifiers.errors import ConnectionFailedError, DeadlineError, ModelError, RateLimitError, ServerError
+from verifiers.errors import (
+    ConnectionFailedError,
+    DeadlineError,
+    EndpointDownError,
+    ModelError,
+    RateLimitError,
+    ServerError,
+)
 
 ROUNDS = 2
 REST_S = 10.0  # how long a replica that failed is passed over while another one is up
@@ -59,7 +66,7 @@ class ReplicaClient:
                 tried.append(replica)
                 try:
                     return await self._ask(replica, request, deadline)
-                except (ConnectionFailedError, ServerError, RateLimitError) as error:
+                except (ConnectionFailedError, ServerError, RateLimitError, EndpointDownError) as error:
                     replica.rests_until = time.monotonic() + REST_S
                     last = error
         raise last or ModelError("no replica was asked")

@@ -101,8 +101,12 @@ def http_client(
     max_retries: int = OUR_DEFAULT_RETRIES,
     max_concurrent: int | None = None,
     prices: tuple[tuple[str, float], ...] = (),
+    **bounds: Any,
 ) -> Client:
-    """The one HTTP client with these settings; ``kind`` is openai, anthropic or responses."""
+    """The one HTTP client with these settings; ``kind`` is openai, anthropic or responses.
+
+    ``bounds`` are ``down_after_s`` and ``max_reply_bytes``.
+    """
     # Imported here, because aiohttp takes longer to import than all the rest.
     from verifiers.clients.anthropic import AnthropicClient
     from verifiers.clients.http import HTTPClient
@@ -117,6 +121,7 @@ def http_client(
         max_retries=max_retries,
         max_concurrent=max_concurrent,
         prices=dict(prices) or None,
+        **bounds,
     )
 
 

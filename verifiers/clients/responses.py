@@ -162,7 +162,10 @@ def read_reply(reply: dict[str, Any], *, prices: Prices | None = None) -> Comple
 
 def _read_message(items: list[dict[str, Any]]) -> ChatMessage:
     parts = [part for item in items if item.get("type") == "message" for part in item.get("content") or ()]
-    text = "".join(part.get("text") or "" for part in parts if part.get("type") == "output_text")
+    texts = [part.get("text") for part in parts if part.get("type") == "output_text"]
+    if not all(isinstance(text, str) for text in texts):
+        raise BadReplyError("a text of the reply is missing")
+    text = "".join(texts)
     refusal = "".join(part.get("refusal") or "" for part in parts if part.get("type") == "refusal")
     calls = [_read_call(item) for item in items if item.get("type") == "function_call"]
     reasoning = [item for item in items if item.get("type") == "reasoning"]

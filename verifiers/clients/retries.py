@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 from verifiers.clients.reading import is_overlong
 from verifiers.errors import (
     BadReplyError,
-    DeadlineError,
+    ConnectionFailedError,
     Error,
     ModelError,
     OverlongPromptError,
@@ -24,7 +25,7 @@ from verifiers.errors import (
 )
 
 LONGEST_PAUSE_S = 60.0
-DEADLINE_RETRIES = 1  # what was too slow once is mostly too slow again, and costs a whole deadline to find out
+COSTLY_RETRIES = 1  # what was too slow or too long once mostly is so again
 _ASK_AGAIN = frozenset((408, 409, 425))
 _OVERLOAD = frozenset((429, 503, 529))
 _MAYBE_OVERLONG = frozenset((400, 413, 422, 500))
@@ -38,12 +39,19 @@ class Failure:
     text: str
     is_final: bool = False
     is_overload: bool = False
+    is_access: bool = False  # the key or the model is refused, so every other request will be
+    is_costly: bool = False  # to find out took as long or as much as a whole attempt may: not often again
     retry_after_s: float | None = None
+
+    @property
+    def is_refusal(self) -> bool:
+        """Did the endpoint take nothing from us: too busy, broken, or not there?"""
+        return self.error in (RateLimitError, ServerError, ConnectionFailedError)
 
     def ends_after(self, attempts: int, *, max_retries: int) -> bool:
         """Is there no point in asking again after this many attempts?"""
-        if self.error is DeadlineError:
-            max_retries = min(max_retries, DEADLINE_RETRIES)
+        if self.is_costly:
+            max_retries = min(max_retries, COSTLY_RETRIES)
         return self.is_final or attempts > max_retries
 
 
@@ -86,7 +94,7 @@ def status_failure(status: int, headers: Mapping[str, str], body: str) -> Failur
     elif status >= 500 or status in _ASK_AGAIN or headers.get("x-should-retry") == "true":
         error = ServerError
     else:
-        return Failure(error=RequestRefusedError, text=text, is_final=True)
+        return Failure(error=RequestRefusedError, text=text, is_final=True, is_access=is_access(status, body))
     return Failure(
         error=error,
         text=text,
@@ -94,6 +102,21 @@ def status_failure(status: int, headers: Mapping[str, str], body: str) -> Failur
         is_overload=status in _OVERLOAD,
         retry_after_s=retry_after(headers),
     )
+
+
+_NO_MODEL = re.compile(
+    r"model_not_found|not a valid model|invalid model|unknown model|model [^\n]{0,200}(?:does not exist|not found)",
+    re.I,
+)
+
+
+def is_access(status: int, body: str) -> bool:
+    """Does this refuse the key, the account or the model, and so every request, and not this one alone?"""
+    if status == 403:
+        return not re.search("moderation|flagged", body, re.I)  # how gateways refuse what one prompt says
+    if status in (400, 422):
+        return _NO_MODEL.search(body) is not None
+    return status in (401, 402, 404) or "insufficient_quota" in body
 
 
 def reported_failure(reply: Mapping[str, Any], body: str) -> Failure:

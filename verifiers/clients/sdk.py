@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
-from verifiers import errors
+from verifiers import deadlines, errors
 from verifiers.calls import Hook, PerLoop, is_async_callable, maybe_await
+from verifiers.clients.access import Access
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import is_overlong, read_response
+from verifiers.clients.retries import is_access
 from verifiers.clients.secrets import redact, secrets_in
+from verifiers.escapes import contained
 from verifiers.messages import has_audio
 from verifiers.types import MessageType
 
@@ -38,8 +40,8 @@ class SDKClient:
             raise TypeError(f"a {type(sdk).__name__} has neither .chat.completions.create nor .completions.create")
         self.sdk = sdk
         self.timeout_s = timeout_s
-        self._in_thread = Hook(_call)
-        self._in_thread.is_pinned = True  # a request that came back quickly does not promise that the next one will
+        self._accesses: PerLoop[dict[str, Access]] = PerLoop(dict)
+        self._in_thread = Hook(_call, may_share=False)  # one that came back quickly does not promise the next one will
 
     @property
     def base_url(self) -> str:
@@ -56,16 +58,38 @@ class SDKClient:
         if create is None:
             raise errors.RequestRefusedError(f"a {type(self.sdk).__name__} cannot do {request.message_type} requests")
         timeout_s = self.timeout_s if request.timeout_s is None else request.timeout_s
-        failure: errors.Error
-        deadline = asyncio.timeout(timeout_s)
+        access = (await self._accesses.get()).setdefault(request.model, Access())
+        await access.enter()
+        has_answered = False
         try:
-            async with deadline:
+            completion = await self._complete(create, request, timeout_s)
+            has_answered = True
+        except errors.AccessRefusedError as error:
+            has_answered = True
+            if access.refuse(str(error)):
+                raise errors.AccessRefusedError(access.said) from error.__cause__
+            raise errors.RequestRefusedError(str(error)) from error.__cause__
+        except errors.Error:
+            access.open()
+            raise
+        finally:
+            if not has_answered:
+                access.left()
+        access.open()
+        return completion
+
+    async def _complete(self, create: Callable[..., Any], request: Request, timeout_s: float) -> Completion:
+        failure: errors.Error
+        deadline = deadlines.current().within(timeout_s)
+        try:
+            with deadline:
                 response = await self._call(create, arguments(create, request))
                 return read_response(response, request.message_type)
         except errors.Error:
             raise
-        except Exception as error:  # whatever the foreign object raises
-            if deadline.expired():
+        except BaseException as raised:  # whatever the foreign object raises
+            error = contained(raised)
+            if deadline.is_over and isinstance(error, TimeoutError):
                 failure = errors.DeadlineError(f"no reply within {timeout_s:g} s")
             else:
                 failure = translate(error, self._secrets(request))
@@ -197,6 +221,8 @@ def _kind(error: Exception) -> type[errors.Error]:
         return errors.ServerError
     if is_overlong(str(error)):
         return errors.OverlongPromptError
+    if status is not None and is_access(status, str(error)):
+        return errors.AccessRefusedError
     if status is not None and status >= 400:
         return errors.RequestRefusedError
     return errors.ModelError

@@ -19,7 +19,9 @@ import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from verifiers.clients.deadlines import Deadlines
+from verifiers import deadlines
+from verifiers.clients.access import NEAR_PROBATION_S, PROBATION_S, Access
+from verifiers.clients.endpoints import is_local
 from verifiers.clients.limits import Limit, open_files_cap
 from verifiers.clients.protocol import Completion
 from verifiers.clients.retries import LONGEST_PAUSE_S, Failure
@@ -42,11 +44,11 @@ class Pool:
         self.session = aiohttp.ClientSession(
             connector=_Connector(limit=0, ttl_dns_cache=300, keepalive_timeout=KEEPALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            timeout=aiohttp.ClientTimeout(total=None),
         )
         self._cap = open_files_cap()
-        self._deadlines = Deadlines(self.loop)
         self._limits: dict[str | tuple[str, int], Limit] = {}
+        self._accesses: dict[tuple[str, str | None, str], Access] = {}
 
     def limit(self, endpoint: str) -> Limit:
         """The adaptive limit that all clients of an endpoint share."""
@@ -54,6 +56,14 @@ class Pool:
         if limit is None:
             limit = self._limits[endpoint] = Limit(cap=self._cap)
         return limit
+
+    def access(self, endpoint: str, api_key: str | None, model: str) -> Access:
+        """What is known of whether this key may use this model here."""
+        access = self._accesses.get((endpoint, api_key, model))
+        if access is None:
+            probation_s = NEAR_PROBATION_S if is_local(endpoint) else PROBATION_S
+            access = self._accesses[endpoint, api_key, model] = Access(probation_s)
+        return access
 
     def gate(self, endpoint: str, size: int) -> Limit:
         """The fixed limit that clients asked for by ``max_concurrent``; the endpoint's own one applies as well."""
@@ -75,6 +85,7 @@ class Pool:
         What goes wrong is returned, not raised: aiohttp's exceptions carry the request's headers, and so its key.
         """
         limit = self.limit(endpoint)
+        limit.check()
         gate = None if max_concurrent is None else self.gate(endpoint, max_concurrent)
         patience_s = 2 * (call.timeout_s + LONGEST_PAUSE_S)
         if gate is not None and not gate.try_enter():
@@ -86,12 +97,14 @@ class Pool:
             outcome: Completion | Failure | None = None
             try:
                 address, proxy = _address(call.url)
-                with self._deadlines.within(call.timeout_s):
+                with deadlines.within(call.timeout_s):
                     response = await self.session.post(
                         address, data=_payload(call.body), headers=call.headers, allow_redirects=False, proxy=proxy
                     )
-                    body = await response.read()
+                    body = await _whole(response, call.max_reply_bytes)
                 outcome = read(Reply(response.status, response.headers, body))
+            except _TooLongError as error:
+                outcome = Failure(error=BadReplyError, text=str(error), is_costly=True)
             except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
                 outcome = _failure(error, call.timeout_s)
             finally:
@@ -104,8 +117,10 @@ class Pool:
 
     def _learn(self, limit: Limit, gate: Limit | None, outcome: Completion | Failure | None, epoch: int) -> None:
         """Tell the limits, while the slot is not yet free for the next in line."""
+        now = deadlines.current().clock.now()
+        if outcome is not None:
+            limit.note(isinstance(outcome, Failure) and outcome.is_refusal, now)
         if isinstance(outcome, Completion):
-            now = self.loop.time()
             limit.succeeded(now)
             if gate is not None:
                 gate.succeeded(now)
@@ -118,6 +133,33 @@ class Pool:
         await self.session.close()
 
 
+class _TooLongError(Exception):
+    """A reply has more bytes than anyone wants to hold."""
+
+
+async def _whole(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """The body of a reply, or the end of the connection once it is longer than the bound."""
+    size = response.content_length
+    if size is not None and size <= most and "Content-Encoding" not in response.headers:
+        return await response.read()
+    chunks: list[bytes] = []
+    left = most - (size or 0)
+    try:
+        if left >= 0:
+            left = most
+            async for chunk in response.content.iter_any():
+                chunks.append(chunk)
+                left -= len(chunk)
+                if left < 0:
+                    break
+        if left < 0:
+            raise _TooLongError(f"a reply of more than {most:,} bytes; max_reply_bytes says how many are read")
+    except BaseException:
+        response.close()  # the rest of the body is still on its way
+        raise
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
 class _Connector(aiohttp.TCPConnector):
     """Connections, opened to each host only so many at a time."""
 
@@ -127,7 +169,11 @@ class _Connector(aiohttp.TCPConnector):
 
     async def _create_connection(self, req: Any, *args: Any, **kwargs: Any) -> Any:
         async with self._turns[req.connection_key]:
-            return await super()._create_connection(req, *args, **kwargs)
+            try:
+                with deadlines.within(CONNECT_TIMEOUT_S):
+                    return await super()._create_connection(req, *args, **kwargs)
+            except TimeoutError as error:
+                raise aiohttp.ServerTimeoutError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from error
 
 
 def prepared(*layers: Mapping[str, Any]) -> CIMultiDictProxy[str]:
@@ -163,7 +209,7 @@ def _failure(error: Exception, timeout_s: float) -> Failure:
     if isinstance(error, aiohttp.ClientResponseError):
         return Failure(error=BadReplyError, text=f"no HTTP reply that can be read: {error.message or _say(error)}")
     if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
-        return Failure(error=DeadlineError, text=f"no whole reply within {timeout_s:g} s")
+        return Failure(error=DeadlineError, text=f"no whole reply within {timeout_s:g} s", is_costly=True)
     is_overload = isinstance(error, OSError) and error.errno in _EXHAUSTED
     return Failure(error=ConnectionFailedError, text=_say(error), is_overload=is_overload)
 

@@ -12,6 +12,8 @@ import msgspec
 
 from verifiers.errors import RequestRefusedError
 
+MAX_REPLY_BYTES = 64 << 20
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
@@ -21,6 +23,7 @@ class Call:
     headers: Any = field(repr=False)  # as `transport.prepared` made them
     body: bytes = field(repr=False)
     timeout_s: float
+    max_reply_bytes: int = field(default=MAX_REPLY_BYTES, repr=False)
     secrets: tuple[str, ...] = field(default=(), repr=False)
 
 
@@ -50,7 +53,8 @@ def encode(body: Any) -> bytes:
 def decode(body: bytes) -> Any:
     """The value in a reply's bytes; raises ValueError when they hold none.
 
-    Python servers write NaN and half surrogate pairs, which strict JSON forbids: these are read all the same.
+    Python servers write NaN and half surrogate pairs, which strict JSON forbids: these are read all the same. Bytes
+    that are not UTF-8 were damaged on their way, and are refused.
 
     >>> decode(b'{"logprob": -Infinity}')
     {'logprob': -inf}
@@ -65,7 +69,7 @@ def decode(body: bytes) -> Any:
 
 def _decode_leniently(body: bytes) -> Any:
     try:
-        return _mended(json.loads(body.decode("utf-8-sig", "replace")))
+        return _mended(json.loads(body.decode("utf-8-sig")))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verifiers.envs.multiturn_env import MultiTurnEnv
+from verifiers.escapes import contained
 from verifiers.messages import role_of
 from verifiers.parsers import Parser
 from verifiers.types import Messages, State
@@ -52,5 +53,6 @@ def _first_and_last(state: State) -> tuple[Messages, Messages]:
 def _answer(parser: Parser, reply: Messages) -> Any:
     try:
         return parser.parse_answer(reply)
-    except Exception:  # a user's own parser
+    except BaseException as error:  # a user's own parser
+        contained(error)
         return None

@@ -37,7 +37,7 @@ class _RoutedRubric(Rubric):
 
     async def score_alone(self, state: State) -> Score:
         try:
-            with self.group.as_member(state) as env:
+            with self.group.as_member(state) as env, env._time_limits():
                 return await env.score_alone(state)
         except ValueError as error:
             return Score(error=GraderError(str(error)))
@@ -48,6 +48,7 @@ class _RoutedRubric(Rubric):
             picks = [i for i, state in enumerate(states) if self.group.get_env_for_task(state["task"]) is env]
             if picks and env.has_group_rewards:
                 with ExitStack() as stack:
+                    stack.enter_context(env._time_limits())
                     for i in picks:
                         stack.enter_context(self.group.as_member(states[i]))
                     await env.add_group_scores([states[i] for i in picks], [scores[i] for i in picks])
@@ -128,7 +129,8 @@ class EnvGroup(Environment):
             note_error(state, error)
             return state
         inner = {**row, "task": self._inner_task(env, rest, row)}
-        state = await env.run_row(inner, answerer, merge_sampling(env.sampling_args, sampling_args))
+        with env._time_limits():
+            state = await env.run_row(inner, answerer, merge_sampling(env.sampling_args, sampling_args))
         state["task"] = row["task"]
         return state
 

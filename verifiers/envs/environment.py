@@ -8,6 +8,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from verifiers.envs.own_rollouts import add_steps
 from verifiers.envs.rows import RowFormat, Rows, as_rows, few_shot_messages
 from verifiers.envs.states import fresh_state
 from verifiers.errors import GraderError, HookError, RequestRefusedError, wrap
+from verifiers.escapes import hurry
 from verifiers.messages import strip_nones_from_content
 from verifiers.parsers import Parser
 from verifiers.rollout import note_error, note_timing, read_error
@@ -41,6 +43,10 @@ from verifiers.types import Messages, MessageType, ProcessedOutputs, Row, Sampli
 
 if TYPE_CHECKING:
     from verifiers.results import Results
+
+
+AT_EXIT_S = 60.0  # for each teardown hook when Python ends: one that hangs must not keep it from ending
+HURRIED_S = 3.0  # the same, after a second Ctrl-C
 
 
 class Environment:
@@ -70,6 +76,8 @@ class Environment:
         model: Any = None,
         max_retries: int = 0,
         timeout: float | None = None,
+        reward_timeout_s: float | None = None,
+        hook_timeout_s: float | None = None,
         **kwargs: Any,
     ) -> None:
         if message_type not in ("chat", "completion"):
@@ -95,6 +103,10 @@ class Environment:
         self.model = model
         self.max_retries = max_retries
         self.timeout = timeout
+        self.reward_timeout_s = reward_timeout_s
+        self.hook_timeout_s = hook_timeout_s
+        with self._time_limits():  # refused now, if they are no limits
+            pass
         self.set_interleaved_rollouts(interleaved_rollouts)
         if map_kwargs:
             warnings.warn("map_kwargs has no effect: rows are formatted as they are read", stacklevel=2)
@@ -220,7 +232,8 @@ class Environment:
             call.client if call.client is not None else self.client,
             call.model if call.model is not None else self.model,
         )
-        return await self._play_row(row, answerer, merge_sampling(self.sampling_args, call.sampling_args))
+        with self._time_limits():
+            return await self._play_row(row, answerer, merge_sampling(self.sampling_args, call.sampling_args))
 
     def formatted(self, row: Mapping[str, Any]) -> Row:
         """A row from outside as this environment plays it; one that is formatted already stays the same."""
@@ -247,23 +260,23 @@ class Environment:
         """One rollout of a row, by a subclass's own ``rollout`` if it has one. Raises nothing but cancellation."""
         try:
             state = await self._begin(row, answerer, sampling_args)
-        except Exception as error:  # one poison row never ends the run
-            return self.failed_state(row, answerer, sampling_args, error)
-        hook = self._hook("rollout", may_inline=False)
+        except BaseException as error:  # one poison row never ends the run
+            return self.failed_state(row, answerer, sampling_args, calls.contained(error))
+        hook = self._hook("rollout")
         if hook is None:
             return await self.play(state)
         with recorded_calls() as made:
             try:
                 args, kwargs = override_arguments(self.rollout, row, answerer, sampling_args)
                 state = adopt_result(await hook(*args, **kwargs), state)
-            except Exception as error:  # foreign code
-                note_error(state, wrap(error, HookError, f"{type(self).__name__}.rollout"))
+            except BaseException as error:  # foreign code
+                note_error(state, wrap(calls.contained(error), HookError, f"{type(self).__name__}.rollout"))
         state.answerer = answerer
         add_steps(state, made, self.max_seq_len)
         try:
             await self.clean_up(state)
-        except Exception as error:  # foreign code
-            note_error(state, error)
+        except BaseException as error:  # foreign code
+            note_error(state, calls.contained(error))
         state["is_completed"] = True
         read_error(state)
         note_timing(state)
@@ -303,9 +316,13 @@ class Environment:
 
     # --- hooks that users write -----------------------------------------------------------------------------------
 
-    def _hook(self, name: str, *, may_inline: bool = True) -> calls.Hook | None:
+    def _hook(self, name: str) -> calls.Hook | None:
         """A user's method by this name, ready to be called; None where the library's own (or none) is in force."""
-        return self._hooks.named(name, may_inline=may_inline)
+        return self._hooks.named(name)
+
+    def _time_limits(self) -> AbstractContextManager[None]:
+        """While this lasts, one call of a reward function or hook may take as long as this environment says."""
+        return calls.time_limits(reward_s=self.reward_timeout_s, hook_s=self.hook_timeout_s)
 
     async def meets_a_stop(self, state: State) -> bool:
         """Has a stop condition been met? The first that has is written into the state."""
@@ -337,8 +354,8 @@ class Environment:
         for name, hook in self._hooks.marked("cleanup"):
             try:
                 await hook(state)
-            except Exception as error:  # foreign code
-                first_error = first_error or wrap(error, HookError, f"cleanup {name}")
+            except BaseException as error:  # foreign code
+                first_error = first_error or wrap(calls.contained(error), HookError, f"cleanup {name}")
         if first_error is not None:
             raise first_error
 
@@ -382,8 +399,8 @@ class Environment:
                 return Score(reward=flat.pop("reward"), metrics={**flat, **nested})
             value = state.get("reward") if result is None or isinstance(result, State) else result
             return Score(reward=as_score(value, "score_rollout"), metrics=dict(state.get("metrics") or {}))
-        except Exception as error:  # foreign code
-            return Score(error=wrap(error, GraderError, f"{type(self).__name__}.score_rollout"))
+        except BaseException as error:  # foreign code
+            return Score(error=wrap(calls.contained(error), GraderError, f"{type(self).__name__}.score_rollout"))
 
     def own_metrics(self, state: State) -> dict[str, float]:
         """What the environment itself reports of a rollout, beside the rubric's scores."""
@@ -506,4 +523,5 @@ def _take(rows: Rows, n: int, seed: int | None) -> Rows:
 def _close_if_alive(reference: weakref.ref[Environment]) -> None:
     env = reference()
     if env is not None:
-        env.close()
+        with calls.time_limits(hook_s=HURRIED_S if hurry.is_set() else AT_EXIT_S, for_all=True):
+            env.close()

@@ -17,15 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
+from verifiers.envs.large_replies import Place, is_large, lighten
 from verifiers.envs.rows import RowFormat, Rows, as_rows
 from verifiers.envs.saved_state import SavedState
 from verifiers.envs.states import restored_state
+from verifiers.errors import Error, GraderError, HookError, wrap
+from verifiers.escapes import contained
+from verifiers.foreign import time_limits
 from verifiers.progress import Progress, make_progress
 from verifiers.results import Results
 from verifiers.rubrics.score import Score, note_scoring_time, write_advantages, write_score
 from verifiers.runner import Job, Limits, Run, RunInterruptedError, long_lived
 from verifiers.store import (
     DEFAULT_ROOT,
+    Appender,
     Record,
     ResultsGoneError,
     RunDir,
@@ -55,8 +60,15 @@ class Options:
     use_tqdm: bool | Progress = True
     independent_scoring: bool = False
     score: bool | None = None
+    deadline_s: float | None = None
+    reward_timeout_s: float | None = None
+    hook_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("deadline_s", "reward_timeout_s", "hook_timeout_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and (not isinstance(seconds, int | float) or not seconds > 0):
+                raise ValueError(f"{name}={seconds!r} must be a number of seconds above 0")
         if self.save_every > 0:
             warnings.warn("save_every has no effect: every rollout is saved as soon as it is done", stacklevel=4)
 
@@ -156,8 +168,8 @@ def jobs_of(rows: Rows, repeats: int, n_samples: int | None = None) -> list[Job]
 def _row_or_error(rows: Rows, i: int) -> tuple[Row, Exception | None]:
     try:
         return rows[i], None
-    except Exception as error:  # one poison row never ends the run
-        return {"prompt": None, "example_id": rows.example_id(i), "task": "default"}, error
+    except BaseException as error:  # one poison row never ends the run
+        return {"prompt": None, "example_id": rows.example_id(i), "task": "default"}, contained(error)
 
 
 def jobs_of_inputs(inputs: Any, row_format: RowFormat, repeats: int) -> list[Job]:
@@ -217,17 +229,23 @@ async def _run(
         restored = _partial_groups(run_dir, jobs, kept) if run_dir is not None and env.has_group_rewards else {}
         todo = [job for job in jobs if job.key not in kept or job.key in restored]
         with ExitStack() as stack:
-            append = stack.enter_context(run_dir.appender()).append if run_dir is not None else None
+            appender = stack.enter_context(run_dir.appender()) if run_dir is not None else None
             progress = make_progress(options.use_tqdm)
-            run = _make_run(env, todo, answerer, sampling, options, progress, append, restored)
+            run = _make_run(env, todo, answerer, sampling, options, progress, appender, restored)
             progress.start(len(jobs), len(jobs) - len(todo))
             stack.callback(progress.stop)
+            given = {"reward_s": options.reward_timeout_s, "hook_s": options.hook_timeout_s}
+            stack.enter_context(time_limits(**given, for_all=True))
+            stack.enter_context(env._time_limits())
             done = await run.finish()
         if run_dir is not None and restored:
             run_dir.compact(keep_failed=True)
+        if run.ended_by is not None:
+            where = f"; go on with resume={str(run_dir.path)!r}" if run_dir is not None else ""
+            metadata["ended_early"] = f"{run.ended_by}{where}"
         with long_lived:  # hundreds of thousands of new objects, nearly all of them kept
             results = _assemble(jobs, done, run_dir, kept, metadata, began)
-    if run.is_stopping:
+    if run.is_interrupted:
         where = f"; resume it with resume={str(run_dir.path)!r}" if run_dir is not None else ""
         said = f"stopped after {len(results.rollouts)} of {len(jobs)} rollouts{where}"
         raise RunInterruptedError(said, results, run.signum)
@@ -241,7 +259,7 @@ def _make_run(
     sampling: SamplingArgs,
     options: Options,
     progress: Progress,
-    append: Any,
+    appender: Appender | None,
     restored: Mapping[tuple[Any, int], State],
 ) -> Run:
     is_scored = env.score_rollouts if options.score is None else options.score
@@ -253,17 +271,40 @@ def _make_run(
             return restored[job.key]
         if job.error is not None:
             return env.failed_state(job.row, answerer, sampling, job.error)
-        return await env.run_row(job.row, answerer, sampling)
+        try:
+            return await env.run_row(job.row, answerer, sampling)
+        except BaseException as error:  # foreign code that no one on the way looked at
+            return env.failed_state(job.row, answerer, sampling, contained(error))
 
     async def score_one(state: State) -> Score:
-        score = await env.score_alone(state)
+        try:
+            score = await env.score_alone(state)
+        except BaseException as error:  # the same
+            return Score(error=wrap(contained(error), GraderError, "scoring"))
         if options.independent_scoring:
-            await env.add_group_scores([state], [score])
+            await score_group([state], [score])
         return score
 
-    def save(job: Job, state: State) -> None:
+    async def score_group(states: Sequence[State], scores: Sequence[Score]) -> None:
         try:
-            append(to_record(state, rollout=job.repeat, state_columns=columns))
+            await env.add_group_scores(states, scores)
+        except BaseException as error:  # the same
+            failure = wrap(contained(error), GraderError, "scoring the group")
+            for score in scores:
+                score.error = score.error or failure
+
+    def fail(job: Job, cause: Error) -> State:
+        state = env.failed_state(job.row, answerer, sampling, cause)
+        state["error"] = cause  # as it is: one cause for all
+        return state
+
+    def save(job: Job, state: State) -> None:
+        assert appender is not None
+        try:
+            end = appender.path.stat().st_size if is_large(state.get("completion")) else 0
+            record = _record(state, job.repeat, columns)
+            appender.append(record)
+            lighten(state, Place(appender.path, end, _key(record)))
         except ResultsGoneError:
             raise
         except OSError as error:
@@ -274,15 +315,27 @@ def _make_run(
         jobs,
         generate=generate_one,
         score_alone=score_one if is_scored else None,
-        score_group=env.add_group_scores if scores_groups else None,
+        score_group=score_group if scores_groups else None,
         limits=Limits(
             max_concurrent=options.max_concurrent,
             generation=options.max_concurrent_generation,
             scoring=options.max_concurrent_scoring,
         ),
-        sink=save if append is not None else None,
+        sink=save if appender is not None else None,
         progress=progress,
+        deadline_s=options.deadline_s,
+        fail=fail,
     )
+
+
+def _record(state: State, rollout: int, columns: Sequence[str]) -> Record:
+    try:
+        return to_record(state, rollout=rollout, state_columns=columns)
+    except BaseException as error:  # foreign objects in the state say how they are written
+        state["error"] = state.get("error") or wrap(contained(error), HookError, "writing the state down")
+        state["reward"] = None
+        plain = {key: state.get(key) for key in ("example_id", "task", "prompt", "answer", "error", "timing", "usage")}
+        return to_record(plain, rollout=rollout)
 
 
 async def run_group(
@@ -303,10 +356,11 @@ async def run_group(
         async with gen_sem or nullcontext():
             return await env.run_row(env.formatted(row), answerer, sampling)
 
-    states = list(await asyncio.gather(*map(generate_one, group_inputs)))
-    if score and env.score_rollouts:
-        async with score_sem or nullcontext():
-            await score_states(env, states)
+    with env._time_limits():
+        states = list(await asyncio.gather(*map(generate_one, group_inputs)))
+        if score and env.score_rollouts:
+            async with score_sem or nullcontext():
+                await score_states(env, states)
     return states
 
 
@@ -314,8 +368,9 @@ async def score_states(env: Environment, states: Sequence[State]) -> None:
     """Score finished rollouts of one group, and write it into them; failed ones stay as they are."""
     began = time.perf_counter()
     live = [state for state in states if state.get("error") is None]
-    scores = await asyncio.gather(*map(env.score_alone, live))
-    await env.add_group_scores(live, scores)
+    with env._time_limits():
+        scores = await asyncio.gather(*map(env.score_alone, live))
+        await env.add_group_scores(live, scores)
     for state, scored in zip(live, scores, strict=True):
         write_score(state, scored)
     note_scoring_time(live, (time.perf_counter() - began) * 1000)

@@ -9,7 +9,10 @@ from typing import Any, TypeVar
 from verifiers import calls
 from verifiers.rollout import marked
 
-HOOK_TIMEOUT_S = 3600.0
+ASKING_TIMEOUT_S = 3600.0
+"""For overrides that ask the model themselves: how long that takes says nothing about a hook."""
+ASKING = ("rollout", "get_model_response")
+SCORING = ("score_rollout",)
 
 F = TypeVar("F", bound=Callable[..., Awaitable[bool]])
 
@@ -28,7 +31,7 @@ class Hooks:
         self._named: dict[str, calls.Hook | None] = {}
         self._marked: dict[str, list[tuple[str, Callable[..., Awaitable[Any]]]]] = {}
 
-    def named(self, name: str, *, may_inline: bool = True) -> calls.Hook | None:
+    def named(self, name: str) -> calls.Hook | None:
         """The method of this name, unless it is the library's own default (or there is none)."""
         try:
             return self._named[name]
@@ -36,9 +39,7 @@ class Hooks:
             owner = self._owner
             method = getattr(owner, name, None)
             is_ours = name not in vars(owner) and calls.is_default(getattr(type(owner), name, None))
-            hook = None
-            if method is not None and not is_ours:
-                hook = calls.Hook(method, timeout_s=HOOK_TIMEOUT_S, may_inline=may_inline)
+            hook = None if method is None or is_ours else _made(name, method)
             self._named[name] = hook
             return hook
 
@@ -47,10 +48,16 @@ class Hooks:
         hooks = self._marked.get(kind)
         if hooks is None:
             hooks = self._marked[kind] = [
-                (method.__name__, method if hasattr(method, "only_reads") else calls.Hook(method))
+                (method.__name__, method if hasattr(method, "only_reads") else calls.Hook(method, kind="hook"))
                 for method in marked(self._owner, kind)
             ]
         return hooks
+
+
+def _made(name: str, method: Callable[..., Any]) -> calls.Hook:
+    if name in ASKING:
+        return calls.Hook(method, timeout_s=ASKING_TIMEOUT_S, may_share=False)
+    return calls.Hook(method, kind="reward" if name in SCORING else "hook")
 
 
 def takes_messages(function: Callable[..., Any]) -> bool:

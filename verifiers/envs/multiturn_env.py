@@ -202,7 +202,8 @@ def understands(parser: Parser, reply: Completion) -> bool:
         return True
     try:
         parsed = parser.parse(reply.text)
-    except Exception:  # a user's own parser
+    except BaseException as error:  # a user's own parser
+        calls.contained(error)
         return False
     if isinstance(parsed, SimpleNamespace):
         return any(value is not None for value in vars(parsed).values())

@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 
+from verifiers.errors import GraderError
 from verifiers.store import Record
+from verifiers.store.record import is_usable
 from verifiers.types import MessageType, Row, SamplingArgs, State, Usage, unique_id
 
 
@@ -76,6 +78,11 @@ def restored_state(record: Record, row: Row) -> State:
     state["input"] = {**row, **{key: record.get(key) for key in State.INPUT_FIELDS}}
     state["timing"] = {key: record.get(key) or 0.0 for key in _TIMING_FIELDS}
     state["usage"] = _usage_of(record.get("usage"))
+    if state.get("error") is None and not is_usable(state.get("reward")):
+        said = f"the saved reward {state['reward']!r:.100} cannot be averaged; resuming the run makes it again"
+        state["error"], state["reward"] = GraderError(said), None
+    if isinstance(metrics := state.get("metrics"), dict):
+        state["metrics"] = {name: value if is_usable(value) else None for name, value in metrics.items()}
     return state
 
 

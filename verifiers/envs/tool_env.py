@@ -11,6 +11,7 @@ from typing import Any
 from verifiers import calls
 from verifiers.clients.protocol import Completion
 from verifiers.envs.multiturn_env import MultiTurnEnv
+from verifiers.errors import HookError
 from verifiers.messages import text_of
 from verifiers.parsers import Parser, XMLParser
 from verifiers.rollout import stop
@@ -209,7 +210,8 @@ class ToolEnv(MultiTurnEnv):
         fault: Exception | None = None
         try:
             message = await self._carry_out(call, messages, state)
-        except Exception as error:  # foreign code: the tool
+        except BaseException as raised:  # foreign code: the tool
+            error = calls.contained(raised)
             self._raise_if_fatal(error, call)
             fault = error
             message = _tool_message(explain(error, self.error_formatter), call.id)
@@ -245,6 +247,8 @@ class ToolEnv(MultiTurnEnv):
 
     def _raise_if_fatal(self, error: Exception, call: Call) -> None:
         """What is down below the rollout fails it; so do ``stop_errors``, and a call of theirs ends it."""
+        if isinstance(error, calls.EscapedError):  # no call of a model's makes a tool raise such a thing
+            raise HookError(f"the tool {call.name!r}: {error}") from error
         if not is_the_models(error):
             raise error
         if not isinstance(error, self.stop_errors) and not isinstance(error.__cause__, self.stop_errors):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+from verifiers.escapes import contained
 from verifiers.messages import role_of, text_of
 from verifiers.types import ChatMessage, Messages
 
@@ -114,7 +115,8 @@ class Parser:
     def _extract(self, text: str) -> str | None:
         try:
             return self.extract_fn(text)
-        except Exception:  # foreign code: a text it cannot cope with has no answer
+        except BaseException as error:  # foreign code: a text it cannot cope with has no answer
+            contained(error)
             self.logger.debug("extract_fn raised; the answer is None", exc_info=True)
             return None
 

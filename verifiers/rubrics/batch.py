@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verifiers import calls
-from verifiers.errors import Error
+from verifiers.errors import Error, GraderError, said
 from verifiers.rubrics.score import Score, grader_error, hand_back, one_each, state_from
 from verifiers.rubrics.signature import Plan, as_score, column, default_of
-from verifiers.types import State
+from verifiers.types import LARGEST_REWARD, LARGEST_SCORE, State
 
 if TYPE_CHECKING:
     from verifiers.rubrics.rubric import Rubric
@@ -89,6 +89,14 @@ class Scores:
             else:
                 self.rewards[i] += weight * value
 
+    def check(self) -> None:
+        """Put errors in the places of sums that nothing can be computed with."""
+        for i, reward in enumerate(self.rewards):
+            if not -LARGEST_REWARD <= reward <= LARGEST_REWARD and i not in self.errors:
+                score = Score(reward)
+                score.check()
+                self.errors[i] = score.error or GraderError(f"the reward is {reward}")
+
     def one(self, i: int) -> Score:
         metrics = {name: value for name, values in self.metrics.items() if (value := values[i]) is not None}
         return Score(self.rewards[i], metrics, self.errors.get(i))
@@ -124,6 +132,7 @@ async def score_batch(rubric: Rubric, batch: Batch) -> Scores:
             alone = [scores.one(i) for i in range(len(batch))]
             await rubric.add_group_scores(batch.states, alone)
             scores = Scores.of(alone)
+    scores.check()
     batch.hand_back()
     for i, error in sorted(scores.errors.items()):
         logger.error("rollout %d of the batch could not be scored: %s", i, error)
@@ -134,16 +143,16 @@ async def _score_column(rubric: Rubric, plan: Plan, batch: Batch) -> list[float 
     if plan.vectorized is not None:
         columns = [batch.column(name) for name in ("prompt", "completion", "answer", "state")]
         try:
-            values = await calls.Hook(plan.vectorized, timeout_s=plan.hook.timeout_s)(*columns)
+            values = await calls.Hook(plan.vectorized, timeout_s=plan.hook.limit_s)(*columns)
             return list(one_each(values, len(batch), plan))
-        except Exception as error:  # foreign code
-            return [grader_error(error, plan)] * len(batch)
+        except BaseException as error:  # foreign code
+            return [grader_error(calls.contained(error), plan)] * len(batch)
     scores: list[float | Error] = []
     if not (plan.hook.is_async or plan.is_cpu_bound):
         try:
             scores = await _score_while_quick(rubric, plan, batch)
         except _MainThreadOnlyError:
-            plan.hook.is_inline = plan.hook.is_pinned = True
+            plan.hook.is_main_only = True
             return [await _score_awaited(rubric, plan, state) for state in batch.states]
     if len(scores) == len(batch):
         return scores
@@ -154,8 +163,8 @@ async def _score_column(rubric: Rubric, plan: Plan, batch: Batch) -> list[float 
 async def _score_awaited(rubric: Rubric, plan: Plan, state: State) -> float | Error:
     try:
         return as_score(await rubric._invoke(plan, plan.arguments(state, rubric.class_objects)), plan.name)
-    except Exception as error:  # foreign code
-        return grader_error(error, plan)
+    except BaseException as error:  # foreign code
+        return grader_error(calls.contained(error), plan)
 
 
 async def _score_while_quick(rubric: Rubric, plan: Plan, batch: Batch) -> list[float | Error]:
@@ -169,30 +178,55 @@ async def _score_while_quick(rubric: Rubric, plan: Plan, batch: Batch) -> list[f
         stop = min(start + size, n)
         part = [values[start:stop] for values in columns]
         began = time.perf_counter()
-        scores += await calls.in_thread(functools.partial(_score_plain, plan, part, stop - start))
-        if time.perf_counter() - began > (stop - start) * calls.QUICK_S:
+        scored = await _Part(plan, part, stop - start).finish()
+        scores += scored
+        if len(scored) < stop - start or time.perf_counter() - began > (stop - start) * calls.QUICK_S:
             break
         size *= 2
     return scores
 
 
-def _score_plain(plan: Plan, columns: Sequence[Sequence[Any]], n: int) -> list[float | Error]:
-    call = _by_position(plan)
-    scores: list[float | Error] = []
-    for values in zip(*columns, strict=True) if columns else [()] * n:
-        try:
-            value = call(*values)
-            if type(value) is float and value - value == 0.0:
-                scores.append(value)
-                continue
-            if inspect.isawaitable(value):
-                value = calls.run(functools.partial(_awaited, value))
-            scores.append(as_score(value, plan.name))
-        except Exception as error:  # foreign code
-            if "signal only works in main thread" in f"{error}{error.__cause__}":
-                raise _MainThreadOnlyError from error
-            scores.append(grader_error(error, plan))
-    return scores
+class _Part:
+    """Some rollouts of a batch, scored one after the other in a thread. One that never returns fails, and ends it."""
+
+    def __init__(self, plan: Plan, columns: Sequence[Sequence[Any]], n: int) -> None:
+        self.plan = plan
+        self.columns = columns
+        self.n = n
+        self.scores: list[float | Error] = []
+
+    async def finish(self) -> list[float | Error]:
+        """The scores: all of them, or up to and with the failure of the one that took too long."""
+        scoring = calls.in_thread(self._score)
+        limit_s = self.plan.hook.limit_s
+        before = -1
+        while not scoring.done():
+            done, _ = await asyncio.wait((scoring,), timeout=limit_s)
+            if not done and len(self.scores) == before:
+                self.scores, scored = [], self.scores  # the thread may go on, but nobody reads what it finds
+                late = calls.TimeLimitError(f"it did not return within {limit_s:g} s")
+                return [*scored[:before], grader_error(late, self.plan)]
+            before = len(self.scores)
+        scoring.result()
+        return self.scores
+
+    def _score(self) -> None:
+        plan, scores = self.plan, self.scores
+        call = _by_position(plan)
+        for values in zip(*self.columns, strict=True) if self.columns else [()] * self.n:
+            try:
+                value = call(*values)
+                if type(value) is float and -LARGEST_SCORE <= value <= LARGEST_SCORE:
+                    scores.append(value)
+                    continue
+                if inspect.isawaitable(value):
+                    value = calls.run(functools.partial(_awaited, value))
+                scores.append(as_score(value, plan.name))
+            except BaseException as raised:  # foreign code
+                error = calls.contained(raised)
+                if "signal only works in main thread" in f"{said(error)}{error.__cause__!r}":
+                    raise _MainThreadOnlyError from error
+                scores.append(grader_error(error, plan))
 
 
 def _by_position(plan: Plan) -> Callable[..., Any]:

@@ -125,7 +125,8 @@ class JudgeRubric(Rubric):
         try:
             request = Request(model=model, prompt=conversation, sampling=sampling, timeout_s=timeout_s)
             completion = await as_client(self.judge_client).complete(request)
-        except Exception as error:  # a client may be foreign code
+        except BaseException as raised:  # a client may be foreign code
+            error = calls.contained(raised)
             raise JudgeError(f"judge {model!r} gave no reply: {error}") from error
         reply = messages.text_of(completion.message)
         if not reply:

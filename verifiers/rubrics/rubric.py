@@ -26,7 +26,7 @@ from verifiers.rubrics.score import (
     write_advantages,
     write_score,
 )
-from verifiers.rubrics.signature import Plan, as_score, field
+from verifiers.rubrics.signature import Plan, as_score, as_weight, field
 from verifiers.types import RewardFunc, State
 
 # Rubrics whose own ``score_rollout`` is under way: what that calls by ``super()`` scores by functions and weights.
@@ -52,7 +52,7 @@ class Rubric:
         self.parser = parser or Parser()
         self.class_objects: dict[str, Any] = {"parser": self.parser, **(class_objects or {})}
         self.funcs: list[RewardFunc] = list(funcs or [])
-        self.weights: list[float] = [1.0] * len(self.funcs) if not weights else [float(w) for w in weights]
+        self.weights: list[float] = [1.0] * len(self.funcs) if not weights else [as_weight(w) for w in weights]
         if len(self.weights) != len(self.funcs):
             raise ValueError(f"{len(self.funcs)} reward functions but {len(self.weights)} weights; give one for each")
         self._plans: dict[int, Plan] = {}
@@ -81,8 +81,8 @@ class Rubric:
     def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
         """Add a function that counts towards the reward."""
         self._plan(func)
+        self.weights.append(as_weight(weight))
         self.funcs.append(func)
-        self.weights.append(float(weight))
 
     def add_metric(self, func: RewardFunc, weight: float = 0.0) -> None:
         """Add a function that is reported and does not count."""
@@ -155,8 +155,8 @@ class Rubric:
                 continue
             try:
                 value = as_score(await self._invoke(plan, plan.arguments(state, self.class_objects)), plan.name)
-            except Exception as error:  # foreign code
-                score.error = grader_error(error, plan)
+            except BaseException as error:  # foreign code
+                score.error = grader_error(calls.contained(error), plan)
                 return score
             score.metrics[name] = value
             score.reward += weight * value
@@ -174,8 +174,8 @@ class Rubric:
             try:
                 values = await self._invoke(plan, plan.group_arguments(states, self.class_objects))
                 checked = one_each(values, len(states), plan)
-            except Exception as error:  # foreign code
-                failure = grader_error(error, plan)
+            except BaseException as error:  # foreign code
+                failure = grader_error(calls.contained(error), plan)
                 return [Score(error=failure) for _ in states]
             for score, value in zip(scores, checked, strict=True):
                 score.metrics[name] = value
@@ -186,12 +186,8 @@ class Rubric:
         if plan.is_cpu_bound:
             from verifiers.rubrics.workers import call_in_worker
 
-            return await call_in_worker(plan.function, kwargs, timeout_s=plan.hook.timeout_s)
-        hook = plan.hook
-        if not hook.is_inline:
-            return await hook(**kwargs)
-        value = hook.call_inline(**kwargs)
-        return await value if inspect.isawaitable(value) else value
+            return await call_in_worker(plan.function, kwargs, timeout_s=plan.hook.limit_s)
+        return await plan.hook(**kwargs)
 
     def _own_scoring(self) -> Callable[..., Any] | None:
         """A subclass's own ``score_rollout_sync`` or ``score_rollout``, if it has one."""
@@ -206,14 +202,14 @@ class Rubric:
         before = state.get("reward"), state.get("metrics")
         try:
             with _by_functions(self):
-                result = await calls.Hook(own)(*_call_form(own, state))
+                result = await calls.Hook(own, kind="reward")(*_call_form(own, state))
             if isinstance(result, Mapping) and "reward" in result:
                 flat = {str(name): as_score(value, str(name)) for name, value in result.items()}
                 return Score(reward=flat.pop("reward"), metrics=flat)
             return Score(reward=as_score(state.get("reward"), own.__name__), metrics=dict(state.get("metrics") or {}))
-        except Exception as error:  # foreign code
+        except BaseException as error:  # foreign code
             state["reward"], state["metrics"] = before
-            return Score(error=wrap(error, GraderError, f"{type(self).__name__}.{own.__name__}"))
+            return Score(error=wrap(calls.contained(error), GraderError, f"{type(self).__name__}.{own.__name__}"))
 
     def _own_group_scoring(self) -> Callable[..., Any] | None:
         """A ``score_group`` that a subclass (or a host, on the object) put in the place of this one."""
@@ -223,10 +219,10 @@ class Rubric:
     async def _score_group_own_way(self, own: Callable[..., Any], states: Sequence[State]) -> list[Score]:
         try:
             with _by_functions(self):
-                await calls.Hook(own)(list(states), nullcontext())
+                await calls.Hook(own, kind="reward")(list(states), nullcontext())
             return [_score_in(state) for state in states]
-        except Exception as error:  # foreign code
-            failure = wrap(error, GraderError, f"{type(self).__name__}.score_group")
+        except BaseException as error:  # foreign code
+            failure = wrap(calls.contained(error), GraderError, f"{type(self).__name__}.score_group")
             return [Score(error=failure) for _ in states]
 
     def _is_scoring_own_way(self) -> bool:
@@ -267,6 +263,7 @@ class Rubric:
         async with score_sem or nullcontext():
             score = await self.score_alone(state)
             await self.add_group_scores([state], [score])
+        score.check()
         hand_back(state, args[3] if len(args) > 3 else kwargs.get("state"))
         if score.error is not None:
             raise score.error
@@ -327,8 +324,8 @@ class Rubric:
         state = state_from(*args, **kwargs)
         try:
             return as_score(calls.run(lambda: self._invoke(plan, plan.arguments(state, self.class_objects))), plan.name)
-        except Exception as error:  # foreign code
-            raise grader_error(error, plan) from error
+        except BaseException as error:  # foreign code
+            raise grader_error(calls.contained(error), plan) from error
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.score import Score
+from verifiers.rubrics.signature import as_weight
 from verifiers.types import RewardFunc, State
 
 
@@ -42,7 +43,7 @@ class RubricGroup(Rubric):
         """Set one weight for each rubric (rubrics that environments add for their own metrics may be left out)."""
         if not 0 < len(weights) <= len(self.rubrics):
             raise ValueError(f"{len(self.rubrics)} rubrics but {len(weights)} weights")
-        self._group_weights = [float(weight) for weight in weights]
+        self._group_weights = [as_weight(weight) for weight in weights]
 
     @property
     def has_group_rewards(self) -> bool:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verifiers.errors import Error, GraderError, wrap
+from verifiers.escapes import TimeLimitError
 from verifiers.rubrics.signature import Plan, as_score
-from verifiers.types import State
+from verifiers.types import LARGEST_REWARD, LARGEST_SCORE, State
 
 
 @dataclass(slots=True)
@@ -30,10 +31,30 @@ class Score:
         """``{"reward": …, name: …}``, with a reward of None where scoring failed."""
         return {**self.metrics, "reward": None if self.error else self.reward}
 
+    def check(self) -> None:
+        """Put an error in the place of a score that nothing can be computed with."""
+        if self.error is None:
+            self.error = _unusable(self.reward, self.metrics)
+
+
+def _unusable(reward: Any, metrics: Mapping[str, Any]) -> Error | None:
+    if not isinstance(reward, int | float) or not abs(reward) <= LARGEST_REWARD:
+        return GraderError(
+            f"the weighted rewards add up to {reward!r:.100}; a reward must be a number within ±{LARGEST_REWARD:g}, "
+            "or nothing can be averaged or trained on"
+        )
+    try:
+        for name, value in metrics.items():
+            if type(value) is not float or not -LARGEST_SCORE <= value <= LARGEST_SCORE:
+                as_score(value, str(name))
+    except Error as error:
+        return error
+    return None
+
 
 def grader_error(error: Exception, plan: Plan) -> Error:
-    if isinstance(error, TimeoutError) and not error.args:  # ours; one that the function raised says more
-        return GraderError(f"reward {plan.name!r} did not return within {plan.hook.timeout_s:g} s")
+    if isinstance(error, TimeLimitError):
+        return GraderError(f"reward {plan.name!r}: {error}")
     wrapped = wrap(error, GraderError, f"reward {plan.name!r}")
     return wrapped if wrapped.blame != "policy" else GraderError(f"reward {plan.name!r} raised {error!r}")
 
@@ -91,6 +112,7 @@ def hand_back(scored: State, given: Mapping[str, Any] | None) -> None:
 
 def write_score(state: State, score: Score) -> None:
     """Put a score where everyone looks for it; a failed one leaves no reward behind."""
+    score.check()
     if score.error is not None:
         state["error"] = score.error
         state["reward"] = None

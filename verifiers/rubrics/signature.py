@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 
 from verifiers.calls import Hook
 from verifiers.errors import GraderError
-from verifiers.types import State
+from verifiers.types import LARGEST_SCORE, State
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -18,8 +18,6 @@ ONE = ("prompt", "completion", "answer", "state", "task", "info")
 MANY = ("prompts", "completions", "answers", "states", "tasks", "infos")
 _SINGULAR = dict(zip(MANY, ONE, strict=True))
 _DEFAULTS: dict[str, Any] = {"answer": "", "task": "default", "completion": None, "prompt": None}
-
-REWARD_TIMEOUT_S = 600.0
 
 
 def group_reward(function: F) -> F:
@@ -35,10 +33,11 @@ def group_reward(function: F) -> F:
 def cpu_bound(function: F) -> F: ...
 @overload
 def cpu_bound(*, timeout_s: float) -> Callable[[F], F]: ...
-def cpu_bound(function: Any = None, *, timeout_s: float = REWARD_TIMEOUT_S) -> Any:
+def cpu_bound(function: Any = None, *, timeout_s: float | None = None) -> Any:
     """Declare that a reward function computes for long: it then runs in a worker process that can be killed.
 
-    ``@cpu_bound`` or ``@cpu_bound(timeout_s=10)``; past its limit the process is killed and the rollout failed.
+    ``@cpu_bound`` or ``@cpu_bound(timeout_s=10)``; past its limit (that of the run, where it has none of its own) the
+    process is killed and the rollout failed.
     """
     if function is None:
         return functools.partial(cpu_bound, timeout_s=timeout_s)
@@ -75,12 +74,12 @@ class Plan:
         self.vectorized = vectorized if callable(vectorized) else None
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.args = self._check(parameters, class_objects)
-        self.hook = Hook(function, timeout_s=REWARD_TIMEOUT_S)
+        self.hook = Hook(function, kind="reward")
         if self.is_cpu_bound:
             from verifiers.rubrics.workers import check_shippable
 
             check_shippable(function)
-            self.hook.timeout_s = getattr(function, "timeout_s", REWARD_TIMEOUT_S)
+            self.hook.timeout_s = getattr(function, "timeout_s", None)
 
     def _check(self, parameters: Sequence[inspect.Parameter], class_objects: Mapping[str, Any]) -> tuple[str, ...]:
         fields = (*(MANY if self.is_group else ONE), *class_objects)
@@ -139,15 +138,32 @@ def column(states: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
 
 
 def as_score(value: Any, name: str) -> float:
-    """What a reward function returned, as a finite float.
+    """What a reward function returned, as a float that can be averaged; a text is not a number, whatever it says.
 
     >>> as_score(True, "is_right")
     1.0
+    >>> as_score("1.0", "is_right")
+    Traceback (most recent call last):
+    verifiers.errors.GraderError: reward 'is_right' returned '1.0', which is not a number
     """
+    if isinstance(value, str | bytes | bytearray):
+        raise GraderError(f"reward {name!r} returned {value!r:.100}, which is not a number")
     try:
         score = float(value)
+    except OverflowError:
+        score = math.inf
     except (TypeError, ValueError) as error:
-        raise GraderError(f"reward {name!r} returned {value!r}, which is not a number") from error
+        raise GraderError(f"reward {name!r} returned {value!r:.100}, which is not a number") from error
     if not math.isfinite(score):
         raise GraderError(f"reward {name!r} returned {score}, which is not finite")
+    if abs(score) > LARGEST_SCORE:
+        raise GraderError(f"reward {name!r} returned {score:g}; beyond {LARGEST_SCORE:g} nothing can be averaged")
     return score
+
+
+def as_weight(weight: Any) -> float:
+    """A weight, which must be a finite number."""
+    value = float(weight)
+    if not abs(value) <= LARGEST_SCORE:
+        raise ValueError(f"a weight must be a finite number, not {weight!r}")
+    return value

@@ -40,8 +40,8 @@ class _Head(msgspec.Struct):
 
     example_id: int | str
     rollout: int | None = None
-    reward: float | bool | None = None
     error: Any = None
+    reward: Any = None
 
 
 def scan(file: BinaryIO, start: int = 0, *, seen: Counter[int | str] | None = None) -> Iterator[Line]:
@@ -68,7 +68,7 @@ def scan(file: BinaryIO, start: int = 0, *, seen: Counter[int | str] | None = No
                 number = seen[head.example_id]
                 seen[head.example_id] += 1
             key = (head.example_id, number)
-            has_failed = head.error is not None and is_failed({"error": head.error})
+            has_failed = is_failed({"error": head.error, "reward": head.reward})
         except UNREADABLE:
             if not text.endswith(b"\n"):
                 return

@@ -9,7 +9,7 @@ from verifiers.errors import describe
 from verifiers.messages import template_settings
 from verifiers.store.config import without_secrets
 from verifiers.store.plain import describe_object, plain, to_json
-from verifiers.types import Usage
+from verifiers.types import LARGEST_SCORE, Usage
 
 Record = dict[str, Any]
 Key = tuple[int | str, int]  # (example_id, rollout)
@@ -91,7 +91,18 @@ def is_failed(record: Record) -> bool:
     >>> is_failed({"error": None}), is_failed({"error": {"type": "JudgeError", "blame": "grader"}})
     (False, True)
     """
-    return _is_failure(record.get("error"))
+    return _is_failure(record.get("error")) or not is_usable(record.get("reward"))
+
+
+def is_usable(reward: Any) -> bool:
+    """Can this be averaged? Runs of earlier versions may hold what cannot.
+
+    >>> is_usable(0.5), is_usable(None), is_usable(1e101), is_usable("1.0")
+    (True, True, False, False)
+    """
+    if reward is None:
+        return True
+    return isinstance(reward, int | float) and abs(reward) <= LARGEST_SCORE
 
 
 def example_key(example_id: Any) -> int | str:

@@ -125,7 +125,7 @@ class ToolBox:
         long a call takes, and one that was quick so far may block next time."""
         hook = self._hooks.get(tool.name)
         if hook is None or hook.function is not tool.function:
-            hook = Hook(tool.function, timeout_s=tool.timeout_s or self.timeout_s, may_inline=False)
+            hook = Hook(tool.function, timeout_s=tool.timeout_s or self.timeout_s, may_share=False)
             self._hooks[tool.name] = hook
         return hook
 

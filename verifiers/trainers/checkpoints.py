@@ -115,6 +115,8 @@ def load_reference(path: Path, reference: Reference) -> None:
     saved = torch.load(path / REFERENCE, map_location="cpu", weights_only=True)
     reference.restore(saved)
     reference.saved = (reference.version, path / REFERENCE)
+
+
 class CheckpointError(OSError):
     """A checkpoint could not be written; those before it are as they were."""
 
