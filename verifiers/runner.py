@@ -98,8 +98,12 @@ class Run:
         limits: Limits | None = None,
         sink: Sink | None = None,
         progress: Progress | None = None,
+        is_enough: Callable[[State], bool] | None = None,
     ) -> None:
         self.jobs = jobs
+        self.is_enough = is_enough  # asked after each rollout; once it says so, no further example is begun
+        self.has_enough = False
+        self._begun: set[Any] = set()
         self.generate = generate
         self.score_alone = score_alone
         self.score_group = score_group
@@ -153,6 +157,8 @@ class Run:
             for job in self._next:
                 if self._is_wanted(job):
                     await self._run_job(job)
+                    if self.is_enough is not None:
+                        await asyncio.sleep(0)  # whoever answers at once must not run ahead of those that wait
         except asyncio.CancelledError:
             self._ended.cancel()
             raise
@@ -165,7 +171,12 @@ class Run:
 
     def _is_wanted(self, job: Job) -> bool:
         """Once the run is stopping only groups that have begun are completed: alone their rollouts have no score."""
-        group = self._groups.get(job.row["example_id"])
+        example = job.row["example_id"]
+        if self.is_enough is not None and not self.is_stopping:
+            if self.has_enough and example not in self._begun:
+                return False
+            self._begun.add(example)
+        group = self._groups.get(example)
         if group is None:
             return not self.is_stopping
         group.has_begun = group.has_begun or not self.is_stopping
@@ -211,6 +222,8 @@ class Run:
             self.sink(job, state)
         self.done.append((job, state))
         self.progress.update(state)
+        if self.is_enough is not None and self.is_enough(state):
+            self.has_enough = True
 
     def _interrupt(self) -> None:
         if not self.is_stopping:

@@ -18,6 +18,7 @@ from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
 from verifiers.envs.rows import RowFormat, Rows, as_rows
 from verifiers.envs.states import restored_state
+from verifiers.envs.stopping import AT_ONCE, EarlyStop, bounds_of
 from verifiers.progress import Progress, make_progress
 from verifiers.results import Results
 from verifiers.rubrics.score import Score, note_scoring_time, write_advantages, write_score
@@ -44,8 +45,12 @@ class Options:
     use_tqdm: bool | Progress = True
     independent_scoring: bool = False
     score: bool | None = None
+    until: float | None = None
+    reward_range: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
+        if self.reward_range is not None and self.until is None:
+            raise ValueError("reward_range goes with until=…, the half width of the interval to stop at")
         if self.save_every > 0:
             warnings.warn("save_every has no effect: every rollout is saved as soon as it is done", stacklevel=4)
 
@@ -204,15 +209,19 @@ async def _run(
         run_dir, kept = _open_store(env, jobs, answerer, metadata, options, locked)
         restored = _partial_groups(run_dir, jobs, kept) if run_dir is not None and env.has_group_rewards else {}
         todo = [job for job in jobs if job.key not in kept or job.key in restored]
+        stop = _early_stop(env, jobs, run_dir, kept - restored.keys(), options)
+        if stop is not None:
+            todo = stop.arranged(stop.without_more(jobs, kept - restored.keys()))
         with ExitStack() as stack:
             append = stack.enter_context(run_dir.appender()).append if run_dir is not None else None
             progress = make_progress(options.use_tqdm)
-            run = _make_run(env, todo, answerer, sampling, options, progress, append, restored)
+            run = _make_run(env, todo, answerer, sampling, options, progress, append, restored, stop)
             progress.start(len(jobs), len(jobs) - len(todo))
             stack.callback(progress.stop)
             done = await run.finish()
         if run_dir is not None and restored:
             run_dir.compact(keep_failed=True)
+        metadata["until"] = None if stop is None else stop.outcome()
         results = _assemble(jobs, done, run_dir, kept, metadata, began)
     if run.is_stopping:
         where = f"; resume it with resume={str(run_dir.path)!r}" if run_dir is not None else ""
@@ -229,6 +238,7 @@ def _make_run(
     progress: Progress,
     append: Any,
     restored: Mapping[tuple[Any, int], State],
+    stop: EarlyStop | None,
 ) -> Run:
     is_scored = env.score_rollouts if options.score is None else options.score
     scores_groups = is_scored and env.has_group_rewards and not options.independent_scoring
@@ -260,13 +270,28 @@ def _make_run(
         score_alone=score_one if is_scored else None,
         score_group=env.add_group_scores if scores_groups else None,
         limits=Limits(
-            max_concurrent=options.max_concurrent,
+            max_concurrent=AT_ONCE if stop is not None and options.max_concurrent == -1 else options.max_concurrent,
             generation=options.max_concurrent_generation,
             scoring=options.max_concurrent_scoring,
         ),
         sink=save if append is not None else None,
         progress=progress,
+        is_enough=None if stop is None else stop.take_state,
     )
+
+
+def _early_stop(
+    env: Environment, jobs: Sequence[Job], run_dir: RunDir | None, kept: set[tuple[Any, int]], options: Options
+) -> EarlyStop | None:
+    """What says when the run may stop, told of the rollouts that are there already."""
+    if options.until is None:
+        return None
+    stop = EarlyStop(jobs, options.until, options.reward_range or bounds_of(env.rubric))
+    if run_dir is not None and kept:
+        for record in run_dir.records(["example_id", "rollout", "reward"]):
+            if _key(record) in kept:
+                stop.take(record["example_id"], record["reward"])
+    return stop
 
 
 async def run_group(

@@ -51,7 +51,7 @@ def t_tail(t: float, df: float) -> float:
     0.05
     """
     square = t * t
-    return _beta_share(df / (df + square), square / (df + square), df / 2, 0.5)
+    return beta_share(df / (df + square), square / (df + square), df / 2, 0.5)
 
 
 def sign_test(won: int, lost: int) -> float:
@@ -63,15 +63,19 @@ def sign_test(won: int, lost: int) -> float:
     fewer, n = min(won, lost), won + lost
     if 2 * fewer == n:
         return 1.0
-    return min(1.0, 2 * _beta_share(0.5, 0.5, n - fewer, fewer + 1))
+    return min(1.0, 2 * beta_share(0.5, 0.5, n - fewer, fewer + 1))
 
 
-def _beta_share(x: float, y: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), y being 1 - x to full precision."""
+def beta_share(x: float, y: float, a: float, b: float) -> float:
+    """The regularised incomplete beta function I_x(a, b), y being 1 - x to full precision.
+
+    >>> round(beta_share(0.5, 0.5, 2, 3), 4)  # 2 or more of 4 tosses
+    0.6875
+    """
     if x <= 0 or y <= 0:
         return 0.0 if x <= 0 else 1.0
     if x > (a + 1) / (a + b + 2):
-        return 1 - _beta_share(y, x, b, a)
+        return 1 - beta_share(y, x, b, a)
     log_x = math.log(x) if x < 0.5 else math.log1p(-y)
     log_y = math.log(y) if y < 0.5 else math.log1p(-x)
     log_front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * log_x + b * log_y
