@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import length_hint
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from verifiers.calls import is_cancelled
@@ -76,6 +76,16 @@ class Limits:
         return min(wanted, jobs)
 
 
+class Stop(Protocol):
+    """Says when a run has enough: then no further example is begun."""
+
+    async def turn(self, job: Job) -> None:
+        """Wait until this job may start."""
+
+    def take_state(self, state: State) -> bool:
+        """Take note of a rollout that has ended; says whether the run has enough."""
+
+
 @dataclass
 class _Group:
     """The rollouts of one example, kept until all have been generated."""
@@ -98,10 +108,10 @@ class Run:
         limits: Limits | None = None,
         sink: Sink | None = None,
         progress: Progress | None = None,
-        is_enough: Callable[[State], bool] | None = None,
+        stop: Stop | None = None,
     ) -> None:
         self.jobs = jobs
-        self.is_enough = is_enough  # asked after each rollout; once it says so, no further example is begun
+        self.stop = stop
         self.has_enough = False
         self._begun: set[Any] = set()
         self.generate = generate
@@ -155,10 +165,10 @@ class Run:
     async def _work(self) -> None:
         try:
             for job in self._next:
+                if self.stop is not None and not self.has_enough:
+                    await self.stop.turn(job)
                 if self._is_wanted(job):
                     await self._run_job(job)
-                    if self.is_enough is not None:
-                        await asyncio.sleep(0)  # whoever answers at once must not run ahead of those that wait
         except asyncio.CancelledError:
             self._ended.cancel()
             raise
@@ -172,7 +182,7 @@ class Run:
     def _is_wanted(self, job: Job) -> bool:
         """Once the run is stopping only groups that have begun are completed: alone their rollouts have no score."""
         example = job.row["example_id"]
-        if self.is_enough is not None and not self.is_stopping:
+        if self.stop is not None and not self.is_stopping:
             if self.has_enough and example not in self._begun:
                 return False
             self._begun.add(example)
@@ -222,7 +232,7 @@ class Run:
             self.sink(job, state)
         self.done.append((job, state))
         self.progress.update(state)
-        if self.is_enough is not None and self.is_enough(state):
+        if self.stop is not None and self.stop.take_state(state):
             self.has_enough = True
 
     def _interrupt(self) -> None:

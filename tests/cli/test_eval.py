@@ -257,3 +257,24 @@ def test_what_a_model_writes_cannot_move_the_cursor(run, toy):
         shown = run("eval", "toy-env", "-p", "mine", "-m", "m", "-b", server.url, "-n", "1", "-r", "1").stdout
     assert "\\x1b[2J" in shown
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
+
+
+# --- until it is known --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half_width", ["±0.25", "0.25", "+-0.25", "+/-0.25"])
+def test_a_run_stops_when_the_mean_is_known(run, half_width):
+    shown = run("eval", "arithmetic", "-m", "fake", "-r", "1", "--until", half_width).stdout
+    assert "the mean reward is known to ±0.25 by " in shown
+
+
+def test_a_half_width_or_a_range_that_is_none_is_a_usage_error(run):
+    assert "such as ±0.02" in run("eval", "arithmetic", "-m", "fake", "--until", "soon", code=2).stderr
+    wrong = run("eval", "arithmetic", "-m", "fake", "--until", "0.1", "--reward-range", "1,0", code=2)
+    assert "the smaller first" in wrong.stderr
+
+
+def test_rewards_outside_the_range_end_with_1(run):
+    args = ("eval", "arithmetic", "-m", "fake", "-r", "1", "--until", "0.2", "--reward-range", "5,9", "--json")
+    found = json.loads(run(*args, code=1).stdout)
+    assert "which were taken to be 5 and 9" in found["until"]["fault"]

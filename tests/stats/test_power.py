@@ -18,7 +18,7 @@ def test_the_interval_is_as_narrow_as_asked_and_no_example_is_wasted(
     n = stats.examples_needed(resolution, sd=sd, level=level)
 
     def half_width(n: int) -> float:
-        return float(reference.t.ppf((1 + level) / 2, max(1.0, n - 1.5))) * sd / math.sqrt(n)
+        return float(reference.t.ppf((1 + level) / 2, max(1.0, n - 2))) * sd / math.sqrt(n)
 
     assert half_width(n) <= resolution * (1 + 1e-9)
     assert n == 2 or half_width(n - 1) > resolution * (1 - 1e-9)

@@ -18,7 +18,7 @@ from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
 from verifiers.envs.rows import RowFormat, Rows, as_rows
 from verifiers.envs.states import restored_state
-from verifiers.envs.stopping import AT_ONCE, EarlyStop, bounds_of
+from verifiers.envs.stopping import EarlyStop, bounds_of
 from verifiers.progress import Progress, make_progress
 from verifiers.results import Results
 from verifiers.rubrics.score import Score, note_scoring_time, write_advantages, write_score
@@ -270,13 +270,13 @@ def _make_run(
         score_alone=score_one if is_scored else None,
         score_group=env.add_group_scores if scores_groups else None,
         limits=Limits(
-            max_concurrent=AT_ONCE if stop is not None and options.max_concurrent == -1 else options.max_concurrent,
+            max_concurrent=options.max_concurrent if stop is None else stop.at_once,
             generation=options.max_concurrent_generation,
             scoring=options.max_concurrent_scoring,
         ),
         sink=save if append is not None else None,
         progress=progress,
-        is_enough=None if stop is None else stop.take_state,
+        stop=stop,
     )
 
 
@@ -286,7 +286,8 @@ def _early_stop(
     """What says when the run may stop, told of the rollouts that are there already."""
     if options.until is None:
         return None
-    stop = EarlyStop(jobs, options.until, options.reward_range or bounds_of(env.rubric))
+    bounds = options.reward_range or bounds_of(env.rubric)
+    stop = EarlyStop(jobs, options.until, bounds, at_once=options.max_concurrent)
     if run_dir is not None and kept:
         for record in run_dir.records(["example_id", "rollout", "reward"]):
             if _key(record) in kept:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from random import Random
@@ -16,6 +17,7 @@ LEVEL = 0.95
 AT_ONCE = 64  # rollouts under way where no limit is given: those are the ones that may turn out to be too many
 _LOOKED_AGAIN_AFTER = 1.01  # times as many examples
 _ORDER_SEED = 0
+_AHEAD = 4  # times as many as run at once, or one in so many of those counted, may be begun ahead of the first missing
 
 
 class EarlyStop:
@@ -26,7 +28,10 @@ class EarlyStop:
     have failed does not count.
     """
 
-    def __init__(self, jobs: Sequence[Job], until: float, bounds: tuple[float, float]) -> None:
+    def __init__(
+        self, jobs: Sequence[Job], until: float, bounds: tuple[float, float], *, at_once: int = AT_ONCE
+    ) -> None:
+        self.at_once = AT_ONCE if at_once == -1 else at_once
         self.sequence = ConfidenceSequence(until=until, bounds=bounds, level=LEVEL)
         self.order = list(dict.fromkeys(job.row["example_id"] for job in jobs))
         Random(_ORDER_SEED).shuffle(self.order)
@@ -37,6 +42,7 @@ class EarlyStop:
         self.next_look = 2
         self.is_reached = False
         self.fault: str | None = None
+        self._moved: asyncio.Event | None = None
 
     @property
     def is_over(self) -> bool:
@@ -46,6 +52,14 @@ class EarlyStop:
         """Jobs in the order in which they are to be started."""
         return sorted(jobs, key=lambda job: (self.ranks[job.row["example_id"]], job.repeat))
 
+    async def turn(self, job: Job) -> None:
+        """Wait while one example holds up the rest: what runs far ahead of it may turn out not to be needed."""
+        rank = self.ranks[job.row["example_id"]]
+        while not self.is_over and rank >= self.counted + max(_AHEAD * self.at_once, self.counted // _AHEAD):
+            self._moved = self._moved or asyncio.Event()
+            await self._moved.wait()
+        await asyncio.sleep(0)  # whoever answers at once must not run ahead of those that wait
+
     def take(self, example: Any, reward: float | None) -> bool:
         """Count a rollout that has ended, None if it failed; says whether the run is over."""
         self.missing[example] -= 1
@@ -54,9 +68,13 @@ class EarlyStop:
         while self.counted < len(self.order) and not self.missing[self.order[self.counted]] and self.fault is None:
             self._count(self.order[self.counted])
             self.counted += 1
+        if self._moved is not None:
+            self._moved.set()
+            self._moved = None
         return self.is_over
 
     def take_state(self, state: State) -> bool:
+        """Count a rollout of the run under way."""
         reward = None if state.get("error") is not None else state.get("reward")
         return self.take(state.get("example_id"), reward)
 

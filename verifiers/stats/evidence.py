@@ -131,7 +131,7 @@ class Flipped:
         return low, high
 
     def _bonett_price(self, level: float) -> tuple[float, float]:
-        weight = max(min(1.0, 2 / self.rollouts), 1 / 16)  # of an imagined example, as for a single mean
+        weight = max(min(1.0, 2 / self.rollouts), 0.08)  # of an imagined example, as for a single mean
         n, mean = len(self.changes) + 2 * weight, fmean(self.changes)
         center = math.fsum(self.changes) / n
         mean_square = (math.fsum(change * change for change in self.changes) + 2 * weight * self.span**2) / n

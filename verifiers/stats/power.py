@@ -186,7 +186,7 @@ def _for_mean(resolution: float, spread: Spread, rollouts: int, level: float) ->
     square = spread.of_mean(rollouts)
     if spread.share is None:
         ratio = math.sqrt(square) / resolution
-        return _smallest(lambda n: ratio * t_quantile((1 + level) / 2, max(1.0, n - 1.5)) <= math.sqrt(n), ratio, level)
+        return _smallest(lambda n: ratio * t_quantile((1 + level) / 2, max(1.0, n - 2)) <= math.sqrt(n), ratio, level)
     share, ratio = spread.share, math.sqrt(square) / resolution
     return _smallest(lambda n: expected_reach(share, square, n, rollouts, level) <= resolution, ratio, level)
 

@@ -7,7 +7,8 @@ from statistics import fmean
 from verifiers.stats.student import beta_share, t_quantile, z_quantile
 
 _SEEN = 0.75  # how much of the outcome seen counts as "at least as extreme": 0.5 is mid-p, 1 is Clopper and Pearson
-_LEAST_WEIGHT = 1 / 16
+_IMAGINED = 2.0  # rollouts that an imagined example counts for
+_LEAST_WEIGHT = 0.08
 _STEPS = 36  # halvings of an interval
 _QUANTILES = 12  # means that a run may have, to average over
 
@@ -27,8 +28,7 @@ def share_range(means: Sequence[float], rollouts: float, level: float) -> tuple[
     """
     n, share = len(means), fmean(means)
     squares = math.fsum((mean - share) ** 2 for mean in means)
-    are_right_or_wrong = not any(0 < mean < 1 for mean in means)
-    return binomial_range(share, _effective_n(share, squares, n, rollouts, level, are_right_or_wrong), level)
+    return binomial_range(share, _effective_n(share, squares, n, rollouts, level), level)
 
 
 def expected_reach(share: float, square: float, n: int, rollouts: float, level: float) -> float:
@@ -38,26 +38,23 @@ def expected_reach(share: float, square: float, n: int, rollouts: float, level: 
     0.099
     """
     se = math.sqrt(square / n)
-    are_right_or_wrong = rollouts == 1
     widths = []
     for i in range(_QUANTILES):
         seen = min(1.0, max(0.0, share + z_quantile((i + 0.5) / _QUANTILES) * se))
         vary = seen * (1 - seen) / (share * (1 - share)) * square * n
-        low, high = binomial_range(seen, _effective_n(seen, vary, n, rollouts, level, are_right_or_wrong), level)
+        low, high = binomial_range(seen, _effective_n(seen, vary, n, rollouts, level), level)
         widths.append(high - low)
     return fmean(widths) / 2
 
 
-def _effective_n(
-    share: float, squares: float, n: int, rollouts: float, level: float, are_right_or_wrong: bool
-) -> float:
-    weight = max(min(1.0, 2 / rollouts), _LEAST_WEIGHT)
+def _effective_n(share: float, squares: float, n: int, rollouts: float, level: float) -> float:
+    """How many right-or-wrong examples vary like these, whose means differ from their share by these squares in all."""
+    weight = max(_IMAGINED / rollouts, _LEAST_WEIGHT)
     prior = (share * n + weight) / (n + 2 * weight)
     spread = squares + n * (share - prior) ** 2 + weight * (prior**2 + (1 - prior) ** 2)
-    effective_n = n * prior * (1 - prior) * (n + 2 * weight) / spread
-    if not are_right_or_wrong:  # the spread is an estimate; of right and wrong it follows from the share
-        effective_n *= (z_quantile((1 + level) / 2) / t_quantile((1 + level) / 2, n - 1)) ** 2
-    return effective_n
+    vary = min(1.0, spread / (n + 2 * weight) / (prior * (1 - prior)))  # 1 where each is all right or all wrong
+    narrowed = (z_quantile((1 + level) / 2) / t_quantile((1 + level) / 2, n - 1)) ** 2
+    return n / vary * (1 - (1 - vary) * (1 - narrowed))  # only where examples lie between is their spread an estimate
 
 
 def binomial_range(share: float, n: float, level: float) -> tuple[float, float]:

@@ -14,16 +14,16 @@ def skewed_range(values: Sequence[float], level: float) -> tuple[float, float]:
 
     The t interval reaches too little to the side of the long tail. Hall's transformation of the t statistic takes the
     skewness out; each end is the farther one of the two. As the skewness is estimated as well as the spread, there is
-    half a degree of freedom less.
+    one degree of freedom less.
 
     >>> low, high = skewed_range([0.0, 0.1, 0.1, 0.2, 0.9], 0.95)
     >>> round(low, 3), round(high, 3)
-    (-0.22, 1.281)
+    (-0.259, 1.301)
     """
     n, mean = len(values), fmean(values)
     square = math.fsum((value - mean) ** 2 for value in values)
     se = math.sqrt(square / (n - 1) / n)
-    reach = t_quantile((1 + level) / 2, max(1.0, n - 1.5))
+    reach = t_quantile((1 + level) / 2, max(1.0, n - 2))
     low, high = -reach, reach
     if n > 2:
         scale = math.sqrt(square / n)
