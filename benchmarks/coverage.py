@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from statistics import fmean
+from statistics import fmean, stdev
 
 from verifiers import stats
+from verifiers.stats.signflip import SignFlips
+from verifiers.stats.student import t_tail
 
 Bounds = tuple[float | None, float | None]
 
@@ -27,10 +29,15 @@ Bounds = tuple[float | None, float | None]
 class Cell:
     """One kind of run: what its mean truly is, its true standard error, and how to draw one and its interval."""
 
-    name: str
+    row: str
+    column: str
     truth: float
     se: float | None
     draw: Callable[[Random], Bounds]
+
+    @property
+    def name(self) -> str:
+        return f"{self.row}, {self.column}"
 
     def simulate(self, runs: int, seed: int = 0) -> tuple[float, float | None]:
         """The share of runs that hold the truth, and their width next to ±1.96 true standard errors."""
@@ -64,7 +71,7 @@ def single(name: str, n: int, mean: float, sd: float, draw: Callable[[Random], f
     def run(random: Random) -> Bounds:
         return interval(stats.mean_interval([draw(random) for _ in range(n)]))
 
-    return Cell(f"{name}, {n} examples", mean, sd / math.sqrt(n), run)
+    return Cell(name, f"{n} examples", mean, sd / math.sqrt(n), run)
 
 
 def beta(a: float, b: float, n: int) -> Cell:
@@ -95,7 +102,7 @@ def repeated(share: float, n: int, rollouts: int, alike: float) -> Cell:
         return interval(stats.mean_interval([random.random() < chances[i] for i in ids], ids))
 
     se = math.sqrt(share * (1 - share) * (alike + (1 - alike) / rollouts) / n)
-    return Cell(f"mean {share:g}, {n} examples × {rollouts}, alike {alike:g}", share, se, run)
+    return Cell(f"mean {share:g}, {n} examples × {rollouts}", f"alike {alike:g}", share, se, run)
 
 
 def real_valued(n: int, rollouts: int, failed: float) -> Cell:
@@ -106,7 +113,7 @@ def real_valued(n: int, rollouts: int, failed: float) -> Cell:
             values += [None if random.random() < failed else random.gauss(mean, 1) for _ in range(rollouts)]
         return interval(stats.mean_interval(values, [i // rollouts for i in range(n * rollouts)]))
 
-    return Cell(f"real-valued, {n} examples × {rollouts}, {failed:.0%} failed", 3.0, None, run)
+    return Cell("real-valued", f"{n} × {rollouts}, {failed:.0%} failed", 3.0, None, run)
 
 
 def failing_where_hard(n: int, rollouts: int) -> Cell:
@@ -122,7 +129,7 @@ def failing_where_hard(n: int, rollouts: int) -> Cell:
             ]
         return interval(stats.mean_interval(values, [i // rollouts for i in range(n * rollouts)]))
 
-    return Cell(f"mean 0.6, {n} examples × {rollouts}, 12% failed, mostly on hard examples", 0.6, None, run)
+    return Cell("mean 0.6, hard examples fail", f"{n} × {rollouts}, 12% failed", 0.6, None, run)
 
 
 def passing(k: int, share: float, n: int, rollouts: int, is_all: bool) -> Cell:
@@ -136,7 +143,7 @@ def passing(k: int, share: float, n: int, rollouts: int, is_all: bool) -> Cell:
         return interval(find([random.random() < chances[i] for i in ids], ids, k=k))
 
     truth = every if is_all else 1 - none
-    return Cell(f"pass{'^' if is_all else '@'}{k}, mean {share:g}, {n} examples × {rollouts}", truth, None, run)
+    return Cell(f"pass{'^' if is_all else '@'}{k}, mean {share:g}", f"{n} × {rollouts}", truth, None, run)
 
 
 def two_runs(random: Random, share: float, n: int, rollouts: int, gap: float) -> tuple[dict, dict]:  # type: ignore[type-arg]
@@ -155,7 +162,7 @@ def difference(share: float, n: int, rollouts: int) -> Cell:
     def run(random: Random) -> Bounds:
         return interval(stats.compare(*two_runs(random, share, n, rollouts, 0.025)))
 
-    return Cell(f"difference, right or wrong, mean {share:g}, {n} examples × {rollouts}", -0.025, None, run)
+    return Cell(f"difference, mean {share:g}, {n} examples", f"× {rollouts}", -0.025, None, run)
 
 
 def real_difference(n: int) -> Cell:
@@ -163,7 +170,7 @@ def real_difference(n: int) -> Cell:
         a = {i: random.gauss(0, 1) for i in range(n)}
         return interval(stats.compare(a, {i: score + random.gauss(0.1, 0.5) for i, score in a.items()}))
 
-    return Cell(f"difference, real-valued, {n} examples", 0.1, 0.5 / math.sqrt(n), run)
+    return Cell(f"difference, real-valued, {n} examples", "× 1", 0.1, 0.5 / math.sqrt(n), run)
 
 
 def unpaired(share: float, n: int) -> Cell:
@@ -171,7 +178,7 @@ def unpaired(share: float, n: int) -> Cell:
         a = {f"a{i}": random.random() < share for i in range(n)}
         return interval(stats.compare(a, {f"b{i}": random.random() < share - 0.1 for i in range(n)}, paired=False))
 
-    return Cell(f"difference of two samples, means {share:g} and {share - 0.1:g}, {n} examples each", -0.1, None, run)
+    return Cell(f"two samples, means {share:g} and {share - 0.1:g}, {n} examples", "× 1", -0.1, None, run)
 
 
 def stopped(share: float, until: float, looks: float = 1.02) -> Cell:
@@ -186,7 +193,7 @@ def stopped(share: float, until: float, looks: float = 1.02) -> Cell:
                     return sequence.range()
                 next_look = max(sequence.n + 1, int(sequence.n * looks))
 
-    return Cell(f"stopped at ±{until:g}, mean {share:g}", share, None, run)
+    return Cell(f"stopped at ±{until:g}", f"mean {share:g}", share, None, run)
 
 
 # --- the parts ----------------------------------------------------------------------------------------------------
@@ -223,6 +230,9 @@ def clustered() -> Iterator[Cell]:
             for alike in (0.0, 0.1, 0.5, 0.9):
                 for share in (0.5, 0.95):
                     yield repeated(share, n, rollouts, alike)
+
+
+def failing() -> Iterator[Cell]:
     yield real_valued(30, 4, 0.2)
     yield failing_where_hard(500, 8)
 
@@ -254,6 +264,7 @@ PARTS: dict[str, tuple[Callable[[], Iterator[Cell]], float]] = {  # and the shar
     "skewed": (skewed, 1.0),
     "sums": (sums, 0.5),
     "clustered": (clustered, 0.5),
+    "failing": (failing, 0.25),
     "passes": (passes, 0.5),
     "differences": (differences, 0.25),
     "sequences": (sequences, 0.15),
@@ -270,11 +281,37 @@ def exact_coverage(share: float, n: int) -> float:
     return total
 
 
-def rejections(share: float, n: int, rollouts: int, gap: float, runs: int) -> float:
-    """How often a paired comparison gives a verdict."""
-    random = Random(f"{share} {n} {rollouts} {gap}")
-    found = (stats.compare(*two_runs(random, share, n, rollouts, gap)).verdict for _ in range(runs))
-    return fmean(verdict in ("better", "worse") for verdict in found)
+def rejections(share: float, n: int, rollouts: int, kept: float, runs: int) -> tuple[float, float, float]:
+    """How often two runs are told apart: by `compare`, by the signs of differences alone, and by Student's t alone.
+
+    Run B solves each example `kept` times as often as run A.
+    """
+    random = Random(f"{share} {n} {rollouts} {kept}")
+    found, by_signs, by_t = 0, 0, 0
+    for _ in range(runs):
+        chances = [chance(random, share, 0.3) for _ in range(n)]
+        a, b = (
+            {i: [random.random() < c * k for _ in range(rollouts)] for i, c in enumerate(chances)} for k in (1, kept)
+        )
+        found += stats.compare(a, b).verdict in ("better", "worse")
+        changes = [fmean(b[i]) - fmean(a[i]) for i in a]
+        signs = SignFlips(changes)
+        by_signs += 2 * min(signs.p_at_most(0.0), signs.p_at_least(0.0)) < 0.05
+        se = stdev(changes) / math.sqrt(n)
+        by_t += se > 1e-12 and t_tail(fmean(changes) / se, n - 1) < 0.05
+    return found / runs, by_signs / runs, by_t / runs
+
+
+def print_table(cells: Sequence[Cell], runs: int) -> None:
+    """One row a kind of run; in a cell how often it held, and how wide it was."""
+    columns = list(dict.fromkeys(cell.column for cell in cells))
+    rows: dict[str, dict[str, str]] = {}
+    for cell in cells:
+        held, width = cell.simulate(runs)
+        rows.setdefault(cell.row, {})[cell.column] = f"{held:.3f}" + ("" if width is None else f" ({width:.2f})")
+    print(f"\n| {runs:,} runs of each | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+    for row, found in rows.items():
+        print(f"| {row} | {' | '.join(found.get(column, '') for column in columns)} |", flush=True)
 
 
 def main() -> None:
@@ -283,12 +320,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2000)
     given = parser.parse_args()
     wanted = given.parts or [*PARTS, "exact", "verdicts"]
-    print("| held | width | of |\n|---|---|---|")
     for part, (cells, share) in PARTS.items():
-        for cell in cells() if part in wanted else ():
-            held, width = cell.simulate(max(50, int(given.runs * share)))
-            shown = "" if width is None else f"{width:.2f}"
-            print(f"| {held:.3f} | {shown} | {cell.name} |", flush=True)
+        if part in wanted:
+            print_table(list(cells()), max(50, int(given.runs * share)))
     if "exact" in wanted:
         print("\n| examples | least held over shares 0.01 to 0.99 | on average |\n|---|---|---|")
         for n in (5, 10, 20, 50, 100, 200):
@@ -296,15 +330,16 @@ def main() -> None:
             print(f"| {n} | {min(each):.3f} | {fmean(each):.3f} |", flush=True)
     if "verdicts" in wanted:
         runs = max(50, given.runs // 5)
-        print(
-            "\n| mean of A | examples × rollouts | the same model told apart | a loss of 0.1 seen |\n|---|---|---|---|"
-        )
+        print("\n| mean of A | examples × rollouts | the same model told apart (by signs; t) | B a fifth worse, seen |")
+        print("|---|---|---|---|")
         for share, n, rollouts in (
             (0.5, 3, 16), (0.5, 4, 64), (0.5, 5, 16), (0.5, 8, 2), (0.5, 10, 4), (0.5, 30, 1), (0.5, 30, 4),
             (0.95, 10, 16), (0.95, 50, 1), (0.95, 50, 4), (0.95, 200, 1),
         ):  # fmt: skip
-            same, lower = (rejections(share, n, rollouts, gap, runs) for gap in (0.0, 0.1))
-            print(f"| {share:g} | {n} × {rollouts} | {same:.3f} | {lower:.3f} |", flush=True)
+            same, lower = (
+                "{:.3f} ({:.3f}; {:.3f})".format(*rejections(share, n, rollouts, kept, runs)) for kept in (1.0, 0.8)
+            )
+            print(f"| {share:g} | {n} × {rollouts} | {same} | {lower} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from statistics import fmean
 
 from verifiers.stats.student import beta_share, t_quantile, z_quantile
@@ -9,7 +10,7 @@ from verifiers.stats.student import beta_share, t_quantile, z_quantile
 _SEEN = 0.75  # how much of the outcome seen counts as "at least as extreme": 0.5 is mid-p, 1 is Clopper and Pearson
 _IMAGINED = 2.0  # rollouts that an imagined example counts for
 _LEAST_WEIGHT = 0.08
-_STEPS = 36  # halvings of an interval
+_STEPS = 100
 _QUANTILES = 12  # means that a run may have, to average over
 
 
@@ -57,6 +58,7 @@ def _effective_n(share: float, squares: float, n: int, rollouts: float, level: f
     return n / vary * (1 - (1 - vary) * (1 - narrowed))  # only where examples lie between is their spread an estimate
 
 
+@lru_cache(maxsize=4096)
 def binomial_range(share: float, n: float, level: float) -> tuple[float, float]:
     """The interval of a share seen in n trials, n being any positive number.
 
@@ -82,7 +84,19 @@ def _at_least(right: float, n: float, p: float) -> float:
 
 
 def _root(rising: Callable[[float], float], low: float, high: float) -> float:
+    """Where a rising function is 0, by false position; the Illinois rule keeps an end from standing still."""
+    below, above = rising(low), rising(high)
+    if above <= 0:
+        return high
+    is_up = None
     for _ in range(_STEPS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if rising(middle) > 0 else (middle, high)
+        middle = (low * above - high * below) / (above - below)
+        value = rising(middle)
+        if value > 0:
+            high, above, below = middle, value, below / 2 if is_up is True else below
+        else:
+            low, below, above = middle, value, above / 2 if is_up is False else above
+        is_up = value > 0
+        if abs(value) < 1e-12 or high - low < 1e-13:
+            return middle
     return (low + high) / 2

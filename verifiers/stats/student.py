@@ -74,7 +74,9 @@ def beta_share(x: float, y: float, a: float, b: float) -> float:
     """
     if x <= 0 or y <= 0:
         return 0.0 if x <= 0 else 1.0
-    if x > (a + 1) / (a + b + 2):
+    if x > (a + 1) / (a + b + 2) and y <= (b + 1) / (
+        a + b + 2
+    ):  # both hold where rounding decides: then either will do
         return 1 - beta_share(y, x, b, a)
     log_x = math.log(x) if x < 0.5 else math.log1p(-y)
     log_y = math.log(y) if y < 0.5 else math.log1p(-x)
