@@ -36,5 +36,11 @@ def test_the_incomplete_beta_function_is_scipys(x: float, a: float, b: float) ->
     assert beta_share(x, 1 - x, a, b) == pytest.approx(reference.beta.cdf(x, a, b), rel=1e-8, abs=1e-12)
 
 
+@given(st.integers(0, 200), st.integers(0, 200))
+def test_what_was_seen_may_count_in_part(won: int, lost: int) -> None:
+    expected = 2 * reference.binom.cdf(min(won, lost), won + lost, 0.5) - reference.binom.pmf(won, won + lost, 0.5)
+    assert sign_test(won, lost, seen=0.5) == pytest.approx(1.0 if won == lost else expected, rel=1e-7, abs=1e-14)
+
+
 def test_the_sign_test_stays_exact_for_a_hundred_thousand_examples() -> None:
     assert sign_test(50_400, 49_600) == pytest.approx(reference.binomtest(50_400, 100_000).pvalue, rel=1e-8)

@@ -115,19 +115,19 @@ class Flipped:
 
     def interval(self, level: float) -> Range:
         tail = (1 - level) / 2
-        low, high = self.test.low(tail), self.test.high(tail)
-        if not self.span:
-            return low, high
-        other_low, other_high = self._bonett_price(level)
-        low = other_low if low is None else min(low, other_low)
-        high = other_high if high is None else max(high, other_high)
+        low, high = shown_low, shown_high = self.test.low(tail), self.test.high(tail)
+        if self.span:
+            other_low, other_high = self._bonett_price(level)
+            low = other_low if low is None else min(low, other_low)
+            high = other_high if high is None else max(high, other_high)
+        if low is None or high is None:
+            return None, None
         if self.p_value >= 1 - level:
             return min(low, 0.0), max(high, 0.0)
-        shown_low, shown_high = self.test.low(tail), self.test.high(tail)
         if fmean(self.changes) > 0 >= low:
-            low = shown_low or TOLERANCE
+            low = max(shown_low or 0.0, TOLERANCE)
         elif fmean(self.changes) < 0 <= high:
-            high = shown_high or -TOLERANCE
+            high = min(shown_high or 0.0, -TOLERANCE)
         return low, high
 
     def _bonett_price(self, level: float) -> tuple[float, float]:

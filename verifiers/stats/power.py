@@ -10,6 +10,7 @@ from verifiers.stats.evidence import rollout_noise
 from verifiers.stats.paired import Scores, shared_scores
 from verifiers.stats.scores import by_example, check_share
 from verifiers.stats.shares import expected_reach
+from verifiers.stats.signflip import SEEN
 from verifiers.stats.student import beta_share, sign_test, t_quantile, z_quantile
 
 _EXACT_CHANGES = 2000  # changed examples up to which the power of the exact test is summed up
@@ -99,7 +100,7 @@ def examples_to_compare(
     >>> a = {i: [i % 2, 1, 0, 1] for i in range(40)}
     >>> b = {i: [i % 2, 1, 1, i % 3 > 0] for i in range(40)}
     >>> [examples_to_compare(0.1, a, b, rollouts_per_example=n, power=0.8) for n in (1, 4)]
-    [396, 96]
+    [388, 96]
     """
     _check(resolution, rollouts_per_example, level, power)
     groups_a, groups_b = shared_scores(a, b)
@@ -207,13 +208,13 @@ def _for_difference(resolution: float, spread: Spread, rollouts: int, level: flo
 
 
 def _sign_power(n: int, changed: float, difference: float, level: float) -> float:
-    """The chance that the exact sign test sees a difference, where a share `changed` of examples is won or lost."""
+    """The chance that the sign test sees a difference, where a share `changed` of examples is won or lost."""
     won = (1 + difference / changed) / 2
     middle, reach = n * changed, 6 * math.sqrt(n * changed * (1 - changed)) + 1
     found, needed = [], 0
     for m in range(max(0, math.floor(middle - reach)), min(n, math.ceil(middle + reach)) + 1):
         needed = max(needed, (m + 1) // 2)
-        while needed <= m and sign_test(needed, m - needed) >= 1 - level:
+        while needed <= m and sign_test(needed, m - needed, SEEN) >= 1 - level:
             needed += 1
         if needed <= m:
             seen = beta_share(won, 1 - won, needed, m - needed + 1)

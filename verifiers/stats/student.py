@@ -54,16 +54,22 @@ def t_tail(t: float, df: float) -> float:
     return beta_share(df / (df + square), square / (df + square), df / 2, 0.5)
 
 
-def sign_test(won: int, lost: int) -> float:
+def sign_test(won: int, lost: int, seen: float = 1.0) -> float:
     """The exact two-sided p-value that won and lost are equally likely; McNemar's exact test is this.
 
-    >>> round(sign_test(1, 5), 6)
-    0.21875
+    `seen` is how much of the outcome itself counts as at least as extreme.
+
+    >>> round(sign_test(1, 5), 6), round(sign_test(1, 5, seen=0.5), 6)
+    (0.21875, 0.125)
     """
     fewer, n = min(won, lost), won + lost
     if 2 * fewer == n:
         return 1.0
-    return min(1.0, 2 * beta_share(0.5, 0.5, n - fewer, fewer + 1))
+    whole = 2 * beta_share(0.5, 0.5, n - fewer, fewer + 1)
+    if seen == 1:
+        return min(1.0, whole)
+    log_chance = math.lgamma(n + 1) - math.lgamma(won + 1) - math.lgamma(lost + 1) - n * math.log(2)
+    return min(1.0, whole - 2 * (1 - seen) * math.exp(log_chance))
 
 
 def beta_share(x: float, y: float, a: float, b: float) -> float:
