@@ -50,7 +50,7 @@ def test_a_95_percent_interval_holds_the_truth_in_at_least_93_percent_of_runs(ce
 
 @pytest.mark.parametrize("cell", COSTLY, ids=name_of)
 def test_so_does_the_interval_of_a_difference(cell: coverage.Cell) -> None:
-    assert cell.simulate(RUNS // 3)[0] >= 0.93 - 0.06
+    assert cell.simulate(RUNS // 5)[0] >= 0.93 - 0.085
 
 
 @pytest.mark.parametrize("n", [5, 10, 30, 80])

@@ -8,7 +8,7 @@ from statistics import fmean
 from verifiers.stats.student import beta_share, t_quantile, z_quantile
 
 _SEEN = 0.75  # how much of the outcome seen counts as "at least as extreme": 0.5 is mid-p, 1 is Clopper and Pearson
-_IMAGINED = 2.0  # rollouts that an imagined example counts for
+_IMAGINED = 2.5  # rollouts that an imagined example counts for
 _LEAST_WEIGHT = 0.08
 _STEPS = 100
 _QUANTILES = 12  # means that a run may have, to average over

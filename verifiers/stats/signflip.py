@@ -25,8 +25,8 @@ class SignFlips:
     where they are few, else a seeded draw of them. The empty subset, which is the signs as they were found, counts on
     both sides.
 
-    Ways that give exactly the mean that was found count for three quarters: counted whole, a few rights and wrongs would
-    hardly ever show anything; counted half (mid-p), they would show it too often.
+    Ways that give exactly the mean that was found count for three quarters: counted whole, a few rights and wrongs
+    would hardly ever show anything; counted half (mid-p), they would show it too often.
 
     >>> test = SignFlips([1.0] * 5 + [0.0] * 6 + [-1.0])
     >>> test.p_at_most(0.0)  # 1 of 64 ways gives more, 6 the same
