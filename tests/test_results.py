@@ -112,6 +112,20 @@ def test_tokens_of_failed_rollouts_were_paid_for_too() -> None:
     assert vf.Results([one, two]).usage == vf.Usage(prompt_tokens=6, completion_tokens=4)
 
 
+def test_the_report_says_what_failed_rollouts_could_make_of_the_mean() -> None:
+    results = vf.Results(
+        [scored(0, 1.0), failed(0, vf.ServerError("x")), scored(1, 0.0), failed(2, vf.ServerError("x"))]
+    )
+    assert results.mean_reward == 0.5
+    assert results.mean_with_failures == pytest.approx((0.5 / 3, 2 / 3))
+    assert "had these been scored, the mean reward could be anything from 0.167 to 0.667" in str(results)
+    assert "had these" not in str(vf.Results([scored(0, 1.0)]))
+
+
+def test_every_example_weighs_the_same_in_the_mean() -> None:
+    assert vf.Results([scored(0, 1.0), scored(0, 1.0), scored(0, 1.0), scored(1, 0.0)]).mean_reward == 0.5
+
+
 # --- the state ----------------------------------------------------------------------------------------------------
 
 

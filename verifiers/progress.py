@@ -24,9 +24,9 @@ class Tally:
 
     def __init__(self) -> None:
         self.total = self.done = self.failed = 0
-        self.rewards = 0
-        self.reward_sum = 0.0
         self.tokens = 0
+        self._means: dict[Any, tuple[float, int]] = {}  # of each example, and of how many rollouts
+        self._sum = self._square = 0.0
         self.began = time.monotonic()
 
     def start(self, total: int, done: int) -> None:
@@ -38,11 +38,22 @@ class Tally:
         if state.get("error") is not None:
             self.failed += 1
         elif state.get("reward") is not None:
-            self.rewards += 1
-            self.reward_sum += state["reward"]
+            self.count(state.get("example_id"), state["reward"])
         usage = state.get("usage")
         if usage is not None:
             self.tokens += usage.completion_tokens
+
+    def count(self, example: Any, reward: float) -> None:
+        before, n = self._means.get(example, (0.0, 0))
+        after = before + (reward - before) / (n + 1)
+        self._means[example] = after, n + 1
+        self._sum += after - before
+        self._square += after * after - before * before
+
+    @property
+    def mean(self) -> float | None:
+        """The mean reward so far; every example weighs the same."""
+        return self._sum / len(self._means) if self._means else None
 
     def note(self, text: str) -> None: ...
 
@@ -50,7 +61,7 @@ class Tally:
 
     def line(self) -> str:
         """The counts in one line."""
-        mean = f"reward {self.reward_sum / self.rewards:.3f}" if self.rewards else "reward –"
+        mean = "reward –" if self.mean is None else f"reward {self.mean:.3f}"
         speed = self.tokens / max(time.monotonic() - self.began, 1e-9)
         failed = f", {self.failed} failed" if self.failed else ""
         tokens = f", {speed:,.0f} tokens/s" if self.tokens else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from verifiers import stats
@@ -21,16 +22,15 @@ _COLUMNS = {
     "stop_condition": "stop_conditions",
     "is_truncated": "is_truncated",
 }
-_COUNTS = ("num_turns", "parse_retries")  # facts of the run, not scores: an interval would say nothing
 _SINGULAR = {plural: singular for singular, plural in _COLUMNS.items()}
 
 
 class Results:
     """The rollouts of one run.
 
-    Columns hold the rollouts that were scored, aligned with one another, so that
-    ``sum(results["rewards"]) / len(results["rewards"])`` is the mean. What could not be scored is in
-    ``results.failed``; ``results.rollouts`` has every state in the order of the rows.
+    Columns hold the rollouts that were scored, aligned with one another. What could not be scored is in
+    ``results.failed``; ``results.rollouts`` has every state in the order of the rows. ``results.mean_reward`` weighs
+    every example alike, however many of its rollouts were scored.
 
     >>> state = State(input={"prompt": "2+2?", "answer": "4", "example_id": 0}, completion="4", reward=1.0, metrics={})
     >>> prompts, completions, rewards = Results([state])
@@ -118,15 +118,29 @@ class Results:
     # --- figures --------------------------------------------------------------------------------------------------
 
     def interval(self, name: str = "reward", level: float = 0.95) -> stats.Interval:
-        """The mean of a column with its interval, clustered by example."""
-        return stats.mean_interval(self[name], self["example_id"], level=level)
+        """The mean of a column over examples, with its interval.
+
+        Where a run was to stop as soon as the mean was known, the reward's 95% interval is the one that allows for it.
+        """
+        found = stats.mean_interval(self[name], self["example_id"], level=level)
+        early = self.metadata.get("until")
+        if name != "reward" or not early or early["low"] is None or found.mean is None or level != early["level"]:
+            return found
+        return replace(found, low=min(early["low"], found.mean), high=max(early["high"], found.mean))
+
+    @property
+    def mean_with_failures(self) -> tuple[float, float] | None:
+        """The least and the largest mean reward that the failed rollouts could have made of it."""
+        rewards = [None if state.get("error") is not None else state.get("reward") for state in self.rollouts]
+        return stats.with_failures(rewards, [state.get("example_id") for state in self.rollouts])
 
     def by(self, name: str) -> dict[Any, Results]:
         """The rollouts apart by a column of their rows: ``results.by("task")``, ``results.by("difficulty")``."""
         parts: dict[Any, list[State]] = {}
         for state in self.rollouts:
             parts.setdefault(state.get(name), []).append(state)
-        return {value: Results(states, self.metadata) for value, states in parts.items()}
+        metadata = {key: about for key, about in self.metadata.items() if key != "until"}
+        return {value: Results(states, metadata) for value, states in parts.items()}
 
     @property
     def mean_reward(self) -> float | None:
@@ -187,6 +201,10 @@ def report(results: Results) -> str:
     if ended := results.metadata.get("ended_early"):
         lines.append(f"ended early: {ended}")
     lines += [f"  {count} × {cause[:140]}" for cause, count in list(results.causes.items())[:5]]
+    if results.failed and (ends := results.mean_with_failures) is not None:
+        lines.append(f"  had these been scored, the mean reward could be anything from {ends[0]:.3f} to {ends[1]:.3f}")
+    if early := results.metadata.get("until"):
+        lines.append(early["reason"])
     if results.scored:
         names = ["reward", *results.metric_names]
         width = max(map(len, names))
@@ -213,7 +231,7 @@ def _figure(results: Results, name: str) -> str:
     interval = results.interval(name)
     if interval.mean is None:
         return "none"
-    if name in _COUNTS:
+    if stats.is_count(name):
         return f"{interval.mean:.3f}"
     if interval.low is None or interval.high is None:
         return f"{interval.mean:.3f}  (no interval: {'one example' if interval.clusters < 2 else 'all alike'})"

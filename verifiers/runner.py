@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import length_hint
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from verifiers import deadlines
@@ -88,6 +88,16 @@ class Limits:
         return min(wanted, jobs)
 
 
+class Stop(Protocol):
+    """Says when a run has enough: then no further example is begun."""
+
+    async def turn(self, job: Job) -> None:
+        """Wait until this job may start."""
+
+    def take_state(self, state: State) -> bool:
+        """Take note of a rollout that has ended; says whether the run has enough."""
+
+
 @dataclass
 class _Group:
     """The rollouts of one example, kept until all have been generated."""
@@ -112,8 +122,12 @@ class Run:
         progress: Progress | None = None,
         deadline_s: float | None = None,
         fail: Fail | None = None,
+        stop: Stop | None = None,
     ) -> None:
         self.jobs = jobs
+        self.stop = stop
+        self.has_enough = False
+        self._begun: set[Any] = set()
         self.generate = generate
         self.score_alone = score_alone
         self.score_group = score_group
@@ -214,6 +228,8 @@ class Run:
     async def _work(self) -> None:
         try:
             for job in self._next:
+                if self.stop is not None and not self.has_enough:
+                    await self.stop.turn(job)
                 if self._is_wanted(job):
                     await self._run_job(job)
         except BaseException as error:
@@ -232,7 +248,12 @@ class Run:
         """Once the run is stopping only groups that have begun are completed: alone their rollouts have no score."""
         if self.ended_by is not None:
             return False
-        group = self._groups.get(job.row["example_id"])
+        example = job.row["example_id"]
+        if self.stop is not None and not self.is_stopping:
+            if self.has_enough and example not in self._begun:
+                return False
+            self._begun.add(example)
+        group = self._groups.get(example)
         if group is None:
             return not self.is_stopping
         group.has_begun = group.has_begun or not self.is_stopping
@@ -280,6 +301,8 @@ class Run:
             self.sink(job, state)
         self.done.append((job, state))
         self.progress.update(state)
+        if self.stop is not None and self.stop.take_state(state):
+            self.has_enough = True
 
     def _interrupt(self) -> None:
         if not self.is_interrupted:

@@ -112,6 +112,7 @@ class GenerateMetadata(TypedDict, total=False):
     avg_reward: float | None
     avg_metrics: dict[str, float]
     state_columns: list[str]
+    until: dict[str, Any] | None
     path_to_save: Path | None
     ended_early: str
 

@@ -373,3 +373,24 @@ def test_ctrl_c_ends_the_program_even_where_threads_and_a_teardown_never_end(sta
             time.sleep(0.05)
         process.communicate(timeout=30)
     assert process.returncode == 130
+
+
+# --- until it is known --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half_width", ["±0.25", "0.25", "+-0.25", "+/-0.25"])
+def test_a_run_stops_when_the_mean_is_known(run, half_width):
+    shown = run("eval", "arithmetic", "-m", "fake", "-r", "1", "--until", half_width).stdout
+    assert "the mean reward is known to ±0.25 by " in shown
+
+
+def test_a_half_width_or_a_range_that_is_none_is_a_usage_error(run):
+    assert "such as ±0.02" in run("eval", "arithmetic", "-m", "fake", "--until", "soon", code=2).stderr
+    wrong = run("eval", "arithmetic", "-m", "fake", "--until", "0.1", "--reward-range", "1,0", code=2)
+    assert "the smaller first" in wrong.stderr
+
+
+def test_rewards_outside_the_range_end_with_1(run):
+    args = ("eval", "arithmetic", "-m", "fake", "-r", "1", "--until", "0.2", "--reward-range", "5,9", "--json")
+    found = json.loads(run(*args, code=1).stdout)
+    assert "which were taken to be 5 and 9" in found["until"]["fault"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +36,20 @@ def test_pass_at_k_is_of_the_reward_where_it_is_right_or_wrong():
 def test_pass_at_k_is_of_each_right_or_wrong_metric_where_the_reward_is_not():
     metrics = {"right": [1, 0, 1, 1], "style": [0.5, 0.2, 0.1, 0.1], "num_turns": [1, 1, 1, 1]}
     assert list(summary(results_of([1.1, 0, 1, 1], metrics=metrics))["pass_at_k"]) == ["right"]
+
+
+def test_pass_at_k_tells_how_many_examples_had_enough_rollouts_and_pass_hat_k_stands_beside_it():
+    results = Results(
+        prompt=["q"] * 7, completion=["a"] * 7, example_id=[0, 0, 0, 1, 1, 1, 2], reward=[1, 1, 0, 1, 1, 1, 0]
+    )
+    shown = "\n".join(report(results))
+    assert "pass@1  0.556" in shown
+    assert "pass@3  1.000" in shown
+    assert "of 2 of 3 examples, 1 left out with fewer than 3 scored rollouts" in shown
+    assert "pass^3  0.500" in shown
+    figures = summary(results)
+    assert figures["pass_hat_k"]["reward"]["2"]["mean"] == pytest.approx((1 / 3 + 1) / 2)
+    assert (figures["pass_at_k"]["reward"]["3"]["examples"], figures["pass_at_k"]["reward"]["3"]["left_out"]) == (2, 1)
 
 
 def test_one_rollout_an_example_has_no_pass_at_k_and_no_results_are_a_report_too():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -106,8 +107,9 @@ def test_two_runs_are_compared_example_by_example(run, runs):
     shown = run("compare", *map(str, runs)).stdout
     assert "model: a → b" in shown
     assert "B - A = +0.333" in shown
-    assert "McNemar's exact test" in shown
-    assert re.search(r"exact +0\.500 +0\.833 +\+0\.333", shown)
+    assert "p = 0.375 (sign-flip test)" in shown
+    assert re.search(r"exact +0\.500 +0\.833 +\+0\.333 .* no difference shown", shown)
+    assert re.search(r"num_turns .* – +–\n", shown), "a count gets no verdict"
     assert "B won 2 examples" in shown
     assert re.search(r"example 1 +0\.000 → 1\.000 +say 1", shown)
     assert "B lost no example" in shown
@@ -120,11 +122,60 @@ def test_a_comparison_is_one_json_object_for_a_script(run, runs):
     assert found["metrics"]["exact"]["won"] == [1, 3]
 
 
-def test_runs_that_share_nothing_end_with_1_and_other_questions_are_told(run, runs, repeated):
-    result = run("compare", str(runs[0]), str(repeated))
-    assert "careful: 6 shared examples ask something else in B" in result.stdout
+def test_runs_that_share_nothing_end_with_1(run, runs):
     (runs[1] / "results.jsonl").write_text("")
-    assert "no example has a score in both runs" in run("compare", *map(str, runs), code=1).stdout
+    shown = run("compare", *map(str, runs), code=1).stdout
+    assert "no example has a score in both runs" in shown
+    assert "no verdict: the two runs share no example" in shown
+
+
+def test_runs_over_different_questions_get_no_verdict_unless_they_are_compared_as_two_samples(run, runs, repeated):
+    refused = run("compare", str(runs[0]), str(repeated), code=1).stdout
+    assert "no verdict: 6 of the examples that share an id ask something else in B (first: 0)" in refused
+    assert "No verdict: B - A = " in refused
+    assert "p = " not in refused
+    data = json.loads(run("compare", str(runs[0]), str(repeated), "--json", code=1).stdout)
+    assert "ask something else" in data["refusal"]
+    assert {one["verdict"] for one in data["metrics"].values()} == {None}
+    shown = run("compare", str(runs[0]), str(repeated), "--unpaired").stdout
+    assert "No difference shown: B - A = -0.1" in shown
+    assert "(Welch's t test)" in shown
+
+
+def saved(folder: Path, name: str, rewards, system: str = "", fails=()) -> str:
+    out = RunDir.create_at(folder / name, env_id="toy", model=name, config={})
+    with out.appender() as appender:
+        for i, reward in enumerate(rewards):
+            prompt = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": f"q{i}"}]
+            error = {"type": "JudgeError", "blame": "grader", "message": "down"} if i in fails else None
+            record = {"example_id": i, "rollout": 0, "prompt": prompt, "completion": "", "error": error}
+            metrics = {"exact": reward, "brief": 1.0 - reward}
+            appender.append({**record, "reward": None if error else reward, "metrics": {} if error else metrics})
+    return str(folder / name)
+
+
+def test_another_system_prompt_asks_the_same_questions(run, folder):
+    a = saved(folder, "a", [0.0] * 12, system="Think first.")
+    b = saved(folder, "b", [1.0] * 12, system="Be quick.")
+    assert "B is better: B - A = +1.000" in run("compare", a, b).stdout
+
+
+def test_failed_rollouts_are_mentioned_and_a_margin_asks_whether_b_is_worse(run, folder):
+    a = saved(folder, "a", [1.0] * 300, fails=(3, 4))
+    b = saved(folder, "b", [1.0] * 299 + [0.0])
+    shown = run("compare", a, b, "--margin", "0.04").stdout
+    assert "B is not worse by 0.04 or more: B - A = -0.003" in shown
+    assert "failed rollouts, left out: 2 in A, 0 in B" in shown
+    assert "Not shown that B is not worse by 0.001 or more" in run("compare", a, b, "--margin", "0.001").stdout
+
+
+def test_several_metrics_are_corrected_and_one_that_is_named_is_tested_alone(run, folder):
+    a, b = saved(folder, "a", [0.0] * 5 + [1.0] * 10), saved(folder, "b", [1.0] * 15)
+    shown = run("compare", a, b).stdout  # reward and exact are the same; brief is another
+    assert "p = 0.0469, 0.0938 of 2 metrics (Holm) (sign-flip test)" in shown
+    assert "No difference shown: B - A = +0.333 (97.5% interval" in shown
+    alone = run("compare", a, b, "--metric", "reward").stdout
+    assert "B is better: B - A = +0.333 (95% interval" in alone
 
 
 def test_an_unknown_metric_names_those_there_are(run, runs):
@@ -137,7 +188,7 @@ def test_an_unknown_metric_names_those_there_are(run, runs):
 def test_power_from_a_mean_a_spread_and_a_run(run, repeated):
     assert run("power", "0.03", "--sd", "0.5").stdout.startswith("1,070 examples to know a mean to ±0.03")
     shown = run("power", "0.03", "--mean", "0.5", "--correlation", "0.6", "--power", "0.8").stdout
-    assert shown.startswith("1,747 examples to see a difference of 0.03 with a chance of 0.8")
+    assert re.match(r"1,7\d\d examples to see a difference of 0.03 with a chance of 0.8", shown)
     table = run("power", "0.05", "--run", str(repeated)).stdout.splitlines()
     assert table[0] == "to know a mean to ±0.05:"
     assert [line.split()[0] for line in table[2:]] == ["1", "2", "4", "8", "16"]
@@ -147,6 +198,24 @@ def test_power_from_a_mean_a_spread_and_a_run(run, repeated):
 def test_power_for_a_difference_is_measured_on_two_runs(run, runs):
     shown = run("power", "0.1", "--run", str(runs[0]), "--against", str(runs[1]), "--power", "0.8").stdout
     assert "to see a difference of 0.1" in shown
+    assert "with one rollout of each" in shown
+
+
+def test_runs_of_several_rollouts_say_how_many_rollouts_their_advice_is_for(run, repeated):
+    other = Path(shutil.copytree(repeated, "outputs/evals/sums--m/dddddddd"))
+    lines = (other / "results.jsonl").read_text().splitlines(keepends=True)
+    changed = [line.replace('"reward":0.0', '"reward":1.0') if i % 5 == 0 else line for i, line in enumerate(lines)]
+    (other / "results.jsonl").write_text("".join(changed))
+    table = run("power", "0.1", "--run", str(repeated), "--against", str(other), "--power", "0.8").stdout.splitlines()
+    assert table[0] == "to see a difference of 0.1 with a chance of 0.8:"
+    needed = [int(line.split()[1].replace(",", "")) for line in table[2:]]
+    assert [line.split()[0] for line in table[2:]] == ["1", "2", "4", "8", "16"]
+    assert needed == sorted(needed, reverse=True)
+
+
+def test_power_near_1_asks_for_enough_examples(run):
+    n = int(run("power", "0.1", "--mean", "0.98").stdout.split()[0])
+    assert 15 < n < 30
 
 
 @pytest.mark.parametrize(

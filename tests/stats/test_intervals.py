@@ -12,6 +12,7 @@ from verifiers import stats
 
 scores = st.floats(-100, 100)
 rollouts = st.lists(st.tuples(st.integers(0, 8), scores), min_size=2, max_size=40)
+whole_rollouts = st.lists(st.tuples(st.integers(0, 8), st.integers(-100, 100)), min_size=2, max_size=40)
 right_or_wrong = st.lists(st.tuples(st.integers(0, 8), st.sampled_from([0.0, 1.0])), min_size=2, max_size=40)
 either = st.one_of(rollouts, right_or_wrong)
 
@@ -27,15 +28,25 @@ def same(one: stats.Interval, other: stats.Interval) -> bool:
     return all(close(getattr(one, name), getattr(other, name)) for name in ("mean", "low", "high", "se"))
 
 
-def test_without_repeats_it_is_the_t_interval() -> None:
+def test_scores_that_are_not_skewed_get_the_t_interval_with_a_degree_of_freedom_less() -> None:
     reference = pytest.importorskip("scipy.stats")
-    values = [0.1, 0.5, 0.7, 0.2, 0.95, 0.3]
-    mean, se = sum(values) / 6, reference.sem(values)
-    low, high = reference.t.interval(0.9, 5, mean, se)
+    values = [1, 3, 5, 7, 9, 11]
+    low, high = reference.t.interval(0.9, 4, 6, reference.sem(values))
     found = stats.mean_interval(values, level=0.9)
-    assert (found.mean, found.low, found.high, found.se) == pytest.approx((mean, low, high, se))
+    assert (found.mean, found.se) == pytest.approx((6, reference.sem(values)))
+    assert found.low == pytest.approx(low, rel=0.01)
+    assert found.half_width == pytest.approx((high - low) / 2, rel=0.01)
     assert (found.n, found.clusters, found.level) == (6, 6, 0.9)
-    assert found.half_width == pytest.approx((high - low) / 2)
+
+
+def test_a_long_tail_stretches_the_interval_to_its_side_and_never_shrinks_it_on_the_other() -> None:
+    reference = pytest.importorskip("scipy.stats")
+    values = [2.0, 2.1, 2.2, 2.3, 2.4, 2.6, 2.9, 3.7, 5.1, 9.0]
+    found, plain = stats.mean_interval(values), reference.t.interval(0.95, 8, sum(values) / 10, reference.sem(values))
+    assert found.low == pytest.approx(plain[0])
+    assert found.high > plain[1] + 0.5
+    mirrored = stats.mean_interval([-value for value in values])
+    assert (mirrored.low, mirrored.high) == pytest.approx((-found.high, -found.low))
 
 
 def test_equal_repeats_give_the_t_interval_of_the_examples_means() -> None:
@@ -46,19 +57,88 @@ def test_equal_repeats_give_the_t_interval_of_the_examples_means() -> None:
     assert (found.n, found.clusters) == (6, 3)
 
 
-def test_unequal_repeats_follow_the_cluster_robust_formula() -> None:
-    found = stats.mean_interval([0.2, 0.4, 0.9, 0.5, 0.6, 0.7], ["a", "a", "b", "c", "c", "c"])
-    mean = 3.3 / 6
-    errors = [0.6 - 2 * mean, 0.9 - mean, 1.8 - 3 * mean]
-    assert found.se == pytest.approx(math.sqrt(3 / 2 * sum(error**2 for error in errors)) / 6)
+def test_examples_weigh_the_same_however_many_of_their_rollouts_failed() -> None:
+    values = [0.0, None, None, None, 1.0, 1.0, 1.0, 1.0]
+    assert stats.mean_interval(values, "aaaabbbb").mean == 0.5
+
+
+def test_failures_on_hard_examples_do_not_bend_the_mean() -> None:
+    random = Random(0)
+    means, held = [], []
+    for _ in range(60):
+        values: list[float | None] = []
+        for _ in range(500):
+            chance = random.betavariate(1.2, 0.8)
+            fails = 0.24 * (1 - chance) / 0.4 / 2
+            values += [None if random.random() < fails else float(random.random() < chance) for _ in range(8)]
+        found = stats.mean_interval(values, [i // 8 for i in range(4000)])
+        assert found.mean is not None
+        assert found.low is not None
+        assert found.high is not None
+        means.append(found.mean)
+        held.append(found.low <= 0.6 <= found.high)
+    assert sum(means) / 60 == pytest.approx(0.6, abs=0.005)
+    assert sum(held) >= 54
+
+
+def test_failed_rollouts_leave_the_mean_between_a_worst_and_a_best_case() -> None:
+    assert stats.with_failures([1, None, 0, 0], "aabb") == (0.25, 0.5)
+    assert stats.with_failures([3.0, None, 5.0, 4.0], "aabb") == (3.75, 4.25)  # no 0 and 1: the least and most seen
+    assert stats.with_failures([0.5, None], "ab", bounds=(-1, 1.1)) == pytest.approx((-0.25, 0.8))
+    assert stats.with_failures([1, 0], "ab") == (0.5, 0.5)
+    assert stats.with_failures([None], "a") is None
 
 
 @pytest.mark.parametrize(("right", "n"), [(0, 10), (3, 10), (10, 10), (95, 100), (1, 2)])
-def test_single_right_or_wrong_scores_get_wilsons_interval(right: int, n: int) -> None:
-    reference = pytest.importorskip("scipy.stats")
-    expected = reference.binomtest(right, n).proportion_ci(method="wilson")
+def test_single_right_or_wrong_scores_get_a_binomial_interval_that_counts_three_quarters_of_what_was_seen(
+    right: int, n: int
+) -> None:
+    reference = pytest.importorskip("scipy.stats").binom
     found = stats.mean_interval([1] * right + [0] * (n - right))
-    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert found.low is not None
+    assert found.high is not None
+    if right:
+        chance = 0.75 * reference.sf(right - 1, n, found.low) + 0.25 * reference.sf(right, n, found.low)
+        assert chance == pytest.approx(0.025)
+    if right < n:
+        chance = 0.75 * reference.cdf(right, n, found.high) + 0.25 * reference.cdf(right - 1, n, found.high)
+        assert chance == pytest.approx(0.025)
+    assert (found.low == 0, found.high == 1) == (right == 0, right == n)
+
+
+def test_full_marks_that_miss_1_by_rounding_are_full_marks() -> None:
+    rounded, whole = stats.mean_interval([0.7 + 0.2 + 0.1] * 20), stats.mean_interval([1.0] * 20)
+    assert rounded == whole
+    mixed = stats.mean_interval([0.7 + 0.2 + 0.1, 1.0, 0.1 + 0.2 + 0.7] * 7)
+    assert mixed.high == 1.0
+    assert mixed.low is not None
+
+
+def test_large_scores_that_differ_a_little_have_the_interval_of_what_differs() -> None:
+    large = stats.mean_interval([1e12, 1e12 + 1] * 20)
+    small = stats.mean_interval([0, 1] * 20)
+    assert [end and end - 1e12 for end in (large.low, large.high)] == pytest.approx([small.low, small.high], abs=1e-3)
+
+
+def test_weak_clustering_of_many_rollouts_does_not_make_the_interval_three_times_too_wide() -> None:
+    random = Random(2)
+    widths = []
+    for _ in range(20):
+        values = [random.random() < 0.95 for _ in range(20 * 16)]
+        widths.append(stats.mean_interval(values, [i // 16 for i in range(320)]).half_width or 0.0)
+    perfect = 1.96 * math.sqrt(0.95 * 0.05 / 320)
+    assert perfect < sum(widths) / 20 < 2.2 * perfect
+
+
+def test_bounds_that_are_known_count_and_a_score_outside_of_them_is_refused() -> None:
+    assert stats.mean_interval([1.1] * 20).low is None
+    known = stats.mean_interval([1.1] * 20, bounds=(0, 1.1))
+    assert known.high == pytest.approx(1.1)
+    assert known.low == pytest.approx(1.1 * (stats.mean_interval([1] * 20).low or 0.0))
+    with pytest.raises(ValueError, match=r"a score of 2.0 lies outside bounds=\(0, 1\)"):
+        stats.mean_interval([1, 2], bounds=(0, 1))
+    with pytest.raises(ValueError, match="the smaller first"):
+        stats.mean_interval([1, 2], bounds=(3, 0))
 
 
 def test_all_right_is_not_known_to_be_perfect_and_repeats_do_not_make_it_so() -> None:
@@ -126,9 +206,9 @@ def test_the_order_of_rollouts_does_not_matter(pairs: list[tuple[int, float]], r
     assert same(interval(pairs), interval(shuffled))
 
 
-@given(either)
-def test_copies_of_rollouts_do_not_shrink_the_interval(pairs: list[tuple[int, float]]) -> None:
-    assert same(interval(pairs), interval(pairs * 3))
+@given(st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=20))
+def test_copies_of_rollouts_do_not_shrink_the_interval(scores: list[float]) -> None:
+    assert same(interval([*enumerate(scores)]), interval([*enumerate(scores)] * 16))
 
 
 @given(either)
@@ -140,12 +220,12 @@ def test_the_interval_holds_the_mean_and_a_higher_level_is_wider(pairs: list[tup
         assert wide.low <= narrow.low <= narrow.mean <= narrow.high <= wide.high
 
 
-@given(rollouts, st.floats(-10, 10), st.floats(0.1, 10))
+@given(whole_rollouts, st.floats(-10, 10), st.floats(0.1, 10))
 def test_shifting_and_scaling_scores_shifts_and_scales_the_interval(
     pairs: list[tuple[int, float]], shift: float, scale: float
 ) -> None:
-    plain = interval([*pairs, (9, 0.3), (10, 7.7)])
-    moved = interval([(example, scale * score + shift) for example, score in [*pairs, (9, 0.3), (10, 7.7)]])
+    wide = [*pairs, (9, -1000.3), (10, 2007.7)]  # so that none of them lies between 0 and 1, nor is taken to
+    plain, moved = interval(wide), interval([(example, scale * score + shift) for example, score in wide])
     for name in ("mean", "low", "high"):
         assert getattr(moved, name) == pytest.approx(scale * getattr(plain, name) + shift, rel=1e-6, abs=1e-6)
 

@@ -18,7 +18,7 @@ def test_the_interval_is_as_narrow_as_asked_and_no_example_is_wasted(
     n = stats.examples_needed(resolution, sd=sd, level=level)
 
     def half_width(n: int) -> float:
-        return float(reference.t.ppf((1 + level) / 2, n - 1)) * sd / math.sqrt(n)
+        return float(reference.t.ppf((1 + level) / 2, max(1.0, n - 2))) * sd / math.sqrt(n)
 
     assert half_width(n) <= resolution * (1 + 1e-9)
     assert n == 2 or half_width(n - 1) > resolution * (1 - 1e-9)
@@ -37,9 +37,64 @@ def test_the_paired_t_test_has_the_power_asked_for(resolution: float, sd: float,
 
 
 def test_a_measured_spread_gives_the_same_number_as_a_stated_one() -> None:
-    values = [0, 1] * 50
-    sd = (0.25 * 100 / 99) ** 0.5
-    assert stats.examples_needed(0.05, values=values) == stats.examples_needed(0.05, sd=sd)
+    assert stats.examples_needed(0.5, values=[2, 4] * 50) == stats.examples_needed(0.5, sd=(100 / 99) ** 0.5)
+    assert stats.examples_needed(0.05, values=[0, 1] * 50) == pytest.approx(
+        stats.examples_needed(0.05, mean=0.5), rel=0.02
+    )
+
+
+@pytest.mark.parametrize(("resolution", "mean"), [(0.1, 0.98), (0.05, 0.9), (0.1, 0.5), (0.05, 0.02)])
+def test_the_interval_of_a_mean_near_0_or_1_is_as_narrow_on_average_as_promised(resolution: float, mean: float) -> None:
+    random = Random(0)
+    n = stats.examples_needed(resolution, mean=mean)
+    widths = [stats.mean_interval([random.random() < mean for _ in range(n)]).half_width or 1.0 for _ in range(60)]
+    assert 0.75 * resolution < sum(widths) / 60 < 1.05 * resolution
+
+
+@pytest.mark.parametrize(("mean", "correlation"), [(0.7, 0.3), (0.95, 0.2), (0.93, 0.0)])
+def test_the_promised_power_of_single_right_or_wrong_scores_is_what_a_simulation_finds(
+    mean: float, correlation: float
+) -> None:
+    random = Random(1)
+    gap = 0.15 if mean < 0.9 else 0.1
+    n = stats.examples_needed(gap, mean=mean, correlation=correlation, power=0.8)
+    other = mean - gap
+    together = mean * other + correlation * math.sqrt(mean * (1 - mean) * other * (1 - other))
+    seen = 0
+    for _ in range(120):
+        a, b = {}, {}
+        for i in range(n):
+            a[i] = int(random.random() < mean)
+            b[i] = int(random.random() < (together / mean if a[i] else (other - together) / (1 - mean)))
+        seen += stats.compare(a, b).verdict == "worse"
+    assert 0.7 <= seen / 120 <= 0.93
+
+
+def test_advice_from_two_runs_of_16_rollouts_holds_for_any_number_of_rollouts() -> None:
+    random = Random(3)
+
+    def two_runs(n: int, rollouts: int, gap: float) -> list[dict[int, list[int]]]:
+        chances = [random.betavariate(2, 2) * 0.8 for _ in range(n)]
+        return [
+            {i: [int(random.random() < chance + shift) for _ in range(rollouts)] for i, chance in enumerate(chances)}
+            for shift in (0.0, gap)
+        ]
+
+    a, b = two_runs(150, 16, 0.05)
+    needed = {r: stats.examples_to_compare(0.1, a, b, rollouts_per_example=r, power=0.8) for r in (1, 4, 16)}
+    assert needed[1] > 3 * needed[4] > 6 * needed[16]
+    for rollouts, n in needed.items():
+        seen = sum(stats.compare(*two_runs(n, rollouts, 0.1)).verdict == "better" for _ in range(80))
+        assert 0.66 <= seen / 80 <= 0.96, (rollouts, n)
+
+
+def test_two_runs_that_cannot_tell_how_scores_vary_say_so() -> None:
+    with pytest.raises(ValueError, match="share 1 scored examples; it takes two"):
+        stats.examples_to_compare(0.1, {1: 1, 2: None}, {1: 0, 2: 1})
+    with pytest.raises(ValueError, match="do not differ in spread"):
+        stats.examples_to_compare(0.1, {1: 1, 2: 1}, {1: 0, 2: 0})
+    with pytest.raises(ValueError, match="some examples were run once"):
+        stats.examples_to_compare(0.1, {1: [1, 0], 2: [1]}, {1: [0, 1], 2: [1, 1]})
 
 
 def test_repeats_are_told_apart_by_example() -> None:
@@ -95,8 +150,8 @@ def test_the_spread_of_a_comparison_plans_the_next_one() -> None:
     [
         ({"resolution": 0, "sd": 1}, "resolution=0 must be a positive number"),
         ({"resolution": math.nan, "sd": 1}, "resolution=nan must be a positive number"),
-        ({"resolution": 0.1}, "give one of sd, values and difference_sd"),
-        ({"resolution": 0.1, "sd": 1, "values": [1, 0]}, "give one of sd, values and difference_sd"),
+        ({"resolution": 0.1}, "give one of mean, sd, values and difference_sd"),
+        ({"resolution": 0.1, "sd": 1, "values": [1, 0]}, "give one of mean, sd, values and difference_sd"),
         ({"resolution": 0.1, "sd": 0}, "sd=0 must be a positive number"),
         ({"resolution": 0.1, "difference_sd": -1}, "difference_sd=-1 must be a positive number"),
         ({"resolution": 0.1, "values": [1, 1, None]}, "the 2 scores of 2 examples show no spread; give sd"),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifiers.stats.student import sign_test, t_quantile, t_tail, z_quantile, z_tail
+from verifiers.stats.student import beta_share, sign_test, t_quantile, t_tail, z_quantile, z_tail
 
 reference = pytest.importorskip("scipy.stats")
 
@@ -29,6 +29,17 @@ def test_normal_quantile_and_tail_are_inverse(p: float) -> None:
 def test_the_sign_test_is_scipys_exact_binomial_test(won: int, lost: int) -> None:
     expected = reference.binomtest(won, won + lost).pvalue if won + lost else 1.0
     assert sign_test(won, lost) == pytest.approx(expected, rel=1e-9)
+
+
+@given(st.floats(1e-6, 1 - 1e-6), st.floats(0.01, 300), st.floats(0.01, 300))
+def test_the_incomplete_beta_function_is_scipys(x: float, a: float, b: float) -> None:
+    assert beta_share(x, 1 - x, a, b) == pytest.approx(reference.beta.cdf(x, a, b), rel=1e-8, abs=1e-12)
+
+
+@given(st.integers(0, 200), st.integers(0, 200))
+def test_what_was_seen_may_count_in_part(won: int, lost: int) -> None:
+    expected = 2 * reference.binom.cdf(min(won, lost), won + lost, 0.5) - reference.binom.pmf(won, won + lost, 0.5)
+    assert sign_test(won, lost, seen=0.5) == pytest.approx(1.0 if won == lost else expected, rel=1e-7, abs=1e-14)
 
 
 def test_the_sign_test_stays_exact_for_a_hundred_thousand_examples() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from verifiers import stats
 from verifiers.viewer.library import run_id_of
 
 
@@ -44,7 +45,8 @@ def test_the_figures_of_a_run_leave_failed_rollouts_out(ask, make_run, make_reco
     assert about["causes"] == [["JudgeError: the judge is down", 1]]
     assert about["usage"] == {"prompt_tokens": 10, "completion_tokens": 7, "cost_usd": None}
     reward, exact = figures["figures"]
-    assert (reward["name"], reward["n"], round(reward["mean"], 3)) == ("reward", 3, 0.667)
+    assert (reward["name"], reward["n"], reward["mean"]) == ("reward", 3, 0.75)  # every example weighs the same
+    assert figures["mean_with_failures"] == [0.5, 0.75]
     assert reward["low"] < reward["mean"] < reward["high"]
     assert (exact["name"], exact["n"]) == ("exact", 3)
     assert [(bar["low"], bar["count"]) for bar in figures["histogram"]] == [(0.0, 1), (1.0, 2)]
@@ -147,6 +149,27 @@ def test_two_runs_are_aligned_by_example(ask, make_run, make_record):
     assert [row["example_id"] for row in ask(path, verdict="lost")["rows"]] == [1]
     pair = ask(f"{path}/example", example="1")
     assert (pair["a"][0]["reward"], pair["b"][0]["reward"]) == (1.0, 0.5)
+
+
+def test_two_runs_get_the_verdict_that_the_command_line_gives(ask, make_run, make_record):
+    a = make_run(*(make_record(i, reward=0.0, metrics={"exact": 0.0, "num_turns": 1.0}) for i in range(8)))
+    b = make_run(*(make_record(i, reward=1.0, metrics={"exact": 1.0, "num_turns": 2.0}) for i in range(8)))
+    found = ask(f"compare/{run_id_of(a.path)}/{run_id_of(b.path)}")
+    told = stats.compare_metrics(
+        *({name: dict.fromkeys(range(8), value) for name in ("reward", "exact")} for value in (0.0, 1.0))
+    )["reward"]
+    assert found["verdict"] == "B is better" == told.verdict_in_words.rstrip(":")
+    assert found["refusal"] is None
+    figures = {name: getattr(told, name) for name in ("low", "high", "p_value", "adjusted_p", "verdict", "level")}
+    assert {name: found["figures"][name] for name in figures} == figures
+
+
+def test_two_runs_over_different_questions_get_no_verdict(ask, make_run, make_record):
+    a = make_run(*(make_record(i, reward=0.0, prompt=f"a{i}") for i in range(8)))
+    b = make_run(*(make_record(i, reward=1.0, prompt=f"b{i}") for i in range(8)))
+    found = ask(f"compare/{run_id_of(a.path)}/{run_id_of(b.path)}")
+    assert (found["verdict"], found["figures"]["p_value"]) == ("No verdict", None)
+    assert "8 of the examples that share an id ask something else" in found["refusal"]
 
 
 # --- live -----------------------------------------------------------------------------------------------------------

@@ -69,6 +69,32 @@ def read_names(ctx: click.Context, param: click.Parameter, text: str) -> list[st
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def read_half_width(ctx: click.Context, param: click.Parameter, given: Any) -> float | None:
+    """``±0.02``, ``+-0.02`` or ``0.02``."""
+    if given is None:
+        return None
+    try:
+        number = float(re.sub(r"^\s*(±|\+/?-)\s*", "", str(given)))
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise click.BadParameter(f"it must be a positive number such as ±0.02, not {given!r}", ctx, param)
+    return number
+
+
+def read_range(ctx: click.Context, param: click.Parameter, given: str | None) -> str | None:
+    """Two numbers with a comma between, the smaller first."""
+    if given is None:
+        return None
+    try:
+        least, most = map(float, given.split(","))
+    except ValueError:
+        least = most = 0.0
+    if not -float("inf") < least < most < float("inf"):
+        raise click.BadParameter(f"it must be two numbers, the smaller first, such as 0,1.1; not {given!r}", ctx, param)
+    return given
+
+
 def given_values(ctx: click.Context) -> dict[str, Any]:
     """What was said on the command line, without what is only a default."""
     return {

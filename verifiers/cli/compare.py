@@ -1,4 +1,4 @@
-"""``vf compare A B``: two runs on the same examples → what changed, by how much, and how sure that is."""
+"""``vf compare A B``: two runs → what changed, by how much, and how sure that is."""
 
 from __future__ import annotations
 
@@ -15,86 +15,78 @@ from verifiers.logs import printable
 if TYPE_CHECKING:
     from verifiers.stats import Comparison
     from verifiers.store import RunDir
+    from verifiers.store.comparing import RunComparison, Side
 
 SHOWN_CHARS = 80
-COLUMNS = ("example_id", "reward", "error", "metrics", "prompt")
+REFUSED = 1
 
 
 @click.command("compare", short_help="Compare two runs on the same examples.")
 @click.argument("a", type=RUN)
 @click.argument("b", type=RUN)
-@click.option("--metric", default="reward", show_default=True, metavar="NAME", help="What to compare first.")
+@click.option("--metric", metavar="NAME", help="The one metric to give a verdict on, chosen beforehand (default: all).")
+@click.option("--margin", type=click.FloatRange(min=0), metavar="X", help="Ask whether B is worse by no more than X.")
+@click.option("--unpaired", is_flag=True, help="Compare as two samples: the runs have different questions.")
 @click.option("--level", type=click.FloatRange(0.5, 0.999), default=0.95, show_default=True, help="Of the intervals.")
 @click.option("--show", type=click.IntRange(min=0), default=5, show_default=True, metavar="N", help="Examples to name.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as one JSON object.")
 @click.pass_context
-def compare(ctx: click.Context, a: RunDir, b: RunDir, metric: str, level: float, show: int, as_json: bool) -> None:
+def compare(
+    ctx: click.Context,
+    a: RunDir,
+    b: RunDir,
+    metric: str | None,
+    margin: float | None,
+    unpaired: bool,
+    level: float,
+    show: int,
+    as_json: bool,
+) -> None:
     """Compare run B with run A, example by example; every difference is B - A.
 
     \b
     vf compare outputs/evals/gsm8k--small/1a2b3c4d outputs/evals/gsm8k--large/5e6f7a8b
     vf compare 1a2b 5e6f --metric has_box --json
+    vf compare 1a2b 5e6f --margin 0.02              is B worse by less than 0.02?
+    vf compare 1a2b 9c8d --unpaired                 other questions: two samples
 
-    A run is a folder, the start of its id, or last. Exit codes: 0 compared, 1 no example was scored in both.
+    A run is a folder, the start of its id, or last. Exit codes: 0 compared, 1 these runs cannot be compared (no example
+    was scored in both, or their questions differ).
     """
-    sides = [Side(run) for run in (a, b)]
+    from verifiers.store.comparing import compare_sides
+
+    runs = (a, b)
+    sides = [_side(run) for run in runs]
     names = ["reward", *dict.fromkeys(name for side in sides for name in side.metrics)]
-    if metric not in names:
+    if metric is not None and metric not in names:
         raise click.UsageError(f"--metric {metric}: these runs have {', '.join(names)}")
-    names = [metric, *(name for name in names if name != metric)]
-    found = {name: _compare(sides[0], sides[1], name, level) for name in names}
-    differing = _other_prompts(*sides)
+    found = compare_sides(*sides, only=metric, level=level, margin=margin, paired=not unpaired)
+    first = metric or "reward"
+    shown = {name: found.metrics[name] for name in (first, *(name for name in names if name != first))}
     if as_json:
-        click.echo(json.dumps(_as_data(sides, found, differing), ensure_ascii=False, default=str))
+        click.echo(json.dumps(_as_data(runs, found, shown), ensure_ascii=False, default=str))
     else:
-        click.echo("\n".join(_describe(sides, found, metric, differing, show)))
-    if not found[metric].examples:
-        ctx.exit(1)
+        click.echo("\n".join(_describe(runs, sides, found, shown, show)))
+    if found.refusal is not None or shown[first].difference is None:
+        ctx.exit(REFUSED)
 
 
-class Side:
-    """One of the two runs: its scores by metric and example, and what was asked."""
+def _side(run: RunDir) -> Side:
+    from verifiers.store.comparing import COLUMNS, Side
 
-    def __init__(self, run: RunDir) -> None:
-        from verifiers.store import is_failed
-
-        note_damage(run)
-        self.run = run
-        self.metadata = metadata_of(run)
-        self.prompts: dict[Any, Any] = {}
-        self.scores: dict[str, dict[Any, list[float | None]]] = {"reward": {}}
-        for record in run.records(COLUMNS):
-            key = record["example_id"]
-            self.prompts.setdefault(key, record["prompt"])
-            values = {"reward": record["reward"], **(record["metrics"] or {})}
-            for name, value in values.items():
-                kept = None if is_failed(record) or not isinstance(value, int | float) else float(value)
-                self.scores.setdefault(name, {}).setdefault(key, []).append(kept)
-
-    @property
-    def metrics(self) -> list[str]:
-        return [name for name in self.scores if name != "reward"]
+    note_damage(run)
+    return Side.of(run.records(COLUMNS))
 
 
-def _compare(a: Side, b: Side, name: str, level: float) -> Comparison:
-    from verifiers import stats
-
-    return stats.compare(a.scores.get(name, {}), b.scores.get(name, {}), level=level)
-
-
-def _other_prompts(a: Side, b: Side) -> list[Any]:
-    """Examples whose ids are the same and whose questions are not: comparing them means nothing."""
-    return [key for key in a.prompts if key in b.prompts and a.prompts[key] != b.prompts[key]]
-
-
-def _as_data(sides: Sequence[Side], found: Mapping[str, Comparison], differing: Sequence[Any]) -> dict[str, Any]:
+def _as_data(runs: Sequence[RunDir], found: RunComparison, shown: Mapping[str, Comparison]) -> dict[str, Any]:
     import dataclasses
 
     return {
-        "a": str(sides[0].run.path),
-        "b": str(sides[1].run.path),
-        "other_prompts": list(differing),
-        "metrics": {name: dataclasses.asdict(one) for name, one in found.items()},
+        "a": str(runs[0].path),
+        "b": str(runs[1].path),
+        "refusal": found.refusal,
+        "other_prompts": found.other_questions,
+        "metrics": {name: dataclasses.asdict(one) for name, one in shown.items()},
     }
 
 
@@ -102,37 +94,31 @@ def _as_data(sides: Sequence[Side], found: Mapping[str, Comparison], differing: 
 
 
 def _describe(
-    sides: Sequence[Side], found: Mapping[str, Comparison], metric: str, differing: Sequence[Any], show: int
+    runs: Sequence[RunDir], sides: Sequence[Side], found: RunComparison, shown: Mapping[str, Comparison], show: int
 ) -> list[str]:
-    lines = [f"{letter}  {_named(side)}" for letter, side in zip("AB", sides, strict=True)]
-    lines += _settings(*sides)
-    if differing:
-        lines.append(
-            f"careful: {some(len(differing), 'shared example')} ask{'s' * (len(differing) == 1)} something else in B "
-            f"(first: {differing[0]}); these are not the same examples"
-        )
-    lines += ["", heading(metric), *str(found[metric]).splitlines()]
-    if len(found) > 1:
-        lines += ["", *_metric_table(found)]
-    if show and found[metric].examples:
-        lines += ["", *_changed("won", found[metric].won, sides, metric, show)]
-        lines += _changed("lost", found[metric].lost, sides, metric, show)
+    about = [metadata_of(run) for run in runs]
+    lines = [f"{letter}  {_named(one, run)}" for letter, one, run in zip("AB", about, runs, strict=True)]
+    lines += _settings(*about)
+    metric, first = next(iter(shown.items()))
+    if found.refusal is not None:
+        lines.append(f"no verdict: {found.refusal}; --unpaired compares them as two samples")
+    lines += ["", heading(metric), *str(first).splitlines()]
+    if len(shown) > 1:
+        lines += ["", *_metric_table(shown)]
+    if show and first.examples and first.is_paired:
+        lines += ["", *_changed("won", first.won, sides, metric, show)]
+        lines += _changed("lost", first.lost, sides, metric, show)
     return lines
 
 
-def _named(side: Side) -> str:
-    about = side.metadata
+def _named(about: Mapping[str, Any], run: RunDir) -> str:
     name = f"{about.get('env_id', '?')} with {about.get('model', '?')}"
-    return f"{printable(name)}  {dim(printable(str(side.run.path)))}"
+    return f"{printable(name)}  {dim(printable(str(run.path)))}"
 
 
-def _settings(a: Side, b: Side) -> list[str]:
+def _settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     keys = ("env_id", "env_args", "model", "sampling_args", "rollouts_per_example")
-    changed = [
-        printable(f"   {key}: {a.metadata.get(key)} → {b.metadata.get(key)}")
-        for key in keys
-        if a.metadata.get(key) != b.metadata.get(key)
-    ]
+    changed = [printable(f"   {key}: {a.get(key)} → {b.get(key)}") for key in keys if a.get(key) != b.get(key)]
     return changed or ["   made in the same way"]
 
 
@@ -146,11 +132,12 @@ def _metric_table(found: Mapping[str, Comparison]) -> list[str]:
                 _number(one.mean_a),
                 _number(one.mean_b),
                 _number(one.difference, "+"),
-                "–" if low is None or high is None else f"[{low:+.3f}, {high:+.3f}]",
-                "–" if one.p_value is None else f"{one.p_value:.3g}",
+                "–" if low is None or high is None else f"[{low:+.3f}, {high:+.3f}] {100 * one.level:.4g}%",
+                "–" if one.adjusted_p is None else f"{one.adjusted_p:.3g}",
+                one.verdict or "–",
             ]
         )
-    return table(rows, header=["", "A", "B", "B - A", "interval", "p"], right=[1, 2, 3])
+    return table(rows, header=["", "A", "B", "B - A", "interval", "p (Holm)", "verdict"], right=[1, 2, 3])
 
 
 def _number(value: float | None, sign: str = "") -> str:
@@ -163,7 +150,7 @@ def _changed(word: str, ids: Sequence[Any], sides: Sequence[Side], metric: str, 
     rows = []
     for key in ids[:show]:
         a, b = (_mean(side.scores[metric][key]) for side in sides)
-        rows.append([f"  example {key}", f"{a:.3f} → {b:.3f}", _asked(sides[0].prompts.get(key))])
+        rows.append([f"  example {key}", f"{a:.3f} → {b:.3f}", _asked(sides[0].questions.get(key))])
     more = f" (the {show} largest changes)" if len(ids) > show else ""
     return [f"B {word} {some(len(ids), 'example')}{more}", *table(rows)]
 
@@ -173,9 +160,11 @@ def _mean(scores: Sequence[float | None]) -> float:
     return sum(known) / len(known)
 
 
-def _asked(prompt: Any) -> str:
+def _asked(question: Any) -> str:
     from verifiers.messages import text_of
 
-    text = prompt if isinstance(prompt, str) else text_of(prompt[-1]) if prompt else ""
-    line = " ".join(text.split())
+    if isinstance(question, list) and question:
+        role, content = question[-1]
+        question = text_of({"role": role, "content": content})
+    line = " ".join(question.split()) if isinstance(question, str) else ""
     return line if len(line) <= SHOWN_CHARS else f"{line[:SHOWN_CHARS]}…"

@@ -43,6 +43,7 @@ def eval_command(ctx: click.Context, /, **given: Any) -> None:
     vf eval arithmetic -m local -n 10 -r 1          a real model in this process
     vf eval gsm8k -m gpt-5-mini -n 50 -r 4 -s       an endpoint; saved, can be resumed
     vf eval gsm8k -m Qwen/Qwen3-4B -b http://localhost:8000/v1
+    vf eval gsm8k -m gpt-5-mini --until ±0.02 -s    until the mean is known that well
     vf eval nightly.toml -m gpt-5-mini              every [[eval]] of a file
 
     Defaults for -n, -r, -c, -t and -T come from [tool.verifiers.eval] in the environment's pyproject.toml.
@@ -190,7 +191,8 @@ def _evaluate(ctx: click.Context, prepared: Prepared, *, is_alone: bool) -> Outc
         return Outcome(ENDED_EARLY, results, figures)
     if flags.save_to_hf_hub:
         _push(results, flags)
-    return Outcome(_verdict(results, flags.max_failure_rate), results, figures)
+    fault = (results.metadata.get("until") or {}).get("fault")  # the report says what
+    return Outcome(FAILED if fault else _verdict(results, flags.max_failure_rate), results, figures)
 
 
 def _run(env: Environment, rows: Rows, client: Any, model: str, options: Mapping[str, Any], flags: Flags) -> Results:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from verifiers.cli.answering import Wanted
-from verifiers.cli.arguments import read_count, read_headers, read_json, read_names
+from verifiers.cli.arguments import read_count, read_half_width, read_headers, read_json, read_names, read_range
 from verifiers.cli.defaults import Defaults
 from verifiers.cli.environments import env_dir_option
 
@@ -48,6 +48,8 @@ class Flags:
     extra_env_kwargs: dict[str, Any]
     resume: str | None
     record: bool
+    until: float | None
+    reward_range: str | None
     shuffle: bool
     seed: int
     dry_run: bool
@@ -79,10 +81,11 @@ class Flags:
             "max_tokens": defaults.max_tokens if self.max_tokens is None else self.max_tokens,
             "temperature": defaults.temperature if self.temperature is None else self.temperature,
         }
+        num_examples = defaults.num_examples if self.until is None else -1  # until it is known, or there are no more
         sampling = {**{key: value for key, value in single.items() if value is not None}, **(self.sampling_args or {})}
         return {
             "sampling_args": sampling,
-            "num_examples": defaults.num_examples if self.num_examples is None else self.num_examples,
+            "num_examples": num_examples if self.num_examples is None else self.num_examples,
             "rollouts_per_example": self.rollouts_per_example or defaults.rollouts_per_example,
             "max_concurrent": defaults.max_concurrent if self.max_concurrent is None else self.max_concurrent,
             "max_concurrent_generation": self.max_concurrent_generation,
@@ -95,6 +98,8 @@ class Flags:
             "deadline_s": self.deadline,
             "reward_timeout_s": self.reward_timeout,
             "hook_timeout_s": self.hook_timeout,
+            "until": self.until,
+            "reward_range": None if self.reward_range is None else tuple(map(float, self.reward_range.split(","))),
         }
 
 
@@ -114,6 +119,18 @@ OPTIONS: list[Callable[..., Any]] = [
         help="Examples to evaluate; -1 for all (default 5).",
     ),
     click.option("-r", "--rollouts-per-example", type=ABOVE_0, metavar="N", help="Rollouts of each (default 3)."),
+    click.option(
+        "--until",
+        metavar="±X",
+        callback=read_half_width,
+        help="Stop as soon as the mean reward is known to ±X; then -n is the most (default all).",
+    ),
+    click.option(
+        "--reward-range",
+        metavar="LEAST,MOST",
+        callback=read_range,
+        help="With --until: between what rewards lie (default: by the weights, each function from 0 to 1).",
+    ),
     click.option("--shuffle", is_flag=True, help="Draw the examples at random instead of taking the first."),
     click.option(
         "--seed", type=int, metavar="N", default=0, help="Of --shuffle; another seed draws others (default 0)."

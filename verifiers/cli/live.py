@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from verifiers.progress import Enduring, Tally
 from verifiers.types import State
@@ -27,10 +27,6 @@ class Watched(Tally):
         self.next_at = time.monotonic() + self.every_s
         self.cost_usd: float | None = None
         self.first_done = 0
-        self._totals: dict[Any, float] = {}
-        self._counts: dict[Any, int] = {}
-        self._square = self._product = 0.0
-        self._count_square = 0
 
     def start(self, total: int, done: int) -> None:
         super().start(total, done)
@@ -43,9 +39,7 @@ class Watched(Tally):
         if read("error") is not None:
             self.failed += 1
         elif reward is not None:
-            self.rewards += 1
-            self.reward_sum += reward
-            self._count(state["example_id"], reward)
+            self.count(state["example_id"], reward)
         usage = read("usage")
         if usage is not None:
             self.tokens += usage.completion_tokens
@@ -56,25 +50,16 @@ class Watched(Tally):
             self.next_at = now + self.every_s
             self.show()
 
-    def _count(self, example: Any, reward: float) -> None:
-        total, n = self._totals.get(example, 0.0), self._counts.get(example, 0)
-        self._square += 2 * total * reward + reward * reward
-        self._product += (total + reward) * (n + 1) - total * n
-        self._count_square += 2 * n + 1
-        self._totals[example] = total + reward
-        self._counts[example] = n + 1
-
     def show(self) -> None: ...
 
     @property
     def reach(self) -> float | None:
-        """Half the width of the interval: Σ over examples of (Σ of its rewards − n · mean)², the cluster-robust sum."""
-        examples = len(self._totals)
+        """Half the width of the interval, by how much the means of examples vary."""
+        examples = len(self._means)
         if examples < 2:
             return None
-        mean = self.reward_sum / self.rewards
-        squares = self._square - 2 * mean * self._product + mean * mean * self._count_square
-        return Z95 * math.sqrt(max(squares, 0.0) * examples / (examples - 1)) / self.rewards
+        squares = self._square - self._sum * self._sum / examples
+        return Z95 * math.sqrt(max(squares, 0.0) / (examples - 1) / examples)
 
     @property
     def running(self) -> int:
@@ -85,10 +70,10 @@ class Watched(Tally):
         parts = [f"{self.done:,}/{self.total:,}", f"{self.failed:,} failed"]
         if self.running:
             parts.append(f"{self.running:,} running")
-        if self.rewards:
+        if self.mean is not None:
             reach = self.reach
             interval = "" if reach is None else f" ± {reach:.3f}"
-            parts.append(f"reward {self.reward_sum / self.rewards:.3f}{interval}")
+            parts.append(f"reward {self.mean:.3f}{interval}")
         took = max(time.monotonic() - self.began, 1e-9)
         if self.tokens:
             parts.append(f"{self.tokens / took:,.0f} tokens/s")

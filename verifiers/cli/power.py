@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,22 +41,24 @@ def power(resolution: float, as_json: bool, metric: str, **given: Any) -> None:
     vf power 0.03 --mean 0.7 --correlation 0.6 --power 0.8
     vf power 0.02 --run 1a2b --against 5e6f --power 0.8
     """
+    from verifiers import stats
+
     spread = _spread(metric, given)
-    asked = {
-        "correlation": given["correlation"],
-        "level": given["level"],
-        "power": given["power_share"],
-    }
-    if given["power_share"] is not None and given["correlation"] is None and "difference_sd" not in spread:
-        asked["correlation"] = 0.0
-    needed = _needed(resolution, spread, asked)
+    asked = {"level": given["level"], "power": given["power_share"]}
+    is_measured_on_two = "a" in spread
+    if not is_measured_on_two:
+        is_blind = given["power_share"] is not None and given["correlation"] is None
+        asked["correlation"] = 0.0 if is_blind else given["correlation"]
+    needed = _needed(
+        resolution, stats.examples_to_compare if is_measured_on_two else stats.examples_needed, spread | asked
+    )
     if as_json:
         click.echo(json.dumps({"resolution": resolution, "examples": needed}))
         return
     what = f"know a mean to ±{resolution:g}"
     if given["power_share"] is not None:
         what = f"see a difference of {resolution:g} with a chance of {given['power_share']:g}"
-    elif "difference_sd" in spread or asked["correlation"] is not None:
+    elif is_measured_on_two or asked["correlation"] is not None:
         what = f"know a difference to ±{resolution:g}"
     if list(needed) == [1]:
         click.echo(f"{some(needed[1], 'example')} to {what}, with one rollout of each")
@@ -66,14 +69,16 @@ def power(resolution: float, as_json: bool, metric: str, **given: Any) -> None:
 
 
 def _spread(metric: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of ``examples_needed`` that say how much scores vary."""
+    """The keywords that say how much scores vary."""
+    from verifiers import stats
+
     ways = [name for name in ("run", "mean", "sd") if given[name] is not None]
     if len(ways) != 1:
         raise click.UsageError("say how much scores vary with one of --run RUN, --mean P and --sd S")
     if given["against"] is not None:
         if given["run"] is None or given["correlation"] is not None:
             raise click.UsageError("--against goes with --run, and takes the place of --correlation")
-        return {"difference_sd": _difference_sd(given["run"], given["against"], metric)}
+        return {name: stats.by_example(*_scores(given[run], metric)) for name, run in (("a", "run"), ("b", "against"))}
     if given["run"] is not None:
         values, clusters = _scores(given["run"], metric)
         if len({value for value in values if value is not None}) == 1:
@@ -86,7 +91,7 @@ def _spread(metric: str, given: dict[str, Any]) -> dict[str, Any]:
     p = given["mean"]
     if p in (0.0, 1.0):
         raise click.UsageError(f"--mean {p:g}: scores that are all alike do not vary; give a mean between 0 and 1")
-    return {"sd": (p * (1 - p)) ** 0.5}
+    return {"mean": p}
 
 
 def _scores(run: RunDir, metric: str) -> tuple[list[float | None], list[Any]]:
@@ -105,26 +110,12 @@ def _scores(run: RunDir, metric: str) -> tuple[list[float | None], list[Any]]:
     return values, ids
 
 
-def _difference_sd(a: RunDir, b: RunDir, metric: str) -> float:
-    from verifiers import stats
-
-    sides = [stats.by_example(*_scores(run, metric)) for run in (a, b)]
-    found = stats.compare(*sides, resamples=0)
-    if not found.sd:
-        raise click.UsageError(
-            f"the two runs share {some(found.examples, 'scored example')} and do not differ in spread"
-        )
-    return found.sd
-
-
-def _needed(resolution: float, spread: dict[str, Any], asked: dict[str, Any]) -> dict[int, int]:
+def _needed(resolution: float, find: Callable[..., int], asked: dict[str, Any]) -> dict[int, int]:
     """Examples by rollouts of each; one row only where nothing is known of repeats."""
-    from verifiers import stats
-
     needed: dict[int, int] = {}
     for rollouts in ROLLOUTS:
         try:
-            needed[rollouts] = stats.examples_needed(resolution, rollouts_per_example=rollouts, **spread, **asked)
+            needed[rollouts] = find(resolution, rollouts_per_example=rollouts, **asked)
         except ValueError as error:
             if rollouts == 1:
                 raise click.UsageError(str(error)) from error

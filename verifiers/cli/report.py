@@ -20,7 +20,6 @@ LINE_CHARS = 100
 BAR_CHARS = 32
 MAX_BINS = 10
 WORTH_TELLING_S = 0.1
-COUNTS = ("num_turns", "parse_retries")
 
 
 def report(results: Results) -> list[str]:
@@ -48,12 +47,12 @@ def summary(results: Results) -> dict[str, Any]:
         "failed": len(results.failed),
         "causes": results.causes,
         "ended_early": metadata.get("ended_early"),
+        "mean_with_failures": results.mean_with_failures if results.failed else None,
+        "until": metadata.get("until"),
         "reward": _figures(results, "reward"),
         "metrics": {name: _figures(results, name) for name in results.metric_names},
-        "pass_at_k": {
-            name: {str(found.k): {"mean": found.mean, "low": found.low, "high": found.high} for found in row}
-            for name, row in _pass_table(results).items()
-        },
+        "pass_at_k": _pass_data(_pass_table(results)),
+        "pass_hat_k": _pass_data(_pass_table(results, is_all=True)),
         "stop_conditions": dict(_stop_counts(results)),
         "histogram": dict(histogram([reward for reward in results["reward"] if reward is not None])),
         "truncated": sum(map(bool, results["is_truncated"])),
@@ -69,7 +68,7 @@ def summary(results: Results) -> dict[str, Any]:
 
 def _figures(results: Results, name: str) -> dict[str, float | None]:
     found = results.interval(name)
-    if name in COUNTS:
+    if stats.is_count(name):
         return {"mean": found.mean, "low": None, "high": None}
     return {"mean": found.mean, "low": found.low, "high": found.high}
 
@@ -77,14 +76,16 @@ def _figures(results: Results, name: str) -> dict[str, float | None]:
 # --- the parts ----------------------------------------------------------------------------------------------------
 
 
-def _pass_table(results: Results) -> dict[str, list[stats.PassAtK]]:
-    """pass@k of the reward where it is right-or-wrong, else of each metric that is."""
+def _pass_table(results: Results, *, is_all: bool = False) -> dict[str, list[stats.PassAtK]]:
+    """pass@k, or pass^k, of the reward where it is right-or-wrong, else of each metric that is."""
     if results.metadata.get("rollouts_per_example") == 1:
         return {}
     repeats = max(Counter(results["example_id"]).values(), default=0)
     if repeats < 2:
         return {}
-    names = [name for name in ("reward", *results.metric_names) if name not in COUNTS and _is_binary(results[name])]
+    names = [
+        name for name in ("reward", *results.metric_names) if not stats.is_count(name) and _is_binary(results[name])
+    ]
     if "reward" in names:
         names = ["reward"]
     ks = (
@@ -93,7 +94,24 @@ def _pass_table(results: Results) -> dict[str, list[stats.PassAtK]]:
         else sorted({1, 2, 4, *(k for k in (8, 16, 32, 64) if k < repeats), repeats})
     )
     ids = results["example_id"]
-    return {name: [stats.pass_at_k(results[name], ids, k=k) for k in ks] for name in names}
+    find = stats.pass_hat_k if is_all else stats.pass_at_k
+    return {name: [find(results[name], ids, k=k) for k in ks] for name in names}
+
+
+def _pass_data(table: dict[str, list[stats.PassAtK]]) -> dict[str, dict[str, dict[str, Any]]]:
+    return {
+        name: {
+            str(found.k): {
+                "mean": found.mean,
+                "low": found.low,
+                "high": found.high,
+                "examples": found.examples,
+                "left_out": len(found.left_out),
+            }
+            for found in row
+        }
+        for name, row in table.items()
+    }
 
 
 def _is_binary(values: Sequence[float | None]) -> bool:
@@ -101,14 +119,15 @@ def _is_binary(values: Sequence[float | None]) -> bool:
 
 
 def _pass_at_k(results: Results) -> Iterator[str]:
+    every = _pass_table(results, is_all=True)
     for name, row in _pass_table(results).items():
-        width = len(f"pass@{row[-1].k}")
         if name != "reward":
             yield f"{name}:"
-        for found in row:
+        for found in (*row, *every[name][1:]):  # pass^1 is pass@1
             interval = "" if found.low is None else f"  [{found.low:.3f}, {found.high:.3f}]"
+            counts = f"  of {found.counts}" if found.left_out else ""
             if found.mean is not None:
-                yield f"{f'pass@{found.k}':<{width}}  {found.mean:.3f}{interval}"
+                yield f"{found.name:<{len(row[-1].name)}}  {found.mean:.3f}{interval}{counts}"
 
 
 def _stop_counts(results: Results) -> list[tuple[str, int]]:

@@ -122,6 +122,7 @@ def _needs_nothing(function: Any) -> bool:
 def _save(
     env: Environment, run: RunDir, metadata: dict[str, Any], found: Rescored, output: str | None, rubric: str | None
 ) -> Path:
+    from verifiers.results import Results
     from verifiers.store import RunDir
 
     config = {
@@ -142,25 +143,25 @@ def _save(
     with made.appender() as out:
         for record in found.records(metadata.get("state_columns") or ()):
             out.append(record)
-    rewards = [state["reward"] for state in found.states if state.get("reward") is not None]
     made.update_metadata(
         {
             "num_rollouts": len(found.states),
             "num_failed": sum(state.get("error") is not None for state in found.states),
-            "avg_reward": sum(rewards) / len(rewards) if rewards else None,
+            "avg_reward": Results(found.states).mean_reward,
         }
     )
     return made.path
 
 
 def _report(run: RunDir, path: Path, found: Rescored, as_json: bool) -> int:
+    from verifiers import stats
     from verifiers.cli.report import summary
     from verifiers.logs import printable
     from verifiers.results import Results
 
     results = Results(found.states, {"path_to_save": path})
-    old = [record["reward"] for record in run.records(("reward",)) if record["reward"] is not None]
-    before = sum(old) / len(old) if old else None
+    old = list(run.records(("reward", "example_id")))
+    before = stats.mean_interval([one["reward"] for one in old], [one["example_id"] for one in old]).mean
     if as_json:
         figures = {
             **summary(results),

@@ -21,6 +21,7 @@ from verifiers.envs.large_replies import Place, is_large, lighten
 from verifiers.envs.rows import RowFormat, Rows, as_rows
 from verifiers.envs.saved_state import SavedState
 from verifiers.envs.states import restored_state
+from verifiers.envs.stopping import EarlyStop, bounds_of
 from verifiers.errors import Error, GraderError, HookError, wrap
 from verifiers.escapes import contained
 from verifiers.foreign import time_limits
@@ -63,12 +64,16 @@ class Options:
     deadline_s: float | None = None
     reward_timeout_s: float | None = None
     hook_timeout_s: float | None = None
+    until: float | None = None
+    reward_range: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         for name in ("deadline_s", "reward_timeout_s", "hook_timeout_s"):
             seconds = getattr(self, name)
             if seconds is not None and (not isinstance(seconds, int | float) or not seconds > 0):
                 raise ValueError(f"{name}={seconds!r} must be a number of seconds above 0")
+        if self.reward_range is not None and self.until is None:
+            raise ValueError("reward_range goes with until=…, the half width of the interval to stop at")
         if self.save_every > 0:
             warnings.warn("save_every has no effect: every rollout is saved as soon as it is done", stacklevel=4)
 
@@ -228,10 +233,13 @@ async def _run(
         run_dir, kept = _open_store(env, jobs, answerer, metadata, options, locked)
         restored = _partial_groups(run_dir, jobs, kept) if run_dir is not None and env.has_group_rewards else {}
         todo = [job for job in jobs if job.key not in kept or job.key in restored]
+        stop = _early_stop(env, jobs, run_dir, kept - restored.keys(), options)
+        if stop is not None:
+            todo = stop.arranged(stop.without_more(jobs, kept - restored.keys()))
         with ExitStack() as stack:
             appender = stack.enter_context(run_dir.appender()) if run_dir is not None else None
             progress = make_progress(options.use_tqdm)
-            run = _make_run(env, todo, answerer, sampling, options, progress, appender, restored)
+            run = _make_run(env, todo, answerer, sampling, options, progress, appender, restored, stop)
             progress.start(len(jobs), len(jobs) - len(todo))
             stack.callback(progress.stop)
             given = {"reward_s": options.reward_timeout_s, "hook_s": options.hook_timeout_s}
@@ -243,6 +251,7 @@ async def _run(
         if run.ended_by is not None:
             where = f"; go on with resume={str(run_dir.path)!r}" if run_dir is not None else ""
             metadata["ended_early"] = f"{run.ended_by}{where}"
+        metadata["until"] = None if stop is None else stop.outcome()
         with long_lived:  # hundreds of thousands of new objects, nearly all of them kept
             results = _assemble(jobs, done, run_dir, kept, metadata, began)
     if run.is_interrupted:
@@ -261,6 +270,7 @@ def _make_run(
     progress: Progress,
     appender: Appender | None,
     restored: Mapping[tuple[Any, int], State],
+    stop: EarlyStop | None,
 ) -> Run:
     is_scored = env.score_rollouts if options.score is None else options.score
     scores_groups = is_scored and env.has_group_rewards and not options.independent_scoring
@@ -317,7 +327,7 @@ def _make_run(
         score_alone=score_one if is_scored else None,
         score_group=score_group if scores_groups else None,
         limits=Limits(
-            max_concurrent=options.max_concurrent,
+            max_concurrent=options.max_concurrent if stop is None else stop.at_once,
             generation=options.max_concurrent_generation,
             scoring=options.max_concurrent_scoring,
         ),
@@ -325,6 +335,7 @@ def _make_run(
         progress=progress,
         deadline_s=options.deadline_s,
         fail=fail,
+        stop=stop,
     )
 
 
@@ -336,6 +347,21 @@ def _record(state: State, rollout: int, columns: Sequence[str]) -> Record:
         state["reward"] = None
         plain = {key: state.get(key) for key in ("example_id", "task", "prompt", "answer", "error", "timing", "usage")}
         return to_record(plain, rollout=rollout)
+
+
+def _early_stop(
+    env: Environment, jobs: Sequence[Job], run_dir: RunDir | None, kept: set[tuple[Any, int]], options: Options
+) -> EarlyStop | None:
+    """What says when the run may stop, told of the rollouts that are there already."""
+    if options.until is None:
+        return None
+    bounds = options.reward_range or bounds_of(env.rubric)
+    stop = EarlyStop(jobs, options.until, bounds, at_once=options.max_concurrent)
+    if run_dir is not None and kept:
+        for record in run_dir.records(["example_id", "rollout", "reward"]):
+            if _key(record) in kept:
+                stop.take(record["example_id"], record["reward"])
+    return stop
 
 
 async def run_group(

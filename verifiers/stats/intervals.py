@@ -1,12 +1,24 @@
-"""Scores → their mean with a confidence interval that knows which rollouts share an example."""
+"""Scores → their mean over examples, with a confidence interval."""
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from statistics import fmean, stdev
 
-from verifiers.stats.scores import by_example, check_share
-from verifiers.stats.student import t_quantile, z_quantile
+from verifiers.stats.scores import (
+    TOLERANCE,
+    are_alike,
+    by_example,
+    check_share,
+    example_means,
+    have_few_values,
+    snapped,
+)
+from verifiers.stats.shares import share_range
+from verifiers.stats.skewed import skewed_range
+
+_WEIGHTS_ADD_UP_TO = 2.0  # rewards up to here are taken for sums of weights, of which 0 is the least
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,59 +50,71 @@ class Interval:
 
 
 def mean_interval(
-    values: Iterable[float | None], clusters: Iterable[Hashable] | None = None, level: float = 0.95
+    values: Iterable[float | None],
+    clusters: Iterable[Hashable] | None = None,
+    level: float = 0.95,
+    *,
+    bounds: tuple[float, float] | None = None,
 ) -> Interval:
-    """The mean of rollouts with an interval clustered by example; None is a failed rollout and counts nowhere.
+    """The mean over examples with its interval; None is a failed rollout and counts nowhere.
 
-    Without `clusters` every value is an example of its own. Scores that are all 0 or 1 get a Wilson interval.
+    `clusters` says which rollouts share an example; examples weigh the same, however many of their rollouts were
+    scored. Without it every value is an example of its own. `bounds` are the least and the largest score there can be;
+    where they are not given, scores between 0 and 1 are taken to have these bounds.
 
     >>> print(mean_interval([0.2, 0.4, 0.6, 0.5, None, 0.4], clusters=["a", "a", "b", "b", "c", "c"]))
-    0.420 (95% interval 0.046 to 0.794; 5 rollouts of 3 examples)
+    0.417 (95% interval 0.037 to 0.902; 5 rollouts of 3 examples)
     >>> print(mean_interval([1, 1, 1, 1, 1, 1, 1, 1, 1, 1]))
-    1.000 (95% interval 0.722 to 1.000; 10 rollouts of 10 examples)
+    1.000 (95% interval 0.712 to 1.000; 10 rollouts of 10 examples)
     """
     check_share(level, "level")
-    scores = list(values)
-    ids = range(len(scores)) if clusters is None else clusters
-    groups = [group for group in by_example(scores, ids).values() if group]
+    given = list(values)
+    ids = range(len(given)) if clusters is None else clusters
+    groups = [[*map(snapped, group)] for group in by_example(given, ids).values() if group]
     if not groups:
         return Interval(None, None, None, 0, 0, level, None)
-    n = sum(map(len, groups))
-    mean = math.fsum(chain.from_iterable(groups)) / n
-    if len(groups) == 1:
+    means, scores = example_means(groups), list(chain.from_iterable(groups))
+    mean, n, examples = fmean(means), len(scores), len(groups)
+    _check_bounds(bounds, scores)
+    if examples == 1:
         return Interval(mean, None, None, n, 1, level, None)
-    se = _clustered_se(groups, mean, n)
-    if {0.0, 1.0}.issuperset(chain.from_iterable(groups)):
-        low, high = share_range([math.fsum(group) for group in groups], [len(group) for group in groups], level)
-    elif se <= 1e-12 * abs(mean):
-        return Interval(mean, None, None, n, len(groups), level, se)
-    else:
-        reach = t_quantile((1 + level) / 2, len(groups) - 1) * se
-        low, high = mean - reach, mean + reach
-    return Interval(mean, low, high, n, len(groups), level, se)
+    se = stdev(means, mean) / math.sqrt(examples)
+    low, high = _range(means, scores, n / examples, level, bounds)
+    return Interval(mean, low, high, n, examples, level, se)
 
 
-def share_range(totals: Sequence[float], sizes: Sequence[int], level: float) -> tuple[float, float]:
-    """Wilson's interval for a share, where example i has total `totals[i]` out of `sizes[i]`.
+def _range(
+    means: Sequence[float], scores: Sequence[float], rollouts: float, level: float, bounds: tuple[float, float] | None
+) -> tuple[float, float] | tuple[None, None]:
+    """The interval by what kind of scores these are; none where they do not tell how far apart scores can lie."""
+    least, most = bounds or _assumed_bounds(scores)
+    is_bounded = bounds is not None or (min(scores) >= 0 and max(scores) <= 1)
+    if are_alike(scores):
+        is_at_end = is_bounded and any(abs(scores[0] - end) <= TOLERANCE for end in (least, most))
+        if not is_at_end:
+            return None, None
+    elif not have_few_values(scores):
+        low, high = skewed_range(means, level)
+        return (max(low, least), min(high, most)) if is_bounded else (low, high)
+    size = most - least
+    low, high = share_range([min(1.0, max(0.0, (mean - least) / size)) for mean in means], rollouts, level)
+    return least + low * size, least + high * size
 
-    The effective sample size comes from how much the examples differ, counting two imagined examples more, one all
-    right and one all wrong. Unanimous scores thus say nothing about fresh rollouts of other examples: ten examples
-    right four times out of four count as ten, not as forty. With one rollout an example it is Wilson's own interval.
 
-    >>> low, high = share_range([4] * 10, [4] * 10, 0.95)
-    >>> round(low, 3), high
-    (0.722, 1.0)
-    """
-    examples, n = len(totals), sum(sizes)
-    share, typical = math.fsum(totals) / n, n / examples
-    prior = (share * n + typical) / (n + 2 * typical)
-    spread = math.fsum((total - size * prior) ** 2 for total, size in zip(totals, sizes, strict=True))
-    spread += typical**2 * (prior**2 + (1 - prior) ** 2)
-    effective_n = prior * (1 - prior) * (n + 2 * typical) ** 2 / spread * examples / (examples + 2)
-    pull = z_quantile((1 + level) / 2) ** 2 / effective_n
-    center = (share + pull / 2) / (1 + pull)
-    reach = math.sqrt(pull * share * (1 - share) + pull**2 / 4) / (1 + pull)
-    return max(0.0, min(share, center - reach)), min(1.0, max(share, center + reach))
+def _assumed_bounds(scores: Sequence[float]) -> tuple[float, float]:
+    """0 and 1 for scores between them; 0 and the largest for weights that add up to a little more; else those seen."""
+    least, most = min(scores), max(scores)
+    return (0.0, max(1.0, most)) if least >= 0 and most <= _WEIGHTS_ADD_UP_TO else (least, most)
+
+
+def _check_bounds(bounds: tuple[float, float] | None, scores: Sequence[float]) -> None:
+    if bounds is None:
+        return
+    least, most = bounds
+    if not -math.inf < least < most < math.inf:
+        raise ValueError(f"bounds={bounds!r} must be two finite numbers, the smaller first")
+    if outside := [score for score in scores if not least - TOLERANCE <= score <= most + TOLERANCE]:
+        raise ValueError(f"a score of {outside[0]!r} lies outside bounds={bounds!r}")
 
 
 def describe_range(low: float | None, high: float | None, level: float, sign: str = "") -> str:
@@ -102,9 +126,3 @@ def describe_range(low: float | None, high: float | None, level: float, sign: st
     if low is None or high is None:
         return f"no {100 * level:.4g}% interval"
     return f"{100 * level:.4g}% interval {low:{sign}.3f} to {high:{sign}.3f}"
-
-
-def _clustered_se(groups: Sequence[Sequence[float]], mean: float, n: int) -> float:
-    """The cluster-robust standard error of a mean over rollouts; an example's errors add up before they are squared."""
-    errors = (math.fsum(score - mean for score in group) for group in groups)
-    return math.sqrt(len(groups) / (len(groups) - 1) * math.fsum(error * error for error in errors)) / n

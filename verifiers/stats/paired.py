@@ -1,28 +1,30 @@
-"""Two runs on the same examples → which is better, by how much, and on which examples."""
+"""Two runs → which is better, by how much, and on which examples; paired by example, or as two samples."""
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from random import Random
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
+from verifiers.stats.evidence import Evidence, paired_evidence, unpaired_evidence
 from verifiers.stats.intervals import describe_range
 from verifiers.stats.scores import TOLERANCE, check_share, finite
-from verifiers.stats.student import sign_test, t_quantile, t_tail, z_quantile, z_tail
 
 Scores = Mapping[Any, float | Iterable[float | None] | None]  # by example id, any hashable one
-Range = tuple[float | None, float | None]
-_MAX_DRAWS = 10_000_000  # about a second of resampling
+
+_COUNT_ENDINGS = ("_calls", "_count", "_counts", "_tokens", "_turns", "_retries", "_cells", "_steps")
+_COUNT_NAMES = ("turns", "retries", "cells", "tokens", "length", "steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What B changed against A on the examples both scored; every difference is B - A.
+    """What B changed against A; every difference is B - A.
 
-    `won`, `lost` and `tied` hold the ids from B's side, the largest change first. `only_a` and `only_b` were scored in
-    one run only, `unscored` in neither; none of them is used. `test` names where `p_value` comes from; `sd` is that of
-    the differences, which `examples_needed(difference_sd=…)` takes.
+    `verdict` is one of "better", "worse", "no difference shown" and, with a `margin`, "not worse"; None where there is
+    none to give. `won`, `lost` and `tied` hold the ids from B's side, the largest change first. `only_a` and `only_b`
+    were scored in one run only, `unscored` in neither; a paired comparison uses none of them. `low` and `high` are at
+    `level` and come from `test`, as `p_value` does; of `metrics` compared at once, Holm's correction has raised the
+    level and given `adjusted_p`. `sd` is that of the differences.
     """
 
     mean_a: float | None
@@ -30,9 +32,12 @@ class Comparison:
     difference: float | None
     low: float | None
     high: float | None
-    bootstrap: Range
     p_value: float | None
+    adjusted_p: float | None
+    verdict: str | None
     test: str
+    margin: float | None
+    is_paired: bool
     sd: float | None
     examples: int
     won: tuple[Hashable, ...]
@@ -41,33 +46,57 @@ class Comparison:
     only_a: tuple[Hashable, ...]
     only_b: tuple[Hashable, ...]
     unscored: tuple[Hashable, ...]
+    failed_a: int
+    failed_b: int
     level: float
-    resamples: int
+    metrics: int
 
     def __str__(self) -> str:
         unused = f"{len(self.only_a)} only in A, {len(self.only_b)} only in B, {len(self.unscored)} without a score"
-        if self.difference is None or self.p_value is None:
+        if self.difference is None:
             return f"no example has a score in both runs ({unused})"
-        confidence = describe_range(self.low, self.high, self.level, "+")
-        bootstrap = describe_range(*self.bootstrap, self.level, "+")
-        return "\n".join(
-            (
-                f"{self._verdict(self.difference, self.p_value)} B - A = {self.difference:+.3f} ({confidence})",
-                f"p = {self.p_value:.3g} ({self.test}); bootstrap: {bootstrap}",
-                f"A {self.mean_a:.3f}, B {self.mean_b:.3f}; shared examples: {self.examples} "
-                f"(B won {len(self.won)}, lost {len(self.lost)}, tied {len(self.tied)})",
-                f"not compared: {unused}",
-            )
-        )
+        lines = [f"{self.verdict_in_words} {_where(self.difference, self.low, self.high, self.level)}"]
+        if self.p_value is not None and self.adjusted_p is not None:
+            corrected = f", {self.adjusted_p:.3g} of {self.metrics} metrics (Holm)" if self.metrics > 1 else ""
+            lines.append(f"p = {self.p_value:.3g}{corrected} ({self.test})")
+        means = f"A {self.mean_a:.3f}, B {self.mean_b:.3f}"
+        if self.is_paired:
+            won = f"(B won {len(self.won)}, lost {len(self.lost)}, tied {len(self.tied)})"
+            lines += [f"{means}; shared examples: {self.examples} {won}", f"not compared: {unused}"]
+        else:
+            lines.append(f"{means}; compared as two samples of examples, not example by example")
+        if self.failed_a or self.failed_b:
+            lines.append(f"failed rollouts, left out: {self.failed_a} in A, {self.failed_b} in B")
+        return "\n".join(lines)
 
-    def _verdict(self, difference: float, p_value: float) -> str:
-        if p_value >= 1 - self.level:
-            return "No difference shown:"
-        return "B is better:" if difference > 0 else "B is worse:"
+    @property
+    def verdict_in_words(self) -> str:
+        """The verdict as a report begins with it."""
+        margin = "" if self.margin is None else f"{self.margin:g}"
+        return {
+            None: "No verdict:",
+            "better": "B is better:",
+            "worse": "B is worse:",
+            "not worse": f"B is not worse by {margin} or more:",
+            "no difference shown": f"Not shown that B is not worse by {margin} or more:"
+            if margin
+            else "No difference shown:",
+        }[self.verdict]
 
 
-def compare(a: Scores, b: Scores, *, level: float = 0.95, resamples: int = 2000, seed: int = 0) -> Comparison:
-    """Compare run B with run A example by example; each maps an example id to its score or scores.
+def compare(
+    a: Scores,
+    b: Scores,
+    *,
+    level: float = 0.95,
+    margin: float | None = None,
+    paired: bool = True,
+    seed: int = 0,
+) -> Comparison:
+    """Compare run B with run A; each maps an example id to its score or scores.
+
+    It is done example by example, with `paired=False` as two samples of examples. `margin` asks whether B is worse by
+    no more than that.
 
     >>> a = {"sum": [1, 0], "sort": [0, 0], "spell": [1, 1], "plan": [None, 0]}
     >>> b = {"sum": [1, 1], "sort": [1, 0], "spell": [1, 1], "plan": [None, None]}
@@ -75,103 +104,173 @@ def compare(a: Scores, b: Scores, *, level: float = 0.95, resamples: int = 2000,
     >>> round(result.difference, 3), result.won, result.tied, result.only_a
     (0.333, ('sum', 'sort'), ('spell',), ('plan',))
     """
+    (found,) = compare_metrics({"": a}, {"": b}, level=level, margin=margin, paired=paired, seed=seed).values()
+    return found
+
+
+def compare_metrics(
+    a: Mapping[str, Scores],
+    b: Mapping[str, Scores],
+    *,
+    tested: Iterable[str] | None = None,
+    level: float = 0.95,
+    margin: float | None = None,
+    paired: bool = True,
+    seed: int = 0,
+) -> dict[str, Comparison]:
+    """Compare two runs in several metrics at once; each run maps a metric to the scores of its examples.
+
+    Only `tested` metrics get a verdict (all but counts, if it is not given), and Holm's correction keeps the chance
+    that any of them is wrong at 1 - level: each is tested, and its interval is shown, at the level of its turn. A
+    metric that says the same as one before it is not tested twice.
+
+    >>> a, b = dict.fromkeys(range(8), 0), dict.fromkeys(range(8), 1)
+    >>> found = compare_metrics({"reward": a, "num_turns": a}, {"reward": b, "num_turns": b})
+    >>> found["reward"].verdict, found["num_turns"].verdict
+    ('better', None)
+    """
     check_share(level, "level")
-    if resamples != 0 and resamples < 100:
-        raise ValueError(f"resamples={resamples} is too few for an interval; give 100 or more, or 0 for no bootstrap")
-    scored_a, scored_b = _scored(a, "a"), _scored(b, "b")
+    if margin is not None and not 0 <= margin < math.inf:
+        raise ValueError(f"margin={margin!r} must be 0 or more: how much worse B may be")
+    names = [*a, *(name for name in b if name not in a)]
+    wanted = {name for name in names if not is_count(name)} if tested is None else set(tested)
+    pairs = {name: Pair(a.get(name, {}), b.get(name, {}), paired, seed, level) for name in names}
+    ranked = _ranked({name: pair for name, pair in pairs.items() if name in wanted and pair.evidence is not None})
+    levels, adjusted = _holm(ranked, level)
+    same = {name: first for first, pair, _ in ranked for name in wanted if pairs[name].says_the_same(pair)}
+    found = {}
+    for name, pair in pairs.items():
+        first = same.get(name)
+        if first is None:
+            found[name] = pair.comparison(level, margin)
+        else:
+            found[name] = pair.comparison(levels[first], margin, adjusted[first], len(ranked))
+    return found
+
+
+def is_count(name: str) -> bool:
+    """Whether a metric counts what happened, by its name: more turns are neither better nor worse.
+
+    >>> is_count("num_turns"), is_count("total_tool_calls"), is_count("exact")
+    (True, True, False)
+    """
+    return name.startswith("num_") or name in _COUNT_NAMES or name.endswith(_COUNT_ENDINGS)
+
+
+class Pair:
+    """The scores of two runs in one metric: what they share, and the test that applies to them."""
+
+    def __init__(self, a: Scores, b: Scores, paired: bool, seed: int, level: float) -> None:
+        self.all_ids = {**a, **b}
+        self.a, self.failed_a = _scored(a, "a")
+        self.b, self.failed_b = _scored(b, "b")
+        self.is_paired = paired
+        self.shared = [example for example in self.a if example in self.b]
+        self.groups_a = [self.a[example] for example in self.shared] if paired else list(self.a.values())
+        self.groups_b = [self.b[example] for example in self.shared] if paired else list(self.b.values())
+        self.evidence: Evidence | None = None
+        if self.groups_a and self.groups_b:
+            find = paired_evidence if paired else unpaired_evidence
+            self.evidence = find(self.groups_a, self.groups_b, seed=seed, level=level)
+
+    def says_the_same(self, other: "Pair") -> bool:
+        return self is other or (self.a == other.a and self.b == other.b)
+
+    def comparison(
+        self, level: float, margin: float | None, adjusted_p: float | None = None, metrics: int = 1
+    ) -> Comparison:
+        """The result at one level; without an adjusted p-value, it is not tested."""
+        means_a, means_b = [*map(fmean, self.groups_a)], [*map(fmean, self.groups_b)]
+        changes = {example: fmean(self.b[example]) - fmean(self.a[example]) for example in self.shared}
+        by_size = sorted(self.shared, key=lambda example: -abs(changes[example]))
+        low = high = p_value = None
+        if self.evidence is not None:
+            low, high = self.evidence.interval(level)
+            p_value = self.evidence.p_value
+        found = Comparison(
+            mean_a=fmean(means_a) if means_a else None,
+            mean_b=fmean(means_b) if means_b else None,
+            difference=fmean(means_b) - fmean(means_a) if means_a and means_b else None,
+            low=low,
+            high=high,
+            p_value=p_value if adjusted_p is not None else None,
+            adjusted_p=adjusted_p,
+            verdict=None,
+            test=self.evidence.name if self.evidence is not None else "no test",
+            margin=margin,
+            is_paired=self.is_paired,
+            sd=stdev(changes.values()) if len(changes) > 1 else None,
+            examples=len(self.shared),
+            won=tuple(example for example in by_size if changes[example] > TOLERANCE),
+            lost=tuple(example for example in by_size if changes[example] < -TOLERANCE),
+            tied=tuple(example for example in by_size if abs(changes[example]) <= TOLERANCE),
+            only_a=tuple(example for example in self.a if example not in self.b),
+            only_b=tuple(example for example in self.b if example not in self.a),
+            unscored=tuple(example for example in self.all_ids if example not in self.a and example not in self.b),
+            failed_a=self.failed_a,
+            failed_b=self.failed_b,
+            level=level,
+            metrics=metrics,
+        )
+        return replace(found, verdict=_verdict(found))
+
+
+def _verdict(found: Comparison) -> str | None:
+    """What the interval says, which is what the test says: 0 is outside of it where the p-value is small enough."""
+    if found.p_value is None or found.difference is None:
+        return None
+    is_shown = found.p_value < 1 - found.level
+    if is_shown and found.difference > 0:
+        return "better"
+    if found.margin is not None and found.low is not None and found.low > -found.margin:
+        return "not worse"
+    return "worse" if is_shown else "no difference shown"
+
+
+def _ranked(pairs: Mapping[str, Pair]) -> list[tuple[str, Pair, float]]:
+    """The metrics that are tested, the smallest p-value first; of those that say the same, the first."""
+    chosen: list[tuple[str, Pair, float]] = []
+    for name, pair in pairs.items():
+        if pair.evidence is not None and not any(pair.says_the_same(other) for _, other, _ in chosen):
+            chosen.append((name, pair, pair.evidence.p_value))
+    return sorted(chosen, key=lambda item: item[2])
+
+
+def _holm(ranked: Sequence[tuple[str, Pair, float]], level: float) -> tuple[dict[str, float], dict[str, float]]:
+    """The level at which each metric is tested, and its corrected p-value; after the first that fails, all do."""
+    levels, adjusted = {}, {}
+    largest, kept_level = 0.0, None
+    for turn, (name, _, p_value) in enumerate(ranked):
+        left = len(ranked) - turn
+        largest = max(largest, min(1.0, left * p_value))
+        own_level = 1 - (1 - level) / left
+        levels[name] = kept_level or own_level
+        adjusted[name] = largest
+        if kept_level is None and p_value >= 1 - own_level:
+            kept_level = own_level
+    return levels, adjusted
+
+
+def shared_scores(a: Scores, b: Scores) -> tuple[list[list[float]], list[list[float]]]:
+    """The scores in A and in B of each example that both have scored."""
+    scored_a, scored_b = _scored(a, "a")[0], _scored(b, "b")[0]
     shared = [example for example in scored_a if example in scored_b]
-    means_a = [fmean(scored_a[example]) for example in shared]
-    means_b = [fmean(scored_b[example]) for example in shared]
-    changes = [mean_b - mean_a for mean_a, mean_b in zip(means_a, means_b, strict=True)]
-    low, high, p_value, test = _test(
-        changes, [run[example] for run in (scored_a, scored_b) for example in shared], level
-    )
-    resamples = min(resamples, max(200, _MAX_DRAWS // len(shared))) if _vary(changes) else 0
-    by_size = sorted(zip(shared, changes, strict=True), key=lambda pair: -abs(pair[1]))
-    return Comparison(
-        mean_a=fmean(means_a) if shared else None,
-        mean_b=fmean(means_b) if shared else None,
-        difference=fmean(changes) if shared else None,
-        low=low,
-        high=high,
-        bootstrap=_bootstrap(changes, level, resamples, seed),
-        p_value=p_value,
-        test=test,
-        sd=stdev(changes) if len(shared) > 1 else None,
-        examples=len(shared),
-        won=tuple(example for example, change in by_size if change > TOLERANCE),
-        lost=tuple(example for example, change in by_size if change < -TOLERANCE),
-        tied=tuple(example for example, change in by_size if abs(change) <= TOLERANCE),
-        only_a=tuple(example for example in scored_a if example not in scored_b),
-        only_b=tuple(example for example in scored_b if example not in scored_a),
-        unscored=tuple(example for example in {**a, **b} if example not in scored_a and example not in scored_b),
-        level=level,
-        resamples=resamples,
-    )
+    return [scored_a[example] for example in shared], [scored_b[example] for example in shared]
 
 
-def _scored(run: Scores, name: str) -> dict[Hashable, list[float]]:
-    """The examples of a run that have a score, with their scores."""
+def _scored(run: Scores, name: str) -> tuple[dict[Hashable, list[float]], int]:
+    """The examples of a run that have a score, with their scores, and how many rollouts had none."""
     scored: dict[Hashable, list[float]] = {}
+    failed = 0
     for example, given in run.items():
-        scores = given if isinstance(given, Iterable) else [given]
+        scores = list(given) if isinstance(given, Iterable) else [given]
         label = f"{name}[{example!r}]"
         numbers = [finite(score, label, position) for position, score in enumerate(scores) if score is not None]
+        failed += len(scores) - len(numbers)
         if numbers:
             scored[example] = numbers
-    return scored
+    return scored, failed
 
 
-def _test(
-    changes: Sequence[float], groups: Sequence[Sequence[float]], level: float
-) -> tuple[float | None, float | None, float | None, str]:
-    """The interval of the mean change, and the p-value that nothing changed with the name of its test."""
-    won, lost = sum(change > TOLERANCE for change in changes), sum(change < -TOLERANCE for change in changes)
-    if not changes:
-        return None, None, None, "no test"
-    if len(changes) > 1 and all(score in (0.0, 1.0) for group in groups for score in group):
-        rollouts = fmean(map(len, groups))
-        low, high, z = _right_or_wrong(changes, rollouts, level)
-        if rollouts == 1:
-            return low, high, sign_test(won, lost), "McNemar's exact test"
-        return low, high, z_tail(z), "adjusted z test"
-    if not _vary(changes):
-        return None, None, sign_test(won, lost), "sign test"
-    mean, se, df = fmean(changes), stdev(changes) / math.sqrt(len(changes)), len(changes) - 1
-    reach = t_quantile((1 + level) / 2, df) * se
-    return mean - reach, mean + reach, t_tail(mean / se, df), "paired t test"
-
-
-def _vary(changes: Sequence[float]) -> bool:
-    """Changes that are all alike, or only one, say nothing of how far off their mean is."""
-    return bool(changes) and max(changes) - min(changes) > TOLERANCE
-
-
-def _right_or_wrong(changes: Sequence[float], rollouts: float, level: float) -> tuple[float, float, float]:
-    """Bonett and Price's interval for paired 0/1 scores and its z: two imagined examples, one won and one lost.
-
-    Without them, two runs that agree everywhere would differ by ±0. They count for less the more rollouts an example
-    has, as one rollout of several may be the only one to change.
-    """
-    n = len(changes) + 2
-    center = math.fsum(changes) / n
-    mean_square = (math.fsum(change * change for change in changes) + 2 / rollouts) / n
-    se = math.sqrt((mean_square - center**2) / n)
-    reach, mean = z_quantile((1 + level) / 2) * se, fmean(changes)
-    return max(-1.0, min(mean, center - reach)), min(1.0, max(mean, center + reach)), center / se
-
-
-def _bootstrap(changes: Sequence[float], level: float, resamples: int, seed: int) -> Range:
-    """The middle `level` of the means of resampled examples; the same whatever order they come in.
-
-    Resampled means vary too little where examples are few, so the tails cut off are as much smaller as Student's are
-    (Hesterberg's expanded percentile interval).
-    """
-    if not resamples:
-        return None, None
-    n = len(changes)
-    tail = z_tail(math.sqrt(n / (n - 1)) * t_quantile((1 + level) / 2, n - 1)) / 2
-    random, ordered = Random(seed), sorted(changes)
-    means = sorted(sum(random.choices(ordered, k=n)) / n for _ in range(resamples))
-    cut = int(tail * resamples)
-    return means[cut], means[-1 - cut]
+def _where(difference: float, low: float | None, high: float | None, level: float) -> str:
+    return f"B - A = {difference:+.3f} ({describe_range(low, high, level, '+')})"

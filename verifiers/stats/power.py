@@ -1,17 +1,50 @@
 """A wanted resolution and the spread of scores → how many examples to run."""
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean, variance
 
+from verifiers.stats.evidence import rollout_noise
+from verifiers.stats.paired import Scores, shared_scores
 from verifiers.stats.scores import by_example, check_share
-from verifiers.stats.student import t_quantile, z_quantile
+from verifiers.stats.shares import expected_reach
+from verifiers.stats.signflip import SEEN
+from verifiers.stats.student import beta_share, sign_test, t_quantile, z_quantile
+
+_EXACT_CHANGES = 2000  # changed examples up to which the power of the exact test is summed up
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How much scores vary: the variance of one, the part of it within an example (None if unknown), and, where scores
+    are right or wrong, their mean."""
+
+    total: float
+    within: float | None = None
+    share: float | None = None
+
+    def of_mean(self, rollouts: int) -> float:
+        """The variance of an example's mean over its rollouts; only the part within an example averages out."""
+        if rollouts == 1:
+            return self.total
+        if self.within is None:
+            raise ValueError(
+                f"rollouts_per_example={rollouts} needs within_sd, or values with clusters in which examples repeat: "
+                "repeats only average out what varies within an example"
+            )
+        if self.within > self.total * (1 + 1e-9):
+            raise ValueError(
+                f"the variance within an example ({self.within:.4g}) is more than all of it ({self.total:.4g})"
+            )
+        return self.total - self.within + self.within / rollouts
 
 
 def examples_needed(
     resolution: float,
     *,
+    mean: float | None = None,
     sd: float | None = None,
     values: Iterable[float | None] | None = None,
     clusters: Iterable[Hashable] | None = None,
@@ -24,94 +57,196 @@ def examples_needed(
 ) -> int:
     """The number of examples for an interval of ± `resolution`, or to detect a difference that large between two runs.
 
-    The spread of single scores is `sd`, or is measured on `values` (with `clusters`, repeats of an example are told
-    apart). It becomes the spread of a paired difference with `correlation`, that of two runs' scores on one example;
-    `difference_sd`, such as `compare(a, b).sd`, gives that directly. `power` asks for the chance to detect the
-    difference, not only for the width of its interval. `within_sd` is the spread of repeats of the same example.
+    Scores are right or wrong with this `mean`, or have the standard deviation `sd`, or are measured on `values` (with
+    `clusters`, repeats of an example are told apart). The spread becomes that of a paired difference with
+    `correlation`, that of two runs' scores on one example; `difference_sd` gives it directly, for one rollout of each.
+    `power` asks for the chance to detect the difference, not only for the width of its interval. `within_sd` is the
+    spread of repeats of the same example.
 
     >>> examples_needed(0.03, sd=0.5)
     1070
-    >>> examples_needed(0.03, sd=0.5, correlation=0.6, power=0.8)
-    1747
+    >>> examples_needed(0.1, mean=0.98)
+    20
     """
-    check_share(level, "level")
-    if not 0 < resolution < math.inf:
-        raise ValueError(f"resolution={resolution!r} must be a positive number, such as 0.03 for ±0.03")
-    if rollouts_per_example < 1:
-        raise ValueError(f"rollouts_per_example={rollouts_per_example!r} must be 1 or more")
-    if [sd, values, difference_sd].count(None) != 2:
-        raise ValueError("give one of sd, values and difference_sd: how much scores vary decides how many it takes")
-    total, within = _measured(values, clusters) if values is not None else _given(sd, difference_sd)
-    within = within if within_sd is None else within_sd**2
-    if correlation is not None or difference_sd is not None or power is not None:
-        total, within = _of_difference(total, within, correlation, difference_sd)
-    if rollouts_per_example > 1:
-        total = _averaged(total, within, rollouts_per_example)
-    return _smallest_n(math.sqrt(total) / resolution, level, power)
+    _check(resolution, rollouts_per_example, level, power)
+    if [mean, sd, values, difference_sd].count(None) != 3:
+        raise ValueError(
+            "give one of mean, sd, values and difference_sd: how much scores vary decides how many it takes"
+        )
+    is_difference = correlation is not None or difference_sd is not None or power is not None
+    spread = _measured(values, clusters) if values is not None else _given(mean, sd, difference_sd)
+    if within_sd is not None:
+        spread = Spread(spread.total, within_sd**2, spread.share)
+    if not is_difference:
+        return _for_mean(resolution, spread, rollouts_per_example, level)
+    spread = _of_difference(resolution, spread, correlation, difference_sd)
+    return _for_difference(resolution, spread, rollouts_per_example, level, power)
 
 
-def _given(sd: float | None, difference_sd: float | None) -> tuple[float, None]:
+def examples_to_compare(
+    resolution: float,
+    a: Scores,
+    b: Scores,
+    *,
+    rollouts_per_example: int = 1,
+    level: float = 0.95,
+    power: float | None = None,
+) -> int:
+    """The number of examples for a difference known to ± `resolution`, or detected, measured on two runs.
+
+    What another rollout would change is told from what another example would, where the runs have repeats; so the
+    answer is for any number of rollouts, and not only for as many as these runs had.
+
+    >>> a = {i: [i % 2, 1, 0, 1] for i in range(40)}
+    >>> b = {i: [i % 2, 1, 1, i % 3 > 0] for i in range(40)}
+    >>> [examples_to_compare(0.1, a, b, rollouts_per_example=n, power=0.8) for n in (1, 4)]
+    [388, 96]
+    """
+    _check(resolution, rollouts_per_example, level, power)
+    groups_a, groups_b = shared_scores(a, b)
+    changes = [fmean(after) - fmean(before) for before, after in zip(groups_a, groups_b, strict=True)]
+    if len(changes) < 2:
+        raise ValueError(
+            f"the two runs share {len(changes)} scored examples; it takes two or more to see how they vary"
+        )
+    is_binary = {0.0, 1.0}.issuperset(chain(*groups_a, *groups_b))
+    seen, noise = variance(changes), rollout_noise(groups_a, groups_b)
+    within = None if noise is None else noise * _harmonic_size(groups_a, groups_b)
+    if within is None and any(len(group) > 1 for group in (*groups_a, *groups_b)):
+        raise ValueError("some examples were run once and some several times; give runs in which each has two or more")
+    total = seen if noise is None or within is None else max(0.0, seen - noise) + within
+    if total <= 0:
+        raise ValueError("the two runs do not differ in spread; give --sd S instead")
+    spread = Spread(total, within, 0.5 if is_binary else None)
+    return _for_difference(resolution, spread, rollouts_per_example, level, power)
+
+
+# --- how much scores vary -----------------------------------------------------------------------------------------
+
+
+def _given(mean: float | None, sd: float | None, difference_sd: float | None) -> Spread:
+    if mean is not None:
+        if not 0 < mean < 1:
+            raise ValueError(f"mean={mean!r} must lie between 0 and 1: scores that are all alike do not vary")
+        return Spread(mean * (1 - mean), None, mean)
     spread = sd if sd is not None else difference_sd
     if spread is None or not 0 < spread < math.inf:
         name = "sd" if sd is not None else "difference_sd"
-        raise ValueError(
-            f"{name}={spread!r} must be a positive number; 0/1 scores with mean p have (p * (1 - p)) ** 0.5"
-        )
-    return spread**2, None
+        raise ValueError(f"{name}={spread!r} must be a positive number; for 0/1 scores give their mean")
+    return Spread(spread**2)
 
 
-def _measured(values: Iterable[float | None], clusters: Iterable[Hashable] | None) -> tuple[float, float | None]:
-    """The variance of one score, and the part of it within an example (None where no example repeats)."""
+def _measured(values: Iterable[float | None], clusters: Iterable[Hashable] | None) -> Spread:
+    """The spread of the scores of a run, by an analysis of variance where examples repeat."""
     scores = list(values)
     ids = range(len(scores)) if clusters is None else clusters
     groups = [group for group in by_example(scores, ids).values() if group]
     n, examples = sum(map(len, groups)), len(groups)
     if examples < 2 or len(set(chain.from_iterable(groups))) == 1:
         raise ValueError(f"the {n} scores of {examples} examples show no spread; give sd instead of values")
+    mean = fmean(map(fmean, groups))
+    share = mean if {0.0, 1.0}.issuperset(chain.from_iterable(groups)) else None
     if n == examples:
-        return variance([group[0] for group in groups]), None
-    mean = fmean(chain.from_iterable(groups))
+        return Spread(variance([group[0] for group in groups]), None, share)
     within = math.fsum((score - fmean(group)) ** 2 for group in groups for score in group) / (n - examples)
-    between = math.fsum(len(group) * (fmean(group) - mean) ** 2 for group in groups) / (examples - 1)
+    overall = fmean(chain.from_iterable(groups))
+    between = math.fsum(len(group) * (fmean(group) - overall) ** 2 for group in groups) / (examples - 1)
     size = (n - sum(len(group) ** 2 for group in groups) / n) / (examples - 1)
-    return within + max(0.0, (between - within) / size), within
+    return Spread(within + max(0.0, (between - within) / size), within, share)
 
 
-def _of_difference(
-    total: float, within: float | None, correlation: float | None, difference_sd: float | None
-) -> tuple[float, float | None]:
-    """The same two variances for the difference between two runs; repeats vary in both of them."""
+def _of_difference(resolution: float, spread: Spread, correlation: float | None, difference_sd: float | None) -> Spread:
+    """The same for the difference between two runs; repeats vary in both of them."""
     if (correlation is None) == (difference_sd is None):
         raise ValueError(
             "a difference between two runs needs either difference_sd, such as compare(a, b).sd, or correlation with "
-            "sd or values (0 where nothing is known)"
+            "mean, sd or values (0 where nothing is known)"
         )
+    within = None if spread.within is None else 2 * spread.within
     if correlation is None:
-        return total, None if within is None else 2 * within
-    most = 1.0 if within is None else 1 - within / total
+        return Spread(spread.total, within)
+    most = 1.0 if spread.within is None else 1 - spread.within / spread.total
     if not -1 <= correlation < 1 or correlation > most + 1e-9:
         raise ValueError(f"correlation={correlation!r} must lie between -1 and {most:.4g}, where repeats alone differ")
-    return 2 * total * (1 - correlation), None if within is None else 2 * within
+    other = spread.total
+    if spread.share is not None:  # the run that differs has another mean; towards the middle it varies more
+        moved = spread.share + resolution if spread.share < 0.5 else spread.share - resolution
+        other = max(other, moved * (1 - moved)) if 0 < moved < 1 else other
+    total = spread.total + other - 2 * correlation * math.sqrt(spread.total * other)
+    return Spread(total, within, spread.share)
 
 
-def _averaged(total: float, within: float | None, rollouts: int) -> float:
-    """The variance of an example's mean over its rollouts; only the part within an example averages out."""
-    if within is None:
-        raise ValueError(
-            f"rollouts_per_example={rollouts} needs within_sd, or values with clusters in which examples repeat: "
-            "repeats only average out what varies within an example"
-        )
-    if within > total * (1 + 1e-9):
-        raise ValueError(f"the variance within an example ({within:.4g}) is more than all of it ({total:.4g})")
-    return total - within + within / rollouts
+def _harmonic_size(groups_a: Iterable[list[float]], groups_b: Iterable[list[float]]) -> float:
+    return 1 / fmean(1 / len(group) for group in (*groups_a, *groups_b))
 
 
-def _smallest_n(ratio: float, level: float, power: float | None) -> int:
-    """The smallest n at which the t quantiles of level and power, times sd / resolution, fit under √n."""
+# --- how many ------------------------------------------------------------------------------------------------------
+
+
+def _for_mean(resolution: float, spread: Spread, rollouts: int, level: float) -> int:
+    square = spread.of_mean(rollouts)
+    if spread.share is None:
+        ratio = math.sqrt(square) / resolution
+        return _smallest(lambda n: ratio * t_quantile((1 + level) / 2, max(1.0, n - 2)) <= math.sqrt(n), ratio, level)
+    share, ratio = spread.share, math.sqrt(square) / resolution
+    return _smallest(lambda n: expected_reach(share, square, n, rollouts, level) <= resolution, ratio, level)
+
+
+def _for_difference(resolution: float, spread: Spread, rollouts: int, level: float, power: float | None) -> int:
+    square = spread.of_mean(rollouts)
+    ratio = math.sqrt(square) / resolution
+    if power is not None and spread.share is not None and rollouts == 1:
+        changed = min(1.0, max(resolution, square + resolution**2))
+        if changed * (3 * ratio) ** 2 < _EXACT_CHANGES:
+            return _smallest(lambda n: _sign_power(n, changed, resolution, level) >= power, ratio, level)
+    shares = [(1 + level) / 2] if power is None else [(1 + level) / 2, power]
+
+    def is_enough(n: int) -> bool:
+        return ratio * math.fsum(t_quantile(share, n - 1) for share in shares) <= math.sqrt(n)
+
+    return _smallest(is_enough, ratio, level)
+
+
+def _sign_power(n: int, changed: float, difference: float, level: float) -> float:
+    """The chance that the sign test sees a difference, where a share `changed` of examples is won or lost."""
+    won = (1 + difference / changed) / 2
+    middle, reach = n * changed, 6 * math.sqrt(n * changed * (1 - changed)) + 1
+    found, needed = [], 0
+    for m in range(max(0, math.floor(middle - reach)), min(n, math.ceil(middle + reach)) + 1):
+        needed = max(needed, (m + 1) // 2)
+        while needed <= m and sign_test(needed, m - needed, SEEN) >= 1 - level:
+            needed += 1
+        if needed <= m:
+            seen = beta_share(won, 1 - won, needed, m - needed + 1)
+            found.append(_binomial(n, m, changed) * seen)
+    return math.fsum(found)
+
+
+def _binomial(n: int, m: int, share: float) -> float:
+    if share >= 1:
+        return float(m == n)
+    ways = math.lgamma(n + 1) - math.lgamma(m + 1) - math.lgamma(n - m + 1)
+    return math.exp(ways + m * math.log(share) + (n - m) * math.log1p(-share))
+
+
+def _smallest(is_enough: Callable[[int], bool], ratio: float, level: float) -> int:
+    """The smallest n that is enough, near where the normal approximation has it; from there on all are."""
+    low, high = 1, max(2, math.ceil((ratio * z_quantile((1 + level) / 2)) ** 2))
+    while not is_enough(high):
+        low, high = high, high + max(1, high // 4)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    while high > 2 and is_enough(high - 1):
+        high -= 1
+    return high
+
+
+def _check(resolution: float, rollouts: int, level: float, power: float | None) -> None:
+    check_share(level, "level")
     if power is not None:
         check_share(power, "power")
-    shares = [(1 + level) / 2] if power is None else [(1 + level) / 2, power]
-    n = max(2, math.ceil((ratio * max(0.0, sum(map(z_quantile, shares)))) ** 2))
-    while ratio * sum(t_quantile(share, n - 1) for share in shares) > math.sqrt(n):
-        n += 1
-    return n
+    if not 0 < resolution < math.inf:
+        raise ValueError(f"resolution={resolution!r} must be a positive number, such as 0.03 for ±0.03")
+    if rollouts < 1:
+        raise ValueError(f"rollouts_per_example={rollouts!r} must be 1 or more")

@@ -1,11 +1,14 @@
 """Scores as a run gives them → finite numbers grouped by example, failures left out."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from statistics import fmean
 
 TOLERANCE = 1e-9
 """Two scores closer than this are the same score: 0.7 + 0.2 + 0.1 is a full mark, though it is less than 1.0."""
 
 _LARGEST = 1e100  # beyond it, sums of squares overflow
+_FEW = 8
+_ROUNDING = 1e-14  # relative: what sums of a few floats are off by
 
 
 def by_example(values: Iterable[float | None], example_ids: Iterable[Hashable]) -> dict[Hashable, list[float]]:
@@ -23,6 +26,77 @@ def by_example(values: Iterable[float | None], example_ids: Iterable[Hashable]) 
         if score is not None:
             group.append(finite(score, "values", position))
     return groups
+
+
+def example_means(groups: Iterable[Sequence[float]]) -> list[float]:
+    """The mean of each example that has a score: examples weigh the same, however many of their rollouts failed.
+
+    >>> example_means([[1.0, 0.0], [], [1.0]])
+    [0.5, 1.0]
+    """
+    return [group[0] if len(group) == 1 else fmean(group) for group in groups if group]
+
+
+def are_alike(scores: Collection[float]) -> bool:
+    """Whether scores differ by no more than rounding.
+
+    >>> are_alike([0.7 + 0.2 + 0.1, 1.0]), are_alike([1e12, 1e12 + 1])
+    (True, False)
+    """
+    low, high = min(scores), max(scores)
+    return high - low <= _ROUNDING * max(abs(low), abs(high))
+
+
+def have_few_values(scores: Sequence[float]) -> bool:
+    """Whether scores take a few values only, as weighted rights and wrongs do: a rare one may not have been seen.
+
+    >>> have_few_values([0, 1, 1, 1]), have_few_values([0.12, 0.71, 0.33, 0.25])
+    (True, False)
+    """
+    least, most = min(scores), max(scores)
+    if least == most or {0.0, 1.0}.issuperset(scores):
+        return True
+    values = len({round((score - least) / (most - least), 9) for score in scores})
+    return 2 * values <= len(scores) or values <= min(len(scores) - 1, _FEW)
+
+
+def snapped(score: float) -> float:
+    """A score that misses 0 or 1 by rounding, as the 0 or 1 that it is.
+
+    >>> snapped(0.7 + 0.2 + 0.1), snapped(0.5)
+    (1.0, 0.5)
+    """
+    nearest = 0.0 if score < 0.5 else 1.0
+    return nearest if abs(score - nearest) <= TOLERANCE else score
+
+
+def with_failures(
+    values: Iterable[float | None],
+    example_ids: Iterable[Hashable],
+    bounds: tuple[float, float] | None = None,
+) -> tuple[float, float] | None:
+    """The least and the largest mean that the failed rollouts (None) could have made of it; None without a score.
+
+    A failed rollout is given the smallest score there can be, and the largest: `bounds`, else 0 and 1 where every
+    score lies between them, else the smallest and the largest score seen.
+
+    >>> with_failures([1, 1, None, 0], ["a", "a", "b", "b"])
+    (0.5, 0.75)
+    """
+    scores, ids = list(values), list(example_ids)
+    known = [score for group in by_example(scores, ids).values() for score in group]
+    if not known:
+        return None
+    least, most = min(known), max(known)
+    if bounds is not None:
+        least, most = min(bounds[0], least), max(bounds[1], most)
+    elif least >= 0 and most <= 1:
+        least, most = 0.0, 1.0
+    ends = []
+    for filled in (least, most):
+        groups = by_example([filled if score is None else score for score in scores], ids)
+        ends.append(fmean(example_means(groups.values())))
+    return ends[0], ends[1]
 
 
 def finite(score: object, name: str, position: object) -> float:

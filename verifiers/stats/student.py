@@ -51,27 +51,39 @@ def t_tail(t: float, df: float) -> float:
     0.05
     """
     square = t * t
-    return _beta_share(df / (df + square), square / (df + square), df / 2, 0.5)
+    return beta_share(df / (df + square), square / (df + square), df / 2, 0.5)
 
 
-def sign_test(won: int, lost: int) -> float:
+def sign_test(won: int, lost: int, seen: float = 1.0) -> float:
     """The exact two-sided p-value that won and lost are equally likely; McNemar's exact test is this.
 
-    >>> round(sign_test(1, 5), 6)
-    0.21875
+    `seen` is how much of the outcome itself counts as at least as extreme.
+
+    >>> round(sign_test(1, 5), 6), round(sign_test(1, 5, seen=0.5), 6)
+    (0.21875, 0.125)
     """
     fewer, n = min(won, lost), won + lost
     if 2 * fewer == n:
         return 1.0
-    return min(1.0, 2 * _beta_share(0.5, 0.5, n - fewer, fewer + 1))
+    whole = 2 * beta_share(0.5, 0.5, n - fewer, fewer + 1)
+    if seen == 1:
+        return min(1.0, whole)
+    log_chance = math.lgamma(n + 1) - math.lgamma(won + 1) - math.lgamma(lost + 1) - n * math.log(2)
+    return min(1.0, whole - 2 * (1 - seen) * math.exp(log_chance))
 
 
-def _beta_share(x: float, y: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), y being 1 - x to full precision."""
+def beta_share(x: float, y: float, a: float, b: float) -> float:
+    """The regularised incomplete beta function I_x(a, b), y being 1 - x to full precision.
+
+    >>> round(beta_share(0.5, 0.5, 2, 3), 4)  # 2 or more of 4 tosses
+    0.6875
+    """
     if x <= 0 or y <= 0:
         return 0.0 if x <= 0 else 1.0
-    if x > (a + 1) / (a + b + 2):
-        return 1 - _beta_share(y, x, b, a)
+    if x > (a + 1) / (a + b + 2) and y <= (b + 1) / (
+        a + b + 2
+    ):  # both hold where rounding decides: then either will do
+        return 1 - beta_share(y, x, b, a)
     log_x = math.log(x) if x < 0.5 else math.log1p(-y)
     log_y = math.log(y) if y < 0.5 else math.log1p(-x)
     log_front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * log_x + b * log_y

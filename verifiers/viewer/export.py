@@ -44,7 +44,7 @@ def gather(runs: Sequence[Run], *, limit: int) -> dict[str, Any]:
         if total > limit:
             about["notices"].append(f"this file holds the first {limit:,} of {total:,} rollouts; figures are over all")
         found["runs"].append({**about, "is_live": False})
-        found["figures"][run.id] = run_figures(run.index)
+        found["figures"][run.id] = run_figures(run.index, run.read_metadata()[0].get("until"))
         found["rollouts"][run.id] = [
             {**row_of(run.index, number), **rollout_page(run, number)} for number in range(min(total, limit))
         ]

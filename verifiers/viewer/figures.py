@@ -10,13 +10,11 @@ from typing import Any
 from verifiers import stats
 from verifiers.viewer.index import FAILED, STATUSES, Names, RolloutIndex
 from verifiers.viewer.library import Run
-from verifiers.viewer.numbers import mean
 
 MAX_BARS = 12  # distinct values that get a bar each
 RANGES = 24
 SPARKLINE = 60  # steps that the list of runs shows of a training
 SHOWN = 50  # tasks, causes and stop conditions that are listed
-COUNTS = ("num_turns", "parse_retries")  # facts of a rollout, not scores
 
 
 def run_card(run: Run) -> dict[str, Any]:
@@ -41,7 +39,7 @@ def run_card(run: Run) -> dict[str, Any]:
         "problem": problem,
     }
     if card["reward"] is None and is_known:
-        card["reward"] = mean(index.rewards)
+        card["reward"] = stats.mean_interval(_known(index.rewards), index.examples).mean
     if run.is_training:
         run.metrics.refresh()
         card["step"] = run.metrics.steps[-1] if run.metrics.steps else None
@@ -83,8 +81,11 @@ def run_page(run: Run) -> dict[str, Any]:
 def notices(run: Run) -> list[str]:
     """What is wrong with the folder, in sentences."""
     index, found = run.index, []
-    if problem := run.read_metadata()[1]:
+    metadata, problem = run.read_metadata()
+    if problem:
         found.append(problem)
+    if isinstance(metadata.get("until"), dict) and metadata["until"].get("reason"):
+        found.append(str(metadata["until"]["reason"]))
     if index.trouble is not None:
         found.append(f"results.jsonl cannot be read: {index.trouble}")
     elif not run.results_path.is_file():
@@ -102,15 +103,19 @@ def notices(run: Run) -> list[str]:
     return found
 
 
-def run_figures(index: RolloutIndex) -> dict[str, Any]:
-    """Every figure over all rollouts; failed ones count nowhere."""
+def run_figures(index: RolloutIndex, until: Any = None) -> dict[str, Any]:
+    """Every figure over all rollouts; failed ones count nowhere. ``until`` is what a run kept of its early stop."""
     with index.lock:
         examples = index.examples
         rewards = _known(index.rewards)
         columns = {"reward": rewards, **{name: _known(index.metric(name)) for name in index.metrics}}
+        figures = [{"name": name, **_interval(name, column, examples)} for name, column in columns.items()]
+        if isinstance(until, dict) and _figure(until.get("low")) is not None:
+            figures[0] |= {"low": _figure(until["low"]), "high": _figure(until.get("high"))}
         return {
             "version": index.version,
-            "figures": [{"name": name, **_interval(name, column, examples)} for name, column in columns.items()],
+            "figures": figures,
+            "mean_with_failures": _with_failures(rewards, examples, index.statuses),
             "histogram": histogram([reward for reward in rewards if reward is not None]),
             "pass_at_k": _pass_at_k(rewards, examples, index.repeats),
             "by_task": _by_task(index, rewards),
@@ -124,8 +129,8 @@ def _interval(name: str, column: Sequence[float | None], examples: Sequence[int]
     shown = [value for value in column if value is not None]
     return {
         "mean": found.mean,
-        "low": None if name in COUNTS else found.low,
-        "high": None if name in COUNTS else found.high,
+        "low": None if stats.is_count(name) else found.low,
+        "high": None if stats.is_count(name) else found.high,
         "n": found.n,
         "least": min(shown, default=None),
         "most": max(shown, default=None),
@@ -160,7 +165,27 @@ def _pass_at_k(rewards: Sequence[float | None], examples: Sequence[int], repeats
     most = max(Counter(examples).values())
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k < most] + [most]
     found = [stats.pass_at_k(rewards, examples, k=k) for k in ks]
-    return [{"k": item.k, "mean": item.mean, "low": item.low, "high": item.high} for item in found if item.examples]
+    every = {k: stats.pass_hat_k(rewards, examples, k=k).mean for k in ks}
+    return [
+        {
+            "k": item.k,
+            "mean": item.mean,
+            "low": item.low,
+            "high": item.high,
+            "all": every[item.k],
+            "examples": item.examples,
+            "left_out": len(item.left_out),
+        }
+        for item in found
+        if item.examples
+    ]
+
+
+def _with_failures(
+    rewards: Sequence[float | None], examples: Sequence[int], statuses: Sequence[int]
+) -> tuple[float, float] | None:
+    """The least and the largest mean that the failed rollouts could have made of it."""
+    return stats.with_failures(rewards, examples) if FAILED in statuses else None
 
 
 def _by_task(index: RolloutIndex, rewards: Sequence[float | None]) -> list[dict[str, Any]]:

@@ -141,7 +141,9 @@ class ViewerServer(ServerThread):
     def _figures(self, request: web.Request) -> dict[str, Any]:
         run = self._find(request)
         run.index.refresh(BUDGET_S)
-        found: dict[str, Any] = run.kept.get(("figures", run.index.version), lambda: run_figures(run.index))
+        found: dict[str, Any] = run.kept.get(
+            ("figures", run.index.version), lambda: run_figures(run.index, run.read_metadata()[0].get("until"))
+        )
         return found
 
     def _rollouts(self, request: web.Request) -> dict[str, Any]:

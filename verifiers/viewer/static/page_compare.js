@@ -4,7 +4,7 @@ import { ask } from "./api.js";
 import { conversationView, messagesOf } from "./conversation.js";
 import { firstDifference } from "./difference.js";
 import { h, replace } from "./dom.js";
-import { count, number, plural, signed } from "./format.js";
+import { count, number, plural, shortNumber, signed } from "./format.js";
 import { setKeys } from "./keys.js";
 import { rolloutColumn } from "./page_group.js";
 import { PAGE, card, moveSelection, openSelection, pager, tile } from "./table.js";
@@ -78,14 +78,8 @@ function compareHead(found, params) {
       h("span", {}, h("b", {}, run.env_id), h("span.muted", {}, ` ${run.model} · ${run.name}`)),
       h("span.figure", {}, number(mean)),
     );
-  const verdict =
-    figures.p_value === null
-      ? "no example has a score in both"
-      : figures.p_value >= 0.05
-        ? "no difference shown"
-        : figures.difference > 0
-          ? "B is better"
-          : "B is worse";
+  const corrected = figures.metrics > 1 ? `, ${number(figures.adjusted_p)} of ${figures.metrics} metrics` : "";
+  const failed = figures.failed_a + figures.failed_b;
   return [
     h("header.page-head", {}, h("h1", {}, "Two runs")),
     h("div.versus-box", {}, side("A", found.a, figures.mean_a, params.a), side("B", found.b, figures.mean_b, params.b)),
@@ -95,13 +89,13 @@ function compareHead(found, params) {
       tile(
         "B − A",
         signed(figures.difference),
-        figures.low === null ? "no interval" : `95% interval ${signed(figures.low)} to ${signed(figures.high)}`,
+        figures.low === null ? "no interval" : `${shortNumber(100 * figures.level)}% interval ${signed(figures.low)} to ${signed(figures.high)}`,
         "main",
       ),
       tile(
         "verdict",
-        verdict,
-        figures.p_value === null ? "" : `p = ${number(figures.p_value)}, ${figures.test}`,
+        figures.difference === null ? "no example has a score in both" : found.verdict,
+        figures.p_value === null ? "" : `p = ${number(figures.p_value)}${corrected}, ${figures.test}`,
         "words",
       ),
       tile("won by B", count(found.counts.won), `of ${plural(figures.examples, "shared example")}`),
@@ -111,7 +105,11 @@ function compareHead(found, params) {
         count(found.counts["only in A"] + found.counts["only in B"] + found.counts["without a score"]),
         `${count(found.counts["only in A"])} only in A, ${count(found.counts["only in B"])} only in B`,
       ),
+      failed
+        ? tile("failed", count(failed), `${count(figures.failed_a)} in A, ${count(figures.failed_b)} in B; left out`, "bad")
+        : null,
     ),
+    found.refusal === null ? null : h("p.notice-line", {}, `No verdict: ${found.refusal}.`),
   ];
 }
 

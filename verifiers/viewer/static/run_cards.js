@@ -10,6 +10,9 @@ export function runTiles(about, known) {
   const range =
     reward.low === null ? "no interval yet" : `95% interval ${number(reward.low)} to ${number(reward.high)}`;
   const best = known.pass_at_k.at(-1);
+  const ends = known.mean_with_failures;
+  const failures = ends ? `, which could be ${number(ends[0])} to ${number(ends[1])}` : "";
+  const few = best?.left_out ? ` of ${count(best.examples)} in ${plural(best.examples + best.left_out, "example")}` : "";
   const tokens = about.usage.prompt_tokens + about.usage.completion_tokens;
   return h(
     "div.tiles",
@@ -19,14 +22,14 @@ export function runTiles(about, known) {
     tile(
       "failed",
       count(about.failed),
-      about.failed ? `${percent(about.failed / about.rollouts)}, in no mean` : "none",
+      about.failed ? `${percent(about.failed / about.rollouts)}, in no mean${failures}` : "none",
       about.failed ? "bad" : "",
     ),
     best && best.k > 1
       ? tile(
           `pass@${best.k}`,
           number(best.mean),
-          known.pass_at_k.length > 1 ? `pass@1 ${number(known.pass_at_k[0].mean)}` : "",
+          `pass^${best.k} ${number(best.all)}${few}`,
         )
       : null,
     about.truncated

@@ -1,0 +1,156 @@
+"""Rollouts as they end → whether the mean reward is known well enough for the run to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from random import Random
+from typing import Any
+
+from verifiers.rubrics import Rubric, RubricGroup
+from verifiers.runner import Job
+from verifiers.stats import ConfidenceSequence
+from verifiers.types import State
+
+LEVEL = 0.95
+AT_ONCE = 64  # rollouts under way where no limit is given: those are the ones that may turn out to be too many
+_LOOKED_AGAIN_AFTER = 1.01  # times as many examples
+_ORDER_SEED = 0
+_AHEAD = 4  # times as many as run at once, or one in so many of those counted, may be begun ahead of the first missing
+
+
+class EarlyStop:
+    """Stops a run when the mean reward over examples is known to ± ``until``, by an interval that may be looked at.
+
+    Examples are taken in a seeded random order, and looked at in that order too, whichever ends first: rollouts that
+    take long are not like those that do not. An example counts when all of its rollouts have ended; one of which all
+    have failed does not count.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Job], until: float, bounds: tuple[float, float], *, at_once: int = AT_ONCE
+    ) -> None:
+        self.at_once = AT_ONCE if at_once == -1 else at_once
+        self.sequence = ConfidenceSequence(until=until, bounds=bounds, level=LEVEL)
+        self.order = list(dict.fromkeys(job.row["example_id"] for job in jobs))
+        Random(_ORDER_SEED).shuffle(self.order)
+        self.ranks = {example: rank for rank, example in enumerate(self.order)}
+        self.missing = Counter(job.row["example_id"] for job in jobs)
+        self.rewards: dict[Any, list[float]] = {}
+        self.counted = 0  # examples, from the first one on, that have been looked at
+        self.next_look = 2
+        self.is_reached = False
+        self.fault: str | None = None
+        self._moved: asyncio.Event | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_reached or self.fault is not None
+
+    def arranged(self, jobs: Iterable[Job]) -> list[Job]:
+        """Jobs in the order in which they are to be started."""
+        return sorted(jobs, key=lambda job: (self.ranks[job.row["example_id"]], job.repeat))
+
+    async def turn(self, job: Job) -> None:
+        """Wait while one example holds up the rest: what runs far ahead of it may turn out not to be needed."""
+        rank = self.ranks[job.row["example_id"]]
+        while not self.is_over and rank >= self.counted + max(_AHEAD * self.at_once, self.counted // _AHEAD):
+            self._moved = self._moved or asyncio.Event()
+            await self._moved.wait()
+        await asyncio.sleep(0)  # whoever answers at once must not run ahead of those that wait
+
+    def take(self, example: Any, reward: float | None) -> bool:
+        """Count a rollout that has ended, None if it failed; says whether the run is over."""
+        self.missing[example] -= 1
+        if reward is not None:
+            self.rewards.setdefault(example, []).append(reward)
+        while self.counted < len(self.order) and not self.missing[self.order[self.counted]] and self.fault is None:
+            self._count(self.order[self.counted])
+            self.counted += 1
+        if self._moved is not None:
+            self._moved.set()
+            self._moved = None
+        return self.is_over
+
+    def take_state(self, state: State) -> bool:
+        """Count a rollout of the run under way."""
+        reward = None if state.get("error") is not None else state.get("reward")
+        return self.take(state.get("example_id"), reward)
+
+    def _count(self, example: Any) -> None:
+        rewards = self.rewards.get(example)
+        if not rewards:
+            return
+        try:
+            self.sequence.add(sum(rewards) / len(rewards))
+        except ValueError:
+            least, most = self.sequence.bounds
+            self.fault = (
+                f"the reward of example {example} is {sum(rewards) / len(rewards):g}, and how soon a mean is known can "
+                f"only be told of rewards between bounds, which were taken to be {least:g} and {most:g}; "
+                "say what they are (reward_range=(least, most), --reward-range LEAST,MOST) and resume"
+            )
+            return
+        if not self.is_reached and self.sequence.n >= self.next_look:
+            self.next_look = max(self.sequence.n + 1, int(self.sequence.n * _LOOKED_AGAIN_AFTER))
+            self.is_reached = self.sequence.is_reached
+
+    def without_more(self, jobs: Sequence[Job], kept: set[tuple[Any, int]]) -> list[Job]:
+        """The jobs that are left of a run that has stopped before: what failed is tried again, nothing new is begun.
+
+        Where what is there is not enough yet, it is all of them.
+        """
+        seen = {example for example, _ in kept}
+        end = max((self.ranks[example] for example in seen if example in self.ranks), default=-1)
+        trial = EarlyStop((), self.sequence.until, self.sequence.bounds)
+        trial.order = [example for example in self.order[: end + 1] if example in self.rewards]
+        trial.missing, trial.rewards, trial.next_look = Counter(), self.rewards, len(trial.order)
+        for example in trial.order:
+            trial._count(example)
+        todo = [job for job in jobs if job.key not in kept]
+        return [job for job in todo if self.ranks[job.row["example_id"]] <= end] if trial.is_over else todo
+
+    def outcome(self) -> dict[str, Any]:
+        """What a run keeps of it."""
+        until, (least, most) = self.sequence.until, self.sequence.bounds
+        of = f"{self.counted:,} of {len(self.order):,} examples"
+        low, high = self.sequence.range() if self.sequence.n and self.fault is None else (None, None)
+        if self.fault is not None:
+            reason = f"stopped early: {self.fault}"
+        elif self.is_reached and self.counted < len(self.order):
+            reason = f"stopped early: the mean reward is known to ±{until:g} by {of}, however often one looked"
+        elif self.is_reached:
+            reason = f"the mean reward is known to ±{until:g}, however often one looked"
+        else:
+            reason = f"the mean reward is not known to ±{until:g} by {of}; its interval allows for having looked"
+        return {
+            "half_width": until,
+            "is_reached": self.is_reached,
+            "reason": reason,
+            "examples": self.counted,
+            "of": len(self.order),
+            "low": low,
+            "high": high,
+            "level": LEVEL,
+            "bounds": [least, most],
+            "fault": self.fault,
+        }
+
+
+def bounds_of(rubric: Any) -> tuple[float, float]:
+    """The least and the largest reward, each reward function being between 0 and 1; 0 and 1 where nothing is known.
+
+    >>> bounds_of(Rubric([lambda completion: 1.0, lambda completion: 0.5], weights=[1.0, 0.1]))
+    (0.0, 1.1)
+    """
+    weights = _weights(rubric)
+    least, most = sum(weight for weight in weights if weight < 0), sum(weight for weight in weights if weight > 0)
+    return (float(least), float(most)) if least < most else (0.0, 1.0)
+
+
+def _weights(rubric: Any) -> list[float]:
+    if isinstance(rubric, RubricGroup):
+        pairs = zip(rubric.rubrics, rubric.get_group_weights(), strict=True)
+        return [weight * own for inner, weight in pairs for own in _weights(inner)]
+    return list(rubric.reward_weights) if isinstance(rubric, Rubric) else []
