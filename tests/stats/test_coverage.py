@@ -67,7 +67,7 @@ def test_few_right_or_wrong_scores_are_covered_at_every_mean(n: int) -> None:
         (coverage.repeated(0.5, 50, 8, 0.5), 1.2),
         (coverage.beta(2, 2, 100), 1.1),
     ],
-    ids=str,
+    ids=lambda value: name_of(value) if isinstance(value, coverage.Cell) else str(value),
 )
 def test_an_interval_is_not_much_wider_than_it_must_be(cell: coverage.Cell, most: float) -> None:
     width = cell.simulate(60)[1]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifiers.engine import tool_calls
+from verifiers.chat import tool_calls
 from verifiers.errors import ToolParseError
 from verifiers.parsers import MaybeThinkParser, ThinkParser, XMLParser
 from verifiers.tools.faults import BadJSONError, NoCallError
