@@ -510,9 +510,9 @@ def test_a_long_history_is_reused_and_exact(start: Any) -> None:
 
 def test_nan_logits_fail_their_request_only(start: Any) -> None:
     model = on_card()
+    engine = start(model)
     with torch.no_grad():
         model.get_input_embeddings().weight[96] = float("nan")
-    engine = start(model)
     way = Sampling(max_tokens=30, temperature=0.0)
     bad = engine.submit([*prompt_of(70, vocabulary=96), 96], way)[0]
     good = [engine.submit(prompt_of(9, seed=i, vocabulary=96), way)[0] for i in range(5)]
