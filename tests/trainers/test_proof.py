@@ -88,6 +88,26 @@ def test_sequences_past_the_bound_of_longrope_learn_alone(scale: float) -> None:
     assert layouts.longest_packed <= CHUNK
 
 
+def test_a_window_too_wide_to_be_tried_out_costs_no_time_and_longer_sequences_learn_alone() -> None:
+    wide = 1 << 20
+    layouts = TokenScorer(random_model("Mistral", sliding_window=wide, max_position_embeddings=2 * wide)).layouts
+    assert (layouts.longest_packed, layouts.longest_batched) == (wide, wide)
+    layouts = TokenScorer(random_model("Mistral", sliding_window=wide)).layouts
+    assert layouts.longest_batched == ANY_LENGTH, "no sequence is as long as that"
+
+
+def test_a_model_on_which_nothing_can_be_proven_learns_one_sequence_at_a_time() -> None:
+    config = transformers.NanoChatConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.002, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.NanoChatForCausalLM(config)  # its norms have no weights that could be scaled
+    with probe.realistic(model) as is_telling:
+        assert not is_telling
+    assert TokenScorer(model).layouts.longest_batched == 0
+
+
 def test_a_reply_that_grows_past_the_bound_of_longrope_learns_what_it_was_sampled_from() -> None:
     model = unusual_model("Phi3-longrope")
     engine = Engine(model, rows=2, length=64)

@@ -113,7 +113,7 @@ def _replies(engine: Engine) -> list[Generated]:
     """Requests side by side, one of them twice; then one goes on."""
     room = engine.length - 1
     new = min(NEW_TOKENS, max(1, room // 2))
-    lengths = probe.prompt_lengths(engine.model.config, max(1, room - new))
+    lengths = probe.prompt_lengths(engine.model.config, engine.length, new)
     asked = probe.prompts(engine.model.config, lengths)
     way = Sampling(max_tokens=new, temperature=TEMPERATURE)
     asks = [Ask(prompt, way, seed) for seed, prompt in enumerate([*asked, asked[1]])]

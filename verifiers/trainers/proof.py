@@ -29,6 +29,7 @@ logger = logging.getLogger("verifiers.trainers")
 # Lengths of the probe's prompts and replies; prompts of a length are the same. The second are for narrow windows.
 LENGTHS = ((24, 8), (24, 5), (11, 9), (24, 12))
 SHORT_LENGTHS = ((6, 3), (6, 2), (4, 4), (6, 4))
+LONGEST_TRIED = 2048  # bounds past this are not tried out, which takes a while: longer sequences learn alone
 FEW = 6  # parameters whose gradients are compared: the smallest, each of which depends on all that comes after it
 
 
@@ -59,21 +60,23 @@ def proven_layouts(scorer: TokenScorer) -> Layouts:
     for module in training:
         module.training = False
     try:
-        with probe.unheard(base), probe.realistic(base):
-            found = replace(_Proof(scorer).layouts(), rope_bounds=tuple(probe.rope_bounds(base.config)))
+        with probe.unheard(base), probe.realistic(base) as is_telling:
+            found = _Proof(scorer).layouts() if is_telling else Layouts()
     finally:
         for module in training:
             module.training = True
     if not found.longest_batched:
-        logger.warning("%s learns one sequence at a time: side by side its numbers differ", type(base).__name__)
-    return found
+        why = "side by side its numbers differ" if is_telling else "its weights say too little yet to prove more"
+        logger.warning("%s learns one sequence at a time: %s", type(base).__name__, why)
+    return replace(found, rope_bounds=tuple(probe.rope_bounds(base.config)))
 
 
 class _Proof:
     def __init__(self, scorer: TokenScorer) -> None:
         self._scorer, self._base = scorer, scorer._base
-        self._layers = probe.text_config(self._base.config).num_hidden_layers
-        self._bounds = probe.bounds(self._base.config, ANY_LENGTH)
+        text = probe.text_config(self._base.config)
+        self._layers = text.num_hidden_layers
+        self._bounds = probe.bounds(text, getattr(text, "max_position_embeddings", None) or ANY_LENGTH)
         is_narrow = min(self._bounds, default=ANY_LENGTH) < max(map(sum, LENGTHS))
         self._trained = _trained(self._base, SHORT_LENGTHS if is_narrow else LENGTHS)
         self._device = next(self._base.parameters()).device
@@ -103,6 +106,8 @@ class _Proof:
 
     def _agrees_past(self, bound: int, leanly: bool) -> bool:
         """Does a sequence past a bound give its numbers beside a short one, and the short one beside it?"""
+        if bound > LONGEST_TRIED:
+            return False
         trained = _trained(self._base, ((bound, probe.PAST), SHORT_LENGTHS[0]))
         with torch.no_grad():
             alone = [self._answers(self._batch([one]), None, leanly=False)[0] for one in trained]
