@@ -189,6 +189,24 @@ def test_a_cache_that_is_wrong_is_noticed_and_not_used(monkeypatch: pytest.Monke
         engine.close()
 
 
+def test_a_sequence_that_has_ended_holds_no_memory() -> None:
+    import gc
+    import weakref
+
+    model, caches = unusual_model("Qwen3.5"), []
+    engine = Engine(model, rows=3, length=64)
+    model.register_forward_hook(lambda _, __, out: caches.append(weakref.ref(out.past_key_values)))
+    try:
+        futures = engine.submit([5, 6, 7], Sampling(max_tokens=4, seed=1), n=3)
+        for future in [*futures, *engine.submit([8, 9], Sampling(max_tokens=1, seed=1))]:
+            future.result(60)
+    finally:
+        engine.close()
+    gc.collect()
+    assert caches
+    assert not [one for one in caches if one() is not None]
+
+
 def test_a_longrope_model_is_planned_within_the_length_up_to_which_neighbours_do_not_matter() -> None:
     config = unusual_model("Phi3-longrope").config
     chosen = plan(config, dtype=torch.float32, device="cpu", weights_loaded=True)

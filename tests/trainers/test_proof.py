@@ -150,6 +150,33 @@ def test_a_head_that_only_multiplies_is_still_run_apart() -> None:
     assert TokenScorer(random_model("Llama", initializer_range=FRESH))._is_split
 
 
+def test_a_gradient_that_is_zero_by_definition_keeps_no_model_from_learning_side_by_side() -> None:
+    """A bias that is added to every key alike changes no attention: its gradient is rounding, never twice the same."""
+    config = transformers.OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=64, word_embed_proj_dim=32, init_std=0.3, dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    layouts = TokenScorer(transformers.OPTForCausalLM(config)).layouts
+    assert layouts.longest_batched == layouts.longest_packed == ANY_LENGTH
+
+
+def test_a_model_whose_body_is_of_another_type_than_its_head_learns_by_its_own_forward() -> None:
+    model = unusual_model("Mamba").to(torch.bfloat16)
+    with torch.no_grad():
+        assert model.backbone(torch.tensor([[5, 6]])).last_hidden_state.dtype is torch.float32
+        ours, theirs = torch.cat(learned(TokenScorer(model))), torch.cat(expected(model))
+    assert float((ours - theirs).abs().max()) < 0.2
+
+
+def test_layers_that_are_frozen_as_they_are_evaluated_stay_so() -> None:
+    model = random_model().train()
+    model.model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    assert TokenScorer(model).layouts.longest_batched
+    assert [module.training for module in model.modules()] == before
+
+
 def test_a_hybrid_model_trains_with_ratios_of_one_where_nothing_moves(tmp_path: Any) -> None:
     _, tokenizer = vf.tiny_model(texts=["0123456789+= "], hidden_size=16)
     model = unusual_model("Qwen3.5", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)

@@ -526,6 +526,8 @@ class Engine:
             ask.row = -1
         if self._cuda is not None:
             self._cuda.retire(holes, movers, n, n + len(gone))
+        if isinstance(self.cache, SequentialCache):
+            self.cache.keep_first(n)
 
 
 def _cuda_decoder(engine: Engine, cache: SlotCache) -> CudaDecoder:

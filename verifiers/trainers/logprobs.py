@@ -63,13 +63,15 @@ class TokenScorer:
         logits does not show in those of a model that was never trained.
         """
         base, body = self._base, self._body
-        was_training = base.training
+        training = [module for module in base.modules() if module.training]
         base.eval()
         try:
             with torch.no_grad(), probe.unheard(base):
                 ids = torch.tensor(probe.prompts(base.config, [4]), device=next(base.parameters()).device)
                 out = body(input_ids=ids, use_cache=False)
                 hidden = out.last_hidden_state
+                if hidden.dtype != self._head.weight.dtype:
+                    return False  # the model casts in between
                 largest = self._head(hidden).abs().max().clamp(min=1e-6)
                 pairs = []
                 for size in LOGIT_SIZES:
@@ -77,7 +79,8 @@ class TokenScorer:
                     with _returning(body, out):
                         pairs.append((base(input_ids=ids, use_cache=False).logits, self._head(out.last_hidden_state)))
         finally:
-            base.train(was_training)
+            for module in training:  # some may have been frozen as they are evaluated
+                module.training = True
         return all(whole.shape == split.shape and _same(whole, split) for whole, split in pairs)
 
     def logprobs(self, batch: MicroBatch, temperature: float = 1.0) -> Tensor:

@@ -8,6 +8,7 @@ past the bounds at which a model attends in another way.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -119,7 +120,10 @@ class _Proof:
         except Exception as error:  # foreign code, asked in a way it may not know
             logger.debug("%s does not learn in this layout: %r", type(self._base).__name__, error)
             return False
-        return agree(self._theirs if theirs is None else theirs, ours, rounds=self._layers)
+        if theirs is not None:
+            return agree(theirs, ours, rounds=self._layers)
+        same_count = len(ours) == len(self._theirs)
+        return same_count and agree(*(_telling(self._theirs, of) for of in (self._theirs, ours)), rounds=self._layers)
 
     def _batch(self, trained: Sequence[Trained], *, longest_packed: int = 0) -> MicroBatch:
         (made,) = micro_batches(trained, max_tokens=ANY_LENGTH, longest_packed=longest_packed)
@@ -134,6 +138,13 @@ class _Proof:
             out = out[torch.argsort(torch.tensor(batch.members, device=out.device)[batch.sequence_N], stable=True)]
             grads = torch.autograd.grad(out, learned, _direction(out), allow_unused=True) if has_grad else ()
         return [out.detach(), *(one for one in grads if one is not None)]
+
+
+def _telling(theirs: Sequence[Tensor], of: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs, and the gradients that are more than rounding: that of a bias on keys, say, is zero by definition."""
+    sizes = [float(one.abs().max()) for one in theirs[1:]]
+    least = math.sqrt(torch.finfo(theirs[0].dtype).eps) * max(sizes, default=0.0)
+    return [of[0], *(one for one, size in zip(of[1:], sizes, strict=True) if size >= least)]
 
 
 def _direction(out: Tensor) -> Tensor:
