@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -194,3 +195,28 @@ def test_a_hybrid_model_trains_with_ratios_of_one_where_nothing_moves(tmp_path: 
         assert step["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
         assert step["ratio_max"] == pytest.approx(1.0, abs=1e-3)
         assert step["clip_fraction"] == 0.0
+
+
+def test_an_engine_that_is_made_during_a_backward_pass_waits_with_its_proof(tmp_path: Any) -> None:
+    """A backward pass reads weights without the model's lock, and a proof scales them for the moment."""
+    _, tokenizer = vf.tiny_model(texts=["0123456789+= "], hidden_size=16)
+    model = random_model("GPT2", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    env = vf.SingleTurnEnv(
+        dataset=[{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(4)],
+        rubric=vf.Rubric([lambda completion: float(len(str(completion)) % 3)]),
+    )
+    config = vf.GRPOConfig(
+        batch_size=8, group_size=4, max_new_tokens=8, max_steps=1, learning_rate=1e-3, output_dir=str(tmp_path / "out")
+    )
+    trainer = vf.GRPOTrainer(model=model, tokenizer=tokenizer, env=env, config=config)
+    makers: list[threading.Thread] = []
+
+    def make_engine(_: Any) -> None:
+        if not makers:
+            makers.append(threading.Thread(target=lambda: Engine(model, rows=1, length=32).close()))
+            makers[0].start()
+            makers[0].join(1.0)  # time enough to spoil what the rest of this pass reads
+
+    model.transformer.ln_f.weight.register_hook(make_engine)
+    assert trainer.train().steps
+    makers[0].join()

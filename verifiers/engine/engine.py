@@ -61,6 +61,7 @@ class Engine:
         self.live_model = live = LiveModel(model)
         text = live.text_config
         longest = getattr(text, "max_position_embeddings", None) or 2048
+        longest = longest if longest > 0 else 2048  # some say -1 for no limit
         self.length = min(length or longest, longest)
         self.rows = rows
         self.prefill_tokens = prefill_tokens or (PREFILL_CUDA if live.device.type == "cuda" else PREFILL)

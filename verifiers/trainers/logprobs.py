@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
@@ -23,6 +24,8 @@ from verifiers.trainers.token_moves import chosen
 
 if TYPE_CHECKING:
     from verifiers.trainers.proof import Layouts
+
+logger = logging.getLogger("verifiers.trainers")
 
 CHUNK_LOGITS = 1 << 28  # float32 logits alive at once: 1 GiB
 LOGIT_SIZES = (1.0, 60.0)  # the largest logits for which a head is proven
@@ -70,14 +73,15 @@ class TokenScorer:
                 ids = torch.tensor(probe.prompts(base.config, [4]), device=next(base.parameters()).device)
                 out = body(input_ids=ids, use_cache=False)
                 hidden = out.last_hidden_state
-                if hidden.dtype != self._head.weight.dtype:
-                    return False  # the model casts in between
                 largest = self._head(hidden).abs().max().clamp(min=1e-6)
                 pairs = []
                 for size in LOGIT_SIZES:
                     out.last_hidden_state = hidden * (size / largest).to(hidden.dtype)
                     with _returning(body, out):
                         pairs.append((base(input_ids=ids, use_cache=False).logits, self._head(out.last_hidden_state)))
+        except Exception as error:  # foreign code: it may cast or project hidden states before its head
+            logger.debug("%s is not run in two parts: %r", type(base).__name__, error)
+            return False
         finally:
             for module in training:  # some may have been frozen as they are evaluated
                 module.training = True
