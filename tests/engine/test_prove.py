@@ -123,6 +123,16 @@ def test_the_proof_leaves_no_trace() -> None:
     assert (engine.steps, engine.tokens, engine.live_model.version) == (0, 0, 0)
 
 
+def test_no_logits_are_computed_for_places_that_the_proof_does_not_compare() -> None:
+    model, window = random_model("Mistral", sliding_window=100), 100
+    places: list[int] = []
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: (places.append(hidden.shape[-2]), own(hidden))[1]
+    Engine(model, rows=2, length=200).close()
+    assert places
+    assert max(places) < window // 2, "a long prompt times a large vocabulary would take gigabytes"
+
+
 def test_a_model_that_is_not_causal_is_refused() -> None:
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,

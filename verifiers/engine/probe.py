@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -107,10 +108,13 @@ def plain_logits(model: Any, ids: Sequence[int], keep: int) -> Tensor:
     that ends there: that is what their tokens were drawn from.
     """
     device = next(model.parameters()).device
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    can_keep = "logits_to_keep" in inspect.signature(base.forward).parameters  # those of all places may take gigabytes
     first, parts = len(ids) - keep, []
     for end in (*(bound for bound in rope_bounds(model.config) if first < bound < len(ids)), len(ids)):
-        logits: Tensor = model(input_ids=torch.tensor([list(ids[:end])], device=device), use_cache=False).logits
-        parts.append(logits[0, first:].float())
+        more = {"logits_to_keep": end - first} if can_keep else {}
+        logits: Tensor = model(input_ids=torch.tensor([list(ids[:end])], device=device), use_cache=False, **more).logits
+        parts.append(logits[0, first - end :].float())
         first = end
     return torch.cat(parts)
 

@@ -122,8 +122,9 @@ class _Proof:
             return False
         if theirs is not None:
             return agree(theirs, ours, rounds=self._layers)
-        same_count = len(ours) == len(self._theirs)
-        return same_count and agree(*(_telling(self._theirs, of) for of in (self._theirs, ours)), rounds=self._layers)
+        if len(ours) != len(self._theirs):
+            return False
+        return agree(_telling(self._theirs, self._theirs), _telling(self._theirs, ours), rounds=self._layers)
 
     def _batch(self, trained: Sequence[Trained], *, longest_packed: int = 0) -> MicroBatch:
         (made,) = micro_batches(trained, max_tokens=ANY_LENGTH, longest_packed=longest_packed)
