@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.engine.support.exact import FAMILIES, VOCABULARY, prompt_of, random_model  # noqa: E402
+from tests.engine.support.exact import FAMILIES, SMALL, VOCABULARY, prompt_of, random_model  # noqa: E402
 from tests.engine.support.unusual import CHUNK, LONGROPE, UNUSUAL, unusual_model  # noqa: E402
 from verifiers.engine import probe, slots  # noqa: E402
 from verifiers.engine.engine import Engine  # noqa: E402
@@ -67,6 +67,36 @@ def test_weights_that_were_never_trained_hide_no_wrong_way_of_attending(family: 
     assert engine.backend == SEQUENTIAL
 
 
+@pytest.mark.parametrize(("length", "before"), [(8, 2), (24, 2), (64, 2), (64, 6), (80, 13)])
+def test_a_chunk_that_ends_just_before_the_context_does_is_passed_by_the_proof_too(length: int, before: int) -> None:
+    model = unusual_model("Llama4", attention_chunk_size=length - before)
+    engine = Engine(model, rows=2, length=length)
+    try:
+        replies = engine.generate([[5], [6, 7, 8]], Sampling(max_tokens=length, seed=1))
+    finally:
+        engine.close()
+    assert worst_error(model, replies) < 2e-4
+
+
+def test_attention_that_selects_its_keys_is_proven_past_as_many_as_it_selects() -> None:
+    selected, small = 70, {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+    config = transformers.DeepseekV32Config(
+        **small, num_key_value_heads=4, index_topk=selected, index_n_heads=2, index_head_dim=16, q_lora_rank=16,
+        kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, moe_intermediate_size=16,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.DeepseekV32ForCausalLM(config).eval()
+    with pytest.raises(UnsupportedModelError, match=f"try length={selected}"):  # past it, its own forward is not causal
+        Engine(model, rows=2, length=160)
+    engine = Engine(model, rows=2, length=selected)
+    try:
+        replies = engine.generate([[5], [6, 7, 8]], Sampling(max_tokens=selected, seed=1))
+    finally:
+        engine.close()
+    assert worst_error(model, replies) < 2e-4
+
+
 @pytest.mark.parametrize("scale", [FRESH, 0.3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_common_decoders_are_batched(family: str, scale: float) -> None:
@@ -91,6 +121,16 @@ def test_the_proof_leaves_no_trace() -> None:
     assert all(module.training for module in model.modules())
     assert not heard
     assert (engine.steps, engine.tokens, engine.live_model.version) == (0, 0, 0)
+
+
+def test_no_logits_are_computed_for_places_that_the_proof_does_not_compare() -> None:
+    model, window = random_model("Mistral", sliding_window=100), 100
+    places: list[int] = []
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: (places.append(hidden.shape[-2]), own(hidden))[1]
+    Engine(model, rows=2, length=200).close()
+    assert places
+    assert max(places) < window // 2, "a long prompt times a large vocabulary would take gigabytes"
 
 
 def test_a_model_that_is_not_causal_is_refused() -> None:
@@ -157,6 +197,24 @@ def test_a_cache_that_is_wrong_is_noticed_and_not_used(monkeypatch: pytest.Monke
         assert worst_error(model, engine.generate(PROMPTS[:3], Sampling(max_tokens=9, seed=1))) < 2e-4
     finally:
         engine.close()
+
+
+def test_a_sequence_that_has_ended_holds_no_memory() -> None:
+    import gc
+    import weakref
+
+    model, caches = unusual_model("Qwen3.5"), []
+    engine = Engine(model, rows=3, length=64)
+    model.register_forward_hook(lambda _, __, out: caches.append(weakref.ref(out.past_key_values)))
+    try:
+        futures = engine.submit([5, 6, 7], Sampling(max_tokens=4, seed=1), n=3)
+        for future in [*futures, *engine.submit([8, 9], Sampling(max_tokens=1, seed=1))]:
+            future.result(60)
+    finally:
+        engine.close()
+    gc.collect()
+    assert caches
+    assert not [one for one in caches if one() is not None]
 
 
 def test_a_longrope_model_is_planned_within_the_length_up_to_which_neighbours_do_not_matter() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -88,6 +89,26 @@ def test_sequences_past_the_bound_of_longrope_learn_alone(scale: float) -> None:
     assert layouts.longest_packed <= CHUNK
 
 
+def test_a_window_too_wide_to_be_tried_out_costs_no_time_and_longer_sequences_learn_alone() -> None:
+    wide = 1 << 20
+    layouts = TokenScorer(random_model("Mistral", sliding_window=wide, max_position_embeddings=2 * wide)).layouts
+    assert (layouts.longest_packed, layouts.longest_batched) == (wide, wide)
+    layouts = TokenScorer(random_model("Mistral", sliding_window=wide)).layouts
+    assert layouts.longest_batched == ANY_LENGTH, "no sequence is as long as that"
+
+
+def test_a_model_on_which_nothing_can_be_proven_learns_one_sequence_at_a_time() -> None:
+    config = transformers.NanoChatConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.002, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.NanoChatForCausalLM(config)  # its norms have no weights that could be scaled
+    with probe.realistic(model) as is_telling:
+        assert not is_telling
+    assert TokenScorer(model).layouts.longest_batched == 0
+
+
 def test_a_reply_that_grows_past_the_bound_of_longrope_learns_what_it_was_sampled_from() -> None:
     model = unusual_model("Phi3-longrope")
     engine = Engine(model, rows=2, length=64)
@@ -130,6 +151,33 @@ def test_a_head_that_only_multiplies_is_still_run_apart() -> None:
     assert TokenScorer(random_model("Llama", initializer_range=FRESH))._is_split
 
 
+def test_a_gradient_that_is_zero_by_definition_keeps_no_model_from_learning_side_by_side() -> None:
+    """A bias that is added to every key alike changes no attention: its gradient is rounding, never twice the same."""
+    config = transformers.OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=64, word_embed_proj_dim=32, init_std=0.3, dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    layouts = TokenScorer(transformers.OPTForCausalLM(config)).layouts
+    assert layouts.longest_batched == layouts.longest_packed == ANY_LENGTH
+
+
+def test_a_model_whose_body_is_of_another_type_than_its_head_learns_by_its_own_forward() -> None:
+    model = unusual_model("Mamba").to(torch.bfloat16)
+    with torch.no_grad():
+        assert model.backbone(torch.tensor([[5, 6]])).last_hidden_state.dtype is torch.float32
+        ours, theirs = torch.cat(learned(TokenScorer(model))), torch.cat(expected(model))
+    assert float((ours - theirs).abs().max()) < 0.2
+
+
+def test_layers_that_are_frozen_as_they_are_evaluated_stay_so() -> None:
+    model = random_model().train()
+    model.model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    assert TokenScorer(model).layouts.longest_batched
+    assert [module.training for module in model.modules()] == before
+
+
 def test_a_hybrid_model_trains_with_ratios_of_one_where_nothing_moves(tmp_path: Any) -> None:
     _, tokenizer = vf.tiny_model(texts=["0123456789+= "], hidden_size=16)
     model = unusual_model("Qwen3.5", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
@@ -147,3 +195,28 @@ def test_a_hybrid_model_trains_with_ratios_of_one_where_nothing_moves(tmp_path: 
         assert step["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
         assert step["ratio_max"] == pytest.approx(1.0, abs=1e-3)
         assert step["clip_fraction"] == 0.0
+
+
+def test_an_engine_that_is_made_during_a_backward_pass_waits_with_its_proof(tmp_path: Any) -> None:
+    """A backward pass reads weights without the model's lock, and a proof scales them for the moment."""
+    _, tokenizer = vf.tiny_model(texts=["0123456789+= "], hidden_size=16)
+    model = random_model("GPT2", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    env = vf.SingleTurnEnv(
+        dataset=[{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(4)],
+        rubric=vf.Rubric([lambda completion: float(len(str(completion)) % 3)]),
+    )
+    config = vf.GRPOConfig(
+        batch_size=8, group_size=4, max_new_tokens=8, max_steps=1, learning_rate=1e-3, output_dir=str(tmp_path / "out")
+    )
+    trainer = vf.GRPOTrainer(model=model, tokenizer=tokenizer, env=env, config=config)
+    makers: list[threading.Thread] = []
+
+    def make_engine(_: Any) -> None:
+        if not makers:
+            makers.append(threading.Thread(target=lambda: Engine(model, rows=1, length=32).close()))
+            makers[0].start()
+            makers[0].join(1.0)  # time enough to spoil what the rest of this pass reads
+
+    model.transformer.ln_f.weight.register_hook(make_engine)
+    assert trainer.train().steps
+    makers[0].join()

@@ -61,6 +61,7 @@ class Engine:
         self.live_model = live = LiveModel(model)
         text = live.text_config
         longest = getattr(text, "max_position_embeddings", None) or 2048
+        longest = longest if longest > 0 else 2048  # some say -1 for no limit
         self.length = min(length or longest, longest)
         self.rows = rows
         self.prefill_tokens = prefill_tokens or (PREFILL_CUDA if live.device.type == "cuda" else PREFILL)
@@ -526,6 +527,8 @@ class Engine:
             ask.row = -1
         if self._cuda is not None:
             self._cuda.retire(holes, movers, n, n + len(gone))
+        if isinstance(self.cache, SequentialCache):
+            self.cache.keep_first(n)
 
 
 def _cuda_decoder(engine: Engine, cache: SlotCache) -> CudaDecoder:

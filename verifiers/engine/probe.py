@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ CONTEXT = 12  # tokens whose order is changed, to see whether that makes a diffe
 
 _BOUND = re.compile(r"window|chunk|local_attention")
 _NO_BOUND = re.compile(r"layer|feed_forward")
+_SELECTED = re.compile(r"index(er)?_(topk|budget)(_blocks)?$")  # how much of its past a sparse attention looks at
+_GROUPED = re.compile(r"compress_r(ate|atio)|index_block_size")  # tokens that make one of what is selected
 _SPECIAL = re.compile(r"_token_(id|index)$")
 
 SCALES = (1.0, 2.0, 4.0, 8.0, 16.0)  # of the norms' weights
@@ -30,7 +33,8 @@ def text_config(model_config: Any) -> Any:
 
 
 def bounds(config: Any, longest: int) -> list[int]:
-    """Lengths below ``longest`` past which a model may attend in another way: windows, chunks, rotary embeddings.
+    """Lengths below ``longest`` past which a model may attend in another way: windows, chunks, selections of keys,
+    rotary embeddings.
 
     >>> from types import SimpleNamespace
     >>> rope = {"rope_type": "longrope", "original_max_position_embeddings": 64}
@@ -39,17 +43,26 @@ def bounds(config: Any, longest: int) -> list[int]:
     ([8, 64], [8])
     """
     found: set[int] = set(rope_bounds(config))
-
-    def collect(settings: Mapping[str, Any]) -> None:
-        for name, value in settings.items():
-            if isinstance(value, Mapping):
-                collect(value)
-            elif type(value) is int and _BOUND.search(name) and not _NO_BOUND.search(name):
-                found.add(value)
-
+    selected, grouped = set(), {1}
     text = text_config(config)
-    collect(text.to_dict() if hasattr(text, "to_dict") else vars(text))
+    for name, value in _numbers(text.to_dict() if hasattr(text, "to_dict") else vars(text)):
+        if _BOUND.search(name) and not _NO_BOUND.search(name):
+            found.add(value)
+        elif _SELECTED.search(name):
+            selected.add(value)
+        elif _GROUPED.search(name):
+            grouped.add(value)
+    found |= {count * size for count in selected for size in grouped}
     return sorted(value for value in found if 1 < value < longest)
+
+
+def _numbers(settings: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, int]]:
+    """The whole numbers among settings, those of nested ones too, by their names from the outermost on."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{within}{name}.")
+        elif type(value) is int:
+            yield f"{within}{name}", value
 
 
 def rope_bounds(config: Any) -> list[int]:
@@ -65,12 +78,16 @@ def rope_bounds(config: Any) -> list[int]:
     return sorted(value for value in found if isinstance(value, int))
 
 
-def prompt_lengths(config: Any, longest: int) -> list[int]:
-    """Two lengths side by side, and for each bound one that passes it and one that is about to."""
+def prompt_lengths(config: Any, longest: int, new: int) -> list[int]:
+    """Two lengths side by side, and for each bound one that passes it and one that is about to.
+
+    ``longest`` is what a prompt and its ``new`` tokens may have together: a bound within the last of these is passed by
+    what is sampled.
+    """
     wanted = [LONG, SHORT]
     for bound in bounds(config, longest):
         wanted += [bound + PAST, bound - BEFORE]
-    return [max(1, min(length, longest)) for length in wanted]
+    return [max(1, min(length, longest - new)) for length in wanted]
 
 
 def prompts(config: Any, lengths: Sequence[int]) -> list[list[int]]:
@@ -91,10 +108,13 @@ def plain_logits(model: Any, ids: Sequence[int], keep: int) -> Tensor:
     that ends there: that is what their tokens were drawn from.
     """
     device = next(model.parameters()).device
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    can_keep = "logits_to_keep" in inspect.signature(base.forward).parameters  # those of all places may take gigabytes
     first, parts = len(ids) - keep, []
     for end in (*(bound for bound in rope_bounds(model.config) if first < bound < len(ids)), len(ids)):
-        logits: Tensor = model(input_ids=torch.tensor([list(ids[:end])], device=device), use_cache=False).logits
-        parts.append(logits[0, first:].float())
+        more = {"logits_to_keep": end - first} if can_keep else {}
+        logits: Tensor = model(input_ids=torch.tensor([list(ids[:end])], device=device), use_cache=False, **more).logits
+        parts.append(logits[0, first - end :].float())
         first = end
     return torch.cat(parts)
 

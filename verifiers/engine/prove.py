@@ -17,6 +17,7 @@ from torch import Tensor
 
 from verifiers.engine import probe
 from verifiers.engine.requests import Ask, Generated, Sampling
+from verifiers.engine.turns import steady
 
 if TYPE_CHECKING:
     from verifiers.engine.engine import Engine
@@ -45,7 +46,10 @@ class UnsupportedModelError(ValueError):
 def choose_backend(engine: Engine) -> str:
     """Set the engine up for the first backend that is proven, and return it."""
     name = type(engine.model).__name__
-    with engine.lock, torch.inference_mode(), engine.live_model.evaluating(), probe.unheard(engine.model):
+    with (
+        steady(engine.lock), engine.lock, torch.inference_mode(), engine.live_model.evaluating(),
+        probe.unheard(engine.model),
+    ):  # fmt: skip
         _check_forward(engine.model, name)
         try:
             with probe.realistic(engine.model) as is_telling:
@@ -113,7 +117,7 @@ def _replies(engine: Engine) -> list[Generated]:
     """Requests side by side, one of them twice; then one goes on."""
     room = engine.length - 1
     new = min(NEW_TOKENS, max(1, room // 2))
-    lengths = probe.prompt_lengths(engine.model.config, max(1, room - new))
+    lengths = probe.prompt_lengths(engine.model.config, engine.length, new)
     asked = probe.prompts(engine.model.config, lengths)
     way = Sampling(max_tokens=new, temperature=TEMPERATURE)
     asks = [Ask(prompt, way, seed) for seed, prompt in enumerate([*asked, asked[1]])]

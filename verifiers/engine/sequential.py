@@ -49,7 +49,6 @@ class SequentialCache:
 
     def decode(self, tokens: Sequence[int]) -> Tensor:
         """The logits behind one new token for each of the first rows, which are the live ones."""
-        self._rows = {row: one for row, one in self._rows.items() if row < len(tokens)}
         logits = []
         for i, token in enumerate(tokens):
             row = self._rows[i]
@@ -84,6 +83,10 @@ class SequentialCache:
     def clear(self, rows: Sequence[int]) -> None:
         for row in rows:
             self._rows.pop(row, None)
+
+    def keep_first(self, n: int) -> None:
+        """Let go of all rows but the first ones, which are live: a cache takes memory."""
+        self._rows = {row: one for row, one in self._rows.items() if row < n}
 
     def spread(self, source: int, targets: Sequence[int], n: int) -> None:
         for target in targets:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 _HANDED_OVER = -1
 
@@ -22,6 +24,7 @@ class TurnLock:
     """
 
     def __init__(self) -> None:
+        self.steady = threading.RLock()  # taken before the lock itself, see `steady`
         self._guard = threading.Lock()
         self._line: deque[threading.Lock] = deque()
         self._holder: int | None = None
@@ -68,3 +71,11 @@ class TurnLock:
                 self._line.remove(ticket)
             else:  # it had just become this one's turn
                 self._hand_over()
+
+
+def steady(lock: Any) -> AbstractContextManager[Any]:
+    """While this lasts, no proof scales the weights of the model that a lock belongs to, though it may be sampled from.
+
+    A backward pass needs that: it reads weights without running the model. Take it before the lock.
+    """
+    return lock.steady if isinstance(lock, TurnLock) else nullcontext()

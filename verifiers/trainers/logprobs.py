@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
@@ -24,6 +25,8 @@ from verifiers.trainers.token_moves import chosen
 
 if TYPE_CHECKING:
     from verifiers.trainers.proof import Layouts
+
+logger = logging.getLogger("verifiers.trainers")
 
 CHUNK_LOGITS = 1 << 28  # float32 logits alive at once: 1 GiB
 LOGIT_SIZES = (1.0, 60.0)  # the largest logits for which a head is proven
@@ -65,7 +68,7 @@ class TokenScorer:
         logits does not show in those of a model that was never trained.
         """
         base, body = self._base, self._body
-        was_training = base.training
+        training = [module for module in base.modules() if module.training]
         base.eval()
         try:
             with torch.no_grad(), probe.unheard(base):
@@ -78,8 +81,12 @@ class TokenScorer:
                     out.last_hidden_state = hidden * (size / largest).to(hidden.dtype)
                     with _returning(body, out):
                         pairs.append((base(input_ids=ids, use_cache=False).logits, self._head(out.last_hidden_state)))
+        except Exception as error:  # foreign code: it may cast or project hidden states before its head
+            logger.debug("%s is not run in two parts: %r", type(base).__name__, error)
+            return False
         finally:
-            base.train(was_training)
+            for module in training:  # some may have been frozen as they are evaluated
+                module.training = True
         return all(whole.shape == split.shape and _same(whole, split) for whole, split in pairs)
 
     def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:

@@ -8,6 +8,7 @@ past the bounds at which a model attends in another way.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ logger = logging.getLogger("verifiers.trainers")
 # Lengths of the probe's prompts and replies; prompts of a length are the same. The second are for narrow windows.
 LENGTHS = ((24, 8), (24, 5), (11, 9), (24, 12))
 SHORT_LENGTHS = ((6, 3), (6, 2), (4, 4), (6, 4))
+LONGEST_TRIED = 2048  # bounds past this are not tried out, which takes a while: longer sequences learn alone
 FEW = 6  # parameters whose gradients are compared: the smallest, each of which depends on all that comes after it
 
 
@@ -59,21 +61,23 @@ def proven_layouts(scorer: TokenScorer) -> Layouts:
     for module in training:
         module.training = False
     try:
-        with probe.unheard(base), probe.realistic(base):
-            found = replace(_Proof(scorer).layouts(), rope_bounds=tuple(probe.rope_bounds(base.config)))
+        with probe.unheard(base), probe.realistic(base) as is_telling:
+            found = _Proof(scorer).layouts() if is_telling else Layouts()
     finally:
         for module in training:
             module.training = True
     if not found.longest_batched:
-        logger.warning("%s learns one sequence at a time: side by side its numbers differ", type(base).__name__)
-    return found
+        why = "side by side its numbers differ" if is_telling else "its weights say too little yet to prove more"
+        logger.warning("%s learns one sequence at a time: %s", type(base).__name__, why)
+    return replace(found, rope_bounds=tuple(probe.rope_bounds(base.config)))
 
 
 class _Proof:
     def __init__(self, scorer: TokenScorer) -> None:
         self._scorer, self._base = scorer, scorer._base
-        self._layers = probe.text_config(self._base.config).num_hidden_layers
-        self._bounds = probe.bounds(self._base.config, ANY_LENGTH)
+        text = probe.text_config(self._base.config)
+        self._layers = text.num_hidden_layers
+        self._bounds = probe.bounds(text, getattr(text, "max_position_embeddings", None) or ANY_LENGTH)
         is_narrow = min(self._bounds, default=ANY_LENGTH) < max(map(sum, LENGTHS))
         self._trained = _trained(self._base, SHORT_LENGTHS if is_narrow else LENGTHS)
         self._device = next(self._base.parameters()).device
@@ -103,6 +107,8 @@ class _Proof:
 
     def _agrees_past(self, bound: int, leanly: bool) -> bool:
         """Does a sequence past a bound give its numbers beside a short one, and the short one beside it?"""
+        if bound > LONGEST_TRIED:
+            return False
         trained = _trained(self._base, ((bound, probe.PAST), SHORT_LENGTHS[0]))
         with torch.no_grad():
             alone = [self._answers(self._batch([one]), None, leanly=False)[0] for one in trained]
@@ -114,7 +120,11 @@ class _Proof:
         except Exception as error:  # foreign code, asked in a way it may not know
             logger.debug("%s does not learn in this layout: %r", type(self._base).__name__, error)
             return False
-        return agree(self._theirs if theirs is None else theirs, ours, rounds=self._layers)
+        if theirs is not None:
+            return agree(theirs, ours, rounds=self._layers)
+        if len(ours) != len(self._theirs):
+            return False
+        return agree(_telling(self._theirs, self._theirs), _telling(self._theirs, ours), rounds=self._layers)
 
     def _batch(self, trained: Sequence[Trained], *, longest_packed: int = 0) -> MicroBatch:
         (made,) = micro_batches(trained, max_tokens=ANY_LENGTH, longest_packed=longest_packed)
@@ -129,6 +139,13 @@ class _Proof:
             out = out[torch.argsort(torch.tensor(batch.members, device=out.device)[batch.sequence_N], stable=True)]
             grads = torch.autograd.grad(out, learned, _direction(out), allow_unused=True) if has_grad else ()
         return [out.detach(), *(one for one in grads if one is not None)]
+
+
+def _telling(theirs: Sequence[Tensor], of: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs, and the gradients that are more than rounding: that of a bias on keys, say, is zero by definition."""
+    sizes = [float(one.abs().max()) for one in theirs[1:]]
+    least = math.sqrt(torch.finfo(theirs[0].dtype).eps) * max(sizes, default=0.0)
+    return [of[0], *(one for one, size in zip(of[1:], sizes, strict=True) if size >= least)]
 
 
 def _direction(out: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verifiers.engine.plan import free_memory
+from verifiers.engine.turns import steady
 from verifiers.trainers.config import GRPOConfig, LearningKnobs
 from verifiers.trainers.learning_mode import learning_mode
 from verifiers.trainers.logprobs import TokenScorer
@@ -97,12 +98,13 @@ class PolicyUpdate:
         ]
 
     def _learn(self, prepared: _Prepared, figures: _Figures, *, is_first: bool) -> None:
-        with self._lock:
-            losses, loss = self._forward(prepared)
-            if self._recomputes:
+        with steady(self._lock):
+            with self._lock:
+                losses, loss = self._forward(prepared)
+                if self._recomputes:
+                    self.weights.backward(loss)
+            if not self._recomputes:  # then no module is run on the way back, and the sampler may go on meanwhile
                 self.weights.backward(loss)
-        if not self._recomputes:  # then no module is run on the way back, and the sampler may go on meanwhile
-            self.weights.backward(loss)
         figures.add(loss.detach(), losses.ratio_T, losses.is_clipped_T, losses.kl_T, is_first=is_first)
 
     @property
