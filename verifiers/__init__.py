@@ -13,6 +13,7 @@ _NAMES = {
     "load_endpoints",
     "clients.protocol": "Client Completion Request Tokens",
     "envs": "EnvGroup Environment MultiTurnEnv SingleTurnEnv load_environment",
+    "envs.agent_stand_ins": "CliAgentEnv HarborEnv",
     "envs.code_math_env": "CodeMathEnv",
     "envs.double_check_env": "DoubleCheckEnv",
     "envs.example_data": "load_example_dataset",
@@ -38,7 +39,7 @@ _NAMES = {
     "store": "RunDir export_parquet to_dpo to_hf_dataset to_sft",
     "types": "BaseRolloutInput ChatMessage ChatMessages ClientConfig Endpoint Endpoints EvalConfig GenerateMetadata "
     "GenerateOutputs GroupRewardFunc IndividualRewardFunc Info JsonPrimitive Message MessageType Messages "
-    "ModelResponse ProcessedOutputs RewardFunc RolloutInput RolloutScore RolloutScores RolloutTiming Row SamplingArgs "
+    "ModelResponse ProcessedOutputs RewardFunc RolloutInput RolloutOutput RolloutScore RolloutScores RolloutTiming Row SamplingArgs "
     "State TrajectoryStep TrajectoryStepTokens Usage",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -47,6 +48,7 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 _EXTRA_NAMES = {
     "engine": "LocalModel LocalServer get_model get_model_and_tokenizer get_tokenizer",
     "trainers": "GRPOConfig GRPOTrainer SFTConfig SFTTrainer grpo_defaults lora_defaults tiny_model",
+    "rl.trainer": "RLConfig RLTrainer",
     "types": "AsyncOpenAI ChatCompletion ChatCompletionMessageParam ChatCompletionMessageToolCall ChatCompletionRole "
     "ChatCompletionToolParam FunctionDefinition FunctionParameters",
 }
