@@ -39,8 +39,8 @@ _NAMES = {
     "store": "RunDir export_parquet to_dpo to_hf_dataset to_sft",
     "types": "BaseRolloutInput ChatMessage ChatMessages ClientConfig Endpoint Endpoints EvalConfig GenerateMetadata "
     "GenerateOutputs GroupRewardFunc IndividualRewardFunc Info JsonPrimitive Message MessageType Messages "
-    "ModelResponse ProcessedOutputs RewardFunc RolloutInput RolloutOutput RolloutScore RolloutScores RolloutTiming Row SamplingArgs "
-    "State TrajectoryStep TrajectoryStepTokens Usage",
+    "ModelResponse ProcessedOutputs RewardFunc RolloutInput RolloutOutput RolloutScore RolloutScores RolloutTiming Row "
+    "SamplingArgs State TrajectoryStep TrajectoryStepTokens Usage",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 # What needs an extra, or OpenAI's package (whose names classic hands on): no part of __all__, so that a star import

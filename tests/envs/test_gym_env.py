@@ -56,7 +56,7 @@ def test_an_environment_that_renders_text_is_played_by_the_names_of_its_actions(
     env = GymEnv("FrozenLake-v1", LAKE, action_names=WAYS, num_eval_episodes=2)
     (state,) = play(env, [f"<action>{way}</action>" for way in SAFE_WAY])
     assert state["reward"] == 1.0
-    assert state["prompt"][-1]["content"].endswith("SFFF\nFHFH\nFFFH\nHFFG\n".replace("SFFF", "\x1b[41mS\x1b[0mFFF"))
+    assert state["prompt"][-1]["content"].endswith("[S]FFF\nFHFH\nFFFH\nHFFG\n(in brackets: S red)")
     assert state["metrics"]["episode_steps"] == 6
     assert state["is_terminated"]
     assert [step["reward"] for step in state["trajectory"]] == [0, 0, 0, 0, 0, 1]

@@ -8,8 +8,8 @@ from verifiers.envs.multiturn_env import MultiTurnEnv
 
 _INSTEAD = (
     "it runs a program in a rented container, and reads its calls to the model through a tunnel. Here, a SandboxEnv "
-    "gives the model a shell on this machine, and a `rollout` of your own may start a program that calls the model at the "
-    "address of `vf serve`"
+    "gives the model a shell on this machine, and a `rollout` of your own may start a program that calls the model at "
+    "the address of `vf serve`"
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -194,6 +195,19 @@ class MultiTurnEnv(Environment):
 
     def own_metrics(self, state: State) -> dict[str, float]:
         return {**super().own_metrics(state), "num_turns": float(len(state.get("trajectory") or ()))}
+
+
+def turn_limit(limit: int | None, max_turns: int | None, *, name: str, default: int) -> int:
+    """The turns that a game may last, by its own name for it or as ``max_turns``, where less than 1 is no limit.
+
+    >>> turn_limit(None, 8, name="max_moves", default=100), turn_limit(None, None, name="max_moves", default=100)
+    (8, 100)
+    """
+    if max_turns is None:
+        return default if limit is None else limit
+    if limit is not None and limit != max_turns:
+        raise ValueError(f"{name}={limit} and max_turns={max_turns} are two names for the same thing; give one")
+    return max_turns if max_turns > 0 else sys.maxsize
 
 
 def understands(parser: Parser, reply: Completion) -> bool:

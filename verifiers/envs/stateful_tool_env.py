@@ -51,7 +51,7 @@ class StatefulToolEnv(ToolEnv):
             arguments = await self._updated(tool, dict(given), messages, state)
         added = {name: value for name, value in arguments.items() if name not in given}
         checked = tool.check({name: arguments[name] for name in given if name in arguments}, filled_in=added)
-        known = {"state": state, "messages": messages}
+        known = self.known_args(messages, state)
         filled = {name: value for name, value in known.items() if name in tool.hidden and name not in added}
         arguments = {**checked, **added, **filled}
         try:
@@ -59,6 +59,10 @@ class StatefulToolEnv(ToolEnv):
         except TypeError as error:
             raise HookError(f"update_tool_args gave {tool.name} arguments that do not fit: {error}") from error
         return arguments
+
+    def known_args(self, messages: Messages, state: State) -> dict[str, Any]:
+        """Hidden arguments that are filled in by their names."""
+        return {"state": state, "messages": messages}
 
     async def _updated(self, tool: Tool, arguments: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:
         hook = self._hook("update_tool_args")

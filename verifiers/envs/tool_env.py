@@ -22,9 +22,8 @@ from verifiers.tools.calling import (
     Content,
     ErrorFormatter,
     ToolBox,
-    as_text,
+    as_content,
     explain,
-    is_content_parts,
     record,
 )
 from verifiers.tools.faults import KINDS, BadJSONError, NoCallError, ToolFailedError, is_the_models, kind_of
@@ -222,7 +221,7 @@ class ToolEnv(MultiTurnEnv):
     ) -> ChatMessage:
         """Run one tool and return its result as a message; what the tool raises is raised."""
         result = await self.toolbox.run(self.toolbox[tool_name], tool_args)
-        return _tool_message(result if is_content_parts(result) else as_text(result), tool_call_id)
+        return _tool_message(as_content(result), tool_call_id)
 
     call_tool = calls.both(_call_tool)
 
