@@ -84,7 +84,7 @@ class GymEnv(MultiTurnEnv):
         self.env_kwargs = dict(env_kwargs or {})
         self.action_parser = action_parser
         self.description = description
-        self.obs_to_text = obs_to_text
+        self.obs_to_text_fn = obs_to_text
         self.action_names = None if action_names is None else list(action_names)
         self.max_episode_steps = max_episode_steps
         parser = parser or XMLParser(["action"], answer_field="action")
@@ -123,19 +123,27 @@ class GymEnv(MultiTurnEnv):
             actions = describe_space(space, self.action_names)
             parts.append(f"Choose one action a turn, and give it in <action> tags: {actions}.")
             seen = describe_observation(getattr(env, "observation_space", None))
-            if seen and self.obs_to_text is None and not _renders_text(env):
+            if seen and not self._writes_own_text and not _renders_text(env):
                 parts.append(f"What you see each turn is {seen}.")
         return "".join(f"{part}\n\n" for part in parts)
 
     def _show(self, env: Any, seen: Any) -> str:
-        if self.obs_to_text is not None:
+        if self._writes_own_text:
             return str(self.obs_to_text(seen))
         return without_escapes(str(env.render())) if _renders_text(env) else show(seen)
+
+    @property
+    def _writes_own_text(self) -> bool:
+        return self.obs_to_text_fn is not None or type(self).obs_to_text is not GymEnv.obs_to_text
+
+    def obs_to_text(self, seen: Any) -> str:
+        """An observation as text: by the function that was given, or as a subclass writes it."""
+        return show(seen) if self.obs_to_text_fn is None else self.obs_to_text_fn(seen)
 
     def setup_state(self, state: State) -> None:
         """Begin the episode. What is seen first ends the prompt, even if it was something else when rows were made."""
         env = state["gym_env"] = self.make_env()
-        state.update(gym_rewards=[], gym_info={}, invalid_actions=0, is_terminated=False)
+        state.update(gym_rewards=[], gym_info={}, invalid_actions=0, is_terminated=False, gym_done=False)
         seen, state["gym_info"] = _reset(env, (state.get("info") or {}).get("seed"))
         first = self._how_to_act(env) + self._show(env, seen)
         prompt = state["prompt"]
@@ -156,9 +164,11 @@ class GymEnv(MultiTurnEnv):
             return f"{error}", {"completed": is_last}
         seen, reward, terminated, truncated, state["gym_info"] = _five(env.step(action))
         step["reward"] = float(reward)
+        step["extras"]["gym_info"] = state["gym_info"]
+        state["gym_done"] = bool(terminated or truncated)
         state["gym_rewards"].append(step["reward"])
         state["is_terminated"] = bool(terminated)
-        return self._show(env, seen), {"completed": bool(terminated or truncated) or is_last}
+        return self._show(env, seen), {"completed": state["gym_done"] or is_last}
 
     def _read_action(self, env: Any, reply: Messages) -> Any:
         text = self.parser.parse_answer(reply)

@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-
 MAX_LISTED = 16  # numbers of an observation that are described one by one
 
 _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +38,13 @@ class SandboxClient:
 
     async def upload_file(self, sandbox_id: str, file_path: str, local_file_path: str | Path, **_: Any) -> None:
         """Put a file of this machine into a rollout's sandbox."""
-        await self._sessions.named(sandbox_id).write(file_path, Path(local_file_path).read_bytes())
+        content = await asyncio.to_thread(Path(local_file_path).read_bytes)
+        await self._sessions.named(sandbox_id).write(file_path, content)
 
     async def download_file(self, sandbox_id: str, file_path: str, local_file_path: str | Path, **_: Any) -> None:
         """Copy a file of a rollout's sandbox to this machine."""
-        Path(local_file_path).write_bytes(await self._sessions.named(sandbox_id).read(file_path))
+        content = await self._sessions.named(sandbox_id).read(file_path)
+        await asyncio.to_thread(Path(local_file_path).write_bytes, content)
 
     async def wait_for_creation(self, sandbox_id: str, **_: Any) -> None:
         """A sandbox is there when it is first used; there is nothing to wait for."""

@@ -50,8 +50,8 @@ class SandboxEnv(StatefulToolEnv):
     ``files`` are put into the sandbox, for all rollouts here or for one row in ``info["files"]``; those named in
     ``collect`` are in ``state["files"]`` afterwards, where rewards find them. The sandbox is on this machine.
 
-    As in 0.1.x, ``state["sandbox_id"]`` names a rollout's sandbox for ``self.sandbox_client``, tools may ask for a hidden
-    ``sandbox_id``, and ``post_rollout(state)`` runs before the sandbox is gone.
+    As in 0.1.x, ``state["sandbox_id"]`` names a rollout's sandbox for ``self.sandbox_client``, tools may ask for a
+    hidden ``sandbox_id``, and ``post_rollout(state)`` runs before the sandbox is gone.
     """
 
     language: ClassVar[Language] = "bash"

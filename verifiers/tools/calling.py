@@ -186,7 +186,7 @@ def as_content(result: Any) -> Content:
 
 
 def _is_image(value: Any) -> bool:
-    """Is this a picture of Pillow's, or of smolagents, which are such? Told by its class: nothing is imported for it."""
+    """Is this an image of Pillow's (smolagents' are such)? Told by its class: nothing is imported for it."""
     return any(base.__module__ == "PIL.Image" and base.__name__ == "Image" for base in type(value).__mro__)
 
 
