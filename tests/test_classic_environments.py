@@ -353,7 +353,7 @@ def test_environments_of_agents_in_containers_say_what_to_use_instead() -> None:
     class Mine(vf.HarborEnv):
         pass
 
-    with pytest.raises(NotImplementedError, match="there is no Mine here: .*SandboxEnv"):
+    with pytest.raises(NotImplementedError, match=r"there is no Mine here: .*SandboxEnv"):
         Mine(run_command="agent", dataset_path="tasks")
 
 

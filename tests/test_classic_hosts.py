@@ -294,7 +294,8 @@ def test_a_host_of_0_1_10_gets_plain_data_with_the_columns_it_names() -> None:
     for output in (*group, one):
         assert isinstance(output, vf.RolloutOutput)
         assert (output["reward"], output["metrics"]["correct"], output["error"]) == (1.0, 1.0, None)
-        assert output["is_completed"] and output["timing"]["total_ms"] > 0
+        assert output["is_completed"]
+        assert output["timing"]["total_ms"] > 0
         assert output["trajectory"][0]["tokens"]["completion_ids"] == [3]
         assert json.loads(json.dumps(output)) == output
     assert client.requests[0]["temperature"] == 0.5

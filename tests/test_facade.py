@@ -75,6 +75,7 @@ PUBLIC = [
     "RewardFunc",
     "RolloutCancelledError",
     "RolloutInput",
+    "RolloutOutput",
     "RolloutScore",
     "RolloutScores",
     "RolloutTiming",

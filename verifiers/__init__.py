@@ -13,7 +13,6 @@ _NAMES = {
     "load_endpoints",
     "clients.protocol": "Client Completion Request Tokens",
     "envs": "EnvGroup Environment MultiTurnEnv SingleTurnEnv load_environment",
-    "envs.agent_stand_ins": "CliAgentEnv HarborEnv",
     "envs.code_math_env": "CodeMathEnv",
     "envs.double_check_env": "DoubleCheckEnv",
     "envs.example_data": "load_example_dataset",
@@ -43,9 +42,10 @@ _NAMES = {
     "SamplingArgs State TrajectoryStep TrajectoryStepTokens Usage",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-# What needs an extra, or OpenAI's package (whose names classic hands on): no part of __all__, so that a star import
-# does not need them.
+# What needs an extra, or OpenAI's package (whose names classic hands on), or only stands for something of classic's: no
+# part of __all__, so that a star import does not need them.
 _EXTRA_NAMES = {
+    "envs.agent_stand_ins": "CliAgentEnv HarborEnv",
     "engine": "LocalModel LocalServer get_model get_model_and_tokenizer get_tokenizer",
     "trainers": "GRPOConfig GRPOTrainer SFTConfig SFTTrainer grpo_defaults lora_defaults tiny_model",
     "rl.trainer": "RLConfig RLTrainer",
