@@ -206,6 +206,28 @@ def test_stop_conditions_of_messages_and_state_are_asked_after_tools_have_run() 
     assert [m["role"] for m in state["completion"]] == ["assistant", "tool", "assistant", "tool"]
 
 
+def test_a_rollout_of_ones_own_asks_stop_conditions_with_its_messages() -> None:
+    class Own(vf.MultiTurnEnv):
+        async def rollout(self, input, client, model, sampling_args=None):
+            state = await self.init_state(input, client, model, sampling_args)
+            messages = list(state["prompt"])
+            while not await self.is_completed(messages, state):
+                response = await self.get_model_response(state, messages)
+                messages.append({"role": "assistant", "content": response.choices[0].message.content})
+            state["completion"] = messages[len(state["prompt"]) :]
+            return state
+
+        async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
+            return []
+
+        @vf.stop
+        async def said_stop(self, messages: vf.Messages, state: vf.State) -> bool:
+            return messages[-1]["content"] == "stop"
+
+    state = play(Own(dataset=ROWS), "go", "stop")
+    assert (state["error"], len(state["completion"]), state["stop_condition"]) == (None, 2, "said_stop")
+
+
 def test_a_stop_condition_that_reads_what_the_environment_wrote_ends_the_rollout_there() -> None:
     class Door(vf.MultiTurnEnv):
         async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:

@@ -273,3 +273,26 @@ def test_an_environment_module_may_import_all_of_classic_at_once(tmp_path: Path)
     exec(compile(source, "classic_env.py", "exec"), names)
     assert names["SingleTurnEnv"] is vf.SingleTurnEnv
     assert names["State"] is vf.State
+
+
+def test_a_schema_is_written_as_classic_wrote_it() -> None:
+    from verifiers.utils.tool_utils import convert_func_to_oai_tool
+
+    def look_up(first_name: str, times: int = 1) -> str:
+        """Look somebody up."""
+        return first_name * times
+
+    assert convert_func_to_oai_tool(look_up)["function"] == {
+        "name": "look_up",
+        "description": "Look somebody up.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "first_name": {"type": "string", "title": "First Name"},
+                "times": {"type": "integer", "default": 1, "title": "Times"},
+            },
+            "required": ["first_name", "times"],
+            "title": "look_up_args",
+            "additionalProperties": False,
+        },
+    }

@@ -295,20 +295,22 @@ class Environment:
         """A user's method by this name, ready to be called; None where the library's own (or none) is in force."""
         return self._hooks.named(name, may_inline=may_inline)
 
-    async def meets_a_stop(self, state: State, messages: Messages | None = None) -> bool:
+    async def meets_a_stop(
+        self, state: State, messages: Messages | None = None, *, is_after_answer: bool = False
+    ) -> bool:
         """Has a stop condition been met? The first that has is written into the state.
 
-        Conditions of ``(messages, state)`` are shown the conversation. ``messages`` end with what the environment just
-        said: then only conditions that a subclass wrote are asked, the others are so once a turn.
+        Conditions of ``(messages, state)`` are shown the conversation, once there is one. After an answer of the
+        environment, conditions that only read what the model did are not asked again.
         """
         for name, is_met in self._hooks.marked("stop"):
-            if messages is not None and hasattr(is_met, "only_reads"):
+            if is_after_answer and hasattr(is_met, "only_reads"):
                 continue
-            if name in self._hooks.stops_with_messages:
-                shown = self.conversation(state) if messages is None else messages
-                met = bool(shown) and bool(state["trajectory"]) and await is_met(shown, state)
-            else:
+            if name not in self._hooks.stops_with_messages:
                 met = await is_met(state)
+            else:
+                shown = self.conversation(state) if messages is None and state.get("trajectory") else messages
+                met = bool(shown) and await is_met(shown, state)
             if met:
                 state["is_completed"] = True
                 state["stop_condition"] = state.get("stop_condition") or name
@@ -324,8 +326,9 @@ class Environment:
         return concat_messages([steps[-1]["prompt"], steps[-1]["completion"]])
 
     async def _is_completed(self, *messages_and_state: Any, state: State | None = None, **_: Any) -> bool:
+        messages = messages_and_state[0] if len(messages_and_state) + (state is not None) > 1 else None
         state = messages_and_state[-1] if state is None else state
-        if not await self.meets_a_stop(state):
+        if not await self.meets_a_stop(state, messages):
             return False
         note_timing(state)
         await self.clean_up(state)

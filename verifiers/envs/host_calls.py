@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -141,11 +142,12 @@ async def _play_failed_again(
     sampling: SamplingArgs,
     call: HostCall,
 ) -> list[State]:
+    async def play_again(i: int) -> None:
+        async with call.gen_sem or nullcontext():
+            states[i] = await env.run_row(env.formatted(rows[i]), answerer, sampling)
+
     for _ in range(call.max_retries):
-        failed = [i for i, state in enumerate(states) if state.get("error") is not None]
-        for i in failed:
-            async with call.gen_sem or nullcontext():
-                states[i] = await env.run_row(env.formatted(rows[i]), answerer, sampling)
+        await asyncio.gather(*(play_again(i) for i, state in enumerate(states) if state.get("error") is not None))
     return states
 
 

@@ -103,7 +103,7 @@ class MultiTurnEnv(Environment):
 
     async def _is_over(self, messages: Messages, state: State) -> bool:
         """Has what the environment did, or said, ended the rollout?"""
-        if state.get("completed") is True or await self.meets_a_stop(state, messages):
+        if state.get("completed") is True or await self.meets_a_stop(state, messages, is_after_answer=True):
             return True
         own = self._hook("is_completed") if self._reads_messages else None
         return own is not None and await self._ask_own(own, messages, state)
