@@ -95,6 +95,16 @@ def test_a_reward_may_be_a_partial_that_carries_the_name_of_its_function() -> No
     assert state["metrics"]["at_least"] == state["reward"] == 1.5
 
 
+def test_a_rubric_tells_its_functions_names_and_weights_by_the_methods_of_0_1_5() -> None:
+    def one(completion, **kwargs) -> float:
+        return 1.0
+
+    rubric = vf.Rubric(funcs=[one], weights=[0.5])
+    group = vf.RubricGroup([rubric, vf.Rubric(funcs=[one])])
+    assert (rubric.get_reward_func_names(), rubric.get_reward_funcs()) == (["one"], [one])
+    assert group.get_reward_weights() == [0.5, 1.0]
+
+
 # --- tools --------------------------------------------------------------------------------------------------------
 
 

@@ -109,6 +109,18 @@ class Rubric:
         is_plain = (cls.score_alone, cls._score_by_functions) == (Rubric.score_alone, Rubric._score_by_functions)
         return not is_plain or self._own_scoring() is not None or self._own_group_scoring() is not None
 
+    def get_reward_func_names(self) -> list[str]:
+        """The names under which scores are reported."""
+        return self._get_reward_func_names()
+
+    def get_reward_funcs(self) -> list[RewardFunc]:
+        """The functions, in order; of a group, those of all its rubrics."""
+        return self._get_reward_funcs()
+
+    def get_reward_weights(self) -> list[float]:
+        """The functions' weights, in their order."""
+        return self._get_reward_weights()
+
     def _get_reward_func_names(self) -> list[str]:
         return [name for name, _, _ in self._named()]
 
