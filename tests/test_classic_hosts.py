@@ -256,3 +256,173 @@ def test_rollouts_become_a_hugging_face_dataset() -> None:
     dataset = env.make_dataset(env.evaluate(openai_mock("\\boxed{0}"), **quiet()))
     assert isinstance(dataset, Dataset)
     assert {"prompt", "completion", "answer", "reward", "task", "example_id", "correct"} <= set(dataset.column_names)
+
+
+# --- the shapes of 0.1.8 and 0.1.10 -------------------------------------------------------------------------------
+
+
+def test_run_rollout_takes_the_semaphore_first_as_in_0_1_8() -> None:
+    env = load_arithmetic()
+    row = env.get_dataset()[0]
+
+    async def main() -> list[vf.State]:
+        sem = asyncio.Semaphore(1)
+        first = await env.run_rollout(sem, row, openai_mock("\\boxed{0}"), "m", {"n": 1})
+        second = await env.run_rollout(sem=sem, input=row, client=openai_mock("\\boxed{0}"), model="m")
+        await env.rubric.score_rollout(first, score_sem=sem)
+        return [first, second]
+
+    first, second = asyncio.run(main())
+    assert (first["reward"], first["sampling_args"]["n"]) == (1.0, 1)
+    assert second["reward"] is None
+    assert second["completion"]
+
+
+def test_a_host_of_0_1_10_gets_plain_data_with_the_columns_it_names() -> None:
+    env = load_arithmetic()
+    row = env.get_dataset(n=1)[0]
+    client = HostClient(with_tokens("\\boxed{0}", [1, 2], [3]))
+
+    async def main() -> tuple[Any, Any, Any]:
+        shape = {"client": client, "model": "m", "sampling_args": {"temperature": 0.5}, "max_retries": 2}
+        group = await env.run_group([row, row], **shape, state_columns=["trajectory"], env_client=None)
+        one = await env.run_rollout(row, **shape, state_columns=["trajectory"])
+        state = await env.run_rollout(row, client, "m", {}, 2)  # the fifth argument is a number of retries
+        return group, one, state
+
+    group, one, state = asyncio.run(main())
+    for output in (*group, one):
+        assert isinstance(output, vf.RolloutOutput)
+        assert (output["reward"], output["metrics"]["correct"], output["error"]) == (1.0, 1.0, None)
+        assert output["is_completed"]
+        assert output["timing"]["total_ms"] > 0
+        assert output["trajectory"][0]["tokens"]["completion_ids"] == [3]
+        assert json.loads(json.dumps(output)) == output
+    assert client.requests[0]["temperature"] == 0.5
+    assert isinstance(state, vf.State)
+    assert state["reward"] == 1.0
+
+
+def test_a_rollout_that_failed_is_played_again_as_often_as_a_host_says() -> None:
+    env = load_arithmetic()
+    row = env.get_dataset()[0]
+
+    def flaky() -> vf.FakeClient:
+        return vf.FakeClient([vf.ServerError("down"), vf.ServerError("down"), "\\boxed{0}"])
+
+    assert [state["reward"] for state in env.run_group([row], flaky(), "m", max_retries=2)] == [1.0]
+    group = env.run_group([row], flaky(), "m", max_retries=1)
+    assert (list(group), [str(state["error"]) for state in group.failed]) == ([], ["down"])
+    with pytest.raises(ValueError, match="max_retries=-1"):
+        env.run_group([row], flaky(), "m", max_retries=-1)
+
+
+def test_a_reward_that_failed_is_asked_again_and_the_rollout_is_not_played_again() -> None:
+    tries: list[str] = []
+
+    def moody(completion: vf.Messages, answer: str) -> float:
+        tries.append(answer)
+        if len(tries) == 1:
+            raise ConnectionError("the grader is away")
+        return 1.0
+
+    env = vf.SingleTurnEnv(dataset=Dataset.from_list([{"question": "q", "answer": "a"}]), rubric=vf.Rubric([moody]))
+    client = vf.FakeClient(["once"])
+    (state,) = env.run_group([env.get_dataset()[0]], client, "m", max_retries=1)
+    assert (state["reward"], state["error"], len(tries)) == (1.0, None, 2)
+    assert [step["reward"] for step in state["trajectory"]] == [1.0]
+
+
+def test_what_a_trainer_receives_has_a_number_for_a_reward_and_failures_are_left_out() -> None:
+    def broken(completion: vf.Messages, answer: str) -> float:
+        if completion[-1]["content"] == "bad":
+            raise KeyError("no such thing")
+        return 1.0
+
+    env = vf.SingleTurnEnv(dataset=Dataset.from_list([{"question": "q", "answer": "a"}]), rubric=vf.Rubric([broken]))
+    row = env.get_dataset()[0]
+    group = env.run_group([row] * 3, vf.FakeClient(["good", "bad", "good"]), "m")
+    assert [state["reward"] for state in group] == [1.0, 1.0]
+    assert [step["reward"] for state in group for step in state["trajectory"]] == [1.0, 1.0]
+    assert [type(state["error"]) for state in group.failed] == [vf.GraderError]
+
+    async def workflow() -> float:
+        """As rLLM's: it plays, scores with a semaphore of its own, and makes a step with a float."""
+        from verifiers.utils.async_utils import maybe_semaphore
+
+        state = await env.rollout(input=row, client=vf.FakeClient("bad"), model="m", sampling_args={})
+        await env.rubric.score_rollout(state, score_sem=await maybe_semaphore(-1))
+        return float(state["reward"])
+
+    with pytest.raises(vf.GraderError, match="no such thing"):
+        asyncio.run(workflow())
+    with pytest.raises(vf.GraderError, match="no such thing"):
+        env.run_rollout(row, vf.FakeClient("bad"), "m", score=True)
+
+
+def test_calls_of_hosts_that_say_two_things_are_refused() -> None:
+    env = load_arithmetic()
+    row = env.get_dataset()[0]
+    client = vf.FakeClient("x")
+    with pytest.raises(TypeError, match="two names for the same thing"):
+        env.run_group([row], client, "m", sampling_args={"n": 1}, gen_sampling_args={"n": 2})
+    with pytest.raises(TypeError, match="'client' twice"):
+        env.run_group([row], client, "m", client=client)
+    with pytest.raises(TypeError, match="needs group_inputs"):
+        env.run_group(client=client, model="m")
+    with pytest.raises(TypeError, match="state_columns is a list of names"):
+        env.run_group([row], client, "m", state_columns="trajectory")
+    with pytest.warns(UserWarning, match="run_group: priority= has no effect"):
+        env.run_group([row], client, "m", priority=3)
+
+
+def test_the_response_of_a_step_is_openais_object() -> None:
+    env = load_arithmetic()
+    for client in (vf.FakeClient("\\boxed{0}", tokens=True), HostClient(with_tokens("\\boxed{0}", [1], [2]))):
+        step = env.evaluate(client, **quiet(num_examples=1))["state"][0]["trajectory"][0]
+        response = step["response"]
+        assert isinstance(response, ChatCompletion)
+        assert isinstance(response, vf.ChatCompletion)
+        dumped = response.model_dump()
+        assert dumped["choices"][0]["message"]["content"] == "\\boxed{0}"
+        assert ChatCompletion.model_validate(dumped).choices[0].finish_reason == "stop"
+        assert step.get("response") is response
+    with vf.FakeServer("\\boxed{0}") as server:
+        sdk = AsyncOpenAI(base_url=server.url, api_key="none")
+        response = env.evaluate(sdk, **quiet(num_examples=1))["state"][0]["trajectory"][0]["response"]
+    assert isinstance(response, ChatCompletion)
+    assert response.usage.total_tokens > 0
+
+
+def test_rollouts_are_saved_and_loaded_by_the_helpers_of_0_1_10(tmp_path: Path) -> None:
+    from verifiers.envs.environment import get_results_path
+    from verifiers.utils import save_utils
+
+    env = load_arithmetic()
+    results = env.evaluate(openai_mock("\\boxed{0}"), **quiet())
+    path = get_results_path("sums", "org/m", base_path=tmp_path)
+    assert path.parent == tmp_path / "evals" / "sums--org--m"
+    outputs = save_utils.states_to_outputs(results["state"], ["turn"])
+    save_utils.save_outputs(outputs[:2], path)
+    save_utils.save_new_outputs(outputs[2:], path)
+    save_utils.save_metadata({"env_id": "sums", "path_to_save": path, "error": ValueError("x")}, path)
+    with (path / "results.jsonl").open("a") as file:
+        file.write('{"cut o')
+    loaded = save_utils.load_outputs(path)
+    assert [(output["reward"], output["turn"]) for output in loaded] == [(1.0, 1), (0.0, 1), (0.0, 1), (0.0, 1)]
+    assert json.loads((path / "metadata.json").read_text()) == {"env_id": "sums", "error": "ValueError('x')"}
+
+
+def test_a_trainer_of_0_1_5_makes_one_batch_out_of_an_environments_rollouts() -> None:
+    env = load_arithmetic()
+    results = env.evaluate(HostClient(with_tokens("\\boxed{0}", [1, 2], [3, 4])), **quiet(num_examples=2))
+    columns = [results[name] for name in ("prompt", "completion", "state", "reward")]
+    batch = env.process_env_results_vllm(*columns, processing_class=None, max_seq_len=-1, mask_env_responses=True)
+    assert batch["completion_ids"] == [[3, 4]] * 2
+    assert batch["rewards"] == [1.0, 0.0]
+    cut = env.process_env_results_vllm(
+        *columns, None, max_seq_len=3, mask_truncated_completions=True, zero_truncated_completions=True
+    )
+    assert (cut["completion_mask"], cut["rewards"]) == ([[0]] * 2, [0.0, 0.0])
+    with pytest.warns(UserWarning, match="mask_env_responses=False has no effect"):
+        env.process_env_results_vllm(*columns, None, mask_env_responses=False)

@@ -77,6 +77,7 @@ PUBLIC = [
     "RewardFunc",
     "RolloutCancelledError",
     "RolloutInput",
+    "RolloutOutput",
     "RolloutScore",
     "RolloutScores",
     "RolloutTiming",

@@ -39,15 +39,17 @@ _NAMES = {
     "store": "RunDir export_parquet to_dpo to_hf_dataset to_sft",
     "types": "BaseRolloutInput ChatMessage ChatMessages ClientConfig Endpoint Endpoints EvalConfig GenerateMetadata "
     "GenerateOutputs GroupRewardFunc IndividualRewardFunc Info JsonPrimitive Message MessageType Messages "
-    "ModelResponse ProcessedOutputs RewardFunc RolloutInput RolloutScore RolloutScores RolloutTiming Row SamplingArgs "
-    "State TrajectoryStep TrajectoryStepTokens Usage",
+    "ModelResponse ProcessedOutputs RewardFunc RolloutInput RolloutOutput RolloutScore RolloutScores RolloutTiming Row "
+    "SamplingArgs State TrajectoryStep TrajectoryStepTokens Usage",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-# What needs an extra, or OpenAI's package (whose names classic hands on): no part of __all__, so that a star import
-# does not need them.
+# What needs an extra, or OpenAI's package (whose names classic hands on), or only stands for something of classic's: no
+# part of __all__, so that a star import does not need them.
 _EXTRA_NAMES = {
+    "envs.agent_stand_ins": "CliAgentEnv HarborEnv",
     "engine": "LocalModel LocalServer get_model get_model_and_tokenizer get_tokenizer",
     "trainers": "GRPOConfig GRPOTrainer SFTConfig SFTTrainer grpo_defaults lora_defaults tiny_model",
+    "rl.trainer": "RLConfig RLTrainer",
     "types": "AsyncOpenAI ChatCompletion ChatCompletionMessageParam ChatCompletionMessageToolCall ChatCompletionRole "
     "ChatCompletionToolParam FunctionDefinition FunctionParameters",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -190,6 +191,29 @@ def batches(
             del pending[:batch_size]
     if pending:
         yield _batch(pending)
+
+
+def one_batch(
+    rollouts: Iterable[tuple[Any, Any, Mapping[str, Any], float]],
+    tokenizer: Any,
+    *,
+    max_seq_len: int | None = None,
+    mask_env_responses: bool = True,
+    mask_truncated_completions: bool = False,
+    zero_truncated_completions: bool = False,
+) -> ProcessedOutputs:
+    """All rollouts as one batch; cut ones with nothing to learn, or a reward of 0, where that is asked for."""
+    if not mask_env_responses:
+        warnings.warn("mask_env_responses=False has no effect: what nobody sampled is not trained on", stacklevel=3)
+    limit = None if max_seq_len is None or max_seq_len < 0 else max_seq_len
+    for batch in batches(rollouts, tokenizer, batch_size=sys.maxsize, max_seq_len=limit):
+        for i, is_cut in enumerate(batch["is_truncated"]):
+            if is_cut and mask_truncated_completions:
+                batch["completion_mask"][i] = [0] * len(batch["completion_ids"][i])
+            if is_cut and zero_truncated_completions:
+                batch["rewards"][i] = 0.0
+        return batch
+    raise ValueError("there are no rollouts to process")
 
 
 def _cut(sample: Sample, max_seq_len: int | None) -> Sample:

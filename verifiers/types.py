@@ -68,6 +68,20 @@ class RolloutInput(BaseRolloutInput, total=False):
     info: Info
 
 
+class RolloutOutput(dict[str, Any]):
+    """A scored rollout as plain data, as `Environment.run_group` gives it to hosts that name ``state_columns``."""
+
+    example_id: int
+    task: str
+    prompt: Messages | None
+    completion: Messages | None
+    reward: float
+    timing: RolloutTiming
+    is_completed: bool
+    is_truncated: bool
+    metrics: dict[str, float]
+
+
 class RolloutTiming(TypedDict, total=False):
     start_time: float
     generation_ms: float

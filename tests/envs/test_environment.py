@@ -317,17 +317,16 @@ def test_scoring_by_hand_writes_into_the_state() -> None:
 # --- groups for hosts ---------------------------------------------------------------------------------------------
 
 
-def test_a_group_comes_back_in_its_places_scored_together_with_failures_marked() -> None:
+def test_a_group_is_scored_together_and_its_failures_come_apart_from_it() -> None:
     def best(completions: Any) -> list[float]:
         return [float(c[-1]["content"] == "4") for c in completions]
 
     made = env(rubric=vf.Rubric([best]))
     replies = vf.FakeClient(["4", vf.ServerError("down"), "5"])
     states = made.run_group([made.dataset[0]] * 3, replies, "m", {"temperature": 1.0})  # type: ignore[index]
-    by_reward = sorted((s["reward"] is None, s["reward"] or 0.0) for s in states)
-    assert by_reward == [(False, 0.0), (False, 1.0), (True, 0.0)]
-    assert [s["advantage"] for s in states if s["error"] is None] in ([0.5, -0.5], [-0.5, 0.5])
-    assert sum(s["error"] is not None for s in states) == 1
+    assert sorted(s["reward"] for s in states) == [0.0, 1.0]
+    assert [s["advantage"] for s in states] in ([0.5, -0.5], [-0.5, 0.5])
+    assert [type(s["error"]) for s in states.failed] == [vf.ServerError]
     one = made.run_rollout(made.dataset[0], vf.FakeClient("4"), "m", {}, score=True)  # type: ignore[index]
     assert one["reward"] == 1.0
 

@@ -56,7 +56,7 @@ def test_an_environment_that_renders_text_is_played_by_the_names_of_its_actions(
     env = GymEnv("FrozenLake-v1", LAKE, action_names=WAYS, num_eval_episodes=2)
     (state,) = play(env, [f"<action>{way}</action>" for way in SAFE_WAY])
     assert state["reward"] == 1.0
-    assert state["prompt"][-1]["content"].endswith("SFFF\nFHFH\nFFFH\nHFFG\n".replace("SFFF", "\x1b[41mS\x1b[0mFFF"))
+    assert state["prompt"][-1]["content"].endswith("[S]FFF\nFHFH\nFFFH\nHFFG\n(in brackets: S red)")
     assert state["metrics"]["episode_steps"] == 6
     assert state["is_terminated"]
     assert [step["reward"] for step in state["trajectory"]] == [0, 0, 0, 0, 0, 1]
@@ -199,3 +199,62 @@ def test_the_import_paths_of_0_1_give_the_same_classes() -> None:
     assert ExperimentalGymEnv is vf.GymEnv
     assert ReasoningGymEnv is vf.ReasoningGymEnv
     assert TextArenaEnv is vf.TextArenaEnv
+
+
+def test_an_object_of_the_older_protocol_without_spaces_or_close_is_played() -> None:
+    class Counter:
+        def __init__(self, target: int) -> None:
+            self.target = target
+            self.x = 0
+
+        def reset(self, **kwargs: Any) -> str:
+            self.x = 0
+            return "x=0"
+
+        def step(self, action: int) -> tuple[str, float, bool, dict[str, int]]:
+            self.x += action
+            return f"x={self.x}", float(self.x == self.target), self.x >= self.target, {"x": self.x}
+
+    from verifiers.envs.experimental.gym_env import EpisodicSumRubric
+
+    env = GymEnv(Counter, {"target": 2}, action_parser=int, rubric=EpisodicSumRubric(weight=2.0), num_eval_episodes=1)
+    (state,) = play(env, ["1", "1"])
+    assert state["error"] is None
+    assert (state["prompt"][-1]["content"], state["reward"], state["gym_done"]) == ("x=0", 2.0, True)
+    assert [step["extras"]["gym_info"] for step in state["trajectory"]] == [{"x": 1}, {"x": 2}]
+
+
+def test_a_subclass_may_write_observations_itself() -> None:
+    class Told(GymEnv):
+        def obs_to_text(self, seen: Any) -> str:
+            return f"You are on square {seen}."
+
+    (state,) = play(Told("FrozenLake-v1", num_eval_episodes=1), "0")
+    assert state["prompt"][-1]["content"].endswith("You are on square 0.")
+
+
+def test_the_spaces_say_what_the_numbers_are_and_a_description_what_they_mean() -> None:
+    cards = GymEnv("Blackjack-v1", num_train_episodes=1)
+    asked = cards.dataset[0]["question"]
+    assert "a whole number from 0 to 1." in asked
+    assert "What you see each turn is a list of 3: a whole number from 0 to 31; " in asked
+    pole = GymEnv("CartPole-v1", num_train_episodes=1).dataset[0]["question"]
+    assert "a list of 4 numbers: from -4.8 to 4.8; any; from -0.418879 to 0.418879; any." in pole
+    rules = "Your sum, the dealer's card, a usable ace. 0 sticks and 1 hits."
+    told = GymEnv("Blackjack-v1", description=rules, action_names=["stick", "hit"], num_train_episodes=1)
+    assert told.dataset[0]["question"].startswith(f"{rules}\n\nChoose one action a turn")
+    assert "stick, hit" in told.dataset[0]["question"]
+
+
+def test_colours_of_a_screen_become_brackets() -> None:
+    (state,) = play(GymEnv("FrozenLake-v1", LAKE, action_names=WAYS, num_eval_episodes=1, max_turns=2), ["right"] * 2)
+    screens = [message["content"] for message in state["completion"] if message["role"] == "user"]
+    assert screens == [
+        "  (Right)\nS[F]FF\nFHFH\nFFFH\nHFFG\n(in brackets: F red)",
+        "  (Right)\nSF[F]F\nFHFH\nFFFH\nHFFG\n(in brackets: F red)",
+    ]
+    taxi = GymEnv("Taxi-v4", {"render_mode": "ansi"}, num_train_episodes=1).dataset[0]["question"]
+    assert "\x1b" not in taxi
+    assert "blank yellow" in taxi
+    with pytest.raises(ValueError, match="two names for the same thing"):
+        GymEnv("FrozenLake-v1", max_turns=2, max_episode_steps=3)

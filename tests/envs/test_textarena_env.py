@@ -209,3 +209,13 @@ def test_without_the_package_one_sentence_says_how_to_get_it(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "textarena.envs.registration", None)
     with pytest.raises(ImportError, match=r"pip install 'verifiers\[games\]'"):
         TextArenaEnv(NUMBER)
+
+
+def test_max_turns_is_another_name_for_the_number_of_moves() -> None:
+    env = TextArenaEnv("GuessTheNumber-v0", num_train_examples=1, num_eval_examples=1, max_turns=2)
+    (state,) = env.evaluate(vf.FakeClient("<move>[1]</move>"), "m", use_tqdm=False).rollouts
+    assert state["error"] is None
+    assert len(state["trajectory"]) == 2
+    assert TextArenaEnv("GuessTheNumber-v0", num_train_examples=1, max_turns=-1).max_moves > 10_000
+    with pytest.raises(ValueError, match="max_moves=3 and max_turns=2"):
+        TextArenaEnv("GuessTheNumber-v0", max_moves=3, max_turns=2)

@@ -83,10 +83,13 @@ PATHS = {
     "InfraError SandboxError",
     "decorators": "stop cleanup teardown",
     "envs": "Environment SingleTurnEnv MultiTurnEnv EnvGroup",
-    "envs.environment": "Environment",
+    "envs.environment": "Environment get_results_path",
     "envs.singleturn_env": "SingleTurnEnv",
     "envs.multiturn_env": "MultiTurnEnv",
-    "envs.env_group": "EnvGroup",
+    "envs.env_group": "EnvGroup EnvGroupRubric",
+    "envs.experimental.cli_agent_env": "CliAgentEnv",
+    "envs.experimental.gym_env": "EpisodicSumRubric GymEnv",
+    "envs.experimental.harbor_env": "HarborEnv",
     "parsers": "Parser XMLParser ThinkParser MaybeThinkParser",
     "parsers.parser": "Parser",
     "parsers.xml_parser": "XMLParser",
@@ -106,6 +109,7 @@ PATHS = {
     "utils.logging_utils": "setup_logging print_prompt_completions_sample",
     "utils.message_utils": "concat_messages messages_to_printable sanitize_tool_calls strip_nones_from_content",
     "utils.path_utils": "get_results_path get_eval_results_path",
+    "utils.save_utils": "load_outputs make_serializable save_outputs state_to_output states_to_outputs",
     "utils.client_utils": "setup_client",
     "utils.response_utils": "parse_response_tokens parse_response_messages parse_is_truncated",
     "utils.processing_utils": "parse_chat_completion_tokens parse_chat_completion_logprobs",
@@ -269,3 +273,26 @@ def test_an_environment_module_may_import_all_of_classic_at_once(tmp_path: Path)
     exec(compile(source, "classic_env.py", "exec"), names)
     assert names["SingleTurnEnv"] is vf.SingleTurnEnv
     assert names["State"] is vf.State
+
+
+def test_a_schema_is_written_as_classic_wrote_it() -> None:
+    from verifiers.utils.tool_utils import convert_func_to_oai_tool
+
+    def look_up(first_name: str, times: int = 1) -> str:
+        """Look somebody up."""
+        return first_name * times
+
+    assert convert_func_to_oai_tool(look_up)["function"] == {
+        "name": "look_up",
+        "description": "Look somebody up.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "first_name": {"type": "string", "title": "First Name"},
+                "times": {"type": "integer", "default": 1, "title": "Times"},
+            },
+            "required": ["first_name", "times"],
+            "title": "look_up_args",
+            "additionalProperties": False,
+        },
+    }

@@ -94,6 +94,13 @@ class Completion:
         choice = {"index": 0, "message": {"tool_calls": None, **self.message}, "text": self.text}
         return [View({**choice, "finish_reason": self.finish_reason, "logprobs": None})]
 
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        """Plain data in the shape of a chat completion, as OpenAI's objects give it."""
+        if isinstance(self.raw, dict) and "choices" in self.raw:
+            return dict(self.raw)
+        choice = {"index": 0, "message": self.message, "finish_reason": self.finish_reason, "logprobs": None}
+        return {"object": "chat.completion", "model": self.model, "choices": [choice]}
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or self.raw is None:
             raise AttributeError(name)

@@ -17,12 +17,21 @@ from verifiers.rubrics.score import Score
 from verifiers.types import Row, SamplingArgs, State
 
 
-class _RoutedRubric(Rubric):
-    """Scores a rollout with the rubric of the environment it belongs to."""
+class EnvGroupRubric(Rubric):
+    """Scores a rollout with the rubric of the environment it belongs to: of a group, or of environments by name."""
 
-    def __init__(self, group: EnvGroup) -> None:
-        super().__init__(parser=group.envs[0].parser)
-        self.group = group
+    def __init__(self, group: EnvGroup | Mapping[str, Environment]) -> None:
+        self.group = group if isinstance(group, EnvGroup) else EnvGroup(list(group.values()), list(group))
+        super().__init__(parser=self.group.envs[0].parser)
+
+    @property
+    def env_map(self) -> dict[str, Environment]:
+        return self.group.env_map
+
+    @property
+    def all_reward_names(self) -> list[str]:
+        """The names of all rewards, in order of the alphabet."""
+        return sorted(self._get_reward_func_names())
 
     @property
     def has_group_rewards(self) -> bool:
@@ -78,7 +87,7 @@ class EnvGroup(Environment):
         super().__init__(
             dataset=self._train_rows if has_train else None,
             eval_dataset=self._eval_rows if has_eval else None,
-            rubric=_RoutedRubric(self),
+            rubric=EnvGroupRubric(self),
             **kwargs,
         )
 

@@ -27,23 +27,26 @@ from verifiers.envs.calling import (
     read_call,
 )
 from verifiers.envs.hooks import Hooks
+from verifiers.envs.host_calls import Group, get_results_path, read_host_call, run_for_host, the_one
 from verifiers.envs.own_rollouts import add_steps
 from verifiers.envs.rows import RowFormat, Rows, as_rows, few_shot_messages
 from verifiers.envs.states import fresh_state
 from verifiers.errors import GraderError, HookError, RequestRefusedError, wrap
 from verifiers.escapes import hurry
-from verifiers.messages import strip_nones_from_content
+from verifiers.messages import concat_messages, strip_nones_from_content
 from verifiers.parsers import Parser
 from verifiers.rollout import note_error, note_timing, read_error
 from verifiers.rubrics import Rubric, RubricGroup
 from verifiers.rubrics.score import Score
 from verifiers.rubrics.signature import Plan, as_score
-from verifiers.samples import batches
+from verifiers.samples import batches, one_batch
 from verifiers.types import Messages, MessageType, ProcessedOutputs, Row, SamplingArgs, State
 
 if TYPE_CHECKING:
     from verifiers.results import Results
 
+
+__all__ = ["Environment", "get_results_path"]
 
 AT_EXIT_S = 60.0  # for each teardown hook when Python ends: one that hangs must not keep it from ending
 HURRIED_S = 3.0  # the same, after a second Ctrl-C
@@ -282,37 +285,23 @@ class Environment:
         note_timing(state)
         return state
 
-    async def _run_rollout(
-        self,
-        input: Mapping[str, Any],
-        client: Any = None,
-        model: Any = None,
-        gen_sampling_args: SamplingArgs | None = None,
-        gen_sem: Any = None,
-        score_sem: Any = None,
-        score: bool = False,
-    ) -> State:
-        (state,) = await self._run_group([input], client, model, gen_sampling_args, gen_sem, score_sem, score)
-        return state
+    async def _run_rollout(self, *args: Any, **kwargs: Any) -> Any:
+        row, call = read_host_call("run_rollout", args, kwargs)
+        if call.score is None:
+            call = replace(call, score=call.is_newer)
+        return the_one(await run_for_host(self, [row], call))
 
     run_rollout = calls.both(_run_rollout)
+    """``run_rollout(input, client, model, gen_sampling_args, gen_sem, score_sem, score=False, max_retries=0)``, and the
+    shapes of 0.1.8 (the semaphore first) and 0.1.10 (scored; ``sampling_args``, ``max_retries``, ``state_columns``)."""
 
-    async def _run_group(
-        self,
-        group_inputs: Sequence[Mapping[str, Any]],
-        client: Any = None,
-        model: Any = None,
-        gen_sampling_args: SamplingArgs | None = None,
-        gen_sem: Any = None,
-        score_sem: Any = None,
-        score: bool = True,
-    ) -> list[State]:
-        from verifiers.envs.evaluation import run_group
-
-        return await run_group(self, group_inputs, client, model, gen_sampling_args, gen_sem, score_sem, score)
+    async def _run_group(self, *args: Any, **kwargs: Any) -> Group:
+        rows, call = read_host_call("run_group", args, kwargs)
+        return await run_for_host(self, list(rows), call)
 
     run_group = calls.both(_run_group)
-    """The rollouts of one group, scored together; failed ones are in their place, with their error."""
+    """``run_group(group_inputs, client, model, gen_sampling_args, gen_sem, score_sem, score=True, max_retries=0,
+    state_columns=None)``: the rollouts of one group, scored together; those that failed are in its ``failed``."""
 
     # --- hooks that users write -----------------------------------------------------------------------------------
 
@@ -324,18 +313,40 @@ class Environment:
         """While this lasts, one call of a reward function or hook may take as long as this environment says."""
         return calls.time_limits(reward_s=self.reward_timeout_s, hook_s=self.hook_timeout_s)
 
-    async def meets_a_stop(self, state: State) -> bool:
-        """Has a stop condition been met? The first that has is written into the state."""
+    async def meets_a_stop(
+        self, state: State, messages: Messages | None = None, *, is_after_answer: bool = False
+    ) -> bool:
+        """Has a stop condition been met? The first that has is written into the state.
+
+        Conditions of ``(messages, state)`` are shown the conversation, once there is one. After an answer of the
+        environment, conditions that only read what the model did are not asked again.
+        """
         for name, is_met in self._hooks.marked("stop"):
-            if await is_met(state):
+            if is_after_answer and hasattr(is_met, "only_reads"):
+                continue
+            if name not in self._hooks.stops_with_messages:
+                met = await is_met(state)
+            else:
+                shown = self.conversation(state) if messages is None and state.get("trajectory") else messages
+                met = bool(shown) and await is_met(shown, state)
+            if met:
                 state["is_completed"] = True
                 state["stop_condition"] = state.get("stop_condition") or name
                 return True
         return False
 
+    def conversation(self, state: State) -> Messages:
+        """All that was said so far."""
+        steps = state.get("trajectory")
+        if not steps:
+            prompt: Messages = state["prompt"]
+            return prompt
+        return concat_messages([steps[-1]["prompt"], steps[-1]["completion"]])
+
     async def _is_completed(self, *messages_and_state: Any, state: State | None = None, **_: Any) -> bool:
+        messages = messages_and_state[0] if len(messages_and_state) + (state is not None) > 1 else None
         state = messages_and_state[-1] if state is None else state
-        if not await self.meets_a_stop(state):
+        if not await self.meets_a_stop(state, messages):
             return False
         note_timing(state)
         await self.clean_up(state)
@@ -473,6 +484,29 @@ class Environment:
         limit = self.max_seq_len if max_seq_len is None or max_seq_len < 0 else max_seq_len
         rollouts = zip(prompts, completions, states, rewards, strict=True)
         return list(batches(rollouts, processing_class, batch_size=batch_size, max_seq_len=limit))
+
+    def process_env_results_vllm(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        states: Sequence[State],
+        rewards: Sequence[float],
+        processing_class: Any = None,
+        max_seq_len: int | None = None,
+        mask_env_responses: bool = True,
+        mask_truncated_completions: bool = False,
+        zero_truncated_completions: bool = False,
+    ) -> ProcessedOutputs:
+        """Rollouts as one batch, as trainers of 0.1.5 ask for it. What the environment said is never trained on."""
+        limit = self.max_seq_len if max_seq_len is None or max_seq_len < 0 else max_seq_len
+        return one_batch(
+            zip(prompts, completions, states, rewards, strict=True),
+            processing_class,
+            max_seq_len=limit,
+            mask_env_responses=mask_env_responses,
+            mask_truncated_completions=mask_truncated_completions,
+            zero_truncated_completions=zero_truncated_completions,
+        )
 
     # --- setters for trainers -------------------------------------------------------------------------------------
 

@@ -6,8 +6,15 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verifiers.envs.gym_spaces import BadActionError, describe_space, read_action, show
-from verifiers.envs.multiturn_env import MultiTurnEnv
+from verifiers.envs.gym_spaces import (
+    BadActionError,
+    describe_observation,
+    describe_space,
+    read_action,
+    show,
+    without_escapes,
+)
+from verifiers.envs.multiturn_env import MultiTurnEnv, turn_limit
 from verifiers.messages import text_of
 from verifiers.parsers import Parser, XMLParser
 from verifiers.rollout import cleanup
@@ -22,12 +29,26 @@ def episode_return(state: State) -> float:
     return float(sum(state.get("gym_rewards") or ()))
 
 
+class EpisodicSumRubric(Rubric):
+    """The sum of what the steps of an episode were given: 0.1.9's name for what `GymEnv` scores by."""
+
+    def __init__(self, weight: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(funcs=[sum_step_rewards], weights=[weight], **kwargs)
+
+
+def sum_step_rewards(state: State) -> float:
+    """The sum of the rewards that the steps of a rollout have."""
+    return float(sum(step.get("reward") or 0.0 for step in state.get("trajectory") or ()))
+
+
 class GymEnv(MultiTurnEnv):
     """Any Gymnasium environment, by its id or its class; a row is an episode, begun by a seed of its own.
 
     The model gives its action in ``<action>`` tags, or as its whole reply. A reply that is no action is answered with
     what is wrong about it, and takes one of the ``max_episode_steps`` as well. Where the environment renders text
-    (``env_kwargs={"render_mode": "ansi"}``) that is what the model sees, otherwise the observation.
+    (``env_kwargs={"render_mode": "ansi"}``) that is what the model sees, otherwise the observation. Before the first
+    of it stands the ``description``, what the numbers mean and the rules are, and what the spaces tell by themselves.
+    Objects of the older protocol (``step`` gives four values, no spaces, no ``close``) will do as well.
 
     >>> env = GymEnv("FrozenLake-v1", {"render_mode": "ansi"}, action_names=["left", "down", "right", "up"])
     >>> print(env.dataset[0]["question"].splitlines()[0])
@@ -41,15 +62,18 @@ class GymEnv(MultiTurnEnv):
         action_parser: Callable[[str], Any] | None = None,
         obs_to_text: Callable[[Any], str] | None = None,
         *,
+        description: str | None = None,
         action_names: Sequence[str] | None = None,
         num_train_episodes: int = 1000,
         num_eval_episodes: int = 20,
-        max_episode_steps: int = 100,
+        max_episode_steps: int | None = None,
+        max_turns: int | None = None,
         seed: int = 0,
         parser: Parser | None = None,
         rubric: Rubric | None = None,
         **kwargs: Any,
     ) -> None:
+        max_episode_steps = turn_limit(max_episode_steps, max_turns, name="max_episode_steps", default=100)
         if max_episode_steps < 1:
             raise ValueError(f"max_episode_steps must be at least 1, got {max_episode_steps}")
         if isinstance(env_cls, str):
@@ -59,7 +83,8 @@ class GymEnv(MultiTurnEnv):
         self.env_cls = env_cls
         self.env_kwargs = dict(env_kwargs or {})
         self.action_parser = action_parser
-        self.obs_to_text = obs_to_text
+        self.description = description
+        self.obs_to_text_fn = obs_to_text
         self.action_names = None if action_names is None else list(action_names)
         self.max_episode_steps = max_episode_steps
         parser = parser or XMLParser(["action"], answer_field="action")
@@ -86,28 +111,40 @@ class GymEnv(MultiTurnEnv):
             how = self._how_to_act(env)
             rows = []
             for seed in range(first_seed, first_seed + n):
-                seen, _ = env.reset(seed=seed)
+                seen, _ = _reset(env, seed)
                 rows.append({"question": how + self._show(env, seen), "answer": "", "info": {"seed": seed}})
             return rows
         finally:
-            env.close()
+            _close(env)
 
     def _how_to_act(self, env: Any) -> str:
-        if self.action_parser is not None:
-            return ""
-        actions = describe_space(env.action_space, self.action_names)
-        return f"Choose one action a turn, and give it in <action> tags: {actions}.\n\n"
+        parts = [] if self.description is None else [self.description.strip()]
+        if self.action_parser is None and (space := getattr(env, "action_space", None)) is not None:
+            actions = describe_space(space, self.action_names)
+            parts.append(f"Choose one action a turn, and give it in <action> tags: {actions}.")
+            seen = describe_observation(getattr(env, "observation_space", None))
+            if seen and not self._writes_own_text and not _renders_text(env):
+                parts.append(f"What you see each turn is {seen}.")
+        return "".join(f"{part}\n\n" for part in parts)
 
     def _show(self, env: Any, seen: Any) -> str:
-        if self.obs_to_text is not None:
+        if self._writes_own_text:
             return str(self.obs_to_text(seen))
-        return str(env.render()) if getattr(env, "render_mode", None) == "ansi" else show(seen)
+        return without_escapes(str(env.render())) if _renders_text(env) else show(seen)
+
+    @property
+    def _writes_own_text(self) -> bool:
+        return self.obs_to_text_fn is not None or type(self).obs_to_text is not GymEnv.obs_to_text
+
+    def obs_to_text(self, seen: Any) -> str:
+        """An observation as text: by the function that was given, or as a subclass writes it."""
+        return show(seen) if self.obs_to_text_fn is None else self.obs_to_text_fn(seen)
 
     def setup_state(self, state: State) -> None:
         """Begin the episode. What is seen first ends the prompt, even if it was something else when rows were made."""
         env = state["gym_env"] = self.make_env()
-        state.update(gym_rewards=[], gym_info={}, invalid_actions=0, is_terminated=False)
-        seen, state["gym_info"] = env.reset(seed=(state.get("info") or {}).get("seed"))
+        state.update(gym_rewards=[], gym_info={}, invalid_actions=0, is_terminated=False, gym_done=False)
+        seen, state["gym_info"] = _reset(env, (state.get("info") or {}).get("seed"))
         first = self._how_to_act(env) + self._show(env, seen)
         prompt = state["prompt"]
         if isinstance(prompt, str):
@@ -125,23 +162,25 @@ class GymEnv(MultiTurnEnv):
             state["invalid_actions"] += 1
             step["reward"] = 0.0
             return f"{error}", {"completed": is_last}
-        seen, reward, terminated, truncated, state["gym_info"] = env.step(action)
+        seen, reward, terminated, truncated, state["gym_info"] = _five(env.step(action))
         step["reward"] = float(reward)
+        step["extras"]["gym_info"] = state["gym_info"]
+        state["gym_done"] = bool(terminated or truncated)
         state["gym_rewards"].append(step["reward"])
         state["is_terminated"] = bool(terminated)
-        return self._show(env, seen), {"completed": bool(terminated or truncated) or is_last}
+        return self._show(env, seen), {"completed": state["gym_done"] or is_last}
 
     def _read_action(self, env: Any, reply: Messages) -> Any:
         text = self.parser.parse_answer(reply)
         if text is None:
             text = reply if isinstance(reply, str) else text_of(reply[-1])
+        space = getattr(env, "action_space", None)
         if self.action_parser is None:
-            return read_action(env.action_space, text, self.action_names)
+            return text.strip() if space is None else read_action(space, text, self.action_names)
         try:
             action = self.action_parser(text)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise BadActionError(f"{text.strip()!r:.100} is not an action: {error}") from error
-        space = getattr(env, "action_space", None)
         if space is not None and not space.contains(action):
             raise BadActionError(f"{text.strip()!r:.100} is not an action here")
         return action
@@ -151,7 +190,7 @@ class GymEnv(MultiTurnEnv):
         """Close the rollout's environment, however the rollout ended."""
         env = state.pop("gym_env", None)
         if env is not None:
-            env.close()
+            _close(env)
 
     def own_metrics(self, state: State) -> dict[str, float]:
         own = {
@@ -159,6 +198,35 @@ class GymEnv(MultiTurnEnv):
             "invalid_actions": float(state.get("invalid_actions") or 0),
         }
         return {**super().own_metrics(state), **own}
+
+
+def _reset(env: Any, seed: int | None) -> tuple[Any, dict[str, Any]]:
+    """What is seen first, and the info; older environments give the first alone."""
+    made = env.reset(seed=seed)
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping):
+        return made[0], dict(made[1])
+    return made, {}
+
+
+def _five(made: Any) -> tuple[Any, float, bool, bool, Any]:
+    """What a step gave, as Gymnasium has it; older environments know no truncation."""
+    if isinstance(made, tuple | list) and len(made) == 4:
+        seen, reward, done, info = made
+        return seen, reward, done, False, info
+    if not (isinstance(made, tuple | list) and len(made) == 5):
+        raise TypeError(f"step() gave {made!r:.100}; it must give (seen, reward, terminated, truncated, info)")
+    seen, reward, terminated, truncated, info = made
+    return seen, reward, terminated, truncated, info
+
+
+def _close(env: Any) -> None:
+    close = getattr(env, "close", None)
+    if callable(close):
+        close()
+
+
+def _renders_text(env: Any) -> bool:
+    return getattr(env, "render_mode", None) == "ansi"
 
 
 def _check_id(env_id: str) -> None:

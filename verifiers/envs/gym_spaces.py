@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+MAX_LISTED = 16  # numbers of an observation that are described one by one
+
+_COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]{0,40}[A-Za-z]")
+_MARKED = re.compile(r"\x1b\[([0-9;]{1,40})m([^\x1b]{1,400})\x1b\[0?m")
 
 
 class BadActionError(Exception):
@@ -34,6 +42,65 @@ def describe_space(space: Any, names: Sequence[str] | None = None) -> str:
     if kind == "Text":
         return f"a text of {space.min_length} to {space.max_length} characters"
     raise TypeError(f"there is no standard way to write an action of {space}; pass action_parser= and say it yourself")
+
+
+def describe_observation(space: Any) -> str:
+    """What an observation is, in words; nothing where the space does not say, or is a picture.
+
+    >>> import numpy as np
+    >>> from gymnasium.spaces import Box, Discrete, Tuple
+    >>> describe_observation(Tuple([Discrete(32), Discrete(2)]))
+    'a list of 2: a whole number from 0 to 31; a whole number from 0 to 1'
+    >>> describe_observation(Box(np.float32([-4.8, -np.inf]), np.float32([4.8, np.inf])))
+    'a list of 2 numbers: from -4.8 to 4.8; any'
+    """
+    kind = type(space).__name__
+    if kind == "Tuple":
+        return f"a list of {len(space.spaces)}: " + "; ".join(describe_observation(one) for one in space.spaces)
+    if kind == "Dict":
+        return "; ".join(f"{name}: {describe_observation(one)}" for name, one in space.spaces.items())
+    if kind == "Box" and len(space.shape) == 1 and space.shape[0] <= MAX_LISTED:
+        ranges = [_range(low, high) for low, high in zip(space.low.tolist(), space.high.tolist(), strict=True)]
+        return f"a list of {len(ranges)} numbers: {'; '.join(ranges)}"
+    if kind in ("Discrete", "MultiDiscrete", "MultiBinary"):
+        return describe_space(space).replace("a JSON list", "a list")
+    return ""
+
+
+def _range(low: float, high: float) -> str:
+    return "any" if not (math.isfinite(low) and math.isfinite(high)) else f"from {low:g} to {high:g}"
+
+
+def without_escapes(text: str) -> str:
+    """A screen without its escape sequences: what they marked stands in brackets, and below it how it was marked.
+
+    >>> print(without_escapes("\x1b[41mS\x1b[0mFFF"))
+    [S]FFF
+    (in brackets: S red)
+    """
+    marked: dict[str, str] = {}
+
+    def bracketed(found: re.Match[str]) -> str:
+        colour = _colour(found[1])
+        if colour is None:
+            return found[2]
+        marked.setdefault(found[2].strip() or "blank", colour)
+        return f"[{found[2]}]"
+
+    plain = _ESCAPE.sub("", _MARKED.sub(bracketed, text))
+    if not marked:
+        return plain
+    listed = ", ".join(f"{what} {colour}" for what, colour in marked.items())
+    return f"{plain.rstrip(chr(10))}\n(in brackets: {listed})"
+
+
+def _colour(codes: str) -> str | None:
+    """The colour that an escape sequence sets, of the letters or behind them."""
+    for code in codes.split(";"):
+        tens, unit = divmod(int(code or 0), 10)
+        if tens in (3, 4, 9, 10) and unit < 8:
+            return _COLOURS[unit]
+    return None
 
 
 def _shape(shape: Sequence[int]) -> str:

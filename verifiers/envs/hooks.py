@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -52,6 +53,11 @@ class Hooks:
                 for method in marked(self._owner, kind)
             ]
         return hooks
+
+    @functools.cached_property
+    def stops_with_messages(self) -> frozenset[str]:
+        """The names of the stop conditions that were written as ``(messages, state)``."""
+        return frozenset(method.__name__ for method in marked(self._owner, "stop") if takes_messages(method))
 
 
 def _made(name: str, method: Callable[..., Any]) -> calls.Hook:

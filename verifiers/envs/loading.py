@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from verifiers.envs.environment import Environment
+from verifiers.envs.stand_ins import offer_stand_ins
 
 MOST_CHARS = 200  # of an id: file systems take names of 255
 _ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?([A-Za-z0-9][\w-]*(?:\.[\w-]+)*)(?:@([\w.+-]+))?\Z", re.ASCII)
@@ -53,6 +54,7 @@ def split_id(env_id: str) -> tuple[str, str | None]:
 def find_module(env_id: str, environments_dir: str | Path = "environments") -> ModuleType:
     """The module of an environment, imported: that of its name, or with ``_env`` where another package has the name."""
     name, _ = split_id(env_id)
+    offer_stand_ins()
     own = name.replace("-", "_")
     names, folder = (own, f"{own}_env"), Path(environments_dir)
     for find in (lambda one: _import_local(one, folder), _import_installed):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from verifiers import calls
+from verifiers.clients.openai_objects import Step
 from verifiers.clients.protocol import Completion
 from verifiers.envs.environment import Environment
 from verifiers.envs.hooks import only_reads, takes_messages
@@ -56,7 +58,7 @@ class MultiTurnEnv(Environment):
         hook = self._hook("is_completed")
         if hook is None or (self._reads_messages and not state["trajectory"]):
             return False
-        return await self._ask_own(hook, _conversation(state), state)
+        return await self._ask_own(hook, self.conversation(state), state)
 
     async def _ask_own(self, hook: calls.Hook, messages: Messages, state: State) -> bool:
         if not await hook(*((messages, state) if self._reads_messages else (state,))):
@@ -80,7 +82,7 @@ class MultiTurnEnv(Environment):
 
     async def _get_prompt_messages(self, state: State) -> Messages:
         """What the model is shown next: the row's prompt, or the conversation with the environment's answer."""
-        messages = _conversation(state)
+        messages = self.conversation(state)
         if not state["trajectory"]:
             return messages
         hook = self._hook("env_response")
@@ -93,12 +95,18 @@ class MultiTurnEnv(Environment):
         if isinstance(messages, str):
             reply = "".join(map(text_of, reply))
         after = concat_messages([messages, reply])
-        own = self._hook("is_completed") if self._reads_messages else None
-        if state.get("completed") is True or (own is not None and await self._ask_own(own, after, state)):
+        if await self._is_over(after, state):
             state["final_env_response"] = reply
         return after
 
     get_prompt_messages = calls.both(_get_prompt_messages)
+
+    async def _is_over(self, messages: Messages, state: State) -> bool:
+        """Has what the environment did, or said, ended the rollout?"""
+        if state.get("completed") is True or await self.meets_a_stop(state, messages, is_after_answer=True):
+            return True
+        own = self._hook("is_completed") if self._reads_messages else None
+        return own is not None and await self._ask_own(own, messages, state)
 
     async def _add_trajectory_step(self, state: State, trajectory_step: TrajectoryStep) -> None:
         """Override to set rewards or extras of a single turn."""
@@ -110,7 +118,7 @@ class MultiTurnEnv(Environment):
         """Keep a reply as a step of the trajectory."""
         reply = self.read_reply(response)
         tokens = step_tokens(reply.tokens, self.max_seq_len)
-        step = TrajectoryStep(
+        step = Step(
             prompt=prompt_messages,
             completion=[reply.message] if self.message_type == "chat" else reply.text,
             response=response,
@@ -124,7 +132,8 @@ class MultiTurnEnv(Environment):
         state["responses"].append(response)
         state["turn"] += 1
         hook = self._hook("add_trajectory_step")
-        await (self._add_trajectory_step(state, step) if hook is None else hook(state, step))
+        kept = cast(TrajectoryStep, step)
+        await (self._add_trajectory_step(state, kept) if hook is None else hook(state, kept))
 
     add_model_response = calls.both(_add_model_response)
 
@@ -133,7 +142,7 @@ class MultiTurnEnv(Environment):
         if not state["trajectory"]:
             state["completion"] = [] if self.message_type == "chat" else ""
             return
-        whole = _conversation(state)
+        whole = self.conversation(state)
         final = state.get("final_env_response")
         if final:
             whole = concat_messages([whole, final])
@@ -188,12 +197,17 @@ class MultiTurnEnv(Environment):
         return {**super().own_metrics(state), "num_turns": float(len(state.get("trajectory") or ()))}
 
 
-def _conversation(state: State) -> Messages:
-    if not state["trajectory"]:
-        prompt: Messages = state["prompt"]
-        return prompt
-    last = state["trajectory"][-1]
-    return concat_messages([last["prompt"], last["completion"]])
+def turn_limit(limit: int | None, max_turns: int | None, *, name: str, default: int) -> int:
+    """The turns that a game may last, by its own name for it or as ``max_turns``, where less than 1 is no limit.
+
+    >>> turn_limit(None, 8, name="max_moves", default=100), turn_limit(None, None, name="max_moves", default=100)
+    (8, 100)
+    """
+    if max_turns is None:
+        return default if limit is None else limit
+    if limit is not None and limit != max_turns:
+        raise ValueError(f"{name}={limit} and max_turns={max_turns} are two names for the same thing; give one")
+    return max_turns if max_turns > 0 else sys.maxsize
 
 
 def understands(parser: Parser, reply: Completion) -> bool:

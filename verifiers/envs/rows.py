@@ -145,11 +145,17 @@ class Rows(Sequence[Row]):
         if isinstance(key, slice):
             return self.select(range(len(self))[key])
         if isinstance(key, str):
-            return [row[key] for row in self]
+            return self._column(key)
         position = range(len(self))[key]
         raw, keep_ids = self._source()
         at = position if self._picks is None else self._picks[position]
         return self._format.apply(raw[at], at, keep_ids=keep_ids)
+
+    def _column(self, name: str) -> list[Any]:
+        """One column; rows of another source may lack it (members of a group), and have None there."""
+        if len(self) and name not in self.column_names:
+            raise KeyError(f"no row has {name!r}; the columns are {', '.join(self.column_names)}")
+        return [row.get(name) for row in self]
 
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
@@ -161,7 +167,13 @@ class Rows(Sequence[Row]):
 
     @property
     def column_names(self) -> list[str]:
-        return list(self[0]) if len(self) else []
+        if not len(self):
+            return []
+        raw, _ = self._source()
+        if hasattr(raw, "column_names"):
+            return list(self[0])
+        picks = range(len(raw)) if self._picks is None else self._picks
+        return list(dict.fromkeys([*self[0], *(name for i in picks for name in raw[i])]))
 
     def example_id(self, position: int) -> Any:
         """The id of a row, even of one that cannot be formatted."""
@@ -192,7 +204,8 @@ class Rows(Sequence[Row]):
             from datasets import Dataset
         except ImportError:
             raise ImportError("a Hugging Face Dataset needs: pip install 'verifiers[data]'") from None
-        return Dataset.from_list(self.to_list())
+        columns = self.column_names
+        return Dataset.from_list([{name: row.get(name) for name in columns} for row in self])
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

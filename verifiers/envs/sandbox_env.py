@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from verifiers.envs.sandbox_client import SandboxClient, in_folder
 from verifiers.envs.sandbox_sessions import Sessions, cell_metrics
 from verifiers.envs.stateful_tool_env import StatefulToolEnv
 from verifiers.rollout import cleanup, teardown
-from verifiers.tools.programs import QUEUE_S, Language
+from verifiers.tools.programs import QUEUE_S, Language, report
 from verifiers.tools.tool import Tool, as_tool
-from verifiers.types import State
+from verifiers.types import Messages, SamplingArgs, State
 
 # What 0.1.x says to a service that rents containers out.
 _NO_EFFECT = frozenset(
@@ -29,6 +31,9 @@ _NO_EFFECT = frozenset(
         "max_backoff_seconds",
         "max_startup_wait_seconds",
         "pip_install_packages",
+        "sandbox_client_max_connections",
+        "sandbox_client_max_keepalive_connections",
+        "sandbox_client_max_workers",
         "sandbox_name",
         "start_command",
         "team_id",
@@ -36,12 +41,17 @@ _NO_EFFECT = frozenset(
     )
 )
 
+_HIDDEN = ("state", "sandbox_id", "sandbox_state", "working_dir")
+
 
 class SandboxEnv(StatefulToolEnv):
     """An environment with a bash tool; folder, variables and files live on from call to call of a rollout.
 
     ``files`` are put into the sandbox, for all rollouts here or for one row in ``info["files"]``; those named in
     ``collect`` are in ``state["files"]`` afterwards, where rewards find them. The sandbox is on this machine.
+
+    As in 0.1.x, ``state["sandbox_id"]`` names a rollout's sandbox for ``self.sandbox_client``, tools may ask for a
+    hidden ``sandbox_id``, and ``post_rollout(state)`` runs before the sandbox is gone.
     """
 
     language: ClassVar[Language] = "bash"
@@ -73,15 +83,34 @@ class SandboxEnv(StatefulToolEnv):
             allow_unsafe=allow_unsafe,
         )
         super().__init__(tools=tools, max_turns=max_turns, **kwargs)
+        self.sandbox_client = SandboxClient(self.sessions)
         # The sandbox has its own limit on a cell; before that, calls may have to wait for a place in it.
-        self.add_tool(as_tool(self.sandbox_tool, args_to_skip=["state"], timeout_s=QUEUE_S))
+        hidden = [name for name in inspect.signature(self.sandbox_tool).parameters if name in _HIDDEN]
+        self.add_tool(as_tool(self.sandbox_tool, args_to_skip=hidden, timeout_s=QUEUE_S))
+
+    def new_state(self, row: Mapping[str, Any], client: Any, model: str, sampling_args: SamplingArgs | None) -> State:
+        state = super().new_state(row, client, model, sampling_args)
+        state["sandbox_id"] = self.sessions.expect(state)
+        state["sandbox_state"] = {"ready": True, "ready_wait_time": 0.0, "command_execution_times": []}
+        return state
+
+    def known_args(self, messages: Messages, state: State) -> dict[str, Any]:
+        own = {"sandbox_id": state["sandbox_id"], "sandbox_state": state["sandbox_state"]}
+        return {**super().known_args(messages, state), **own, "working_dir": state.get("working_dir")}
 
     @property
     def sandbox_tool(self) -> Callable[..., Any]:
         """The tool that runs code."""
         return self.bash
 
-    async def bash(self, command: str, state: State) -> str:
+    async def bash(
+        self,
+        command: str,
+        state: State | None = None,
+        sandbox_id: str | None = None,
+        sandbox_state: Any = None,
+        working_dir: str | None = None,
+    ) -> str:
         """Run a bash command. Files, variables and the current folder stay as they are for the next command.
 
         Args:
@@ -90,12 +119,23 @@ class SandboxEnv(StatefulToolEnv):
         Returns:
             What it wrote, and its exit code if that is not 0.
         """
-        return await self.sessions.run(command, state)
+        command = in_folder(command, working_dir)
+        if state is not None:
+            return await self.sessions.run(command, state)
+        if sandbox_id is None:
+            raise TypeError("bash() needs the rollout: state=state, or sandbox_id=state['sandbox_id']")
+        return report(await self.sessions.named(sandbox_id).run(command))
+
+    async def post_rollout(self, state: State) -> None:
+        """Override to read results out of the sandbox at the end of a rollout, before it is gone."""
 
     @cleanup(priority=-100)
     async def destroy_sandbox(self, state: State) -> None:
         """Read the files to be kept, then end the rollout's sandbox."""
-        await self.sessions.finish(state)
+        try:
+            await self.post_rollout(state)
+        finally:
+            await self.sessions.finish(state)
 
     @teardown
     async def destroy_all_sandboxes(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 from verifiers.errors import HookError
 from verifiers.sandbox import Result, Sandbox, Session
@@ -44,15 +45,30 @@ class Sessions:
         self._files = dict(files or {})
         self._sandbox = Sandbox(files=self._files, **self._settings)
         self._open: dict[str, Session] = {}
+        self._states: WeakValueDictionary[str, State] = WeakValueDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         """A sandbox and its sessions stay where they are; a copy starts with none."""
-        return {key: value for key, value in vars(self).items() if key not in ("_sandbox", "_open")}
+        return {key: value for key, value in vars(self).items() if key not in ("_sandbox", "_open", "_states")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._sandbox = Sandbox(files=self._files, **self._settings)
         self._open = {}
+        self._states = WeakValueDictionary()
+
+    def expect(self, state: State) -> str:
+        """The id of a rollout's session, which is opened when it is first used."""
+        key: str = state["trajectory_id"]
+        self._states[key] = state
+        return key
+
+    def named(self, sandbox_id: str) -> Session:
+        """The session with this id."""
+        state = self._states.get(sandbox_id)
+        if state is None:
+            raise HookError(f"no rollout under way has the sandbox {sandbox_id!r}; its id is in state['sandbox_id']")
+        return self.of(state)
 
     def of(self, state: State) -> Session:
         """The session of a rollout."""

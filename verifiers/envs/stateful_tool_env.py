@@ -26,26 +26,43 @@ class StatefulToolEnv(ToolEnv):
         self.toolbox.add(tool, args_to_skip)
         self._tell_endpoint()
 
+    @property
+    def skipped_args(self) -> dict[str, list[str]]:
+        """The arguments of each tool that the model is not shown."""
+        return {tool.name: sorted(tool.hidden) for tool in self.toolbox}
+
     def update_tool_args(
         self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State, **kwargs: Any
     ) -> Any:
-        """Override, sync or async: the arguments that a tool is called with, made from those that the model gave."""
+        """Override, sync or async: the arguments that a tool is called with, made from those that the model gave.
+
+        It is asked before the arguments are checked, so that it may add what the model left out.
+        """
         return tool_args
 
     async def answer_all(self, found: Sequence[Call], messages: Messages, state: State) -> list[Answer]:
         return [await self.answer_one(call, messages, state) for call in found]
 
     async def fill_in(self, tool: Tool, arguments: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:
+        # A tool that takes any name must not be given a hidden one by the model.
+        given = {name: value for name, value in arguments.items() if not (tool.takes_more and name in tool.hidden)}
+        arguments = given
         if type(self).update_tool_args is not StatefulToolEnv.update_tool_args:
-            arguments = await self._updated(tool, arguments, messages, state)
-        known = {"state": state, "messages": messages}
-        filled = {name: value for name, value in known.items() if name in tool.hidden and name not in arguments}
-        arguments = {**arguments, **filled}
+            arguments = await self._updated(tool, dict(given), messages, state)
+        added = {name: value for name, value in arguments.items() if name not in given}
+        checked = tool.check({name: arguments[name] for name in given if name in arguments}, filled_in=added)
+        known = self.known_args(messages, state)
+        filled = {name: value for name, value in known.items() if name in tool.hidden and name not in added}
+        arguments = {**checked, **added, **filled}
         try:
             inspect.signature(tool.function).bind(**arguments)
         except TypeError as error:
             raise HookError(f"update_tool_args gave {tool.name} arguments that do not fit: {error}") from error
         return arguments
+
+    def known_args(self, messages: Messages, state: State) -> dict[str, Any]:
+        """Hidden arguments that are filled in by their names."""
+        return {"state": state, "messages": messages}
 
     async def _updated(self, tool: Tool, arguments: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:
         hook = self._hook("update_tool_args")

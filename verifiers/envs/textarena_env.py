@@ -9,7 +9,7 @@ from typing import Any
 from verifiers import calls
 from verifiers.clients import as_client
 from verifiers.clients.protocol import Request
-from verifiers.envs.multiturn_env import MultiTurnEnv
+from verifiers.envs.multiturn_env import MultiTurnEnv, turn_limit
 from verifiers.envs.textarena_game import Game, check_game, make_template
 from verifiers.errors import HookError
 from verifiers.messages import text_of
@@ -33,7 +33,8 @@ class TextArenaEnv(MultiTurnEnv):
 
     The model's move is what ``parser`` reads in its reply (``<move>`` tags by default), or the whole reply. Games for
     several need an ``opponent`` for the other players: a function from messages to a move (sync or async), a client
-    (with ``opponent_model``), or ``"self"``, the policy itself.
+    (with ``opponent_model``), or ``"self"``, the policy itself. A game ends after ``max_moves`` moves of the policy
+    (100; ``max_turns`` is another name for it).
 
     >>> env = TextArenaEnv("GuessTheNumber-v0", num_train_examples=2)
     >>> env.dataset[0]["question"].splitlines()[0]
@@ -55,10 +56,12 @@ class TextArenaEnv(MultiTurnEnv):
         opponent: Any = None,
         opponent_model: str | None = None,
         game_kwargs: Mapping[str, Any] | None = None,
-        max_moves: int = 100,
+        max_moves: int | None = None,
+        max_turns: int | None = None,
         **kwargs: Any,
     ) -> None:
         check_game(game)
+        max_moves = turn_limit(max_moves, max_turns, name="max_moves", default=100)
         if num_players < 1 or max_moves < 1:
             raise ValueError(f"num_players={num_players} and max_moves={max_moves} must be at least 1")
         if (num_players > 1) != (opponent is not None):

@@ -23,9 +23,8 @@ from verifiers.tools.calling import (
     Content,
     ErrorFormatter,
     ToolBox,
-    as_text,
+    as_content,
     explain,
-    is_content_parts,
     record,
 )
 from verifiers.tools.faults import KINDS, BadJSONError, NoCallError, ToolFailedError, is_the_models, kind_of
@@ -226,22 +225,22 @@ class ToolEnv(MultiTurnEnv):
         hook = self._hook("call_tool")
         if hook is None or call.name in self.toolbox:  # an override may know tools of its own
             tool = self.toolbox[call.name]
-            arguments = await self.fill_in(tool, tool.check(arguments), messages, state)
+            arguments = await self.fill_in(tool, arguments, messages, state)
         run = self._call_tool if hook is None else hook
         message = await run(call.name, arguments, call.id)
         said: ChatMessage = message if isinstance(message, dict) else {"content": message}  # an override's plain text
         return {**_tool_message("", call.id), **said}
 
     async def fill_in(self, tool: Tool, arguments: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:
-        """The arguments that a tool is called with: those that the model gave."""
-        return arguments
+        """The arguments that a tool is called with, checked: those that the model gave."""
+        return tool.check(arguments)
 
     async def _call_tool(
         self, tool_name: str, tool_args: Mapping[str, Any], tool_call_id: str, **kwargs: Any
     ) -> ChatMessage:
         """Run one tool and return its result as a message; what the tool raises is raised."""
         result = await self.toolbox.run(self.toolbox[tool_name], tool_args)
-        return _tool_message(result if is_content_parts(result) else as_text(result), tool_call_id)
+        return _tool_message(as_content(result), tool_call_id)
 
     call_tool = calls.both(_call_tool)
 

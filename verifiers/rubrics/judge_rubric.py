@@ -93,8 +93,11 @@ class JudgeRubric(Rubric):
     # --- a judge to ask -------------------------------------------------------------------------------------------
 
     @calls.both
-    async def judge(self, prompt: Messages, completion: Messages, answer: Any = "", state: Any = None) -> str:
-        """The judge's reply to ``judge_prompt``; asked once for each rollout, remembered in its state."""
+    async def judge(self, prompt: Messages, completion: Messages, answer: Any = "", state: Any = None, **_: Any) -> str:
+        """The judge's reply to ``judge_prompt``; asked once for each rollout, remembered in its state.
+
+        Reward functions may hand on all that they were given (``task``, ``info``, …); what is not needed is ignored.
+        """
         template = Template(self.judge_prompt)
 
         def render(most: int) -> str:

@@ -109,6 +109,18 @@ class Rubric:
         is_plain = (cls.score_alone, cls._score_by_functions) == (Rubric.score_alone, Rubric._score_by_functions)
         return not is_plain or self._own_scoring() is not None or self._own_group_scoring() is not None
 
+    def get_reward_func_names(self) -> list[str]:
+        """The names under which scores are reported."""
+        return self._get_reward_func_names()
+
+    def get_reward_funcs(self) -> list[RewardFunc]:
+        """The functions, in order; of a group, those of all its rubrics."""
+        return self._get_reward_funcs()
+
+    def get_reward_weights(self) -> list[float]:
+        """The functions' weights, in their order."""
+        return self._get_reward_weights()
+
     def _get_reward_func_names(self) -> list[str]:
         return [name for name, _, _ in self._named()]
 
@@ -257,7 +269,10 @@ class Rubric:
             args = (kwargs.pop("state"),)
         if args and isinstance(args[0], State) and len(args) <= 2 and not kwargs:
             state = args[0]
-            await self.score_states([state], args[1] if len(args) == 2 else score_sem)
+            score_sem = args[1] if len(args) == 2 else score_sem
+            await self.score_states([state], score_sem)
+            if score_sem is not None and state.get("error") is not None:  # an outer trainer reads the reward next
+                raise state["error"]
             return {**(state.get("metrics") or {}), "reward": state.get("reward")}
         state = state_from(*args, **kwargs)
         async with score_sem or nullcontext():
@@ -277,7 +292,11 @@ class Rubric:
 
     @calls.both
     async def score_rollout(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """``score_rollout(state)`` writes into it; ``score_rollout(prompt, completion, answer, state)`` returns."""
+        """``score_rollout(state)`` writes into it; ``score_rollout(prompt, completion, answer, state)`` returns.
+
+        One that failed, or cannot be scored, has its error in the state; where an outer trainer hands in its
+        semaphore, ``score_rollout(state, score_sem)``, that error is raised: it has no reward to train on.
+        """
         return await self._score_rollout_as("score_rollout", args, kwargs)
 
     @calls.blocking

@@ -110,7 +110,9 @@ class Plan:
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
-        return list(inspect.signature(function).parameters.values())
+        # What a partial binds is bound, even if it says that it wraps a function that asks for it.
+        is_partial = isinstance(function, functools.partial)
+        return list(inspect.signature(function, follow_wrapped=not is_partial).parameters.values())
     except (TypeError, ValueError):  # builtins without a signature
         raise TypeError(
             f"the arguments of reward {name_of(function)!r} cannot be read; wrap it in a function of your own"

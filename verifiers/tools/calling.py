@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -131,9 +133,10 @@ class ToolBox:
 
     def shown(self, result: Any) -> tuple[Content, bool]:
         """A result as the model reads it, and whether it had to be cut."""
-        if is_content_parts(result):
-            return self._cut_parts(result)
-        text = as_text(result)
+        content = as_content(result)
+        if not isinstance(content, str):
+            return self._cut_parts(content)
+        text = content
         limit = self.max_result_chars
         if len(text) <= limit:
             return text, False
@@ -168,6 +171,32 @@ def is_content_parts(result: Any) -> bool:
         and bool(result)
         and all(isinstance(part, dict) and part.get("type") in _PARTS and len(part) > 1 for part in result)
     )
+
+
+def as_content(result: Any) -> Content:
+    """What a tool returned, as a message holds it: parts where there is an image among it, else a text."""
+    if is_content_parts(result):
+        parts: list[dict[str, Any]] = result
+        return parts
+    if _is_image(result):
+        return [_image_part(result)]
+    if isinstance(result, (list, tuple)) and any(map(_is_image, result)):
+        return [_image_part(one) if _is_image(one) else {"type": "text", "text": as_text(one)} for one in result]
+    return as_text(result)
+
+
+def _is_image(value: Any) -> bool:
+    """Is this an image of Pillow's (smolagents' are such)? Told by its class: nothing is imported for it."""
+    return any(base.__module__ == "PIL.Image" and base.__name__ == "Image" for base in type(value).__mro__)
+
+
+def _image_part(image: Any) -> dict[str, Any]:
+    raw = image.to_raw() if callable(getattr(image, "to_raw", None)) else image
+    if raw.mode not in ("1", "L", "LA", "P", "RGB", "RGBA"):
+        raw = raw.convert("RGB")  # PNG has no CMYK and the like
+    held = io.BytesIO()
+    raw.save(held, format="PNG")
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(held.getvalue()).decode()}"}}
 
 
 def as_text(result: Any) -> str:

@@ -64,13 +64,16 @@ class Tool:
     def description(self) -> str:
         return str(self.schema["function"].get("description", ""))
 
-    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments as the function wants them; a `ToolError` that names the first thing that is wrong."""
+    def check(self, arguments: Mapping[str, Any], *, filled_in: Collection[str] = ()) -> dict[str, Any]:
+        """The arguments as the function wants them; a `ToolError` that names the first thing that is wrong.
+
+        Those ``filled_in`` are given by the environment, and not missing.
+        """
         known = {p.name: p for p in self.parameters}
         extra = [name for name in arguments if name not in known]
         if extra and not self.takes_more:
             raise UnknownArgumentError(self._takes(f"has no argument {extra[0]!r}"))
-        missing = [p.name for p in self.parameters if p.is_required and p.name not in arguments]
+        missing = [p.name for p in self.parameters if p.is_required and p.name not in {*arguments, *filled_in}]
         if missing:
             raise MissingArgumentError(self._takes(f"needs the argument {missing[0]!r}"))
         fitted: dict[str, Any] = {}

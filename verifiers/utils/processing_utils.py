@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from verifiers.clients.protocol import Tokens
 from verifiers.clients.reading import read_response
-from verifiers.samples import batches
+from verifiers.samples import one_batch
 from verifiers.types import MessageType, ProcessedOutputs, State
 
 __all__ = [
@@ -52,9 +51,17 @@ def process_env_results_vllm(
     rewards: Sequence[float],
     processing_class: Any = None,
     max_seq_len: int | None = None,
+    mask_env_responses: bool = True,
+    mask_truncated_completions: bool = False,
+    zero_truncated_completions: bool = False,
 ) -> ProcessedOutputs:
     """All rollouts as one batch; only what the model sampled has a 1 in the mask."""
     rollouts = zip(prompts, completions, states, rewards, strict=True)
-    for batch in batches(rollouts, processing_class, batch_size=sys.maxsize, max_seq_len=max_seq_len):
-        return batch
-    raise ValueError("there are no rollouts to process")
+    return one_batch(
+        rollouts,
+        processing_class,
+        max_seq_len=max_seq_len,
+        mask_env_responses=mask_env_responses,
+        mask_truncated_completions=mask_truncated_completions,
+        zero_truncated_completions=zero_truncated_completions,
+    )

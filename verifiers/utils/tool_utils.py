@@ -1,6 +1,27 @@
-"""Classic import path: a function's schema as OpenAI writes it."""
+"""Classic import path: a function's schema as 0.1.9 writes it."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from verifiers.tools import tool
 from verifiers.tools.calling import is_content_parts as is_valid_tool_content_parts
-from verifiers.tools.tool import convert_func_to_oai_tool
+from verifiers.tools.schemas import Schema
 
 __all__ = ["convert_func_to_oai_tool", "is_valid_tool_content_parts"]
+
+
+def convert_func_to_oai_tool(func: Any, args_to_skip: Iterable[str] = (), **_: Any) -> Schema:
+    """A function's schema with a title for each argument, and each of them required, as strict endpoints want it.
+
+    >>> def shout(text: str, times: int = 1) -> str: return text.upper() * times
+    >>> convert_func_to_oai_tool(shout)["function"]["parameters"]["required"]
+    ['text', 'times']
+    """
+    schema = tool.convert_func_to_oai_tool(func, args_to_skip)
+    function = schema["function"]
+    parameters = function["parameters"]
+    titled = {name: {**one, "title": name.replace("_", " ").title()} for name, one in parameters["properties"].items()}
+    as_written = {"properties": titled, "required": list(titled), "title": f"{function['name']}_args"}
+    return {**schema, "function": {**function, "parameters": {**parameters, **as_written}}}

@@ -1,5 +1,5 @@
 """Classic import path: Gymnasium environments."""
 
-from verifiers.envs.gym_env import GymEnv
+from verifiers.envs.gym_env import EpisodicSumRubric, GymEnv, sum_step_rewards
 
-__all__ = ["GymEnv"]
+__all__ = ["EpisodicSumRubric", "GymEnv", "sum_step_rewards"]

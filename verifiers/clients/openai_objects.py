@@ -1,0 +1,67 @@
+"""A completion → OpenAI's object for it, for code that asks a step's ``response`` for ``model_dump`` and the like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verifiers.clients.protocol import Completion
+from verifiers.types import MessageType
+
+
+def as_openai(completion: Completion, message_type: MessageType = "chat") -> Any:
+    """OpenAI's ``ChatCompletion`` (or ``Completion``); without OpenAI's package, the completion as it is."""
+    raw = completion.raw
+    if raw is not None and not isinstance(raw, dict):
+        return raw  # an SDK's own object
+    try:
+        from openai.types import Completion as TextCompletion
+        from openai.types.chat import ChatCompletion
+    except ImportError:
+        return completion
+    kind: Any = ChatCompletion if message_type == "chat" else TextCompletion
+    return kind.construct(**_fields(completion, message_type))
+
+
+def _fields(completion: Completion, message_type: MessageType) -> dict[str, Any]:
+    raw = completion.raw if isinstance(completion.raw, dict) else {}
+    usage = completion.usage
+    counted = usage and {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+    }
+    made: dict[str, Any] = {
+        "id": "",
+        "created": 0,
+        "model": completion.model,
+        "object": "chat.completion" if message_type == "chat" else "text_completion",
+        "usage": counted,
+    }
+    if "choices" in raw:
+        return {**made, **raw}
+    said = {"message": completion.message} if message_type == "chat" else {"text": completion.text}
+    choice = {"index": 0, "finish_reason": completion.finish_reason or "stop", "logprobs": None, **said}
+    named = {name: raw[name] for name in ("id", "model") if isinstance(raw.get(name), str)}
+    return {**made, **named, "choices": [choice]}
+
+
+class Step(dict[str, Any]):
+    """A step of a trajectory whose ``response`` becomes OpenAI's object when somebody looks at it, and not before.
+
+    >>> step = Step(response=Completion(message={"role": "assistant", "content": "4"}))
+    >>> step["response"].model_dump()["choices"][0]["message"]["content"]
+    '4'
+    """
+
+    def __getitem__(self, key: str) -> Any:
+        value = dict.__getitem__(self, key)
+        if key == "response" and isinstance(value, Completion):
+            is_text = isinstance(dict.get(self, "completion"), str)
+            value = self[key] = as_openai(value, "completion" if is_text else "chat")
+        return value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default

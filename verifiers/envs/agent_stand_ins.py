@@ -1,0 +1,24 @@
+"""Environments of 0.1.9 that are not here, by name: what uses them is told what there is instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verifiers.envs.multiturn_env import MultiTurnEnv
+
+_INSTEAD = (
+    "it runs a program in a rented container, and reads its calls to the model through a tunnel. Here, a SandboxEnv "
+    "gives the model a shell on this machine, and a `rollout` of your own may start a program that calls the model at "
+    "the address of `vf serve`"
+)
+
+
+class CliAgentEnv(MultiTurnEnv):
+    """Stands for 0.1.9's environment of this name; making one says what to use."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(f"there is no {type(self).__name__} here: {_INSTEAD}")
+
+
+class HarborEnv(CliAgentEnv):
+    """Stands for 0.1.9's environment of this name; making one says what to use."""

@@ -1,0 +1,1 @@
+"""Classic import path: the trainer of 0.1.9."""
