@@ -41,7 +41,9 @@ def test_a_trainer_runs_a_group_and_reads_its_tokens() -> None:
     states = asyncio.run(main())
     assert [state["reward"] for state in states] == [1.0] * 3
     assert len({state["trajectory_id"] for state in states}) == 3
-    assert states[0]["trajectory"][0]["tokens"] == {
+    tokens = states[0]["trajectory"][0]["tokens"]
+    assert tokens.pop("sampling") == {"asked": {"logprobs": True, "extra_body": {"return_token_ids": True}}}
+    assert tokens == {
         "prompt_ids": [1, 2, 3],
         "prompt_mask": [0, 0, 0],
         "completion_ids": [4, 5],

@@ -73,14 +73,15 @@ def test_calls_that_must_not_race_run_one_after_another_in_order(of_the_tool: bo
 
 
 def test_calls_that_may_race_run_beside_those_that_must_not() -> None:
-    together = threading.Barrier(2, timeout=30)
+    first, second = (threading.Barrier(2, timeout=30) for _ in range(2))
+    together = {"a": first, "b": first, "c": second, "d": second}
 
     def meet(name: str) -> str:
-        together.wait()
+        together[name].wait()
         return name
 
     def wait(name: str) -> str:
-        together.wait()
+        together[name].wait()
         return name
 
     env = make([as_tool(meet, sequential=True), wait])

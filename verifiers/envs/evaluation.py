@@ -37,6 +37,7 @@ from verifiers.store import (
     RunDir,
     SavedRollouts,
     encode,
+    read_records,
     to_hf_dataset,
     to_record,
 )
@@ -235,7 +236,7 @@ async def _run(
         todo = [job for job in jobs if job.key not in kept or job.key in restored]
         stop = _early_stop(env, jobs, run_dir, kept - restored.keys(), options)
         if stop is not None:
-            todo = stop.arranged(stop.without_more(jobs, kept - restored.keys()))
+            todo = stop.arranged(stop.without_more(jobs, kept - restored.keys(), _failed_before(run_dir)))
         with ExitStack() as stack:
             appender = stack.enter_context(run_dir.appender()) if run_dir is not None else None
             progress = make_progress(options.use_tqdm)
@@ -347,6 +348,13 @@ def _record(state: State, rollout: int, columns: Sequence[str]) -> Record:
         state["reward"] = None
         plain = {key: state.get(key) for key in ("example_id", "task", "prompt", "answer", "error", "timing", "usage")}
         return to_record(plain, rollout=rollout)
+
+
+def _failed_before(run_dir: RunDir | None) -> set[Any]:
+    """The examples of which a rollout failed before the run was resumed."""
+    if run_dir is None or not run_dir.attempts_path.is_file():
+        return set()
+    return {record["example_id"] for record in read_records(run_dir.attempts_path, ["example_id"])}
 
 
 def _early_stop(

@@ -96,12 +96,13 @@ class EarlyStop:
             self.next_look = max(self.sequence.n + 1, int(self.sequence.n * _LOOKED_AGAIN_AFTER))
             self.is_reached = self.sequence.is_reached
 
-    def without_more(self, jobs: Sequence[Job], kept: set[tuple[Any, int]]) -> list[Job]:
+    def without_more(self, jobs: Sequence[Job], kept: set[tuple[Any, int]], failed: Iterable[Any] = ()) -> list[Job]:
         """The jobs that are left of a run that has stopped before: what failed is tried again, nothing new is begun.
 
-        Where what is there is not enough yet, it is all of them.
+        ``failed`` are examples that had begun and of which a rollout failed. Where what is there is not enough yet, it
+        is all jobs.
         """
-        seen = {example for example, _ in kept}
+        seen = {example for example, _ in kept} | set(failed)
         end = max((self.ranks[example] for example in seen if example in self.ranks), default=-1)
         trial = EarlyStop((), self.sequence.until, self.sequence.bounds)
         trial.order = [example for example in self.order[: end + 1] if example in self.rewards]
