@@ -40,7 +40,7 @@ class LineTooLongError(OSError):
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a file to read; a link to a regular file will do."""
-    return os.fdopen(_opened(path, os.O_RDONLY | _AT_ONCE), "rb", buffering=BUFFER)
+    return open(path, "rb", buffering=BUFFER, opener=lambda name, _: _opened(name, os.O_RDONLY | _AT_ONCE))
 
 
 def open_to_write(path: str | os.PathLike[str], flags: int) -> int:

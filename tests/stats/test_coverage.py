@@ -81,7 +81,7 @@ def test_forgetting_which_rollouts_share_an_example_would_cover_far_too_little()
         found = stats.mean_interval([random.random() < chances[i // 8] for i in range(160)])
         return found.low, found.high
 
-    assert coverage.Cell("unclustered", 0.5, None, unclustered).simulate(200)[0] < 0.7
+    assert coverage.Cell("unclustered", "20 × 8", 0.5, None, unclustered).simulate(200)[0] < 0.7
 
 
 def test_a_run_that_is_stopped_as_soon_as_it_is_known_holds_the_truth_all_the_same() -> None:

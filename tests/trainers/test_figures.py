@@ -31,7 +31,7 @@ def batch_of(rewards: list[float], examples: list[Any], groups: list[int]) -> Ba
 
 
 def test_a_row_drawn_twice_in_a_step_is_one_cluster():
-    rewards = [0.0, 0.2, 0.1, 0.3, 0.9, 0.7, 1.0, 0.6]
+    rewards = [0.0, 2.1, 1.2, 3.3, 9.4, 7.5, 10.6, 6.7]
     twice = rollout_figures(batch_view(batch_of(rewards, [1, 1, 1, 1, 2, 2, 2, 2], [0, 0, 1, 1, 2, 2, 3, 3])))
     wanted = mean_interval(rewards, [1, 1, 1, 1, 2, 2, 2, 2])
     assert (twice["reward_low"], twice["reward_high"]) == (wanted.low, wanted.high)

@@ -16,7 +16,7 @@ import msgspec
 from verifiers.files import lines_of, open_regular
 from verifiers.store.checksum import is_intact
 from verifiers.store.reading import UNREADABLE, RecordDecoder
-from verifiers.store.record import Key, Record
+from verifiers.store.record import Key, Record, is_usable
 from verifiers.types import Usage
 
 TIMES = ("generation_ms", "scoring_ms", "total_ms")
@@ -173,7 +173,7 @@ class SavedRollouts:
     def metric(self, number: int, name: str) -> float | None:
         column = self._metrics.get(name, ())
         value = column[number] if number < len(column) else NAN
-        return None if value != value else value
+        return value if value == value and is_usable(value) else None
 
     def record(self, number: int) -> Record:
         """All of it, from disk."""
