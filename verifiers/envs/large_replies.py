@@ -23,7 +23,7 @@ def lighten(state: State, place: Place) -> None:
     for step in state.get("trajectory") or ():
         if not isinstance(step, dict):
             continue
-        response = step.get("response")
+        response = dict.get(step, "response")  # as it is held: a step shows it as OpenAI's object
         if isinstance(response, Completion) and (is_long or response.raw is not None):
             message = place.shortened(response.message) if is_long else response.message
             step["response"] = lean[id(response)] = replace(response, message=message, raw=None)
