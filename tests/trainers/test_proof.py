@@ -147,6 +147,15 @@ def test_a_cap_on_logits_is_found_in_a_model_that_was_never_trained() -> None:
     assert float((ours - theirs).abs().max()) < 2e-4
 
 
+def test_a_model_that_is_not_causal_is_refused_before_it_learns() -> None:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        initializer_range=0.3,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="BertLMHeadModel is not causal"):
+        _ = TokenScorer(transformers.BertLMHeadModel(config).eval()).layouts
+
+
 def test_a_head_that_only_multiplies_is_still_run_apart() -> None:
     assert TokenScorer(random_model("Llama", initializer_range=FRESH))._is_split
 

@@ -85,6 +85,11 @@ class _Proof:
         self._theirs = [torch.cat([one[0] for one in alone]), *map(_sum, zip(*(one[1:] for one in alone), strict=True))]
 
     def layouts(self) -> Layouts:
+        if not self._is_causal():
+            raise ValueError(
+                f"{type(self._base).__name__} is not causal: what comes later changes the numbers of tokens before it, "
+                "so it cannot learn to predict them"
+            )
         leanly = next((one for one in (True, False) if self._agrees(self._batch(self._trained), None, one)), None)
         if leanly is None:
             return Layouts()
@@ -95,6 +100,16 @@ class _Proof:
                 longest = min([longest, *self._bounds])  # shorter than any bound is what was tried
                 return Layouts(longest_packed=longest, longest_batched=batched, in_runs=in_runs, leanly=leanly)
         return Layouts(longest_batched=batched, leanly=leanly)
+
+    def _is_causal(self) -> bool:
+        """Does a sequence that ends earlier have the same numbers up to there?"""
+        one, sample = self._trained[-1], self._trained[-1].sample
+        n = len(sample.completion_ids) // 2
+        names = ("completion_ids", "completion_mask", "completion_logprobs")
+        half = replace(one, sample=replace(sample, **{name: getattr(sample, name)[:n] for name in names}))
+        with torch.no_grad():
+            whole, part = (self._answers(self._batch([each]), None, leanly=False)[0] for each in (one, half))
+        return agree([whole[:n]], [part], rounds=self._layers)
 
     def _longest_packed(self, packed: MicroBatch, in_runs: bool, leanly: bool) -> int:
         """How long sequences may be that are packed; 0 if they must not be."""
