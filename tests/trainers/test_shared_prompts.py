@@ -100,12 +100,13 @@ def test_a_model_that_attends_in_its_own_way_is_left_alone() -> None:
     assert TokenScorer(transformers.BloomForCausalLM(config).eval()).layouts.longest_packed == 0
 
 
-def test_layers_that_look_both_ways_are_not_packed() -> None:
+def test_layers_that_look_both_ways_are_refused() -> None:
     model = random_model()
     model.config._attn_implementation = "sdpa"
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
-    assert TokenScorer(model).layouts.longest_packed == 0
+    with pytest.raises(ValueError, match="is not causal"):
+        _ = TokenScorer(model).layouts
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
