@@ -40,8 +40,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def check_on_policy(report: Any, within: float = 1e-3) -> None:
     """Ratios of 1 to rounding; where a distribution is cut off, rounding may once put a token on the other side."""
-    for step in report.steps:
-        assert step["trained_tokens"] > 0
+    learned = [step for step in report.steps if step["trained_tokens"]]
+    assert learned, "no step had a group whose rewards differ"
+    for step in learned:
         assert step["ratio_mean"] == pytest.approx(1.0, abs=within)
         assert step["ratio_max"] == pytest.approx(1.0, abs=30 * within)
         assert step["clip_fraction"] == 0
