@@ -21,7 +21,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from verifiers.engine.engine import Engine
-from verifiers.engine.requests import Sampling
+from verifiers.engine.sequence import Sampling
 
 SHAPES = {  # hidden, feed-forward, layers, heads, key/value heads, vocabulary
     "smollm2": (576, 1536, 30, 9, 3, 49152),
@@ -184,7 +184,7 @@ def main() -> None:
     random.seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.model:
-        from verifiers.engine.models import load
+        from verifiers.engine.files.models import load
 
         model = load(args.model)[0]
     else:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from verifiers.engine import engine as engines
 from verifiers.engine.engine import Engine
-from verifiers.engine.requests import Sampling
+from verifiers.engine.sequence import Sampling
 
 MOST = 0.25
 CASES: dict[str, dict[str, Any]] = {

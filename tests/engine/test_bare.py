@@ -10,10 +10,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, assert_exact, prompt_of, random_model  # noqa: E402
-from verifiers.engine import bare, c_functions, compiled_model, packed, sampling, threads  # noqa: E402
+from verifiers.engine import bare, c_functions, compiled_model, packed, threads  # noqa: E402
+from verifiers.engine import sampler as sampling  # noqa: E402
 from verifiers.engine.bare import Bare  # noqa: E402
-from verifiers.engine.live_model import LiveModel  # noqa: E402
-from verifiers.engine.requests import Sampling  # noqa: E402
+from verifiers.engine.model_runner import LiveModel  # noqa: E402
+from verifiers.engine.sequence import Sampling  # noqa: E402
 
 WAY = Sampling(max_tokens=12, seed=1)
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")

@@ -18,9 +18,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import VOCABULARY, assert_exact, prompt_of, random_model  # noqa: E402
-from verifiers.engine import bare, c_functions, compiled, compiled_model, private, sampling, threads  # noqa: E402
-from verifiers.engine.requests import Sampling  # noqa: E402
-from verifiers.engine.sampling import Knobs  # noqa: E402
+from verifiers.engine import bare, c_functions, compiled, compiled_model, private, threads  # noqa: E402
+from verifiers.engine import sampler as sampling  # noqa: E402
+from verifiers.engine.sampler import Knobs  # noqa: E402
+from verifiers.engine.sequence import Sampling  # noqa: E402
 from verifiers.errors import ModelError  # noqa: E402
 
 needs_compiler = pytest.mark.skipif(c_functions.functions() is None, reason="there is no C compiler here")

@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, assert_exact, expected, prompt_of, random_model  # noqa: E402
-from verifiers.engine import slots  # noqa: E402
+from verifiers.engine import kv_cache as slots  # noqa: E402
 from verifiers.engine.engine import LEAST_SHARED_CUDA, Engine  # noqa: E402
-from verifiers.engine.requests import Generated, Sampling  # noqa: E402
-from verifiers.engine.sampling import Knobs, sample  # noqa: E402
+from verifiers.engine.sampler import Knobs, sample  # noqa: E402
+from verifiers.engine.sequence import Generated, Sampling  # noqa: E402
 from verifiers.errors import ModelError  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")]
@@ -436,7 +436,7 @@ def test_new_tokens_see_their_row_up_to_themselves(
     shape: Any, window: Any, softcap: Any, splits: int, dtype: Any
 ) -> None:
     from verifiers.engine.extend_kernels import extend
-    from verifiers.engine.extending import blocks_of
+    from verifiers.engine.prefix_extension import blocks_of
 
     _, heads, groups, dim = shape
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 
 from tests.engine.support.exact import VOCABULARY, assert_exact, prompt_of, random_model  # noqa: E402
 from verifiers.engine.engine import Engine, EngineFullError  # noqa: E402
-from verifiers.engine.requests import Generated, Sampling  # noqa: E402
+from verifiers.engine.sequence import Generated, Sampling  # noqa: E402
 from verifiers.errors import InfraError, ModelError, OverlongPromptError  # noqa: E402
 
 MODEL = random_model()

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, WINDOW, assert_exact, prompt_of, random_model  # noqa: E402
 from verifiers.engine.engine import Engine  # noqa: E402
-from verifiers.engine.requests import Sampling  # noqa: E402
+from verifiers.engine.sequence import Sampling  # noqa: E402
 
 PROMPTS = [prompt_of(n, seed=n) for n in (1, 3, WINDOW, WINDOW + 1, 3 * WINDOW, 50)]
 WAYS = [

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from tests.engine.support import gguf_files as files  # noqa: E402
-from verifiers.engine.gguf import GGUF  # noqa: E402
-from verifiers.engine.gguf_model import config_of, state_of  # noqa: E402
-from verifiers.engine.gguf_quants import KINDS  # noqa: E402
-from verifiers.engine.gguf_tokenizer import tokenizer_of  # noqa: E402
+from verifiers.engine.files.gguf import GGUF  # noqa: E402
+from verifiers.engine.files.gguf_model import config_of, state_of  # noqa: E402
+from verifiers.engine.files.gguf_quants import KINDS  # noqa: E402
+from verifiers.engine.files.gguf_tokenizer import tokenizer_of  # noqa: E402
 
 # --- each type, weight by weight, as ggml's C reads it ----------------------------------------------------------------
 

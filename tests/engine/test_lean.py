@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, assert_exact, prompt_of, random_model  # noqa: E402
-from verifiers.engine.live_model import LiveModel  # noqa: E402
-from verifiers.engine.requests import Sampling  # noqa: E402
+from verifiers.engine.model_runner import LiveModel  # noqa: E402
+from verifiers.engine.sequence import Sampling  # noqa: E402
 
 WAY = Sampling(max_tokens=12, seed=1)
 LEAN = dict.fromkeys(("Llama", "Llama-tied", "Qwen2", "Qwen2-window", "Qwen3", "Gemma", "Mistral"), 3)

@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 from tests.engine import tiny  # noqa: E402
 from tests.engine.support import gguf_files as files  # noqa: E402
-from verifiers.engine import models  # noqa: E402
-from verifiers.engine.smollm2 import PullError  # noqa: E402
+from verifiers.engine.files import models  # noqa: E402
+from verifiers.engine.files.smollm2 import PullError  # noqa: E402
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 320}
 LLAMA_LIKE = SMALL | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}

@@ -13,11 +13,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import assert_exact, prompt_of, random_model  # noqa: E402
-from verifiers.engine import live_model  # noqa: E402
+from verifiers.engine import model_runner as live_model  # noqa: E402
 from verifiers.engine import packed as packing  # noqa: E402
 from verifiers.engine.engine import Engine  # noqa: E402
 from verifiers.engine.packed import PackedLinears  # noqa: E402
-from verifiers.engine.requests import Sampling  # noqa: E402
+from verifiers.engine.sequence import Sampling  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 WAY = Sampling(max_tokens=30, seed=1)

@@ -12,11 +12,12 @@ transformers = pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, SMALL, VOCABULARY, prompt_of, random_model  # noqa: E402
 from tests.engine.support.unusual import CHUNK, LONGROPE, UNUSUAL, unusual_model  # noqa: E402
-from verifiers.engine import probe, slots  # noqa: E402
+from verifiers.engine import kv_cache as slots  # noqa: E402
+from verifiers.engine import probe  # noqa: E402
 from verifiers.engine.engine import Engine  # noqa: E402
 from verifiers.engine.plan import plan  # noqa: E402
 from verifiers.engine.prove import BATCHED, MODULES, SEQUENTIAL, UNCACHED, UnsupportedModelError  # noqa: E402
-from verifiers.engine.requests import Generated, Sampling  # noqa: E402
+from verifiers.engine.sequence import Generated, Sampling  # noqa: E402
 
 FRESH = 0.02  # the scale of weights that were never trained
 LENGTH = {"Doge": CHUNK}  # past its window its own forward is not causal
@@ -161,7 +162,7 @@ def test_a_forward_that_fails_is_refused_in_one_sentence() -> None:
 
 def test_attention_that_is_wrong_here_is_noticed_and_left_to_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quick path of this very machine is what is proven: a fault in it is found at start-up."""
-    from verifiers.engine.live_model import LiveModel
+    from verifiers.engine.model_runner import LiveModel
 
     own = LiveModel.forward
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from verifiers.engine.requests import Answer, Generated, Seeds, arrivals, check_tokens, delivery
+from verifiers.engine.sequence import Answer, Generated, Seeds, arrivals, check_tokens, delivery
 
 
 def generated(number: int) -> Generated:

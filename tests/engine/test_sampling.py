@@ -15,10 +15,9 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from tests.engine.support.exact import kept_of  # noqa: E402
-from verifiers.engine import sampling  # noqa: E402
+from verifiers.engine import sampler as sampling  # noqa: E402
 from verifiers.engine.c_functions import functions  # noqa: E402
-from verifiers.engine.requests import NO_TOP_K, Sampling  # noqa: E402
-from verifiers.engine.sampling import (  # noqa: E402
+from verifiers.engine.sampler import (  # noqa: E402
     Knobs,
     _floor_among_likeliest,
     _floor_by_bisection,
@@ -26,6 +25,7 @@ from verifiers.engine.sampling import (  # noqa: E402
     truncate,
     uniforms,
 )
+from verifiers.engine.sequence import NO_TOP_K, Sampling  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ import aiohttp  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from verifiers.engine import LocalModel, LocalServer  # noqa: E402
 from verifiers.engine.engine import EngineFullError  # noqa: E402
-from verifiers.engine.shares import Shares  # noqa: E402
+from verifiers.engine.server.shares import Shares  # noqa: E402
 
 USER: Any = [{"role": "user", "content": "hello world"}]
 PATIENT_S = 5.0  # /health must not wait longer, whatever else this machine is doing; it waited 37 s

@@ -14,9 +14,9 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from tests.engine.support.exact import FAMILIES, random_model  # noqa: E402
-from verifiers.engine.requests import Ask, Sampling  # noqa: E402
-from verifiers.engine.slots import Decode, Prefill, Segment, Shape, SlotCache, attend_causally, slot_attention  # noqa: E402
-from verifiers.engine.table import Table  # noqa: E402
+from verifiers.engine.kv_cache import Decode, Prefill, Segment, Shape, SlotCache, attend_causally, slot_attention  # noqa: E402
+from verifiers.engine.sequence import Ask, Sampling  # noqa: E402
+from verifiers.engine.slot_table import Table  # noqa: E402
 
 SHAPE = Shape(layers=2, kv_heads=2, head_dim=4)
 

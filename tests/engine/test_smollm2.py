@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support import gguf_files as files  # noqa: E402
-from verifiers.engine import models, smollm2  # noqa: E402
+from verifiers.engine.files import models, smollm2  # noqa: E402
 
 FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.engine import tiny
 from verifiers.chat import Codec
-from verifiers.engine.text import StopWatch, TextStream, first_stop, safe_length
+from verifiers.engine.text.detokenizer import StopWatch, TextStream, first_stop, safe_length
 
 CODEC = Codec(tiny.tokenizer())
 

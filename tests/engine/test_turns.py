@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from verifiers.engine.turns import TurnLock
+from verifiers.engine.fair_lock import TurnLock
 
 
 def in_thread(work: Callable[[], None]) -> threading.Thread:

@@ -16,7 +16,7 @@ from tests.engine.support.exact import assert_exact, logits_of, prompt_of, rando
 from tests.engine.tiny import tokenizer  # noqa: E402
 from verifiers.engine import packed as packing  # noqa: E402
 from verifiers.engine.local_model import LocalModel  # noqa: E402
-from verifiers.engine.requests import Sampling  # noqa: E402
+from verifiers.engine.sequence import Sampling  # noqa: E402
 
 WAY = Sampling(max_tokens=20, seed=1)
 PROMPT = prompt_of(40)

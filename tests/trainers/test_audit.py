@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifiers.trainers.audit import audit, block, is_repetitive, reply_of
+from verifiers.trainers.watch.audit import audit, block, is_repetitive, reply_of
 
 PROSE = "the sum of both numbers is found by adding their digits from the right and carrying what is left over"
 WORDS = PROSE.split()

@@ -13,10 +13,10 @@ import torch.nn.functional as F  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from verifiers.engine import slots  # noqa: E402
+from verifiers.engine import kv_cache as slots  # noqa: E402
 from verifiers.engine.compiled import find_compiler, library  # noqa: E402
 from verifiers.trainers import compiled_kernels, fused_functions, head_logprobs, plain_kernels  # noqa: E402
-from verifiers.trainers.shared_prompts import Packing, Row  # noqa: E402
+from verifiers.trainers.packing import Packing, Row  # noqa: E402
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C compiler")
 SHAPES = [(1, 1), (1, 64), (3, 20), (5, 128), (7, 33), (130, 48)]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifiers.trainers.display import TrainingDisplay, clean, sparkline, stretches
+from verifiers.trainers.watch.display import TrainingDisplay, clean, sparkline, stretches
 
 
 class Terminal(io.StringIO):

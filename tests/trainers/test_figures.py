@@ -13,12 +13,12 @@ pytest.importorskip("accelerate")
 import verifiers as vf  # noqa: E402
 from tests.trainers import making  # noqa: E402
 from verifiers.stats import mean_interval  # noqa: E402
-from verifiers.trainers.audit import audit  # noqa: E402
 from verifiers.trainers.batch import Batch, Reply  # noqa: E402
-from verifiers.trainers.display import TrainingDisplay  # noqa: E402
-from verifiers.trainers.figures import batch_view, joined, rollout_figures  # noqa: E402
-from verifiers.trainers.plot import plot_svg  # noqa: E402
-from verifiers.trainers.tracking import flatten  # noqa: E402
+from verifiers.trainers.watch.audit import audit  # noqa: E402
+from verifiers.trainers.watch.display import TrainingDisplay  # noqa: E402
+from verifiers.trainers.watch.figures import batch_view, joined, rollout_figures  # noqa: E402
+from verifiers.trainers.watch.plot import plot_svg  # noqa: E402
+from verifiers.trainers.watch.tracking import flatten  # noqa: E402
 from verifiers.types import State  # noqa: E402
 
 

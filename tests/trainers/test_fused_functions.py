@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from torch.autograd import gradcheck  # noqa: E402
 
-from verifiers.engine import slots  # noqa: E402
+from verifiers.engine import kv_cache as slots  # noqa: E402
 from verifiers.trainers import fused_functions, head_logprobs  # noqa: E402
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from verifiers.store import RunDir, RunInUseError
-from verifiers.trainers.journal import Journal
+from verifiers.trainers.watch.journal import Journal
 from verifiers.types import State
 
 FIGURES = {"epoch": 0.5, "reward": 0.42, "reward_low": 0.36, "reward_high": 0.48, "metrics": {"correct": 0.4}}
@@ -137,7 +137,7 @@ def test_nobody_else_writes_where_a_training_does(run: RunDir) -> None:
 KILLED = """
 import os, signal, sys
 from verifiers.store import RunDir
-from verifiers.trainers.journal import Journal
+from verifiers.trainers.watch.journal import Journal
 
 journal = Journal(RunDir.open(sys.argv[1]))
 for step in range(1, 4):

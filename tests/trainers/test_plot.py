@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifiers.trainers.plot import MAX_POINTS, nice_ticks, plot_svg, plot_text
+from verifiers.trainers.watch.plot import MAX_POINTS, nice_ticks, plot_svg, plot_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 

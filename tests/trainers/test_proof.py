@@ -16,7 +16,7 @@ from tests.engine.support.exact import VOCABULARY, random_model  # noqa: E402
 from tests.engine.support.unusual import CHUNK, UNUSUAL, unusual_model  # noqa: E402
 from verifiers.engine import probe  # noqa: E402
 from verifiers.engine.engine import Engine  # noqa: E402
-from verifiers.engine.requests import Sampling  # noqa: E402
+from verifiers.engine.sequence import Sampling  # noqa: E402
 from verifiers.samples import Sample  # noqa: E402
 from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.micro_batches import ANY_LENGTH, Trained, micro_batches, split_at  # noqa: E402

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, WINDOW, random_model  # noqa: E402
 from verifiers.samples import Sample  # noqa: E402
-from verifiers.trainers import shared_prompts  # noqa: E402
+from verifiers.trainers import packing as shared_prompts  # noqa: E402
 from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.micro_batches import MicroBatch, Trained, micro_batches  # noqa: E402
 from verifiers.trainers.proof import ANY_LENGTH  # noqa: E402

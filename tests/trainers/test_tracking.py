@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from verifiers.trainers import tracking
-from verifiers.trainers.tracking import Guarded, Histogram, flatten, trackers
+from verifiers.trainers.watch import tracking
+from verifiers.trainers.watch.tracking import Guarded, Histogram, flatten, trackers
 
 FIGURES = {
     "step": 3,

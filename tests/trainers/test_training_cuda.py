@@ -15,14 +15,14 @@ import torch.nn.functional as F  # noqa: E402
 
 from tests.engine.support.exact import FAMILIES, random_model  # noqa: E402
 from tests.trainers.test_shared_prompts import sequences  # noqa: E402
-from verifiers.engine import slots  # noqa: E402
+from verifiers.engine import kv_cache as slots  # noqa: E402
 from verifiers.trainers import head_logprobs  # noqa: E402
 from verifiers.trainers import logprobs as logprobs_module  # noqa: E402
 from verifiers.trainers.fused_functions import projected  # noqa: E402
 from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.micro_batches import MicroBatch, micro_batches  # noqa: E402
+from verifiers.trainers.packing import Packing, Row  # noqa: E402
 from verifiers.trainers.proof import ANY_LENGTH  # noqa: E402
-from verifiers.trainers.shared_prompts import Packing, Row  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")]
 

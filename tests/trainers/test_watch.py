@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from verifiers.trainers.config import GRPOConfig
-from verifiers.trainers.watch import PATIENCE, SILENCE, WINDOW, Notice, Watch
+from verifiers.trainers.watch.doctor import PATIENCE, SILENCE, WINDOW, Notice, Watch
 
 
 def healthy(step: int, seed: int = 0, steps: int = 200, rollouts: int = 32, group_size: int = 8) -> tuple[Any, Any]:

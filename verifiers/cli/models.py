@@ -23,7 +23,7 @@ def models() -> None:
 def pull(name: str, source: str | None) -> None:
     """Fetch a model once (93 MB); from then on it is used without a network."""
     check_local(name)
-    from verifiers.engine import smollm2
+    from verifiers.engine.files import smollm2
 
     if not smollm2.is_pulled():
         click.echo(f"fetching {name} ({BUNDLED[name]})", err=True)
@@ -38,7 +38,7 @@ def pull(name: str, source: str | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print them as one JSON object.")
 def list_models(as_json: bool) -> None:
     """List the bundled models, and where those that were fetched are."""
-    from verifiers.engine import smollm2
+    from verifiers.engine.files import smollm2
 
     folder = smollm2.default_folder() if smollm2.is_pulled() else None
     if as_json:

@@ -22,7 +22,7 @@ MEASURE_S = 0.12  # each of two parts, in each round
 def probe() -> dict[str, Any]:
     """Version, device, memory, the engine's choice of number type, and for each the tokens a second it allows."""
     torch = importlib.import_module("torch")
-    models = importlib.import_module("verifiers.engine.models")
+    models = importlib.import_module("verifiers.engine.files.models")
     compiled = importlib.import_module("verifiers.engine.c_functions")
     has_cuda = torch.cuda.is_available()
     device = "cuda" if has_cuda else "cpu"

@@ -49,7 +49,7 @@ def serve(
     setup_logging("WARNING")
     click.echo(f"loading {model}", err=True)
     local_model = load_local(model, rows=rows, length=length)
-    from verifiers.engine import server
+    from verifiers.engine.server import server
 
     try:
         server.serve(

@@ -21,7 +21,7 @@ from verifiers.errors import Interrupted
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
     from verifiers.trainers.config import LearningKnobs
-    from verifiers.trainers.report import Report
+    from verifiers.trainers.watch.report import Report
 
 ENDS = 5  # steps of each end that a reward or loss is told by
 FAILED = 1

@@ -14,14 +14,14 @@ from verifiers.clients.protocol import Client
 _HOME = {
     "Engine": "engine",
     "EngineFullError": "engine",
-    "Generated": "requests",
+    "Generated": "sequence",
     "LocalModel": "local_model",
-    "LocalServer": "server",
-    "Sampling": "requests",
-    "get_model": "models",
-    "get_model_and_tokenizer": "models",
-    "get_tokenizer": "models",
-    "serve": "server",
+    "LocalServer": "server.server",
+    "Sampling": "sequence",
+    "get_model": "files.models",
+    "get_model_and_tokenizer": "files.models",
+    "get_tokenizer": "files.models",
+    "serve": "server.server",
 }
 
 __all__ = sorted([*_HOME, "as_client"])

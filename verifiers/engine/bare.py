@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verifiers.engine import packed, slots, threads
+from verifiers.engine import kv_cache as slots
+from verifiers.engine import packed, threads
 from verifiers.engine.compiled_model import CompiledModel, Drawn, can_run
 from verifiers.engine.fused import fusible_norms
 from verifiers.engine.projections import HOOKS
@@ -26,7 +27,7 @@ from verifiers.engine.structure import Structure
 
 if TYPE_CHECKING:
     from verifiers.engine.lean import LeanLayer
-    from verifiers.engine.table import Table
+    from verifiers.engine.slot_table import Table
 
 MOST_SEEN_IN_C = 128  # tokens that those of a prompt see on average: attention to more of them is left to PyTorch
 MOST_IN_NUMPY = 1 << 17  # multiplications in one product: more may be spread over threads that get in each other's way

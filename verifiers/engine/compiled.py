@@ -20,8 +20,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from verifiers.engine.files.smollm2 import cache_folder
 from verifiers.engine.private import check_file, open_private_folder
-from verifiers.engine.smollm2 import cache_folder
 
 logger = logging.getLogger("verifiers.engine")
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from verifiers.engine import threads
 from verifiers.engine.c_functions import Heads, Knobs, Layer, Matrix, Model, Team, functions
-from verifiers.engine.slots import SlotCache
-from verifiers.engine.table import Table
+from verifiers.engine.kv_cache import SlotCache
+from verifiers.engine.slot_table import Table
 
 if TYPE_CHECKING:
     from verifiers.engine.lean import LeanLayer

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from verifiers.engine import kernels, slots
-from verifiers.engine.extending import TOKENS, Extender
+from verifiers.engine import kernels
+from verifiers.engine import kv_cache as slots
+from verifiers.engine.kv_cache import Segment, SlotCache
+from verifiers.engine.prefix_extension import TOKENS, Extender
 from verifiers.engine.projections import OWN_FAULTS, nothing_freed
-from verifiers.engine.requests import Ask
-from verifiers.engine.sampling import Knobs, sample
-from verifiers.engine.slots import Segment, SlotCache
+from verifiers.engine.sampler import Knobs, sample
+from verifiers.engine.sequence import Ask
 
 if TYPE_CHECKING:
     from verifiers.engine.engine import Engine

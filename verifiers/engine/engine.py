@@ -13,15 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verifiers.engine import slots, threads
-from verifiers.engine.endings import ends
-from verifiers.engine.live_model import LiveModel
+from verifiers.engine import kv_cache as slots
+from verifiers.engine import threads
+from verifiers.engine.finished import ends
+from verifiers.engine.kv_cache import Decode, Prefill, Segment, Shape, SlotCache
+from verifiers.engine.model_runner import LiveModel
 from verifiers.engine.prove import BATCHED, MODULES, SEQUENTIAL, choose_backend
-from verifiers.engine.requests import Ask, Generated, OnToken, Sampling, Seeds, check_tokens, delivery, in_order
-from verifiers.engine.sampling import biased, sample
+from verifiers.engine.sampler import biased, sample
+from verifiers.engine.sequence import Ask, Generated, OnToken, Sampling, Seeds, check_tokens, delivery, in_order
 from verifiers.engine.sequential import SequentialCache
-from verifiers.engine.slots import Decode, Prefill, Segment, Shape, SlotCache
-from verifiers.engine.table import Table
+from verifiers.engine.slot_table import Table
 from verifiers.errors import InfraError, ModelError, OverlongPromptError
 
 if TYPE_CHECKING:

@@ -365,7 +365,7 @@ def _sample(
 
 
 def sample(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, step_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Untruncated sampling: what `verifiers.engine.sampling.sample` returns, in one sweep."""
+    """Untruncated sampling: what `verifiers.engine.sampler.sample` returns, in one sweep."""
     batch, vocabulary = logits_BV.shape
     token = torch.empty(batch, dtype=torch.int64, device=logits_BV.device)
     logprob, raw = (torch.empty(batch, dtype=torch.float32, device=logits_BV.device) for _ in range(2))

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verifiers.engine import projections, slots
+from verifiers.engine import kv_cache as slots
+from verifiers.engine import projections
 from verifiers.engine.bare import Bare
 from verifiers.engine.projections import is_plain, is_touched
 

@@ -18,13 +18,13 @@ from verifiers.chat.recent import Recent
 from verifiers.clients.openai_looks import OpenAILooks
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.recording import is_recording, record
-from verifiers.engine import loaded as loading
-from verifiers.engine.loaded import Loaded, name_of
+from verifiers.engine import ready_model as loading
 from verifiers.engine.options import Options, read_options
-from verifiers.engine.replies import Choice, Prompt, completion_of, read_choice, reply_id
-from verifiers.engine.requests import Generated, OnToken, arrivals
-from verifiers.engine.streams import ReplyStream
-from verifiers.engine.text import StopWatch
+from verifiers.engine.ready_model import Loaded, name_of
+from verifiers.engine.sequence import Generated, OnToken, arrivals
+from verifiers.engine.text.detokenizer import StopWatch
+from verifiers.engine.text.replies import Choice, Prompt, completion_of, read_choice, reply_id
+from verifiers.engine.text.streams import ReplyStream
 from verifiers.errors import DeadlineError, InfraError, ModelError, OverlongPromptError, RequestRefusedError, wrap
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ class LocalModel(OpenAILooks):
 
         A folder that does not fit the model raises ValueError and changes nothing.
         """
-        from verifiers.engine.weights import load_into
+        from verifiers.engine.files.weights import load_into
 
         engine = self.engine
         with engine.lock:

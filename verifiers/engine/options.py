@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.engine.requests import NO_TOP_K, Sampling
+from verifiers.engine.sequence import NO_TOP_K, Sampling
 from verifiers.errors import RequestRefusedError
 
 DEFAULT_MAX_TOKENS = 1024

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from verifiers.engine.kv_cache import Shape
 from verifiers.engine.probe import rope_bounds, text_config
-from verifiers.engine.slots import Shape
 
 ROWS = {"cuda": 1024}
 ROWS_ELSEWHERE = 32

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from verifiers.engine import probe
-from verifiers.engine.requests import Ask, Generated, Sampling
-from verifiers.engine.turns import steady
+from verifiers.engine.fair_lock import steady
+from verifiers.engine.sequence import Ask, Generated, Sampling
 
 if TYPE_CHECKING:
     from verifiers.engine.engine import Engine

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verifiers.engine.kv_cache import Segment
 from verifiers.engine.probe import rope_bounds
-from verifiers.engine.slots import Segment
 
 NO_CACHE = {"loss", "logits", "hidden_states", "attentions", "cross_attentions", "router_logits", "aux_loss"}
 

@@ -20,7 +20,8 @@ from verifiers.chat import ChatWriter
 from verifiers.clients import HTTPClient, as_client
 from verifiers.clients.exact import exact_tokens
 from verifiers.clients.protocol import Request
-from verifiers.engine import models, threads
+from verifiers.engine import threads
+from verifiers.engine.files import models
 from verifiers.engine.plan import free_memory, plan
 from verifiers.envs.env_group import EnvGroup, environment_of
 from verifiers.envs.environment import Environment

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from verifiers.engine.gguf_model import quietly
+from verifiers.engine.files.gguf_model import quietly
 from verifiers.files import open_regular, read_regular
 from verifiers.store.disk import sync_folder
 from verifiers.trainers.reference import Reference

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from verifiers.engine.requests import NO_TOP_K
-from verifiers.engine.sampling import Knobs, truncate
+from verifiers.engine.sampler import Knobs, truncate
+from verifiers.engine.sequence import NO_TOP_K
 from verifiers.trainers.sampling import Distribution
 
 

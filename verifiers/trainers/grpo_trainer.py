@@ -18,16 +18,16 @@ from verifiers.runner import RunInterruptedError
 from verifiers.samples import NotSampledError
 from verifiers.trainers import building, processes, sampling, stopping
 from verifiers.trainers.advantages import flat_groups
-from verifiers.trainers.ahead import Ahead
 from verifiers.trainers.batch import Batch, Reply, as_batch, samples_of_reply, with_advantages
 from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.micro_batches import Trained
 from verifiers.trainers.offline import read_offline
-from verifiers.trainers.report import Report
+from verifiers.trainers.prefetch import Ahead
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.sampler import Sampler
 from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.update import PolicyUpdate
+from verifiers.trainers.watch.report import Report
 from verifiers.trainers.weights import Weights, learning_rate
 from verifiers.types import Row, State
 

@@ -22,14 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verifiers.engine import slots
+from verifiers.engine import kv_cache as slots
 from verifiers.engine.fused import fusible_norms
 from verifiers.engine.lean import LeanLayer, _has_parts, recognise
 from verifiers.engine.projections import HOOKS, is_touched
 from verifiers.trainers import fused_functions as functions
-from verifiers.trainers import shared_prompts
+from verifiers.trainers import packing as shared_prompts
 from verifiers.trainers.agreement import agree
-from verifiers.trainers.shared_prompts import Row, dense_attention
+from verifiers.trainers.packing import Row, dense_attention
 
 logger = logging.getLogger("verifiers.trainers")
 

@@ -19,8 +19,8 @@ from verifiers.trainers import head_logprobs
 from verifiers.trainers.drawn_logprobs import drawn_logprobs
 from verifiers.trainers.lean_training import LeanTraining
 from verifiers.trainers.micro_batches import MicroBatch
+from verifiers.trainers.packing import Row
 from verifiers.trainers.sampling import Distribution
-from verifiers.trainers.shared_prompts import Row
 from verifiers.trainers.token_moves import chosen
 
 if TYPE_CHECKING:

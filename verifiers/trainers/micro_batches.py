@@ -1,7 +1,7 @@
 """Samples become micro-batches of tokens, of about the same size each and small enough for one forward pass.
 
 Two layouts: sequences side by side in a rectangle, padded on the right; or packed, where no token is computed twice and
-none is padding (`verifiers.trainers.shared_prompts`). In both, what comes after a sequence's last place that predicts a
+none is padding (`verifiers.trainers.packing`). In both, what comes after a sequence's last place that predicts a
 trained token is left out, because nothing depends on it.
 """
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from verifiers.samples import Sample
+from verifiers.trainers.packing import Packing
 from verifiers.trainers.sampling import PLAIN, Distribution
-from verifiers.trainers.shared_prompts import Packing
 from verifiers.trainers.token_columns import Columns
 from verifiers.trainers.token_moves import ranges
 

@@ -20,7 +20,7 @@ from verifiers.engine import probe
 from verifiers.samples import Sample
 from verifiers.trainers.agreement import agree
 from verifiers.trainers.micro_batches import ANY_LENGTH, MicroBatch, Trained, micro_batches
-from verifiers.trainers.shared_prompts import Row
+from verifiers.trainers.packing import Row
 
 if TYPE_CHECKING:
     from verifiers.trainers.logprobs import TokenScorer

@@ -15,11 +15,11 @@ from verifiers.trainers import building, processes
 from verifiers.trainers.config import SFTConfig
 from verifiers.trainers.logprobs import TokenScorer
 from verifiers.trainers.micro_batches import Trained, micro_batches
-from verifiers.trainers.report import Report
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.sft_rows import Imitated, read_samples
 from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.update import micro_batch_tokens
+from verifiers.trainers.watch.report import Report
 from verifiers.trainers.weights import Weights, learning_rate
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 if TYPE_CHECKING:
-    from verifiers.trainers.shared_prompts import Packing
+    from verifiers.trainers.packing import Packing
 
 
 class Padded:

@@ -14,7 +14,7 @@ from verifiers.trainers.weights import Weights
 
 if TYPE_CHECKING:
     from verifiers.trainers.reference import Reference
-    from verifiers.trainers.report import Report
+    from verifiers.trainers.watch.report import Report
 
 
 class Trainer:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verifiers.engine.fair_lock import steady
 from verifiers.engine.plan import free_memory
-from verifiers.engine.turns import steady
 from verifiers.trainers.config import GRPOConfig, LearningKnobs
 from verifiers.trainers.learning_mode import learning_mode
 from verifiers.trainers.logprobs import TokenScorer

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from verifiers.engine.requests import Generated, Sampling
+from verifiers.engine.sequence import Generated, Sampling
 
 VOCABULARY = 97
 WINDOW = 8

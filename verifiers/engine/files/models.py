@@ -17,10 +17,10 @@ from urllib.request import getproxies
 
 import torch
 
-from verifiers.engine import smollm2
-from verifiers.engine.gguf import GGUF
-from verifiers.engine.gguf_model import config_of, model_of, quietly
-from verifiers.engine.gguf_tokenizer import tokenizer_of
+from verifiers.engine.files import smollm2
+from verifiers.engine.files.gguf import GGUF
+from verifiers.engine.files.gguf_model import config_of, model_of, quietly
+from verifiers.engine.files.gguf_tokenizer import tokenizer_of
 
 logger = logging.getLogger("verifiers.engine")
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verifiers.engine.gguf_quants import Kind, kind_of
+from verifiers.engine.files.gguf_quants import Kind, kind_of
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -14,16 +14,16 @@ from verifiers.envs.env_group import EnvGroup
 from verifiers.results import Results
 from verifiers.store import RunDir, safe_name
 from verifiers.trainers import checkpoints
-from verifiers.trainers.audit import audit
 from verifiers.trainers.batch import Batch, as_batch
-from verifiers.trainers.display import TrainingDisplay, is_filtered
-from verifiers.trainers.figures import batch_view, joined, rollout_figures
-from verifiers.trainers.journal import Journal, record_of
-from verifiers.trainers.plot import plot_svg, plot_text
 from verifiers.trainers.processes import gathered
 from verifiers.trainers.stopping import NotFiniteError
-from verifiers.trainers.tracking import trackers
-from verifiers.trainers.watch import Watch
+from verifiers.trainers.watch.audit import audit
+from verifiers.trainers.watch.display import TrainingDisplay, is_filtered
+from verifiers.trainers.watch.doctor import Watch
+from verifiers.trainers.watch.figures import batch_view, joined, rollout_figures
+from verifiers.trainers.watch.journal import Journal, record_of
+from verifiers.trainers.watch.plot import plot_svg, plot_text
+from verifiers.trainers.watch.tracking import trackers
 
 if TYPE_CHECKING:
     from verifiers.trainers.config import LearningKnobs

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from verifiers.engine import slots
+from verifiers.engine import kv_cache as slots
 from verifiers.engine.compiled_model import Drawn
+from verifiers.engine.fair_lock import TurnLock
 from verifiers.engine.fused import Fused
 from verifiers.engine.lean import Lean
 from verifiers.engine.packed import PackedLinears, size_of
 from verifiers.engine.plan import free_memory
 from verifiers.engine.structure import Structure
-from verifiers.engine.turns import TurnLock
 
 PACK_AFTER = 8  # steps on the same weights: packing them costs about as much as it saves in so many
 

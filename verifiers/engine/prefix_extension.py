@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verifiers.engine import kernels
 from verifiers.engine.extend_kernels import SPLITS, extend, queries_at_once, store
-from verifiers.engine.slots import Segment, SlotCache, to_device
+from verifiers.engine.kv_cache import Segment, SlotCache, to_device
 
 if TYPE_CHECKING:
     from verifiers.engine.cuda import CudaDecoder

@@ -76,9 +76,9 @@ def install(gguf: Path, target: Path, work: Path) -> None:
     """Convert a GGUF in ``work``, then move it to ``target`` in one step."""
     import torch
 
-    from verifiers.engine.gguf import GGUF
-    from verifiers.engine.gguf_model import model_of, quietly
-    from verifiers.engine.gguf_tokenizer import tokenizer_of
+    from verifiers.engine.files.gguf import GGUF
+    from verifiers.engine.files.gguf_model import model_of, quietly
+    from verifiers.engine.files.gguf_tokenizer import tokenizer_of
 
     if target.is_dir() and any(target.iterdir()):
         raise PullError(f"{target} holds other files, and no whole model: give an empty folder, or remove it")

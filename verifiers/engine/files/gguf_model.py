@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verifiers.engine.gguf import GGUF
+from verifiers.engine.files.gguf import GGUF
 
 if TYPE_CHECKING:
     import torch

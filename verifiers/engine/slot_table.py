@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from verifiers.engine.requests import NO_TOP_K, Ask, Generated
-from verifiers.engine.sampling import Knobs
-from verifiers.engine.slots import to_device
+from verifiers.engine.kv_cache import to_device
+from verifiers.engine.sampler import Knobs
+from verifiers.engine.sequence import NO_TOP_K, Ask, Generated
 
 COLDEST = 1e-5  # a lower temperature is greedy: logits divided by it would not be numbers any more
 

@@ -11,8 +11,8 @@ from verifiers.chat.tool_calls import Style, ToolCall, parse
 from verifiers.clients.protocol import Completion, Tokens
 from verifiers.clients.recording import CallReply
 from verifiers.engine.options import Options
-from verifiers.engine.requests import Generated, Sampling
-from verifiers.engine.text import first_stop
+from verifiers.engine.sequence import Generated, Sampling
+from verifiers.engine.text.detokenizer import first_stop
 from verifiers.types import ChatMessage, MessageType, Usage, unique_id
 
 

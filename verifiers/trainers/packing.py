@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verifiers.engine import slots
+from verifiers.engine import kv_cache as slots
 from verifiers.trainers import compiled_kernels
 from verifiers.trainers.compiled_kernels import Runs
 from verifiers.trainers.fused_functions import attended

@@ -13,8 +13,8 @@ from aiohttp import web
 
 from verifiers.clients.hosts import is_loopback
 from verifiers.clients.server_thread import ServerThread
-from verifiers.engine.endpoints import ServedModel
 from verifiers.engine.local_model import LocalModel
+from verifiers.engine.server.endpoints import ServedModel
 
 logger = logging.getLogger("verifiers.engine")
 

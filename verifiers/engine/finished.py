@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verifiers.engine.requests import Ask, tell
+from verifiers.engine.sequence import Ask, tell
 from verifiers.errors import ModelError
 
 

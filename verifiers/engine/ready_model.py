@@ -46,8 +46,8 @@ def load(
 
     Raises ValueError or OSError, with what is missing, where a model cannot be had or does not fit into memory.
     """
-    from verifiers.engine import models
     from verifiers.engine.engine import Engine
+    from verifiers.engine.files import models
 
     if isinstance(source, Engine):
         model = source.model

@@ -19,9 +19,9 @@ from verifiers.clients.hosts import is_own_host
 from verifiers.clients.protocol import Request
 from verifiers.engine.engine import EngineFullError
 from verifiers.engine.local_model import SHORT_CHARS, LocalModel
-from verifiers.engine.replies import Prompt, envelope, usage_of_completion, write_logprobs
-from verifiers.engine.shares import Shares
-from verifiers.engine.streams import Piece, ReplyStream
+from verifiers.engine.server.shares import Shares
+from verifiers.engine.text.replies import Prompt, envelope, usage_of_completion, write_logprobs
+from verifiers.engine.text.streams import Piece, ReplyStream
 from verifiers.types import MessageType
 
 logger = logging.getLogger("verifiers.engine")

@@ -10,10 +10,10 @@ from typing import Any
 
 from verifiers.chat.tool_calls import ToolCall, shown_length
 from verifiers.clients.protocol import Completion
-from verifiers.engine.loaded import Loaded
-from verifiers.engine.replies import Choice, Prompt, completion_of
-from verifiers.engine.requests import Generated, OnToken
-from verifiers.engine.text import StopWatch, TextStream
+from verifiers.engine.ready_model import Loaded
+from verifiers.engine.sequence import Generated, OnToken
+from verifiers.engine.text.detokenizer import StopWatch, TextStream
+from verifiers.engine.text.replies import Choice, Prompt, completion_of
 from verifiers.errors import DeadlineError, ModelError, wrap
 
 

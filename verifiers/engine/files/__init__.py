@@ -1,0 +1,1 @@
+"""Models on disk: safetensors, GGUF, the embedded model."""

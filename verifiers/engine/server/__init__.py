@@ -1,0 +1,1 @@
+"""The server: HTTP endpoints in the words of OpenAI, over a local model."""

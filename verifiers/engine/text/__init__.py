@@ -1,0 +1,1 @@
+"""Between token ids and text: detokenizing, replies, streams."""
