@@ -72,11 +72,10 @@ def measure(requests: int, tokens: int, case: dict[str, Any], profile: bool) -> 
     engine = Engine(model, rows=requests, length=512)
     forward, sampling = Clock(), Clock()
     steps: list[tuple[float, float, float]] = []
-    # Not `live_model.forward`: putting the attention and packed layers in place is the engine's work.
-    live = engine.live_model
-    live._run = forward.timing(live._run)  # type: ignore[method-assign]
-    bare: Any = live._lean.bare
-    bare.run, bare.decode = forward.timing(bare.run), forward.timing(bare.decode)
+    # Not `runner.forward`: putting the attention and other layers in place is the engine's work.
+    runner: Any = engine.runner
+    runner._run_module, runner.decoder.forward = map(forward.timing, (runner._run_module, runner.decoder.forward))
+    runner.cpu.run, runner.cpu.decode = map(forward.timing, (runner.cpu.run, runner.cpu.decode))
     engines.sample = sampling.timing(engines.sample)
     engine_turn = engine._turn
     watch = cProfile.Profile()

@@ -16,6 +16,11 @@ _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
 
+def cache_folder() -> Path:
+    """Where models and compiled code are kept: ``$VERIFIERS_CACHE``, or ``~/.cache/verifiers``."""
+    return Path(os.environ.get("VERIFIERS_CACHE") or "~/.cache/verifiers").expanduser()
+
+
 class NotRegularError(OSError):
     """What was to be read or written is a FIFO, a device, a socket, a folder or a link."""
 

@@ -12,11 +12,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, assert_exact, expected, prompt_of, random_model  # noqa: E402
-from verifiers.engine import kv_cache as slots  # noqa: E402
 from verifiers.engine.engine import LEAST_SHARED_CUDA, Engine  # noqa: E402
-from verifiers.engine.sampler import Knobs, sample  # noqa: E402
+from verifiers.engine.kv_cache import Decode, Segment  # noqa: E402
 from verifiers.engine.sequence import Generated, Sampling  # noqa: E402
 from verifiers.errors import ModelError  # noqa: E402
+from verifiers.kernels.reference import causal_attention  # noqa: E402
+from verifiers.kernels.reference import rotary as plain_rotary  # noqa: E402
+from verifiers.kernels.sampling import SamplingColumns, sample  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")]
 
@@ -121,7 +123,7 @@ def angles_of(batch: int, tokens: int, dim: int, dtype: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rotation_within_attention_is_rotation_before_it(shape: Any, dtype: Any) -> None:
-    from verifiers.engine import kernels
+    from verifiers.kernels.cuda import decode
 
     batch, heads, groups, dim = shape
     torch.manual_seed(0)
@@ -132,13 +134,13 @@ def test_rotation_within_attention_is_rotation_before_it(shape: Any, dtype: Any)
     length[0] = 0
     rotary = angles_of(batch, 1, dim, dtype)
     settings: Any = {"scale": 0.2, "window": None, "softcap": None}
-    one = kernels.attend(q, k, v, *cache, length, rotary=rotary, **settings)
-    rotated = [slots.rotate(x, *rotary) for x in (q, k)]
-    two = kernels.attend(*rotated, v, *other, length, **settings)
+    one = decode.attend(q, k, v, *cache, length, rotary=rotary, **settings)
+    rotated = [plain_rotary(x, *rotary) for x in (q, k)]
+    two = decode.attend(*rotated, v, *other, length, **settings)
     within = 1e-5 if dtype is torch.float32 else 2e-2  # the last bit of a rotated number
     assert torch.allclose(one, two, rtol=within, atol=within)
     assert torch.allclose(cache, other, rtol=within, atol=within)
-    plain = slots.Decode(SlotsOf(*other), torch.arange(batch, device="cuda"), length, 90)
+    plain = Decode(SlotsOf(*other), torch.arange(batch, device="cuda"), length, 90)
     three = plain(0, *rotated, v, **settings)
     within = 5e-3 if dtype is torch.float32 else 3e-2
     assert torch.allclose(one, three, rtol=within, atol=within)
@@ -154,14 +156,14 @@ class SlotsOf:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rotation_in_place_is_rotation(shape: Any, dtype: Any) -> None:
-    from verifiers.engine import kernels
+    from verifiers.kernels.cuda import decode
 
     _, heads, groups, dim = shape
     for batch, tokens in ((1, 700), (3, 5)):
         q, k = (heads_of(batch, tokens, n, dim, dtype) for n in (heads, groups))
         rotary = angles_of(1, tokens, dim, dtype)
-        due = [slots.rotate(x, *rotary) for x in (q, k)]
-        kernels.rotate_(q, k, *rotary)
+        due = [plain_rotary(x, *rotary) for x in (q, k)]
+        decode.rotate_(q, k, *rotary)
         for given, wanted in zip((q, k), due, strict=True):
             within = 1e-5 if dtype is torch.float32 else 2e-2  # rounded once, not after each product
             assert torch.allclose(given, wanted, atol=within, rtol=within)
@@ -170,25 +172,25 @@ def test_rotation_in_place_is_rotation(shape: Any, dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 7), (3, 1, 1536), (1, 501, 1000)], ids=str)
 def test_gating_is_silu_times_up(shape: Any, dtype: Any) -> None:
-    from verifiers.engine import kernels
+    from verifiers.kernels.cuda import decode
 
     gate, up = (torch.randn(shape, device="cuda").to(dtype) * 4 for _ in range(2))
     due = torch.nn.functional.silu(gate) * up
-    assert torch.allclose(kernels.gated(gate, up), due, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-5)
+    assert torch.allclose(decode.gated(gate, up), due, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-5)
 
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("rows", [1, 20, 300, 1024])
 def test_projections_in_one_launch_are_the_projections(rows: int, has_bias: bool) -> None:
-    from verifiers.engine import kernels
+    from verifiers.kernels.cuda import linear
 
     torch.manual_seed(0)
     x = torch.randn((rows, 1, 576), device="cuda", dtype=torch.bfloat16)
     linears = [torch.nn.Linear(576, n, bias=has_bias, device="cuda", dtype=torch.bfloat16) for n in (576, 192, 192)]
     with torch.no_grad():
-        due = [linear(x).float() for linear in linears]
-        given = kernels.project(x, [one.weight for one in linears], [one.bias for one in linears])
-        gated = kernels.project_gated(x, linears[1].weight, linears[2].weight)
+        due = [one(x).float() for one in linears]
+        given = linear.project(x, [one.weight for one in linears], [one.bias for one in linears])
+        gated = linear.project_gated(x, linears[1].weight, linears[2].weight)
         by_hand = [torch.nn.functional.linear(x, one.weight) for one in linears[1:]]
     for one, other in zip(given, due, strict=True):
         assert torch.allclose(one.float(), other, rtol=2e-2, atol=2e-2)
@@ -197,7 +199,7 @@ def test_projections_in_one_launch_are_the_projections(rows: int, has_bias: bool
 
 @pytest.mark.parametrize("is_quicker", [False, True], ids=["plain", "together"])
 def test_whichever_way_projections_run_the_tokens_are_exact(start: Any, monkeypatch: Any, is_quicker: bool) -> None:
-    from verifiers.engine import projections
+    from verifiers.kernels.cuda import projections
 
     monkeypatch.setattr(projections, "_choices", {})
     monkeypatch.setattr(projections, "_is_quicker", lambda *_: is_quicker)
@@ -216,7 +218,7 @@ def test_whichever_way_projections_run_the_tokens_are_exact(start: Any, monkeypa
 
 
 def test_projections_are_timed_before_a_step_is_captured(start: Any, monkeypatch: Any) -> None:
-    from verifiers.engine import projections
+    from verifiers.kernels.cuda import projections
 
     monkeypatch.setattr(projections, "_choices", {})
     model = on_card(
@@ -227,15 +229,15 @@ def test_projections_are_timed_before_a_step_is_captured(start: Any, monkeypatch
 
 
 def test_the_card_draws_the_tokens_that_the_cpu_draws() -> None:
-    from verifiers.engine import kernels
+    from verifiers.kernels.cuda import sampling as cuda_sampling
 
     n, zeros = 512, torch.zeros(512, dtype=torch.int64)
     for vocabulary in (97, 49152):
         logits = torch.randn(n, vocabulary, generator=torch.Generator().manual_seed(1)) * 2
         heat = torch.tensor([0.0, 0.7, 1.0, 1.5]).repeat(n // 4)
-        knobs = Knobs(heat, torch.ones(n), zeros, torch.zeros(n), torch.arange(n), zeros + 3)
-        there = kernels.sample(logits.cuda(), heat.cuda(), knobs.seed_B.cuda(), knobs.step_B.cuda())
-        here = sample(logits, knobs, truncates=False)
+        columns = SamplingColumns(heat, torch.ones(n), zeros, torch.zeros(n), torch.arange(n), zeros + 3)
+        there = cuda_sampling.sample(logits.cuda(), heat.cuda(), columns.seed_B.cuda(), columns.step_B.cuda())
+        here = sample(logits, columns, truncates=False)
         same = there[0].cpu() == here[0]
         assert same.float().mean() > 0.98  # a number at the very edge may fall on either side
         for one, other in zip(there[1:], here[1:], strict=True):
@@ -244,9 +246,9 @@ def test_the_card_draws_the_tokens_that_the_cpu_draws() -> None:
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_common_layers_run_leanly(start: Any, family: str, dtype: Any) -> None:
+def test_layers_of_the_common_kind_are_recognised(start: Any, family: str, dtype: Any) -> None:
     model = on_card(family, dtype=dtype)
-    assert len(start(model).live_model._lean.layers) == model.config.num_hidden_layers
+    assert len(start(model).runner.decoder.layers) == model.config.num_hidden_layers
 
 
 def test_a_hook_on_a_layer_is_heard_and_the_tokens_stay_exact(start: Any) -> None:
@@ -326,14 +328,14 @@ def test_the_context_end_is_kept_to_although_the_device_is_ahead(start: Any) -> 
 def test_the_kernel_draws_tokens_as_often_as_they_are_likely(temperature: float, vocabulary: int) -> None:
     from scipy import stats
 
-    from verifiers.engine import kernels
+    from verifiers.kernels.cuda import sampling as cuda_sampling
 
     n = 200_000
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(1)).cuda() * 1.5
     seeds, steps = torch.arange(n, device="cuda"), torch.zeros(n, dtype=torch.int64, device="cuda")
     heat = torch.full((n,), temperature, device="cuda")
     for seed, step in ((seeds, steps), (steps + 7, seeds)):
-        token, logprob, raw = kernels.sample(logits[None].expand(n, -1), heat, seed, step)
+        token, logprob, raw = cuda_sampling.sample(logits[None].expand(n, -1), heat, seed, step)
         probs = torch.softmax(logits.double() / temperature, -1)
         counts = torch.bincount(token, minlength=vocabulary).double()
         common = probs * n >= 10  # chi-square wants a few of each; the rest is one class
@@ -347,14 +349,14 @@ def test_the_kernel_draws_tokens_as_often_as_they_are_likely(temperature: float,
 
 
 def test_the_kernel_is_greedy_at_zero_and_says_so_when_logits_are_not_numbers() -> None:
-    from verifiers.engine import kernels
+    from verifiers.kernels.cuda import sampling as cuda_sampling
 
     logits = torch.randn(6, 5000, device="cuda")
     logits[2] = float("nan")
     logits[3, 17] = float("nan")
     zeros = torch.zeros(6, dtype=torch.int64, device="cuda")
     for heat in (torch.zeros(6, device="cuda"), torch.ones(6, device="cuda")):
-        token, _, raw = kernels.sample(logits, heat, zeros, zeros)
+        token, _, raw = cuda_sampling.sample(logits, heat, zeros, zeros)
         assert torch.isfinite(raw).tolist() == [True, True, False, False, True, True]
         assert ((token >= 0) & (token < 5000)).all()
         if not heat.any():
@@ -435,15 +437,15 @@ def test_sampling_leaves_a_module_that_can_be_trained(start: Any) -> None:
 def test_new_tokens_see_their_row_up_to_themselves(
     shape: Any, window: Any, softcap: Any, splits: int, dtype: Any
 ) -> None:
-    from verifiers.engine.extend_kernels import extend
     from verifiers.engine.prefix_extension import blocks_of
+    from verifiers.kernels.cuda.extend import extend
 
     _, heads, groups, dim = shape
     torch.manual_seed(0)
     keys, values = torch.randn((2, 4, groups, 300, dim), device="cuda").to(dtype)
     sizes = [(2, 50, 30), (0, 0, 170), (3, 299, 1), (1, 64, 7)]
     ends = [sum(n for *_, n in sizes[: i + 1]) for i in range(4)]
-    segments = [slots.Segment(end - n, end, row, past) for (row, past, n), end in zip(sizes, ends, strict=True)]
+    segments = [Segment(end - n, end, row, past) for (row, past, n), end in zip(sizes, ends, strict=True)]
     q = heads_of(1, ends[-1], heads, dim, dtype)
     blocks = torch.from_numpy(blocks_of(segments, heads // groups)).cuda()
     out = extend(q, keys, values, blocks, scale=0.2, window=window, softcap=softcap, splits=splits)
@@ -452,7 +454,7 @@ def test_new_tokens_see_their_row_up_to_themselves(
         row, end = slice(one.row, one.row + 1), one.past + one.end - one.start
         new = q[:, :, one.start : one.end].float()
         seen = (keys[row, :, :end].float(), values[row, :, :end].float())
-        expected_out = slots.attend_causally(new, *seen, one.past, 0.2, window, softcap)
+        expected_out = causal_attention(new, *seen, one.past, 0.2, window, softcap)
         assert torch.allclose(out[:, :, one.start : one.end].float(), expected_out, rtol=within, atol=within)
 
 

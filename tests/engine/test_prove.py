@@ -12,12 +12,12 @@ transformers = pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, SMALL, VOCABULARY, prompt_of, random_model  # noqa: E402
 from tests.engine.support.unusual import CHUNK, LONGROPE, UNUSUAL, unusual_model  # noqa: E402
-from verifiers.engine import kv_cache as slots  # noqa: E402
-from verifiers.engine import probe  # noqa: E402
+from verifiers.engine.backends import BATCHED, DESCRIPTIONS, MODULES, SEQUENTIAL, UNCACHED, UnsupportedModelError  # noqa: E402
 from verifiers.engine.engine import Engine  # noqa: E402
 from verifiers.engine.plan import plan  # noqa: E402
-from verifiers.engine.prove import BATCHED, MODULES, SEQUENTIAL, UNCACHED, UnsupportedModelError  # noqa: E402
 from verifiers.engine.sequence import Generated, Sampling  # noqa: E402
+from verifiers.kernels import prove  # noqa: E402
+from verifiers.kernels.attention import NAME  # noqa: E402
 
 FRESH = 0.02  # the scale of weights that were never trained
 LENGTH = {"Doge": CHUNK}  # past its window its own forward is not causal
@@ -34,7 +34,7 @@ def worst_error(model: Any, replies: list[Generated]) -> float:
     worst = 0.0
     for reply in replies:
         with torch.no_grad():
-            logits_TV = probe.plain_logits(model, [*reply.prompt_ids, *reply.ids], len(reply.ids) + 1)[:-1]
+            logits_TV = prove.plain_logits(model, [*reply.prompt_ids, *reply.ids], len(reply.ids) + 1)[:-1]
         expected = torch.log_softmax(logits_TV, -1)[torch.arange(len(reply.ids)), torch.tensor(reply.ids)]
         worst = max(worst, float((expected - torch.tensor(reply.raw_logprobs)).abs().max()))
     return worst
@@ -57,15 +57,15 @@ def test_a_model_with_attention_or_state_of_its_own_samples_exactly(family: str,
             assert worst_error(model, engine.generate([turn], Sampling(max_tokens=9, seed=2))) < 2e-4
     finally:
         engine.close()
-    if engine.backend != BATCHED:
-        assert f"is sampled {engine.backend}, which is exact and slower" in caplog.text
+    if engine.backend.name not in BATCHED:
+        assert f"is sampled {DESCRIPTIONS[engine.backend.name]}, which is exact and slower" in caplog.text
 
 
 @pytest.mark.parametrize("family", [name for name in UNUSUAL if name != "Doge"])
 def test_weights_that_were_never_trained_hide_no_wrong_way_of_attending(family: str) -> None:
     engine = Engine(unusual_model(family, initializer_range=FRESH), rows=2, length=64)
     engine.close()
-    assert engine.backend == SEQUENTIAL
+    assert engine.backend.name == SEQUENTIAL
 
 
 @pytest.mark.parametrize(("length", "before"), [(8, 2), (24, 2), (64, 2), (64, 6), (80, 13)])
@@ -103,7 +103,7 @@ def test_attention_that_selects_its_keys_is_proven_past_as_many_as_it_selects() 
 def test_common_decoders_are_batched(family: str, scale: float) -> None:
     engine = Engine(random_model(family, initializer_range=scale), rows=2, length=64)
     engine.close()
-    assert engine.backend == BATCHED
+    assert engine.backend.name in BATCHED
 
 
 def test_the_proof_leaves_no_trace() -> None:
@@ -121,7 +121,7 @@ def test_the_proof_leaves_no_trace() -> None:
     assert model.training
     assert all(module.training for module in model.modules())
     assert not heard
-    assert (engine.steps, engine.tokens, engine.live_model.version) == (0, 0, 0)
+    assert (engine.steps, engine.tokens, engine.runner.version) == (0, 0, 0)
 
 
 def test_no_logits_are_computed_for_places_that_the_proof_does_not_compare() -> None:
@@ -162,20 +162,20 @@ def test_a_forward_that_fails_is_refused_in_one_sentence() -> None:
 
 def test_attention_that_is_wrong_here_is_noticed_and_left_to_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quick path of this very machine is what is proven: a fault in it is found at start-up."""
-    from verifiers.engine.model_runner import LiveModel
+    from verifiers.engine.model_runner import ModelRunner
 
-    own = LiveModel.forward
+    own = ModelRunner.forward
 
     def wrong(self: Any, *args: Any) -> Any:
         logits = own(self, *args)
-        return logits if self.is_plain else logits.roll(1, -1)
+        return logits if self.uses_modules else logits.roll(1, -1)
 
-    monkeypatch.setattr(LiveModel, "forward", wrong)
-    monkeypatch.setattr(LiveModel, "decode", lambda *_: None)
+    monkeypatch.setattr(ModelRunner, "forward", wrong)
+    monkeypatch.setattr(ModelRunner, "decode", lambda *_: None)
     model = random_model()
     engine = Engine(model, rows=2, length=64)
     try:
-        assert engine.backend == MODULES
+        assert engine.backend.name == MODULES
         assert worst_error(model, engine.generate(PROMPTS[:3], Sampling(max_tokens=9, seed=1))) < 2e-4
     finally:
         engine.close()
@@ -194,7 +194,7 @@ def test_a_cache_that_is_wrong_is_noticed_and_not_used(monkeypatch: pytest.Monke
     monkeypatch.setattr(type(model), "forward", forgetful)
     engine = Engine(model, rows=2, length=64)
     try:
-        assert engine.backend == UNCACHED
+        assert engine.backend.name == UNCACHED
         assert worst_error(model, engine.generate(PROMPTS[:3], Sampling(max_tokens=9, seed=1))) < 2e-4
     finally:
         engine.close()
@@ -226,7 +226,7 @@ def test_a_longrope_model_is_planned_within_the_length_up_to_which_neighbours_do
     assert asked.length == 64
     engine = Engine(unusual_model("Phi3-longrope"), rows=2, length=chosen.length)
     engine.close()
-    assert engine.backend == BATCHED
+    assert engine.backend.name in BATCHED
 
 
 def test_a_model_without_attention_heads_can_be_planned() -> None:
@@ -236,7 +236,7 @@ def test_a_model_without_attention_heads_can_be_planned() -> None:
     model = transformers.MambaForCausalLM(config).eval()
     engine = Engine(model, rows=chosen.rows, length=min(chosen.length, 64))
     try:
-        assert engine.backend == SEQUENTIAL
+        assert engine.backend.name == SEQUENTIAL
         assert worst_error(model, engine.generate(PROMPTS[:2], Sampling(max_tokens=5, seed=1))) < 2e-4
     finally:
         engine.close()
@@ -246,4 +246,4 @@ def test_attention_functions_are_put_back() -> None:
     model = unusual_model("Qwen3.5")
     before = model.config._attn_implementation
     Engine(model, rows=2, length=64).close()
-    assert model.config._attn_implementation == before != slots.NAME
+    assert model.config._attn_implementation == before != NAME

@@ -14,18 +14,18 @@ pytest.importorskip("transformers")
 
 from tests.engine.support.exact import assert_exact, logits_of, prompt_of, random_model  # noqa: E402
 from tests.engine.tiny import tokenizer  # noqa: E402
-from verifiers.engine import packed as packing  # noqa: E402
 from verifiers.engine.local_model import LocalModel  # noqa: E402
 from verifiers.engine.sequence import Sampling  # noqa: E402
+from verifiers.kernels.cpu import threads as cpu_threads  # noqa: E402
 
 WAY = Sampling(max_tokens=20, seed=1)
 PROMPT = prompt_of(40)
 
 
-@pytest.fixture(autouse=True, params=["plain", "packed"])
+@pytest.fixture(autouse=True, params=["plain", "laid out later"])
 def one_thread(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr(packing, "WORTH_PACKING", 0 if request.param == "packed" else 1 << 60)
+    monkeypatch.setattr(cpu_threads, "PARAMETERS_PER_THREAD", 1 if request.param == "laid out later" else 1 << 60)
 
 
 def train(model: Any, lr: float = 0.3, **how: Any) -> None:

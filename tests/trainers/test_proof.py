@@ -14,9 +14,9 @@ transformers = pytest.importorskip("transformers")
 import verifiers as vf  # noqa: E402
 from tests.engine.support.exact import VOCABULARY, random_model  # noqa: E402
 from tests.engine.support.unusual import CHUNK, UNUSUAL, unusual_model  # noqa: E402
-from verifiers.engine import probe  # noqa: E402
 from verifiers.engine.engine import Engine  # noqa: E402
 from verifiers.engine.sequence import Sampling  # noqa: E402
+from verifiers.kernels import prove  # noqa: E402
 from verifiers.samples import Sample  # noqa: E402
 from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.micro_batches import ANY_LENGTH, Trained, micro_batches, split_at  # noqa: E402
@@ -60,7 +60,7 @@ def expected(model: Any) -> list[Any]:
     found = []
     for one in sequences():
         reply, ids = one.sample.completion_ids, [*one.sample.prompt_ids, *one.sample.completion_ids]
-        logits_TV = probe.plain_logits(model, ids, len(reply) + 1)[:-1]
+        logits_TV = prove.plain_logits(model, ids, len(reply) + 1)[:-1]
         found.append(torch.log_softmax(logits_TV, -1)[torch.arange(len(reply)), torch.tensor(reply)])
     return found
 
@@ -104,7 +104,7 @@ def test_a_model_on_which_nothing_can_be_proven_learns_one_sequence_at_a_time() 
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.NanoChatForCausalLM(config)  # its norms have no weights that could be scaled
-    with probe.realistic(model) as is_telling:
+    with prove.realistic(model) as is_telling:
         assert not is_telling
     assert TokenScorer(model).layouts.longest_batched == 0
 

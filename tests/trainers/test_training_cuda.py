@@ -15,10 +15,10 @@ import torch.nn.functional as F  # noqa: E402
 
 from tests.engine.support.exact import FAMILIES, random_model  # noqa: E402
 from tests.trainers.test_shared_prompts import sequences  # noqa: E402
-from verifiers.engine import kv_cache as slots  # noqa: E402
+from verifiers.kernels import reference  # noqa: E402
+from verifiers.kernels.autograd import projected  # noqa: E402
 from verifiers.trainers import head_logprobs  # noqa: E402
 from verifiers.trainers import logprobs as logprobs_module  # noqa: E402
-from verifiers.trainers.fused_functions import projected  # noqa: E402
 from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.micro_batches import MicroBatch, micro_batches  # noqa: E402
 from verifiers.trainers.packing import Packing, Row  # noqa: E402
@@ -86,7 +86,7 @@ def plain_norm(x: Any, weight: Any) -> Any:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 24), (777, 576), (5000, 64), (300, 2048), (33, 5120)], ids=str)
 def test_a_sum_and_its_norm(shape: Any, dtype: Any) -> None:
-    from verifiers.trainers.fused_functions import add_norm
+    from verifiers.kernels.autograd import add_norm
 
     x, more, past, grad = (randn(*shape, seed=i) for i in range(4))
     weight = randn(shape[1], seed=5).abs() + 0.5
@@ -103,7 +103,7 @@ def test_a_sum_and_its_norm(shape: Any, dtype: Any) -> None:
 
 
 def test_a_norm_that_is_not_trained_or_not_followed() -> None:
-    from verifiers.trainers.fused_functions import add_norm
+    from verifiers.kernels.autograd import add_norm
 
     x, weight = randn(50, 576).requires_grad_(), randn(576, seed=1)
     _, normed = add_norm(x, None, weight, 1e-5)
@@ -120,7 +120,7 @@ def test_a_norm_that_is_not_trained_or_not_followed() -> None:
     "shape", [(3, 50, 9, 3, 64), (2, 33, 4, 2, 24), (1, 700, 4, 4, 16), (2, 65, 6, 1, 128), (4, 7, 12, 2, 256)], ids=str
 )
 def test_a_rotation_and_its_way_back(shape: Any, one_angle: bool, dtype: Any) -> None:
-    from verifiers.trainers.fused_functions import rotated
+    from verifiers.kernels.autograd import rotated
 
     batch, tokens, heads, groups, dim = shape
     angle = randn(1 if one_angle else batch, tokens, dim, seed=9) * 3
@@ -128,7 +128,7 @@ def test_a_rotation_and_its_way_back(shape: Any, one_angle: bool, dtype: Any) ->
 
     def plain(*both: Any) -> Any:
         cos, sin = (x.to(both[0].dtype) for x in (angle.cos().to(dtype), angle.sin().to(dtype)))
-        return tuple(slots.rotate(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in both)
+        return tuple(reference.rotary(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in both)
 
     assert_as_good(
         lambda q, k: rotated(q, k, angle.cos().to(dtype), angle.sin().to(dtype)),
@@ -139,14 +139,14 @@ def test_a_rotation_and_its_way_back(shape: Any, one_angle: bool, dtype: Any) ->
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 7), (3, 5, 1536), (501, 1000)], ids=str)
 def test_gating_and_its_way_back(shape: Any, dtype: Any) -> None:
-    from verifiers.trainers.fused_functions import gated
+    from verifiers.kernels.autograd import gated
 
     gate, up, grad = (randn(*shape, seed=i) * 4 for i in range(3))
     assert_as_good(gated, lambda gate, up: F.silu(gate) * up, (gate, up), (grad,), dtype)
 
 
 def test_gates_far_from_zero_have_gradients_that_are_numbers() -> None:
-    from verifiers.trainers.fused_functions import gated
+    from verifiers.kernels.autograd import gated
 
     gate = torch.tensor([-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4], device="cuda")
     ones = torch.ones_like(gate)
@@ -195,7 +195,7 @@ def test_projections_of_one_input(bias: bool, dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_queries_keys_and_values_in_one_go(dtype: Any) -> None:
-    from verifiers.trainers.fused_functions import projected_heads
+    from verifiers.kernels.autograd import projected_heads
 
     angle = randn(1, 50, 32, seed=9) * 3
     shapes = [(3, 50, 64), (64,), (128, 64), (64, 64), (64, 64)]
@@ -209,14 +209,14 @@ def test_queries_keys_and_values_in_one_go(dtype: Any) -> None:
     def plain(x: Any, weight: Any, *weights: Any) -> Any:
         cos, sin = (one.to(dtype).to(x.dtype) for one in (angle.cos(), angle.sin()))
         q, k, v = (F.linear(plain_norm(x, weight), one).unflatten(-1, (-1, 32)) for one in weights)
-        return x + 0, *(slots.rotate(one.transpose(1, 2), cos, sin).transpose(1, 2) for one in (q, k)), v
+        return x + 0, *(reference.rotary(one.transpose(1, 2), cos, sin).transpose(1, 2) for one in (q, k)), v
 
     assert_as_good(ours, plain, inputs, seeds, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_feed_forward_in_one_go(dtype: Any) -> None:
-    from verifiers.trainers.fused_functions import fed_forward
+    from verifiers.kernels.autograd import fed_forward
 
     shapes = [(3, 50, 64), (3, 50, 64), (64,), (96, 64), (96, 64), (64, 96)]
     inputs = [randn(*shape, seed=i) * (1 if i < 3 else 0.1) for i, shape in enumerate(shapes)]
@@ -233,7 +233,8 @@ def test_a_feed_forward_in_one_go(dtype: Any) -> None:
 
 def test_more_numbers_than_31_bits_count() -> None:
     """Rows at the far end of tensors of over two thousand million numbers are computed as the first ones are."""
-    from verifiers.trainers import fused_functions, training_kernels
+    from verifiers.kernels import autograd
+    from verifiers.kernels.cuda import learning
 
     rows, width = 131_072, 16_640
     if torch.cuda.mem_get_info()[0] < 40 << 30:
@@ -243,16 +244,14 @@ def test_more_numbers_than_31_bits_count() -> None:
     assert x.numel() > 2**31
     x[last] = few
     weight = torch.ones(width, dtype=torch.bfloat16, device="cuda")
-    assert torch.equal(fused_functions.gated(x, x)[last], fused_functions.gated(few, few))
-    for one, other in zip(
-        training_kernels.gated_back(x, x, x), training_kernels.gated_back(few, few, few), strict=True
-    ):
+    assert torch.equal(autograd.gated(x, x)[last], autograd.gated(few, few))
+    for one, other in zip(learning.gated_back(x, x, x), learning.gated_back(few, few, few), strict=True):
         assert torch.equal(one[last], other)
     del one
-    _, normed, scale = training_kernels.norm(x, None, weight, 1e-5)
-    assert torch.equal(normed[last], training_kernels.norm(few, None, weight, 1e-5)[1])
-    back, _ = training_kernels.norm_back(x, weight, scale, None, x, learns=False)
-    assert torch.equal(back[last], training_kernels.norm_back(few, weight, scale[last], None, few, learns=False)[0])
+    _, normed, scale = learning.norm(x, None, weight, 1e-5)
+    assert torch.equal(normed[last], learning.norm(few, None, weight, 1e-5)[1])
+    back, _ = learning.norm_back(x, weight, scale, None, x, learns=False)
+    assert torch.equal(back[last], learning.norm_back(few, weight, scale[last], None, few, learns=False)[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -351,7 +350,7 @@ def assert_learns_the_same(model: Any) -> TokenScorer:
 def test_float32_gradients_are_those_of_the_plain_path(family: str) -> None:
     scorer = assert_learns_the_same(on_card(family, head_dim=16 if family.startswith("Gemma") else None))
     due = {"Llama": 3, "Llama-tied": 3, "Qwen2": 3, "Qwen3": 3, "Mistral": 3, "Gemma": 3}
-    assert len(scorer._lean.layers) >= due.get(family, 0)
+    assert len(scorer._decoder.layers) >= due.get(family, 0)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Llama-tied", "Qwen2", "Qwen3", "Gemma"])
@@ -365,14 +364,14 @@ def test_half_precision_is_as_near_to_float32_as_the_plain_path(family: str, dty
     _, truth = learned(exact, leanly=False)
     _, plain = learned(model, leanly=False)
     scorer, lean = learned(model, leanly=True)
-    assert len(scorer._lean.layers) == model.config.num_hidden_layers
+    assert len(scorer._decoder.layers) == model.config.num_hidden_layers
     for name in truth:
         assert apart(lean[name], truth[name]) <= max(WORSE * apart(plain[name], truth[name]), FLOOR[dtype]), name
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True], ids=["kept", "reentrant"])
 def test_layers_that_are_computed_again_are_lean_then_too(is_reentrant: bool, monkeypatch: Any) -> None:
-    from verifiers.trainers import fused_functions
+    from verifiers.kernels import autograd
 
     model = on_card().train()
     _, plain = learned(model, leanly=False)
@@ -380,8 +379,8 @@ def test_layers_that_are_computed_again_are_lean_then_too(is_reentrant: bool, mo
     if is_reentrant:
         model.enable_input_require_grads()
     calls: list[int] = []
-    own = fused_functions.fed_forward
-    monkeypatch.setattr(fused_functions, "fed_forward", lambda *given: calls.append(1) or own(*given))
+    own = autograd.fed_forward
+    monkeypatch.setattr(autograd, "fed_forward", lambda *given: calls.append(1) or own(*given))
     _, lean = learned(model, leanly=True, calls=calls)
     assert len(calls) == 2 * model.config.num_hidden_layers
     for name in plain:
@@ -395,7 +394,7 @@ def test_adapters_learn_the_same() -> None:
     )
     model = peft.get_peft_model(on_card(), config)
     scorer = assert_learns_the_same(model)
-    assert len(scorer._lean.layers) == 3
+    assert len(scorer._decoder.layers) == 3
     with torch.no_grad(), model.disable_adapter():
         without = scorer.logprobs(batch_of())
     assert torch.allclose(without, TokenScorer(on_card()).logprobs(batch_of()), atol=1e-4)

@@ -23,7 +23,7 @@ def probe() -> dict[str, Any]:
     """Version, device, memory, the engine's choice of number type, and for each the tokens a second it allows."""
     torch = importlib.import_module("torch")
     models = importlib.import_module("verifiers.engine.files.models")
-    compiled = importlib.import_module("verifiers.engine.c_functions")
+    compiled = importlib.import_module("verifiers.kernels.cpu.binding")
     has_cuda = torch.cuda.is_available()
     device = "cuda" if has_cuda else "cpu"
     found: dict[str, Any] = {"torch": torch.__version__, "device": device, "threads": torch.get_num_threads()}
@@ -35,7 +35,7 @@ def probe() -> dict[str, Any]:
     speeds = {name: max(speeds[name] for speeds in rounds) for name in rounds[0]}
     found["dtype"] = str(models.default_dtype(device)).removeprefix("torch.")
     found["rows"] = ROWS[device]
-    found["is_compiled"] = compiled.functions() is not None
+    found["is_compiled"] = compiled.decode_functions() is not None
     found["tokens_per_s"] = {name: round(speed) for name, speed in speeds.items()}
     return found
 

@@ -13,20 +13,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verifiers.engine import kv_cache as slots
 from verifiers.engine import threads
+from verifiers.engine.backends import BATCHED, CPU, MODULES, SEQUENTIAL, Backend, choose_backend
 from verifiers.engine.finished import ends
-from verifiers.engine.kv_cache import Decode, Prefill, Segment, Shape, SlotCache
-from verifiers.engine.model_runner import LiveModel
-from verifiers.engine.prove import BATCHED, MODULES, SEQUENTIAL, choose_backend
-from verifiers.engine.sampler import biased, sample
-from verifiers.engine.sequence import Ask, Generated, OnToken, Sampling, Seeds, check_tokens, delivery, in_order
+from verifiers.engine.kv_cache import Decode, Prefill, Segment, Shape, SlotCache, host_index
+from verifiers.engine.model_runner import ModelRunner
+from verifiers.engine.sequence import (
+    ActiveSequence,
+    Generated,
+    OnToken,
+    Sampling,
+    Seeds,
+    check_tokens,
+    delivery,
+    in_order,
+)
 from verifiers.engine.sequential import SequentialCache
-from verifiers.engine.slot_table import Table
+from verifiers.engine.slot_table import SlotTable
 from verifiers.errors import InfraError, ModelError, OverlongPromptError
+from verifiers.kernels.cpu.threads import is_small
+from verifiers.kernels.sampling import biased, sample
 
 if TYPE_CHECKING:
-    from verifiers.engine.cuda import CudaDecoder
+    from verifiers.engine.cuda_runner import CudaDecoder
 
 logger = logging.getLogger("verifiers.engine")
 
@@ -59,7 +68,7 @@ class Engine:
         stop_ids: Sequence[int] = (),
     ) -> None:
         self.model = model
-        self.live_model = live = LiveModel(model)
+        self.runner = live = ModelRunner(model)
         text = live.text_config
         longest = getattr(text, "max_position_embeddings", None) or 2048
         longest = longest if longest > 0 else 2048  # some say -1 for no limit
@@ -69,11 +78,11 @@ class Engine:
         self.max_waiting = max_waiting
         self.device, self.dtype = live.device, live.dtype
         self.cache: SlotCache | SequentialCache
-        self.table = Table(rows, self.length)
-        self.live: list[Ask] = []
-        self.waiting: deque[Ask] = deque()
-        self._joining: list[Ask] = []
-        self._outbox: list[tuple[Ask, Generated | BaseException]] = []
+        self.table = SlotTable(rows, self.length)
+        self.live: list[ActiveSequence] = []
+        self.waiting: deque[ActiveSequence] = deque()
+        self._joining: list[ActiveSequence] = []
+        self._outbox: list[tuple[ActiveSequence, Generated | BaseException]] = []
         self.lock = live.lock
         self.steps = 0
         self.tokens = 0
@@ -88,17 +97,17 @@ class Engine:
         self._seeds = Seeds()
         self._gathering = 0
         self._cuda: CudaDecoder | None = None
-        self.backend = choose_backend(self)
+        self.backend: Backend = choose_backend(self)
 
     def run_by(self, backend: str) -> None:
         """Make what a backend needs: the slot cache and the device's graphs, or caches of the model's own."""
         self._cuda = None
         self.table.forget(0)
-        if backend not in (BATCHED, MODULES):
+        if backend not in BATCHED:
             self.cache = SequentialCache(self.model, uses_cache=backend == SEQUENTIAL)
             self.table.least_shared = NOTHING_SHARED
             return
-        self.live_model.is_plain = backend == MODULES
+        self.runner.uses_c, self.runner.uses_modules = backend == CPU, backend == MODULES
         self.table.least_shared = LEAST_SHARED_CUDA if self.device.type == "cuda" else LEAST_SHARED
         shape = Shape.of(self.model.config)
         with torch.inference_mode(False):  # made by a proof, and written to by whoever comes later
@@ -110,7 +119,7 @@ class Engine:
     def start_afresh(self) -> None:
         """Forget all that was run so far."""
         self.table.forget(0)
-        self.live_model.start_afresh()
+        self.runner.start_afresh()
         self.steps = self.tokens = 0
 
     # --- asking ---------------------------------------------------------------------------------------------------
@@ -133,23 +142,23 @@ class Engine:
         check_tokens((*prompt, *sampling.logit_bias), self.vocabulary)
         first = sampling.seed if sampling.seed is not None else self._seeds.draw(prompt)
         told = list(on_token) if isinstance(on_token, Sequence) else [on_token] * n
-        asks = [Ask(prompt, sampling, (first + i) % (1 << 63), told[i]) for i in range(n)]
-        for ask in asks:
-            ask.future.on_cancel = self._note_cancel
+        sequences = [ActiveSequence(prompt, sampling, (first + i) % (1 << 63), told[i]) for i in range(n)]
+        for sequence in sequences:
+            sequence.future.on_cancel = self._note_cancel
         with self._wake:
             if self._is_closed:
                 raise InfraError("the engine is closed")
             if len(self.waiting) + n > self.max_waiting:
                 raise EngineFullError(f"{len(self.waiting)} requests are waiting already; try again in a moment")
             is_first = not self.waiting
-            self.waiting.extend(asks)
+            self.waiting.extend(sequences)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="verifiers-engine", daemon=True)
                 self._thread.start()
                 threads.remember(self, self._thread)
             if is_first or len(self.waiting) >= self._gathering:  # of those between, the thread need not know
                 self._wake.notify()
-        return [ask.future for ask in asks]
+        return [sequence.future for sequence in sequences]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None, n: int = 1
@@ -191,7 +200,7 @@ class Engine:
         """Drop every key and value kept for reuse (they were made by other weights, say)."""
         with self.lock:
             self.table.forget(len(self.live))
-            self.live_model.forget()  # live rows are not to be kept either, nor packed weights
+            self.runner.forget()  # live rows are not to be kept either, nor packed weights
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -203,7 +212,7 @@ class Engine:
             self.fail(InfraError("the engine was closed"), waiting=True)
 
     def _run(self) -> None:
-        if self.device.type == "cpu" and threads.wants_one(self.model):
+        if self.device.type == "cpu" and is_small(self.model):
             torch.set_num_threads(1)
         while True:
             with self._wake:
@@ -214,7 +223,7 @@ class Engine:
                 if self._is_closed:
                     break
             try:
-                with self.lock, torch.inference_mode(), self.live_model.evaluating():
+                with self.lock, torch.inference_mode(), self.runner.evaluating():
                     self._turn()
             except Exception as error:  # the model is foreign code: it fails its requests, not the engine
                 logger.exception("the engine's step failed")
@@ -237,7 +246,7 @@ class Engine:
 
     def _turn(self) -> None:
         """Take in what fits, then one token for everyone."""
-        has_changed, has_moved = self.live_model.notice(is_idle=not self.live)
+        has_changed, has_moved = self.runner.notice(is_idle=not self.live)
         if has_changed:
             self.table.forget(len(self.live))
         if has_moved and self._cuda is not None:
@@ -274,28 +283,30 @@ class Engine:
             self._land(cuda)
 
     def _land(self, cuda: CudaDecoder) -> None:
-        asks, token_N, logprob_N, raw_N = cuda.land()
-        if not asks:
+        sequences, token_N, logprob_N, raw_N = cuda.land()
+        if not sequences:
             return
-        rows_N = np.array([ask.row for ask in asks])
+        rows_N = np.array([sequence.row for sequence in sequences])
         self.table.length[rows_N] += 1
-        self._take(rows_N, asks, token_N, logprob_N, raw_N)
+        self._take(rows_N, sequences, token_N, logprob_N, raw_N)
 
     def fail(self, error: Exception, *, waiting: bool = False) -> None:
         """Fail what is under way; those that wait too if asked to, or if nothing under way could be at fault."""
         with self._wake:
-            asks = list(dict.fromkeys([*self.live, *self._joining]))
-            if waiting or not asks:
-                asks += self.waiting
+            sequences = list(dict.fromkeys([*self.live, *self._joining]))
+            if waiting or not sequences:
+                sequences += self.waiting
                 self.waiting.clear()
             n = len(self.live)
             self.live.clear()
             self._joining.clear()
         self._deliver()
-        for ask in asks:
+        for sequence in sequences:
             # One that waits may be cancelled at any moment: from here on it cannot.
-            if not ask.future.done() and (ask.future.running() or ask.future.set_running_or_notify_cancel()):
-                ask.future.set_exception(error)
+            if not sequence.future.done() and (
+                sequence.future.running() or sequence.future.set_running_or_notify_cancel()
+            ):
+                sequence.future.set_exception(error)
         self.table.forget(0)
         self.cache.clear(range(n))
         if self._cuda is not None:
@@ -307,91 +318,91 @@ class Engine:
             return
         outbox, self._outbox = self._outbox, []
         with delivery():
-            for ask, outcome in outbox:
+            for sequence, outcome in outbox:
                 if isinstance(outcome, Generated):
-                    ask.future.set_result(outcome)
+                    sequence.future.set_result(outcome)
                 else:
-                    ask.future.set_exception(outcome)
+                    sequence.future.set_exception(outcome)
 
     def _drop_cancelled(self) -> None:
         if not self._has_cancelled:
             return
         self._has_cancelled = False
-        dropped = [ask for ask in self.live if ask.is_cancelled]
+        dropped = [sequence for sequence in self.live if sequence.is_cancelled]
         if dropped:
             self._retire(dropped)
-        self._outbox += [(ask, CancelledError()) for ask in dropped]
+        self._outbox += [(sequence, CancelledError()) for sequence in dropped]
         with self._wake:
-            gone = [ask for ask in self.waiting if ask.future.cancelled()]
+            gone = [sequence for sequence in self.waiting if sequence.future.cancelled()]
             if gone:
-                self.waiting = deque(ask for ask in self.waiting if not ask.future.cancelled())
-        for ask in gone:
-            ask.future.set_running_or_notify_cancel()
+                self.waiting = deque(sequence for sequence in self.waiting if not sequence.future.cancelled())
+        for sequence in gone:
+            sequence.future.set_running_or_notify_cancel()
 
     # --- taking in ------------------------------------------------------------------------------------------------
 
-    def _admit(self) -> list[tuple[Ask, list[Ask]]]:
+    def _admit(self) -> list[tuple[ActiveSequence, list[ActiveSequence]]]:
         """Waiting requests that fit now: each with those that have the same prompt and share its prefill."""
-        groups: dict[tuple[int, ...], tuple[Ask, list[Ask]]] = {}
+        groups: dict[tuple[int, ...], tuple[ActiveSequence, list[ActiveSequence]]] = {}
         room, budget = self.rows - len(self.live), self.prefill_tokens
         while self.waiting and room > 0:
-            ask = self.waiting[0]
-            key = tuple(ask.prompt_ids)
+            sequence = self.waiting[0]
+            key = tuple(sequence.prompt_ids)
             mates = groups.get(key)
-            if mates is None and groups and budget < len(ask.prompt_ids):
+            if mates is None and groups and budget < len(sequence.prompt_ids):
                 break
             self.waiting.popleft()
-            if not ask.future.set_running_or_notify_cancel():
+            if not sequence.future.set_running_or_notify_cancel():
                 continue
-            if ask.is_cancelled:  # a moment too late to be told so
-                self._outbox.append((ask, CancelledError()))
+            if sequence.is_cancelled:  # a moment too late to be told so
+                self._outbox.append((sequence, CancelledError()))
                 continue
             room -= 1
             if mates is not None:
-                mates[1].append(ask)
+                mates[1].append(sequence)
             else:
-                groups[key] = (ask, [])
-                budget -= len(ask.prompt_ids)
+                groups[key] = (sequence, [])
+                budget -= len(sequence.prompt_ids)
         return list(groups.values())
 
-    def _prefill(self, groups: list[tuple[Ask, list[Ask]]]) -> None:
+    def _prefill(self, groups: list[tuple[ActiveSequence, list[ActiveSequence]]]) -> None:
         """Run prompts through the model, give their rows to the requests, and draw the first token of each."""
         segments: list[Segment] = []
         ids: list[int] = []
         positions: list[int] = []
         last: list[int] = []
-        self._joining = [ask for one, mates in groups for ask in (one, *mates)]
-        for ask, _ in groups:
-            ask.row, ask.reused = self._take_row(ask.prompt_ids)
-            fresh = ask.prompt_ids[ask.reused :]
-            segments.append(Segment(len(ids), len(ids) + len(fresh), ask.row, ask.reused))
+        self._joining = [sequence for one, mates in groups for sequence in (one, *mates)]
+        for sequence, _ in groups:
+            sequence.row, sequence.reused = self._take_row(sequence.prompt_ids)
+            fresh = sequence.prompt_ids[sequence.reused :]
+            segments.append(Segment(len(ids), len(ids) + len(fresh), sequence.row, sequence.reused))
             ids += fresh
-            positions += range(ask.reused, len(ask.prompt_ids))
+            positions += range(sequence.reused, len(sequence.prompt_ids))
             last.append(len(ids) - 1)
-            self._seat(ask)
+            self._seat(sequence)
         logits_NV = self._run_prompts(ids, positions, last, segments)
         order = list(range(len(groups)))
-        for i, (ask, mates) in enumerate(groups):
-            self._seat_mates(ask, mates)
+        for i, (sequence, mates) in enumerate(groups):
+            self._seat_mates(sequence, mates)
             order += [i] * len(mates)
-        asks = [ask for ask, _ in groups] + [mate for _, mates in groups for mate in mates]
+        sequences = [sequence for sequence, _ in groups] + [mate for _, mates in groups for mate in mates]
         self._joining = []
-        rows_N = np.array([ask.row for ask in asks])
-        self._sample(logits_NV[slots.host_index(order, self.device)], rows_N, asks)
-        seated = np.array([ask.row for ask in asks if ask.row >= 0], np.int64)
+        rows_N = np.array([sequence.row for sequence in sequences])
+        self._sample(logits_NV[host_index(order, self.device)], rows_N, sequences)
+        seated = np.array([sequence.row for sequence in sequences if sequence.row >= 0], np.int64)
         if self._cuda is not None and len(seated):
             self._cuda.seat(seated)
 
-    def _seat_mates(self, ask: Ask, mates: Sequence[Ask]) -> None:
+    def _seat_mates(self, sequence: ActiveSequence, mates: Sequence[ActiveSequence]) -> None:
         """Requests with the same prompt get a copy of its keys and values."""
         if not mates:
             return
         first = len(self.live)
         for i, mate in enumerate(mates):
             self._vacate(first + i)
-            mate.row, mate.reused = first + i, len(ask.prompt_ids)
+            mate.row, mate.reused = first + i, len(sequence.prompt_ids)
             self._seat(mate)
-        self.cache.spread(ask.row, range(first, len(self.live)), len(ask.prompt_ids))
+        self.cache.spread(sequence.row, range(first, len(self.live)), len(sequence.prompt_ids))
 
     def _run_prompts(self, ids: list[int], positions: list[int], last: list[int], segments: list[Segment]) -> Tensor:
         if isinstance(self.cache, SequentialCache):
@@ -400,7 +411,7 @@ class Engine:
             return self._cuda.prefill(ids, positions, last, segments)
         ids_T, positions_T, last_N = (torch.tensor(values) for values in (ids, positions, last))
         attend = Prefill(self.cache, segments)
-        return self.live_model.forward(ids_T[None], positions_T[None], attend, last_N)[0]
+        return self.runner.forward(ids_T[None], positions_T[None], attend, last_N)[0]
 
     def _take_row(self, prompt: list[int]) -> tuple[int, int]:
         """The next live row, holding as much of the prompt as any kept row has; and how much that is."""
@@ -422,10 +433,10 @@ class Engine:
             self.cache.move(row, oldest, self.table.kept_length(row))
             self.table.swap_kept(oldest, row)
 
-    def _seat(self, ask: Ask) -> None:
-        ask.weights = self.live_model.version
-        self.live.append(ask)
-        self.table.seat(ask)
+    def _seat(self, sequence: ActiveSequence) -> None:
+        sequence.weights = self.runner.version
+        self.live.append(sequence)
+        self.table.seat(sequence)
 
     # --- tokens ---------------------------------------------------------------------------------------------------
 
@@ -435,7 +446,7 @@ class Engine:
         if isinstance(self.cache, SequentialCache):
             logits_BV = self.cache.decode(table.token[:n].tolist())
         else:
-            self.live_model.count_step(self.rows)
+            self.runner.count_step(self.rows)
             if self._decode_several(min(table.room(n, self.length), BURST), self.cache):
                 return
             logits_BV = self._run_step(n, self.cache)
@@ -449,65 +460,78 @@ class Engine:
         span = min(self.length, (int(table.length[:n].max()) // SPAN_STEP + 1) * SPAN_STEP)
         attend = Decode(cache, torch.arange(n, device=self.device), length_B, span)
         ids = torch.from_numpy(table.token[:n]).to(self.device)[:, None]
-        return self.live_model.forward(ids, length_B[:, None], attend)[:, 0]
+        return self.runner.forward(ids, length_B[:, None], attend)[:, 0]
 
     def _decode_several(self, most: int, cache: SlotCache) -> bool:
         rows = len(self.live)
-        drawn = self.live_model.decode(rows, most, self.table, self._is_stop, cache) if most > 1 else None
+        columns = self.table.decode_columns(rows)
+        drawn = self.runner.decode(columns, most, self._is_stop, cache.store) if most > 1 else None
         if drawn is None:
             return False
-        columns = (drawn.token_KB, drawn.logprob_KB, drawn.raw_KB)
-        self.table.record_steps(*(one[:-1] for one in columns))
+        steps = (drawn.token_KB, drawn.logprob_KB, drawn.raw_KB)
+        self.table.record_steps(*(one[:-1] for one in steps))
         self.table.length[:rows] += 1
         self.steps += len(drawn.token_KB)
         self.tokens += drawn.token_KB[:-1].size
-        self._take(np.arange(rows), list(self.live), *(one[-1] for one in columns))
+        self._take(np.arange(rows), list(self.live), *(one[-1] for one in steps))
         return True
 
-    def _sample(self, logits_NV: Tensor, rows_N: np.ndarray, asks: Sequence[Ask]) -> None:
+    def _sample(self, logits_NV: Tensor, rows_N: np.ndarray, sequences: Sequence[ActiveSequence]) -> None:
         """Draw a token for each row, keep it, and let go of the rows that are done."""
         raw_NV = logits_NV
         if self.table.is_biased[rows_N].any():
-            logits_NV = biased(logits_NV, [ask.sampling.logit_bias for ask in asks])
-        knobs = self.table.knobs(rows_N, self.device)
+            logits_NV = biased(logits_NV, [sequence.sampling.logit_bias for sequence in sequences])
+        columns = self.table.columns(rows_N, self.device)
         truncates = bool(self.table.truncates[rows_N].any())
         if self._cuda is not None and not truncates:
-            token_N, logprob_N, raw_N = self._cuda.sample(logits_NV, knobs)
+            token_N, logprob_N, raw_N = self._cuda.sample(logits_NV, columns)
         else:
             is_plain = not truncates and bool((self.table.temperature[rows_N] == 1.0).all())
-            token_N, logprob_N, raw_N = sample(logits_NV, knobs, truncates=truncates, is_plain=is_plain)
+            token_N, logprob_N, raw_N = sample(logits_NV, columns, truncates=truncates, is_plain=is_plain)
         if raw_NV is not logits_NV:
             raw_N = torch.log_softmax(raw_NV.float(), -1).gather(1, token_N[:, None])[:, 0]
-        self._take(rows_N, asks, *(value.cpu().numpy() for value in (token_N, logprob_N, raw_N)))
+        self._take(rows_N, sequences, *(value.cpu().numpy() for value in (token_N, logprob_N, raw_N)))
 
     def _take(
-        self, rows_N: np.ndarray, asks: Sequence[Ask], token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray
+        self,
+        rows_N: np.ndarray,
+        sequences: Sequence[ActiveSequence],
+        token_N: np.ndarray,
+        logprob_N: np.ndarray,
+        raw_N: np.ndarray,
     ) -> None:
         """Keep what was drawn, and finish the rows for which it was the last."""
         self.table.record(rows_N, token_N, logprob_N, raw_N)
-        self.tokens += len(asks)
+        self.tokens += len(sequences)
         is_full_N = self.table.is_full(rows_N, self.length)
-        self._finish(ends(asks, token_N, logprob_N, raw_N, is_full_N, self._is_stop, self.table.is_watched[rows_N]))
+        self._finish(
+            ends(sequences, token_N, logprob_N, raw_N, is_full_N, self._is_stop, self.table.is_watched[rows_N])
+        )
 
-    def _finish(self, ended: Sequence[tuple[Ask, str | Exception]]) -> None:
+    def _finish(self, ended: Sequence[tuple[ActiveSequence, str | Exception]]) -> None:
         """Free the rows of requests that have ended; what they gave is handed out when the turn is over."""
         if not ended:
             return
-        for ask, reason in ended:
+        for sequence, reason in ended:
             if isinstance(reason, Exception):
-                self._outbox.append((ask, reason))
+                self._outbox.append((sequence, reason))
                 continue
-            generated = self.table.output(ask, reason, self.live_model.version)
-            self._outbox.append((ask, generated))
-        self._retire([ask for ask, _ in ended], spoilt=[ask for ask, reason in ended if isinstance(reason, Exception)])
+            generated = self.table.output(sequence, reason, self.runner.version)
+            self._outbox.append((sequence, generated))
+        self._retire(
+            [sequence for sequence, _ in ended],
+            spoilt=[sequence for sequence, reason in ended if isinstance(reason, Exception)],
+        )
 
-    def _retire(self, asks: Sequence[Ask], *, spoilt: Sequence[Ask] = ()) -> None:
+    def _retire(self, sequences: Sequence[ActiveSequence], *, spoilt: Sequence[ActiveSequence] = ()) -> None:
         """Take rows out of the live ones, which stay without gaps; what they hold stays behind, for who comes back."""
-        for ask in asks:
-            is_kept = ask not in spoilt and ask.weights == self.live_model.version
-            self.table.park(ask, keep=is_kept and self.table.length[ask.row] >= self.table.least_shared)
-        self.cache.clear([ask.row for ask in spoilt])  # NaN times a weight of zero is NaN: who comes next would see it
-        gone = {ask.row for ask in asks}
+        for sequence in sequences:
+            is_kept = sequence not in spoilt and sequence.weights == self.runner.version
+            self.table.park(sequence, keep=is_kept and self.table.length[sequence.row] >= self.table.least_shared)
+        self.cache.clear(
+            [sequence.row for sequence in spoilt]
+        )  # NaN times a weight of zero is NaN: who comes next would see it
+        gone = {sequence.row for sequence in sequences}
         n = len(self.live) - len(gone)
         holes = sorted(row for row in gone if row < n)
         movers = [row for row in range(n, len(self.live)) if row not in gone]
@@ -524,8 +548,8 @@ class Engine:
             self.live[hole] = self.live[mover]
             self.live[hole].row = hole
         del self.live[n:]
-        for ask in asks:
-            ask.row = -1
+        for sequence in sequences:
+            sequence.row = -1
         if self._cuda is not None:
             self._cuda.retire(holes, movers, n, n + len(gone))
         if isinstance(self.cache, SequentialCache):
@@ -533,6 +557,6 @@ class Engine:
 
 
 def _cuda_decoder(engine: Engine, cache: SlotCache) -> CudaDecoder:
-    from verifiers.engine.cuda import CudaDecoder
+    from verifiers.engine.cuda_runner import CudaDecoder
 
     return CudaDecoder(engine, cache)

@@ -1,4 +1,4 @@
-"""A lock that is taken in turns: a loop that takes it again and again starves nobody."""
+"""A lock that goes to whoever has waited longest: a loop that takes it again and again starves nobody."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 _HANDED_OVER = -1
 
 
-class TurnLock:
+class FairLock:
     """Whoever has waited longest is next. The thread that holds it may take it again.
 
     Python's own locks go to whoever is quickest, and that is the one who has just let go.
 
-    >>> lock = TurnLock()
+    >>> lock = FairLock()
     >>> with lock, lock:
     ...     lock.is_held
     True
@@ -78,4 +78,4 @@ def steady(lock: Any) -> AbstractContextManager[Any]:
 
     A backward pass needs that: it reads weights without running the model. Take it before the lock.
     """
-    return lock.steady if isinstance(lock, TurnLock) else nullcontext()
+    return lock.steady if isinstance(lock, FairLock) else nullcontext()

@@ -6,32 +6,32 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verifiers.engine.sequence import Ask, tell
+from verifiers.engine.sequence import ActiveSequence, tell
 from verifiers.errors import ModelError
 
 
 def ends(
-    asks: Sequence[Ask],
+    sequences: Sequence[ActiveSequence],
     token_N: np.ndarray,
     logprob_N: np.ndarray,
     raw_N: np.ndarray,
     is_full_N: np.ndarray,
     is_stop_V: np.ndarray,
     is_watched_N: np.ndarray,
-) -> list[tuple[Ask, str | Exception]]:
+) -> list[tuple[ActiveSequence, str | Exception]]:
     """Who has ended: by a token that stops, by somebody who listens, for want of room, or because of bad numbers."""
     is_bad_N = ~np.isfinite(raw_N)
     is_stop_N = is_stop_V[token_N]
-    found: list[tuple[Ask, str | Exception]] = []
+    found: list[tuple[ActiveSequence, str | Exception]] = []
     for i in np.flatnonzero(is_full_N | is_bad_N | is_stop_N | is_watched_N):
-        ask, token = asks[int(i)], int(token_N[i])
+        sequence, token = sequences[int(i)], int(token_N[i])
         if is_bad_N[i]:
             message = "the model gave logits that are not numbers (NaN); its weights are bad"
-            found.append((ask, ModelError(message)))
-        elif is_stop_N[i] or token in ask.sampling.stop_ids:
-            found.append((ask, "stop"))
-        elif ask.on_token is not None and (told := tell(ask.on_token, token, float(logprob_N[i]))):
-            found.append((ask, told))
+            found.append((sequence, ModelError(message)))
+        elif is_stop_N[i] or token in sequence.sampling.stop_ids:
+            found.append((sequence, "stop"))
+        elif sequence.on_token is not None and (told := tell(sequence.on_token, token, float(logprob_N[i]))):
+            found.append((sequence, told))
         elif is_full_N[i]:
-            found.append((ask, "length"))
+            found.append((sequence, "length"))
     return found

@@ -1,23 +1,20 @@
-"""Where keys and values live: one row a request, live rows first, and behind them rows kept for who comes back.
+"""The KV cache: a slot for each sequence, and what prefill and decode do with keys and values in PyTorch.
 
-The attention function here is registered with transformers under a name of its own, so any decoder that asks that
-registry for its attention works: the model's forward is its own, only what is done with keys and values is ours.
+Slots of running sequences come first. Behind them lie slots that keep the keys and values of finished ones, for a
+prompt that begins like one of them.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-NAME = "verifiers_slots"
+from verifiers.kernels.reference import causal_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +92,6 @@ class Segment:
     past: int
 
 
-class Attend(Protocol):
-    """What one forward does with the queries, keys and values of a layer.
-
-    One that has a method ``rotated`` besides applies the rotary embedding itself (see `attend_rotated`).
-    """
-
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor: ...
-
-
 @dataclass(slots=True)
 class Prefill:
     """Several prompts side by side in one row of tokens; each attends to itself and to its row's past."""
@@ -113,8 +99,8 @@ class Prefill:
     cache: SlotCache
     segments: list[Segment]
 
-    def rows_of_tokens(self) -> np.ndarray:
-        """Which row of the cache each token goes to."""
+    def slots_of_tokens(self) -> np.ndarray:
+        """Which slot of the cache each token goes to."""
         rows, lengths = zip(*((one.row, one.end - one.start) for one in self.segments), strict=True)
         return np.repeat(np.array(rows, np.int64), lengths)
 
@@ -132,7 +118,7 @@ class Prefill:
             if segment.past:
                 row = slice(segment.row, segment.row + 1)
                 k_part, v_part = keys[row, :, :end], values[row, :, :end]
-            outputs.append(attend_causally(q_part, k_part, v_part, segment.past, scale, window, softcap))
+            outputs.append(causal_attention(q_part, k_part, v_part, segment.past, scale, window, softcap))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
@@ -191,109 +177,3 @@ class Decode:
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
             mask = self._masks[window] = mask.repeat_interleave(groups, 0)[:, None]
         return mask
-
-
-def attend_causally(
-    q: Tensor, k: Tensor, v: Tensor, past: int, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
-    n, total = q.shape[2], k.shape[2]
-    needs_window = window is not None and total > window
-    if not past and not needs_window and softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    position_q = torch.arange(past, past + n, device=q.device)[:, None]
-    position_k = torch.arange(total, device=q.device)[None]
-    seen = position_k <= position_q
-    if needs_window:
-        seen &= position_k > position_q - window
-    if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
-    share = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    scores = torch.tanh(torch.matmul(q, k.transpose(2, 3)) * (scale / softcap)) * softcap
-    return torch.matmul(torch.softmax(scores.masked_fill(~seen, float("-inf")), -1), v)
-
-
-# --- the door into transformers -----------------------------------------------------------------------------------
-
-
-class _Current(threading.local):
-    attend: Attend | None = None
-
-
-_current = _Current()
-
-
-def slot_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The attention function that transformers calls while the engine runs the model."""
-    if kwargs.get("s_aux") is not None:
-        raise NotImplementedError("attention sinks are not supported by the local engine")
-    attend = _current.attend
-    if attend is None:
-        raise RuntimeError("the engine is sampling from this model just now: run it `with engine.lock:`")
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    output = attend(module.layer_idx, query, key, value, scale=scale, window=sliding_window, softcap=softcap)
-    return output.transpose(1, 2).contiguous(), None  # some models take a view of it
-
-
-def attend_rotated(
-    layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor,
-    *, scale: float, window: int | None, softcap: float | None,
-) -> Tensor:  # fmt: skip
-    """Attention of queries and keys that are still to be rotated: in one go by whoever can."""
-    attend = _current.attend
-    if attend is None:
-        raise RuntimeError("the engine is sampling from this model just now: run it `with engine.lock:`")
-    rotated: Callable[..., Tensor] | None = getattr(attend, "rotated", None)
-    if rotated is not None:
-        return rotated(layer, q, k, v, cos, sin, scale=scale, window=window, softcap=softcap)
-    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    return attend(layer, q, k, v, scale=scale, window=window, softcap=softcap)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding: each pair (i, i + half) of ``[B, heads, T, dim]`` turned by its position's angle."""
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
-    return x * cos[:, None] + turned * sin[:, None]
-
-
-def register() -> None:
-    """Make the attention function known to transformers; doing it twice changes nothing."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(NAME, slot_attention)
-
-
-@contextmanager
-def attending(configs: Sequence[Any], attend: Attend) -> Iterator[None]:
-    """While this lasts, the model that these configurations belong to attends in our way, on this thread."""
-    with implemented_by(NAME, configs):
-        _current.attend = attend
-        try:
-            yield
-        finally:
-            _current.attend = None
-
-
-@contextmanager
-def implemented_by(name: str, configs: Sequence[Any]) -> Iterator[None]:
-    """While this lasts, the model of these configurations calls the attention function registered under this name."""
-    before = [config._attn_implementation for config in configs]
-    for config in configs:
-        config._attn_implementation = name
-    try:
-        yield
-    finally:
-        for config, own in zip(configs, before, strict=True):
-            config._attn_implementation = own

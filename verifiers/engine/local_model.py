@@ -20,7 +20,7 @@ from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.recording import is_recording, record
 from verifiers.engine import ready_model as loading
 from verifiers.engine.options import Options, read_options
-from verifiers.engine.ready_model import Loaded, name_of
+from verifiers.engine.ready_model import ReadyModel, name_of
 from verifiers.engine.sequence import Generated, OnToken, arrivals
 from verifiers.engine.text.detokenizer import StopWatch
 from verifiers.engine.text.replies import Choice, Prompt, completion_of, read_choice, reply_id
@@ -28,6 +28,7 @@ from verifiers.engine.text.streams import ReplyStream
 from verifiers.errors import DeadlineError, InfraError, ModelError, OverlongPromptError, RequestRefusedError, wrap
 
 if TYPE_CHECKING:
+    from verifiers.engine.backends import Backend
     from verifiers.engine.engine import Engine
 
 DEFAULT_MODEL = "smollm2"
@@ -78,7 +79,7 @@ class LocalModel(OpenAILooks):
         self._stop_ids = frozenset(one for one in stops if isinstance(one, int))
         self._lock = threading.Lock()
         self._recent: Recent[Options] = Recent()
-        self._loaded: Loaded | None = None
+        self._loaded: ReadyModel | None = None
         self._failure: Exception | None = None
         self._is_closed = False
         self._merges = 0
@@ -115,7 +116,7 @@ class LocalModel(OpenAILooks):
         prompt = await self._prepared(ready, request, in_thread=False)
         return ReplyStream(ready, prompt, lambda generated: self._choice(ready, prompt, generated))
 
-    def _choice(self, loaded: Loaded, prompt: Prompt, generated: Generated) -> Choice:
+    def _choice(self, loaded: ReadyModel, prompt: Prompt, generated: Generated) -> Choice:
         choice = read_choice(prompt, generated, loaded.codec)
         if prompt.text is not None:
             loaded.writer.remember(prompt.text + choice.sampled_text, prompt.ids + generated.ids[: choice.body])
@@ -123,14 +124,14 @@ class LocalModel(OpenAILooks):
 
     # --- a request's tokens ---------------------------------------------------------------------------------------
 
-    async def _prepared(self, loaded: Loaded, request: Request, in_thread: bool) -> Prompt:
+    async def _prepared(self, loaded: ReadyModel, request: Request, in_thread: bool) -> Prompt:
         """The request's tokens: made here if it is short, else in a thread, where they hold up nobody."""
         given = (request.prompt, request.tools, request.sampling)
         if not in_thread and chars_in(given, stop_after=SHORT_CHARS) <= SHORT_CHARS:
             return self._prompt(loaded, request)
         return await asyncio.to_thread(self._checked_prompt, loaded, request)
 
-    def _checked_prompt(self, loaded: Loaded, request: Request) -> Prompt:
+    def _checked_prompt(self, loaded: ReadyModel, request: Request) -> Prompt:
         """Refuse by its length what cannot fit, whatever its tokens are: tokenizing it would take seconds."""
         most = loaded.engine.length * loaded.codec.longest_token
         found = chars_in((request.prompt, request.tools, request.sampling), stop_after=most)
@@ -141,7 +142,7 @@ class LocalModel(OpenAILooks):
             )
         return self._prompt(loaded, request)
 
-    def _prompt(self, loaded: Loaded, request: Request) -> Prompt:
+    def _prompt(self, loaded: ReadyModel, request: Request) -> Prompt:
         options = self._options(loaded, request)
         is_chat = request.message_type == "chat"
         tools = (options.tools or None) if is_chat and options.tool_choice != "none" else None
@@ -178,7 +179,7 @@ class LocalModel(OpenAILooks):
             created=int(time.time()),
         )
 
-    def _options(self, loaded: Loaded, request: Request) -> Options:
+    def _options(self, loaded: ReadyModel, request: Request) -> Options:
         given = dict(request.sampling)
         if request.tools and "tools" not in given:
             given["tools"] = request.tools
@@ -195,7 +196,7 @@ class LocalModel(OpenAILooks):
 
     # --- its life -------------------------------------------------------------------------------------------------
 
-    async def ready(self) -> Loaded:
+    async def ready(self) -> ReadyModel:
         """Load the model if that has not been done; a thread does it, once."""
         if self._loaded is not None:
             return self._loaded
@@ -206,7 +207,7 @@ class LocalModel(OpenAILooks):
                 self._failure = error  # the next thousand requests need not try in vain
         raise InfraError(f"the model {self.model} could not be loaded: {self._failure}") from self._failure
 
-    def load(self) -> Loaded:
+    def load(self) -> ReadyModel:
         """Load the model now: ValueError or OSError where there is none, or it does not fit into memory."""
         with self._lock:
             if self._is_closed:
@@ -231,8 +232,8 @@ class LocalModel(OpenAILooks):
         return self.load().engine
 
     @property
-    def backend(self) -> str:
-        """How the model is run: the quickest way that was proven to give its own numbers."""
+    def backend(self) -> Backend:
+        """How the model is run: the quickest way that was proven to give its own numbers, and why not a quicker one."""
         return self.engine.backend
 
     def close(self) -> None:

@@ -1,40 +1,45 @@
-"""A module that others may train meanwhile: run for its logits alone, and watched for changes of its weights.
+"""Tokens → logits, by a module that others may train meanwhile, whose weights are watched for changes.
 
-The engine reads the parameters of the module it was given: there is no copy, and nothing to transfer after an update.
+The engine reads the parameters of the module it was given: nothing has to be transferred after an update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from verifiers.engine import kv_cache as slots
-from verifiers.engine.compiled_model import Drawn
-from verifiers.engine.fair_lock import TurnLock
-from verifiers.engine.fused import Fused
-from verifiers.engine.lean import Lean
-from verifiers.engine.packed import PackedLinears, size_of
+from verifiers.engine.fair_lock import FairLock
+from verifiers.engine.kv_cache import Decode, Prefill
 from verifiers.engine.plan import free_memory
-from verifiers.engine.structure import Structure
+from verifiers.kernels import reference
+from verifiers.kernels.attention import Attend, attending, register
+from verifiers.kernels.cpu.model import CpuModel, DecodeColumns, Drawn, unsupported
+from verifiers.kernels.decoder import CommonDecoder
+from verifiers.kernels.modules import ModuleSnapshot, linear_parameters, replaced_forwards
+from verifiers.kernels.onednn import OneDNNLinears
 
-PACK_AFTER = 8  # steps on the same weights: packing them costs about as much as it saves in so many
+LAY_OUT_AFTER = 8  # steps on the same weights: copying them costs about as much as it saves in so many
+# Tokens that those of a prompt attend to, on average: C sees each query's keys alone, PyTorch's attention many queries
+# at a time, which is quicker from here on.
+MOST_SEEN_IN_C = 128
 
 _locks: WeakValueDictionary[int, Any] = WeakValueDictionary()  # engines of one model share a lock
 
 
-class LiveModel:
-    """One module, its version, and the quickest way to run it here."""
+class ModelRunner:
+    """One module, its version, and the ways to run it here: in C, in fewer operations, or as its modules are."""
 
     def __init__(self, module: Any) -> None:
-        slots.register()
+        register()
         _note_optimizer_steps()
         self.module = module
         config = module.config
@@ -44,39 +49,59 @@ class LiveModel:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
         # Held while the model runs: whoever runs it besides, or updates its weights, takes it.
-        self.lock = _locks.setdefault(id(config), TurnLock())
+        self.lock = _locks.setdefault(id(config), FairLock())
         self.version = 0
         with self.lock:
-            self._fused = Fused(module)
-            self._lean = Lean(module, self._configs)
-        self._structure = Structure(module)
-        self._adapters = _adapted(self._structure.modules)
+            self.decoder = CommonDecoder(module, self._configs)
+            self.not_in_c = unsupported(self.decoder) if self.device.type == "cpu" else "it is not on the CPU"
+        self.cpu = CpuModel(self.decoder) if self.not_in_c is None else None
+        self.onednn = OneDNNLinears(module) if OneDNNLinears.helps(module) else None
+        self._norms = [(one, partial(reference.rms_norm, one, epsilon)) for one, epsilon in self.decoder.norms]
+        self._snapshot = ModuleSnapshot(module)
+        self._adapters = _adapted(self._snapshot.modules)
         self._seen: tuple[int, Any] = (0, None)
-        self._packed = PackedLinears(module) if PackedLinears.helps(module) else None
         self._steps = 0
-        self.is_plain = False  # whether the modules are run as transformers wrote them
+        self.uses_c = self.cpu is not None
+        self.uses_modules = False  # as transformers wrote them
 
-    def forward(self, ids: Tensor, positions: Tensor, attend: slots.Attend, keep: Tensor | int = 0) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor | int = 0) -> Tensor:
         """The logits of the positions in ``keep`` (0: of all)."""
-        if self.is_plain:
-            with slots.attending(self._configs, attend):
+        if self.uses_modules:
+            with attending(self._configs, attend):
                 return self._run_module(ids, positions, keep)
-        bare = self._lean.bare
-        if bare is not None and bare.is_usable:
-            logits = bare.run(ids, positions, attend, keep)
-            if logits is not None:
-                return logits
-        packed = self._packed.in_use() if self._packed is not None else nullcontext()
-        with slots.attending(self._configs, attend), self._fused, self._lean, packed:
-            return self._run(ids, positions, keep)
+        logits = self._run_in_c(ids, positions, attend, keep)
+        return self._run(ids, positions, attend, keep) if logits is None else logits
 
-    def decode(self, *args: Any) -> Drawn | None:
-        """Several tokens for each row in one go (see `Bare.decode`), of a model with which that can be done."""
-        return None if self.is_plain or self._lean.bare is None else self._lean.bare.decode(*args)
+    def decode(self, columns: DecodeColumns, steps: int, is_end_V: np.ndarray, cache: Tensor) -> Drawn | None:
+        """Several tokens for each of the first slots, drawn one after the other; None if that cannot be done in C."""
+        if not (self.uses_c and self.cpu is not None and self.cpu.is_usable and len(is_end_V) >= self.cpu.vocabulary):
+            return None
+        return self.cpu.decode(columns, steps if self.cpu.is_small else 1, is_end_V, cache)
 
-    def _run(self, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
-        logits: Tensor | None = self._lean.forward(ids, positions, keep)
-        return self._run_module(ids, positions, keep) if logits is None else logits
+    def _run_in_c(self, ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor | int) -> Tensor | None:
+        if not (self.uses_c and self.cpu is not None and self.cpu.is_usable):
+            return None
+        if isinstance(attend, Decode):
+            slot_B, length_B = attend.rows_B.numpy(), attend.length_B.numpy()
+            return self.cpu.run(ids[:, 0], slot_B, length_B, slot_B, attend.cache.store)[:, None]
+        if not isinstance(attend, Prefill) or isinstance(keep, int):
+            return None
+        position_T = positions[0].numpy()
+        if position_T.mean() > MOST_SEEN_IN_C:
+            return None
+        return self.cpu.run(ids[0], attend.slots_of_tokens(), position_T, keep.numpy(), attend.cache.store)[None]
+
+    def _run(self, ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor | int) -> Tensor:
+        """By the model's forward, its norms and the layers that were recognised in fewer operations."""
+        decoder, is_unhooked = self.decoder, self.decoder.is_unhooked
+        forwards: list[tuple[Any, Callable[..., Any]]] = [
+            pair for pair in self._norms if "forward" not in vars(pair[0])
+        ]
+        forwards += decoder.forwards if is_unhooked else []
+        forwards += [] if self.onednn is None else self.onednn.forwards
+        is_whole = is_unhooked and decoder.may_run_whole
+        with attending(self._configs, attend), replaced_forwards(forwards):
+            return decoder.forward(ids, positions, keep) if is_whole else self._run_module(ids, positions, keep)
 
     def _run_module(self, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
         logits: Tensor = self.module(
@@ -93,29 +118,24 @@ class LiveModel:
             return q.new_zeros((*q.shape[:3], v.shape[-1]))
 
         ids = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-        with slots.attending(self._configs, note):
+        with attending(self._configs, note):
             self._run_module(ids, ids, 0)
         return found
 
-    def count_step(self, rows: int) -> None:
-        """After some steps on the same weights it pays to lay them out for this many rows."""
+    def count_step(self, slots: int) -> None:
+        """After some steps on the same weights it pays to copy them in C's layout, or oneDNN's for so many slots."""
         self._steps += 1
-        bare = self._lean.bare
-        if (
-            self.is_plain
-            or (self._packed is None and bare is None)
-            or self._steps != PACK_AFTER
-            or not self._has_room()
-        ):
+        has_copies = (self.uses_c and self.cpu is not None) or self.onednn is not None
+        if self.uses_modules or not has_copies or self._steps != LAY_OUT_AFTER or not self._has_room():
             return
-        if bare is not None and bare.is_welcome:
-            bare.pack(rows)
-        elif self._packed is not None:
-            self._packed.pack(rows)
+        if self.uses_c and self.cpu is not None and self.cpu.is_unchanged:
+            self.cpu.lay_out()
+        elif self.onednn is not None:
+            self.onednn.lay_out(slots)
 
     def _has_room(self) -> bool:
         """Is there memory for a copy of the weights, and as much again for everybody else?"""
-        return free_memory(self.device) > 2 * size_of(self.module) * int(self.dtype.itemsize)
+        return free_memory(self.device) > 2 * linear_parameters(self.module) * int(self.dtype.itemsize)
 
     # --- changes --------------------------------------------------------------------------------------------------
 
@@ -125,11 +145,11 @@ class LiveModel:
         An optimizer step counts up the versions of the tensors it changes. Writing through ``.data`` does not: say
         `forget` after that.
         """
-        if is_idle and not self._structure.is_same:  # parameters were replaced, adapters added
-            self._structure = Structure(self.module)
-            self._adapters = _adapted(self._structure.modules)
+        if is_idle and not self._snapshot.is_same:  # parameters were replaced, adapters added
+            self._snapshot = ModuleSnapshot(self.module)
+            self._adapters = _adapted(self._snapshot.modules)
         versions = pointers = 0
-        for parameter in self._structure.parameters:
+        for parameter in self._snapshot.parameters:
             versions += parameter._version
             pointers ^= parameter.data_ptr()
         now = (versions, (pointers, _adapter_state(self._adapters)))
@@ -138,25 +158,25 @@ class LiveModel:
         has_moved = now[1] != self._seen[1]
         self._seen = now
         self.version += 1
-        self._drop_packed()
+        self._drop_copies()
         return True, has_moved
 
     def forget(self) -> None:
         """Whatever was made from the weights so far counts as made from others."""
         self._seen = (-1, self._seen[1])
-        self._drop_packed()
+        self._drop_copies()
 
     def start_afresh(self) -> None:
         """As if nothing had been run yet."""
         self.forget()
         self._seen, self.version = (0, None), 0
 
-    def _drop_packed(self) -> None:
+    def _drop_copies(self) -> None:
         self._steps = 0
-        if self._packed is not None:
-            self._packed.drop()
-        if self._lean.bare is not None:
-            self._lean.bare.drop()
+        if self.onednn is not None:
+            self.onednn.drop()
+        if self.cpu is not None:
+            self.cpu.drop()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from verifiers.engine.kv_cache import Shape
-from verifiers.engine.probe import rope_bounds, text_config
+from verifiers.kernels.prove import rope_bounds, text_config
 
 ROWS = {"cuda": 1024}
 ROWS_ELSEWHERE = 32

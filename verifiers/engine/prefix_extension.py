@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verifiers.engine import kernels
-from verifiers.engine.extend_kernels import SPLITS, extend, queries_at_once, store
 from verifiers.engine.kv_cache import Segment, SlotCache, to_device
+from verifiers.kernels.cuda import decode
+from verifiers.kernels.cuda.extend import SPLITS, extend, queries_at_once, store
 
 if TYPE_CHECKING:
-    from verifiers.engine.cuda import CudaDecoder
+    from verifiers.engine.cuda_runner import CudaDecoder
 
 TOKENS = (32, 64, 128, 256)  # a graph for each: the new tokens it takes
 MOST_PROMPTS = 16
@@ -52,7 +52,7 @@ class CudaExtend:
         return extend(q, keys, values, self.blocks, splits=self.splits, **settings)
 
     def rotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **settings: Any) -> Tensor:
-        kernels.rotate_(q, k, cos, sin)
+        decode.rotate_(q, k, cos, sin)
         return self(layer, q, k, v, **settings)
 
 
@@ -63,7 +63,7 @@ class Extender:
         self._decoder, self._engine = decoder, decoder.engine
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._seen: Counter[int] = Counter()
-        text = decoder.engine.live_model.text_config
+        text = decoder.engine.runner.text_config
         self._share = text.num_attention_heads // decoder.cache.store.shape[3]
 
     def drop_graphs(self) -> None:
@@ -110,7 +110,7 @@ class Extender:
         splits = SPLITS if len(ids) <= TOKENS[-1] else 1
         attend = CudaExtend(self._decoder.cache, rows, positions, block_B, splits)
         known = positions.clamp(max=engine.length - 1)
-        return engine.live_model.forward(ids[None], known[None], attend, place_N)[0]
+        return engine.runner.forward(ids[None], known[None], attend, place_N)[0]
 
     def _graph(self, tokens: int, like: Sequence[np.ndarray]) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         if tokens not in self._graphs:

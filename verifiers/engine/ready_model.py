@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded:
+class ReadyModel:
     """What `LocalModel` has once it has loaded."""
 
     engine: Engine
@@ -41,7 +41,7 @@ def load(
     device: Any = None,
     dtype: Any = None,
     stop_ids: frozenset[int] = frozenset(),
-) -> Loaded:
+) -> ReadyModel:
     """Make a name, a module or an engine ready; ``sizes`` may hold rows, length and max_waiting, the rest is planned.
 
     Raises ValueError or OSError, with what is missing, where a model cannot be had or does not fit into memory.
@@ -59,7 +59,7 @@ def load(
     writer = ChatWriter(tokenizer, model=name)
     stop_ids |= stop_ids_of(model, tokenizer, writer.template, writer.codec)
     engine = source if isinstance(source, Engine) else _engine(model, sizes, stop_ids)
-    return Loaded(
+    return ReadyModel(
         engine=engine,
         writer=writer,
         stop_ids=stop_ids | engine.stop_ids,

@@ -16,7 +16,7 @@ from itertools import count
 from secrets import randbits
 
 NO_TOP_K = 1 << 30
-RECENT = 64  # prompts of which is known what they come to: a group asks the same many times over
+RECENT = 64  # prompts of which is known what they come to: a group sequences the same many times over
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +143,7 @@ def _settle(waiting: Sequence[asyncio.Future[None]]) -> None:
 
 
 @dataclass(eq=False, slots=True)
-class Ask:
+class ActiveSequence:
     """One request on its way through the engine."""
 
     prompt_ids: list[int]
@@ -160,13 +160,13 @@ class Ask:
         return self.future.is_unwanted
 
 
-def in_order(asks: Iterable[Ask]) -> list[Ask]:
+def in_order(sequences: Iterable[ActiveSequence]) -> list[ActiveSequence]:
     """Requests by prompt and seed: an order that does not depend on who came first."""
-    by_prompt: dict[tuple[int, ...], list[Ask]] = {}
-    for ask in asks:
-        by_prompt.setdefault(tuple(ask.prompt_ids), []).append(ask)
+    by_prompt: dict[tuple[int, ...], list[ActiveSequence]] = {}
+    for sequence in sequences:
+        by_prompt.setdefault(tuple(sequence.prompt_ids), []).append(sequence)
     groups = (by_prompt[prompt] for prompt in sorted(by_prompt))
-    return [ask for group in groups for ask in sorted(group, key=lambda ask: ask.seed)]
+    return [sequence for group in groups for sequence in sorted(group, key=lambda sequence: sequence.seed)]
 
 
 def tell(on_token: OnToken, token: int, logprob: float) -> str | Exception | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verifiers.engine.kv_cache import Segment
-from verifiers.engine.probe import rope_bounds
+from verifiers.kernels.prove import rope_bounds
 
 NO_CACHE = {"loss", "logits", "hidden_states", "attentions", "cross_attentions", "router_logits", "aux_loss"}
 

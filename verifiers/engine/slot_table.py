@@ -6,13 +6,14 @@ import numpy as np
 import torch
 
 from verifiers.engine.kv_cache import to_device
-from verifiers.engine.sampler import Knobs
-from verifiers.engine.sequence import NO_TOP_K, Ask, Generated
+from verifiers.engine.sequence import NO_TOP_K, ActiveSequence, Generated
+from verifiers.kernels.cpu.model import DecodeColumns
+from verifiers.kernels.sampling import SamplingColumns
 
 COLDEST = 1e-5  # a lower temperature is greedy: logits divided by it would not be numbers any more
 
 
-class Table:
+class SlotTable:
     """One entry a row. Rows below the live count belong to requests; the others may keep the tokens of one gone by."""
 
     def __init__(self, rows: int, length: int, *, least_shared: int = 0) -> None:
@@ -34,28 +35,35 @@ class Table:
         self._tick = 0
         self._columns = [value for value in vars(self).values() if isinstance(value, np.ndarray)]
 
-    def seat(self, ask: Ask) -> None:
+    def seat(self, sequence: ActiveSequence) -> None:
         """Give a row to a request whose prompt is being filled in."""
-        row, sampling = ask.row, ask.sampling
-        self.length[row] = len(ask.prompt_ids)
+        row, sampling = sequence.row, sequence.sampling
+        self.length[row] = len(sequence.prompt_ids)
         self.steps[row] = 0
         self.max_tokens[row] = min(sampling.max_tokens, self.out_ids.shape[1])
-        self.seed[row] = ask.seed
+        self.seed[row] = sequence.seed
         self.top_k[row] = min(sampling.top_k or NO_TOP_K, NO_TOP_K)
         self.temperature[row] = sampling.temperature if sampling.temperature >= COLDEST else 0.0
         self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
         self.truncates[row] = sampling.truncates
         self.is_biased[row] = bool(sampling.logit_bias)
-        self.is_watched[row] = ask.on_token is not None or bool(sampling.stop_ids)
+        self.is_watched[row] = sequence.on_token is not None or bool(sampling.stop_ids)
         self.kept[row] = 0
 
-    def knobs(self, rows_N: np.ndarray, device: torch.device) -> Knobs:
+    def columns(self, rows_N: np.ndarray, device: torch.device) -> SamplingColumns:
         """How these rows are sampled, on the device, without waiting for what it is doing."""
         real = np.stack([column[rows_N] for column in (self.temperature, self.top_p, self.min_p)])
         whole = np.stack([column[rows_N] for column in (self.top_k, self.seed, self.steps)])
         temperature, top_p, min_p = to_device(real, device)
         top_k, seed, steps = to_device(whole, device)
-        return Knobs(temperature, top_p, top_k, min_p, seed, steps)
+        return SamplingColumns(temperature, top_p, top_k, min_p, seed, steps)
+
+    def decode_columns(self, n: int) -> DecodeColumns:
+        """The first rows, as C takes them."""
+        return DecodeColumns(
+            token=self.token[:n], position=self.length[:n], step=self.steps[:n], temperature=self.temperature[:n],
+            top_p=self.top_p[:n], min_p=self.min_p[:n], top_k=self.top_k[:n], seed=self.seed[:n],
+        )  # fmt: skip
 
     def record(self, rows_N: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray) -> None:
         steps_N = self.steps[rows_N]
@@ -90,32 +98,32 @@ class Table:
         self.steps[:rows] += steps
         self.length[:rows] += steps
 
-    def output(self, ask: Ask, finish_reason: str, version: int) -> Generated:
+    def output(self, sequence: ActiveSequence, finish_reason: str, version: int) -> Generated:
         """All that a request has sampled."""
-        n = self.steps[ask.row]
+        n = self.steps[sequence.row]
         ids, logprobs, raw = (
-            column[ask.row, :n].tolist() for column in (self.out_ids, self.out_logprobs, self.out_raw)
+            column[sequence.row, :n].tolist() for column in (self.out_ids, self.out_logprobs, self.out_raw)
         )
         return Generated(
-            prompt_ids=ask.prompt_ids,
+            prompt_ids=sequence.prompt_ids,
             ids=ids,
             logprobs=logprobs,
             raw_logprobs=raw,
             finish_reason=finish_reason,
-            reused=ask.reused,
-            weights=(ask.weights, version),
+            reused=sequence.reused,
+            weights=(sequence.weights, version),
         )
 
     # --- rows kept for reuse --------------------------------------------------------------------------------------
 
-    def park(self, ask: Ask, *, keep: bool) -> None:
+    def park(self, sequence: ActiveSequence, *, keep: bool) -> None:
         """Note which tokens a row's keys and values belong to, now that its request is done."""
-        row, prompt = ask.row, len(ask.prompt_ids)
+        row, prompt = sequence.row, len(sequence.prompt_ids)
         self._tick += 1
         self.kept_at[row] = self._tick
         self.kept[row] = self.length[row] if keep else 0
         if keep:
-            self.kept_ids[row, :prompt] = ask.prompt_ids
+            self.kept_ids[row, :prompt] = sequence.prompt_ids
             self.kept_ids[row, prompt : self.length[row]] = self.out_ids[row, : self.length[row] - prompt]
 
     def best_match(self, prompt: list[int], first: int) -> tuple[int, int]:

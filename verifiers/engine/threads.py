@@ -1,13 +1,11 @@
-"""Threads that run torch: how many a model wants, and that they come to their end before Python does."""
+"""Threads that run torch: each comes to its end before Python does."""
 
 from __future__ import annotations
 
 import atexit
 import threading
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakSet
-
-ONE_THREAD_BELOW = 4_000_000  # parameters: threads would wait for one another longer than they compute
 
 
 class Stoppable(Protocol):
@@ -32,8 +30,3 @@ def remember(owner: Stoppable, thread: threading.Thread) -> None:
     _threads.difference_update([other for other in _threads if other.ident is not None and not other.is_alive()])
     _owners.add(owner)
     _threads.add(thread)
-
-
-def wants_one(model: Any) -> bool:
-    """Is the model so small that it is run quickest by one thread?"""
-    return bool(sum(one.numel() for one in model.parameters()) < ONE_THREAD_BELOW)

@@ -20,13 +20,13 @@ from verifiers.chat import ChatWriter
 from verifiers.clients import HTTPClient, as_client
 from verifiers.clients.exact import exact_tokens
 from verifiers.clients.protocol import Request
-from verifiers.engine import threads
 from verifiers.engine.files import models
 from verifiers.engine.plan import free_memory, plan
 from verifiers.envs.env_group import EnvGroup, environment_of
 from verifiers.envs.environment import Environment
 from verifiers.envs.rows import Rows, as_rows
 from verifiers.envs.singleturn_env import SingleTurnEnv
+from verifiers.kernels.cpu.threads import is_small
 from verifiers.messages import as_messages, tools_of
 from verifiers.rubrics import Rubric, RubricGroup
 from verifiers.trainers.batch import Batch
@@ -359,7 +359,7 @@ def sensible_threads(model: Any) -> Iterator[None]:
     before = torch.get_num_threads()
     if next(model.parameters()).device.type == "cpu":
         _keep_memory()
-        if threads.wants_one(model):
+        if is_small(model):
             torch.set_num_threads(1)
     try:
         yield

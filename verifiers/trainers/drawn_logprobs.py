@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from verifiers.engine.sampler import Knobs, truncate
 from verifiers.engine.sequence import NO_TOP_K
+from verifiers.kernels.sampling import SamplingColumns, truncate
 from verifiers.trainers.sampling import Distribution
 
 
@@ -35,7 +35,7 @@ def _left_out(scaled_NV: Tensor, target_N: Tensor, drawn_from: Distribution) -> 
         return torch.full((len(scaled_NV),), value, dtype=dtype, device=scaled_NV.device)
 
     zero_N = each(0, torch.int64)
-    knobs = Knobs(
+    columns = SamplingColumns(
         temperature_B=each(1.0, torch.float32),
         top_p_B=each(drawn_from.top_p, torch.float32),
         top_k_B=each(drawn_from.top_k or NO_TOP_K, torch.int64),
@@ -43,5 +43,5 @@ def _left_out(scaled_NV: Tensor, target_N: Tensor, drawn_from: Distribution) -> 
         seed_B=zero_N,
         step_B=zero_N,
     )
-    left_out_NV = truncate(torch.softmax(scaled_NV, -1), knobs) == 0
+    left_out_NV = truncate(torch.softmax(scaled_NV, -1), columns) == 0
     return left_out_NV.scatter_(1, target_N[:, None], False)

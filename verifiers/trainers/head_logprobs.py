@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from verifiers.trainers.fused_functions import kernels_for
+from verifiers.kernels.autograd import kernels_for
 
 CHUNK_BYTES = {"cuda": 2 << 30}  # logits alive at once
 CHUNK_BYTES_ELSEWHERE = 1 << 30

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from verifiers.engine import probe
-from verifiers.engine.projections import is_plain
+from verifiers.kernels import prove as probe
+from verifiers.kernels.modules import is_plain_linear, replaced_forwards
 from verifiers.trainers import head_logprobs
+from verifiers.trainers.decoder_training import DecoderTraining
 from verifiers.trainers.drawn_logprobs import drawn_logprobs
-from verifiers.trainers.lean_training import LeanTraining
 from verifiers.trainers.micro_batches import MicroBatch
 from verifiers.trainers.packing import Row
 from verifiers.trainers.sampling import Distribution
@@ -51,8 +50,8 @@ class TokenScorer:
         self.recomputes = False  # whether the way back of the last logprobs runs the head again
 
     @cached_property
-    def _lean(self) -> LeanTraining:
-        return LeanTraining(self._base)  # not before the model is ours to run
+    def _decoder(self) -> DecoderTraining:
+        return DecoderTraining(self._base)  # not before the model is ours to run
 
     @cached_property
     def layouts(self) -> Layouts:
@@ -71,7 +70,7 @@ class TokenScorer:
         training = [module for module in base.modules() if module.training]
         base.eval()
         try:
-            with torch.no_grad(), probe.unheard(base):
+            with torch.no_grad(), probe.without_hooks(base):
                 ids = torch.tensor(probe.prompts(base.config, [4]), device=next(base.parameters()).device)
                 out = body(input_ids=ids, use_cache=False)
                 hidden = out.last_hidden_state
@@ -79,7 +78,7 @@ class TokenScorer:
                 pairs = []
                 for size in LOGIT_SIZES:
                     out.last_hidden_state = hidden * (size / largest).to(hidden.dtype)
-                    with _returning(body, out):
+                    with replaced_forwards([(body, lambda *_, result=out, **__: result)]):
                         pairs.append((base(input_ids=ids, use_cache=False).logits, self._head(out.last_hidden_state)))
         except Exception as error:  # foreign code: it may cast or project hidden states before its head
             logger.debug("%s is not run in two parts: %r", type(base).__name__, error)
@@ -103,7 +102,10 @@ class TokenScorer:
     def _scored(self, out: Tensor, target_N: Tensor, drawn_from: Distribution) -> Tensor:
         if not self._is_split:
             return drawn_logprobs(out, target_N, drawn_from)
-        head, is_ours = self._head, _is_ours(out) and is_plain(self._head) and self._head.weight.dtype == out.dtype
+        head, is_ours = (
+            self._head,
+            _is_ours(out) and is_plain_linear(self._head) and self._head.weight.dtype == out.dtype,
+        )
         if is_ours and drawn_from.is_tempered:  # its way back needs the weights alone
             return head_logprobs.picked(out, head.weight, head.bias, target_N, drawn_from.temperature)
         return self._in_chunks(out, target_N, drawn_from)
@@ -123,7 +125,7 @@ class TokenScorer:
         return chosen(out.flatten(0, 1), batch.place_N)
 
     def _learning(self, ids_BT: Tensor, row: Row | None, leanly: bool) -> AbstractContextManager[None]:
-        return self._lean.learning(row, leanly=leanly and _is_ours(ids_BT))
+        return self._decoder.learning(row, leanly=leanly and _is_ours(ids_BT))
 
     def _in_chunks(self, hidden_ND: Tensor, target_N: Tensor, drawn_from: Distribution) -> Tensor:
         n, vocabulary = len(hidden_ND), self._head.weight.shape[0]
@@ -143,19 +145,6 @@ class TokenScorer:
             return run(hidden_ND, target_N)
         result: Tensor = checkpoint(run, hidden_ND, target_N, use_reentrant=False)
         return result
-
-
-@contextmanager
-def _returning(module: Any, result: Any) -> Iterator[None]:
-    """While this lasts, a module returns this, whatever it is given."""
-    own = vars(module).get("forward")
-    module.__dict__["forward"] = lambda *_, **__: result
-    try:
-        yield
-    finally:
-        del module.__dict__["forward"]
-        if own is not None:
-            module.__dict__["forward"] = own
 
 
 def _same(whole: Tensor, split: Tensor) -> bool:

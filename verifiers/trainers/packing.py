@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verifiers.engine import kv_cache as slots
-from verifiers.trainers import compiled_kernels
-from verifiers.trainers.compiled_kernels import Runs
-from verifiers.trainers.fused_functions import attended
+from verifiers.kernels.attention import implemented_by
+from verifiers.kernels.autograd import attended
+from verifiers.kernels.cpu import learning as cpu
+from verifiers.kernels.cpu.learning import Segments
 from verifiers.trainers.token_moves import Keys, Padded, there
 
 NAME = "verifiers_shared_prompts"
@@ -60,7 +60,7 @@ class Packing:
         return _Runs(self, has_heads=False)
 
     @cached_property
-    def compiled_runs(self) -> tuple[Runs, Runs]:
+    def compiled_runs(self) -> tuple[Segments, Segments]:
         """All tokens in runs, and those of the tails alone."""
         head_G, tail_B = np.array(self.head_G, np.int64), np.array(self.tail_B, np.int64)
         lengths = np.concatenate((head_G, tail_B))
@@ -71,7 +71,7 @@ class Packing:
         runs = np.stack((starts, lengths, *before), 1)
         most_keys = int((lengths + before[1]).max())
         whole, tails = (torch.from_numpy(np.ascontiguousarray(one)) for one in (runs[lengths > 0], runs[len(head_G) :]))
-        return Runs(whole, 0, most_keys), Runs(tails, self.tokens_in_heads, most_keys)
+        return Segments(whole, 0, most_keys), Segments(tails, self.tokens_in_heads, most_keys)
 
     @cached_property
     def rectangles(self) -> _Rectangles:
@@ -189,7 +189,7 @@ class Row:
         if self.in_runs and q.is_cuda and q.element_size() == 2 and dim <= WIDEST and dim % 8 == 0:
             return (packing.tail_runs if tails_only else packing.runs).attend(q, k, v, scale, dropout)
         # Autocast may leave queries in float32 beside values in half precision.
-        if all(map(compiled_kernels.suit, (q, k, v))) and k.shape == v.shape and k.shape[-1] == dim and not dropout:
+        if all(map(cpu.suit, (q, k, v))) and k.shape == v.shape and k.shape[-1] == dim and not dropout:
             return attended(q, k, v, packing.compiled_runs[tails_only], scale)
         return packing.rectangles.attend(q, k, v, scale, dropout, tails_only)
 
@@ -212,7 +212,7 @@ def computing(configs: Sequence[Any], row: Row) -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, shared_attention)
-    with slots.implemented_by(NAME, configs):
+    with implemented_by(NAME, configs):
         _current.row = row
         try:
             yield

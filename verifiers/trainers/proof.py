@@ -1,7 +1,7 @@
 """A model becomes the layouts in which it learns exactly: packed rows, rectangles, or one sequence at a time.
 
 Sequences are computed alone by the model's own forward, then in each layout on the path that training takes; hidden
-states (or logits) and gradients must agree. All is done at a realistic scale (`verifiers.engine.probe.realistic`), and
+states (or logits) and gradients must agree. All is done at a realistic scale (`verifiers.kernels.prove.realistic`), and
 past the bounds at which a model attends in another way.
 """
 
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verifiers.engine import probe
+from verifiers.kernels import prove as probe
+from verifiers.kernels.prove import agree
 from verifiers.samples import Sample
-from verifiers.trainers.agreement import agree
 from verifiers.trainers.micro_batches import ANY_LENGTH, MicroBatch, Trained, micro_batches
 from verifiers.trainers.packing import Row
 
@@ -61,7 +61,7 @@ def proven_layouts(scorer: TokenScorer) -> Layouts:
     for module in training:
         module.training = False
     try:
-        with probe.unheard(base), probe.realistic(base) as is_telling:
+        with probe.without_hooks(base), probe.realistic(base) as is_telling:
             found = _Proof(scorer).layouts() if is_telling else Layouts()
     finally:
         for module in training:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from verifiers.files import cache_folder
 from verifiers.store import CORE_COLUMNS, Record
 from verifiers.viewer.library import Run
 from verifiers.viewer.rows import facts_of
@@ -97,7 +97,7 @@ def find_tokenizer(run: Run) -> Any:
 
 
 def _tokenizer_folders(run: Run) -> list[Path]:
-    cache = Path(os.environ.get("VERIFIERS_CACHE") or "~/.cache/verifiers").expanduser()
+    cache = cache_folder()
     folders = sorted((run.path / "checkpoints").glob("step-*"), reverse=True)[:1]
     config = run.metadata.get("config")
     names = [run.metadata.get("model"), config.get("model") if isinstance(config, dict) else None]

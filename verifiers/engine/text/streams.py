@@ -10,7 +10,7 @@ from typing import Any
 
 from verifiers.chat.tool_calls import ToolCall, shown_length
 from verifiers.clients.protocol import Completion
-from verifiers.engine.ready_model import Loaded
+from verifiers.engine.ready_model import ReadyModel
 from verifiers.engine.sequence import Generated, OnToken
 from verifiers.engine.text.detokenizer import StopWatch, TextStream
 from verifiers.engine.text.replies import Choice, Prompt, completion_of
@@ -32,7 +32,7 @@ class Piece:
 class _Half:
     """A choice on its way."""
 
-    def __init__(self, loaded: Loaded, prompt: Prompt) -> None:
+    def __init__(self, loaded: ReadyModel, prompt: Prompt) -> None:
         self._style = prompt.tool_style
         self._text = TextStream(loaded.codec, prompt.ids, prompt.options.stop)
         self._held = ""
@@ -75,7 +75,7 @@ class _Half:
 class ReplyStream:
     """The pieces of a reply; ``completion`` is the whole of it once they are through. Left early, its row is free."""
 
-    def __init__(self, loaded: Loaded, prompt: Prompt, read: Callable[[Generated], Choice]) -> None:
+    def __init__(self, loaded: ReadyModel, prompt: Prompt, read: Callable[[Generated], Choice]) -> None:
         self.prompt = prompt
         self.completion: Completion | None = None
         self._loaded = loaded

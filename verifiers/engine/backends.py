@@ -1,0 +1,197 @@
+"""An engine → the quickest way to run its model that is proven here, and why it is not a quicker one.
+
+Prompts of several lengths go through the engine side by side, as requests do, long enough to pass every window and
+chunk that the model has; then one of them goes on, as a second turn does. The logprob of each token is compared with
+what the model's own forward gives for the whole sequence. What disagrees is run by the next backend, or refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from verifiers.engine.fair_lock import steady
+from verifiers.engine.sequence import ActiveSequence, Generated, Sampling
+from verifiers.kernels import prove
+
+if TYPE_CHECKING:
+    from verifiers.engine.engine import Engine
+
+logger = logging.getLogger("verifiers.engine")
+
+CPU, CUDA, TORCH, MODULES, SEQUENTIAL, UNCACHED = "cpu", "cuda", "torch", "modules", "sequential", "uncached"
+DESCRIPTIONS = {
+    CPU: "batched, in C",
+    CUDA: "batched, by Triton kernels",
+    TORCH: "batched, in PyTorch",
+    MODULES: "batched, by the model's own modules",
+    SEQUENTIAL: "one sequence at a time",
+    UNCACHED: "one sequence at a time, without a cache",
+}
+BATCHED = (CPU, CUDA, TORCH, MODULES)  # requests side by side in one KV cache of ours
+
+NEW_TOKENS = 12  # of each request: enough to see the weights laid out in C, which is done after some steps
+TEMPERATURE = 16.0  # tokens of all kinds: the logprob of one that is nearly certain says nothing of the others
+SECOND_TURN = 5  # tokens that a second turn adds
+# The largest errors of logprobs, and their root mean square, that are rounding. Logits of 16 to 32 lie an eighth apart
+# in bfloat16; a model that attends in the wrong way is off by several units.
+WITHIN, WITHIN_MEAN = 2e-3, 1e-3
+WITHIN_HALF, WITHIN_HALF_MEAN = 2.0, 0.4
+
+
+class UnsupportedModelError(ValueError):
+    """No way of running this model gives the numbers of its own forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """How a model is run: its ``name``, and ``why`` not in a quicker way (empty where there is none).
+
+    >>> str(Backend("torch", "not in C: q/k norms"))
+    'batched, in PyTorch (not in C: q/k norms)'
+    """
+
+    name: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{DESCRIPTIONS[self.name]} ({self.why})" if self.why else DESCRIPTIONS[self.name]
+
+
+def choose_backend(engine: Engine) -> Backend:
+    """Set the engine up for the first backend that is proven, and return it."""
+    name = type(engine.model).__name__
+    with (
+        steady(engine.lock), engine.lock, torch.inference_mode(), engine.runner.evaluating(),
+        prove.without_hooks(engine.model),
+    ):  # fmt: skip
+        _check_forward(engine.model, name)
+        try:
+            with prove.realistic(engine.model) as is_telling:
+                tried = _candidates(engine) if is_telling else [SEQUENTIAL, UNCACHED]
+                found, faults = _first_proven(engine, tried)
+        finally:
+            engine.start_afresh()
+    if found is None:
+        bounds = prove.bounds(engine.model.config, engine.length)
+        advice = f"try length={bounds[0]}" if bounds else "is it a causal language model?"
+        raise UnsupportedModelError(f"{name} cannot be sampled from: {faults[-1]} ({advice})")
+    why = faults[0] if faults else _slower_because(engine, found) if is_telling else "its weights say too little yet"
+    backend = Backend(found, why)
+    _tell(name, backend)
+    return backend
+
+
+def _candidates(engine: Engine) -> list[str]:
+    """The backends that could run the model, quickest first."""
+    if engine.device.type == "cuda":
+        return [CUDA, MODULES, SEQUENTIAL, UNCACHED]
+    in_c = [CPU] if engine.runner.cpu is not None else []
+    return [*in_c, TORCH, MODULES, SEQUENTIAL, UNCACHED]
+
+
+def _slower_because(engine: Engine, backend: str) -> str:
+    """Why the first candidate is not the quickest backend that there is."""
+    decoder = engine.runner.decoder
+    if backend == TORCH:
+        return f"not in C: {engine.runner.not_in_c}"
+    if backend == CUDA and not decoder.layers:
+        return "between the kernels: its own modules"
+    return ""
+
+
+def _check_forward(model: Any, name: str) -> None:
+    try:
+        (prompt,) = prove.prompts(model.config, [2])
+        logits = prove.plain_logits(model, prompt, 1)
+    except Exception as error:  # the model is foreign code
+        raise UnsupportedModelError(f"{name} cannot be sampled from: {_first_line(error)}") from error
+    if bool(logits.isnan().any()):
+        raise UnsupportedModelError(f"{name} gives logits that are not numbers (NaN): its weights are bad")
+
+
+def _first_proven(engine: Engine, backends: Sequence[str]) -> tuple[str | None, list[str]]:
+    faults: list[str] = []
+    for backend in backends:
+        fault = _fault(engine, backend)
+        if fault is None:
+            return backend, faults
+        faults.append(f"{DESCRIPTIONS[backend]}, {fault}")
+    return None, faults
+
+
+def _tell(name: str, backend: Backend) -> None:
+    if backend.name in (SEQUENTIAL, UNCACHED) or backend.why.endswith("no C compiler"):
+        logger.warning("%s is sampled %s, which is exact and slower: %s", name, DESCRIPTIONS[backend.name], backend.why)
+    else:
+        logger.info("%s is sampled %s", name, backend)
+
+
+def _fault(engine: Engine, backend: str) -> str | None:
+    """What is wrong with a backend; None if nothing is."""
+    try:
+        if backend in BATCHED and (alone := _layers_of_their_own(engine)):
+            return f"{alone} of its layers keep state outside attention, or attend in a way of their own"
+        engine.run_by(backend)
+        error_T = torch.cat([_errors(engine.model, reply) for reply in _replies(engine)])
+    except Exception as fault:  # the model is foreign code, asked in a way that it may not know
+        logger.debug("%s does not run %s", type(engine.model).__name__, backend, exc_info=True)
+        return _first_line(fault)
+    if backend == CPU and engine.runner.cpu is not None and not engine.runner.cpu.runs:
+        return "its weights were not copied: too little memory, or too short a length"  # PyTorch is what was compared
+    is_half = engine.dtype.itemsize < 4
+    most, mean = (WITHIN_HALF, WITHIN_HALF_MEAN) if is_half else (WITHIN, WITHIN_MEAN)
+    largest, typical = float(error_T.max()), float(error_T.square().mean().sqrt())
+    logger.debug("%s, %s: errors up to %.2g, typically %.2g", type(engine.model).__name__, backend, largest, typical)
+    return None if largest <= most and typical <= mean else f"its logprobs are off by up to {largest:.2g}"
+
+
+def _layers_of_their_own(engine: Engine) -> int:
+    layers = int(engine.runner.text_config.num_hidden_layers)
+    return len(set(range(layers)) - engine.runner.attending_layers())
+
+
+def _replies(engine: Engine) -> list[Generated]:
+    """Requests side by side, one of them twice; then one goes on."""
+    room = engine.length - 1
+    new = min(NEW_TOKENS, max(1, room // 2))
+    lengths = prove.prompt_lengths(engine.model.config, engine.length, new)
+    asked = prove.prompts(engine.model.config, lengths)
+    way = Sampling(max_tokens=new, temperature=TEMPERATURE)
+    sequences = [ActiveSequence(prompt, way, seed) for seed, prompt in enumerate([*asked, asked[1]])]
+    replies = _drive(engine, sequences)
+    for first in replies[: 1 + len(asked) // 3]:
+        turn = [*first.prompt_ids, *first.ids, *asked[0][:SECOND_TURN]]
+        if len(turn) < room:
+            replies += _drive(engine, [ActiveSequence(turn, Sampling(max_tokens=2, temperature=TEMPERATURE), 0)])
+    return replies
+
+
+def _drive(engine: Engine, sequences: Sequence[ActiveSequence]) -> list[Generated]:
+    """Run requests to their end on this thread."""
+    engine.waiting.extend(sequences)
+    try:
+        while not all(sequence.future.done() for sequence in sequences):
+            engine.step()
+    except Exception as error:
+        engine.fail(error, waiting=True)
+    return [sequence.future.result() for sequence in sequences]
+
+
+def _errors(model: Any, reply: Generated) -> Tensor:
+    """How far each token's logprob is from that of the model's own forward."""
+    logits_TV = prove.plain_logits(model, [*reply.prompt_ids, *reply.ids], len(reply.ids) + 1)[:-1]
+    ids_T = torch.tensor(reply.ids, device=logits_TV.device)
+    expected_T = torch.log_softmax(logits_TV, -1).gather(1, ids_T[:, None])[:, 0]
+    return (expected_T.cpu() - torch.tensor(reply.raw_logprobs)).abs().nan_to_num(math.inf)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

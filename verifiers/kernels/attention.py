@@ -1,0 +1,106 @@
+"""Attention of a transformers model → a function of ours, on this thread, for as long as a block lasts.
+
+The function here is registered with transformers under a name of its own, so any decoder that asks that registry for
+its attention works: the model's forward is its own, only what is done with queries, keys and values is ours.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from verifiers.kernels.reference import rotary
+
+NAME = "verifiers_slots"
+
+
+class Attend(Protocol):
+    """What one forward does with the queries, keys and values ``[B, heads, T, dim]`` of a layer.
+
+    One that has a method ``rotated`` besides applies the rotary embedding itself (see `attend_rotated`).
+    """
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor: ...
+
+
+class _Current(threading.local):
+    attend: Attend | None = None
+
+
+_current = _Current()
+
+
+def slot_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls while a block of `attending` lasts."""
+    if kwargs.get("s_aux") is not None:
+        raise NotImplementedError("attention sinks are not supported by the local engine")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    output = _attend()(module.layer_idx, query, key, value, scale=scale, window=sliding_window, softcap=softcap)
+    return output.transpose(1, 2).contiguous(), None  # some models take a view of it
+
+
+def attend_rotated(
+    layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor,
+    *, scale: float, window: int | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """Attention of queries and keys before their rotary embedding, which is fused with it by whoever can."""
+    attend = _attend()
+    rotated: Callable[..., Tensor] | None = getattr(attend, "rotated", None)
+    if rotated is not None:
+        return rotated(layer, q, k, v, cos, sin, scale=scale, window=window, softcap=softcap)
+    q, k = rotary(q, cos, sin), rotary(k, cos, sin)
+    return attend(layer, q, k, v, scale=scale, window=window, softcap=softcap)
+
+
+def _attend() -> Attend:
+    if _current.attend is None:
+        raise RuntimeError("the engine is sampling from this model just now: run it `with engine.lock:`")
+    return _current.attend
+
+
+def register() -> None:
+    """Make the attention function known to transformers; doing it twice changes nothing."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, slot_attention)
+
+
+@contextmanager
+def attending(configs: Sequence[Any], attend: Attend) -> Iterator[None]:
+    """While this lasts, the model that these configurations belong to attends by ``attend``, on this thread."""
+    with implemented_by(NAME, configs):
+        _current.attend = attend
+        try:
+            yield
+        finally:
+            _current.attend = None
+
+
+@contextmanager
+def implemented_by(name: str, configs: Sequence[Any]) -> Iterator[None]:
+    """While this lasts, the model of these configurations calls the attention function registered under this name."""
+    before = [config._attn_implementation for config in configs]
+    for config in configs:
+        config._attn_implementation = name
+    try:
+        yield
+    finally:
+        for config, own in zip(configs, before, strict=True):
+            config._attn_implementation = own

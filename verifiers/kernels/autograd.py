@@ -1,0 +1,255 @@
+"""Kernels → functions with a backward pass: norms, rotary embedding, gating, and whole parts of a layer.
+
+The kernels are Triton's on a card, C on a CPU in float32, and the reference elsewhere. What a function keeps for its
+backward pass is what it was given, never what it can compute again in the same sweep. One function for a part of a
+layer is one node of autograd's, where its operations would be a dozen, each taking the host as long as a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn.functional import linear
+
+from verifiers.kernels import reference
+from verifiers.kernels.cpu import learning as cpu
+from verifiers.kernels.cpu.learning import Segments
+from verifiers.kernels.modules import is_plain_linear
+
+
+def kernels_for(x: Tensor) -> Any:
+    """The kernels of the device that a tensor is on."""
+    if not x.is_cuda:
+        return cpu if cpu.suit(x) else reference
+    from verifiers.kernels.cuda import learning
+
+    return learning
+
+
+def add_norm(x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """``x`` plus ``more`` (if there is more), and the RMS norm of that."""
+    total, normed = _AddNorm.apply(x_ND, more_ND, weight, epsilon)
+    return total, normed
+
+
+def normed(module: Any, epsilon: float, x: Tensor) -> Tensor:
+    """The RMS norm that a module is: one kernel of ours, or of PyTorch's."""
+    if not cpu.suit(x):
+        return reference.rms_norm(module, epsilon, x)
+    result: Tensor = add_norm(x.reshape(-1, x.shape[-1]), None, module.weight, epsilon)[1]
+    return result.view(x.shape)
+
+
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of queries and keys ``[B, T, heads, dim]``, by angles ``[B or 1, T, dim]``."""
+    q, k = _Rotated.apply(q, k, cos.contiguous(), sin.contiguous())
+    return q, k
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU of ``gate`` times ``up``."""
+    result: Tensor = _Gated.apply(gate, up)
+    return result
+
+
+def projected(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The input through each of these layers; their ways back add up in the multiplications."""
+    if not are_plain(x, linears):
+        return tuple(one(x) for one in linears)
+    found: tuple[Tensor, ...] = _Projected.apply(x, *_weights(linears))
+    return found
+
+
+def are_plain(x: Tensor, linears: Sequence[Any]) -> bool:
+    """Are these layers nothing but their weights, and is nobody rounding in between?"""
+    return not torch.is_autocast_enabled(x.device.type) and all(map(is_plain_linear, linears))
+
+
+def projected_heads(
+    x: Tensor, weight: Tensor, epsilon: float, linears: Sequence[Any], head_dim: int, rotary: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``x`` itself, and rotated queries, rotated keys and values ``[B, T, heads, dim]`` of its norm.
+
+    The layers are plain. Whoever goes on with ``x`` takes the one that is given back: then gradients meet in the norm.
+    """
+    cos, sin = (one.contiguous() for one in rotary)
+    x, q, k, v = _ProjectedHeads.apply(x, weight, epsilon, head_dim, cos, sin, *_weights(linears))
+    return x, q, k, v
+
+
+def fed_forward(
+    x: Tensor, more: Tensor, weight: Tensor, epsilon: float, gate: Tensor, up: Tensor, down: Tensor
+) -> Tensor:
+    """``x`` plus ``more``, plus what a gated feed-forward (SiLU, no biases) makes of the norm of that."""
+    result: Tensor = _FedForward.apply(x, more, weight, epsilon, gate, up, down)
+    return result
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+    """Attention of the tokens of segments, of all that are given: ``[T, heads, dim]``, which compiled kernels suit."""
+    result: Tensor = _Attended.apply(q, k, v, segments, scale)
+    return result
+
+
+def _weights(linears: Sequence[Any]) -> list[Tensor | None]:
+    return [one for layer in linears for one in (layer.weight, layer.bias)]
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+class _AddNorm(Function):  # type: ignore[misc]  # torch is not typed here
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        x_ND = x_ND.contiguous()
+        total_ND, normed_ND, scale_N = kernels_for(x_ND).norm(
+            x_ND, None if more_ND is None else more_ND.contiguous(), weight, epsilon
+        )
+        ctx.save_for_backward(total_ND, weight, scale_N)
+        ctx.set_materialize_grads(False)
+        ctx.adds = more_ND is not None
+        return total_ND, normed_ND
+
+    @staticmethod
+    def backward(ctx: Any, past_ND: Tensor | None, grad_ND: Tensor | None) -> tuple[Any, ...]:
+        if grad_ND is None:  # nobody used the norm
+            return past_ND, past_ND if ctx.adds else None, None, None
+        total_ND, weight, scale_N = ctx.saved_tensors
+        past_ND = None if past_ND is None else past_ND.contiguous()
+        grad_ND, grad_weight = kernels_for(total_ND).norm_back(
+            total_ND, weight, scale_N, past_ND, grad_ND.contiguous(), learns=ctx.needs_input_grad[2]
+        )
+        return grad_ND, grad_ND if ctx.adds else None, grad_weight, None
+
+
+class _Rotated(Function):  # type: ignore[misc]  # torch is not typed here
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        turned: tuple[Tensor, Tensor] = kernels_for(q).rotate(q.contiguous(), k.contiguous(), cos, sin)
+        return turned
+
+    @staticmethod
+    def backward(ctx: Any, q: Tensor, k: Tensor) -> tuple[Any, ...]:
+        back = kernels_for(q).rotate(q.contiguous(), k.contiguous(), *ctx.saved_tensors, back=True)
+        return *back, None, None
+
+
+class _Gated(Function):  # type: ignore[misc]  # torch is not typed here
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        result: Tensor = kernels_for(gate).gated(gate, up)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        gate, up = ctx.saved_tensors
+        back: tuple[Tensor, Tensor] = kernels_for(gate).gated_back(gate, up, grad.contiguous())
+        return back
+
+
+class _Projected(Function):  # type: ignore[misc]  # torch is not typed here
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights[::2])
+        return tuple(linear(x, weight, bias) for weight, bias in zip(weights[::2], weights[1::2], strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        total, found = _projected_back(_flat(x), weights, grads, ctx.needs_input_grad[1:], ctx.needs_input_grad[0])
+        return None if total is None else total.view(x.shape), *found
+
+
+def _projected_back(
+    x_ND: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """The gradient of an input that several layers had, and those of their weights and biases, in turns."""
+    total: Tensor | None = None
+    found: list[Tensor | None] = []
+    for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+        grad_NE = _flat(grad)
+        found += [grad_NE.t() @ x_ND if needs[2 * i] else None, grad_NE.sum(0) if needs[2 * i + 1] else None]
+        if needs_x:
+            total = grad_NE @ weight if total is None else total.addmm_(grad_NE, weight)
+    return total, found
+
+
+class _ProjectedHeads(Function):  # type: ignore[misc]  # torch is not typed here
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, norm: Tensor, epsilon: float, head_dim: int, cos: Tensor, sin: Tensor,
+        *weights: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        kernels, x_ND = kernels_for(x), _flat(x)
+        _, normed_ND, scale_N = kernels.norm(x_ND, None, norm, epsilon)
+        shape = (*x.shape[:-1], -1, head_dim)
+        q, k, v = (
+            linear(normed_ND, weight, bias).view(shape)
+            for weight, bias in zip(weights[::2], weights[1::2], strict=True)
+        )
+        ctx.save_for_backward(x_ND, normed_ND, scale_N, norm, cos, sin, *weights[::2])
+        return x, *kernels.rotate(q, k, cos, sin), v
+
+    @staticmethod
+    def backward(ctx: Any, past: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+        x_ND, normed_ND, scale_N, norm, cos, sin, *weights = ctx.saved_tensors
+        kernels = kernels_for(x_ND)
+        q, k = kernels.rotate(q.contiguous(), k.contiguous(), cos, sin, back=True)
+        grads = [one.flatten(-2) for one in (q, k, v)]
+        total_ND, found = _projected_back(normed_ND, weights, grads, ctx.needs_input_grad[6:], needs_x=True)
+        total_ND, grad_norm = kernels.norm_back(
+            x_ND, norm, scale_N, _flat(past), total_ND, learns=ctx.needs_input_grad[1]
+        )
+        return total_ND.view(past.shape), grad_norm, None, None, None, None, *found
+
+
+class _FedForward(Function):  # type: ignore[misc]  # torch is not typed here
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, more: Tensor, norm: Tensor, epsilon: float, gate: Tensor, up: Tensor, down: Tensor
+    ) -> Tensor:
+        kernels = kernels_for(x)
+        total_ND, normed_ND, scale_N = kernels.norm(_flat(x), _flat(more), norm, epsilon)
+        gate_NE, up_NE = linear(normed_ND, gate), linear(normed_ND, up)
+        product_NE = kernels.gated(gate_NE, up_NE)
+        ctx.save_for_backward(total_ND, normed_ND, scale_N, gate_NE, up_NE, product_NE, norm, gate, up, down)
+        return torch.addmm(total_ND, product_NE, down.t()).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        total_ND, normed_ND, scale_N, gate_NE, up_NE, product_NE, norm, gate, up, down = ctx.saved_tensors
+        kernels, grad_ND = kernels_for(grad), _flat(grad)
+        _, _, learns_norm, _, *learns = ctx.needs_input_grad
+        both = kernels.gated_back(gate_NE, up_NE, grad_ND @ down)
+        needs = (learns[0], False, learns[1], False)
+        back_ND, (grad_gate, _, grad_up, _) = _projected_back(normed_ND, (gate, up), both, needs, needs_x=True)
+        grad_down = grad_ND.t() @ product_NE if learns[2] else None
+        back_ND, grad_norm = kernels.norm_back(total_ND, norm, scale_N, grad_ND, back_ND, learns=learns_norm)
+        back = back_ND.view(grad.shape)
+        return back, back, grad_norm, None, grad_gate, grad_up, grad_down
+
+
+class _Attended(Function):  # type: ignore[misc]  # torch is not typed here
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out, sums = cpu.attend(q, k, v, segments, scale)
+        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.segments, ctx.scale = segments, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, sums = ctx.saved_tensors
+        back = cpu.attend_back(q, k, v, ctx.segments, ctx.scale, out, sums, grad.contiguous())
+        return *back, None, None

@@ -1,0 +1,1 @@
+"""C for the CPU: compiled where it runs, called through one binding."""

@@ -1,0 +1,109 @@
+"""The functions of decode.c and learn.c, with the types of their arguments; None where there is no compiler."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from verifiers.kernels.cpu import build
+
+FOLDER = Path(__file__).parent
+
+
+class Team(Structure):
+    """Threads that call one function at the same time, and meet at barriers."""
+
+    _fields_ = tuple((name, c_int32) for name in ("parts", "arrived", "phase", "is_over"))
+
+
+class CSampling(Structure):
+    """How each row is sampled: pointers to columns."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("temperature", "top_p", "min_p", "top_k", "seed", "step"))
+
+
+class Matrix(Structure):
+    """Linear layers of one input side by side, in panels."""
+
+    _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("columns", c_int64))
+
+
+class Layer(Structure):
+    """A decoder layer."""
+
+    _fields_ = (
+        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_float) for name in ("before", "after", "scale")),
+        ("window", c_int64),
+    )
+
+
+class Heads(Structure):
+    """Sizes of attention, and the cosines and sines of the rotary embedding by position."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("heads", "kv_heads", "dim", "length")),
+        *((name, c_void_p) for name in ("cos", "sin")),
+    )
+
+
+class Model(Structure):
+    """All layers, the head, and where the KV cache is."""
+
+    _fields_ = (
+        ("layers", POINTER(Layer)),
+        ("head", Matrix),
+        ("last", c_float),
+        *((name, c_int64) for name in ("n_layers", "width", "inner")),
+        ("heads", Heads),
+        ("cache", c_void_p),
+        ("slots", c_int64),
+    )
+
+
+_N, _X, _AT = c_int64, c_float, c_void_p
+_PART = [_N, _AT]  # which part of the work, and the team that does it
+_DECODE: dict[str, tuple[list[Any], Any]] = {
+    "panels_size": ([_N, _N], _N),
+    "lay_out": ([_AT, _N, _N, _N, _AT, _AT], None),
+    "run_room": ([_AT, _N, _N], _N),
+    "run": ([_AT, _N, *[_AT] * 4, _N, _AT, _AT, *_PART], None),
+    "draw_room": ([_N], _N),
+    "draw": ([_N, _N, *[_AT] * 6], None),
+    "decode_room": ([_AT, _N, _N], _N),
+    "decode": ([_AT, _AT, _N, _N, *[_AT] * 10, *_PART], _N),
+}
+_LEARN: dict[str, tuple[list[Any], Any]] = {
+    "norm": ([_N, _N, _AT, _AT, _AT, _X, _AT, _AT, _AT], None),
+    "norm_back": ([_N, _N, *[_AT] * 7], None),
+    "rotate": ([_N, _N, _N, _AT, _AT, _N, _AT, _AT, c_int], None),
+    "gated": ([_N, *[_AT] * 3], None),
+    "gated_back": ([_N, *[_AT] * 5], None),
+    "pick": ([_N, _N, _AT, _AT, _X, _AT, _AT], _N),
+    "pick_back": ([_N, _N, _AT, _AT, _X, _AT, _AT], None),
+    "attention_room": ([_N, _N], _N),
+    "attention": ([_N, _AT, _N, _N, _N, _X, *[_AT] * 6], None),
+    "attention_back": ([_N, _AT, _N, _N, _N, _X, *[_AT] * 10], None),
+}
+
+
+@cache
+def decode_functions() -> Any:
+    """Sampling: a model's forward, and drawing tokens."""
+    return _typed("decode.c", _DECODE)
+
+
+@cache
+def learn_functions() -> Any:
+    """Learning: what lies between the multiplications of a layer, forward and backward."""
+    return _typed("learn.c", _LEARN)
+
+
+def _typed(name: str, types: dict[str, tuple[list[Any], Any]]) -> Any:
+    found = build.library(FOLDER / name)
+    if found is not None:
+        for function, (arguments, result) in types.items():  # without its types ctypes cuts a pointer in half
+            getattr(found, function).argtypes, getattr(found, function).restype = arguments, result
+    return found

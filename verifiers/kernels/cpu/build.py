@@ -1,0 +1,151 @@
+"""A file of C → a library, compiled once for this processor and kept in the cache folder; None without a compiler.
+
+``VERIFIERS_COMPILE=0`` says to do without; ``VERIFIERS_SANITIZE=1`` compiles with AddressSanitizer and UBSan.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from verifiers.files import cache_folder
+from verifiers.kernels.cpu.private import check_file, open_private_folder
+
+logger = logging.getLogger("verifiers.kernels")
+
+COMPILERS = ("cc", "gcc", "clang")
+# Sums may be taken by parts where the source says so; what is not a number stays so.
+FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd"]
+PATIENCE_S = 120.0
+HEADER = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
+
+
+@cache
+def library(source: Path) -> ctypes.CDLL | None:
+    """The functions of a source file; None without a compiler that can make something of it."""
+    compiler = find_compiler()
+    if compiler is None or ctypes.sizeof(ctypes.c_void_p) != 8 or sys.platform == "win32":
+        return None
+    text = _with_headers(source)
+    command = [compiler, *FLAGS, *_for_this_processor(), "-shared", "-fPIC"]
+    key = hashlib.sha256(b"\0".join([text, " ".join(command).encode(), _machine().encode()])).hexdigest()[:20]
+    name = f"{source.stem}-{key}.so"
+    try:
+        return _kept(name, [*command, str(source), "-o"])
+    except PermissionError as error:
+        logger.warning("compiled code is not kept: %s", error)
+    except (OSError, subprocess.SubprocessError) as error:
+        _say(source, error)
+        return None
+    try:
+        with tempfile.TemporaryDirectory(prefix="verifiers-") as folder:  # ours alone, and gone once it is loaded
+            return _built(Path(folder), name, [*command, str(source), "-o"])
+    except (OSError, subprocess.SubprocessError) as error:
+        _say(source, error)
+        return None
+
+
+def _say(source: Path, error: Exception) -> None:
+    logger.info("%s cannot be compiled, so PyTorch does its work, slower: %s", source.name, _reason(error))
+
+
+def _kept(name: str, command: list[str]) -> ctypes.CDLL:
+    """What is in the cache folder if nobody else could have written it, else what is put there now."""
+    folder = cache_folder() / "compiled"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return _built(folder, name, command)
+
+
+def _built(folder: Path, name: str, command: list[str]) -> ctypes.CDLL:
+    handle = open_private_folder(folder)
+    try:
+        with suppress(OSError):  # not there yet; or damaged, or a file that others can write: it is made again
+            return _load(handle, name)
+        _build(command, Path(os.path.realpath(folder)), name, handle)
+        return _load(handle, name)
+    finally:
+        os.close(handle)
+
+
+def _load(folder: int, name: str) -> ctypes.CDLL:
+    """Open, check, and load what is open: by its name it might be another file by now."""
+    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        check_file(file, name)
+        opened = f"/proc/self/fd/{file}"
+        if not os.path.exists(opened):  # not Linux; nobody else can change the folder or any above it
+            return ctypes.CDLL(f"{_path_of(folder)}/{name}")
+        found = ctypes.CDLL(opened)
+    except BaseException:
+        os.close(file)
+        raise
+    return found  # the file stays open: the loader knows libraries by name, and a second one may not have this number
+
+
+def _path_of(folder: int) -> str:
+    import fcntl
+
+    command = getattr(fcntl, "F_GETPATH", None)  # macOS
+    if command is None:
+        raise OSError("this system cannot say what is open")
+    return fcntl.fcntl(folder, command, bytes(1024)).rstrip(b"\0").decode()
+
+
+def find_compiler() -> str | None:
+    """The C compiler that is used, unless it is switched off."""
+    if os.environ.get("VERIFIERS_COMPILE", "1") == "0":
+        return None
+    own = os.environ.get("CC", "").split()
+    return next((found for name in (*own[:1], *COMPILERS) if (found := shutil.which(name))), None)
+
+
+def _with_headers(source: Path) -> bytes:
+    """What will be compiled: the source and the files beside it that it names."""
+    text = source.read_bytes()
+    return b"\0".join([text, *((source.parent / name.decode()).read_bytes() for name in HEADER.findall(text))])
+
+
+def _build(command: list[str], folder: Path, name: str, handle: int) -> None:
+    """Compiled beside its place and then put there: whoever comes at the same time finds all of it or nothing."""
+    file, unfinished = tempfile.mkstemp(dir=folder, suffix=".part")
+    os.close(file)
+    part = Path(unfinished).name
+    try:
+        subprocess.run(
+            [*command, unfinished, "-lm"], check=True, capture_output=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL
+        )
+        os.chmod(part, 0o700, dir_fd=handle)  # whatever the umask says
+        os.replace(part, name, src_dir_fd=handle, dst_dir_fd=handle)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(part, dir_fd=handle)
+
+
+def _for_this_processor() -> list[str]:
+    return ["-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"]
+
+
+def _machine() -> str:
+    """What tells this machine from others: the folder may be shared by some that are not alike."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.platform()} {platform.processor()}"
+    kinds = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return "\n".join([*platform.libc_ver(), *kinds])
+
+
+def _reason(error: Exception) -> str:
+    said = getattr(error, "stderr", None)
+    return said.decode(errors="replace").strip()[-500:] if said else str(error)

@@ -1,0 +1,410 @@
+/* New tokens of a decoder on a CPU, layer by layer: their keys and values go to the KV cache, which they attend to.
+
+   Matrices are laid out in panels of PANEL columns, so that a multiplication reads them from front to back, and have the
+   weight of the norm before them multiplied in (see model.py). Several threads may call the same function at once, each
+   for its part of the work; none needs Python while it runs. Whoever calls asks the *_room functions how many floats of
+   scratch space a call needs. */
+
+#include <sched.h>
+
+#include "sample.h"
+#include "simd.h"
+
+/* Numbers that one instruction takes, and a tile of sums that stays in registers: its rows, and vectors of each. */
+#if defined(__AVX512F__)
+enum { LANES = 16, TALL = 8, WIDE = 2 };
+#elif defined(__AVX__)
+enum { LANES = 8, TALL = 6, WIDE = 2 };
+#elif defined(__aarch64__)
+enum { LANES = 4, TALL = 6, WIDE = 4 };
+#else
+enum { LANES = 4, TALL = 6, WIDE = 2 };
+#endif
+enum { PANEL = LANES * WIDE, NEAR = 32 }; /* so many keys stay near from one query to the next */
+typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float Four __attribute__((vector_size(16)));
+
+typedef struct {
+    const float *panels, *bias; /* no bias: NULL */
+    int64_t rows, columns;      /* of the matrix: inputs and outputs */
+} Matrix;
+
+typedef struct {
+    Matrix qkv, out, gate_up, down;
+    float before, after; /* epsilon · width of the two norms: what is added to a sum of squares */
+    float scale;
+    int64_t window; /* positions that a token attends to; 0: all */
+} Layer;
+
+typedef struct {
+    int64_t heads, kv_heads, dim, length; /* the last: positions of a slot of the cache */
+    const float *cos, *sin;             /* [positions, dim] */
+} Heads;
+
+typedef struct {
+    const Layer *layers;
+    Matrix head;
+    float last; /* as `before`, for the norm before the head */
+    int64_t n_layers, width, inner;
+    Heads heads;
+    float *cache; /* [layers, 2, slots, kv_heads, length, dim] */
+    int64_t slots;
+} Model;
+
+/* Floats that a matrix takes in panels. */
+int64_t panels_size(int64_t inputs, int64_t columns) { return (columns + PANEL - 1) / PANEL * PANEL * inputs; }
+
+/* --- threads ---------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    int32_t parts, arrived, phase, is_over;
+} Team;
+
+enum { SPINS = 2000 }; /* before a waiting thread gives its processor to others */
+
+/* Wait until all threads of the team are here. */
+static void barrier(Team *team) {
+    if (team->parts == 1) return;
+    int32_t phase = __atomic_load_n(&team->phase, __ATOMIC_ACQUIRE);
+    if (__atomic_add_fetch(&team->arrived, 1, __ATOMIC_ACQ_REL) == team->parts) {
+        __atomic_store_n(&team->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&team->phase, phase + 1, __ATOMIC_RELEASE);
+        return;
+    }
+    for (int spins = 0; __atomic_load_n(&team->phase, __ATOMIC_ACQUIRE) == phase; spins++)
+        if (spins > SPINS) sched_yield();
+}
+
+typedef struct {
+    int64_t first, end;
+} Part;
+
+static Part part_of(int64_t n, int64_t part, const Team *team) {
+    return (Part){n * part / team->parts, n * (part + 1) / team->parts};
+}
+
+/* --- matrices --------------------------------------------------------------------------------------------------- */
+
+/* Lay `n` outputs (rows of `weight`) out as the columns from `first` on, each input multiplied by its scale. */
+void lay_out(float *panels, int64_t first, int64_t n, int64_t inputs, const float *weight, const float *scale) {
+    for (int64_t done = 0, some; done < n; done += some) {
+        int64_t column = (first + done) % PANEL;
+        some = PANEL - column < n - done ? PANEL - column : n - done;
+        float *to = panels + (first + done - column) * inputs + column;
+        const float *from = weight + done * inputs;
+        for (int64_t k = 0; k < inputs; k++, to += PANEL)
+            for (int64_t j = 0; j < some; j++) to[j] = from[j * inputs + k] * (scale ? scale[k] : 1.0f);
+    }
+}
+
+static inline __attribute__((always_inline)) void tile(
+    int tall, const float *x, int64_t inputs, const float *panel, const float *bias, float *y, int64_t stride,
+    int64_t n, int adds) {
+    Lanes sums[TALL][WIDE];
+    for (int i = 0; i < tall; i++)
+        for (int j = 0; j < WIDE; j++) sums[i][j] = (Lanes){0};
+    for (int64_t k = 0; k < inputs; k++) {
+        Lanes column[WIDE];
+#pragma GCC unroll 4
+        for (int j = 0; j < WIDE; j++) column[j] = *(const Lanes *)(panel + k * PANEL + j * LANES);
+#pragma GCC unroll 8
+        for (int i = 0; i < tall; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < WIDE; j++) sums[i][j] += x[i * inputs + k] * column[j];
+    }
+    for (int i = 0; i < tall; i++) {
+        float found[PANEL];
+        memcpy(found, sums[i], sizeof found);
+        float *to = y + i * stride;
+        if (bias)
+            for (int64_t j = 0; j < n; j++) found[j] += bias[j];
+        if (adds)
+            for (int64_t j = 0; j < n; j++) to[j] += found[j];
+        else
+            for (int64_t j = 0; j < n; j++) to[j] = found[j];
+    }
+}
+
+/* y = x · matrix (+ bias), or that added to y: `m` rows, and of the columns a part. */
+static void multiply(
+    const Matrix *matrix, int64_t m, const float *x, float *y, int adds, int64_t part, const Team *team) {
+    int64_t inputs = matrix->rows, columns = matrix->columns;
+    Part panels = part_of((columns + PANEL - 1) / PANEL, part, team);
+    for (int64_t first = panels.first * PANEL; first < columns && first < panels.end * PANEL; first += PANEL) {
+        const float *panel = matrix->panels + first * inputs;
+        const float *bias = matrix->bias ? matrix->bias + first : 0;
+        int64_t n = columns - first < PANEL ? columns - first : PANEL;
+        for (int64_t i = 0; i < m; i += TALL) {
+            const float *rows = x + i * inputs;
+            float *to = y + i * columns + first;
+#define CASE(tall) case tall: tile(tall, rows, inputs, panel, bias, to, columns, n, adds); break;
+            switch (m - i < TALL ? m - i : TALL) {
+                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if defined(__AVX512F__) /* TALL */
+                CASE(7) CASE(8)
+#endif
+            }
+        }
+    }
+}
+
+/* Rows divided by their lengths; `floor` is added to the sums of their squares. */
+static void normed(const float *x, float *y, int64_t m, int64_t width, float floor) {
+    for (int64_t i = 0; i < m; i++, x += width, y += width) {
+        float total = floor;
+#pragma omp simd reduction(+ : total)
+        for (int64_t k = 0; k < width; k++) total += x[k] * x[k];
+        float scale = 1.0f / sqrtf(total);
+        for (int64_t k = 0; k < width; k++) y[k] = x[k] * scale;
+    }
+}
+
+/* --- attention, gating ------------------------------------------------------------------------------------------ */
+
+static void rotate(float *x, const float *cos, const float *sin, int64_t dim) {
+    int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float one = x[i], two = x[i + half];
+        x[i] = one * cos[i] - two * sin[i];
+        x[i + half] = two * cos[i + half] + one * sin[i + half];
+    }
+}
+
+static inline float sum_of(Lanes x) {
+    Four parts[LANES / 4];
+    memcpy(parts, &x, sizeof x);
+    for (int half = LANES / 8; half; half /= 2)
+        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
+    return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
+}
+
+/* Some vectors of the sum of `n` values by their weights, added to what is there. */
+static inline __attribute__((always_inline)) void weighted(
+    int vectors, int64_t n, int64_t dim, const float *weights, const float *values, float *out) {
+    Lanes seen[4];
+    for (int j = 0; j < vectors; j++) seen[j] = *(const Lanes *)(out + j * LANES);
+    for (int64_t t = 0; t < n; t++)
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++) seen[j] += weights[t] * *(const Lanes *)(values + t * dim + j * LANES);
+    for (int j = 0; j < vectors; j++) *(Lanes *)(out + j * LANES) = seen[j];
+}
+
+/* The scores of `n` keys. */
+static inline __attribute__((always_inline)) void score(
+    int64_t dim, const float *q, const float *keys, int64_t n, float scale, float *scores) {
+    int64_t whole = dim / LANES * LANES;
+    for (int64_t t = 0; t < n; t++, keys += dim) {
+        Lanes sums = {0};
+        for (int64_t d = 0; d < whole; d += LANES) sums += *(const Lanes *)(q + d) * *(const Lanes *)(keys + d);
+        float dot = sum_of(sums);
+        for (int64_t d = whole; d < dim; d++) dot += q[d] * keys[d];
+        scores[t] = dot * scale;
+    }
+}
+
+/* Scores become weights that add up to 1; there is room for LANES more of them. */
+static void softmax(float *scores, int64_t n) {
+    for (int64_t t = n; t < n + LANES; t++) scores[t] = -INFINITY; /* so that there are whole vectors of them */
+    Lanes most = *(const Lanes *)scores, sums = {0};
+    for (int64_t t = 0; t < n; t += LANES)
+#pragma omp simd
+        for (int64_t l = 0; l < LANES; l++) most[l] = scores[t + l] > most[l] ? scores[t + l] : most[l];
+    float greatest = most[0];
+    for (int64_t l = 1; l < LANES; l++) greatest = most[l] > greatest ? most[l] : greatest;
+    for (int64_t t = 0; t < n; t += LANES) {
+#pragma omp simd
+        for (int64_t l = 0; l < LANES; l++) scores[t + l] = exp_of(scores[t + l] - greatest);
+        sums += *(const Lanes *)(scores + t);
+    }
+    float share = 1.0f / sum_of(sums);
+    for (int64_t t = 0; t < n; t++) scores[t] *= share;
+}
+
+static inline __attribute__((always_inline)) void add_values(
+    int64_t dim, const float *weights, const float *values, int64_t n, float *out) {
+    int64_t d = 0;
+    for (; dim - d >= 4 * LANES; d += 4 * LANES) weighted(4, n, dim, weights, values + d, out + d);
+    for (; dim - d >= 2 * LANES; d += 2 * LANES) weighted(2, n, dim, weights, values + d, out + d);
+    for (; dim - d >= LANES; d += LANES) weighted(1, n, dim, weights, values + d, out + d);
+    for (; d < dim; d++)
+        for (int64_t t = 0; t < n; t++) out[d] += weights[t] * values[t * dim + d];
+}
+
+/* Queries that share keys, over `n` of these, some at a time: each query finds them where the first one left them.
+   There is room for the scores of each query, and LANES more. */
+static inline __attribute__((always_inline)) void attend_by(
+    int64_t dim, int64_t share, const float *q, const float *keys, const float *values, int64_t n, float scale,
+    float *scores, float *out) {
+    int64_t stride = n + LANES;
+    for (int64_t t = 0; t < n; t += NEAR)
+        for (int64_t h = 0; h < share; h++)
+            score(dim, q + h * dim, keys + t * dim, n - t < NEAR ? n - t : NEAR, scale, scores + h * stride + t);
+    for (int64_t h = 0; h < share; h++) softmax(scores + h * stride, n);
+    memset(out, 0, share * dim * sizeof(float));
+    for (int64_t t = 0; t < n; t += NEAR)
+        for (int64_t h = 0; h < share; h++)
+            add_values(dim, scores + h * stride + t, values + t * dim, n - t < NEAR ? n - t : NEAR, out + h * dim);
+}
+
+static void attend(
+    int64_t dim, int64_t share, const float *q, const float *keys, const float *values, int64_t n, float scale,
+    float *scores, float *out) {
+    switch (dim) { /* loops of a known length are unrolled */
+        case 32: attend_by(32, share, q, keys, values, n, scale, scores, out); break;
+        case 64: attend_by(64, share, q, keys, values, n, scale, scores, out); break;
+        case 128: attend_by(128, share, q, keys, values, n, scale, scores, out); break;
+        default: attend_by(dim, share, q, keys, values, n, scale, scores, out);
+    }
+}
+
+/* Rotate the queries and keys of some tokens, and put keys and values into their slots of the cache. */
+static void store(
+    const Heads *heads, Part tokens, float *qkv, const int64_t *slot, const int64_t *position, float *keys,
+    float *values) {
+    int64_t dim = heads->dim, kv_heads = heads->kv_heads, across = (heads->heads + 2 * kv_heads) * dim;
+    for (int64_t i = tokens.first; i < tokens.end; i++) {
+        const float *cos = heads->cos + position[i] * dim, *sin = heads->sin + position[i] * dim;
+        float *q = qkv + i * across, *k = q + heads->heads * dim, *v = k + kv_heads * dim;
+        for (int64_t h = 0; h < heads->heads + kv_heads; h++) rotate(q + h * dim, cos, sin, dim);
+        for (int64_t g = 0; g < kv_heads; g++) {
+            int64_t at = (slot[i] * kv_heads + g) * heads->length * dim + position[i] * dim;
+            memcpy(keys + at, k + g * dim, dim * sizeof(float));
+            memcpy(values + at, v + g * dim, dim * sizeof(float));
+        }
+    }
+}
+
+/* What the queries of some tokens see. `scores` has room for those of the queries that share keys. */
+static void attend_slots(
+    const Heads *heads, Part tokens, const float *qkv, const int64_t *slot, const int64_t *position,
+    const Layer *layer, const float *keys, const float *values, float *scores, float *out) {
+    int64_t dim = heads->dim, kv_heads = heads->kv_heads, across = (heads->heads + 2 * kv_heads) * dim;
+    int64_t share = heads->heads / kv_heads, window = layer->window;
+    for (int64_t i = tokens.first; i < tokens.end; i++) {
+        int64_t first = window && position[i] >= window ? position[i] - window + 1 : 0;
+        for (int64_t g = 0; g < kv_heads; g++) {
+            int64_t at = (slot[i] * kv_heads + g) * heads->length * dim + first * dim;
+            attend(
+                dim, share, qkv + i * across + g * share * dim, keys + at, values + at, position[i] - first + 1,
+                layer->scale, scores, out + (i * kv_heads + g) * share * dim);
+        }
+    }
+}
+
+static void gate(float *x, const float *both, Part rows, int64_t inner) {
+    for (int64_t i = rows.first; i < rows.end; i++)
+        for (int64_t j = 0; j < inner; j++) {
+            float g = both[2 * i * inner + j], up = both[(2 * i + 1) * inner + j];
+            x[i * inner + j] = g / (1.0f + exp_of(-g)) * up;
+        }
+}
+
+/* --- the model -------------------------------------------------------------------------------------------------- */
+
+/* Numbers between two multiplications, at most: those before the one and after the other. */
+static int64_t most_before(const Model *model) {
+    int64_t queries = model->heads.heads * model->heads.dim;
+    int64_t most = model->width > queries ? model->width : queries;
+    return most > model->inner ? most : model->inner;
+}
+
+static int64_t most_after(const Model *model) {
+    int64_t across = (model->heads.heads + 2 * model->heads.kv_heads) * model->heads.dim;
+    return 2 * model->inner > across ? 2 * model->inner : across;
+}
+
+/* Scores of the queries that share keys, of one thread. */
+static int64_t scores_room(const Model *model) {
+    return model->heads.heads / model->heads.kv_heads * (model->heads.length + LANES);
+}
+
+/* Floats of scratch space that `run` needs for `m` tokens and so many threads. */
+int64_t run_room(const Model *model, int64_t m, int64_t parts) {
+    return m * (most_before(model) + most_after(model)) + parts * scores_room(model);
+}
+
+/* `m` tokens, whose embeddings are in `hidden`, each at `position` of a slot of the cache: the logits of those in
+   `keep`. */
+void run(
+    const Model *model, int64_t m, float *hidden, const int64_t *slot, const int64_t *position, const int64_t *keep,
+    int64_t n_keep, float *logits, float *room, int64_t part, Team *team) {
+    const Heads *heads = &model->heads;
+    int64_t width = model->width, per_layer = model->slots * heads->kv_heads * heads->length * heads->dim;
+    float *x = room, *y = x + m * most_before(model), *scores = y + m * most_after(model);
+    Part rows = part_of(m, part, team), kept = part_of(n_keep, part, team);
+    int64_t first = rows.first * width, n = rows.end - rows.first;
+    scores += part * scores_room(model);
+    for (int64_t l = 0; l < model->n_layers; l++) {
+        const Layer *layer = model->layers + l;
+        float *keys = model->cache + 2 * l * per_layer, *values = keys + per_layer;
+        normed(hidden + first, x + first, n, width, layer->before);
+        barrier(team);
+        multiply(&layer->qkv, m, x, y, 0, part, team);
+        barrier(team);
+        store(heads, rows, y, slot, position, keys, values);
+        barrier(team);
+        attend_slots(heads, rows, y, slot, position, layer, keys, values, scores, x);
+        barrier(team);
+        multiply(&layer->out, m, x, hidden, 1, part, team);
+        barrier(team);
+        normed(hidden + first, x + first, n, width, layer->after);
+        barrier(team);
+        multiply(&layer->gate_up, m, x, y, 0, part, team);
+        barrier(team);
+        gate(x, y, rows, model->inner);
+        barrier(team);
+        multiply(&layer->down, m, x, hidden, 1, part, team);
+        barrier(team);
+    }
+    for (int64_t i = kept.first; i < kept.end; i++)
+        normed(hidden + keep[i] * width, x + i * width, 1, width, model->last);
+    barrier(team);
+    multiply(&model->head, n_keep, x, logits, 0, part, team);
+    barrier(team);
+}
+
+/* --- tokens ----------------------------------------------------------------------------------------------------- */
+
+/* A token of each of `m` rows of logits; `room` is that of `draw_room`. */
+void draw(
+    int64_t m, int64_t vocabulary, const float *logits, const Sampling *sampling, int64_t *token, float *logprob, float *raw,
+    float *room) {
+    for (int64_t i = 0; i < m; i++)
+        token[i] = drawn(logits + i * vocabulary, vocabulary, sampling, i, logprob + i, raw + i, room);
+}
+
+/* Floats of scratch space that `decode` needs for `m` slots and so many threads. */
+int64_t decode_room(const Model *model, int64_t m, int64_t parts) {
+    int64_t vocabulary = model->head.columns;
+    return parts * draw_room(vocabulary) + m * (model->width + vocabulary) + run_room(model, m, parts);
+}
+
+/* One token after the other for the first `m` slots of the cache, at most `n` each, until one of them has to be looked
+   at: it may end its sequence, or its logits are not numbers. Returns how many were drawn for each. `token`, `position`
+   and `step` are those of the tokens to begin with, and move on; results are laid out by steps. */
+int64_t decode(
+    const Model *model, const float *embedding, int64_t m, int64_t n, int64_t *token, int64_t *position,
+    const int64_t *slot, const Sampling *sampling, int64_t *step, const uint8_t *is_end, int64_t *tokens, float *logprobs,
+    float *raws, float *room, int64_t part, Team *team) {
+    int64_t width = model->width, vocabulary = model->head.columns;
+    Part rows = part_of(m, part, team);
+    float *weights = room + part * draw_room(vocabulary), *hidden = room + team->parts * draw_room(vocabulary);
+    float *logits = hidden + m * width, *rest = logits + m * vocabulary;
+    for (int64_t done = 1;; done++, tokens += m, logprobs += m, raws += m) {
+        for (int64_t i = rows.first; i < rows.end; i++)
+            memcpy(hidden + i * width, embedding + token[i] * width, width * sizeof(float));
+        run(model, m, hidden, slot, position, slot, m, logits, rest, part, team);
+        for (int64_t i = rows.first; i < rows.end; i++)
+            tokens[i] = drawn(logits + i * vocabulary, vocabulary, sampling, i, logprobs + i, raws + i, weights);
+        barrier(team);
+        if (part == 0) {
+            team->is_over = done == n;
+            for (int64_t i = 0; i < m; i++) {
+                team->is_over |= is_end[tokens[i]] || !isfinite(raws[i]);
+                token[i] = tokens[i], position[i]++, step[i]++;
+            }
+        }
+        barrier(team);
+        if (team->is_over) return done;
+    }
+}

@@ -1,0 +1,270 @@
+"""A decoder of the common kind on a CPU, run by decode.c: the logits of new tokens, or the tokens themselves.
+
+The matrices are copies of the parameters: projections of the same input side by side, with the weight of the norm
+before them multiplied in. They are made anew when the parameters have changed. A hook, an adapter or an exchanged part
+is noticed before a step, which then goes by the modules.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from verifiers.kernels.cpu.binding import CSampling, Heads, Layer, Matrix, Model, decode_functions
+from verifiers.kernels.cpu.threads import ThreadTeam, is_small, threads_for
+from verifiers.kernels.decoder import CommonDecoder, DecoderLayer
+from verifiers.kernels.modules import HOOKS, ModuleSnapshot
+
+STEADY = {"default", "linear", "llama3", "yarn"}  # rotary embeddings whose angles depend on the position alone
+
+
+def unsupported(decoder: CommonDecoder) -> str | None:
+    """Why a model cannot be run in C, in a few words; None if it can."""
+    model, layers = decoder.model, decoder.layers
+    if decoder.was_hooked:
+        return "hooks on its modules"
+    if any(hasattr(one, "merged_adapters") for one in model.modules()):
+        return "adapters"
+    if not decoder.is_whole:
+        return f"{len(layers)} of its layers are of the common kind, and there is more to it" if layers else (
+            "its layers are of another kind"
+        )  # fmt: skip
+    linears = [model.lm_head, *(one for layer in layers for one in (*layer.qkv, *_others(layer)))]
+    norms = [decoder.epsilons.get(id(model.model.norm)), *(one for layer in layers for one in layer.epsilons)]
+    kinds = {
+        "q/k norms": any(one.has_head_norms for one in layers),
+        "capped scores": any(one.softcap is not None for one in layers),
+        "another activation than SiLU": not all(one.is_silu for one in layers),
+        "norms of another kind than RMS": any(epsilon is None for epsilon in norms),
+        "linear layers of another class": any(type(one) is not nn.Linear for one in linears),
+        "an embedding of another class": type(model.model.embed_tokens) is not nn.Embedding,
+        "weights that are not float32": any(one.weight.dtype is not torch.float32 for one in linears),
+        "rotary angles that change": getattr(model.model.rotary_emb, "rope_type", None) not in STEADY,
+        "layers of several sizes": len({(one.heads, one.kv_heads, one.head_dim, one.inner) for one in layers}) > 1,
+    }
+    found = next((name for name, is_so in kinds.items() if is_so), None)
+    return found or ("no C compiler" if decode_functions() is None else None)
+
+
+def _others(layer: DecoderLayer) -> tuple[nn.Linear, ...]:
+    mlp = layer.layer.mlp
+    return layer.layer.self_attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeColumns:
+    """One entry for each slot: its newest token, the position of that, and how the next ones are drawn."""
+
+    token: np.ndarray
+    position: np.ndarray
+    step: np.ndarray
+    temperature: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    top_k: np.ndarray
+    seed: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens of K steps for B slots, and their logprobs: under what they were drawn from, and raw."""
+
+    token_KB: np.ndarray
+    logprob_KB: np.ndarray
+    raw_KB: np.ndarray
+
+
+class CpuModel:
+    """The matrices of a model as its parameters were when they were last laid out."""
+
+    def __init__(self, decoder: CommonDecoder) -> None:
+        self._decoder, self._model = decoder, decoder.model
+        self._snapshot = ModuleSnapshot(self._model)
+        self._own = [vars(module) for module in self._snapshot.modules]
+        self._hooks = [own[name] for own in self._own for name in HOOKS]
+        self.is_small = is_small(self._model)
+        self.runs = 0  # calls of C so far
+        self._is_wanted = self.is_small
+        self._is_stale = True
+        self._matrices: _Matrices | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self._model.lm_head.out_features)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Is the model still made of the same parts, none of them hooked?"""
+        return (
+            not any(self._hooks) and not any("forward" in own for own in self._own) and self._snapshot.is_same
+        )  # fmt: skip
+
+    @property
+    def is_usable(self) -> bool:
+        """May the next step be run here? A larger model has to be laid out before."""
+        return self._is_wanted and self.is_unchanged
+
+    def lay_out(self) -> None:
+        """Take the parameters from here on: a copy of them, made before the next step."""
+        self._is_wanted = True
+
+    def drop(self) -> None:
+        """The parameters have changed."""
+        self._is_stale = True
+        self._is_wanted = self.is_small
+        if not self.is_small:  # whoever trains it needs the memory
+            self._matrices = None
+
+    def run(
+        self, ids_T: Tensor, slot_T: np.ndarray, position_T: np.ndarray, keep_N: np.ndarray, cache: Tensor
+    ) -> Tensor:
+        """The logits ``[N, vocabulary]`` of the tokens in ``keep``; all go to their slots and positions of the cache.
+
+        The cache is ``[layers, 2, slots, kv_heads, length, head_dim]``.
+        """
+        return self._ready().run(ids_T, slot_T, position_T, keep_N, cache)
+
+    def decode(self, columns: DecodeColumns, steps: int, is_end_V: np.ndarray, cache: Tensor) -> Drawn:
+        """Tokens for the first slots, until one of them has to be looked at; at most so many of each."""
+        return self._ready().decode(columns, steps, is_end_V, cache)
+
+    def _ready(self) -> _Matrices:
+        self.runs += 1
+        if self._matrices is None:
+            self._matrices = _Matrices(self._decoder)
+        elif self._is_stale:
+            self._matrices.lay_out()
+        self._is_stale = False
+        return self._matrices
+
+
+class _Matrices:
+    """A model as C knows it."""
+
+    def __init__(self, decoder: CommonDecoder) -> None:
+        self._functions = decode_functions()
+        inner, layers = decoder.model.model, decoder.layers
+        self._embedding, self._angles = inner.embed_tokens, _Angles(inner)
+        self._panels: list[_Panels] = []
+        self._layers = (Layer * len(layers))(*map(self._layer, layers))  # held: the structure below points to it
+        head = self._matrix([decoder.model.lm_head], inner.norm)
+        floor = _floor(inner.norm, decoder.epsilons.get(id(inner.norm)))
+        heads = Heads(layers[0].heads, layers[0].kv_heads, layers[0].head_dim)
+        self._model = Model(self._layers, head, floor, len(layers), head.rows, layers[0].inner, heads)
+        self.team = ThreadTeam(threads_for(decoder.model))
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """Copy the parameters as they are now."""
+        self._embedded = self._embedding.weight.detach().contiguous()
+        self.team.share([partial(one.lay_out, self._functions) for one in self._panels])
+
+    def run(
+        self, ids_T: Tensor, slot_T: np.ndarray, position_T: np.ndarray, keep_N: np.ndarray, cache: Tensor
+    ) -> Tensor:
+        hidden = F.embedding(ids_T, self._embedded)
+        logits = torch.empty(len(keep_N), self._model.head.columns)
+        model = self._with(cache)
+        room = torch.empty(self._functions.run_room(model, len(ids_T), self.team.parts))
+        self.team.call(
+            self._functions.run, model, len(ids_T), hidden.data_ptr(), slot_T.ctypes.data,
+            position_T.ctypes.data, keep_N.ctypes.data, len(keep_N), logits.data_ptr(), room.data_ptr(),
+        )  # fmt: skip
+        return logits
+
+    def decode(self, columns: DecodeColumns, steps: int, is_end_V: np.ndarray, cache: Tensor) -> Drawn:
+        token_B, position_B, step_B = (one.copy() for one in (columns.token, columns.position, columns.step))
+        n = len(token_B)
+        slot_B = np.arange(n)
+        held = (columns.temperature, columns.top_p, columns.min_p, columns.top_k, columns.seed, step_B)
+        sampling = CSampling(*(one.ctypes.data for one in held))
+        token_KB = np.empty((steps, n), np.int64)
+        logprob_KB, raw_KB = np.empty((2, steps, n), np.float32)
+        model = self._with(cache)
+        room = np.empty(self._functions.decode_room(model, n, self.team.parts), np.float32)
+        done = self.team.call(
+            self._functions.decode, model, self._embedded.data_ptr(), n, steps, token_B.ctypes.data,
+            position_B.ctypes.data, slot_B.ctypes.data, ctypes.byref(sampling),
+            *(one.ctypes.data for one in (step_B, is_end_V, token_KB, logprob_KB, raw_KB, room)),
+        )  # fmt: skip
+        return Drawn(token_KB[:done], logprob_KB[:done], raw_KB[:done])
+
+    def _with(self, cache: Tensor) -> Any:
+        """The model as C sees it, reading from and writing to this cache."""
+        model, (_, _, slots, _, length, _) = self._model, cache.shape
+        cos, sin = self._angles.up_to(length)
+        model.heads.cos, model.heads.sin, model.heads.length = cos.data_ptr(), sin.data_ptr(), length
+        model.cache, model.slots = cache.data_ptr(), slots
+        return ctypes.byref(model)
+
+    def _layer(self, known: DecoderLayer) -> Layer:
+        before, after = known.norms
+        out, gate, up, down = _others(known)
+        return Layer(
+            self._matrix(known.qkv, before),
+            self._matrix([out]),
+            self._matrix([gate, up], after),
+            self._matrix([down]),
+            _floor(before, known.epsilons[0]),
+            _floor(after, known.epsilons[1]),
+            known.scale,
+            known.window or 0,
+        )
+
+    def _matrix(self, linears: Sequence[nn.Linear], norm: Any = None) -> Matrix:
+        self._panels.append(_Panels(linears, norm, self._functions))
+        return self._panels[-1].matrix
+
+
+class _Panels:
+    """Linear layers of one input side by side, with the weight of the norm before them multiplied in."""
+
+    def __init__(self, linears: Sequence[nn.Linear], norm: Any, functions: Any) -> None:
+        self._linears, self._norm = linears, norm
+        inputs, columns = linears[0].in_features, sum(one.out_features for one in linears)
+        self._numbers = np.zeros(functions.panels_size(inputs, columns), np.float32)
+        self._bias = None if all(one.bias is None for one in linears) else np.zeros(columns, np.float32)
+        bias = None if self._bias is None else self._bias.ctypes.data
+        self.matrix = Matrix(self._numbers.ctypes.data, bias, inputs, columns)
+
+    def lay_out(self, functions: Any) -> None:
+        inputs, first = self.matrix.rows, 0
+        # C divides by the length of a vector, an RMS norm by its root mean square: the root of the width is in here.
+        scale = None if self._norm is None else self._norm.weight.detach() * inputs**0.5
+        for one in self._linears:
+            weight, end = one.weight.detach().contiguous(), first + one.out_features
+            functions.lay_out(
+                self.matrix.panels, first, one.out_features, inputs, weight.data_ptr(),
+                None if scale is None else scale.data_ptr(),
+            )  # fmt: skip
+            if one.bias is not None and self._bias is not None:
+                self._bias[first:end] = one.bias.detach().numpy()
+            first = end
+
+
+class _Angles:
+    """Cosines and sines of the rotary embedding ``[positions, head_dim]``, as the model's own module makes them."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._known: tuple[int, Tensor, Tensor] | None = None
+
+    def up_to(self, length: int) -> tuple[Tensor, Tensor]:
+        if self._known is None or self._known[0] != length:
+            like = self._inner.embed_tokens.weight
+            cos, sin = self._inner.rotary_emb(like, position_ids=torch.arange(length)[None])
+            self._known = length, cos.contiguous(), sin.contiguous()
+        return self._known[1:]
+
+
+def _floor(norm: Any, epsilon: float | None) -> float:
+    """What is added to the sum of a vector's squares: epsilon is added to their mean."""
+    return (epsilon or 0.0) * float(norm.weight.shape[0])

@@ -1,0 +1,192 @@
+"""Triton: attention of one new token a slot, rotary embedding, gating.
+
+They exist because a benchmark showed the need: attention that reads only the positions a slot has filled needs neither
+masks nor a captured graph for each length, and the rotary embedding by plain operations is ten launches a layer. They
+round where plain operations round.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_S, WARPS, STAGES = 64, 4, 3
+SHARED_BYTES = 160 << 10  # what a block of threads may hold of keys and values on every card we aim at
+BLOCK_GATED = 1024
+
+
+@triton.jit
+def _rotate_pair(x, partner, cos, sin):
+    """x·cos + partner·sin, both products rounded to the type of x before they are added."""
+    one = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype)
+    two = (partner.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)
+    return (one.to(tl.float32) + two.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _attend(
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, out_ptr, length_ptr, scale, softcap,
+    q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row, cache_row, cache_head,
+    ROTATES: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    n = tl.load(length_ptr + row)
+    d = tl.arange(0, PADDED_DIM)
+    in_dim = d < DIM
+    k_new = tl.load(k_ptr + row * k_row + group * k_head + d, mask=in_dim, other=0.0)
+    v_new = tl.load(v_ptr + row * v_row + group * v_head + d, mask=in_dim, other=0.0)
+    head = tl.arange(0, PADDED_HEADS)
+    is_head = head < HEADS
+    is_q = is_head[:, None] & in_dim[None, :]
+    q_heads = q_ptr + row * q_row + (group * HEADS + head[:, None]) * q_head
+    q = tl.load(q_heads + d[None, :], mask=is_q, other=0.0)
+    if ROTATES:
+        partner = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
+        sign = tl.where(d < DIM // 2, -1.0, 1.0)
+        cos = tl.load(cos_ptr + row * cos_row + d, mask=in_dim, other=0.0)
+        sin = tl.load(sin_ptr + row * sin_row + d, mask=in_dim, other=0.0).to(tl.float32) * sign
+        k_partner = tl.load(k_ptr + row * k_row + group * k_head + partner, mask=in_dim, other=0.0)
+        q_partner = tl.load(q_heads + partner[None, :], mask=is_q, other=0.0)
+        k_new = _rotate_pair(k_new, k_partner, cos, sin)
+        q = _rotate_pair(q, q_partner, cos[None, :], sin[None, :])
+    keys = keys_ptr + row * cache_row + group * cache_head
+    values = values_ptr + row * cache_row + group * cache_head
+    tl.store(keys + n * DIM + d, k_new, mask=in_dim)
+    tl.store(values + n * DIM + d, v_new, mask=in_dim)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(n + 1 - WINDOW, 0)
+    score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+    if CAPPED:
+        score = softcap * (2.0 / (1.0 + tl.exp(-2.0 * score / softcap)) - 1.0)
+    top = score
+    total = tl.full([PADDED_HEADS], 1.0, tl.float32)
+    out = tl.zeros([PADDED_HEADS, PADDED_DIM], tl.float32) + v_new.to(tl.float32)[None, :]
+    for start in range((first // BLOCK) * BLOCK, n, BLOCK):
+        s = start + tl.arange(0, BLOCK)
+        seen = (s < n) & (s >= first)
+        at = s[:, None] * DIM + d[None, :]
+        k = tl.load(keys + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee").to(tl.float32) * scale
+        if CAPPED:
+            scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp(top - higher)
+        weights = tl.exp(scores - higher[:, None])
+        v = tl.load(values + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
+        out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee").to(tl.float32)
+        total = total * shrink + tl.sum(weights, 1)
+        top = higher
+    out = out / total[:, None]
+    out_at = out_ptr + (row * tl.num_programs(1) * HEADS + group * HEADS + head[:, None]) * DIM + d[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=is_q)
+
+
+def block_of(row_bytes: int) -> tuple[int, int]:
+    """Positions at a time and loads in flight, so that keys and values of wide heads fit too.
+
+    >>> block_of(128), block_of(1024)
+    ((64, 3), (64, 1))
+    """
+    for block, stages in ((BLOCK_S, STAGES), (BLOCK_S, 2), (BLOCK_S, 1), (BLOCK_S // 2, 1)):
+        if 2 * block * row_bytes * stages <= SHARED_BYTES:
+            return block, stages
+    return 16, 1
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: Tensor,
+    *, scale: float, window: int | None, softcap: float | None, rotary: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Write the new keys and values behind each row's, and attend to all of them; ``[B, heads, 1, dim]``.
+
+    With ``rotary`` (cosines and sines, ``[B, 1, dim]``) queries and keys are rotated first.
+    """
+    batch, heads, _, dim = q.shape
+    groups = keys.shape[1]
+    out = torch.empty((batch, heads, 1, dim), dtype=q.dtype, device=q.device)
+    share = heads // groups
+    padded = max(16, triton.next_power_of_2(dim))
+    block, stages = block_of(padded * keys.element_size())
+    cos, sin = (x.expand(batch, -1, -1) for x in rotary) if rotary is not None else (q, q)
+    _attend[(batch, groups)](
+        q, k, v, cos, sin, keys, values, out, length, scale, softcap or 1.0,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        cos.stride(0), sin.stride(0), keys.stride(0), keys.stride(1),
+        ROTATES=rotary is not None, WINDOW=window or 0, CAPPED=softcap is not None,
+        HEADS=share, PADDED_HEADS=max(16, triton.next_power_of_2(share)),
+        DIM=dim, PADDED_DIM=padded, BLOCK=block, num_warps=WARPS, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr, stride_head, cos_1, cos_2, sin_1, sin_2, HEADS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+):  # fmt: skip
+    head = tl.arange(0, PADDED)[:, None]
+    i = tl.arange(0, PADDED_HALF)[None, :]
+    at = x_ptr + head * stride_head + i
+    inside = (head < HEADS) & (i < HALF)
+    one = tl.load(at, mask=inside, other=0.0)
+    two = tl.load(at + HALF, mask=inside, other=0.0)
+    tl.store(at, _rotate_pair(one, two, cos_1, -sin_1), mask=inside)
+    tl.store(at + HALF, _rotate_pair(two, one, cos_2, sin_2), mask=inside)
+
+
+@triton.jit
+def _rotate(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_row, q_head, q_token, k_row, k_head, k_token,
+    cos_row, cos_token, sin_row, sin_token,
+    Q_HEADS: tl.constexpr, Q_PADDED: tl.constexpr, K_HEADS: tl.constexpr, K_PADDED: tl.constexpr,
+    HALF: tl.constexpr, PADDED_HALF: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
+    i = tl.arange(0, PADDED_HALF)[None, :]
+    cos = cos_ptr + row * cos_row + token * cos_token + i
+    sin = sin_ptr + row * sin_row + token * sin_token + i
+    cos_1, cos_2 = tl.load(cos, mask=i < HALF, other=0.0), tl.load(cos + HALF, mask=i < HALF, other=0.0)
+    sin_1, sin_2 = tl.load(sin, mask=i < HALF, other=0.0), tl.load(sin + HALF, mask=i < HALF, other=0.0)
+    q = q_ptr + row * q_row + token * q_token
+    k = k_ptr + row * k_row + token * k_token
+    _rotate_heads(q, q_head, cos_1, cos_2, sin_1, sin_2, Q_HEADS, Q_PADDED, HALF, PADDED_HALF)
+    _rotate_heads(k, k_head, cos_1, cos_2, sin_1, sin_2, K_HEADS, K_PADDED, HALF, PADDED_HALF)
+
+
+def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotary embedding of queries and keys ``[B, heads, T, dim]``, in place, by angles ``[B or 1, T, dim]``."""
+    batch, heads, tokens, dim = q.shape
+    half = dim // 2
+    cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
+    _rotate[(tokens, batch)](
+        q, k, cos, sin, *q.stride()[:3], *k.stride()[:3], *cos.stride()[:2], *sin.stride()[:2],
+        Q_HEADS=heads, Q_PADDED=triton.next_power_of_2(heads),
+        K_HEADS=k.shape[1], K_PADDED=triton.next_power_of_2(k.shape[1]),
+        HALF=half, PADDED_HALF=triton.next_power_of_2(half), num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gated(gate_ptr, up_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_ptr + at, mask=at < n, other=0.0)
+    up = tl.load(up_ptr + at, mask=at < n, other=0.0)
+    x = gate.to(tl.float32)
+    opened = (x / (1.0 + tl.exp(-x))).to(gate.dtype)
+    tl.store(out_ptr + at, (opened.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=at < n)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU of ``gate`` times ``up``, in one sweep."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    n = gate.numel()
+    _gated[(triton.cdiv(n, BLOCK_GATED),)](gate, up, out, n, BLOCK=BLOCK_GATED, num_warps=4)
+    return out

@@ -1,0 +1,137 @@
+"""Several projections of one input become one launch on CUDA, where that is quicker: found out by timing both.
+
+A decode step of a small model multiplies by matrices so small that starting a multiplication takes as long as doing it.
+The weights are read where they are. What was not timed for a number of rows runs as plain projections.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from verifiers.kernels.modules import is_plain_linear
+
+T = TypeVar("T")
+
+MOST_ROWS = 2048  # above, multiplications are long enough
+TILE = 64  # sizes that the kernels know are multiples of it
+REPEATS = 20
+MARGIN = 0.97  # quicker by so much, or plain it stays
+OWN_FAULTS = "thread_local"  # a recording is spoilt by what its own thread does, and by no other (a trainer's, say)
+
+_choices: dict[tuple[Any, ...], bool] = {}
+
+
+def project(x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
+    """The input through each of these layers."""
+
+    def plain() -> list[Tensor]:
+        return [one(x) for one in linears]
+
+    def together() -> list[Tensor]:
+        from verifiers.kernels.cuda import linear
+
+        return linear.project(x, [one.weight for one in linears], [one.bias for one in linears])
+
+    has_bias = [getattr(one, "bias", None) is not None for one in linears]
+    if not _is_known(x, linears) or any(has_bias) != all(has_bias):
+        return plain()
+    return _quicker(("project", *has_bias), x, linears, plain, together)
+
+
+def project_gated(x: Tensor, gate: Any, up: Any, gated: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """SiLU of one projection times another; ``gated`` does that to their results."""
+
+    def plain() -> Tensor:
+        return gated(gate(x), up(x))
+
+    def together() -> Tensor:
+        from verifiers.kernels.cuda import linear
+
+        return linear.project_gated(x, gate.weight, up.weight)
+
+    if not _is_known(x, (gate, up)) or gate.bias is not None or up.bias is not None:
+        return plain()
+    return _quicker(("gated",), x, (gate, up), plain, together)
+
+
+def _is_known(x: Tensor, linears: Sequence[Any]) -> bool:
+    """A small batch in half precision, and plain layers of sizes that go into whole tiles."""
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or x.numel() > MOST_ROWS * x.shape[-1]:
+        return False
+    return all(
+        is_plain_linear(one)
+        and one.weight.dtype is x.dtype
+        and one.weight.is_contiguous()
+        and one.in_features % TILE == one.out_features % TILE == 0
+        for one in linears
+    )
+
+
+# --- recording --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def nothing_freed() -> Iterator[None]:
+    """While a graph is recorded the garbage collector must not free what belongs to another: that would spoil it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+# --- timing -----------------------------------------------------------------------------------------------------------
+
+
+def _quicker(
+    kind: tuple[Any, ...], x: Tensor, linears: Sequence[Any], plain: Callable[[], T], together: Callable[[], T]
+) -> T:
+    key = (*kind, x.device, x.dtype, x.numel(), *(one.weight.shape for one in linears))
+    choice = _choices.get(key)
+    if choice is None:
+        if not _may_time(x.device):
+            return plain()
+        choice = _choices[key] = _is_quicker(together, plain)
+    return together() if choice else plain()
+
+
+def _may_time(device: torch.device) -> bool:
+    """While a step is practised for its graph: aside from the main stream, and not being captured yet."""
+    is_aside = torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
+    return is_aside and not torch.cuda.is_current_stream_capturing()
+
+
+def _is_quicker(one: Callable[[], Any], other: Callable[[], Any]) -> bool:
+    from verifiers.kernels.cuda import linear
+
+    try:
+        return min(_time(one) for _ in range(2)) < MARGIN * min(_time(other) for _ in range(2))
+    except linear.OutOfResources:  # a card with less shared memory than the tiles take
+        return False
+
+
+def _time(work: Callable[[], Any]) -> float:
+    """Milliseconds on the device alone: as a graph, so that the host's launching does not count."""
+    work()  # compiled outside of the capture
+    torch.cuda.current_stream().synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with nothing_freed():
+        graph.capture_begin(capture_error_mode=OWN_FAULTS)
+        for _ in range(REPEATS):
+            work()
+        graph.capture_end()
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    began.record()
+    graph.replay()
+    ended.record()
+    ended.synchronize()
+    return float(began.elapsed_time(ended))

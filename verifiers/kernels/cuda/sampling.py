@@ -1,0 +1,94 @@
+"""Triton: a token of each row of logits, without truncation, in one sweep; plain operations sweep eight times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_V = 4096
+
+
+@triton.jit
+def _mix(seed, step):
+    """One seed for each (seed, step): splitmix64."""
+    z = seed.to(tl.uint64) + (step.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def _sample(
+    logits_ptr, temperature_ptr, seed_ptr, step_ptr, token_ptr, logprob_ptr, raw_ptr, row_stride,
+    V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits = logits_ptr + row * row_stride
+    temperature = tl.load(temperature_ptr + row)
+    is_greedy = temperature <= 0.0
+    inverse = tl.where(is_greedy, 1.0, 1.0 / tl.where(is_greedy, 1.0, temperature))
+    v = tl.arange(0, BLOCK)
+    b = tl.arange(0, PADDED_BLOCKS)
+    # Of each block the highest logit, and the sums beside it: raw and tempered.
+    tops = tl.full([PADDED_BLOCKS], -1e38, tl.float32)
+    raws = tl.zeros([PADDED_BLOCKS], tl.float32)
+    masses = tl.zeros([PADDED_BLOCKS], tl.float32)
+    for block in range(BLOCKS):
+        at = block * BLOCK + v
+        x = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
+        top = tl.maximum(tl.max(x, 0), -1e38)
+        raw = tl.sum(tl.exp(x - top), 0)
+        mass = raw
+        if inverse != 1.0:
+            mass = tl.sum(tl.exp((x - top) * inverse), 0)
+        tops = tl.where(b == block, top, tops)
+        raws = tl.where(b == block, raw, raws)
+        masses = tl.where(b == block, mass, masses)
+    top = tl.max(tops, 0)
+    raw_sum = tl.sum(raws * tl.exp(tops - top), 0)
+    masses = masses * tl.exp((tops - top) * inverse)
+    total = tl.sum(masses, 0)
+    # One number in [0, 1) picks a block by its mass, then a token within it by its own.
+    mixed = _mix(tl.load(seed_ptr + row), tl.load(step_ptr + row))
+    target = (mixed >> 40).to(tl.float32) * 5.9604644775390625e-08 * total
+    block = tl.minimum(tl.sum((tl.cumsum(masses, 0) <= target).to(tl.int32), 0), BLOCKS - 1)
+    if is_greedy:
+        block = tl.minimum(tl.min(tl.where(tops == top, b, PADDED_BLOCKS), 0), BLOCKS - 1)
+    before = tl.sum(tl.where(b < block, masses, 0.0), 0)
+    own = tl.sum(tl.where(b == block, masses, 0.0), 0)
+    start = block * BLOCK
+    x = tl.load(logits + start + v, mask=start + v < V, other=float("-inf")).to(tl.float32)
+    weight = tl.exp((x - tl.sum(tl.where(b == block, tops, 0.0), 0)) * inverse)
+    reached = tl.cumsum(weight, 0)
+    share = tl.minimum((target - before) / own, 0.9999998)  # sums in another order: stay within the block
+    found = tl.min(tl.where((reached > share * tl.max(reached, 0)) & (weight > 0.0), v, BLOCK), 0)
+    i = tl.where(is_greedy | (found == BLOCK), tl.argmax(x, 0), found)
+    chosen = tl.sum(tl.where(v == i, x, 0.0), 0)
+    raw = chosen - top - tl.log(raw_sum)
+    tl.store(token_ptr + row, tl.minimum(start + i, V - 1).to(tl.int64))
+    tl.store(raw_ptr + row, raw)
+    tl.store(logprob_ptr + row, tl.where(is_greedy, raw, (chosen - top) * inverse - tl.log(total)))
+
+
+def sample(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, step_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Untruncated sampling: what `verifiers.kernels.sampling.sample` returns, in one sweep."""
+    batch, vocabulary = logits_BV.shape
+    token = torch.empty(batch, dtype=torch.int64, device=logits_BV.device)
+    logprob, raw = (torch.empty(batch, dtype=torch.float32, device=logits_BV.device) for _ in range(2))
+    blocks = triton.cdiv(vocabulary, BLOCK_V)
+    _sample[(batch,)](
+        logits_BV, temperature_B, seed_B, step_B, token, logprob, raw, logits_BV.stride(0),
+        V=vocabulary, BLOCK=BLOCK_V, BLOCKS=blocks, PADDED_BLOCKS=triton.next_power_of_2(blocks), num_warps=8,
+    )  # fmt: skip
+    return token, logprob, raw
+
+
+def warm_up(device: Any) -> None:
+    """Compile for this device before anything is captured or timed."""
+    x = torch.zeros((1, 16), device=device)
+    zeros = torch.zeros(1, dtype=torch.int64, device=device)
+    sample(x, torch.ones(1, device=device), zeros, zeros)

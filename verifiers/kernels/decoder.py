@@ -1,0 +1,259 @@
+"""A model's modules → decoder layers of the common kind: recognised by their parts, proven by their numbers.
+
+The common kind is norm, rotary attention, norm, gated feed-forward, each added to the hidden states (Llama, Qwen,
+Mistral, SmolLM, Gemma 1). What is recognised is described here once, as plain data, for every backend; and it is run
+here in fewer operations than transformers takes. A layer is tried both ways on the same probe: what it hands to
+attention and what it returns must agree. Any other layer, and any that has a hook, runs as transformers wrote it.
+Parameters and projections are the layer's own, looked up at every step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from verifiers.kernels.attention import attend_rotated, attending
+from verifiers.kernels.cuda import projections
+from verifiers.kernels.modules import is_hooked, is_plain_linear, without_dropout
+from verifiers.kernels.norms import fusible_norms
+from verifiers.kernels.prove import agree, says_something
+
+logger = logging.getLogger("verifiers.kernels")
+
+WHOLE = {"model", "lm_head"}
+INNER = {"embed_tokens", "layers", "norm", "rotary_emb"}
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+FEED_FORWARD = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+PROBE_SIZE = 1e-2  # hidden states this small beside what a layer adds to them, so that this is what is compared
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer of the common kind: its module, its sizes, and what its own forward passes to attention."""
+
+    layer: Any
+    index: int
+    head_dim: int
+    has_head_norms: bool  # queries and keys are normed, head by head (Qwen3)
+    is_silu: bool
+    epsilons: tuple[float | None, float | None]  # of its two norms, where they are RMS norms
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    @property
+    def qkv(self) -> tuple[Any, Any, Any]:
+        attention = self.layer.self_attn
+        return attention.q_proj, attention.k_proj, attention.v_proj
+
+    @property
+    def norms(self) -> tuple[Any, Any]:
+        return self.layer.input_layernorm, self.layer.post_attention_layernorm
+
+    @property
+    def heads(self) -> int:
+        return int(self.layer.self_attn.q_proj.out_features) // self.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        return int(self.layer.self_attn.k_proj.out_features) // self.head_dim
+
+    @property
+    def inner(self) -> int:
+        return int(self.layer.mlp.up_proj.out_features)
+
+    def forward(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any) -> Any:
+        """As the layer's own; the hidden states it is given are overwritten."""
+        if position_embeddings is None or position_embeddings[0].shape[-1] != self.head_dim:
+            own = partial(type(self.layer).forward, self.layer)
+            return own(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
+        shape = hidden_states.shape
+        return self.run(hidden_states.reshape(-1, shape[-1]), shape[:-1], position_embeddings).view(shape)
+
+    def run(self, hidden: Tensor, shape: Sequence[int], rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Hidden states ``[tokens, width]``, overwritten; ``shape`` is (sequences, tokens of each)."""
+        layer = self.layer
+        attended = self._attended(layer.input_layernorm(hidden), shape, rotary)
+        hidden = add_projected(hidden, layer.self_attn.o_proj, attended)
+        fed_forward = self._fed_forward(layer.post_attention_layernorm(hidden))
+        return add_projected(hidden, layer.mlp.down_proj, fed_forward)
+
+    def _attended(self, x: Tensor, shape: Sequence[int], rotary: tuple[Tensor, Tensor]) -> Tensor:
+        attention = self.layer.self_attn
+        shape = (*shape, -1, self.head_dim)
+        q, k, v = (one.view(shape) for one in projections.project(x, self.qkv))
+        if self.has_head_norms:
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        out = attend_rotated(
+            self.index, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *rotary,
+            scale=self.scale, window=self.window, softcap=self.softcap,
+        )  # fmt: skip
+        return out.transpose(1, 2).reshape(x.shape[0], -1)
+
+    def _fed_forward(self, x: Tensor) -> Tensor:
+        mlp = self.layer.mlp
+        if not self.is_silu:
+            return mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)
+        return projections.project_gated(x, mlp.gate_proj, mlp.up_proj, _gated)
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    if not gate.is_cuda:
+        return F.silu(gate).mul_(up)
+    from verifiers.kernels.cuda import decode
+
+    return decode.gated(gate, up)
+
+
+def add_projected(total: Tensor, project: Any, x: Tensor) -> Tensor:
+    """Add a projection to ``total``, in place: by the multiplication itself where the projection is a plain one."""
+    if not (is_plain_linear(project) and project.bias is None and total.is_contiguous()):
+        return total.add_(project(x))
+    return total.addmm_(x, project.weight.t())
+
+
+class CommonDecoder:
+    """The layers of a model that are of the common kind; and whether the whole model is, around them."""
+
+    def __init__(self, model: Any, configs: Sequence[Any]) -> None:
+        self.model = model
+        # A hook that is there now would be called by the probe: such a model runs as it is.
+        self.was_hooked = any(map(is_hooked, model.modules()))
+        modules = [] if self.was_hooked else list(model.modules())
+        self.norms = fusible_norms(model)
+        self.epsilons = {id(norm): epsilon for norm, epsilon in self.norms}
+        found = [recognise(layer, configs, self.epsilons) for layer in modules if has_parts(layer)]
+        self.layers = [one for one in found if one is not None]
+        self._watched = [part for one in self.layers for part in (one.layer, one.layer.self_attn, one.layer.mlp)]
+        self.is_whole = self._is_whole(configs)
+
+    @property
+    def is_unhooked(self) -> bool:
+        """May layers be replaced now? Whoever has hooked one is to hear it."""
+        return bool(self.layers) and not any(map(is_hooked, self._watched))
+
+    @property
+    def may_run_whole(self) -> bool:
+        return self.is_whole and not is_hooked(self.model) and not is_hooked(self.model.model)
+
+    @property
+    def forwards(self) -> list[tuple[Any, Callable[..., Any]]]:
+        return [(one.layer, one.forward) for one in self.layers]
+
+    def forward(self, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
+        """The logits at the places ``keep`` (0: all), of a model that is whole."""
+        inner = self.model.model
+        embedded = inner.embed_tokens(ids)
+        rotary = inner.rotary_emb(embedded, position_ids=positions)
+        hidden = embedded.view(-1, embedded.shape[-1])
+        for layer in self.layers:
+            hidden = layer.run(hidden, ids.shape, rotary)
+        hidden = inner.norm(hidden).view(embedded.shape)
+        logits: Tensor = self.model.lm_head(hidden if isinstance(keep, int) and keep == 0 else hidden[:, keep])
+        return logits
+
+    def _is_whole(self, configs: Sequence[Any]) -> bool:
+        """Is the model no more than an embedding, these layers, a norm and a head, and are its numbers those?"""
+        model, inner = self.model, self.model._modules.get("model")
+        if model._modules.keys() != WHOLE or inner is None or inner._modules.keys() != INNER:
+            return False
+        if [one.layer for one in self.layers] != list(inner.layers) or not self.layers:
+            return False
+        weight = inner.embed_tokens.weight
+        ids = torch.arange(6, device=weight.device).view(2, 3) % weight.shape[0]
+        positions = torch.tensor([[0, 1, 2], [4, 5, 6]], device=weight.device)
+        theirs, ours = _Probe(), _Probe()
+        try:
+            with torch.no_grad(), without_dropout(model), attending(configs, theirs):
+                expected = model(input_ids=ids, position_ids=positions, use_cache=False, return_dict=True).logits
+            with torch.no_grad(), without_dropout(model), attending(configs, ours):
+                given = self.forward(ids, positions, 0)
+        except Exception as error:  # foreign code, asked in a way it may not know
+            logger.debug("%s runs as it is: %r", type(model).__name__, error)
+            return False
+        return _is_same([*theirs.seen, expected], [*ours.seen, given], layers=len(self.layers))
+
+
+# --- recognising ------------------------------------------------------------------------------------------------------
+
+
+def recognise(layer: Any, configs: Sequence[Any], epsilons: dict[int, float]) -> DecoderLayer | None:
+    """A layer as one of the common kind, if that gives the layer's own numbers."""
+    attention = layer.self_attn
+    has_head_norms = attention._modules.keys() >= HEAD_NORMS
+    weight = layer.input_layernorm.weight
+    norms = epsilons.get(id(layer.input_layernorm)), epsilons.get(id(layer.post_attention_layernorm))
+    described = partial(
+        DecoderLayer, layer, attention.layer_idx, attention.head_dim, has_head_norms,
+        _is_silu(layer.mlp.act_fn, weight), norms,
+    )  # fmt: skip
+    theirs, ours = _Probe(), _Probe()
+    hidden, rotary = _probe_input(weight, attention.head_dim)
+    try:
+        with torch.no_grad(), without_dropout(layer), attending(configs, theirs):
+            expected = type(layer).forward(layer, hidden.clone(), position_embeddings=rotary, attention_mask=None)
+        found = described(**theirs.settings)
+        with torch.no_grad(), without_dropout(layer), attending(configs, ours):
+            given = found.forward(hidden.clone(), position_embeddings=rotary)
+    except Exception as error:  # foreign code, asked in a way it may not know: then it is not the kind we know
+        logger.debug("layer %s runs as it is: %r", attention.layer_idx, error)
+        return None
+    is_same = theirs.settings == ours.settings and _is_same([*theirs.seen, expected], [*ours.seen, given])
+    return found if is_same else None
+
+
+class _Probe:
+    """Attention that remembers what it was given, and answers with something of the right shape."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+        self.settings: dict[str, Any] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+        self.seen += [q.clone(), k.clone(), v.clone()]
+        self.settings = settings
+        return q.flip(-1).contiguous()
+
+
+def _probe_input(like: Tensor, head_dim: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn((2, 3, like.shape[0]), generator=generator) * PROBE_SIZE
+    angle = torch.rand((2, 3, head_dim), generator=generator) * 6.0
+    one, two, three = (x.to(like.device, like.dtype) for x in (hidden, angle.cos(), angle.sin()))
+    return one, (two, three)
+
+
+def _is_same(theirs: Sequence[Any], ours: Sequence[Any], layers: int = 1) -> bool:
+    return says_something(theirs) and agree(theirs, ours, layers)
+
+
+def has_parts(layer: Any) -> bool:
+    """Has a module exactly the parts of a layer of the common kind? One more would be left out."""
+    if layer._modules.keys() != LAYER:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    head_dim = getattr(attention, "head_dim", None)
+    return (
+        attention._modules.keys() - HEAD_NORMS == PROJECTIONS
+        and len(attention._modules.keys() & HEAD_NORMS) != 1
+        and mlp._modules.keys() == FEED_FORWARD
+        and isinstance(getattr(attention, "layer_idx", None), int)
+        and isinstance(head_dim, int)
+        and head_dim % 2 == 0
+        and isinstance(getattr(layer.input_layernorm, "weight", None), Tensor)
+    )
+
+
+def _is_silu(function: Any, like: Tensor) -> bool:
+    x = torch.linspace(-8, 8, 64, device=like.device, dtype=like.dtype)
+    with torch.no_grad():
+        return bool(torch.equal(function(x), F.silu(x)))

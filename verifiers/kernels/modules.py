@@ -1,0 +1,95 @@
+"""A module → whether it is still what it was: its parts, its hooks, its forward; and forwards replaced for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_hooked(module: Any) -> bool:
+    """Has this module a hook, or a forward that somebody put in the place of its own?"""
+    own = vars(module)
+    return "forward" in own or any(own[name] for name in HOOKS)
+
+
+def is_plain_linear(linear: Any) -> bool:
+    """Is this layer nothing but its weight and its bias?"""
+    return type(linear) is nn.Linear and not is_hooked(linear)
+
+
+def linear_parameters(model: Any) -> int:
+    """Parameters in a model's linear layers: the work of one token, in multiplications."""
+    return sum(module.weight.numel() for module in model.modules() if type(module) is nn.Linear)
+
+
+@contextmanager
+def replaced_forwards(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
+    """While this lasts these modules run these functions; a forward that somebody else put there comes back after it.
+
+    Written to ``__dict__``, because `nn.Module.__setattr__` takes far longer, and this is done for every step.
+    """
+    replaced: list[tuple[dict[str, Any], Any]] = []
+    try:
+        for module, forward in forwards:
+            own = module.__dict__
+            replaced.append((own, own.get("forward")))
+            own["forward"] = forward
+        yield
+    finally:
+        for own, before in reversed(replaced):
+            if before is None:
+                del own["forward"]
+            else:
+                own["forward"] = before
+
+
+@contextmanager
+def without_dropout(module: Any) -> Iterator[None]:
+    """While this lasts a module and its parts are in evaluation mode."""
+    training = [one for one in module.modules() if one.training]
+    for one in training:
+        one.training = False
+    try:
+        yield
+    finally:
+        for one in training:
+            one.training = True
+
+
+class ModuleSnapshot:
+    """The parts and parameters of a module at one moment, so that a change is noticed without walking through it.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2))
+    >>> seen = ModuleSnapshot(model)
+    >>> seen.is_same
+    True
+    >>> model[0] = nn.Linear(2, 2)
+    >>> seen.is_same
+    False
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.modules: list[Any] = list(model.modules())
+        self.parameters: list[Any] = list(model.parameters())
+        self._kinds = [type(module) for module in self.modules]
+        held = [one for module in self.modules for one in (module._modules, module._parameters)]
+        self._members = [(one, list(one.values())) for one in held if one]
+        self._empty = [one for one in held if not one]
+
+    @property
+    def is_same(self) -> bool:
+        """Is every part and every parameter still the one it was?"""
+        if any(self._empty) or [type(module) for module in self.modules] != self._kinds:
+            return False
+        for held, members in self._members:
+            if len(held) != len(members):
+                return False
+            for one, other in zip(held.values(), members, strict=True):
+                if one is not other:
+                    return False
+        return True

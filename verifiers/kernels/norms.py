@@ -1,0 +1,29 @@
+"""A model's norm modules → those that are RMS norms, found by trying them on numbers, each with its epsilon."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from verifiers.kernels.modules import is_hooked
+
+
+def fusible_norms(model: nn.Module) -> list[tuple[nn.Module, float]]:
+    """The norms of a model that `torch.nn.functional.rms_norm` computes too, and their epsilons."""
+    found = []
+    for module in model.modules():
+        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        weight = getattr(module, "weight", None)
+        is_named_so = type(module).__name__.endswith("RMSNorm")
+        if not (is_named_so and isinstance(epsilon, float) and isinstance(weight, Tensor)) or is_hooked(module):
+            continue
+        generator = torch.Generator().manual_seed(0)  # the caller's random numbers are not ours to draw
+        x = torch.randn((4, weight.shape[0]), generator=generator).to(weight.device, weight.dtype)
+        with torch.no_grad():
+            mine = F.rms_norm(x, weight.shape, weight, epsilon).float()
+            theirs = module(x).float()
+        within = 1e-4 if weight.dtype is torch.float32 else 2e-2
+        if torch.allclose(mine, theirs, rtol=within, atol=within):
+            found.append((module, epsilon))
+    return found

@@ -1,0 +1,228 @@
+"""Two ways of computing the same → a verdict; and what a model is tried on: prompts past its windows, a real scale."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verifiers.kernels.modules import HOOKS
+
+SHORT, LONG = 11, 40  # tokens of the prompts of a model that treats every length alike
+PAST, BEFORE = 8, 4  # tokens that a prompt has past a bound, and that another stops before it
+CONTEXT = 12  # tokens whose order is changed, to see whether that makes a difference
+
+_BOUND = re.compile(r"window|chunk|local_attention")
+_NO_BOUND = re.compile(r"layer|feed_forward")
+_SELECTED = re.compile(r"index(er)?_(topk|budget)(_blocks)?$")  # how much of its past a sparse attention looks at
+_GROUPED = re.compile(r"compress_r(ate|atio)|index_block_size")  # tokens that make one of what is selected
+_SPECIAL = re.compile(r"_token_(id|index)$")
+
+SCALES = (1.0, 2.0, 4.0, 8.0, 16.0)  # of the norms' weights
+LEAST_MOVED = 0.3  # of the logits' standard deviation: what another order of the context changes in a model in use
+LEAST_LOGIT = 20.0  # the largest logit of a model in use, at least: where caps and scales of logits show
+
+# Errors that are rounding, relative to the largest number; over several layers they add up as a random walk.
+WITHIN, WITHIN_HALF = 2e-3, 4e-2
+
+
+def agree(theirs: Sequence[Tensor], ours: Sequence[Tensor], rounds: int = 1) -> bool:
+    """Are these the same to rounding? Zeros agree with zeros: see `says_something`."""
+    if len(theirs) != len(ours):
+        return False
+    for one, other in zip(theirs, ours, strict=True):
+        if not isinstance(one, Tensor) or one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        within = (WITHIN if one.dtype is torch.float32 else WITHIN_HALF) * math.sqrt(rounds)
+        size, apart = one.float().abs().max(), (one.float() - other.float()).abs().max()
+        if not bool(apart <= within * size):
+            return False
+    return True
+
+
+def says_something(numbers: Sequence[Any]) -> bool:
+    """Is there more than zeros in each of these? Zeros would prove nothing."""
+    return all(isinstance(one, Tensor) and bool(one.abs().max() > 0) for one in numbers)
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def text_config(model_config: Any) -> Any:
+    return model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+
+
+def bounds(config: Any, longest: int) -> list[int]:
+    """Lengths below ``longest`` past which a model may attend in another way: windows, chunks, selections of keys,
+    rotary embeddings.
+
+    >>> from types import SimpleNamespace
+    >>> rope = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    >>> config = SimpleNamespace(sliding_window=8, max_window_layers=3, rope_parameters=rope)
+    >>> bounds(config, 128), bounds(config, 32)
+    ([8, 64], [8])
+    """
+    found: set[int] = set(rope_bounds(config))
+    selected, grouped = set(), {1}
+    text = text_config(config)
+    for name, value in _numbers(text.to_dict() if hasattr(text, "to_dict") else vars(text)):
+        if _BOUND.search(name) and not _NO_BOUND.search(name):
+            found.add(value)
+        elif _SELECTED.search(name):
+            selected.add(value)
+        elif _GROUPED.search(name):
+            grouped.add(value)
+    found |= {count * size for count in selected for size in grouped}
+    return sorted(value for value in found if 1 < value < longest)
+
+
+def _numbers(settings: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, int]]:
+    """The whole numbers among settings, those of nested ones too, by their names from the outermost on."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{within}{name}.")
+        elif type(value) is int:
+            yield f"{within}{name}", value
+
+
+def rope_bounds(config: Any) -> list[int]:
+    """Lengths past which every rotary angle of a sequence is another one (longrope): keys before it are void then."""
+    text = text_config(config)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kinds = [rope, *(one for one in rope.values() if isinstance(one, Mapping))]
+    found = {
+        one.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+        for one in kinds
+        if "longrope" in (one.get("rope_type"), one.get("type"))
+    }
+    return sorted(value for value in found if isinstance(value, int))
+
+
+def prompt_lengths(config: Any, longest: int, new: int) -> list[int]:
+    """Two lengths side by side, and for each bound one that passes it and one that is about to.
+
+    ``longest`` is what a prompt and its ``new`` tokens may have together: a bound within the last of these is passed by
+    what is sampled.
+    """
+    wanted = [LONG, SHORT]
+    for bound in bounds(config, longest):
+        wanted += [bound + PAST, bound - BEFORE]
+    return [max(1, min(length, longest - new)) for length in wanted]
+
+
+def prompts(config: Any, lengths: Sequence[int]) -> list[list[int]]:
+    """Prompts of these lengths, of arbitrary tokens that are not special ones."""
+    text = text_config(config)
+    settings = [vars(one) for one in (config, text) if hasattr(one, "__dict__")]
+    special = {v for one in settings for k, v in one.items() if _SPECIAL.search(k) and type(v) is int}
+    plain = [token for token in range(min(int(text.vocab_size), 4096)) if token not in special] or [0]
+    generator = torch.Generator().manual_seed(0)  # the caller's random numbers are not ours to draw
+    drawn = [torch.randint(len(plain), (length,), generator=generator).tolist() for length in lengths]
+    return [[plain[i] for i in one] for one in drawn]
+
+
+def plain_logits(model: Any, ids: Sequence[int], keep: int) -> Tensor:
+    """The logits of the last ``keep`` places of one sequence, by the model's own forward over all of it.
+
+    Where a sequence grows past a length that changes every rotary angle, the places before it are those of a sequence
+    that ends there: that is what their tokens were drawn from.
+    """
+    device = next(model.parameters()).device
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    can_keep = "logits_to_keep" in inspect.signature(base.forward).parameters  # those of all places may take gigabytes
+    first, parts = len(ids) - keep, []
+    for end in (*(bound for bound in rope_bounds(model.config) if first < bound < len(ids)), len(ids)):
+        more = {"logits_to_keep": end - first} if can_keep else {}
+        logits: Tensor = model(input_ids=torch.tensor([list(ids[:end])], device=device), use_cache=False, **more).logits
+        parts.append(logits[0, first - end :].float())
+        first = end
+    return torch.cat(parts)
+
+
+@contextmanager
+def without_hooks(model: Any) -> Iterator[None]:
+    """While this lasts, nobody's hooks are told of what the model runs."""
+    hooks = [vars(module)[name] for module in model.modules() for name in HOOKS if vars(module)[name]]
+    before = [dict(one) for one in hooks]
+    for one in hooks:
+        one.clear()
+    try:
+        yield
+    finally:
+        for one, kept in zip(hooks, before, strict=True):
+            one.update(kept)
+
+
+# --- a realistic scale ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def realistic(model: Any) -> Iterator[bool]:
+    """While this lasts, a model that was never trained has attention and logits of the size that a trained one has.
+
+    Fresh weights are so small that attention is nearly uniform and logits nearly zero: a wrong position, mask or cap
+    would hardly show. The weights of norms, which are few, are scaled for the moment and put back bit for bit. Gives
+    whether the order of the context makes a difference then; if not, no proof means anything.
+    """
+    inner, final = _norm_weights(model)
+    with _restored([*inner, *final]):
+        with torch.no_grad():
+            moved = _scale_up(model, inner, final)
+        yield moved >= LEAST_MOVED
+
+
+def _scale_up(model: Any, inner: Sequence[Tensor], final: Sequence[Tensor]) -> float:
+    before = 1.0
+    for scale in SCALES:
+        _add(inner, scale - before)
+        before = scale
+        moved, largest = _order_effect(model)
+        if moved >= LEAST_MOVED:
+            break
+    if 0 < largest < LEAST_LOGIT:
+        _add(final, LEAST_LOGIT / largest - 1)
+    return moved
+
+
+def _add(weights: Sequence[Tensor], amount: float) -> None:
+    """Norms multiply by their weight or by one plus it: one that was never trained is scaled by adding to it."""
+    for weight in weights if amount else ():
+        weight.add_(amount)
+
+
+def _norm_weights(model: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights of the norms within layers, and of those behind them."""
+    inner: list[Tensor] = []
+    final: list[Tensor] = []
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        is_norm = "norm" in type(module).__name__.lower()
+        if is_norm and isinstance(weight, Tensor) and weight.dim() == 1 and weight.is_floating_point():
+            (inner if re.search(r"(^|\.)\d+\.", name) else final).append(weight)
+    return inner, final
+
+
+def _order_effect(model: Any) -> tuple[float, float]:
+    """How much another order of the context changes the next token's logits, in their deviations; the largest logit."""
+    (ids,) = prompts(model.config, [CONTEXT])
+    one, other = (plain_logits(model, context, 1)[0] for context in (ids, [*ids[-2::-1], ids[-1]]))
+    deviation = float(one.std())
+    centered = one - one.mean()
+    return (float((one - other).abs().max()) / deviation if deviation else 0.0), float(centered.abs().max())
+
+
+@contextmanager
+def _restored(weights: Sequence[Tensor]) -> Iterator[None]:
+    saved = [weight.detach().clone() for weight in weights]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, value in zip(weights, saved, strict=True):
+                weight.copy_(value)

@@ -1,0 +1,122 @@
+"""What every kernel computes, in plain PyTorch: the oracle of the tests, and what runs where there is no kernel.
+
+The functions of a layer that learns (norm, rotate, gated, pick, each with its backward) have the signatures that
+`cpu.learning` and `cuda.learning` have too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+CACHED_NUMBERS = 1 << 18  # 1 MiB of float32
+
+# --- a forward pass ---------------------------------------------------------------------------------------------------
+
+
+def rms_norm(module: Any, epsilon: float, x: Tensor) -> Tensor:
+    """The RMS norm that a module is, in one operation: as transformers writes it, it is six."""
+    return F.rms_norm(x, module.weight.shape, module.weight, epsilon)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding: each pair (i, i + dim/2) of ``[B, heads, T, dim]`` rotated by its position's angle."""
+    half = x.shape[-1] // 2
+    partner = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x * cos[:, None] + partner * sin[:, None]
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, past: int, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """Queries ``[B, heads, T, dim]`` at positions ``past`` and after, over keys from position 0 on."""
+    n, total = q.shape[2], k.shape[2]
+    needs_window = window is not None and total > window
+    if not past and not needs_window and softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    position_q = torch.arange(past, past + n, device=q.device)[:, None]
+    position_k = torch.arange(total, device=q.device)[None]
+    seen = position_k <= position_q
+    if needs_window:
+        seen &= position_k > position_q - window
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+    share = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    scores = torch.tanh(torch.matmul(q, k.transpose(2, 3)) * (scale / softcap)) * softcap
+    return torch.matmul(torch.softmax(scores.masked_fill(~seen, float("-inf")), -1), v)
+
+
+# --- learning ---------------------------------------------------------------------------------------------------------
+
+
+def norm(x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """RMS norm of ``x`` (plus ``more``): the sum, its norm, and by how much each row was scaled."""
+    total_ND = x_ND if more_ND is None else x_ND + more_ND
+    scale_N = torch.linalg.vector_norm(total_ND, dim=-1).square_().div_(total_ND.shape[-1]).add_(epsilon).rsqrt_()
+    return total_ND, (total_ND * scale_N[:, None]).mul_(weight), scale_N
+
+
+def norm_back(
+    x_ND: Tensor, weight: Tensor, scale_N: Tensor, past_ND: Tensor | None, grad_ND: Tensor, *, learns: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of what was normed and of the weight; ``past`` is the gradient that goes past the norm."""
+    even_ND = x_ND * scale_N[:, None]
+    product_ND = grad_ND * even_ND
+    grad_weight = product_ND.sum(0) if learns else None
+    share_N = (product_ND @ weight).div_(-x_ND.shape[-1])
+    out_ND = torch.mul(grad_ND, weight, out=product_ND).addcmul_(even_ND, share_N[:, None])
+    if past_ND is None:
+        return out_ND.mul_(scale_N[:, None]), grad_weight
+    return torch.addcmul(past_ND, out_ND, scale_N[:, None]), grad_weight
+
+
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of queries and keys ``[B, T, heads, dim]``, by angles ``[B or 1, T, dim]``; or its transpose."""
+    half = sin.shape[-1] // 2
+    one, two = sin[..., :half], sin[..., half:]
+    signed = torch.cat((two, -one) if back else (-one, two), -1)[:, :, None]
+    return _rotated(q, cos[:, :, None], signed), _rotated(k, cos[:, :, None], signed)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU of ``gate`` times ``up``."""
+    return F.silu(gate).mul_(up)
+
+
+def gated_back(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of ``gate`` and ``up``, given that of SiLU of ``gate`` times ``up``."""
+    return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+
+
+def pick(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, mass_N: Tensor) -> None:
+    """Write each target's logprob, and the logarithm of the mass of its row."""
+    rows = _few_rows(logits_NV)
+    for part_NV, part_N in zip(logits_NV.split(rows), mass_N.split(rows), strict=True):
+        torch.logsumexp(part_NV if temperature == 1.0 else part_NV / temperature, -1, out=part_N)
+    chosen_N = logits_NV.gather(1, target_N[:, None])[:, 0]
+    torch.sub(chosen_N.div_(temperature), mass_N, out=logprob_N)
+
+
+def pick_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, mass_N: Tensor, grad_N: Tensor) -> None:
+    """Turn logits into their gradients, in place, given those of the targets' logprobs."""
+    grad_N1, rows = (grad_N / temperature)[:, None], _few_rows(logits_NV)
+    for part_NV, mass_N1, less_N1 in zip(
+        logits_NV.split(rows), mass_N[:, None].split(rows), (-grad_N1).split(rows), strict=True
+    ):
+        if temperature != 1.0:
+            part_NV.div_(temperature)
+        part_NV.sub_(mass_N1).exp_().mul_(less_N1)
+    logits_NV.scatter_add_(1, target_N[:, None], grad_N1)
+
+
+def _few_rows(logits_NV: Tensor) -> int:
+    """So many rows that they stay in the cache from one sweep to the next."""
+    return int(max(1, CACHED_NUMBERS // logits_NV.shape[1]))

@@ -1,0 +1,189 @@
+"""Logits become tokens: each row with its own temperature, truncation, bias and random numbers, all rows at once.
+
+Random numbers are a function of (seed, position) alone, so a request draws the same ones whatever batch it is in. One
+uniform a token picks from the cumulative distribution. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ctypes import byref
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from verifiers.kernels.cpu.binding import CSampling, decode_functions
+
+_SPAN, _LONG = 64, 8192  # tokens: a span of them, and so many that it pays to go by spans
+_BISECTIONS = 31  # probabilities are at most 1.0, whose bits are below 2**30
+_LIKELIEST = 2048
+NO_LIMIT = 1 << 30  # more tokens than any vocabulary has
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+@dataclass(slots=True)
+class SamplingColumns:
+    """How each of B rows is sampled: a ``top_k`` of 0 is no limit; ``step_B`` counts the tokens sampled so far."""
+
+    temperature_B: Tensor
+    top_p_B: Tensor
+    top_k_B: Tensor
+    min_p_B: Tensor
+    seed_B: Tensor
+    step_B: Tensor
+
+
+def uniforms(seed_B: Tensor, step_B: Tensor) -> Tensor:
+    """One number in [0, 1) for each (seed, step): splitmix64, whose 64-bit arithmetic wraps alike on every device.
+
+    >>> a = uniforms(torch.tensor([7, 7]), torch.tensor([0, 1])); bool(a[0] != a[1])
+    True
+    """
+    z = seed_B + (step_B + 1) * _GOLDEN
+    z = (z ^ _shift(z, 30)) * _MIX_1
+    z = (z ^ _shift(z, 27)) * _MIX_2
+    z = z ^ _shift(z, 31)
+    return _shift(z, 40).to(torch.float32) * 2.0**-24
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right: the sign bit is not dragged along."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def biased(logits_NV: Tensor, biases: Sequence[Mapping[int, float]]) -> Tensor:
+    """Logits with what a row's bias adds to each of its tokens; those given stay as they are."""
+    logits_NV = logits_NV.clone()
+    for row_V, bias in zip(logits_NV, biases, strict=True):
+        if bias:
+            index = torch.tensor(list(bias), device=logits_NV.device)
+            row_V.index_add_(
+                0, index, torch.tensor(list(bias.values()), device=logits_NV.device, dtype=logits_NV.dtype)
+            )
+    return logits_NV
+
+
+def sample(
+    logits_BV: Tensor, columns: SamplingColumns, *, truncates: bool, is_plain: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Token ids, their logprobs under the distribution they were drawn from, and under the raw one.
+
+    ``truncates`` says whether top-p, top-k and min-p count: without it their columns are not looked at, on any device.
+    A temperature of 0 takes the likeliest token; its logprob is then the raw one. ``is_plain`` says that the columns
+    change nothing, every temperature being 1: then both are the same.
+    """
+    logits_BV = logits_BV.float()
+    if logits_BV.device.type == "cpu" and decode_functions() is not None:
+        return _drawn_in_c(logits_BV.contiguous(), columns if truncates else _untruncated(columns))
+    if is_plain:
+        probs_BV = torch.softmax(logits_BV, -1)
+        token_B, mass_B = _draw(probs_BV, columns)
+        raw_B = probs_BV.gather(1, token_B[:, None])[:, 0].log()
+        return token_B, raw_B - mass_B.log(), raw_B
+    raw_lse_B = torch.logsumexp(logits_BV, -1)
+    is_greedy_B = columns.temperature_B <= 0
+    scale_B = torch.where(is_greedy_B, torch.ones_like(columns.temperature_B), columns.temperature_B)
+    scaled_BV = logits_BV / scale_B[:, None]
+    probs_BV = torch.softmax(scaled_BV, -1)
+    if truncates:
+        probs_BV = truncate(probs_BV, columns)
+    drawn_B, mass_B = _draw(probs_BV, columns)
+    token_B = torch.where(is_greedy_B, logits_BV.argmax(-1), drawn_B)
+    raw_B = logits_BV.gather(1, token_B[:, None])[:, 0] - raw_lse_B
+    chosen_B = probs_BV.gather(1, token_B[:, None])[:, 0]
+    return token_B, torch.where(is_greedy_B, raw_B, chosen_B.log() - mass_B.log()), raw_B
+
+
+def _untruncated(columns: SamplingColumns) -> SamplingColumns:
+    ones_B = torch.ones_like(columns.top_p_B)
+    return replace(columns, top_p_B=ones_B, top_k_B=torch.zeros_like(columns.top_k_B), min_p_B=torch.zeros_like(ones_B))
+
+
+def _drawn_in_c(logits_BV: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor, Tensor]:
+    n, vocabulary = logits_BV.shape
+    token_B = torch.empty(n, dtype=torch.int64)
+    logprob_B, raw_B = torch.empty(2, n)
+    room = torch.empty(decode_functions().draw_room(vocabulary))
+    given = (columns.temperature_B, columns.top_p_B, columns.min_p_B, columns.top_k_B, columns.seed_B, columns.step_B)
+    held = tuple(one.contiguous() for one in given)  # until C has read them
+    how = CSampling(*(one.data_ptr() for one in held))
+    outputs = (one.data_ptr() for one in (token_B, logprob_B, raw_B, room))
+    decode_functions().draw(n, vocabulary, logits_BV.data_ptr(), byref(how), *outputs)
+    return token_B, logprob_B, raw_B
+
+
+def _draw(probs_BV: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor]:
+    """A token of each row by its probabilities, and what they add up to."""
+    vocabulary = probs_BV.shape[1]
+    uniform_B = uniforms(columns.seed_B, columns.step_B)
+    if probs_BV.device.type != "cpu" or vocabulary % _SPAN or vocabulary < _LONG:
+        return _pick(probs_BV, uniform_B)
+    # A running sum is slow on a CPU: first which span of tokens, then which token of it.
+    spans_BKN = probs_BV.view(-1, vocabulary // _SPAN, _SPAN)
+    sums_BK = spans_BKN.sum(-1)
+    span_B, mass_B = _pick(sums_BK, uniform_B)
+    before_B = sums_BK.cumsum(-1).gather(1, span_B[:, None])[:, 0] - sums_BK.gather(1, span_B[:, None])[:, 0]
+    inside_BN = spans_BKN[torch.arange(len(span_B)), span_B]
+    share_B = (uniform_B * mass_B - before_B) / inside_BN.sum(-1)
+    token_B, _ = _pick(inside_BN, share_B.clamp_(0.0, 1.0))
+    return span_B * _SPAN + token_B, mass_B
+
+
+def _pick(weights_BN: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of each row's weights a number between 0 and 1 falls on, and what they add up to."""
+    cdf_BN = weights_BN.cumsum(-1)
+    mass_B = cdf_BN[:, -1]
+    # Below the whole mass even where rounding says otherwise: the last one may be one that was left out.
+    below_B = torch.nextafter(mass_B, torch.zeros_like(mass_B))
+    target_B = torch.minimum(uniform_B * mass_B, below_B)
+    picked_B = torch.searchsorted(cdf_BN, target_B[:, None], right=True)[:, 0]
+    return picked_B.clamp_(max=weights_BN.shape[1] - 1), mass_B  # not a number: reported as such by its logprob
+
+
+def truncate(probs_BV: Tensor, columns: SamplingColumns) -> Tensor:
+    """Zero what top-k, top-p and min-p leave out. Tokens exactly as likely as the last one kept are kept too."""
+    columns = replace(columns, top_k_B=torch.where(columns.top_k_B > 0, columns.top_k_B, NO_LIMIT))
+    find_floor = _floor_among_likeliest if probs_BV.device.type == "cpu" else _floor_by_bisection
+    floor_B = torch.maximum(find_floor(probs_BV, columns), columns.min_p_B * probs_BV.amax(-1))
+    return torch.where(probs_BV >= floor_B[:, None], probs_BV, torch.zeros_like(probs_BV))
+
+
+def _floor_by_bisection(probs_BV: Tensor, columns: SamplingColumns) -> Tensor:
+    """The lowest probability that top-k and top-p keep; the row is swept a fixed number of times, and not sorted.
+
+    It goes by the bits of the numbers, which are in the same order as the numbers: the answer is exact.
+    """
+    top_B = probs_BV.amax(-1)
+    low_B = torch.zeros_like(top_B, dtype=torch.int32)
+    high_B = top_B.view(torch.int32) + 1
+    share_B = torch.where(columns.top_p_B < 1, columns.top_p_B, torch.inf)  # a sum may round to 1 before its end
+    for _ in range(_BISECTIONS):
+        middle_B = low_B + (high_B - low_B) // 2
+        kept_BV = probs_BV >= middle_B.view(torch.float32)[:, None]
+        enough_B = ((probs_BV * kept_BV).sum(-1) >= share_B) | (kept_BV.sum(-1) >= columns.top_k_B)
+        low_B = torch.where(enough_B, middle_B, low_B)
+        high_B = torch.where(enough_B, high_B, middle_B)
+    return low_B.view(torch.float32)
+
+
+def _floor_among_likeliest(probs_BV: Tensor, columns: SamplingColumns) -> Tensor:
+    """The same from the likeliest tokens alone, ten times quicker on a CPU; rows that need more are bisected."""
+    vocabulary = probs_BV.shape[1]
+    likeliest_BN = probs_BV.topk(min(_LIKELIEST, vocabulary)).values
+    count_N = torch.arange(1, likeliest_BN.shape[1] + 1)
+    has_share_B = columns.top_p_B < 1
+    enough_BN = (likeliest_BN.cumsum(-1) >= columns.top_p_B[:, None]) & has_share_B[:, None]
+    enough_BN |= count_N >= columns.top_k_B[:, None]
+    found_B = enough_BN.any(-1)
+    last_B = likeliest_BN.gather(1, enough_BN.int().argmax(-1, keepdim=True))[:, 0]
+    floor_B = torch.where(found_B, last_B, torch.zeros_like(last_B))
+    is_bounded_B = has_share_B | (columns.top_k_B < vocabulary)
+    min_p_decides_B = columns.min_p_B * likeliest_BN[:, 0] > likeliest_BN[:, -1]
+    rest_B = (is_bounded_B & ~found_B & ~min_p_decides_B).nonzero()[:, 0]
+    if len(rest_B) and len(count_N) < vocabulary:
+        some = SamplingColumns(*(getattr(columns, name)[rest_B] for name in SamplingColumns.__slots__))
+        floor_B[rest_B] = _floor_by_bisection(probs_BV[rest_B], some)
+    return floor_B

@@ -1,0 +1,242 @@
+"""Decoder layers of the common kind learn in fewer operations, forward and backward.
+
+What lies between the projections is done by the kernels of the device (`verifiers.kernels.autograd`). The last layer of
+a packed row computes no more of shared prefixes than their keys and values.
+
+A layer is recognised as the engine recognises it, and proven again by its numbers: its own forward and this one are run
+on the same probe, and results and gradients must agree. Whatever is unusual when it runs (a mask, a hook, dropout in
+attention, another attention than PyTorch's) is left to the layer's own forward. Projections are called as modules, so
+adapters on them work.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from verifiers.kernels import autograd
+from verifiers.kernels.attention import register
+from verifiers.kernels.decoder import DecoderLayer, has_parts, recognise
+from verifiers.kernels.modules import HOOKS, is_hooked, replaced_forwards, without_dropout
+from verifiers.kernels.norms import fusible_norms
+from verifiers.kernels.prove import agree
+from verifiers.trainers import packing
+from verifiers.trainers.packing import Row, dense_attention
+
+logger = logging.getLogger("verifiers.trainers")
+
+HARMLESS = {"position_ids", "use_cache", "cache_position"}  # what a layer may be told besides, without a cache
+CHECKPOINTING = "_gradient_checkpointing_func"  # where transformers keeps the function that checkpoints a layer
+PROBE_SHAPE = (2, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class LearningLayer:
+    """One layer, as the engine knows it, with a backward pass."""
+
+    known: DecoderLayer
+    is_last: bool
+
+    @property
+    def layer(self) -> Any:
+        return self.known.layer
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        attention_mask: Any = None,
+        position_embeddings: Any = None,
+        **more: Any,
+    ) -> Any:
+        """As the layer's own."""
+        is_told_more = bool(args) or any(name not in HARMLESS and value for name, value in more.items())
+        if is_told_more or attention_mask is not None or not self._is_usual(hidden_states, position_embeddings):
+            own = partial(type(self.layer).forward, self.layer)
+            told = {"attention_mask": attention_mask, "position_embeddings": position_embeddings, **more}
+            return own(hidden_states, *args, **told)
+        return self._run(hidden_states, position_embeddings)
+
+    def _is_usual(self, hidden_states: Tensor, rotary: Any) -> bool:
+        known, attention, row = self.known, self.layer.self_attn, packing.current()
+        longest = hidden_states.shape[1] if row is None else row.packing.longest
+        return (
+            rotary is not None
+            and rotary[0].shape[-1] == known.head_dim
+            and rotary[0].dtype == hidden_states.dtype == self.layer.input_layernorm.weight.dtype
+            and (hidden_states.is_cuda or hidden_states.dtype is torch.float32)
+            and known.softcap is None
+            and (known.window is None or longest <= known.window)
+            and attention.config._attn_implementation == ("sdpa" if row is None else packing.NAME)
+            and not (attention.training and getattr(attention, "attention_dropout", 0.0))
+        )
+
+    def _run(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        row = packing.current()
+        skipped = row.packing.tokens_in_heads if row is not None and self.is_last else 0
+        hidden, q, k, v = self._projected(hidden, rotary)
+        if row is None:
+            out = dense_attention(q, k, v, self.known.scale)
+        else:
+            settings: dict[str, Any] = {"scale": self.known.scale, "window": self.known.window}
+            out = row.attend(q[0], k[0], v[0], **settings, tails_only=skipped > 0)[None]
+        attended = self.layer.self_attn.o_proj(out.flatten(2))
+        hidden = self._fed_forward(hidden[:, skipped:] if skipped else hidden, attended)
+        return F.pad(hidden, (0, 0, skipped, 0)) if skipped else hidden
+
+    def _projected(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The hidden states, and the queries, keys and values of them."""
+        attention, norm, epsilon = self.layer.self_attn, self.layer.input_layernorm, self.known.epsilons[0]
+        linears = (attention.q_proj, attention.k_proj, attention.v_proj)
+        is_whole = not (self.known.has_head_norms or _has_hooks(norm)) and autograd.are_plain(hidden, linears)
+        if epsilon is not None and is_whole:
+            return autograd.projected_heads(hidden, norm.weight, epsilon, linears, self.known.head_dim, rotary)
+        hidden, normed = _add_norm(hidden, None, norm, epsilon)
+        shape = (*normed.shape[:-1], -1, self.known.head_dim)
+        q, k, v = (one.view(shape) for one in autograd.projected(normed, linears))
+        if self.known.has_head_norms:
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        return hidden, *autograd.rotated(q, k, *rotary), v
+
+    def _fed_forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """What attention and the feed-forward add to the hidden states, added."""
+        mlp, norm, epsilon = self.layer.mlp, self.layer.post_attention_layernorm, self.known.epsilons[1]
+        linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        is_whole = self.known.is_silu and not _has_hooks(norm) and autograd.are_plain(hidden, linears)
+        if epsilon is not None and is_whole and all(one.bias is None for one in linears):
+            return autograd.fed_forward(hidden, attended, norm.weight, epsilon, *(one.weight for one in linears))
+        hidden, normed = _add_norm(hidden, attended, norm, epsilon)
+        gate, up = autograd.projected(normed, linears[:2])
+        product = autograd.gated(gate, up) if self.known.is_silu else mlp.act_fn(gate) * up
+        result: Tensor = hidden + mlp.down_proj(product)
+        return result
+
+
+def _has_hooks(norm: Any) -> bool:
+    return any(vars(norm)[name] for name in HOOKS)
+
+
+def _add_norm(x: Tensor, more: Tensor | None, norm: Any, epsilon: float | None) -> tuple[Tensor, Tensor]:
+    """``x`` plus ``more``, and the norm of that."""
+    if epsilon is None or _has_hooks(norm):
+        total = x if more is None else x + more
+        return total, norm(total)
+    flat = x.reshape(-1, x.shape[-1])
+    total, normed = autograd.add_norm(flat, None if more is None else more.reshape(flat.shape), norm.weight, epsilon)
+    return total.view(x.shape), normed.view(x.shape)
+
+
+class DecoderTraining:
+    """A model that learns in fewer operations: its norms, and the layers that were recognised.
+
+    Layers that are computed again in the backward pass (gradient checkpointing) are run in the same way then, and know
+    of the packed row they were part of.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._norms = [(one, partial(autograd.normed, one, epsilon)) for one, epsilon in fusible_norms(model)]
+        self.layers = recognised(model)
+        self._configs = _configs(model)
+        self._checkpointing = [one for one in model.modules() if hasattr(one, "gradient_checkpointing")]
+        self._is_on = False
+
+    @contextmanager
+    def learning(self, row: Row | None = None, *, leanly: bool = True) -> Iterator[None]:
+        """The model's own forward, with these layers if so (``leanly``), on a packed row if one is given."""
+        if self._is_on:  # within a checkpointed layer, in the forward pass
+            yield
+            return
+        with ExitStack() as stack:
+            self._is_on = True
+            stack.callback(self.__dict__.update, _is_on=False)
+            if row is not None:
+                stack.enter_context(packing.computing(self._configs, row))
+            if leanly:
+                layers = [(one.layer, one.forward) for one in self.layers if not _is_watched(one.layer)]
+                norms = [pair for pair in self._norms if "forward" not in vars(pair[0])]
+                stack.enter_context(replaced_forwards([*layers, *norms]))
+            stack.enter_context(self._replaced_checkpoints(row, leanly))
+            yield
+
+    @contextmanager
+    def _replaced_checkpoints(self, row: Row | None, leanly: bool) -> Iterator[None]:
+        replaced = [(one, vars(one)[CHECKPOINTING]) for one in self._checkpointing if CHECKPOINTING in vars(one)]
+
+        def checkpointed(own: Callable[..., Any], function: Callable[..., Any], *args: Any, **more: Any) -> Any:
+            def run(*args: Any, **more: Any) -> Any:
+                with self.learning(row, leanly=leanly):
+                    return function(*args, **more)
+
+            return own(run, *args, **more)
+
+        for one, own in replaced:
+            one.__dict__[CHECKPOINTING] = partial(checkpointed, own)
+        try:
+            yield
+        finally:
+            for one, own in replaced:
+                one.__dict__[CHECKPOINTING] = own
+
+
+# --- recognising ------------------------------------------------------------------------------------------------------
+
+
+def recognised(model: Any) -> list[LearningLayer]:
+    """The layers of the common kind whose numbers and gradients are their own."""
+    register()
+    configs = _configs(model)
+    epsilons = {id(norm): epsilon for norm, epsilon in fusible_norms(model)}
+    found = []
+    for layer in filter(has_parts, model.modules()):
+        if any(map(is_hooked, layer.modules())):  # a hook that is there now would be called by the probe
+            continue
+        known = recognise(layer, configs, epsilons)
+        if known is not None:
+            one = LearningLayer(known, known.index == configs[-1].num_hidden_layers - 1)
+            found += [one] if _is_proven(one) else []
+    return found
+
+
+def _configs(model: Any) -> list[Any]:
+    text = model.config.get_text_config()
+    return [model.config] if text is model.config else [model.config, text]
+
+
+def _is_watched(layer: Any) -> bool:
+    return any(map(is_hooked, (layer, layer.self_attn, layer.mlp, layer.mlp.act_fn)))
+
+
+def _is_proven(one: LearningLayer) -> bool:
+    layer = one.layer
+    try:
+        with without_dropout(layer):
+            theirs = _answers(layer, partial(type(layer).forward, layer))
+            ours = _answers(layer, one.forward)
+    except Exception as error:  # foreign code, asked in a way it may not know: then it is not the kind we know
+        logger.debug("layer %s learns as it is: %r", one.known.index, error)
+        return False
+    return agree(theirs, ours)
+
+
+def _answers(layer: Any, forward: Callable[..., Any]) -> list[Tensor]:
+    """What a layer makes of a probe, and the gradients of that."""
+    like = layer.input_layernorm.weight
+    head_dim = layer.self_attn.head_dim
+    generator = torch.Generator().manual_seed(0)  # the caller's random numbers are not ours to draw
+    hidden, seed = (torch.randn((*PROBE_SHAPE, like.shape[0]), generator=generator) for _ in range(2))
+    angle = torch.rand((*PROBE_SHAPE, head_dim), generator=generator) * 6.0
+    hidden, seed, cos, sin = (x.to(like.device, like.dtype) for x in (hidden, seed, angle.cos(), angle.sin()))
+    with torch.enable_grad():
+        hidden.requires_grad_()
+        out = forward(hidden, attention_mask=None, position_embeddings=(cos, sin))
+        learned = [hidden, *(one for one in layer.parameters() if one.requires_grad)]
+        grads = torch.autograd.grad(out, learned, seed, allow_unused=True)
+    return [out.detach(), *(one for one in grads if one is not None)]
