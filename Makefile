@@ -10,7 +10,7 @@ BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 LOCK := pyproject.toml constraints.txt
 
-.PHONY: help venv demo test check format format-check lint types layers slow soak bench clean
+.PHONY: help venv demo test check format format-check lint types layers slow soak gpu sanitize bench clean
 
 help:
 	@echo "make demo     evaluate a bundled environment: a fake model behind a flaky server, a real one; then train a tiny one"
@@ -18,6 +18,8 @@ help:
 	@echo "make check    all that must be green: format, lint, types, layers, tests"
 	@echo "make format   put the code into the format that check asks for"
 	@echo "make slow     the tests too slow for every day (make soak: the long ones under load)"
+	@echo "make gpu      the tests that need a CUDA device"
+	@echo "make sanitize the tests of the C code, compiled with AddressSanitizer and UBSan"
 	@echo "make bench    every benchmark, each printing its figures"
 	@echo "make venv     the virtual environment all of these use ($(VENV)); they make it themselves"
 	@echo "make clean    remove it, and every cache"
@@ -82,6 +84,16 @@ slow: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	@$(BIN)/python -m pytest --quiet -m "soak and not gpu" --timeout 7200 || [ $$? -eq 5 ]
+
+gpu: $(VENV)/.dev
+	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("make gpu: torch sees no CUDA device here")'
+	@$(BIN)/python -m pytest --quiet -m gpu --timeout 1800
+
+# The sanitizer's library has to be loaded before anything else; Python itself leaks on purpose.
+sanitize: $(VENV)/.dev
+	@LD_PRELOAD=$$($${CC:-cc} -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 VERIFIERS_SANITIZE=1 \
+	$(BIN)/python -m pytest --quiet -p no:cacheprovider --timeout 1800 tests/kernels/test_cpu.py \
+	tests/kernels/test_cpu_model.py tests/kernels/test_cpu_learning.py
 
 bench: $(VENV)/.dev
 	@set -e; for file in benchmarks/[!_]*.py; do echo "== $$file"; $(BIN)/python "$$file"; done

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
+import pytest
+
 from verifiers.cli import doctor
 
 
@@ -75,3 +77,18 @@ def test_how_well_code_is_held_here_is_found_out_by_trying():
 def test_a_folder_without_environments_is_told_how_to_make_one(run, folder):
     (folder / "environments").unlink()
     assert "vf init my-env" in run("doctor", "--no-probe").stdout
+
+
+def test_with_a_model_it_says_which_backend_runs_it_and_why_not_a_quicker_one(run, tmp_path):
+    pytest.importorskip("torch")
+    from tests.engine.support.exact import random_model
+    from tests.engine.tiny import tokenizer
+
+    for family, said in (("Llama", "batched, in C"), ("Qwen3", "batched, in PyTorch (not in C: q/k norms)")):
+        random_model(family, vocab_size=320).save_pretrained(tmp_path / family)
+        tokenizer().save_pretrained(tmp_path / family)
+        shown = json.loads(run("doctor", str(tmp_path / family), "--json").stdout)
+        assert shown["sampled"] == said or "no C compiler" in shown["sampled"]
+        assert shown["learns"].startswith("in ")
+    refused = run("doctor", str(tmp_path / "nothing"), code=1)
+    assert "cannot be run here" in refused.output

@@ -31,10 +31,18 @@ KEYS = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "HF_TOKEN")
 
 
 @click.command("doctor", short_help="Show what is installed and what this machine can do.")
+@click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print it as one JSON object.")
 @click.option("--no-probe", is_flag=True, help="Leave out what takes a few seconds: torch, measuring, the sandbox.")
-def doctor(as_json: bool, no_probe: bool) -> None:
-    """Show what is installed, what this machine can do, and what to run next."""
+def doctor(model: str | None, as_json: bool, no_probe: bool) -> None:
+    """Show what is installed, what this machine can do, and what to run next.
+
+    With a MODEL (a folder, a GGUF file, a name on the hub, smollm2): load it, and show which backend runs it here.
+    """
+    if model is not None:
+        shown = examine_model(model)
+        click.echo(json.dumps(shown) if as_json else "\n".join(f"{name:<11}{value}" for name, value in shown.items()))
+        return
     found = examine(with_probe=not no_probe)
     click.echo(json.dumps(found) if as_json else "\n".join(describe(found)))
 
@@ -59,6 +67,27 @@ def examine(*, with_probe: bool = True) -> dict[str, Any]:
     found["engine"] = run_probe() if has_torch and with_probe else None
     found["next"] = advise(found, has_torch=has_torch)
     return found
+
+
+def examine_model(name: str) -> dict[str, Any]:
+    """How a model is run and trained on this machine, and why not in a quicker way, if so."""
+    try:
+        from verifiers.engine.local_model import LocalModel
+        from verifiers.kernels import autograd
+
+        with LocalModel(name) as local:
+            engine = local.engine
+            return {
+                "model": name,
+                "sampled": str(local.backend),
+                "learns": autograd.describe(engine.model),
+                "device": str(engine.device),
+                "type": str(engine.dtype).removeprefix("torch."),
+                "rows": engine.rows,
+                "length": engine.length,
+            }
+    except (ImportError, ValueError, OSError) as error:
+        raise click.ClickException(f"{name} cannot be run here: {error}") from error
 
 
 def read_extras() -> dict[str, dict[str, str | None]]:

@@ -30,6 +30,23 @@ def kernels_for(x: Tensor) -> Any:
     return learning
 
 
+def describe(model: Any) -> str:
+    """Which kernels a model learns with, and why not with quicker ones.
+
+    >>> describe(torch.nn.Linear(2, 2).double())
+    'in PyTorch (not in C: weights that are not float32)'
+    """
+    weight = next(model.parameters())
+    if weight.is_cuda:
+        return "by Triton kernels"
+    if cpu.suit(weight):
+        return "in C"
+    if weight.device.type != "cpu":
+        return f"in PyTorch (no kernels for {weight.device.type})"
+    why = "weights that are not float32" if weight.dtype is not torch.float32 else cpu.unsuited()
+    return f"in PyTorch (not in C: {why})"
+
+
 def add_norm(x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """``x`` plus ``more`` (if there is more), and the RMS norm of that."""
     total, normed = _AddNorm.apply(x_ND, more_ND, weight, epsilon)

@@ -27,6 +27,8 @@ logger = logging.getLogger("verifiers.kernels")
 COMPILERS = ("cc", "gcc", "clang")
 # Sums may be taken by parts where the source says so; what is not a number stays so.
 FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd"]
+# For `make sanitize`: a read or write outside of an array, or an undefined operation, ends the process.
+SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 PATIENCE_S = 120.0
 HEADER = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
 
@@ -38,7 +40,7 @@ def library(source: Path) -> ctypes.CDLL | None:
     if compiler is None or ctypes.sizeof(ctypes.c_void_p) != 8 or sys.platform == "win32":
         return None
     text = _with_headers(source)
-    command = [compiler, *FLAGS, *_for_this_processor(), "-shared", "-fPIC"]
+    command = [compiler, *FLAGS, *_for_this_processor(), *_checks(), "-shared", "-fPIC"]
     key = hashlib.sha256(b"\0".join([text, " ".join(command).encode(), _machine().encode()])).hexdigest()[:20]
     name = f"{source.stem}-{key}.so"
     try:
@@ -134,6 +136,10 @@ def _build(command: list[str], folder: Path, name: str, handle: int) -> None:
 
 def _for_this_processor() -> list[str]:
     return ["-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"]
+
+
+def _checks() -> list[str]:
+    return SANITIZE if os.environ.get("VERIFIERS_SANITIZE", "0") == "1" else []
 
 
 def _machine() -> str:

@@ -21,6 +21,11 @@ def suit(x: Tensor) -> bool:
     return is_known and torch.get_num_threads() <= FEW_THREADS and learn_functions() is not None
 
 
+def unsuited() -> str:
+    """Why float32 on a CPU is not computed here."""
+    return "no C compiler" if learn_functions() is None else f"more than {FEW_THREADS} threads"
+
+
 def norm(x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     """RMS norm of ``x`` (plus ``more``): the sum, its norm, and by how much each row was scaled."""
     total_ND = x_ND if more_ND is None else torch.empty_like(x_ND)

@@ -10,7 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from verifiers.engine.local_model import LocalModel
 from verifiers.envs.env_group import EnvGroup
+from verifiers.kernels import autograd
 from verifiers.results import Results
 from verifiers.store import RunDir, safe_name
 from verifiers.trainers import checkpoints
@@ -50,6 +52,7 @@ class Report:
         self.last: dict[str, Any] = {}
         self._total_steps = trainer.total_steps
         self._total_tokens = 0
+        self.backend = _backend_of(trainer)
         self._resources = ExitStack()
         self._watch = Watch(self.config, weights=_weights_of(trainer.env))
         self._is_open = False
@@ -97,7 +100,7 @@ class Report:
         else:
             self.run_dir = RunDir.create_at(self.path, env_id=self.env_id, model=self.model, config=stored)
         self.journal = self._resources.enter_context(Journal(self.run_dir))
-        self.run_dir.update_metadata({"kind": "training", "finished": False})
+        self.run_dir.update_metadata({"kind": "training", "finished": False, "backend": self.backend})
         self._trackers = trackers(
             self.config.report_to,
             run_name=self.config.run_name or self.path.name,
@@ -107,7 +110,7 @@ class Report:
         for tracker in self._trackers:
             self._resources.callback(tracker.close)
         self._display = TrainingDisplay(show=self.config.show_progress, logging_steps=self.config.logging_steps)
-        self._display.start(self._total_steps, f"{self.env_id} · {self.model}")
+        self._display.start(self._total_steps, f"{self.env_id} · {self.model} · {self.backend}")
         self._resources.callback(self._display.stop)
         self._is_open = True
 
@@ -266,6 +269,12 @@ class Report:
         if sampled := self.rewards_sampled:
             course += f" (of all sampled {sampled[0]:.3f} → {sampled[-1]:.3f})"
         return f"Report({len(self.steps)} steps{course}, {str(self.path)!r})"
+
+
+def _backend_of(trainer: Trainer) -> str:
+    """What samples from the model and what it learns with, and why these are not the quickest, if so."""
+    client, learns = getattr(trainer, "client", None), f"learns {autograd.describe(trainer.model)}"
+    return f"sampled {client.backend}, {learns}" if isinstance(client, LocalModel) else learns
 
 
 def _name_of(env: Any) -> str:
