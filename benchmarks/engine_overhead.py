@@ -22,7 +22,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from verifiers.engine import engine as engines
+from verifiers.engine import sampler
 from verifiers.engine.engine import Engine
 from verifiers.engine.sequence import Sampling
 
@@ -76,12 +76,12 @@ def measure(requests: int, tokens: int, case: dict[str, Any], profile: bool) -> 
     runner: Any = engine.runner
     runner._run_module, runner.decoder.forward = map(forward.timing, (runner._run_module, runner.decoder.forward))
     runner.cpu.run, runner.cpu.decode = map(forward.timing, (runner.cpu.run, runner.cpu.decode))
-    engines.sample = sampling.timing(engines.sample)
-    engine_turn = engine._turn
+    sampler.sample = sampling.timing(sampler.sample)
+    engine_step = engine._step
     watch = cProfile.Profile()
     began, drawn = [0.0], [0]
 
-    def one_turn() -> None:
+    def one_step() -> None:
         """From the start of a turn to the start of the next, so that what lies between them counts too."""
         began.append(time.perf_counter())
         drawn.append(engine.steps)
@@ -92,10 +92,10 @@ def measure(requests: int, tokens: int, case: dict[str, Any], profile: bool) -> 
             steps.append(((began[-1] - began[-2]) / n, *(part / n for part in parts)))
         if profile:
             watch.enable()
-        engine_turn()
+        engine_step()
         watch.disable()
 
-    engine._turn = one_turn  # type: ignore[method-assign]
+    engine._step = one_step  # type: ignore[method-assign]
     draw = random.Random(0)
     futures = [
         engine.submit(
@@ -121,9 +121,9 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=300)
     options.add_argument("--profile", action="store_true")
     args = options.parse_args()
-    own_sample, worst = engines.sample, 0.0
+    own_sample, worst = sampler.sample, 0.0
     for kind, case in CASES.items():
-        engines.sample = own_sample
+        sampler.sample = own_sample
         step, forward, sampling, own = measure(args.requests, args.tokens, case, args.profile)
         worst = max(worst, own)
         print(

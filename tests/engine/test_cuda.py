@@ -451,7 +451,7 @@ def test_new_tokens_see_their_row_up_to_themselves(
     out = extend(q, keys, values, blocks, scale=0.2, window=window, softcap=softcap, splits=splits)
     within = 5e-3 if dtype is torch.float32 else 3e-2
     for one in segments:
-        row, end = slice(one.row, one.row + 1), one.past + one.end - one.start
+        row, end = slice(one.slot, one.slot + 1), one.past + one.end - one.start
         new = q[:, :, one.start : one.end].float()
         seen = (keys[row, :, :end].float(), values[row, :, :end].float())
         expected_out = causal_attention(new, *seen, one.past, 0.2, window, softcap)

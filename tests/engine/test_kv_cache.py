@@ -113,9 +113,9 @@ def test_prompts_packed_side_by_side_do_not_see_one_another(sizes: list[tuple[in
     for segment in segments:
         part = slice(segment.start, segment.end)
         end = segment.past + segment.end - segment.start
-        assert torch.equal(keys[segment.row, :, segment.past : end], k[0, :, part])
-        assert torch.equal(values[segment.row, :, segment.past : end], v[0, :, part])
-        row_k, row_v = keys[segment.row, :, :end], values[segment.row, :, :end]
+        assert torch.equal(keys[segment.slot, :, segment.past : end], k[0, :, part])
+        assert torch.equal(values[segment.slot, :, segment.past : end], v[0, :, part])
+        row_k, row_v = keys[segment.slot, :, :end], values[segment.slot, :, :end]
         assert torch.allclose(out[0, :, part], plainly(q[0, :, part], row_k, row_v, segment.past, 0.5, window, None))
 
 
@@ -147,9 +147,9 @@ def test_attention_sinks_are_refused_rather_than_left_out() -> None:
 
 def parked(table: SlotTable, row: int, tokens: list[int]) -> None:
     sequence = ActiveSequence(tokens, Sampling(), 0)
-    sequence.row = row
-    table.seat(sequence)
-    table.park(sequence, keep=True)
+    sequence.slot = row
+    table.assign(sequence)
+    table.keep_prefix(sequence, keep=True)
 
 
 @given(
@@ -167,7 +167,7 @@ def test_the_best_match_is_the_longest_shared_beginning(rows: list[list[int]], p
         return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(prompt) - 1))
 
     most = max((shared(tokens) for tokens in rows[first:]), default=0)
-    row, n = table.best_match(prompt, first)
+    row, n = table.longest_prefix(prompt, first)
     assert n == (most if most >= 2 else 0)
     assert row >= first
     assert not n or shared(rows[row]) == n

@@ -180,7 +180,7 @@ def _drive(engine: Engine, sequences: Sequence[ActiveSequence]) -> list[Generate
         while not all(sequence.future.done() for sequence in sequences):
             engine.step()
     except Exception as error:
-        engine.fail(error, waiting=True)
+        engine.scheduler.fail(error, waiting=True)
     return [sequence.future.result() for sequence in sequences]
 
 

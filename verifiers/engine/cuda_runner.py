@@ -68,7 +68,7 @@ class CudaPrefill:
         packed_bT = np.where(inside_bT, starts[:, None] + offset_T[None], 0)
         self.packed = to_device(packed_bT.reshape(-1), device)
         self.inside = to_device(np.flatnonzero(inside_bT.reshape(-1)), device)
-        self.rows = host_index([s.row for s in segments], device)
+        self.rows = host_index([s.slot for s in segments], device)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
@@ -95,7 +95,7 @@ class CudaPrefill:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _LaunchedStep:
     """A step that was launched: who was in which row, and where its tokens will arrive."""
 
     sequences: list[ActiveSequence]
@@ -119,14 +119,14 @@ class CudaDecoder:
         self.length.fill_(engine.length)
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor, Tensor]]] = {}
         self._pool: Any = None
-        self._flights: deque[_Flight] = deque()
+        self._launched: deque[_LaunchedStep] = deque()
         self._spare: list[tuple[Tensor, Tensor, Tensor]] = []
         self._extender = Extender(self)
         cuda_sampling.warm_up(device)
 
     # --- the table's copy on the device ---------------------------------------------------------------------------
 
-    def seat(self, rows: np.ndarray) -> None:
+    def assign(self, rows: np.ndarray) -> None:
         """Tell the device about rows that were just filled and have sampled their first token."""
         table, device = self.engine.table, self.engine.device
         index = host_index(rows.tolist(), device)
@@ -135,7 +135,7 @@ class CudaDecoder:
         for target, values in ((self._whole, whole), (self._real, real)):
             target[:, index] = to_device(values, device)
 
-    def retire(self, holes: Sequence[int], movers: Sequence[int], first: int, last: int) -> None:
+    def free(self, holes: Sequence[int], movers: Sequence[int], first: int, last: int) -> None:
         """Follow the host in closing gaps; rows that are not live write to the spare position behind every end."""
         if holes:
             index = host_index([*holes, *movers], self.engine.device)
@@ -174,7 +174,7 @@ class CudaDecoder:
             buffer[:n].copy_(output[:n], non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._flights.append(_Flight(sequences, arrived, *buffers))
+        self._launched.append(_LaunchedStep(sequences, arrived, *buffers))
 
     def drop_graphs(self) -> None:
         self._graphs.clear()
@@ -183,21 +183,21 @@ class CudaDecoder:
 
     def reset(self) -> None:
         """Forget the steps in flight, and let no row write."""
-        self._flights.clear()
+        self._launched.clear()
         self.length.fill_(self.engine.length)
 
     @property
     def in_flight(self) -> int:
-        return len(self._flights)
+        return len(self._launched)
 
-    def land(self) -> tuple[list[ActiveSequence], np.ndarray, np.ndarray, np.ndarray]:
+    def collect(self) -> tuple[list[ActiveSequence], np.ndarray, np.ndarray, np.ndarray]:
         """Wait for the oldest step in flight; gives the rows that are still live, with their tokens."""
-        flight = self._flights.popleft()
-        flight.arrived.synchronize()
-        keep = [i for i, sequence in enumerate(flight.sequences) if sequence.row >= 0]
-        sequences = [flight.sequences[i] for i in keep]
-        values = [buffer.numpy()[keep] for buffer in (flight.token, flight.logprob, flight.raw)]
-        self._spare.append((flight.token, flight.logprob, flight.raw))
+        step = self._launched.popleft()
+        step.arrived.synchronize()
+        keep = [i for i, sequence in enumerate(step.sequences) if sequence.slot >= 0]
+        sequences = [step.sequences[i] for i in keep]
+        values = [buffer.numpy()[keep] for buffer in (step.token, step.logprob, step.raw)]
+        self._spare.append((step.token, step.logprob, step.raw))
         return sequences, values[0], values[1], values[2]
 
     def _pinned(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,8 @@
-"""A live model becomes a sampler: requests join and leave between steps, each row its own, tokens exact."""
+"""Prompts → completions: requests join and leave between steps (continuous batching), and their tokens are exact.
+
+The story of a token: `submit` queues a sequence, the scheduler gives it a slot of the KV cache, the model runner runs
+its prompt and then one token a step, the sampler draws, and the scheduler hands it out when it has finished.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +22,8 @@ from verifiers.engine.backends import BATCHED, CPU, MODULES, SEQUENTIAL, Backend
 from verifiers.engine.finished import ends
 from verifiers.engine.kv_cache import Decode, Prefill, Segment, Shape, SlotCache, host_index
 from verifiers.engine.model_runner import ModelRunner
+from verifiers.engine.sampler import draw
+from verifiers.engine.scheduler import Group, Scheduler
 from verifiers.engine.sequence import (
     ActiveSequence,
     Generated,
@@ -25,14 +31,10 @@ from verifiers.engine.sequence import (
     Sampling,
     Seeds,
     check_tokens,
-    delivery,
-    in_order,
 )
 from verifiers.engine.sequential import SequentialCache
-from verifiers.engine.slot_table import SlotTable
 from verifiers.errors import InfraError, ModelError, OverlongPromptError
 from verifiers.kernels.cpu.threads import is_small
-from verifiers.kernels.sampling import biased, sample
 
 if TYPE_CHECKING:
     from verifiers.engine.cuda_runner import CudaDecoder
@@ -68,28 +70,23 @@ class Engine:
         stop_ids: Sequence[int] = (),
     ) -> None:
         self.model = model
-        self.runner = live = ModelRunner(model)
-        text = live.text_config
+        self.runner = runner = ModelRunner(model)
+        text = runner.text_config
         longest = getattr(text, "max_position_embeddings", None) or 2048
         longest = longest if longest > 0 else 2048  # some say -1 for no limit
         self.length = min(length or longest, longest)
         self.rows = rows
-        self.prefill_tokens = prefill_tokens or (PREFILL_CUDA if live.device.type == "cuda" else PREFILL)
+        self.prefill_tokens = prefill_tokens or (PREFILL_CUDA if runner.device.type == "cuda" else PREFILL)
         self.max_waiting = max_waiting
-        self.device, self.dtype = live.device, live.dtype
-        self.cache: SlotCache | SequentialCache
-        self.table = SlotTable(rows, self.length)
-        self.live: list[ActiveSequence] = []
-        self.waiting: deque[ActiveSequence] = deque()
-        self._joining: list[ActiveSequence] = []
-        self._outbox: list[tuple[ActiveSequence, Generated | BaseException]] = []
-        self.lock = live.lock
+        self.device, self.dtype = runner.device, runner.dtype
+        self.scheduler = Scheduler(runner, slots=rows, length=self.length, prefill_tokens=self.prefill_tokens)
+        self.table = self.scheduler.table
+        self.lock = runner.lock
         self.steps = 0
         self.tokens = 0
-        self._wake = threading.Condition()
+        self._wake = self.scheduler.wake
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._has_cancelled = False
         self.stop_ids = frozenset(stop_ids)
         self.vocabulary = int(text.vocab_size)
         self._is_stop = np.zeros(self.vocabulary + 1, bool)
@@ -99,12 +96,26 @@ class Engine:
         self._cuda: CudaDecoder | None = None
         self.backend: Backend = choose_backend(self)
 
+    @property
+    def waiting(self) -> deque[ActiveSequence]:
+        """Requests that have no slot yet."""
+        return self.scheduler.waiting
+
+    @property
+    def live(self) -> list[ActiveSequence]:
+        """Requests that have one."""
+        return self.scheduler.running
+
+    @property
+    def cache(self) -> SlotCache | SequentialCache:
+        return self.scheduler.cache
+
     def run_by(self, backend: str) -> None:
         """Make what a backend needs: the slot cache and the device's graphs, or caches of the model's own."""
-        self._cuda = None
+        self._cuda = self.scheduler.cuda = None
         self.table.forget(0)
         if backend not in BATCHED:
-            self.cache = SequentialCache(self.model, uses_cache=backend == SEQUENTIAL)
+            self.scheduler.cache = SequentialCache(self.model, uses_cache=backend == SEQUENTIAL)
             self.table.least_shared = NOTHING_SHARED
             return
         self.runner.uses_c, self.runner.uses_modules = backend == CPU, backend == MODULES
@@ -113,8 +124,8 @@ class Engine:
         with torch.inference_mode(False):  # made by a proof, and written to by whoever comes later
             # One position more than is promised: where rows that are not live write on CUDA.
             cache = SlotCache(shape, self.rows, self.length + 1, dtype=self.dtype, device=self.device)
-            self.cache = cache
-            self._cuda = _cuda_decoder(self, cache) if self.device.type == "cuda" else None
+            self.scheduler.cache = cache
+            self._cuda = self.scheduler.cuda = _cuda_decoder(self, cache) if self.device.type == "cuda" else None
 
     def start_afresh(self) -> None:
         """Forget all that was run so far."""
@@ -144,7 +155,7 @@ class Engine:
         told = list(on_token) if isinstance(on_token, Sequence) else [on_token] * n
         sequences = [ActiveSequence(prompt, sampling, (first + i) % (1 << 63), told[i]) for i in range(n)]
         for sequence in sequences:
-            sequence.future.on_cancel = self._note_cancel
+            sequence.future.on_cancel = self.scheduler.note_cancel
         with self._wake:
             if self._is_closed:
                 raise InfraError("the engine is closed")
@@ -181,9 +192,6 @@ class Engine:
         with self._wake:
             self._gathering = count
 
-    def _note_cancel(self) -> None:
-        self._has_cancelled = True
-
     def close(self) -> None:
         """Fail what is under way and end the thread."""
         self.stop()
@@ -200,7 +208,7 @@ class Engine:
         """Drop every key and value kept for reuse (they were made by other weights, say)."""
         with self.lock:
             self.table.forget(len(self.live))
-            self.runner.forget()  # live rows are not to be kept either, nor packed weights
+            self.runner.forget()  # slots of running sequences are not to be reused later, nor copies of weights
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -209,7 +217,7 @@ class Engine:
             self._run()
         finally:
             self._is_closed = True
-            self.fail(InfraError("the engine was closed"), waiting=True)
+            self.scheduler.fail(InfraError("the engine was closed"), waiting=True)
 
     def _run(self) -> None:
         if self.device.type == "cpu" and is_small(self.model):
@@ -224,16 +232,16 @@ class Engine:
                     break
             try:
                 with self.lock, torch.inference_mode(), self.runner.evaluating():
-                    self._turn()
+                    self._step()
             except Exception as error:  # the model is foreign code: it fails its requests, not the engine
                 logger.exception("the engine's step failed")
-                self.fail(error)
-            self._deliver()
+                self.scheduler.fail(error)
+            self.scheduler.deliver()
 
     def step(self) -> None:
-        """One turn on the caller's thread, who holds the lock: for a proof, before the engine's own thread is there."""
-        self._turn()
-        self._deliver()
+        """One step on the caller's thread, who holds the lock: for a proof, before the engine's own thread is there."""
+        self._step()
+        self.scheduler.deliver()
 
     def _wait_for_all(self) -> None:
         """Let those that were announced arrive, then put them in an order that does not depend on who came first."""
@@ -242,167 +250,81 @@ class Engine:
             if not self._wake.wait(PATIENCE_S) and len(self.waiting) == arrived:
                 break
         self._gathering = 0
-        self.waiting = deque(in_order(self.waiting))
+        self.scheduler.sort_waiting()
 
-    def _turn(self) -> None:
-        """Take in what fits, then one token for everyone."""
+    def _step(self) -> None:
+        """Admit what fits, then one token for every running sequence."""
         has_changed, has_moved = self.runner.notice(is_idle=not self.live)
         if has_changed:
             self.table.forget(len(self.live))
         if has_moved and self._cuda is not None:
             self._cuda.drop_graphs()  # they read from where the parameters were
         if self._cuda is not None:
-            self._turn_ahead(self._cuda)
+            self._step_ahead(self._cuda)
             return
-        self._drop_cancelled()
-        admitted = self._admit()
+        self.scheduler.drop_cancelled()
+        admitted = self.scheduler.admit()
         if admitted:
             self._prefill(admitted)
         if self.live:
             self._decode()
 
-    def _turn_ahead(self, cuda: CudaDecoder) -> None:
+    def _step_ahead(self, cuda: CudaDecoder) -> None:
         """As above, but the host reads a step only when the next ones have been launched."""
         free = self.rows - len(self.live)
         wants_in = bool(self.waiting) and (free * ADMIT_SHARE >= self.rows or not self.live)
-        if wants_in or self._has_cancelled:
+        if wants_in or self.scheduler.has_cancelled:
             while cuda.in_flight:
-                self._land(cuda)
-            self._drop_cancelled()
-            while admitted := self._admit():
+                self._collect(cuda)
+            self.scheduler.drop_cancelled()
+            while admitted := self.scheduler.admit():
                 self._prefill(admitted)
         if self.table.is_biased[: len(self.live)].any():
             while cuda.in_flight:
-                self._land(cuda)
-            self._decode()  # biases differ from row to row and step to step: not worth a graph
-            cuda.seat(np.arange(len(self.live)))
+                self._collect(cuda)
+            self._decode()  # biases differ between sequences and steps: not worth a graph
+            cuda.assign(np.arange(len(self.live)))
         elif self.live:
             cuda.launch()
             self.steps += 1
         while cuda.in_flight > (AHEAD if self.live else 0):
-            self._land(cuda)
+            self._collect(cuda)
 
-    def _land(self, cuda: CudaDecoder) -> None:
-        sequences, token_N, logprob_N, raw_N = cuda.land()
+    def _collect(self, cuda: CudaDecoder) -> None:
+        """Read the oldest step that was launched."""
+        sequences, token_N, logprob_N, raw_N = cuda.collect()
         if not sequences:
             return
-        rows_N = np.array([sequence.row for sequence in sequences])
-        self.table.length[rows_N] += 1
-        self._take(rows_N, sequences, token_N, logprob_N, raw_N)
+        self.table.length[[sequence.slot for sequence in sequences]] += 1
+        self._record(sequences, token_N, logprob_N, raw_N)
 
-    def fail(self, error: Exception, *, waiting: bool = False) -> None:
-        """Fail what is under way; those that wait too if asked to, or if nothing under way could be at fault."""
-        with self._wake:
-            sequences = list(dict.fromkeys([*self.live, *self._joining]))
-            if waiting or not sequences:
-                sequences += self.waiting
-                self.waiting.clear()
-            n = len(self.live)
-            self.live.clear()
-            self._joining.clear()
-        self._deliver()
-        for sequence in sequences:
-            # One that waits may be cancelled at any moment: from here on it cannot.
-            if not sequence.future.done() and (
-                sequence.future.running() or sequence.future.set_running_or_notify_cancel()
-            ):
-                sequence.future.set_exception(error)
-        self.table.forget(0)
-        self.cache.clear(range(n))
-        if self._cuda is not None:
-            self._cuda.reset()
+    # --- tokens ------------------------------------------------------------------------------------------------
 
-    def _deliver(self) -> None:
-        """Hand out what has ended, now that the model is again as its owner left it."""
-        if not self._outbox:
-            return
-        outbox, self._outbox = self._outbox, []
-        with delivery():
-            for sequence, outcome in outbox:
-                if isinstance(outcome, Generated):
-                    sequence.future.set_result(outcome)
-                else:
-                    sequence.future.set_exception(outcome)
-
-    def _drop_cancelled(self) -> None:
-        if not self._has_cancelled:
-            return
-        self._has_cancelled = False
-        dropped = [sequence for sequence in self.live if sequence.is_cancelled]
-        if dropped:
-            self._retire(dropped)
-        self._outbox += [(sequence, CancelledError()) for sequence in dropped]
-        with self._wake:
-            gone = [sequence for sequence in self.waiting if sequence.future.cancelled()]
-            if gone:
-                self.waiting = deque(sequence for sequence in self.waiting if not sequence.future.cancelled())
-        for sequence in gone:
-            sequence.future.set_running_or_notify_cancel()
-
-    # --- taking in ------------------------------------------------------------------------------------------------
-
-    def _admit(self) -> list[tuple[ActiveSequence, list[ActiveSequence]]]:
-        """Waiting requests that fit now: each with those that have the same prompt and share its prefill."""
-        groups: dict[tuple[int, ...], tuple[ActiveSequence, list[ActiveSequence]]] = {}
-        room, budget = self.rows - len(self.live), self.prefill_tokens
-        while self.waiting and room > 0:
-            sequence = self.waiting[0]
-            key = tuple(sequence.prompt_ids)
-            mates = groups.get(key)
-            if mates is None and groups and budget < len(sequence.prompt_ids):
-                break
-            self.waiting.popleft()
-            if not sequence.future.set_running_or_notify_cancel():
-                continue
-            if sequence.is_cancelled:  # a moment too late to be told so
-                self._outbox.append((sequence, CancelledError()))
-                continue
-            room -= 1
-            if mates is not None:
-                mates[1].append(sequence)
-            else:
-                groups[key] = (sequence, [])
-                budget -= len(sequence.prompt_ids)
-        return list(groups.values())
-
-    def _prefill(self, groups: list[tuple[ActiveSequence, list[ActiveSequence]]]) -> None:
-        """Run prompts through the model, give their rows to the requests, and draw the first token of each."""
+    def _prefill(self, groups: Sequence[Group]) -> None:
+        """Run prompts through the model, and draw the first token of each sequence."""
         segments: list[Segment] = []
         ids: list[int] = []
         positions: list[int] = []
         last: list[int] = []
-        self._joining = [sequence for one, mates in groups for sequence in (one, *mates)]
+        self.scheduler.prefilling = [sequence for one, copies in groups for sequence in (one, *copies)]
         for sequence, _ in groups:
-            sequence.row, sequence.reused = self._take_row(sequence.prompt_ids)
+            self.scheduler.assign(sequence)
             fresh = sequence.prompt_ids[sequence.reused :]
-            segments.append(Segment(len(ids), len(ids) + len(fresh), sequence.row, sequence.reused))
+            segments.append(Segment(len(ids), len(ids) + len(fresh), sequence.slot, sequence.reused))
             ids += fresh
             positions += range(sequence.reused, len(sequence.prompt_ids))
             last.append(len(ids) - 1)
-            self._seat(sequence)
         logits_NV = self._run_prompts(ids, positions, last, segments)
         order = list(range(len(groups)))
-        for i, (sequence, mates) in enumerate(groups):
-            self._seat_mates(sequence, mates)
-            order += [i] * len(mates)
-        sequences = [sequence for sequence, _ in groups] + [mate for _, mates in groups for mate in mates]
-        self._joining = []
-        rows_N = np.array([sequence.row for sequence in sequences])
-        self._sample(logits_NV[host_index(order, self.device)], rows_N, sequences)
-        seated = np.array([sequence.row for sequence in sequences if sequence.row >= 0], np.int64)
-        if self._cuda is not None and len(seated):
-            self._cuda.seat(seated)
-
-    def _seat_mates(self, sequence: ActiveSequence, mates: Sequence[ActiveSequence]) -> None:
-        """Requests with the same prompt get a copy of its keys and values."""
-        if not mates:
-            return
-        first = len(self.live)
-        for i, mate in enumerate(mates):
-            self._vacate(first + i)
-            mate.row, mate.reused = first + i, len(sequence.prompt_ids)
-            self._seat(mate)
-        self.cache.spread(sequence.row, range(first, len(self.live)), len(sequence.prompt_ids))
+        for i, (sequence, copies) in enumerate(groups):
+            self.scheduler.assign_copies(sequence, copies)
+            order += [i] * len(copies)
+        sequences = [sequence for sequence, _ in groups] + [copy for _, copies in groups for copy in copies]
+        self.scheduler.prefilling = []
+        self._draw(logits_NV[host_index(order, self.device)], sequences)
+        started = np.array([sequence.slot for sequence in sequences if sequence.slot >= 0], np.int64)
+        if self._cuda is not None and len(started):
+            self._cuda.assign(started)
 
     def _run_prompts(self, ids: list[int], positions: list[int], last: list[int], segments: list[Segment]) -> Tensor:
         if isinstance(self.cache, SequentialCache):
@@ -413,35 +335,8 @@ class Engine:
         attend = Prefill(self.cache, segments)
         return self.runner.forward(ids_T[None], positions_T[None], attend, last_N)[0]
 
-    def _take_row(self, prompt: list[int]) -> tuple[int, int]:
-        """The next live row, holding as much of the prompt as any kept row has; and how much that is."""
-        row = len(self.live)
-        kept, shared = self.table.best_match(prompt, row)
-        if shared:
-            self.cache.swap(kept, row, shared, int(self.table.kept_length(row)))
-            self.table.swap_kept(kept, row)
-        else:
-            self._vacate(row)
-        return row, shared
-
-    def _vacate(self, row: int) -> None:
-        """What a row keeps is moved to the row that is least worth keeping, before it is used."""
-        if not self.table.kept[row]:
-            return
-        oldest = self.table.oldest(row)
-        if oldest != row:
-            self.cache.move(row, oldest, self.table.kept_length(row))
-            self.table.swap_kept(oldest, row)
-
-    def _seat(self, sequence: ActiveSequence) -> None:
-        sequence.weights = self.runner.version
-        self.live.append(sequence)
-        self.table.seat(sequence)
-
-    # --- tokens ---------------------------------------------------------------------------------------------------
-
     def _decode(self) -> None:
-        """One token for every live row; several, where nobody has to look at them one by one."""
+        """One token for every running sequence; several, where none of them has to be looked at before the next."""
         n, table = len(self.live), self.table
         if isinstance(self.cache, SequentialCache):
             logits_BV = self.cache.decode(table.token[:n].tolist())
@@ -452,7 +347,7 @@ class Engine:
             logits_BV = self._run_step(n, self.cache)
         table.length[:n] += 1
         self.steps += 1
-        self._sample(logits_BV, np.arange(n), list(self.live))
+        self._draw(logits_BV, list(self.live))
 
     def _run_step(self, n: int, cache: SlotCache) -> Tensor:
         table = self.table
@@ -473,87 +368,23 @@ class Engine:
         self.table.length[:rows] += 1
         self.steps += len(drawn.token_KB)
         self.tokens += drawn.token_KB[:-1].size
-        self._take(np.arange(rows), list(self.live), *(one[-1] for one in steps))
+        self._record(list(self.live), *(one[-1] for one in steps))
         return True
 
-    def _sample(self, logits_NV: Tensor, rows_N: np.ndarray, sequences: Sequence[ActiveSequence]) -> None:
-        """Draw a token for each row, keep it, and let go of the rows that are done."""
-        raw_NV = logits_NV
-        if self.table.is_biased[rows_N].any():
-            logits_NV = biased(logits_NV, [sequence.sampling.logit_bias for sequence in sequences])
-        columns = self.table.columns(rows_N, self.device)
-        truncates = bool(self.table.truncates[rows_N].any())
-        if self._cuda is not None and not truncates:
-            token_N, logprob_N, raw_N = self._cuda.sample(logits_NV, columns)
-        else:
-            is_plain = not truncates and bool((self.table.temperature[rows_N] == 1.0).all())
-            token_N, logprob_N, raw_N = sample(logits_NV, columns, truncates=truncates, is_plain=is_plain)
-        if raw_NV is not logits_NV:
-            raw_N = torch.log_softmax(raw_NV.float(), -1).gather(1, token_N[:, None])[:, 0]
-        self._take(rows_N, sequences, *(value.cpu().numpy() for value in (token_N, logprob_N, raw_N)))
+    def _draw(self, logits_NV: Tensor, sequences: Sequence[ActiveSequence]) -> None:
+        """Draw a token for each sequence, keep it, and let go of those that are done."""
+        slots_N = np.array([sequence.slot for sequence in sequences])
+        self._record(sequences, *draw(logits_NV, sequences, slots_N, self.table, self._cuda))
 
-    def _take(
-        self,
-        rows_N: np.ndarray,
-        sequences: Sequence[ActiveSequence],
-        token_N: np.ndarray,
-        logprob_N: np.ndarray,
-        raw_N: np.ndarray,
+    def _record(
+        self, sequences: Sequence[ActiveSequence], token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray
     ) -> None:
-        """Keep what was drawn, and finish the rows for which it was the last."""
-        self.table.record(rows_N, token_N, logprob_N, raw_N)
+        """Keep what was drawn, and finish the sequences for which it was the last."""
+        table, slots_N = self.table, np.array([sequence.slot for sequence in sequences])
+        table.record(slots_N, token_N, logprob_N, raw_N)
         self.tokens += len(sequences)
-        is_full_N = self.table.is_full(rows_N, self.length)
-        self._finish(
-            ends(sequences, token_N, logprob_N, raw_N, is_full_N, self._is_stop, self.table.is_watched[rows_N])
-        )
-
-    def _finish(self, ended: Sequence[tuple[ActiveSequence, str | Exception]]) -> None:
-        """Free the rows of requests that have ended; what they gave is handed out when the turn is over."""
-        if not ended:
-            return
-        for sequence, reason in ended:
-            if isinstance(reason, Exception):
-                self._outbox.append((sequence, reason))
-                continue
-            generated = self.table.output(sequence, reason, self.runner.version)
-            self._outbox.append((sequence, generated))
-        self._retire(
-            [sequence for sequence, _ in ended],
-            spoilt=[sequence for sequence, reason in ended if isinstance(reason, Exception)],
-        )
-
-    def _retire(self, sequences: Sequence[ActiveSequence], *, spoilt: Sequence[ActiveSequence] = ()) -> None:
-        """Take rows out of the live ones, which stay without gaps; what they hold stays behind, for who comes back."""
-        for sequence in sequences:
-            is_kept = sequence not in spoilt and sequence.weights == self.runner.version
-            self.table.park(sequence, keep=is_kept and self.table.length[sequence.row] >= self.table.least_shared)
-        self.cache.clear(
-            [sequence.row for sequence in spoilt]
-        )  # NaN times a weight of zero is NaN: who comes next would see it
-        gone = {sequence.row for sequence in sequences}
-        n = len(self.live) - len(gone)
-        holes = sorted(row for row in gone if row < n)
-        movers = [row for row in range(n, len(self.live)) if row not in gone]
-        if holes:
-            ahead = 0 if self._cuda is None else self._cuda.in_flight + 1  # the device is that much further
-            for hole, mover in zip(holes, movers, strict=True):
-                filled = min(int(self.table.length[mover]) + ahead, self.length)
-                if self.table.kept[hole]:
-                    self.cache.swap(hole, mover, int(self.table.kept[hole]), filled)
-                else:
-                    self.cache.move(mover, hole, filled)
-            self.table.exchange(np.array([holes, movers]))
-        for hole, mover in zip(holes, movers, strict=True):
-            self.live[hole] = self.live[mover]
-            self.live[hole].row = hole
-        del self.live[n:]
-        for sequence in sequences:
-            sequence.row = -1
-        if self._cuda is not None:
-            self._cuda.retire(holes, movers, n, n + len(gone))
-        if isinstance(self.cache, SequentialCache):
-            self.cache.keep_first(n)
+        is_full_N, is_watched_N = table.is_full(slots_N, self.length), table.is_watched[slots_N]
+        self.scheduler.finish(ends(sequences, token_N, logprob_N, raw_N, is_full_N, self._is_stop, is_watched_N))
 
 
 def _cuda_decoder(engine: Engine, cache: SlotCache) -> CudaDecoder:

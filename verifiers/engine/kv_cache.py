@@ -84,11 +84,11 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One request's part of a packed prefill: tokens ``[start, end)`` go to a row that holds ``past`` already."""
+    """One request's part of a packed prefill: tokens ``[start, end)`` go to a slot that holds ``past`` already."""
 
     start: int
     end: int
-    row: int
+    slot: int
     past: int
 
 
@@ -101,7 +101,7 @@ class Prefill:
 
     def slots_of_tokens(self) -> np.ndarray:
         """Which slot of the cache each token goes to."""
-        rows, lengths = zip(*((one.row, one.end - one.start) for one in self.segments), strict=True)
+        rows, lengths = zip(*((one.slot, one.end - one.start) for one in self.segments), strict=True)
         return np.repeat(np.array(rows, np.int64), lengths)
 
     def __call__(
@@ -113,10 +113,10 @@ class Prefill:
             part = slice(segment.start, segment.end)
             q_part, k_part, v_part = q[:, :, part], k[:, :, part], v[:, :, part]
             end = segment.past + segment.end - segment.start
-            keys[segment.row, :, segment.past : end] = k_part[0]
-            values[segment.row, :, segment.past : end] = v_part[0]
+            keys[segment.slot, :, segment.past : end] = k_part[0]
+            values[segment.slot, :, segment.past : end] = v_part[0]
             if segment.past:
-                row = slice(segment.row, segment.row + 1)
+                row = slice(segment.slot, segment.slot + 1)
                 k_part, v_part = keys[row, :, :end], values[row, :, :end]
             outputs.append(causal_attention(q_part, k_part, v_part, segment.past, scale, window, softcap))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
@@ -127,7 +127,7 @@ class Decode:
     """One new token for each of the first B rows; ``length_B`` positions of each are filled before it."""
 
     cache: SlotCache
-    rows_B: Tensor
+    slots_B: Tensor
     length_B: Tensor
     span: int
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class Decode:
         groups, length = keys.shape[1], keys.shape[2]
         if self._index is None:
             group_G = torch.arange(groups, device=q.device)
-            self._index = ((self.rows_B[:, None] * groups + group_G) * length + self.length_B[:, None]).view(-1)
+            self._index = ((self.slots_B[:, None] * groups + group_G) * length + self.length_B[:, None]).view(-1)
         keys.view(-1, dim).index_copy_(0, self._index, k.reshape(-1, dim))
         values.view(-1, dim).index_copy_(0, self._index, v.reshape(-1, dim))
         k_seen = keys.view(-1, length, dim)[: batch * groups, : self.span]

@@ -82,7 +82,7 @@ class ModelRunner:
         if not (self.uses_c and self.cpu is not None and self.cpu.is_usable):
             return None
         if isinstance(attend, Decode):
-            slot_B, length_B = attend.rows_B.numpy(), attend.length_B.numpy()
+            slot_B, length_B = attend.slots_B.numpy(), attend.length_B.numpy()
             return self.cpu.run(ids[:, 0], slot_B, length_B, slot_B, attend.cache.store)[:, None]
         if not isinstance(attend, Prefill) or isinstance(keep, int):
             return None

@@ -28,12 +28,12 @@ CAPTURE_AT = 2  # a size of which there were so many is worth a graph
 def blocks_of(segments: Sequence[Segment], share: int) -> np.ndarray:
     """Tokens that are attended for together: where they begin, how many, in which row, from which position on.
 
-    >>> blocks_of([Segment(0, 40, row=3, past=100)], share=2).tolist()
+    >>> blocks_of([Segment(0, 40, slot=3, past=100)], share=2).tolist()
     [[0, 32], [32, 8], [3, 3], [100, 132]]
     """
     step = queries_at_once(share) // share
     found = [
-        (start, min(step, segment.end - start), segment.row, segment.past + start - segment.start)
+        (start, min(step, segment.end - start), segment.slot, segment.past + start - segment.start)
         for segment in segments
         for start in range(segment.start, segment.end, step)
     ]
@@ -93,7 +93,7 @@ class Extender:
 
         Tokens that fill up are written to the spare position behind every end, and nobody attends for them.
         """
-        rows = [segment.row for segment in segments for _ in range(segment.start, segment.end)]
+        rows = [segment.slot for segment in segments for _ in range(segment.start, segment.end)]
         token_T = np.array([ids, rows, positions], np.int64)
         block_B, place_N = blocks_of(segments, self._share), np.array(last, np.int64)
         if tokens is not None:

@@ -71,7 +71,7 @@ OnToken = Callable[[int, float], bool]
 
 
 class Answer(Future[Generated]):
-    """What a request will give. Cancelling it while it is under way frees its row before the next token."""
+    """What a request will give. Cancelling it while it is under way frees its slot before the next token."""
 
     is_unwanted = False
     on_cancel: Callable[[], None] | None = None
@@ -151,7 +151,7 @@ class ActiveSequence:
     seed: int
     on_token: OnToken | None = None
     future: Answer = field(default_factory=Answer)
-    row: int = -1
+    slot: int = -1  # of the KV cache; -1: none
     reused: int = 0
     weights: int = 0
 

@@ -43,7 +43,7 @@ class SequentialCache:
         """The logits behind each prompt, ``[N, vocabulary]``."""
         logits = []
         for segment in segments:
-            row = self._rows[segment.row] = _Sequence(list(ids[segment.start : segment.end]))
+            row = self._rows[segment.slot] = _Sequence(list(ids[segment.start : segment.end]))
             logits.append(self._run(row, row.ids))
         return torch.cat(logits)
 

@@ -1,4 +1,4 @@
-"""What the engine knows of each row, as arrays: how far it is, how it is sampled, what it has said, what it keeps."""
+"""What is known of each slot, as columns: how far it is, how it is sampled, what it has sampled, what it keeps."""
 
 from __future__ import annotations
 
@@ -14,95 +14,95 @@ COLDEST = 1e-5  # a lower temperature is greedy: logits divided by it would not 
 
 
 class SlotTable:
-    """One entry a row. Rows below the live count belong to requests; the others may keep the tokens of one gone by."""
+    """One entry a slot. Rows below the live count belong to requests; the others may keep the tokens of one gone by."""
 
-    def __init__(self, rows: int, length: int, *, least_shared: int = 0) -> None:
-        self.rows = rows
+    def __init__(self, slots: int, length: int, *, least_shared: int = 0) -> None:
+        self.slots = slots
         self.least_shared = least_shared
-        self.length = np.zeros(rows, np.int64)
-        self.token = np.zeros(rows, np.int64)
-        self.steps = np.zeros(rows, np.int64)
-        self.max_tokens = np.zeros(rows, np.int64)
-        self.seed = np.zeros(rows, np.int64)
-        self.top_k = np.zeros(rows, np.int64)
-        self.temperature, self.top_p, self.min_p = (np.zeros(rows, np.float32) for _ in range(3))
-        self.out_ids = np.zeros((rows, length + 1), np.int32)
-        self.out_logprobs, self.out_raw = (np.zeros((rows, length + 1), np.float32) for _ in range(2))
-        self.truncates, self.is_biased, self.is_watched = (np.zeros(rows, bool) for _ in range(3))
-        self.kept_ids = np.zeros((rows, length), np.int32)
-        self.kept = np.zeros(rows, np.int64)
-        self.kept_at = np.zeros(rows, np.int64)
+        self.length = np.zeros(slots, np.int64)
+        self.token = np.zeros(slots, np.int64)
+        self.steps = np.zeros(slots, np.int64)
+        self.max_tokens = np.zeros(slots, np.int64)
+        self.seed = np.zeros(slots, np.int64)
+        self.top_k = np.zeros(slots, np.int64)
+        self.temperature, self.top_p, self.min_p = (np.zeros(slots, np.float32) for _ in range(3))
+        self.out_ids = np.zeros((slots, length + 1), np.int32)
+        self.out_logprobs, self.out_raw = (np.zeros((slots, length + 1), np.float32) for _ in range(2))
+        self.truncates, self.is_biased, self.is_watched = (np.zeros(slots, bool) for _ in range(3))
+        self.cached_ids = np.zeros((slots, length), np.int32)
+        self.cached = np.zeros(slots, np.int64)
+        self.cached_at = np.zeros(slots, np.int64)
         self._tick = 0
         self._columns = [value for value in vars(self).values() if isinstance(value, np.ndarray)]
 
-    def seat(self, sequence: ActiveSequence) -> None:
-        """Give a row to a request whose prompt is being filled in."""
-        row, sampling = sequence.row, sequence.sampling
-        self.length[row] = len(sequence.prompt_ids)
-        self.steps[row] = 0
-        self.max_tokens[row] = min(sampling.max_tokens, self.out_ids.shape[1])
-        self.seed[row] = sequence.seed
-        self.top_k[row] = min(sampling.top_k or NO_TOP_K, NO_TOP_K)
-        self.temperature[row] = sampling.temperature if sampling.temperature >= COLDEST else 0.0
-        self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
-        self.truncates[row] = sampling.truncates
-        self.is_biased[row] = bool(sampling.logit_bias)
-        self.is_watched[row] = sequence.on_token is not None or bool(sampling.stop_ids)
-        self.kept[row] = 0
+    def assign(self, sequence: ActiveSequence) -> None:
+        """Give a slot to a request whose prompt is being filled in."""
+        slot, sampling = sequence.slot, sequence.sampling
+        self.length[slot] = len(sequence.prompt_ids)
+        self.steps[slot] = 0
+        self.max_tokens[slot] = min(sampling.max_tokens, self.out_ids.shape[1])
+        self.seed[slot] = sequence.seed
+        self.top_k[slot] = min(sampling.top_k or NO_TOP_K, NO_TOP_K)
+        self.temperature[slot] = sampling.temperature if sampling.temperature >= COLDEST else 0.0
+        self.top_p[slot], self.min_p[slot] = sampling.top_p, sampling.min_p
+        self.truncates[slot] = sampling.truncates
+        self.is_biased[slot] = bool(sampling.logit_bias)
+        self.is_watched[slot] = sequence.on_token is not None or bool(sampling.stop_ids)
+        self.cached[slot] = 0
 
-    def columns(self, rows_N: np.ndarray, device: torch.device) -> SamplingColumns:
-        """How these rows are sampled, on the device, without waiting for what it is doing."""
-        real = np.stack([column[rows_N] for column in (self.temperature, self.top_p, self.min_p)])
-        whole = np.stack([column[rows_N] for column in (self.top_k, self.seed, self.steps)])
+    def columns(self, slots_N: np.ndarray, device: torch.device) -> SamplingColumns:
+        """How these slots are sampled, on the device, without waiting for what it is doing."""
+        real = np.stack([column[slots_N] for column in (self.temperature, self.top_p, self.min_p)])
+        whole = np.stack([column[slots_N] for column in (self.top_k, self.seed, self.steps)])
         temperature, top_p, min_p = to_device(real, device)
         top_k, seed, steps = to_device(whole, device)
         return SamplingColumns(temperature, top_p, top_k, min_p, seed, steps)
 
     def decode_columns(self, n: int) -> DecodeColumns:
-        """The first rows, as C takes them."""
+        """The first slots, as C takes them."""
         return DecodeColumns(
             token=self.token[:n], position=self.length[:n], step=self.steps[:n], temperature=self.temperature[:n],
             top_p=self.top_p[:n], min_p=self.min_p[:n], top_k=self.top_k[:n], seed=self.seed[:n],
         )  # fmt: skip
 
-    def record(self, rows_N: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray) -> None:
-        steps_N = self.steps[rows_N]
-        self.token[rows_N] = token_N
-        self.out_ids[rows_N, steps_N] = token_N
-        self.out_logprobs[rows_N, steps_N] = logprob_N
-        self.out_raw[rows_N, steps_N] = raw_N
-        self.steps[rows_N] = steps_N + 1
+    def record(self, slots_N: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray) -> None:
+        steps_N = self.steps[slots_N]
+        self.token[slots_N] = token_N
+        self.out_ids[slots_N, steps_N] = token_N
+        self.out_logprobs[slots_N, steps_N] = logprob_N
+        self.out_raw[slots_N, steps_N] = raw_N
+        self.steps[slots_N] = steps_N + 1
 
-    def is_full(self, rows_N: np.ndarray, length: int) -> np.ndarray:
-        """Which of these rows have as many tokens as they may have."""
-        full: np.ndarray = (self.steps[rows_N] >= self.max_tokens[rows_N]) | (self.length[rows_N] + 1 >= length)
+    def is_full(self, slots_N: np.ndarray, length: int) -> np.ndarray:
+        """Which of these slots have as many tokens as they may have."""
+        full: np.ndarray = (self.steps[slots_N] >= self.max_tokens[slots_N]) | (self.length[slots_N] + 1 >= length)
         return full
 
-    def room(self, rows: int, length: int) -> int:
-        """How many more tokens each of the first rows can have, if none of them has to be looked at before."""
-        if (self.is_watched | self.is_biased)[:rows].any():
+    def room(self, slots: int, length: int) -> int:
+        """How many more tokens each of the first slots can have, if none of them has to be looked at before."""
+        if (self.is_watched | self.is_biased)[:slots].any():
             return 1
-        left = np.minimum(self.max_tokens[:rows] - self.steps[:rows], length - 1 - self.length[:rows])
+        left = np.minimum(self.max_tokens[:slots] - self.steps[:slots], length - 1 - self.length[:slots])
         return int(left.min())
 
     def record_steps(self, token_KN: np.ndarray, logprob_KN: np.ndarray, raw_KN: np.ndarray) -> None:
-        """Several tokens of each of the first rows, whose keys and values are there already."""
-        steps, rows = token_KN.shape
+        """Several tokens of each of the first slots, whose keys and values are there already."""
+        steps, slots = token_KN.shape
         if not steps:
             return
-        row_N1 = np.arange(rows)[:, None]
-        step_NK = self.steps[:rows, None] + np.arange(steps)
-        self.out_ids[row_N1, step_NK] = token_KN.T
-        self.out_logprobs[row_N1, step_NK] = logprob_KN.T
-        self.out_raw[row_N1, step_NK] = raw_KN.T
-        self.steps[:rows] += steps
-        self.length[:rows] += steps
+        slot_N1 = np.arange(slots)[:, None]
+        step_NK = self.steps[:slots, None] + np.arange(steps)
+        self.out_ids[slot_N1, step_NK] = token_KN.T
+        self.out_logprobs[slot_N1, step_NK] = logprob_KN.T
+        self.out_raw[slot_N1, step_NK] = raw_KN.T
+        self.steps[:slots] += steps
+        self.length[:slots] += steps
 
     def output(self, sequence: ActiveSequence, finish_reason: str, version: int) -> Generated:
         """All that a request has sampled."""
-        n = self.steps[sequence.row]
+        n = self.steps[sequence.slot]
         ids, logprobs, raw = (
-            column[sequence.row, :n].tolist() for column in (self.out_ids, self.out_logprobs, self.out_raw)
+            column[sequence.slot, :n].tolist() for column in (self.out_ids, self.out_logprobs, self.out_raw)
         )
         return Generated(
             prompt_ids=sequence.prompt_ids,
@@ -114,46 +114,46 @@ class SlotTable:
             weights=(sequence.weights, version),
         )
 
-    # --- rows kept for reuse --------------------------------------------------------------------------------------
+    # --- slots kept for reuse --------------------------------------------------------------------------------------
 
-    def park(self, sequence: ActiveSequence, *, keep: bool) -> None:
-        """Note which tokens a row's keys and values belong to, now that its request is done."""
-        row, prompt = sequence.row, len(sequence.prompt_ids)
+    def keep_prefix(self, sequence: ActiveSequence, *, keep: bool) -> None:
+        """Note which tokens a slot's keys and values belong to, now that its request is done."""
+        slot, prompt = sequence.slot, len(sequence.prompt_ids)
         self._tick += 1
-        self.kept_at[row] = self._tick
-        self.kept[row] = self.length[row] if keep else 0
+        self.cached_at[slot] = self._tick
+        self.cached[slot] = self.length[slot] if keep else 0
         if keep:
-            self.kept_ids[row, :prompt] = sequence.prompt_ids
-            self.kept_ids[row, prompt : self.length[row]] = self.out_ids[row, : self.length[row] - prompt]
+            self.cached_ids[slot, :prompt] = sequence.prompt_ids
+            self.cached_ids[slot, prompt : self.length[slot]] = self.out_ids[slot, : self.length[slot] - prompt]
 
-    def best_match(self, prompt: list[int], first: int) -> tuple[int, int]:
-        """The kept row (from ``first`` on) that shares the longest beginning with a prompt, and how long it is."""
-        if not self.kept[first:].any():
+    def longest_prefix(self, prompt: list[int], first: int) -> tuple[int, int]:
+        """The kept slot (from ``first`` on) that shares the longest beginning with a prompt, and how long it is."""
+        if not self.cached[first:].any():
             return first, 0
-        most = min(len(prompt) - 1, self.kept_ids.shape[1])  # the last token has to be run for its logits
-        same = self.kept_ids[first:, :most] == np.asarray(prompt[:most], np.int32)
+        most = min(len(prompt) - 1, self.cached_ids.shape[1])  # the last token has to be run for its logits
+        same = self.cached_ids[first:, :most] == np.asarray(prompt[:most], np.int32)
         shared = np.where(same.all(1), most, same.argmin(1)) if most else np.zeros(len(same), np.int64)
-        shared = np.minimum(shared, self.kept[first:])
+        shared = np.minimum(shared, self.cached[first:])
         best = int(shared.argmax())
         return (first + best, int(shared[best])) if shared[best] >= self.least_shared else (first, 0)
 
     def oldest(self, first: int) -> int:
-        """The row (from ``first`` on) that is least worth keeping."""
-        age = np.where(self.kept[first:] > 0, self.kept_at[first:], -1)
+        """The slot (from ``first`` on) that is least worth keeping."""
+        age = np.where(self.cached[first:] > 0, self.cached_at[first:], -1)
         return first + int(age.argmin())
 
-    def kept_length(self, row: int) -> int:
-        return int(self.kept[row])
+    def cached_length(self, slot: int) -> int:
+        return int(self.cached[slot])
 
-    def swap_kept(self, one: int, other: int) -> None:
-        for column in (self.kept_ids, self.kept, self.kept_at):
+    def swap_cached(self, one: int, other: int) -> None:
+        for column in (self.cached_ids, self.cached, self.cached_at):
             column[[one, other]] = column[[other, one]]
 
-    def exchange(self, rows: np.ndarray) -> None:
-        """Swap the rows of two equally long lists."""
-        here, there = rows.reshape(-1), rows[::-1].reshape(-1)
+    def exchange(self, slots: np.ndarray) -> None:
+        """Swap the slots of two equally long lists."""
+        here, there = slots.reshape(-1), slots[::-1].reshape(-1)
         for column in self._columns:
             column[here] = column[there]
 
     def forget(self, first: int) -> None:
-        self.kept[first:] = 0
+        self.cached[first:] = 0

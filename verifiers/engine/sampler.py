@@ -1,0 +1,44 @@
+"""Logits of running sequences → their next tokens: bias, then drawing by whichever kernel the device has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verifiers.engine.sequence import ActiveSequence
+from verifiers.engine.slot_table import SlotTable
+from verifiers.kernels.sampling import biased, sample
+
+if TYPE_CHECKING:
+    from verifiers.engine.cuda_runner import CudaDecoder
+
+Drawn = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Tokens, their logprobs under what they were drawn from, and under the model's own distribution."""
+
+
+def draw(
+    logits_NV: Tensor,
+    sequences: Sequence[ActiveSequence],
+    slots_N: np.ndarray,
+    table: SlotTable,
+    cuda: CudaDecoder | None = None,
+) -> Drawn:
+    """A token for each sequence, by its own settings and random numbers."""
+    raw_NV = logits_NV
+    if table.is_biased[slots_N].any():
+        logits_NV = biased(logits_NV, [sequence.sampling.logit_bias for sequence in sequences])
+    columns = table.columns(slots_N, logits_NV.device)
+    truncates = bool(table.truncates[slots_N].any())
+    if cuda is not None and not truncates:
+        token_N, logprob_N, raw_N = cuda.sample(logits_NV, columns)
+    else:
+        is_plain = not truncates and bool((table.temperature[slots_N] == 1.0).all())
+        token_N, logprob_N, raw_N = sample(logits_NV, columns, truncates=truncates, is_plain=is_plain)
+    if raw_NV is not logits_NV:
+        raw_N = torch.log_softmax(raw_NV.float(), -1).gather(1, token_N[:, None])[:, 0]
+    one, two, three = (value.cpu().numpy() for value in (token_N, logprob_N, raw_N))
+    return one, two, three
