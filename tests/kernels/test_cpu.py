@@ -264,19 +264,41 @@ def test_threads_that_share_the_work_give_the_same_tokens(
         assert_exact(model, other, way)
 
 
-@needs_compiler
-def test_without_more_threads_one_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[int] = []
+def failing_start(monkeypatch: pytest.MonkeyPatch, after: int) -> list[threading.Thread]:
+    """Threads cannot be started any more after so many; those that were."""
+    started: list[threading.Thread] = []
     own = threading.Thread.start
 
     def start_one(self: threading.Thread) -> None:
-        if started:
+        if len(started) >= after:
             raise RuntimeError("can't start new thread")
-        started.append(1)
+        started.append(self)
         own(self)
 
     monkeypatch.setattr(threading.Thread, "start", start_one)
-    assert threads.ThreadTeam(3).parts == 1
+    return started
+
+
+def test_a_thread_that_cannot_be_started_leaves_no_other_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = failing_start(monkeypatch, after=2)
+    team = threads.ThreadTeam(4)
+    assert team.parts == 1
+    assert len(started) == 2
+    for thread in started:  # they have ended, and spin nowhere
+        thread.join(60)
+        assert not thread.is_alive()
+    done: list[int] = []
+    team.share([lambda: done.append(1), lambda: done.append(2)])
+    assert done == [1, 2]
+
+
+def test_what_fails_in_one_thread_of_a_team_is_raised_and_the_team_goes_on() -> None:
+    team = threads.ThreadTeam(3)
+    with pytest.raises(ZeroDivisionError):
+        team.share([lambda: None, lambda: 1 / 0, lambda: None])
+    done: list[int] = []
+    team.share([lambda: done.append(1)] * 6)
+    assert done == [1] * 6
 
 
 @needs_compiler

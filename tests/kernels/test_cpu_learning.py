@@ -258,11 +258,51 @@ def test_without_a_compiler_operations_are_plain(no_compiler: None) -> None:
 
 
 @needs_compiler
-def test_many_threads_and_other_numbers_are_left_to_plain_operations() -> None:
+def test_other_numbers_than_float32_are_left_to_the_reference() -> None:
     assert autograd.kernels_for(randn(2, 4)) is cpu
     assert autograd.kernels_for(randn(2, 4).double()) is reference
-    torch.set_num_threads(cpu.FEW_THREADS + 1)
-    assert autograd.kernels_for(randn(2, 4)) is reference
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_threads_that_share_the_work_give_the_same_numbers(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    def results() -> list[Any]:
+        x, more, weight, past = randn(37, 24), randn(37, 24, seed=1), randn(24, seed=2), randn(37, 24, seed=3)
+        total, normed, scale = cpu.norm(x, more, weight, 1e-5)
+        found = [total, normed, *cpu.norm_back(total, weight, scale, past, more, learns=True)]
+        for batch, angles in ((1, 1), (5, 1), (5, 5)):
+            cos, sin = randn(angles, 7, 8, seed=4).cos(), randn(angles, 7, 8, seed=4).sin()
+            q, k = randn(batch, 7, 4, 8, seed=5), randn(batch, 7, 2, 8, seed=6)
+            found += [*cpu.rotate(q, k, cos, sin), *cpu.rotate(q, k, cos, sin, back=True)]
+        found += [cpu.gated(x, more), *cpu.gated_back(x, more, past)]
+        logits, target, logprob, mass = randn(37, 50), torch.arange(37), torch.empty(37), torch.empty(37)
+        cpu.pick(logits, target, 0.7, logprob, mass)
+        cpu.pick_back_(logits, target, 0.7, mass, logprob)
+        packing = packed((6, 9), (12, 30, 7), (0, 1, 1))
+        inputs = [randn(64, heads, 24, seed=heads) for heads in (10, 5, 5)]
+        attended = numbers(lambda *qkv: Row(packing, in_runs=False).attend(*qkv, scale=0.3), inputs, torch.float32)
+        return [*found, logits, logprob, mass, *attended]
+
+    alone = results()
+    monkeypatch.setattr(cpu, "GRAIN", 1)
+    torch.set_num_threads(threads)
+    together = results()
+    torch.set_num_threads(1)
+    for i, (one, other) in enumerate(zip(alone, together, strict=True)):
+        if i == 3:  # the gradient of the norm's weight: a sum by parts
+            assert torch.allclose(one, other, atol=1e-5)
+        else:
+            assert torch.equal(one, other), i
+
+
+@needs_compiler
+def test_a_wrong_target_is_found_whichever_thread_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "GRAIN", 1)
+    torch.set_num_threads(3)
+    target = torch.arange(9)
+    target[7] = 99
+    with pytest.raises(IndexError, match="token 99"):
+        head_logprobs.picked(randn(9, 8), randn(31, 8), None, target)
 
 
 @needs_compiler

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from verifiers.engine.kv_cache import Segment, SlotCache, host_index, to_device
+from verifiers.engine.kv_cache import Segment, SlotCache
 from verifiers.engine.prefix_extension import TOKENS, Extender
 from verifiers.engine.sequence import ActiveSequence
 from verifiers.kernels.cuda import decode
 from verifiers.kernels.cuda import sampling as cuda_sampling
 from verifiers.kernels.cuda.projections import OWN_FAULTS, nothing_freed
+from verifiers.kernels.devices import host_index, to_device
 from verifiers.kernels.reference import causal_attention
 from verifiers.kernels.sampling import SamplingColumns, sample
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from verifiers.engine import threads
 from verifiers.engine.backends import BATCHED, CPU, MODULES, SEQUENTIAL, Backend, choose_backend
 from verifiers.engine.finished import ends
-from verifiers.engine.kv_cache import Decode, Prefill, Segment, Shape, SlotCache, host_index
+from verifiers.engine.kv_cache import Decode, Prefill, Segment, Shape, SlotCache
 from verifiers.engine.model_runner import ModelRunner
 from verifiers.engine.sampler import draw
 from verifiers.engine.scheduler import Group, Scheduler
@@ -35,6 +35,7 @@ from verifiers.engine.sequence import (
 from verifiers.engine.sequential import SequentialCache
 from verifiers.errors import InfraError, ModelError, OverlongPromptError
 from verifiers.kernels.cpu.threads import is_small
+from verifiers.kernels.devices import host_index
 
 if TYPE_CHECKING:
     from verifiers.engine.cuda_runner import CudaDecoder
@@ -49,7 +50,7 @@ NOTHING_SHARED = 1 << 62
 SPAN_STEP = 32
 PREFILL, PREFILL_CUDA = 1024, 32768  # tokens of prompts run at once
 PATIENCE_S = 2.0  # without a new request, before those that have gathered begin without the others
-BURST = 8  # tokens at a time of a model that is run in C: who comes meanwhile waits so long
+BURST = 32  # tokens at most that each sequence draws in one call of C; how many are, its speed decides
 
 
 class EngineFullError(ModelError):

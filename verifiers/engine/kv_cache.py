@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verifiers.kernels.devices import host_index
 from verifiers.kernels.reference import causal_attention
 
 
@@ -69,17 +70,6 @@ class SlotCache:
         """Copy a row to several others at once."""
         index = host_index(targets, self.store.device)
         self.store[:, :, index, :, :n] = self.store[:, :, source : source + 1, :, :n]
-
-
-def host_index(rows: Sequence[int], device: torch.device) -> Tensor:
-    """Row numbers on a device, without waiting for what it is doing."""
-    return to_device(np.array(rows, np.int64), device)
-
-
-def to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Numbers on a device, without waiting for what it is doing."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ The engine reads the parameters of the module it was given: nothing has to be tr
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -31,6 +32,8 @@ LAY_OUT_AFTER = 8  # steps on the same weights: copying them costs about as much
 # Tokens that those of a prompt attend to, on average: C sees each query's keys alone, PyTorch's attention many queries
 # at a time, which is quicker from here on.
 MOST_SEEN_IN_C = 128
+# How long tokens are drawn in C without looking at what came meanwhile: a request that arrives waits no longer for it.
+BURST_S = 0.005
 
 _locks: WeakValueDictionary[int, Any] = WeakValueDictionary()  # engines of one model share a lock
 
@@ -61,6 +64,7 @@ class ModelRunner:
         self._adapters = _adapted(self._snapshot.modules)
         self._seen: tuple[int, Any] = (0, None)
         self._steps = 0
+        self._step_s = BURST_S  # how long the last step took in C: the first one is tried alone
         self.uses_c = self.cpu is not None
         self.uses_modules = False  # as transformers wrote them
 
@@ -76,7 +80,10 @@ class ModelRunner:
         """Several tokens for each of the first slots, drawn one after the other; None if that cannot be done in C."""
         if not (self.uses_c and self.cpu is not None and self.cpu.is_usable and len(is_end_V) >= self.cpu.vocabulary):
             return None
-        return self.cpu.decode(columns, steps if self.cpu.is_small else 1, is_end_V, cache)
+        began = time.perf_counter()
+        drawn = self.cpu.decode(columns, max(1, min(steps, int(BURST_S / self._step_s))), is_end_V, cache)
+        self._step_s = max((time.perf_counter() - began) / len(drawn.token_KB), 1e-6)
+        return drawn
 
     def _run_in_c(self, ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor | int) -> Tensor | None:
         if not (self.uses_c and self.cpu is not None and self.cpu.is_usable):

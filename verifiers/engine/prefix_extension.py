@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verifiers.engine.kv_cache import Segment, SlotCache, to_device
+from verifiers.engine.kv_cache import Segment, SlotCache
 from verifiers.kernels.cuda import decode
 from verifiers.kernels.cuda.extend import SPLITS, extend, queries_at_once, store
+from verifiers.kernels.devices import to_device
 
 if TYPE_CHECKING:
     from verifiers.engine.cuda_runner import CudaDecoder

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from verifiers.engine.kv_cache import to_device
 from verifiers.engine.sequence import NO_TOP_K, ActiveSequence, Generated
 from verifiers.kernels.cpu.model import DecodeColumns
+from verifiers.kernels.devices import to_device
 from verifiers.kernels.sampling import SamplingColumns
 
 COLDEST = 1e-5  # a lower temperature is greedy: logits divided by it would not be numbers any more

@@ -43,7 +43,7 @@ def describe(model: Any) -> str:
         return "in C"
     if weight.device.type != "cpu":
         return f"in PyTorch (no kernels for {weight.device.type})"
-    why = "weights that are not float32" if weight.dtype is not torch.float32 else cpu.unsuited()
+    why = "weights that are not float32" if weight.dtype is not torch.float32 else "no C compiler"
     return f"in PyTorch (not in C: {why})"
 
 

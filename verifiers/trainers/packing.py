@@ -24,7 +24,8 @@ from verifiers.kernels.attention import implemented_by
 from verifiers.kernels.autograd import attended
 from verifiers.kernels.cpu import learning as cpu
 from verifiers.kernels.cpu.learning import Segments
-from verifiers.trainers.token_moves import Keys, Padded, there
+from verifiers.kernels.devices import to_device
+from verifiers.trainers.token_moves import Keys, Padded
 
 NAME = "verifiers_shared_prompts"
 WIDEST = 256  # heads that fused attention takes
@@ -138,7 +139,7 @@ class _Runs:
         whole_G = head_G[head_G > 0] if has_heads else head_G[:0]
         queries, keys = np.concatenate((whole_G, tail_B)), np.concatenate((whole_G, keys_B))
         ends = [np.concatenate(([0], np.cumsum(one))).astype(np.int32) for one in (queries, keys)]
-        self._query_ends, self._key_ends = (there(one, device) for one in ends)
+        self._query_ends, self._key_ends = (to_device(one, device) for one in ends)
         self._most_queries, self._most_keys = int(queries.max()), int(keys.max())
         self._keys = Keys(packing, own + np.cumsum(keys_B) - keys_B, int(keys.sum()), has_heads=has_heads)
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from verifiers.kernels.devices import to_device
+
 if TYPE_CHECKING:
     from verifiers.trainers.packing import Packing
 
@@ -25,7 +27,7 @@ class Padded:
         places = rows * self._shape[1] + ranges(0 * lengths, lengths)
         tokens = np.zeros(self._shape[0] * self._shape[1], np.int64)  # padding repeats a token, and has no gradient
         tokens[places] = np.arange(len(places))
-        self._places, self._tokens = there(places, device), there(tokens, device)
+        self._places, self._tokens = to_device(places, device), to_device(tokens, device)
 
     def side_by_side(self, x: Tensor) -> Tensor:
         if not self._is_full:
@@ -87,9 +89,9 @@ class Keys:
         tokens[to_heads], tokens[to_tails] = from_heads, split + np.arange(len(to_tails))
         copies[from_heads, np.repeat(_ranks(of_head_B), before_B)] = to_heads
         device = packing.position_T.device
-        is_copy = None if (copies >= 0).all() else there((copies >= 0)[..., None, None], device)
+        is_copy = None if (copies >= 0).all() else to_device((copies >= 0)[..., None, None], device)
         self._tokens, self._tails, self._copies = (
-            there(one, device) for one in (tokens, to_tails, np.maximum(copies, 0))
+            to_device(one, device) for one in (tokens, to_tails, np.maximum(copies, 0))
         )
         self._is_copy = is_copy
 
@@ -141,8 +143,3 @@ def _ranks(kinds: Any) -> Any:
     ranks = np.empty_like(order)
     ranks[order] = ranges(0 * np.unique(kinds), np.unique(kinds, return_counts=True)[1])
     return ranks
-
-
-def there(values: Any, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

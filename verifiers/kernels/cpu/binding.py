@@ -84,8 +84,8 @@ _LEARN: dict[str, tuple[list[Any], Any]] = {
     "pick": ([_N, _N, _AT, _AT, _X, _AT, _AT], _N),
     "pick_back": ([_N, _N, _AT, _AT, _X, _AT, _AT], None),
     "attention_room": ([_N, _N], _N),
-    "attention": ([_N, _AT, _N, _N, _N, _X, *[_AT] * 6], None),
-    "attention_back": ([_N, _AT, _N, _N, _N, _X, *[_AT] * 10], None),
+    "attention": ([_N, _AT, _N, _N, _N, _X, _N, _N, *[_AT] * 6], None),
+    "attention_back": ([_N, _AT, _N, _N, _N, _X, _N, _N, *[_AT] * 10], None),
 }
 
 

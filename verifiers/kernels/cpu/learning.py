@@ -1,40 +1,71 @@
 """What lies between the multiplications of a layer that learns, by learn.c: as `reference`, and attention too.
 
-Tensors are contiguous and in float32.
+Tensors are contiguous and in float32. Work is split among as many threads as PyTorch has, as PyTorch splits its own: by
+rows (attention: by groups of heads), so that each thread has GRAIN numbers at least. With one thread and with several
+the numbers are the same, but for the gradient of a norm's weight, which is summed up by parts.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from verifiers.kernels.cpu.binding import learn_functions
+from verifiers.kernels.cpu.threads import ThreadTeam
 
-FEW_THREADS = 2  # of PyTorch's: with more of them, its operations overtake functions that run on one
+GRAIN = 1 << 15  # numbers: what PyTorch gives a thread at least
 
 
 def suit(x: Tensor) -> bool:
     """Are these the kernels for such a tensor?"""
-    is_known = x.dtype is torch.float32 and x.device.type == "cpu"
-    return is_known and torch.get_num_threads() <= FEW_THREADS and learn_functions() is not None
+    return x.dtype is torch.float32 and x.device.type == "cpu" and learn_functions() is not None
 
 
-def unsuited() -> str:
-    """Why float32 on a CPU is not computed here."""
-    return "no C compiler" if learn_functions() is None else f"more than {FEW_THREADS} threads"
+class _Teams(threading.local):
+    """A team for each thread that learns: two that learn at once do not wait for each other."""
+
+    team: ThreadTeam | None = None
+
+
+_teams = _Teams()
+
+
+def _split(n: int, numbers: int, work: Callable[[int, int], object]) -> list[tuple[int, int]]:
+    """Call ``work(first, end)`` for parts of ``n`` pieces, at the same time; the parts.
+
+    ``numbers`` is how many floats all pieces have together.
+    """
+    parts = max(1, min(int(torch.get_num_threads()), numbers // GRAIN, n))
+    if parts == 1:
+        work(0, n)
+        return [(0, n)]
+    if _teams.team is None or _teams.team.parts < parts:
+        _teams.team = ThreadTeam(int(torch.get_num_threads()))
+    parts = min(parts, _teams.team.parts)
+    bounds = [(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
+    _teams.team.share([partial(work, first, end) for first, end in bounds])
+    return bounds
 
 
 def norm(x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     """RMS norm of ``x`` (plus ``more``): the sum, its norm, and by how much each row was scaled."""
     total_ND = x_ND if more_ND is None else torch.empty_like(x_ND)
     normed_ND, scale_N = torch.empty_like(x_ND), x_ND.new_empty(len(x_ND))
-    weight = _ready(weight)
-    learn_functions().norm(
-        *x_ND.shape, x_ND.data_ptr(), _at(more_ND), weight.data_ptr(), epsilon,
-        total_ND.data_ptr(), normed_ND.data_ptr(), scale_N.data_ptr(),
-    )  # fmt: skip
+    weight, width, function = _ready(weight), x_ND.shape[1], learn_functions().norm
+
+    def work(first: int, end: int) -> None:
+        function(
+            end - first, width, _at(x_ND, first * width), _at(more_ND, first * width), _at(weight), epsilon,
+            _at(total_ND, first * width), _at(normed_ND, first * width), _at(scale_N, first),
+        )  # fmt: skip
+
+    _split(len(x_ND), x_ND.numel(), work)
     return total_ND, normed_ND, scale_N
 
 
@@ -42,59 +73,96 @@ def norm_back(
     x_ND: Tensor, weight: Tensor, scale_N: Tensor, past_ND: Tensor | None, grad_ND: Tensor, *, learns: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of what was normed and of the weight; ``past`` is the gradient that goes past the norm."""
-    back_ND, grad_weight = torch.empty_like(x_ND), x_ND.new_empty(x_ND.shape[1]) if learns else None
-    weight = _ready(weight)
-    learn_functions().norm_back(
-        *x_ND.shape, x_ND.data_ptr(), weight.data_ptr(), scale_N.data_ptr(), _at(past_ND), grad_ND.data_ptr(),
-        back_ND.data_ptr(), _at(grad_weight),
-    )  # fmt: skip
+    back_ND, weight, width = torch.empty_like(x_ND), _ready(weight), x_ND.shape[1]
+    function, grads = learn_functions().norm_back, {}  # the gradient of the weight, by the first row of a part
+
+    def work(first: int, end: int) -> None:
+        grads[first] = x_ND.new_empty(width) if learns else None
+        function(
+            end - first, width, _at(x_ND, first * width), _at(weight), _at(scale_N, first),
+            _at(past_ND, first * width), _at(grad_ND, first * width), _at(back_ND, first * width), _at(grads[first]),
+        )  # fmt: skip
+
+    (first, _), *others = _split(len(x_ND), x_ND.numel(), work)
+    grad_weight: Tensor | None = grads[first]
+    for part, _ in others:
+        grad_weight = grad_weight.add_(grads[part]) if grad_weight is not None else None
     return back_ND, grad_weight
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
     """Rotary embedding of queries and keys ``[B, T, heads, dim]``, by angles ``[B or 1, T, dim]``; or its transpose."""
-    turned = torch.empty_like(q), torch.empty_like(k)
-    cos, sin = _ready(cos), _ready(sin)
-    for x, y in zip((q, k), turned, strict=True):
-        heads, dim = x.shape[2:]
-        learn_functions().rotate(
-            x.shape[0] * x.shape[1], heads, dim, x.data_ptr(), y.data_ptr(),
-            cos.numel() // dim, cos.data_ptr(), sin.data_ptr(), back,
-        )  # fmt: skip
-    return turned
+    angles = _ready(cos), _ready(sin)
+    return _rotated(q, *angles, back), _rotated(k, *angles, back)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    y, function = torch.empty_like(x), learn_functions().rotate
+    batch, length, heads, dim = x.shape
+    # Angles that all sequences have in common begin again with each of them: such a batch is split between sequences.
+    tokens, is_common = batch * length, cos.numel() < batch * length * dim
+    piece = length if is_common else 1
+
+    def work(first: int, end: int) -> None:
+        n, at, angle = (end - first) * piece, first * piece * heads * dim, 0 if is_common else first * dim
+        function(
+            n, heads, dim, _at(x, at), _at(y, at), length if is_common else n, _at(cos, angle), _at(sin, angle), back
+        )
+
+    _split(tokens // piece, x.numel(), work)
+    return y
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU of ``gate`` times ``up``."""
-    product = torch.empty_like(gate)
-    learn_functions().gated(gate.numel(), gate.data_ptr(), up.data_ptr(), product.data_ptr())
+    product, function = torch.empty_like(gate), learn_functions().gated
+
+    def work(first: int, end: int) -> None:
+        function(end - first, *(_at(one, first) for one in (gate, up, product)))
+
+    _split(gate.numel(), gate.numel(), work)
     return product
 
 
 def gated_back(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``gate`` and ``up``, given that of SiLU of ``gate`` times ``up``."""
-    back = torch.empty_like(gate), torch.empty_like(up)
-    learn_functions().gated_back(
-        gate.numel(), gate.data_ptr(), up.data_ptr(), grad.data_ptr(), back[0].data_ptr(), back[1].data_ptr()
-    )
+    back, function = (torch.empty_like(gate), torch.empty_like(up)), learn_functions().gated_back
+
+    def work(first: int, end: int) -> None:
+        function(end - first, *(_at(one, first) for one in (gate, up, grad, *back)))
+
+    _split(gate.numel(), gate.numel(), work)
     return back
 
 
 def pick(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, mass_N: Tensor) -> None:
     """Write each target's logprob, and the logarithm of the mass of its row."""
-    n, words = logits_NV.shape
-    wrong = learn_functions().pick(
-        n, words, logits_NV.data_ptr(), target_N.data_ptr(), temperature, logprob_N.data_ptr(), mass_N.data_ptr()
-    )
-    if wrong >= 0:
-        raise IndexError(f"token {int(target_N[wrong])} is trained on, but the model has {words} tokens only")
+    (n, words), function, wrong = logits_NV.shape, learn_functions().pick, {}
+
+    def work(first: int, end: int) -> None:
+        wrong[first] = function(
+            end - first, words, _at(logits_NV, first * words), _at(target_N, first), temperature,
+            _at(logprob_N, first), _at(mass_N, first),
+        )  # fmt: skip
+
+    _split(n, logits_NV.numel(), work)
+    for first, row in wrong.items():
+        if row >= 0:
+            token = int(target_N[first + row])
+            raise IndexError(f"token {token} is trained on, but the model has {words} tokens only")
 
 
 def pick_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, mass_N: Tensor, grad_N: Tensor) -> None:
     """Turn logits into their gradients, in place, given those of the targets' logprobs."""
-    learn_functions().pick_back(
-        *logits_NV.shape, logits_NV.data_ptr(), target_N.data_ptr(), temperature, mass_N.data_ptr(), grad_N.data_ptr()
-    )
+    (n, words), function = logits_NV.shape, learn_functions().pick_back
+
+    def work(first: int, end: int) -> None:
+        function(
+            end - first, words, _at(logits_NV, first * words), _at(target_N, first), temperature,
+            _at(mass_N, first), _at(grad_N, first),
+        )  # fmt: skip
+
+    _split(n, logits_NV.numel(), work)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,15 +178,11 @@ class Segments:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of all tokens that are in segments ``[T, heads, dim]``; and what the way back needs of their scores."""
+    """Attention of all tokens that are in segments ``[T, heads, dim]``; and what the backward pass needs of scores."""
     tokens, heads, dim = q.shape
     out = q.new_empty((tokens - segments.first, heads, dim))
     sums = q.new_empty((2, tokens - segments.first, heads))
-    room = q.new_empty(learn_functions().attention_room(segments.most_keys, dim))
-    learn_functions().attention(
-        len(segments.segments_S4), segments.segments_S4.data_ptr(), k.shape[1], heads // k.shape[1], dim, scale,
-        *(one.data_ptr() for one in (q, k, v, out, sums, room)),
-    )  # fmt: skip
+    _by_groups(learn_functions().attention, segments, scale, q, k, (q, k, v, out, sums))
     return out, sums
 
 
@@ -127,17 +191,29 @@ def attend_back(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of queries, keys and values."""
     back = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    room = q.new_empty(learn_functions().attention_room(segments.most_keys, q.shape[-1]))
-    learn_functions().attention_back(
-        len(segments.segments_S4), segments.segments_S4.data_ptr(), k.shape[1], q.shape[1] // k.shape[1], q.shape[2],
-        scale,
-        *(one.data_ptr() for one in (q, k, v, out, sums, grad, *back, room)),
-    )  # fmt: skip
+    _by_groups(learn_functions().attention_back, segments, scale, q, k, (q, k, v, out, sums, grad, *back))
     return back
 
 
-def _at(x: Tensor | None) -> int | None:
-    return None if x is None else int(x.data_ptr())
+def _by_groups(
+    function: Any, segments: Segments, scale: float, q: Tensor, k: Tensor, given: tuple[Tensor, ...]
+) -> None:
+    groups, share, dim = k.shape[1], q.shape[1] // k.shape[1], q.shape[2]
+    room = learn_functions().attention_room(segments.most_keys, dim)
+
+    def work(first: int, end: int) -> None:
+        scratch = q.new_empty(room)
+        function(
+            len(segments.segments_S4), _at(segments.segments_S4), groups, share, dim, scale, first, end,
+            *map(_at, given), _at(scratch),
+        )  # fmt: skip
+
+    _split(groups, q.numel(), work)
+
+
+def _at(x: Tensor | None, first: int = 0) -> int | None:
+    """Where a tensor's numbers begin, from the one with this index on."""
+    return None if x is None else int(x.data_ptr()) + first * x.element_size()
 
 
 def _ready(x: Tensor) -> Tensor:

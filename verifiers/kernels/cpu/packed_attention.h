@@ -1,0 +1,229 @@
+/* Attention of packed rows, forward and backward: segments of tokens, each of which sees an earlier range and itself. */
+
+#pragma once
+
+#include "lanes.h"
+
+/* --- small multiplications -------------------------------------------------------------------------------------- */
+
+static inline __attribute__((always_inline)) void tile(
+    int wide, int64_t depth, const float *a, int64_t row, int64_t step, const float *b, int64_t b_row, float *c,
+    int64_t c_row, int adds) {
+    Vector sums[TALL][WIDE];
+#pragma GCC unroll 8
+    for (int i = 0; i < TALL; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < wide; j++) sums[i][j] = adds ? *(Vector *)(c + i * c_row + j * SOME) : (Vector){0};
+    for (int64_t k = 0; k < depth; k++) {
+        Vector one[WIDE];
+#pragma GCC unroll 4
+        for (int j = 0; j < wide; j++) one[j] = *(const Vector *)(b + k * b_row + j * SOME);
+#pragma GCC unroll 8
+        for (int i = 0; i < TALL; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < wide; j++) sums[i][j] += a[i * row + k * step] * one[j];
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < TALL; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < wide; j++) *(Vector *)(c + i * c_row + j * SOME) = sums[i][j];
+}
+
+/* c = a · b, or that added to c. `m` is a multiple of TALL, `n` of LANES; a[i, k] is at i · row + k · step. */
+static void multiply(
+    int64_t m, int64_t n, int64_t depth, const float *a, int64_t row, int64_t step, const float *b, int64_t b_row,
+    float *c, int64_t c_row, int adds) {
+    for (int64_t i = 0; i < m; i += TALL)
+        for (int64_t j = 0; j < n;) {
+            const float *from = a + i * row;
+            float *to = c + i * c_row + j;
+            if (n - j >= WIDE * SOME) {
+                tile(WIDE, depth, from, row, step, b + j, b_row, to, c_row, adds);
+                j += WIDE * SOME;
+            } else {
+                tile(1, depth, from, row, step, b + j, b_row, to, c_row, adds);
+                j += SOME;
+            }
+        }
+}
+
+/* --- attention -------------------------------------------------------------------------------------------------- */
+
+/* A run of tokens, each of which sees the `before` tokens from `head` on, the earlier ones of its run, and itself. */
+typedef struct {
+    int64_t first, tokens, head, before;
+} Run;
+
+/* Queries are [tokens, groups · share, dim], keys and values [tokens, groups, dim]; `wide` is dim in whole vectors. */
+typedef struct {
+    int64_t groups, share, dim, wide;
+    float scale;
+} Shape;
+
+/* LANES queries of one group, one head of a token after the other: where they are, and how many keys each sees. Lanes
+   without a query see what the last one does, and are 0. */
+typedef struct {
+    int64_t count, at[LANES];
+    int32_t seen[LANES];
+    int64_t few, most, rows; /* keys that the first sees, and the last; the latter in whole tiles */
+} Queries;
+
+static void find(const Shape *shape, const Run *run, int64_t group, int64_t first, Queries *to) {
+    int64_t token = first / shape->share, head = first % shape->share;
+    to->count = 0;
+    to->few = to->most = run->before + token + 1;
+    for (int l = 0; l < LANES; l++) {
+        if (token < run->tokens) {
+            to->at[l] = ((run->first + token) * shape->groups + group) * shape->share + head;
+            to->most = run->before + token + 1;
+            to->count++;
+            if (++head == shape->share) head = 0, token++;
+        }
+        to->seen[l] = to->most;
+    }
+    to->rows = (to->most + TALL - 1) / TALL * TALL;
+}
+
+/* Keys or values of a run, in rows of whole vectors, and as many rows as go into whole tiles. */
+static void gather(const Shape *shape, const Run *run, const float *x, int64_t group, float *to) {
+    int64_t dim = shape->dim, wide = shape->wide, n = run->before + run->tokens;
+    for (int64_t j = 0; j < n; j++, to += wide) {
+        int64_t token = j < run->before ? run->head + j : run->first + j - run->before;
+        memcpy(to, x + (token * shape->groups + group) * dim, dim * sizeof(float));
+        if (wide > dim) memset(to + dim, 0, (wide - dim) * sizeof(float));
+    }
+    memset(to, 0, (padded(n) - n) * wide * sizeof(float));
+}
+
+/* What there is of some queries, as columns, and as rows of whole vectors if there is room for these. */
+static void gather_queries(
+    const Shape *shape, const Queries *queries, const float *x, int64_t skipped, float by, float *columns,
+    float *rows) {
+    int64_t dim = shape->dim, wide = shape->wide;
+    for (int64_t l = 0; l < LANES; l++) {
+        const float *from = l < queries->count ? x + (queries->at[l] - skipped) * dim : 0;
+        for (int64_t d = 0; d < dim; d++) columns[d * LANES + l] = from ? from[d] * by : 0.0f;
+        if (rows)
+            for (int64_t d = 0; d < wide; d++) rows[l * wide + d] = from && d < dim ? from[d] * by : 0.0f;
+    }
+}
+
+static void hide(const Queries *queries, float *scores) {
+    for (int64_t j = queries->few; j < queries->rows; j++)
+#pragma omp simd
+        for (int l = 0; l < LANES; l++)
+            scores[j * LANES + l] = (int32_t)j < queries->seen[l] ? scores[j * LANES + l] : -INFINITY;
+}
+
+static int64_t queries_of(int64_t n_runs, const Run *runs) {
+    const Run *last = runs + n_runs - 1;
+    return last->first + last->tokens - runs->first;
+}
+
+/* Floats of room that attention over so many keys needs. */
+int64_t attention_room(int64_t keys, int64_t dim) {
+    return 4 * padded(keys) * padded(dim) + 2 * padded(keys) * LANES + 5 * LANES * padded(dim);
+}
+
+/* What tokens see of the values, of the heads of some groups. `out` begins with the first run, and so does what the way back needs (`sums`): the
+   greatest score of each query, and after these all sums, over its keys, of e to the score less that. */
+void attention(
+    int64_t n_runs, const Run *runs, int64_t groups, int64_t share, int64_t dim, float scale, int64_t first_group,
+    int64_t end_group, const float *q, const float *k, const float *v, float *out, float *sums, float *room) {
+    Shape shape = {groups, share, dim, padded(dim), scale};
+    int64_t wide = shape.wide, skipped = runs->first * groups * share, n = queries_of(n_runs, runs) * groups * share;
+    for (const Run *run = runs; run < runs + n_runs; run++) {
+        int64_t all = padded(run->before + run->tokens);
+        float *keys = room, *values = keys + all * wide, *scores = values + all * wide;
+        float *columns = scores + all * LANES, *found = columns + wide * LANES;
+        for (int64_t g = first_group; g < end_group; g++) {
+            gather(&shape, run, k, g, keys);
+            gather(&shape, run, v, g, values);
+            for (int64_t first = 0; first < run->tokens * share; first += LANES) {
+                Queries queries;
+                float greatest[LANES], total[LANES] = {0};
+                find(&shape, run, g, first, &queries);
+                gather_queries(&shape, &queries, q, 0, scale, columns, 0);
+                multiply(queries.rows, LANES, dim, keys, wide, 1, columns, LANES, scores, LANES, 0);
+                hide(&queries, scores);
+                memcpy(greatest, scores, sizeof greatest);
+                for (int64_t j = 1; j < queries.most; j++)
+#pragma omp simd
+                    for (int l = 0; l < LANES; l++) {
+                        float one = scores[j * LANES + l];
+                        greatest[l] = one > greatest[l] ? one : greatest[l];
+                    }
+                for (int64_t j = 0; j < queries.most; j++)
+#pragma omp simd
+                    for (int l = 0; l < LANES; l++) {
+                        float one = exp_of(scores[j * LANES + l] - greatest[l]);
+                        scores[j * LANES + l] = one;
+                        total[l] += one;
+                    }
+                multiply(LANES, wide, queries.most, scores, 1, LANES, values, wide, found, wide, 0);
+                for (int64_t l = 0; l < queries.count; l++) {
+                    int64_t at = queries.at[l] - skipped;
+                    float by = 1.0f / total[l];
+                    sums[at] = greatest[l];
+                    sums[n + at] = total[l];
+                    for (int64_t d = 0; d < dim; d++) out[at * dim + d] = found[l * wide + d] * by;
+                }
+            }
+        }
+    }
+}
+
+/* Gradients of queries, keys and values, which are added to what is there. */
+void attention_back(
+    int64_t n_runs, const Run *runs, int64_t groups, int64_t share, int64_t dim, float scale, int64_t first_group,
+    int64_t end_group, const float *q, const float *k, const float *v, const float *out, const float *sums,
+    const float *grad, float *back_q, float *back_k, float *back_v, float *room) {
+    Shape shape = {groups, share, dim, padded(dim), scale};
+    int64_t wide = shape.wide, skipped = runs->first * groups * share, m = queries_of(n_runs, runs) * groups * share;
+    for (const Run *run = runs; run < runs + n_runs; run++) {
+        int64_t n = run->before + run->tokens, all = padded(n);
+        float *keys = room, *values = keys + all * wide, *grad_keys = values + all * wide;
+        float *grad_values = grad_keys + all * wide, *shares = grad_values + all * wide, *back = shares + all * LANES;
+        float *columns = back + all * LANES, *grad_columns = columns + wide * LANES;
+        float *rows = grad_columns + wide * LANES, *grad_rows = rows + wide * LANES, *found = grad_rows + wide * LANES;
+        for (int64_t g = first_group; g < end_group; g++) {
+            gather(&shape, run, k, g, keys);
+            gather(&shape, run, v, g, values);
+            memset(grad_keys, 0, 2 * all * wide * sizeof(float));
+            for (int64_t first = 0; first < run->tokens * share; first += LANES) {
+                Queries queries;
+                float greatest[LANES] = {0}, part[LANES] = {0}, past[LANES] = {0};
+                find(&shape, run, g, first, &queries);
+                gather_queries(&shape, &queries, q, 0, scale, columns, rows);
+                gather_queries(&shape, &queries, grad, skipped, 1.0f, grad_columns, grad_rows);
+                multiply(queries.rows, LANES, dim, keys, wide, 1, columns, LANES, shares, LANES, 0);
+                multiply(queries.rows, LANES, dim, values, wide, 1, grad_columns, LANES, back, LANES, 0);
+                hide(&queries, shares);
+                for (int64_t l = 0; l < queries.count; l++) {
+                    int64_t at = queries.at[l] - skipped;
+                    greatest[l] = sums[at];
+                    part[l] = 1.0f / sums[m + at];
+                    past[l] = dot(grad_rows + l * wide, out + at * dim, 0, dim);
+                }
+                for (int64_t j = 0; j < queries.rows; j++)
+#pragma omp simd
+                    for (int l = 0; l < LANES; l++) {
+                        float one = exp_of(shares[j * LANES + l] - greatest[l]) * part[l];
+                        shares[j * LANES + l] = one;
+                        back[j * LANES + l] = one * (back[j * LANES + l] - past[l]);
+                    }
+                multiply(LANES, wide, queries.most, back, 1, LANES, keys, wide, found, wide, 0);
+                multiply(queries.rows, wide, LANES, back, LANES, 1, rows, wide, grad_keys, wide, 1);
+                multiply(queries.rows, wide, LANES, shares, LANES, 1, grad_rows, wide, grad_values, wide, 1);
+                for (int64_t l = 0; l < queries.count; l++)
+                    for (int64_t d = 0; d < dim; d++) back_q[queries.at[l] * dim + d] += found[l * wide + d] * scale;
+            }
+            for (int64_t j = 0; j < n; j++) {
+                int64_t token = j < run->before ? run->head + j : run->first + j - run->before;
+                int64_t at = (token * groups + g) * dim;
+                for (int64_t d = 0; d < dim; d++) back_k[at + d] += grad_keys[j * wide + d];
+                for (int64_t d = 0; d < dim; d++) back_v[at + d] += grad_values[j * wide + d];
+            }
+        }
+    }
+}

@@ -1,0 +1,20 @@
+"""Numbers of the host → tensors on a device, without waiting for what it is doing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """An array as a tensor on a device."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def host_index(values: Sequence[int], device: torch.device) -> Tensor:
+    """Whole numbers as a tensor on a device."""
+    return to_device(np.array(values, np.int64), device)
