@@ -13,6 +13,7 @@ from tests.engine.support.exact import FAMILIES, assert_exact, prompt_of, random
 from verifiers.engine import model_runner  # noqa: E402
 from verifiers.engine.model_runner import ModelRunner  # noqa: E402
 from verifiers.engine.sequence import Sampling  # noqa: E402
+from verifiers.kernels.cpu import model as cpu_model  # noqa: E402
 from verifiers.kernels.cpu import threads  # noqa: E402
 from verifiers.kernels.cpu.binding import decode_functions  # noqa: E402
 from verifiers.kernels.cpu.model import CpuModel  # noqa: E402
@@ -91,6 +92,19 @@ def test_it_says_why_a_model_is_not_run_in_c(family: str, more: dict[str, Any], 
     runner = ModelRunner(random_model(family, **more))
     assert runner.cpu is None
     assert reason in str(runner.not_in_c)
+
+
+@pytest.mark.parametrize(("switch", "reason"), [("1", "no C compiler"), ("0", "VERIFIERS_COMPILE=0")])
+def test_a_machine_without_a_compiler_runs_pytorch_and_is_told_so(
+    start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, switch: str, reason: str
+) -> None:
+    monkeypatch.setenv("VERIFIERS_COMPILE", switch)
+    monkeypatch.setattr(cpu_model, "decode_functions", lambda: None)
+    model = random_model()
+    engine = start(model)
+    assert str(engine.backend) == f"batched, in PyTorch (not in C: {reason})"
+    assert ("exact and slower" in caplog.text) == (switch == "1")  # whoever switched it off knows
+    assert_exact(model, engine.generate([prompt_of(9)], WAY)[0], WAY)
 
 
 def test_hooks_and_adapters_are_reasons_too() -> None:

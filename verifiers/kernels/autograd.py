@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 
 from verifiers.kernels import reference
 from verifiers.kernels.cpu import learning as cpu
+from verifiers.kernels.cpu.build import why_none
 from verifiers.kernels.cpu.learning import Segments
 from verifiers.kernels.modules import is_plain_linear
 
@@ -43,7 +44,7 @@ def describe(model: Any) -> str:
         return "in C"
     if weight.device.type != "cpu":
         return f"in PyTorch (no kernels for {weight.device.type})"
-    why = "weights that are not float32" if weight.dtype is not torch.float32 else "no C compiler"
+    why = "weights that are not float32" if weight.dtype is not torch.float32 else why_none()
     return f"in PyTorch (not in C: {why})"
 
 

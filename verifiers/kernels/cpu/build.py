@@ -112,6 +112,11 @@ def find_compiler() -> str | None:
     return next((found for name in (*own[:1], *COMPILERS) if (found := shutil.which(name))), None)
 
 
+def why_none() -> str:
+    """Why there is no library, in a few words."""
+    return "VERIFIERS_COMPILE=0" if os.environ.get("VERIFIERS_COMPILE", "1") == "0" else "no C compiler"
+
+
 def _with_headers(source: Path) -> bytes:
     """What will be compiled: the source and the files beside it that it names."""
     text = source.read_bytes()

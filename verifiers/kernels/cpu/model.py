@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verifiers.kernels.cpu.binding import CSampling, Heads, Layer, Matrix, Model, decode_functions
+from verifiers.kernels.cpu.build import why_none
 from verifiers.kernels.cpu.threads import ThreadTeam, is_small, threads_for
 from verifiers.kernels.decoder import CommonDecoder, DecoderLayer
 from verifiers.kernels.modules import HOOKS, ModuleSnapshot
@@ -51,7 +52,7 @@ def unsupported(decoder: CommonDecoder) -> str | None:
         "layers of several sizes": len({(one.heads, one.kv_heads, one.head_dim, one.inner) for one in layers}) > 1,
     }
     found = next((name for name, is_so in kinds.items() if is_so), None)
-    return found or ("no C compiler" if decode_functions() is None else None)
+    return found or (why_none() if decode_functions() is None else None)
 
 
 def _others(layer: DecoderLayer) -> tuple[nn.Linear, ...]:
