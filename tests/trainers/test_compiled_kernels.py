@@ -15,7 +15,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from verifiers.engine import kv_cache as slots  # noqa: E402
 from verifiers.engine.compiled import find_compiler, library  # noqa: E402
-from verifiers.trainers import compiled_kernels, fused_functions, head_logprobs, plain_kernels  # noqa: E402
+from verifiers.trainers import compiled_kernels, fused_functions, plain_kernels, target_logprobs  # noqa: E402
 from verifiers.trainers.packing import Packing, Row  # noqa: E402
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C compiler")
@@ -116,7 +116,7 @@ def test_the_logprobs_of_a_head(n: int, words: int, temperature: float) -> None:
         return -F.cross_entropy(F.linear(hidden, weight) / temperature, target, reduction="none")
 
     def ours(hidden: Any, weight: Any) -> Any:
-        return head_logprobs.picked(hidden, weight, None, target, temperature)
+        return target_logprobs.fused_logprobs(hidden, weight, None, target, temperature)
 
     assert_as(ours, plain, [randn(n, 8), randn(words, 8, seed=1) * 3])
 
@@ -135,7 +135,7 @@ def test_a_word_that_is_ruled_out_gets_no_gradient() -> None:
 @pytest.mark.parametrize("wrong", [-1, 31])
 def test_a_target_that_the_model_does_not_have_is_an_error(wrong: int) -> None:
     with pytest.raises(IndexError, match=f"token {wrong} is trained on, but the model has 31 tokens"):
-        head_logprobs.picked(randn(2, 8), randn(31, 8), None, torch.tensor([3, wrong]))
+        target_logprobs.fused_logprobs(randn(2, 8), randn(31, 8), None, torch.tensor([3, wrong]))
 
 
 @needs_compiler

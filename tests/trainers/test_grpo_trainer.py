@@ -20,7 +20,7 @@ pytest.importorskip("accelerate")
 import verifiers as vf  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.trainers import making  # noqa: E402
-from verifiers.trainers.advantages import flat_groups  # noqa: E402
+from verifiers.trainers.advantages import Estimator, flat_groups  # noqa: E402
 from verifiers.trainers.batch import Reply, with_advantages  # noqa: E402
 from verifiers.trainers.micro_batches import micro_batches  # noqa: E402
 
@@ -146,7 +146,7 @@ def test_tokens_of_the_environment_have_no_influence(tmp_path):
     )
     trainer = making.trainer(tmp_path, env=env, batch_size=8)
     batch = trainer.get_batch(0, 0)
-    sequences = trainer.sequences(with_advantages(batch, "none"))
+    sequences = trainer.sequences(with_advantages(batch, Estimator("dr_grpo")))
     # (Where the random model says what no text can hold, history reads otherwise and a second sample begins.)
     assert any(0 in one.sample.completion_mask for one in sequences)
     (micro,) = micro_batches(sequences, max_tokens=10_000)
@@ -158,7 +158,7 @@ def test_tokens_of_the_environment_have_no_influence(tmp_path):
 def test_truncated_replies_can_be_left_out_of_the_loss(tmp_path):
     trainer = making.trainer(tmp_path, mask_truncated_completions=True)
     batch = trainer.get_batch(0, 0)
-    kept = trainer.sequences(with_advantages(batch, "none"))
+    kept = trainer.sequences(with_advantages(batch, Estimator("dr_grpo")))
     whole = [reply for reply in batch["completions"] if not reply.state["is_truncated"]]
     assert len(kept) == len(whole) < len(batch["completions"])
 
@@ -338,7 +338,7 @@ def test_bad_input_is_one_sentence_before_the_first_step(tmp_path):
 
 
 def test_no_memory_for_it_is_said_with_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr("verifiers.trainers.building.free_memory", lambda device: 1000)
+    monkeypatch.setattr("verifiers.trainers.setup.free_memory", lambda device: 1000)
     with pytest.raises(ValueError, match=r"needs about .* GB beside the model, and .* are free .*lora_defaults"):
         making.trainer(tmp_path)
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F  # noqa: E402
 from tests.engine.support.exact import FAMILIES, random_model  # noqa: E402
 from tests.trainers.test_shared_prompts import sequences  # noqa: E402
 from verifiers.engine import kv_cache as slots  # noqa: E402
-from verifiers.trainers import head_logprobs  # noqa: E402
 from verifiers.trainers import logprobs as logprobs_module  # noqa: E402
+from verifiers.trainers import target_logprobs  # noqa: E402
 from verifiers.trainers.fused_functions import projected  # noqa: E402
 from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.micro_batches import MicroBatch, micro_batches  # noqa: E402
@@ -162,8 +162,8 @@ def test_gates_far_from_zero_have_gradients_that_are_numbers() -> None:
 def test_the_logprobs_of_a_head(monkeypatch: Any, vocabulary: int, temperature: float, dtype: Any) -> None:
     n, width = 70, 64
     most = vocabulary * dtype.itemsize * 30
-    monkeypatch.setitem(head_logprobs.CHUNK_BYTES, "cuda", most)
-    assert len(head_logprobs.chunks_of(n, vocabulary * dtype.itemsize, most)) == 3
+    monkeypatch.setitem(target_logprobs.CHUNK_BYTES, "cuda", most)
+    assert len(target_logprobs.chunks_of(n, vocabulary * dtype.itemsize, torch.device("cuda"))) == 3
     hidden, weight, bias = randn(n, width), randn(vocabulary, width, seed=1) * 0.3, randn(vocabulary, seed=2)
     target = torch.arange(n, device="cuda") * 7919 % vocabulary
     target[0] = vocabulary - 1
@@ -172,7 +172,7 @@ def test_the_logprobs_of_a_head(monkeypatch: Any, vocabulary: int, temperature: 
         return -F.cross_entropy(wide(F.linear(hidden, weight, bias)) / temperature, target, reduction="none")
 
     def ours(hidden: Any, weight: Any, bias: Any = None) -> Any:
-        return head_logprobs.picked(hidden, weight, bias, target, temperature)
+        return target_logprobs.fused_logprobs(hidden, weight, bias, target, temperature)
 
     for inputs in ((hidden, weight), (hidden, weight, bias)):
         assert_as_good(ours, plain, inputs, (randn(n, seed=3),), dtype)
@@ -280,18 +280,18 @@ def test_runs_attend_as_rectangles_do(heads: Any, shape: Any, tails_only: bool, 
 def test_a_head_can_be_gone_back_through_twice_or_not_at_all() -> None:
     hidden, weight = randn(40, 32).requires_grad_(), randn(97, 32, seed=1)
     target = torch.arange(40, device="cuda")
-    out = head_logprobs.picked(hidden, weight, None, target).sum()
+    out = target_logprobs.fused_logprobs(hidden, weight, None, target).sum()
     first = torch.autograd.grad(out, hidden, retain_graph=True)[0]
     assert torch.allclose(torch.autograd.grad(out, hidden)[0], first)
     with torch.no_grad():
-        assert not head_logprobs.picked(hidden, weight, None, target).requires_grad
-    assert head_logprobs.picked(hidden[:0], weight, None, target[:0]).shape == (0,)
+        assert not target_logprobs.fused_logprobs(hidden, weight, None, target).requires_grad
+    assert target_logprobs.fused_logprobs(hidden[:0], weight, None, target[:0]).shape == (0,)
 
 
 def test_logits_that_are_not_numbers_are_not_hidden() -> None:
     hidden, weight = randn(4, 32), randn(97, 32, seed=1)
     hidden[1] = float("nan")
-    found = head_logprobs.picked(hidden, weight, None, torch.zeros(4, dtype=torch.int64, device="cuda"))
+    found = target_logprobs.fused_logprobs(hidden, weight, None, torch.zeros(4, dtype=torch.int64, device="cuda"))
     assert torch.isfinite(found).tolist() == [True, False, True, True]
 
 

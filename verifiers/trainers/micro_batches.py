@@ -32,9 +32,13 @@ class Trained:
     """One sample to train on: its tokens, what was sampled where, and how good that was."""
 
     sample: Sample
-    advantage: float
+    advantage: float | Sequence[float]  # of all tokens, or of each token of the completion
     weight: float = 1.0
     drawn_from: tuple[tuple[int, Distribution], ...] = ()  # by stretches of the completion; the model's own if empty
+
+    @property
+    def has_advantage(self) -> bool:
+        return bool(self.advantage) if isinstance(self.advantage, (int, float)) else any(self.advantage)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +134,8 @@ def split_at(sequences: Sequence[Trained], rope_bounds: Sequence[int]) -> list[T
             before = {
                 name: getattr(sample, name)[:n] for name in ("completion_ids", "completion_mask", "completion_logprobs")
             }
-            split.append(replace(one, sample=replace(sample, **before)))
+            early = one.advantage if isinstance(one.advantage, (int, float)) else one.advantage[:n]
+            split.append(replace(one, sample=replace(sample, **before), advantage=early))
             split.append(replace(one, sample=replace(sample, completion_mask=[0] * n + sample.completion_mask[n:])))
         parts = split
     return parts
@@ -253,7 +258,7 @@ def _micro_batch(
         target_N=torch.from_numpy(columns.target[at]),
         sequence_N=torch.from_numpy(sequence_N),
         old_N=torch.from_numpy(columns.old[at]),
-        advantage_N=torch.from_numpy(columns.advantage_S[members][sequence_N]),
+        advantage_N=torch.from_numpy(columns.advantage[at]),
         weight_N=torch.from_numpy(columns.weight_S[members][sequence_N]),
         members=tuple(columns.row_S[members].tolist()),
         packing=packing,

@@ -36,7 +36,7 @@ class Columns:
     target: Any
     is_trained: Any
     old: Any
-    advantage_S: Any
+    advantage: Any
     weight_S: Any
     distributions: tuple[Distribution, ...]  # what tokens were drawn from
     drawn_from: Any  # which of them each target was; None: there is but one
@@ -76,11 +76,23 @@ class Columns:
             target=np.roll(ids, -1),
             is_trained=np.roll(mask, -1) != 0,
             old=np.roll(old, -1),
-            advantage_S=np.array([sequences[row].advantage for row in rows], np.float32),
+            advantage=np.roll(_advantages([sequences[row] for row in rows], sizes), -1),
             weight_S=np.array([sequences[row].weight for row in rows], np.float32),
             distributions=distributions,
             drawn_from=None if drawn_from is None else np.roll(drawn_from, -1),
         )
+
+
+def _advantages(sequences: Sequence[Trained], sizes: Any) -> Any:
+    """The advantage of each place of the tails, of which there are so many in each sequence."""
+    if all(isinstance(one.advantage, (int, float)) for one in sequences):
+        return np.repeat(np.array([one.advantage for one in sequences], np.float32), sizes)
+    parts = []
+    for one, size in zip(sequences, sizes.tolist(), strict=True):
+        n = len(one.sample.completion_ids)
+        own = np.array(one.advantage, np.float32) if not isinstance(one.advantage, (int, float)) else one.advantage
+        parts += [np.zeros(size - n, np.float32), np.broadcast_to(own, n)]
+    return np.concatenate(parts).astype(np.float32)
 
 
 def _drawn(sequences: Sequence[Trained]) -> tuple[tuple[Distribution, ...], Any]:
