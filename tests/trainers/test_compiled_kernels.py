@@ -153,28 +153,28 @@ def test_what_is_no_number_stays_so(bad: float) -> None:
     q = randn(4, 1, 8)
     q[2, 0, 3] = torch.nan
     packing = packed((0,), (4,), (0,))
-    out = Row(packing, in_runs=False).attend(q, randn(4, 1, 8), randn(4, 1, 8), scale=1.0)
+    out = Row(packing, varlen=False).attend(q, randn(4, 1, 8), randn(4, 1, 8), scale=1.0)
     assert out.isnan().any(-1)[:, 0].tolist() == [False, False, True, False]
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def packed(head_G: tuple[int, ...], tail_B: tuple[int, ...], of_head_B: tuple[int, ...]) -> Packing:
-    positions = [torch.arange(n) for n in head_G]
-    positions += [head_G[g] + torch.arange(n) for g, n in zip(of_head_B, tail_B, strict=True)]
-    return Packing(head_G=head_G, tail_B=tail_B, of_head_B=of_head_B, position_T=torch.cat(positions))
+def packed(prefix_G: tuple[int, ...], suffix_B: tuple[int, ...], prefix_of_B: tuple[int, ...]) -> Packing:
+    positions = [torch.arange(n) for n in prefix_G]
+    positions += [prefix_G[g] + torch.arange(n) for g, n in zip(prefix_of_B, suffix_B, strict=True)]
+    return Packing(prefix_G=prefix_G, suffix_B=suffix_B, prefix_of_B=prefix_of_B, position_T=torch.cat(positions))
 
 
 def dense(packing: Packing, q: Any, k: Any, v: Any, scale: float) -> Any:
     """Attention of all tokens to all, with a mask of who sees whom."""
-    runs = [(("head", g), n) for g, n in enumerate(packing.head_G)]
-    runs += [(("tail", b), n) for b, n in enumerate(packing.tail_B)]
+    runs = [(("head", g), n) for g, n in enumerate(packing.prefix_G)]
+    runs += [(("tail", b), n) for b, n in enumerate(packing.suffix_B)]
     kinds = [(kind, i) for kind, n in runs for i in range(n)]
     seen = torch.zeros(len(kinds), len(kinds), dtype=torch.bool)
     for a, ((sort, which), i) in enumerate(kinds):
         for b, (other, j) in enumerate(kinds):
-            is_own_head = sort == "tail" and other == ("head", packing.of_head_B[which])
+            is_own_head = sort == "tail" and other == ("head", packing.prefix_of_B[which])
             seen[a, b] = is_own_head or (other == (sort, which) and j <= i)
     share = q.shape[1] // k.shape[1]
     q, k, v = q.transpose(0, 1), *(one.repeat_interleave(share, 1).transpose(0, 1) for one in (k, v))
@@ -187,7 +187,7 @@ def assert_attends(packing: Packing, groups: int, share: int, dim: int, tails_on
     skipped = packing.tokens_in_heads if tails_only else 0
 
     def ours(q: Any, k: Any, v: Any) -> Any:
-        return Row(packing, in_runs=False).attend(q, k, v, scale=scale, tails_only=tails_only)
+        return Row(packing, varlen=False).attend(q, k, v, scale=scale, tails_only=tails_only)
 
     inputs = [randn(tokens, heads, dim, seed=i) for i, heads in enumerate((groups * share, groups, groups))]
     assert_as(ours, lambda q, k, v: dense(packing, q, k, v, scale)[skipped:], inputs)
@@ -209,10 +209,10 @@ def test_a_single_token_attends_to_itself() -> None:
 
 @st.composite
 def packings(draw: st.DrawFn) -> Packing:
-    head_G = tuple(draw(st.lists(st.integers(0, 20), min_size=1, max_size=3)))
-    of_head_B = tuple(draw(st.lists(st.integers(0, len(head_G) - 1), min_size=1, max_size=5)))
-    tail_B = tuple(draw(st.integers(1, 20)) for _ in of_head_B)
-    return packed(head_G, tail_B, of_head_B)
+    prefix_G = tuple(draw(st.lists(st.integers(0, 20), min_size=1, max_size=3)))
+    prefix_of_B = tuple(draw(st.lists(st.integers(0, len(prefix_G) - 1), min_size=1, max_size=5)))
+    suffix_B = tuple(draw(st.integers(1, 20)) for _ in prefix_of_B)
+    return packed(prefix_G, suffix_B, prefix_of_B)
 
 
 @needs_compiler
@@ -229,7 +229,7 @@ def test_tensors_that_are_views_are_attended_to_as_well() -> None:
     packing = packed((2,), (4, 3), (0, 0))
     whole = randn(3, 2, 9, 8)
     views = [one.transpose(0, 1) for one in whole]
-    row = Row(packing, in_runs=False)
+    row = Row(packing, varlen=False)
     found = [row.attend(*given, scale=0.5) for given in (views, [one.contiguous() for one in views])]
     assert torch.equal(*found)
 
@@ -240,7 +240,7 @@ def test_the_same_numbers_come_out_each_time() -> None:
     inputs = [randn(len(packing.position_T), heads, 24, seed=heads) for heads in (6, 2, 2)]
 
     def run(*given: Any) -> Any:
-        return Row(packing, in_runs=False).attend(*given, scale=0.3)
+        return Row(packing, varlen=False).attend(*given, scale=0.3)
 
     first, again = (numbers(run, [one.clone() for one in inputs], torch.float32) for _ in range(2))
     assert all(map(torch.equal, first, again))
@@ -265,7 +265,7 @@ def test_many_threads_and_other_numbers_are_left_to_plain_operations() -> None:
 @needs_compiler
 def test_dropout_in_attention_is_left_to_plain_operations() -> None:
     inputs = [randn(6, 1, 8, seed=i) for i in range(3)]
-    row = Row(packed((2,), (4,), (0,)), in_runs=False)
+    row = Row(packed((2,), (4,), (0,)), varlen=False)
     torch.manual_seed(0)
     dropped = row.attend(*inputs, scale=0.3, dropout=0.5)
     assert not torch.allclose(dropped, row.attend(*inputs, scale=0.3))
@@ -273,7 +273,7 @@ def test_dropout_in_attention_is_left_to_plain_operations() -> None:
 
 @needs_compiler
 def test_values_of_another_size_are_left_to_plain_operations() -> None:
-    row = Row(packed((2,), (4,), (0,)), in_runs=False)
+    row = Row(packed((2,), (4,), (0,)), varlen=False)
     q, k, v = randn(6, 2, 8), randn(6, 1, 8, seed=1), randn(6, 1, 4, seed=2)
     assert torch.allclose(row.attend(q, k, v, scale=0.3), dense(row.packing, q, k, v, 0.3), atol=1e-5)
 

@@ -173,13 +173,13 @@ def test_runs_attend_as_rectangles_do(monkeypatch: Any, heads: tuple[int, ...], 
             out.append(shared_prompts.dense_attention(*(one[None] for one in parts), scale, dropout, seen)[0])
         return torch.cat(out)
 
-    monkeypatch.setattr(shared_prompts, "run_attention", one_by_one)
+    monkeypatch.setattr(shared_prompts, "varlen_attention", one_by_one)
     tails = (3, 1, 6, 2, 5)
     positions = torch.zeros(sum(heads) + sum(tails), dtype=torch.int64)
-    packing = shared_prompts.Packing(head_G=heads, tail_B=tails, of_head_B=(0, 2, 0, 1, 2), position_T=positions)
+    packing = shared_prompts.Packing(prefix_G=heads, suffix_B=tails, prefix_of_B=(0, 2, 0, 1, 2), position_T=positions)
     inputs = [torch.randn(len(positions), n, 8).requires_grad_() for n in (4, 2, 2)]
-    runs = (packing.tail_runs if tails_only else packing.runs).attend(*inputs, 0.3, 0.0)
-    rectangles = packing.rectangles.attend(*inputs, 0.3, 0.0, tails_only)
+    runs = (packing.suffix_segments if tails_only else packing.segments).attend(*inputs, 0.3, 0.0)
+    rectangles = packing.padded.attend(*inputs, 0.3, 0.0, tails_only)
     assert torch.allclose(runs, rectangles, atol=1e-5)
     seed = torch.randn_like(runs)
     ours, theirs = (torch.autograd.grad(one, inputs, seed) for one in (runs, rectangles))

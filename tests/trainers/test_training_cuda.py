@@ -262,17 +262,17 @@ def test_more_numbers_than_31_bits_count() -> None:
 def test_runs_attend_as_rectangles_do(heads: Any, shape: Any, tails_only: bool, dtype: Any) -> None:
     tails = (70, 1, 33, 200, 128, 5)
     packing = Packing(
-        head_G=heads,
-        tail_B=tails,
-        of_head_B=(0, 0, 0, 1, 2, 2),
+        prefix_G=heads,
+        suffix_B=tails,
+        prefix_of_B=(0, 0, 0, 1, 2, 2),
         position_T=torch.zeros(sum(heads) + sum(tails), dtype=torch.int64, device="cuda"),
     )
     n, groups, dim = shape
     inputs = [randn(sum(heads) + sum(tails), one, dim, seed=i) for i, one in enumerate((n, groups, groups))]
     seed = randn(sum(tails) + (0 if tails_only else sum(heads)), n, dim, seed=7)
 
-    def attend(in_runs: bool) -> Callable[..., Any]:
-        return lambda q, k, v: Row(packing, in_runs).attend(q, k, v, scale=0.1, tails_only=tails_only)
+    def attend(varlen: bool) -> Callable[..., Any]:
+        return lambda q, k, v: Row(packing, varlen).attend(q, k, v, scale=0.1, tails_only=tails_only)
 
     assert_as_good(attend(True), attend(False), inputs, (seed,), dtype)
 
@@ -475,7 +475,7 @@ def test_packed_rows_are_as_near_to_float32_as_rectangles(family: str, dtype: An
             mine.copy_(its)
     truth, scorer = learned_in(TokenScorer(exact), packed_or_not(0)), TokenScorer(model)
     assert scorer.layouts.longest_packed == ANY_LENGTH
-    assert scorer.layouts.in_runs
+    assert scorer.layouts.varlen
     packed, plain = (learned_in(scorer, packed_or_not(longest)) for longest in (ANY_LENGTH, 0))
     for name in truth:
         assert apart(packed[name], truth[name]) <= max(WORSE * apart(plain[name], truth[name]), FLOOR[dtype]), name

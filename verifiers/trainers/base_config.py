@@ -119,7 +119,7 @@ class TrainingConfig(Config):
     gradient_checkpointing: bool = False
     micro_batch_tokens: int | None = None
 
-    # what is told and kept
+    # reporting, evaluation, checkpoints
     output_dir: str | Path | None = None
     run_name: str | None = None
     logging_steps: int = 1

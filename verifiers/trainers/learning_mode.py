@@ -14,7 +14,7 @@ def learning_mode(
     """While this lasts a model learns; afterwards it is as the sampler wants it. The lock is held to change it.
 
     The sampler knows no dropout, so with it (``drops``) the new policy's logprobs are not those of the old one even
-    before the first update. Modules that compute their activations again on the way back (``recomputes``: gradient
+    before the first update. Modules that compute their activations again in the backward pass (``recomputes``: gradient
     checkpointing) do so in training mode only: they are put into it with every dropout of their own at 0.
     """
     before: list[tuple[Any, str, Any]] = []

@@ -19,7 +19,7 @@ from verifiers.trainers.micro_batches import MicroBatch
 from verifiers.trainers.packing import Row
 from verifiers.trainers.sampling import Distribution
 from verifiers.trainers.target_logprobs import Scored, chunked_logprobs, fused_logprobs, score_logits
-from verifiers.trainers.token_moves import chosen
+from verifiers.trainers.token_layout import select
 
 if TYPE_CHECKING:
     from verifiers.trainers.proof import Layouts
@@ -117,14 +117,14 @@ class TokenScorer:
         packing = batch.packing
         leanly = self.layouts.leanly if leanly is None else leanly
         if packing is not None and row is None:
-            row = Row(packing, self.layouts.in_runs)
+            row = Row(packing, self.layouts.varlen)
         more = {} if packing is None else {"position_ids": packing.position_T[None]}
         with self._learning(batch.ids_BT, row, leanly):
             if self._is_split:
                 out = self._body(input_ids=batch.ids_BT, use_cache=False, **more).last_hidden_state
             else:
                 out = self.model(input_ids=batch.ids_BT, use_cache=False, **more).logits
-        return chosen(out.flatten(0, 1), batch.place_N)
+        return select(out.flatten(0, 1), batch.place_N)
 
     def _learning(self, ids_BT: Tensor, row: Row | None, leanly: bool) -> AbstractContextManager[None]:
         return self._lean.learning(row, leanly=leanly and _is_ours(ids_BT))
@@ -154,7 +154,7 @@ def _same(whole: Tensor, split: Tensor) -> bool:
 
 
 def _is_ours(x: Tensor) -> bool:
-    """A device that our functions know, and nobody who rounds in between (autocast)."""
+    """Whether our kernels cover its device and dtype, and autocast does not round in between."""
     kind = x.device.type
     if kind not in ("cpu", "cuda") or torch.is_autocast_enabled(kind):
         return False

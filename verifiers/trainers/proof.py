@@ -40,7 +40,7 @@ class Layouts:
 
     longest_packed: int = 0
     longest_batched: int = 0
-    in_runs: bool = False  # how packed rows are attended to
+    varlen: bool = False  # packed rows: the variable-length kernel
     leanly: bool = False  # whether our own functions take the place of layers and norms
     rope_bounds: tuple[int, ...] = ()
 
@@ -95,10 +95,10 @@ class _Proof:
             return Layouts()
         batched = next((bound for bound in self._bounds if not self._agrees_past(bound, leanly)), ANY_LENGTH)
         packed = self._batch(self._trained, longest_packed=ANY_LENGTH)
-        for in_runs in (True, False) if packed.ids_BT.is_cuda else (False,):
-            if longest := self._longest_packed(packed, in_runs, leanly):
+        for varlen in (True, False) if packed.ids_BT.is_cuda else (False,):
+            if longest := self._longest_packed(packed, varlen, leanly):
                 longest = min([longest, *self._bounds])  # shorter than any bound is what was tried
-                return Layouts(longest_packed=longest, longest_batched=batched, in_runs=in_runs, leanly=leanly)
+                return Layouts(longest_packed=longest, longest_batched=batched, varlen=varlen, leanly=leanly)
         return Layouts(longest_batched=batched, leanly=leanly)
 
     def _is_causal(self) -> bool:
@@ -111,11 +111,11 @@ class _Proof:
             whole, part = (self._answers(self._batch([each]), None, leanly=False)[0] for each in (one, half))
         return agree([whole[:n]], [part], rounds=self._layers)
 
-    def _longest_packed(self, packed: MicroBatch, in_runs: bool, leanly: bool) -> int:
+    def _longest_packed(self, packed: MicroBatch, varlen: bool, leanly: bool) -> int:
         """How long sequences may be that are packed; 0 if they must not be."""
         if packed.packing is None:
             return 0
-        row = Row(packed.packing, in_runs)
+        row = Row(packed.packing, varlen)
         if not self._agrees(packed, row, leanly) or row.calls != self._layers:
             return 0
         return ANY_LENGTH if row.narrowest is None else row.narrowest

@@ -64,7 +64,7 @@ class Sampler(LocalModel):
                 del self._ledger[oldest]
 
     def _find(self, prompt: Any, reply: Any) -> Tokens | None:
-        """The tokens of a reply. Where the same words were sampled several times, each time is found in its turn."""
+        """The tokens of a reply. The same words sampled several times are found in the order they were sampled."""
         times = self._ledger.get(_key(prompt, reply))
         if times is None:
             return None
@@ -116,7 +116,7 @@ def make_sampler(model: Any, tokenizer: Any, config: GRPOConfig, env: Environmen
 
 
 def usual_sampling(config: GRPOConfig, env: Environment | None) -> dict[str, Any]:
-    """What a model is asked for where nobody says otherwise."""
+    """The sampling arguments of a request that gives none."""
     return merged(config, None if env is None else env.sampling_args)
 
 

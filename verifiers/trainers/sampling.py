@@ -221,7 +221,7 @@ def check(args: Mapping[str, Any], where: str) -> None:
 
 
 def distributions(sample: Sample, usual: Distribution) -> tuple[tuple[int, Distribution], ...]:
-    """What each stretch of a sample's completion was drawn from; ``usual`` where nobody recorded it."""
+    """(Tokens, distribution) of each part of a sample's completion; ``usual`` where none was recorded."""
     if not sample.sampling:
         return ((len(sample.completion_ids), usual),)
     return tuple((n, usual if record is None else read_distribution(record)) for n, record in sample.sampling)

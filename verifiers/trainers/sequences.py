@@ -27,7 +27,7 @@ def trained_sequences(
 ) -> list[Trained]:
     """The samples of a batch's rollouts with their advantages; one whose history was rewritten has several.
 
-    ``usual`` is what tokens were drawn from where nobody recorded it. A rollout of which the sampled tokens are not
+    ``usual`` is what tokens were drawn from where that was not recorded. A rollout of which the sampled tokens are not
     known is in none; ``batch.refused`` has the reason. With a ``writer`` the rollouts were saved before.
     """
     trained: list[Trained] = []
@@ -52,7 +52,7 @@ def trained_sequences(
 def samples_of_reply(
     prompt: Any, reply: Any, find_tokens: FindTokens | None, writer: ChatWriter | None = None
 ) -> list[Sample]:
-    """The tokens of one rollout as they were sampled; NotSampledError where nobody knows them.
+    """The tokens of one rollout as they were sampled; NotSampledError where they are not known.
 
     With a ``writer`` text that was saved without its tokens is tokenized: for rollouts that no policy here sampled.
     """
@@ -105,7 +105,7 @@ def advantages_of_samples(
 
 
 def _turn_lengths(samples: Sequence[Sample], state: Mapping[str, Any]) -> list[int]:
-    """How many tokens were sampled in each turn; where nobody recorded turns, they are what was sampled in one go."""
+    """How many tokens were sampled in each turn; without a trajectory, each contiguous part of the mask is a turn."""
     steps = state.get("trajectory") or ()
     tokens = [step.get("tokens") for step in steps]
     if any(one is not None for one in tokens):

@@ -26,9 +26,9 @@ from verifiers.trainers.update_figures import UpdateFigures, together
 from verifiers.trainers.weights import Weights
 
 MOST_TOKENS = {"cpu": 4096, "cuda": 131072}
-# What a pass there and back has alive of each token in each layer, in numbers of the weights' type: so many for each
-# unit of the layer's width, and for each of the feed-forward's.
-ALIVE_OF_WIDTH, ALIVE_OF_INNER = 12.0, 4.5
+# Activations that a forward and backward pass keeps of each token in each layer, in elements of the weights' dtype: so
+# many for each unit of the hidden size, and for each of the feed-forward's.
+KEPT_OF_HIDDEN, KEPT_OF_INNER = 12.0, 4.5
 
 
 class PolicyUpdate:
@@ -141,7 +141,7 @@ class PolicyUpdate:
             old_N = scored.logprob_N.detach()
             prepared.correction_N = sampler_correction(self.loss.objective, old_N - batch.old_N, batch.sequence_N)
             prepared.old_N = old_N
-        if prepared.old_N is None:  # nobody else knows what the old policy thought of these tokens
+        if prepared.old_N is None:  # the sampler gave no logprobs: before the first update, new and old are the same
             prepared.old_N = scored.logprob_N.detach()
         losses = self.loss(
             new_T=scored.logprob_N,
@@ -173,7 +173,7 @@ class _Prepared:
     """A micro-batch on the device, and what is found out about its tokens once."""
 
     def __init__(self, batch: MicroBatch, device: torch.device) -> None:
-        is_known = not bool(batch.old_N.isnan().any())  # what nobody recorded is measured
+        is_known = not bool(batch.old_N.isnan().any())  # logprobs that were not recorded are measured
         self.batch = batch.to(device)
         self.old_N: Tensor | None = self.batch.old_N if is_known else None
         self.reference_N: Tensor | None = None
@@ -199,7 +199,7 @@ def micro_batch_tokens(config: TrainingConfig, model: Any) -> int:
     parameter = next(model.parameters())
     text = model.config.get_text_config()
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    alive = text.num_hidden_layers * (ALIVE_OF_WIDTH * text.hidden_size + ALIVE_OF_INNER * inner)
-    token_bytes = alive * parameter.element_size() / (8 if config.gradient_checkpointing else 1)
+    kept = text.num_hidden_layers * (KEPT_OF_HIDDEN * text.hidden_size + KEPT_OF_INNER * inner)
+    token_bytes = kept * parameter.element_size() / (8 if config.gradient_checkpointing else 1)
     most = MOST_TOKENS.get(parameter.device.type, 8192)
     return int(max(256, min(most, free_memory(parameter.device) / 2 / token_bytes)))

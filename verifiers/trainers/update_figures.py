@@ -17,7 +17,7 @@ RATIO_EDGES = [0.0, 0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0, 4.0, 100.0]
 
 @dataclass
 class UpdateFigures:
-    """What is measured on the way, left on the device until the end."""
+    """Tensors of each micro-batch, left on the device until all are read in one transfer."""
 
     losses: list[Tensor] = field(default_factory=list)
     ratios: list[Tensor] = field(default_factory=list)

@@ -44,7 +44,7 @@ class Weights:
         )
 
     def refresh(self) -> None:
-        """Take over what somebody else wrote into the parameters since the last step: another trainer, a warm-up."""
+        """Take over parameters that were written since the last step by others: another trainer, a warm-up."""
         with torch.no_grad():
             for live, master, version in zip(self.live, self.masters, self._versions, strict=True):
                 if live is not master and live._version != version:
