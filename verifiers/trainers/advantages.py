@@ -52,8 +52,8 @@ def grpo(rewards: Sequence[float]) -> list[float]:
 def grpo_batch(rewards: Sequence[float], groups: Sequence[int], gather: Gather) -> list[float]:
     """Rewards less the mean of their group, over the standard deviation of all rewards of the batch.
 
-    >>> grpo_batch([4.0, 0.0, 2.0, 2.0], [0, 0, 1, 1], list)
-    [1.4142135623730951, -1.4142135623730951, 0.0, 0.0]
+    >>> grpo_batch([7.0, 1.0, -1.0, -7.0], [0, 0, 1, 1], list)
+    [0.6, -0.6, 0.6, -0.6]
     """
     everyone = gather(list(rewards))
     found = _by_group(centered, groups, rewards)
@@ -83,8 +83,8 @@ def reinforce_plus_plus(rewards: Sequence[float], groups: Sequence[int], gather:
 def reinforce_plus_plus_baseline(rewards: Sequence[float], groups: Sequence[int], gather: Gather) -> list[float]:
     """Rewards less the mean of their group, then normalised over the batch.
 
-    >>> reinforce_plus_plus_baseline([4.0, 0.0, 3.0, 3.0], [0, 0, 1, 1], list)
-    [1.4142135623730951, -1.4142135623730951, 0.0, 0.0]
+    >>> reinforce_plus_plus_baseline([14.0, 0.0, 2.0, 0.0], [0, 0, 1, 1], list)
+    [1.4, -1.4, 0.2, -0.2]
     """
     return _normalised(_by_group(centered, groups, rewards), gather)
 

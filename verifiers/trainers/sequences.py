@@ -91,8 +91,8 @@ def advantages_of_samples(
     """
     if isinstance(advantage, (int, float)):
         return [float(advantage)] * len(samples)
-    turns = _turn_lengths(samples, state)
     total = sum(sum(sample.completion_mask) for sample in samples)
+    turns = _turn_lengths(samples, state, total)
     if len(advantage) == len(turns):
         advantage = [one for one, length in zip(advantage, turns, strict=True) for _ in range(length)]
     if len(advantage) != total:
@@ -104,10 +104,13 @@ def advantages_of_samples(
     return [[next(values) if is_sampled else 0.0 for is_sampled in sample.completion_mask] for sample in samples]
 
 
-def _turn_lengths(samples: Sequence[Sample], state: Mapping[str, Any]) -> list[int]:
-    """How many tokens were sampled in each turn; without a trajectory, each contiguous part of the mask is a turn."""
-    steps = state.get("trajectory") or ()
-    tokens = [step.get("tokens") for step in steps]
-    if any(one is not None for one in tokens):
-        return [0 if one is None or one.get("overlong_prompt") else len(one["completion_ids"]) for one in tokens]
-    return [len(list(run)) for sample in samples for is_sampled, run in groupby(sample.completion_mask) if is_sampled]
+def _turn_lengths(samples: Sequence[Sample], state: Mapping[str, Any], total: int) -> list[int]:
+    """How many tokens were sampled in each turn of the trajectory.
+
+    Samples tokenized from text have other tokens than a trajectory: then each contiguous part of the mask is a turn.
+    """
+    tokens = [step.get("tokens") for step in state.get("trajectory") or ()]
+    turns = [0 if one is None or one.get("overlong_prompt") else len(one["completion_ids"]) for one in tokens]
+    if turns and sum(turns) == total:
+        return turns
+    return [len(list(part)) for sample in samples for is_own, part in groupby(sample.completion_mask) if is_own]
