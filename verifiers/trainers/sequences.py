@@ -31,6 +31,7 @@ def trained_sequences(
     known is in none; ``batch.refused`` has the reason. With a ``writer`` the rollouts were saved before.
     """
     trained: list[Trained] = []
+    is_off_policy = bool(config.num_batches_ahead) or config.updates_per_generation > 1
     batch.refused.clear()
     for prompt, reply, advantage in zip(batch["prompts"], batch["completions"], batch["advantages"], strict=True):
         state: Mapping[str, Any] = getattr(reply, "state", None) or {}
@@ -44,7 +45,7 @@ def trained_sequences(
         for sample, own in zip(samples, advantages_of_samples(advantage, samples, state), strict=True):
             sample = sample if writer is None else sampling.saved(sample)
             drawn = sampling.distributions(sample, usual)
-            sample = sampling.without_doubtful_logprobs(sample, drawn, config.num_batches_ahead)
+            sample = sampling.without_doubtful_logprobs(sample, drawn, is_off_policy=is_off_policy)
             trained.append(Trained(sample=sample, advantage=own, drawn_from=drawn))
     return trained
 
