@@ -281,6 +281,8 @@ def test_what_a_server_may_understand_differently_is_refused(tmp_path):
         served(tmp_path / "a", top_p=0.9, top_k=5).train()
     with pytest.raises(ValueError, match="num_batches_ahead"):
         served(tmp_path / "b", top_p=0.9, num_batches_ahead=1).train()
+    with pytest.raises(ValueError, match="steps_per_generation"):
+        served(tmp_path / "c", top_p=0.9, steps_per_generation=2).train()
 
 
 # --- the arithmetic -------------------------------------------------------------------------------------------------
