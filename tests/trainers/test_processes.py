@@ -19,6 +19,8 @@ from tests.trainers import several  # noqa: E402
 from verifiers.trainers.processes import accelerator  # noqa: E402
 from verifiers.trainers.row_stream import RowStream  # noqa: E402
 
+pytestmark = pytest.mark.timeout(600)  # processes that each import torch
+
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ("torch.distributed.run", "--nproc_per_node", "2", "--master_port")
 ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
