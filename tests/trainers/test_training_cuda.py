@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 import torch.nn.functional as F  # noqa: E402
 
 from tests.engine.support.exact import FAMILIES, random_model  # noqa: E402
-from tests.trainers.test_shared_prompts import sequences  # noqa: E402
+from tests.trainers.test_packing import sequences  # noqa: E402
 from verifiers.engine import kv_cache as slots  # noqa: E402
 from verifiers.trainers import logprobs as logprobs_module  # noqa: E402
 from verifiers.trainers import target_logprobs  # noqa: E402

@@ -28,7 +28,7 @@ from verifiers.trainers.compiled_kernels import Runs
 from verifiers.trainers.fused_functions import attended
 from verifiers.trainers.token_layout import PaddedLayout, SuffixKeys
 
-NAME = "verifiers_shared_prompts"
+NAME = "verifiers_packed"
 LARGEST_HEAD_DIM = 256  # of an attention head, in fused kernels
 
 
