@@ -100,7 +100,7 @@ def _key(prompt: Any, reply: Any) -> tuple[str, str]:
 
 
 def make_sampler(model: Any, tokenizer: Any, config: GRPOConfig, env: Environment | None) -> Sampler:
-    """The model as a client with room for a step's rollouts, as far as memory allows."""
+    """The model as a client with a KV cache slot for each rollout of a generation, as far as memory allows."""
     parameter = next(model.parameters())
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     asked = usual_sampling(config, env)
@@ -138,6 +138,6 @@ def exact_sampling(sampling: dict[str, Any], client: Any, env: Environment) -> d
 
 
 def seed_of(*parts: object) -> int:
-    """A number made of these."""
+    """A seed that depends on all of these, and on nothing else."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
