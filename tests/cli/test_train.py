@@ -83,6 +83,17 @@ def test_names_are_taken_with_dashes_underscores_and_aliases(run, model):
     assert "kl_coef=0.1" in result.stdout
 
 
+def test_the_advantage_and_the_loss_are_named_on_the_command_line_and_in_a_file(run, model, folder):
+    (folder / "job.toml").write_text('advantage = "rloo"\nloss = "sapo"\n')
+    shown = run(*train_words(model, "--dry-run", "--advantage", "rloo", "--loss", "cispo")).stdout
+    assert "loss_type='cispo'" in shown
+    assert "advantage='rloo'" in shown
+    shown = run(*train_words(model, "--dry-run", "--config", "job.toml", "--entropy-coef", "0.01")).stdout
+    assert "loss_type='sapo'" in shown
+    assert "advantage='rloo'" in shown
+    assert "entropy_coef=0.01" in shown
+
+
 def test_a_stopped_training_goes_on_where_it_was(run, model):
     run(*train_words(model, "--max-steps", "4", "--output-dir", "out", "--save-steps", "2"))
     whole = {line["step"]: line["loss"] for line in metrics("out") if "loss" in line}
@@ -129,12 +140,13 @@ def wait_for(is_so, process) -> None:
         (["train", "reverse-text", "-m", "./tiny", "--group-size", "x"], "'x' is not a whole number"),
         (["train", "reverse-text", "-m", "./tiny", "--groupsize", "3"], "--group-size"),
         (["train", "reverse-text", "-m", "./tiny", "--loss-type", "magic"], "loss_type must be one of grpo"),
+        (["train", "reverse-text", "-m", "./tiny", "--advantage", "gae"], "advantage must be one of grpo"),
         (["train", "@", "missing.toml"], "missing.toml cannot be read"),
         (["train", "reverse-text", "-m", "./tiny", "--resume"], "resume=True needs output_dir or run_name"),
         (["sft", "-m", "./tiny"], "what is it to imitate?"),
         (["sft", "-m", "./tiny", "-d", "nowhere.jsonl"], "there is no data set at nowhere.jsonl"),
     ],
-    ids=["model", "env", "group", "number", "unknown", "choice", "file", "resume", "data", "path"],
+    ids=["model", "env", "group", "number", "unknown", "choice", "advantage", "file", "resume", "data", "path"],
 )
 def test_what_is_wrong_is_one_sentence(run, model, words, message):
     result = run(*words, code=1 if "-d" in words else 2)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
+from verifiers import calls
 
 ROWS = [{"question": "Guess.", "answer": "7"}]
 ASSISTANT, USER = "assistant", "user"
@@ -445,3 +446,21 @@ def test_more_than_512_rollouts_that_roll_out_inside_their_hooks_do_not_deadlock
     results = asyncio.run(main())
     assert results.failed == []
     assert {said(s)[-1] for s in results.states} == {(USER, "ok")}
+
+
+def test_built_in_environments_answer_in_one_style_that_plain_and_async_code_may_build_on() -> None:
+    kinds = [vf.ToolEnv, vf.DoubleCheckEnv, vf.GymEnv, vf.TextArenaEnv, vf.CodeMathEnv]
+    assert all(calls.is_default(kind.env_response) for kind in kinds)
+
+    class Plain(vf.DoubleCheckEnv):
+        def env_response(self, messages: Any, state: Any) -> Any:
+            return super().env_response(messages, state) + " (plain)"
+
+    class Async(vf.DoubleCheckEnv):
+        async def env_response(self, messages: Any, state: Any) -> Any:
+            return await super().env_response(messages, state) + " (async)"
+
+    for kind, how in ((Plain, "plain"), (Async, "async")):
+        env = kind(dataset=[{"question": "2+2?", "answer": "4"}], checks="Sure?")
+        completion, _ = env.rollout(vf.FakeClient(["5", "4"]), "fake", "2+2?", "4")
+        assert completion[1]["content"] == f"Sure? ({how})"

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch.autograd import gradcheck  # noqa: E402
 
 from verifiers.kernels import autograd, reference  # noqa: E402
-from verifiers.trainers import head_logprobs  # noqa: E402
+from verifiers.trainers import target_logprobs  # noqa: E402
 
 
 def randn(*shape: int, seed: int = 0) -> Any:
@@ -127,7 +127,7 @@ def assert_as(ours: Any, plain: Any, inputs: list[Any], weights: Sequence[Any] =
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_the_logprobs_of_a_head(monkeypatch: Any, temperature: float, chunks: int, bias: bool) -> None:
     n, vocabulary = 12, 31
-    monkeypatch.setattr(head_logprobs, "CHUNK_BYTES_ELSEWHERE", vocabulary * 4 * n // chunks)
+    monkeypatch.setattr(target_logprobs, "CHUNK_BYTES_ELSEWHERE", vocabulary * 4 * n // chunks)
     hidden, weight = (
         randn(*shape, seed=i).detach().float().requires_grad_() for i, shape in enumerate([(n, 8), (vocabulary, 8)])
     )
@@ -135,7 +135,7 @@ def test_the_logprobs_of_a_head(monkeypatch: Any, temperature: float, chunks: in
     target = torch.arange(n) * 7 % vocabulary
     learned = [one for one in (hidden, weight, bias_V) if one is not None]
     seed = randn(n, seed=5).detach().float()
-    ours = head_logprobs.picked(hidden, weight, bias_V, target, temperature)
+    ours = target_logprobs.fused_logprobs(hidden, weight, bias_V, target, temperature)
     theirs = -F.cross_entropy(F.linear(hidden, weight, bias_V) / temperature, target, reduction="none")
     assert torch.allclose(ours, theirs, atol=1e-5)
     first = torch.autograd.grad(ours, learned, seed, retain_graph=True)
@@ -148,5 +148,5 @@ def test_the_logprobs_of_a_head(monkeypatch: Any, temperature: float, chunks: in
 def test_a_head_that_is_not_learned_keeps_nothing() -> None:
     hidden, weight, target = torch.randn(4, 8), torch.randn(31, 8), torch.arange(4)
     with torch.no_grad():
-        assert not head_logprobs.picked(hidden, weight, None, target).requires_grad
-    assert head_logprobs.picked(hidden[:0], weight, None, target[:0]).shape == (0,)
+        assert not target_logprobs.fused_logprobs(hidden, weight, None, target).requires_grad
+    assert target_logprobs.fused_logprobs(hidden[:0], weight, None, target[:0]).shape == (0,)

@@ -17,7 +17,7 @@ from verifiers.kernels import autograd, reference  # noqa: E402
 from verifiers.kernels.cpu import learning as cpu  # noqa: E402
 from verifiers.kernels.cpu.binding import learn_functions  # noqa: E402
 from verifiers.kernels.cpu.build import find_compiler, library  # noqa: E402
-from verifiers.trainers import head_logprobs  # noqa: E402
+from verifiers.trainers import target_logprobs  # noqa: E402
 from verifiers.trainers.packing import Packing, Row  # noqa: E402
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C compiler")
@@ -119,7 +119,7 @@ def test_the_logprobs_of_a_head(n: int, words: int, temperature: float) -> None:
         return -F.cross_entropy(F.linear(hidden, weight) / temperature, target, reduction="none")
 
     def ours(hidden: Any, weight: Any) -> Any:
-        return head_logprobs.picked(hidden, weight, None, target, temperature)
+        return target_logprobs.fused_logprobs(hidden, weight, None, target, temperature)
 
     assert_as(ours, plain, [randn(n, 8), randn(words, 8, seed=1) * 3])
 
@@ -138,7 +138,7 @@ def test_a_word_that_is_ruled_out_gets_no_gradient() -> None:
 @pytest.mark.parametrize("wrong", [-1, 31])
 def test_a_target_that_the_model_does_not_have_is_an_error(wrong: int) -> None:
     with pytest.raises(IndexError, match=f"token {wrong} is trained on, but the model has 31 tokens"):
-        head_logprobs.picked(randn(2, 8), randn(31, 8), None, torch.tensor([3, wrong]))
+        target_logprobs.fused_logprobs(randn(2, 8), randn(31, 8), None, torch.tensor([3, wrong]))
 
 
 @needs_compiler
@@ -156,28 +156,28 @@ def test_what_is_no_number_stays_so(bad: float) -> None:
     q = randn(4, 1, 8)
     q[2, 0, 3] = torch.nan
     packing = packed((0,), (4,), (0,))
-    out = Row(packing, in_runs=False).attend(q, randn(4, 1, 8), randn(4, 1, 8), scale=1.0)
+    out = Row(packing, varlen=False).attend(q, randn(4, 1, 8), randn(4, 1, 8), scale=1.0)
     assert out.isnan().any(-1)[:, 0].tolist() == [False, False, True, False]
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def packed(head_G: tuple[int, ...], tail_B: tuple[int, ...], of_head_B: tuple[int, ...]) -> Packing:
-    positions = [torch.arange(n) for n in head_G]
-    positions += [head_G[g] + torch.arange(n) for g, n in zip(of_head_B, tail_B, strict=True)]
-    return Packing(head_G=head_G, tail_B=tail_B, of_head_B=of_head_B, position_T=torch.cat(positions))
+def packed(prefix_G: tuple[int, ...], suffix_B: tuple[int, ...], prefix_of_B: tuple[int, ...]) -> Packing:
+    positions = [torch.arange(n) for n in prefix_G]
+    positions += [prefix_G[g] + torch.arange(n) for g, n in zip(prefix_of_B, suffix_B, strict=True)]
+    return Packing(prefix_G=prefix_G, suffix_B=suffix_B, prefix_of_B=prefix_of_B, position_T=torch.cat(positions))
 
 
 def dense(packing: Packing, q: Any, k: Any, v: Any, scale: float) -> Any:
     """Attention of all tokens to all, with a mask of who sees whom."""
-    runs = [(("head", g), n) for g, n in enumerate(packing.head_G)]
-    runs += [(("tail", b), n) for b, n in enumerate(packing.tail_B)]
+    runs = [(("head", g), n) for g, n in enumerate(packing.prefix_G)]
+    runs += [(("tail", b), n) for b, n in enumerate(packing.suffix_B)]
     kinds = [(kind, i) for kind, n in runs for i in range(n)]
     seen = torch.zeros(len(kinds), len(kinds), dtype=torch.bool)
     for a, ((sort, which), i) in enumerate(kinds):
         for b, (other, j) in enumerate(kinds):
-            is_own_head = sort == "tail" and other == ("head", packing.of_head_B[which])
+            is_own_head = sort == "tail" and other == ("head", packing.prefix_of_B[which])
             seen[a, b] = is_own_head or (other == (sort, which) and j <= i)
     share = q.shape[1] // k.shape[1]
     q, k, v = q.transpose(0, 1), *(one.repeat_interleave(share, 1).transpose(0, 1) for one in (k, v))
@@ -185,12 +185,12 @@ def dense(packing: Packing, q: Any, k: Any, v: Any, scale: float) -> Any:
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
-def assert_attends(packing: Packing, groups: int, share: int, dim: int, tails_only: bool = False) -> None:
+def assert_attends(packing: Packing, groups: int, share: int, dim: int, suffixes_only: bool = False) -> None:
     tokens, scale = len(packing.position_T), 0.3
-    skipped = packing.tokens_in_heads if tails_only else 0
+    skipped = packing.prefix_tokens if suffixes_only else 0
 
     def ours(q: Any, k: Any, v: Any) -> Any:
-        return Row(packing, in_runs=False).attend(q, k, v, scale=scale, tails_only=tails_only)
+        return Row(packing, varlen=False).attend(q, k, v, scale=scale, suffixes_only=suffixes_only)
 
     inputs = [randn(tokens, heads, dim, seed=i) for i, heads in enumerate((groups * share, groups, groups))]
     assert_as(ours, lambda q, k, v: dense(packing, q, k, v, scale)[skipped:], inputs)
@@ -202,7 +202,7 @@ def assert_attends(packing: Packing, groups: int, share: int, dim: int, tails_on
 def test_packed_attention(share: int, dim: int) -> None:
     packing = packed((3, 0, 17), (5, 1, 19, 33), (2, 0, 1, 2))
     assert_attends(packing, 2, share, dim)
-    assert_attends(packing, 2, share, dim, tails_only=True)
+    assert_attends(packing, 2, share, dim, suffixes_only=True)
 
 
 @needs_compiler
@@ -212,19 +212,19 @@ def test_a_single_token_attends_to_itself() -> None:
 
 @st.composite
 def packings(draw: st.DrawFn) -> Packing:
-    head_G = tuple(draw(st.lists(st.integers(0, 20), min_size=1, max_size=3)))
-    of_head_B = tuple(draw(st.lists(st.integers(0, len(head_G) - 1), min_size=1, max_size=5)))
-    tail_B = tuple(draw(st.integers(1, 20)) for _ in of_head_B)
-    return packed(head_G, tail_B, of_head_B)
+    prefix_G = tuple(draw(st.lists(st.integers(0, 20), min_size=1, max_size=3)))
+    prefix_of_B = tuple(draw(st.lists(st.integers(0, len(prefix_G) - 1), min_size=1, max_size=5)))
+    suffix_B = tuple(draw(st.integers(1, 20)) for _ in prefix_of_B)
+    return packed(prefix_G, suffix_B, prefix_of_B)
 
 
 @needs_compiler
 @settings(max_examples=25, deadline=None)
 @given(packings(), st.integers(1, 3), st.integers(1, 4), st.integers(1, 40), st.booleans())
 def test_packed_attention_is_attention_to_what_is_seen(
-    packing: Packing, groups: int, share: int, dim: int, tails_only: bool
+    packing: Packing, groups: int, share: int, dim: int, suffixes_only: bool
 ) -> None:
-    assert_attends(packing, groups, share, dim, tails_only)
+    assert_attends(packing, groups, share, dim, suffixes_only)
 
 
 @needs_compiler
@@ -232,7 +232,7 @@ def test_tensors_that_are_views_are_attended_to_as_well() -> None:
     packing = packed((2,), (4, 3), (0, 0))
     whole = randn(3, 2, 9, 8)
     views = [one.transpose(0, 1) for one in whole]
-    row = Row(packing, in_runs=False)
+    row = Row(packing, varlen=False)
     found = [row.attend(*given, scale=0.5) for given in (views, [one.contiguous() for one in views])]
     assert torch.equal(*found)
 
@@ -243,7 +243,7 @@ def test_the_same_numbers_come_out_each_time() -> None:
     inputs = [randn(len(packing.position_T), heads, 24, seed=heads) for heads in (6, 2, 2)]
 
     def run(*given: Any) -> Any:
-        return Row(packing, in_runs=False).attend(*given, scale=0.3)
+        return Row(packing, varlen=False).attend(*given, scale=0.3)
 
     first, again = (numbers(run, [one.clone() for one in inputs], torch.float32) for _ in range(2))
     assert all(map(torch.equal, first, again))
@@ -280,7 +280,7 @@ def test_threads_that_share_the_work_give_the_same_numbers(monkeypatch: pytest.M
         cpu.pick_back_(logits, target, 0.7, mass, logprob)
         packing = packed((6, 9), (12, 30, 7), (0, 1, 1))
         inputs = [randn(64, heads, 24, seed=heads) for heads in (10, 5, 5)]
-        attended = numbers(lambda *qkv: Row(packing, in_runs=False).attend(*qkv, scale=0.3), inputs, torch.float32)
+        attended = numbers(lambda *qkv: Row(packing, varlen=False).attend(*qkv, scale=0.3), inputs, torch.float32)
         return [*found, logits, logprob, mass, *attended]
 
     alone = results()
@@ -302,13 +302,13 @@ def test_a_wrong_target_is_found_whichever_thread_has_it(monkeypatch: pytest.Mon
     target = torch.arange(9)
     target[7] = 99
     with pytest.raises(IndexError, match="token 99"):
-        head_logprobs.picked(randn(9, 8), randn(31, 8), None, target)
+        target_logprobs.picked(randn(9, 8), randn(31, 8), None, target)
 
 
 @needs_compiler
 def test_dropout_in_attention_is_left_to_plain_operations() -> None:
     inputs = [randn(6, 1, 8, seed=i) for i in range(3)]
-    row = Row(packed((2,), (4,), (0,)), in_runs=False)
+    row = Row(packed((2,), (4,), (0,)), varlen=False)
     torch.manual_seed(0)
     dropped = row.attend(*inputs, scale=0.3, dropout=0.5)
     assert not torch.allclose(dropped, row.attend(*inputs, scale=0.3))
@@ -316,7 +316,7 @@ def test_dropout_in_attention_is_left_to_plain_operations() -> None:
 
 @needs_compiler
 def test_values_of_another_size_are_left_to_plain_operations() -> None:
-    row = Row(packed((2,), (4,), (0,)), in_runs=False)
+    row = Row(packed((2,), (4,), (0,)), varlen=False)
     q, k, v = randn(6, 2, 8), randn(6, 1, 8, seed=1), randn(6, 1, 4, seed=2)
     assert torch.allclose(row.attend(q, k, v, scale=0.3), dense(row.packing, q, k, v, 0.3), atol=1e-5)
 

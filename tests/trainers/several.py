@@ -24,10 +24,16 @@ def saved_rollouts() -> dict[str, Any]:
     }
 
 
-def offline(folder: Path, processes: int, kind: str) -> Any:
+def offline(folder: Path, processes: int, kind: str, **more: Any) -> Any:
     tokenizer = tiny.tokenizer()
-    config = making.config(folder, max_steps=2, batch_size=16 // processes, loss_type=kind)
+    config = making.config(folder, max_steps=2, batch_size=16 // processes, loss_type=kind, **more)
     return vf.GRPOTrainer(model=tiny.model(tokenizer), tokenizer=tokenizer, dataset=saved_rollouts(), config=config)
+
+
+def batch_wide(folder: Path, processes: int) -> Any:
+    """What is normalised, ranked or averaged over a batch is so over that of all processes."""
+    settings = {"advantage": "reinforce_plus_plus", "entropy_coef": 0.1, "top_entropy_quantile": 0.5}
+    return offline(folder, processes, "sapo", **settings)
 
 
 def online(folder: Path, processes: int, **kwargs: Any) -> Any:
@@ -87,6 +93,7 @@ def _rank() -> int:
 MADE = {
     "online": online,
     "adapters": adapters,
+    "batch_wide": batch_wide,
     "imitation": imitation,
     "half_down": half_down,
     "all_down": all_down,

@@ -11,9 +11,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, random_model  # noqa: E402
-from verifiers.trainers import logprobs as logprobs_module  # noqa: E402
-from verifiers.trainers import update  # noqa: E402
-from verifiers.trainers.config import LearningKnobs  # noqa: E402
+from verifiers.trainers import target_logprobs, update  # noqa: E402
+from verifiers.trainers.base_config import TrainingConfig  # noqa: E402
 from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.micro_batches import MicroBatch  # noqa: E402
 
@@ -50,8 +49,8 @@ def test_a_head_in_chunks_learns_what_it_learns_whole(monkeypatch: pytest.Monkey
     model = random_model("Llama-tied")
     model.lm_head.register_forward_hook(lambda *_: None)  # a head that somebody listens to is called as it is
     whole = learned(model, 0.8)
-    monkeypatch.setattr(logprobs_module, "FREE_LOGITS", 1)
-    monkeypatch.setattr(logprobs_module, "CHUNK_LOGITS", 3 * 97)
+    monkeypatch.setattr(target_logprobs, "FREE_LOGITS", 1)
+    monkeypatch.setattr(target_logprobs, "CHUNK_BYTES_ELSEWHERE", 3 * 97 * 4)
     for one, other in zip(learned(model, 0.8), whole, strict=True):
         assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
@@ -75,9 +74,9 @@ def test_lean_layers_learn_the_same(family: str) -> None:
     model.config._attn_implementation = "sdpa"
     scorer = TokenScorer(model)
 
-    def learned(leanly: bool) -> list[Any]:
+    def learned(fused: bool) -> list[Any]:
         model.zero_grad(set_to_none=True)
-        out = scorer.outputs(batch_of(), leanly=leanly)
+        out = scorer.outputs(batch_of(), fused=fused)
         (out * torch.arange(out.numel()).view(out.shape).sin()).sum().backward()
         return [out.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
 
@@ -133,7 +132,7 @@ def test_a_pass_takes_as_many_tokens_as_half_of_the_free_memory_holds(monkeypatc
     def tokens(inner: int = 1536, dtype: Any = torch.bfloat16, **more: Any) -> int:
         config = transformers.LlamaConfig(hidden_size=576, intermediate_size=inner, num_hidden_layers=30)
         model = SimpleNamespace(config=config, parameters=lambda: iter([torch.zeros(1, dtype=dtype)]))
-        return update.micro_batch_tokens(LearningKnobs(**more), model)
+        return update.micro_batch_tokens(TrainingConfig(**more), model)
 
     monkeypatch.setattr(update, "MOST_TOKENS", {"cpu": 131072})
     monkeypatch.setattr(update, "free_memory", lambda _: 130 * 10**9)

@@ -9,10 +9,20 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from verifiers.trainers.choices import LOSS_TYPES  # noqa: E402
 from verifiers.trainers.config import GRPOConfig  # noqa: E402
-from verifiers.trainers.losses import Objective, k3, token_losses, token_weights, truncation  # noqa: E402
+from verifiers.trainers.losses import (  # noqa: E402
+    CORRECTIONS,
+    METHODS,
+    Loss,
+    Objective,
+    TokenLosses,
+    k3,
+    sampler_correction,
+    token_weights,
+    truncation,
+)
 
+LOSS_TYPES = list(METHODS)
 EPS, HIGH, DELTA, CAP, BETA = 0.2, 0.3, 3.0, 2.0, 0.1
 
 
@@ -32,11 +42,17 @@ def moved(old_T: Any, seed: int = 1, by: float = 0.8) -> Any:
     return (old_T + by * torch.randn(len(old_T), generator=draw, dtype=torch.float64)).requires_grad_()
 
 
-def written_out(kind: str, new: Any, old: Any, advantage: Any, sequence: Any, reference: Any) -> Any:
+def token_losses(objective: Objective, **given: Any) -> TokenLosses:
+    return Loss(objective)(**given)
+
+
+def written_out(
+    kind: str, new: Any, old: Any, advantage: Any, sequence: Any, reference: Any, is_of_sequences: bool = False
+) -> Any:
     """The loss of each token as its paper has it, one token at a time."""
     losses = []
     for t in range(len(new)):
-        if kind == "gspo":
+        if kind == "gspo" or is_of_sequences:
             members = [i for i in range(len(new)) if sequence[i] == sequence[t]]
             ratio = torch.exp(sum(new[i] - old[i] for i in members) / len(members))
         else:
@@ -44,6 +60,10 @@ def written_out(kind: str, new: Any, old: Any, advantage: Any, sequence: Any, re
         a = advantage[t]
         if kind == "cispo":
             loss = -min(ratio.item(), 1 + HIGH, CAP) * a * new[t]
+        elif kind == "sapo":
+            tau = 1.0 if a > 0 else 1.05
+            gate = 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
+            loss = -gate * a * min(1.0, CAP / gate.item())
         else:
             clipped = ratio if 1 - EPS <= ratio <= 1 + HIGH else torch.tensor(1 - EPS if ratio < 1 else 1 + HIGH)
             bounded = ratio if ratio <= DELTA else torch.tensor(DELTA)
@@ -54,15 +74,20 @@ def written_out(kind: str, new: Any, old: Any, advantage: Any, sequence: Any, re
     return torch.stack([one.to(torch.float64) for one in losses])
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", None])
 @pytest.mark.parametrize("kind", LOSS_TYPES)
-def test_loss_and_gradient_are_those_of_the_formula(kind):
+def test_loss_and_gradient_are_those_of_the_formula(kind, level):
+    if kind == "gspo" and level == "token":
+        pytest.skip("gspo at the level of tokens is grpo")
     given = batch()
-    objective = Objective(kind=kind, epsilon=EPS, epsilon_high=HIGH, delta=DELTA, importance_cap=CAP, kl_coef=BETA)
+    bounds = {"epsilon": EPS, "epsilon_high": HIGH, "delta": DELTA, "importance_cap": CAP}
+    objective = Objective(kind=kind, level=level, kl_coef=BETA, **bounds)
     new_T = moved(given["old_T"])
     found = token_losses(objective, new_T=new_T, **given)
     found.loss_T.sum().backward()
     plain = new_T.detach().clone().requires_grad_()
-    wanted = written_out(kind, plain, given["old_T"], given["advantage_T"], given["sequence_T"], given["reference_T"])
+    names = ("old_T", "advantage_T", "sequence_T", "reference_T")
+    wanted = written_out(kind, plain, *(given[name] for name in names), is_of_sequences=level == "sequence")
     wanted.sum().backward()
     assert torch.allclose(found.loss_T, wanted)
     assert torch.allclose(new_T.grad, plain.grad)
@@ -101,8 +126,7 @@ RATIOS = [1.0, 2.0, 4.0, 6.0, 12.0, 60.0]
 
 def weights_of(config: GRPOConfig, advantage: float = 1.0) -> list[float]:
     """What tokens with the ratios above weigh in the gradient, under the objective of a configuration."""
-    low, high = config.clip
-    objective = Objective(kind=config.loss_type, epsilon=low, epsilon_high=high, importance_cap=config.cap)
+    objective = config.objective
     new_T = torch.tensor(RATIOS).log().requires_grad_()
     n = len(RATIOS)
     given = {"old_T": torch.zeros(n), "advantage_T": torch.full((n,), advantage), "sequence_T": torch.arange(n)}
@@ -151,3 +175,116 @@ def test_weights_make_the_sum_the_mean_that_the_method_is_named_for(kind):
     weights_S = token_weights(kind, lengths_S, max_new_tokens=10)
     total = float((weights_S * lengths_S).sum())
     assert total == pytest.approx(12 / 30 if kind == "dr_grpo" else 1.0)
+
+
+def test_sapo_weighs_a_token_by_the_slope_of_its_gate():
+    """4 σ(τ(r−1)) σ(−τ(r−1)) r: 1 on policy, and less the further away, without an edge."""
+    weights = weights_of(GRPOConfig(loss_type="sapo"))
+    wanted = [4 * r / (1 + math.exp(1 - r)) / (1 + math.exp(r - 1)) for r in RATIOS]
+    assert weights == pytest.approx(wanted, abs=1e-3)
+
+
+def test_gspo_is_the_grpo_loss_with_the_ratio_of_the_sequence():
+    given = batch()
+    new_T = moved(given["old_T"])
+    gspo, grpo = (
+        token_losses(Objective(kind=kind, level=level), new_T=new_T, **given).loss_T
+        for kind, level in (("gspo", None), ("grpo", "sequence"))
+    )
+    assert torch.equal(gspo, grpo)
+    assert GRPOConfig(loss_type="grpo", importance_sampling_level="sequence").objective.level == "sequence"
+
+
+# --- the ratio of trainer and sampler -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("low", [None, 0.7])
+@pytest.mark.parametrize("mode", CORRECTIONS)
+def test_the_ratio_of_trainer_and_sampler_is_truncated_or_masked_by_token_or_sequence(mode, low):
+    draw = torch.Generator().manual_seed(3)
+    log_ratio = torch.randn(30, generator=draw, dtype=torch.float64) * 0.5
+    sequence = torch.arange(30) // 3
+    objective = Objective(correction=mode, correction_min=low, correction_max=1.4)
+    wanted = []
+    for t in range(30):
+        logs = [log_ratio[i] for i in range(30) if sequence[i] == sequence[t]] if "sequence" in mode else [log_ratio[t]]
+        ratio = math.exp(sum(float(one) for one in logs))
+        is_inside = (low is None or ratio >= low) and ratio <= 1.4
+        kept = ratio if is_inside else 0.0
+        wanted.append(min(max(ratio, low or 0.0), 1.4) if "truncate" in mode else kept)
+    assert sampler_correction(objective, log_ratio, sequence).tolist() == pytest.approx(wanted)
+
+
+def test_a_token_whose_sampler_gave_no_logprob_is_not_corrected():
+    found = sampler_correction(Objective(correction="token_mask"), torch.tensor([math.nan, 0.5]), torch.tensor([0, 0]))
+    assert found.tolist() == pytest.approx([1.0, math.exp(0.5)])
+
+
+# --- a loss of one's own ------------------------------------------------------------------------------------------
+
+
+def tokens(n: int = 3) -> dict[str, Any]:
+    new_T = torch.full((n,), -1.0, requires_grad=True)
+    return {"new_T": new_T, "old_T": new_T.detach(), "advantage_T": torch.ones(n), "sequence_T": torch.zeros(n).long()}
+
+
+def test_a_loss_asks_for_tensors_by_name():
+    def reinforce(logprobs, advantages):
+        return -advantages * logprobs
+
+    found = Loss(Objective(), reinforce)(**tokens())
+    assert found.loss_T.tolist() == [1.0, 1.0, 1.0]
+    assert not found.is_clipped_T.any()
+
+
+def test_a_loss_may_say_which_tokens_it_clipped_and_has_the_divergence_added():
+    def half(logprobs, old_logprobs, objective):
+        return logprobs * objective.epsilon, torch.tensor([True, False, False])
+
+    given = tokens()
+    found = Loss(Objective(kl_coef=0.5, epsilon=0.3), half)(**given, reference_T=given["old_T"] + 1.0)
+    assert found.is_clipped_T.tolist() == [True, False, False]
+    assert found.loss_T.tolist() == pytest.approx([-0.3 + 0.5 * (math.e - 2)] * 3)
+
+
+def scalar(logprobs):
+    return logprobs.mean()
+
+
+def plain_number(logprobs):
+    return 0.5
+
+
+def not_finite(logprobs):
+    return logprobs.log()
+
+
+def without_gradient(logprobs):
+    return logprobs.detach()
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (scalar, r"loss 'scalar' gave a tensor of shape \(\) for 3 tokens: it gives the loss of each token"),
+        (plain_number, "loss 'plain_number' gave a float for 3 tokens"),
+        (not_finite, "loss 'not_finite' gave nan for a token with logprob -1: a loss is a finite number"),
+        (without_gradient, "loss 'without_gradient' has no gradient: compute it from logprobs"),
+    ],
+)
+def test_a_loss_that_gives_something_else_is_told_in_one_sentence(function, said):
+    with pytest.raises(ValueError, match=said):
+        Loss(Objective(), function)(**tokens())
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda logprobs, old: logprobs, "asks for 'old'; it can have logprobs, old_logprobs, advantages"),
+        (lambda: 0.0, "asks for nothing; it can have logprobs"),
+        (3, "loss is a function or a name, not a int"),
+    ],
+)
+def test_a_loss_that_cannot_be_called_is_refused_before_it_is(function, said):
+    with pytest.raises(TypeError, match=said):
+        Loss(Objective(), function)

@@ -43,10 +43,10 @@ def context(batch: MicroBatch, n: int) -> list[int]:
         width = batch.ids_BT.shape[1]
         return ids[place // width * width : place + 1]
     packing, row = batch.packing, int(batch.sequence_N[n])
-    head = packing.of_head_B[row]
-    first = sum(packing.head_G[:head])
-    start = packing.tokens_in_heads + sum(packing.tail_B[:row])
-    seen = ids[first : first + packing.head_G[head]] + ids[start : place + 1]
+    head = packing.prefix_of_B[row]
+    first = sum(packing.prefix_G[:head])
+    start = packing.prefix_tokens + sum(packing.suffix_B[:row])
+    seen = ids[first : first + packing.prefix_G[head]] + ids[start : place + 1]
     assert packing.position_T[place] == len(seen) - 1
     return seen
 
@@ -103,7 +103,7 @@ def test_a_prompt_is_there_once_and_its_group_stays_together() -> None:
         assert sorted(i % 4 for i in one.members) == sorted([one.members[0] % 4, one.members[-1] % 4] * 4)
     (split, *_) = micro_batches(sequences, max_tokens=20, longest_packed=ANY)  # a group that is too large is cut
     assert split.packing is not None
-    assert split.packing.head_G == (8,)
+    assert split.packing.prefix_G == (8,)
     assert len(split.members) < 4
 
 

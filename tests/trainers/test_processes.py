@@ -19,6 +19,8 @@ from tests.trainers import several  # noqa: E402
 from verifiers.trainers.processes import accelerator  # noqa: E402
 from verifiers.trainers.row_stream import RowStream  # noqa: E402
 
+pytestmark = pytest.mark.timeout(600)  # processes that each import torch
+
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ("torch.distributed.run", "--nproc_per_node", "2", "--master_port")
 ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
@@ -68,8 +70,8 @@ def check_same_figures(one: dict[str, Any], two: dict[str, Any]) -> None:
 
 def test_two_processes_of_torchrun_make_the_update_of_one_and_tell_of_all_rollouts(tmp_path):
     """Without any of Accelerate's variables; the processes' replies differ in length, and so their token counts."""
-    first, second = launch(tmp_path / "two", TORCHRUN, "dapo", "online")
-    for what in ("dapo", "online"):
+    first, second = launch(tmp_path / "two", TORCHRUN, "dapo", "online", "batch_wide")
+    for what in ("dapo", "online", "batch_wide"):
         assert first[what]["processes"] == second[what]["processes"] == 2
         assert first[what]["weights"] == second[what]["weights"]
         check_same_update(alone(tmp_path / "one", what), first[what])

@@ -15,12 +15,13 @@ from tests.engine import tiny  # noqa: E402
 from tests.trainers import making  # noqa: E402
 from verifiers.clients.protocol import Tokens  # noqa: E402
 from verifiers.samples import Sample  # noqa: E402
-from verifiers.trainers import logprobs, sampling  # noqa: E402
+from verifiers.trainers import sampling, target_logprobs  # noqa: E402
+from verifiers.trainers.advantages import Estimator  # noqa: E402
 from verifiers.trainers.batch import with_advantages  # noqa: E402
-from verifiers.trainers.drawn_logprobs import drawn_logprobs  # noqa: E402
 from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.micro_batches import Trained, micro_batches  # noqa: E402
 from verifiers.trainers.sampling import Distribution, flat, read_distribution  # noqa: E402
+from verifiers.trainers.target_logprobs import score_logits  # noqa: E402
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.6},
@@ -280,6 +281,8 @@ def test_what_a_server_may_understand_differently_is_refused(tmp_path):
         served(tmp_path / "a", top_p=0.9, top_k=5).train()
     with pytest.raises(ValueError, match="num_batches_ahead"):
         served(tmp_path / "b", top_p=0.9, num_batches_ahead=1).train()
+    with pytest.raises(ValueError, match="steps_per_generation"):
+        served(tmp_path / "c", top_p=0.9, steps_per_generation=2).train()
 
 
 # --- the arithmetic -------------------------------------------------------------------------------------------------
@@ -317,7 +320,7 @@ def test_logprobs_and_gradients_are_those_of_the_distribution_written_out(drawn)
     torch.manual_seed(0)
     logits = (torch.randn(64, 40) * 2).double().requires_grad_()
     targets = torch.randint(0, 40, (64,))  # most of them outside what is kept: they are kept all the same
-    found = drawn_logprobs(logits.float(), targets, drawn)
+    found = score_logits(logits.float(), targets, drawn).logprob_N
     wanted = torch.stack([narrowed(row, int(target), drawn) for row, target in zip(logits, targets, strict=True)])
     assert torch.allclose(found.double(), wanted, atol=1e-5)
     weights = torch.randn(64).double()
@@ -346,13 +349,14 @@ def test_tokens_of_one_batch_may_be_of_several_distributions_in_chunks_or_not(mo
         sequence = trained[micro.members[int(micro.sequence_N[i])]]
         place = i - int((micro.sequence_N < micro.sequence_N[i]).sum())
         kind = sequence.drawn_from[0][1] if place < 3 else sequence.drawn_from[1][1]
-        wanted = drawn_logprobs(row[None], micro.target_N[i][None], kind)
+        wanted = score_logits(row[None], micro.target_N[i][None], kind).logprob_N
         assert found[i].item() == pytest.approx(wanted.item(), abs=1e-5)
     grads = torch.autograd.grad(found.sum(), list(model.parameters()))
-    monkeypatch.setattr(logprobs, "FREE_LOGITS", 1)
-    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 320 * 4 * 3)
-    again = scorer.logprobs(micro)
-    assert scorer.recomputes
+    monkeypatch.setattr(target_logprobs, "FREE_LOGITS", 1)
+    monkeypatch.setattr(target_logprobs, "CHUNK_BYTES_ELSEWHERE", 320 * 4 * 3 * 4)
+    again = scorer.score(micro)
+    assert again.recomputes
+    again = again.logprob_N
     assert torch.allclose(again, found, atol=1e-6)
     for mine, its in zip(torch.autograd.grad(again.sum(), list(model.parameters())), grads, strict=True):
         assert torch.allclose(mine, its, atol=1e-4)
@@ -367,7 +371,7 @@ def test_the_record_of_a_sample_survives_being_saved_and_trained_on_later(tmp_pa
     trainer = vf.GRPOTrainer(
         model=model, tokenizer=tokenizer, dataset=results, config=making.config(tmp_path, learning_rate=0.0)
     )
-    batch = with_advantages(trainer.get_batch(0, 0), "none")
+    batch = with_advantages(trainer.get_batch(0, 0), Estimator("dr_grpo"))
     assert {drawn.top_p for one in trainer.sequences(batch) for _, drawn in one.drawn_from} == {0.5}
     check_on_policy(trainer.train())
 
@@ -385,7 +389,7 @@ def test_saved_replies_that_were_taken_greedily_are_learned_from_as_texts(tmp_pa
         dataset=results,
         config=making.config(tmp_path, learning_rate=0.0, temperature=0.7, batch_size=8, group_size=2, max_steps=1),
     )
-    batch = with_advantages(trainer.get_batch(0, 0), "none")
+    batch = with_advantages(trainer.get_batch(0, 0), Estimator("dr_grpo"))
     assert {drawn for one in trainer.sequences(batch) for _, drawn in one.drawn_from} == {Distribution(temperature=0.7)}
     assert all(step["ratio_mean"] == pytest.approx(1.0, abs=1e-6) for step in trainer.train().steps)
 

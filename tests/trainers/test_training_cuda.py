@@ -14,11 +14,11 @@ pytest.importorskip("transformers")
 import torch.nn.functional as F  # noqa: E402
 
 from tests.engine.support.exact import FAMILIES, random_model  # noqa: E402
-from tests.trainers.test_shared_prompts import sequences  # noqa: E402
+from tests.trainers.test_packing import sequences  # noqa: E402
 from verifiers.kernels import reference  # noqa: E402
 from verifiers.kernels.autograd import projected  # noqa: E402
-from verifiers.trainers import head_logprobs  # noqa: E402
 from verifiers.trainers import logprobs as logprobs_module  # noqa: E402
+from verifiers.trainers import target_logprobs  # noqa: E402
 from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.micro_batches import MicroBatch, micro_batches  # noqa: E402
 from verifiers.trainers.packing import Packing, Row  # noqa: E402
@@ -162,8 +162,8 @@ def test_gates_far_from_zero_have_gradients_that_are_numbers() -> None:
 def test_the_logprobs_of_a_head(monkeypatch: Any, vocabulary: int, temperature: float, dtype: Any) -> None:
     n, width = 70, 64
     most = vocabulary * dtype.itemsize * 30
-    monkeypatch.setitem(head_logprobs.CHUNK_BYTES, "cuda", most)
-    assert len(head_logprobs.chunks_of(n, vocabulary * dtype.itemsize, most)) == 3
+    monkeypatch.setitem(target_logprobs.CHUNK_BYTES, "cuda", most)
+    assert len(target_logprobs.chunks_of(n, vocabulary * dtype.itemsize, torch.device("cuda"))) == 3
     hidden, weight, bias = randn(n, width), randn(vocabulary, width, seed=1) * 0.3, randn(vocabulary, seed=2)
     target = torch.arange(n, device="cuda") * 7919 % vocabulary
     target[0] = vocabulary - 1
@@ -172,7 +172,7 @@ def test_the_logprobs_of_a_head(monkeypatch: Any, vocabulary: int, temperature: 
         return -F.cross_entropy(wide(F.linear(hidden, weight, bias)) / temperature, target, reduction="none")
 
     def ours(hidden: Any, weight: Any, bias: Any = None) -> Any:
-        return head_logprobs.picked(hidden, weight, bias, target, temperature)
+        return target_logprobs.fused_logprobs(hidden, weight, bias, target, temperature)
 
     for inputs in ((hidden, weight), (hidden, weight, bias)):
         assert_as_good(ours, plain, inputs, (randn(n, seed=3),), dtype)
@@ -255,23 +255,23 @@ def test_more_numbers_than_31_bits_count() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("tails_only", [False, True], ids=["all", "tails"])
+@pytest.mark.parametrize("suffixes_only", [False, True], ids=["all", "tails"])
 @pytest.mark.parametrize("shape", [(9, 3, 64), (4, 4, 128), (8, 1, 72), (2, 2, 256)], ids=str)
 @pytest.mark.parametrize("heads", [(40, 0, 130), (64, 64, 64)], ids=["ragged", "even"])
-def test_runs_attend_as_rectangles_do(heads: Any, shape: Any, tails_only: bool, dtype: Any) -> None:
+def test_runs_attend_as_rectangles_do(heads: Any, shape: Any, suffixes_only: bool, dtype: Any) -> None:
     tails = (70, 1, 33, 200, 128, 5)
     packing = Packing(
-        head_G=heads,
-        tail_B=tails,
-        of_head_B=(0, 0, 0, 1, 2, 2),
+        prefix_G=heads,
+        suffix_B=tails,
+        prefix_of_B=(0, 0, 0, 1, 2, 2),
         position_T=torch.zeros(sum(heads) + sum(tails), dtype=torch.int64, device="cuda"),
     )
     n, groups, dim = shape
     inputs = [randn(sum(heads) + sum(tails), one, dim, seed=i) for i, one in enumerate((n, groups, groups))]
-    seed = randn(sum(tails) + (0 if tails_only else sum(heads)), n, dim, seed=7)
+    seed = randn(sum(tails) + (0 if suffixes_only else sum(heads)), n, dim, seed=7)
 
-    def attend(in_runs: bool) -> Callable[..., Any]:
-        return lambda q, k, v: Row(packing, in_runs).attend(q, k, v, scale=0.1, tails_only=tails_only)
+    def attend(varlen: bool) -> Callable[..., Any]:
+        return lambda q, k, v: Row(packing, varlen).attend(q, k, v, scale=0.1, suffixes_only=suffixes_only)
 
     assert_as_good(attend(True), attend(False), inputs, (seed,), dtype)
 
@@ -279,18 +279,18 @@ def test_runs_attend_as_rectangles_do(heads: Any, shape: Any, tails_only: bool, 
 def test_a_head_can_be_gone_back_through_twice_or_not_at_all() -> None:
     hidden, weight = randn(40, 32).requires_grad_(), randn(97, 32, seed=1)
     target = torch.arange(40, device="cuda")
-    out = head_logprobs.picked(hidden, weight, None, target).sum()
+    out = target_logprobs.fused_logprobs(hidden, weight, None, target).sum()
     first = torch.autograd.grad(out, hidden, retain_graph=True)[0]
     assert torch.allclose(torch.autograd.grad(out, hidden)[0], first)
     with torch.no_grad():
-        assert not head_logprobs.picked(hidden, weight, None, target).requires_grad
-    assert head_logprobs.picked(hidden[:0], weight, None, target[:0]).shape == (0,)
+        assert not target_logprobs.fused_logprobs(hidden, weight, None, target).requires_grad
+    assert target_logprobs.fused_logprobs(hidden[:0], weight, None, target[:0]).shape == (0,)
 
 
 def test_logits_that_are_not_numbers_are_not_hidden() -> None:
     hidden, weight = randn(4, 32), randn(97, 32, seed=1)
     hidden[1] = float("nan")
-    found = head_logprobs.picked(hidden, weight, None, torch.zeros(4, dtype=torch.int64, device="cuda"))
+    found = target_logprobs.fused_logprobs(hidden, weight, None, torch.zeros(4, dtype=torch.int64, device="cuda"))
     assert torch.isfinite(found).tolist() == [True, False, True, True]
 
 
@@ -319,16 +319,16 @@ def batch_of(rows: int = 6, tokens: int = 40, vocabulary: int = 97) -> MicroBatc
 
 
 def learned(
-    model: Any, *, leanly: bool, temperature: float = 0.9, calls: list[int] | None = None
+    model: Any, *, fused: bool, temperature: float = 0.9, calls: list[int] | None = None
 ) -> tuple[TokenScorer, dict[str, Any]]:
     """Logprobs of a batch, and the gradients of something that depends on all of them."""
     model.zero_grad(set_to_none=True)
     scorer = TokenScorer(model)
-    assert scorer.layouts.leanly
+    assert scorer.layouts.fused
     if calls is not None:
         calls.clear()  # those of the proof
     with pytest.MonkeyPatch.context() as patch:
-        if not leanly:
+        if not fused:
             patch.setattr(logprobs_module, "_is_ours", lambda _: False)
         found = scorer.logprobs(batch_of(), temperature)
         (found * randn(len(found), seed=2)).sum().backward()
@@ -338,8 +338,8 @@ def learned(
 
 
 def assert_learns_the_same(model: Any) -> TokenScorer:
-    _, plain = learned(model, leanly=False)
-    scorer, lean = learned(model, leanly=True)
+    _, plain = learned(model, fused=False)
+    scorer, lean = learned(model, fused=True)
     assert plain.keys() == lean.keys()
     for name in plain:
         assert apart(lean[name], plain[name]) < 1e-4, name
@@ -361,9 +361,9 @@ def test_half_precision_is_as_near_to_float32_as_the_plain_path(family: str, dty
     with torch.no_grad():
         for mine, its in zip(exact.parameters(), model.parameters(), strict=True):
             mine.copy_(its)
-    _, truth = learned(exact, leanly=False)
-    _, plain = learned(model, leanly=False)
-    scorer, lean = learned(model, leanly=True)
+    _, truth = learned(exact, fused=False)
+    _, plain = learned(model, fused=False)
+    scorer, lean = learned(model, fused=True)
     assert len(scorer._decoder.layers) == model.config.num_hidden_layers
     for name in truth:
         assert apart(lean[name], truth[name]) <= max(WORSE * apart(plain[name], truth[name]), FLOOR[dtype]), name
@@ -374,14 +374,14 @@ def test_layers_that_are_computed_again_are_lean_then_too(is_reentrant: bool, mo
     from verifiers.kernels import autograd
 
     model = on_card().train()
-    _, plain = learned(model, leanly=False)
+    _, plain = learned(model, fused=False)
     model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
     if is_reentrant:
         model.enable_input_require_grads()
     calls: list[int] = []
     own = autograd.fed_forward
     monkeypatch.setattr(autograd, "fed_forward", lambda *given: calls.append(1) or own(*given))
-    _, lean = learned(model, leanly=True, calls=calls)
+    _, lean = learned(model, fused=True, calls=calls)
     assert len(calls) == 2 * model.config.num_hidden_layers
     for name in plain:
         assert apart(lean[name], plain[name]) < 1e-4, name
@@ -474,7 +474,7 @@ def test_packed_rows_are_as_near_to_float32_as_rectangles(family: str, dtype: An
             mine.copy_(its)
     truth, scorer = learned_in(TokenScorer(exact), packed_or_not(0)), TokenScorer(model)
     assert scorer.layouts.longest_packed == ANY_LENGTH
-    assert scorer.layouts.in_runs
+    assert scorer.layouts.varlen
     packed, plain = (learned_in(scorer, packed_or_not(longest)) for longest in (ANY_LENGTH, 0))
     for name in truth:
         assert apart(packed[name], truth[name]) <= max(WORSE * apart(plain[name], truth[name]), FLOOR[dtype]), name

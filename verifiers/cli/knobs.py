@@ -16,7 +16,7 @@ from verifiers.cli.arguments import point_at
 from verifiers.cli.eval_file import point_at as point_at_toml
 
 if TYPE_CHECKING:
-    from verifiers.trainers.config import Knobs
+    from verifiers.trainers.base_config import Config
 
 YES, NO, NOTHING = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 
@@ -89,7 +89,7 @@ class KnobOption(click.Option):
         return f"{self.opts[0]} {self.make_metavar(ctx)}", self.help or ""
 
 
-def knob_options(kind: type[Knobs], *, without: Sequence[str] = ()) -> Callable[[Any], Any]:
+def knob_options(kind: type[Config], *, without: Sequence[str] = ()) -> Callable[[Any], Any]:
     """An option for each field of a configuration, by its name or an alias, with dashes or underscores."""
     hints = get_type_hints(kind)
     names: dict[str, list[str]] = {one.name: [one.name] for one in fields(kind) if one.name not in without}
@@ -146,7 +146,7 @@ class Settings:
     lora: dict[str, Any] | None = None
 
 
-def read_settings(path: str | None, kind: type[Knobs], table: str) -> Settings:
+def read_settings(path: str | None, kind: type[Config], table: str) -> Settings:
     """A TOML file: fields of the configuration at the top or in a table of its own, ``env``, ``model``, ``[lora]``."""
     if path is None:
         return Settings()

@@ -20,7 +20,7 @@ from verifiers.errors import Interrupted
 
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
-    from verifiers.trainers.config import LearningKnobs
+    from verifiers.trainers.base_config import TrainingConfig
     from verifiers.trainers.watch.report import Report
 
 ENDS = 5  # steps of each end that a reward or loss is told by
@@ -69,14 +69,14 @@ class Job:
     ctx: click.Context
     given: Mapping[str, Any]
     settings: Settings
-    kind: type[LearningKnobs]
+    kind: type[TrainingConfig]
 
     @classmethod
-    def of(cls, ctx: click.Context, kind: type[LearningKnobs], given: Mapping[str, Any]) -> Job:
+    def of(cls, ctx: click.Context, kind: type[TrainingConfig], given: Mapping[str, Any]) -> Job:
         settings = read_settings(given["config"], kind, ctx.info_name or "train")
         return cls(ctx=ctx, given=given, settings=settings, kind=kind)
 
-    def config(self) -> LearningKnobs:
+    def config(self) -> TrainingConfig:
         said = {one.name: self.given.get(one.name) for one in fields(self.kind)}
         said = {name: value for name, value in said.items() if name in given_values(self.ctx)}
         return self.kind(**{**self.settings.knobs, **said})
@@ -149,7 +149,7 @@ class Job:
 
     def show_plan(self, trainer: Any, plan: Mapping[str, Any]) -> None:
         """What a dry run prints."""
-        from verifiers.trainers.building import TRAINED_BYTES
+        from verifiers.trainers.setup import TRAINED_BYTES
 
         model = trainer.model
         trained = sum(one.numel() for one in model.parameters() if one.requires_grad)

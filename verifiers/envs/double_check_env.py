@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from verifiers import calls
 from verifiers.envs.multiturn_env import MultiTurnEnv
 from verifiers.escapes import contained
 from verifiers.messages import role_of
@@ -33,8 +34,11 @@ class DoubleCheckEnv(MultiTurnEnv):
             raise ValueError(f"checks is a message to the model, or a list of them; got {checks!r}")
         super().__init__(max_turns=1 + len(self.checks), dataset=dataset, **kwargs)
 
-    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> str:
+    async def _env_response(self, messages: Messages, state: State, **kwargs: Any) -> str:
+        """The next of the checks."""
         return self.checks[len(state["trajectory"]) - 1]
+
+    env_response = calls.both(_env_response)  # type: ignore[arg-type]
 
     def own_metrics(self, state: State) -> dict[str, float]:
         first, last = (_answer(self.parser, reply) for reply in _first_and_last(state))

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from verifiers import calls
 from verifiers.envs.gym_spaces import (
     BadActionError,
     describe_observation,
@@ -152,7 +153,13 @@ class GymEnv(MultiTurnEnv):
         else:
             state["prompt"] = [*prompt[:-1], {**prompt[-1], "content": first}]
 
-    def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
+    async def _env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
+        """Take the action of the last reply; foreign code that may block, so it runs as a hook does."""
+        return await self._foreign("_take_action")(state)
+
+    env_response = calls.both(_env_response)  # type: ignore[arg-type]
+
+    def _take_action(self, state: State) -> Any:
         env = state["gym_env"]
         step = state["trajectory"][-1]
         is_last = len(state["trajectory"]) >= self.max_episode_steps

@@ -80,6 +80,13 @@ class MultiTurnEnv(Environment):
 
     env_response = calls.both(_env_response)
 
+    def _foreign(self, name: str) -> calls.Hook:
+        """A method of a built-in environment that runs foreign code: called as a user's hook is, within its limits."""
+        hook = self._hook(name)
+        if hook is None:
+            raise NotImplementedError(f"{type(self).__name__} has no {name}")
+        return hook
+
     async def _get_prompt_messages(self, state: State) -> Messages:
         """What the model is shown next: the row's prompt, or the conversation with the environment's answer."""
         messages = self.conversation(state)

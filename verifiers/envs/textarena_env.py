@@ -122,7 +122,13 @@ class TextArenaEnv(MultiTurnEnv):
         if game.is_over:
             raise HookError(f"{self.game!r} was over before the policy could move: {first}")
 
-    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> tuple[str, dict[str, Any]]:
+    async def _env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
+        """Make the move of the last reply, and those of the others; foreign code, so it runs as a hook does."""
+        return await self._foreign("_make_moves")(state)
+
+    env_response = calls.both(_env_response)  # type: ignore[arg-type]
+
+    async def _make_moves(self, state: State) -> tuple[str, dict[str, Any]]:
         game: Game = state["ta_game"]
         reply = state["trajectory"][-1]["completion"]
         said = self.parser.parse_answer(reply)

@@ -9,6 +9,7 @@ from typing import Any
 from verifiers.errors import Error, GraderError, wrap
 from verifiers.escapes import TimeLimitError
 from verifiers.rubrics.signature import Plan, as_score
+from verifiers.stats.scores import centered
 from verifiers.types import LARGEST_REWARD, LARGEST_SCORE, State
 
 
@@ -135,10 +136,10 @@ def note_scoring_time(states: Sequence[State], took_ms: float) -> None:
 
 
 def write_advantages(states: Sequence[State]) -> None:
-    """Reward minus the mean of the group's valid rewards; failed rollouts neither count nor get one."""
+    """Reward minus the mean of the group's valid rewards; failed rollouts neither count nor get one.
+
+    A trainer puts what it trains with in its place: ``state["advantage"]`` is always the one that counts.
+    """
     valid = [(state, reward) for state in states if (reward := state.get("reward")) is not None]
-    if not valid:
-        return
-    mean = sum(reward for _, reward in valid) / len(valid)
-    for state, reward in valid:
-        state.note_advantage(reward - mean)
+    for (state, _), advantage in zip(valid, centered([reward for _, reward in valid]), strict=True):
+        state.note_advantage(advantage)

@@ -1,10 +1,14 @@
 """Scores as a run gives them → finite numbers grouped by example, failures left out."""
 
+import math
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from statistics import fmean
 
 TOLERANCE = 1e-9
 """Two scores closer than this are the same score: 0.7 + 0.2 + 0.1 is a full mark, though it is less than 1.0."""
+
+LEAST_STD = 1e-6
+"""Scores of a group whose deviation is below this count as equal: rounding is no signal."""
 
 _LARGEST = 1e100  # beyond it, sums of squares overflow
 _FEW = 8
@@ -35,6 +39,19 @@ def example_means(groups: Iterable[Sequence[float]]) -> list[float]:
     [0.5, 1.0]
     """
     return [group[0] if len(group) == 1 else fmean(group) for group in groups if group]
+
+
+def centered(scores: Sequence[float]) -> list[float]:
+    """Scores less their mean; scores that differ by no more than rounding are all at it.
+
+    >>> centered([1.0, 0.0]), centered([0.1 + 0.2, 0.3])
+    ([0.5, -0.5], [0.0, 0.0])
+    """
+    if not scores:
+        return []
+    mean = math.fsum(scores) / len(scores)
+    std = math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / len(scores))
+    return [score - mean for score in scores] if std >= LEAST_STD else [0.0] * len(scores)
 
 
 def are_alike(scores: Collection[float]) -> bool:

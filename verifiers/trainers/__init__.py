@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verifiers.trainers.building import lora_defaults
     from verifiers.trainers.config import GRPOConfig, SFTConfig, grpo_defaults
     from verifiers.trainers.grpo_trainer import GRPOTrainer
+    from verifiers.trainers.setup import lora_defaults
     from verifiers.trainers.sft_trainer import SFTTrainer
     from verifiers.trainers.tiny import tiny_model
 
@@ -18,7 +18,7 @@ _HOME = {
     "SFTConfig": "config",
     "SFTTrainer": "sft_trainer",
     "grpo_defaults": "config",
-    "lora_defaults": "building",
+    "lora_defaults": "setup",
     "tiny_model": "tiny",
 }
 

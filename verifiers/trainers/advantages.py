@@ -1,54 +1,235 @@
-"""Rewards of a group become advantages: how much better each rollout was than its mates."""
+"""Rewards of rollouts become advantages: how much better each was than what could be expected of it.
+
+An estimator is a function that asks by name for what it needs (`INPUTS`) and returns, for each rollout, one number; or
+one for each of its turns, or for each token that was sampled; or None, and the rollout does not train. It is called
+with each group, or with the whole batch if it asks for ``groups``. `GRPOTrainer(advantage=...)` takes one of your own.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-Scale = Literal["none", "std"]
+from verifiers.stats.scores import centered
+from verifiers.trainers.functions import Named, name_of
 
-LEAST_STD = 1e-6  # below this a group's rewards count as equal: rounding is no signal
+INPUTS = {
+    "rewards": "of the rollouts of a group",
+    "states": "of the same rollouts",
+    "groups": "which group each rollout is of; asking for it means the whole batch in one call",
+    "weights": "of the rubric's reward functions, by name",
+    "gather": "a function: a list of this process → that of all processes",
+}
+
+Advantage = float | Sequence[float] | None
+Gather = Callable[[list[Any]], list[Any]]
 
 
-def group_advantages(rewards_G: Sequence[float | None], scale: Scale = "none") -> list[float | None]:
-    """Rewards less their mean, over their standard deviation if asked; failed ones (None) neither count nor train.
+# --- the built-in ones --------------------------------------------------------------------------------------------
 
-    >>> group_advantages([1.0, 0.0, None])
-    [0.5, -0.5, None]
-    >>> group_advantages([3.0, 1.0], "std")
-    [1.0, -1.0]
-    >>> group_advantages([1.0, None])
-    [0.0, None]
+
+def dr_grpo(rewards: Sequence[float]) -> list[float]:
+    """Rewards less their mean.
+
+    >>> dr_grpo([1.0, 0.0])
+    [0.5, -0.5]
     """
-    scored = [reward for reward in rewards_G if reward is not None]
-    if not scored:
-        return [None] * len(rewards_G)
-    mean = math.fsum(scored) / len(scored)
-    std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in scored) / len(scored))
-    if std < LEAST_STD:
-        return [None if reward is None else 0.0 for reward in rewards_G]
-    unit = std if scale == "std" else 1.0
-    return [None if reward is None else (reward - mean) / unit for reward in rewards_G]
+    return centered(rewards)
+
+
+def grpo(rewards: Sequence[float]) -> list[float]:
+    """Rewards less their mean, over their standard deviation.
+
+    >>> grpo([3.0, 1.0])
+    [1.0, -1.0]
+    """
+    found = centered(rewards)
+    std = _std(rewards)
+    return [one / std for one in found] if any(found) else found
+
+
+def grpo_batch(rewards: Sequence[float], groups: Sequence[int], gather: Gather) -> list[float]:
+    """Rewards less the mean of their group, over the standard deviation of all rewards of the batch.
+
+    >>> grpo_batch([7.0, 1.0, -1.0, -7.0], [0, 0, 1, 1], list)
+    [0.6, -0.6, 0.6, -0.6]
+    """
+    everyone = gather(list(rewards))
+    found = _by_group(centered, groups, rewards)
+    std = _std(everyone)
+    return [one / std for one in found] if any(centered(everyone)) else found
+
+
+def rloo(rewards: Sequence[float]) -> list[float]:
+    """Each reward less the mean of the others (REINFORCE, leave one out).
+
+    >>> rloo([1.0, 0.0, 0.0])
+    [1.0, -0.5, -0.5]
+    """
+    n = len(rewards)
+    return [one * n / (n - 1) for one in centered(rewards)] if n > 1 else [0.0] * n
+
+
+def reinforce_plus_plus(rewards: Sequence[float], groups: Sequence[int], gather: Gather) -> list[float]:
+    """Rewards normalised over the batch: no group is needed, and one that always scores the same teaches, too.
+
+    >>> reinforce_plus_plus([3.0, 3.0, 1.0, 1.0], [0, 0, 1, 1], list)
+    [1.0, 1.0, -1.0, -1.0]
+    """
+    return _normalised(list(rewards), gather)
+
+
+def reinforce_plus_plus_baseline(rewards: Sequence[float], groups: Sequence[int], gather: Gather) -> list[float]:
+    """Rewards less the mean of their group, then normalised over the batch.
+
+    >>> reinforce_plus_plus_baseline([14.0, 0.0, 2.0, 0.0], [0, 0, 1, 1], list)
+    [1.4, -1.4, 0.2, -0.2]
+    """
+    return _normalised(_by_group(centered, groups, rewards), gather)
+
+
+def gdpo(
+    states: Sequence[Mapping[str, Any]], groups: Sequence[int], weights: Mapping[str, float], gather: Gather
+) -> list[float]:
+    """Each reward function is normalised in its group, before they are weighed, added up and normalised over the batch.
+
+    So a function whose values lie close together is not drowned by one whose values lie far apart.
+
+    >>> states = [{"metrics": {"right": 1.0, "short": 0.1}}, {"metrics": {"right": 0.0, "short": 0.2}}]
+    >>> gdpo(states, [0, 0], {"right": 1.0, "short": 0.5}, list)
+    [1.0, -1.0]
+    """
+    total = [0.0] * len(states)
+    for name, weight in weights.items():
+        there = [i for i, state in enumerate(states) if weight and name in (state.get("metrics") or {})]
+        values = [float(states[i]["metrics"][name]) for i in there]
+        for i, one in zip(there, _by_group(grpo, [groups[i] for i in there], values), strict=True):
+            total[i] += weight * one
+    return _normalised(total, gather)
+
+
+def per_turn(rewards: Sequence[float], states: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    """The reward of each turn less the mean of that turn's in the group, over the rollouts that got so far.
+
+    An environment writes it as it goes (``state["trajectory"][-1]["reward"] = …``); a turn without one has that of the
+    rollout.
+
+    >>> turns = [{"trajectory": [{"reward": 1.0}, {"reward": 0.0}]}, {"trajectory": [{"reward": 0.0}]}]
+    >>> per_turn([0.5, 0.0], turns)
+    [[0.5, 0.0], [-0.5]]
+    """
+    rewards_GT = [
+        [reward if step.get("reward") is None else float(step["reward"]) for step in state.get("trajectory") or ()]
+        for reward, state in zip(rewards, states, strict=True)
+    ]
+    found: list[list[float]] = [[] for _ in rewards_GT]
+    for turn in range(max(map(len, rewards_GT), default=0)):
+        there = [i for i, turns in enumerate(rewards_GT) if len(turns) > turn]
+        for i, advantage in zip(there, centered([rewards_GT[i][turn] for i in there]), strict=True):
+            found[i].append(advantage)
+    return found
+
+
+ESTIMATORS: dict[str, Callable[..., Any]] = {
+    one.__name__: one
+    for one in (grpo, dr_grpo, grpo_batch, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo, per_turn)
+}
+SCALES = {"none": "dr_grpo", "std": "grpo", "group": "grpo", "batch": "grpo_batch"}  # names of `scale_rewards`
+
+
+# --- any of them --------------------------------------------------------------------------------------------------
+
+
+class Estimator:
+    """A function or the name of a built-in one, ready to be called with a batch, and checked in what it gives.
+
+    >>> Estimator("rloo")([1.0, 0.0, None, 5.0, 7.0], [0, 0, 0, 1, 1])
+    [1.0, -1.0, None, -2.0, 2.0]
+    """
+
+    def __init__(self, given: str | Callable[..., Any]) -> None:
+        if isinstance(given, str) and given not in ESTIMATORS:
+            raise ValueError(f"there is no advantage {given!r}; take one of {', '.join(ESTIMATORS)}, or a function")
+        function = ESTIMATORS[given] if isinstance(given, str) else given
+        self.name = name_of(function)
+        self._call = Named(function, INPUTS, what="advantage", first="rewards")
+
+    def __call__(
+        self,
+        rewards: Sequence[float | None],
+        groups: Sequence[int],
+        states: Sequence[Mapping[str, Any] | None] | None = None,
+        *,
+        weights: Mapping[str, float] | None = None,
+        gather: Gather = list,
+    ) -> list[Advantage]:
+        """The advantages of a batch; a failed rollout (a reward of None) neither counts nor gets one."""
+        states = [None] * len(rewards) if states is None else states
+        scored = _places(rewards)
+        if "states" in self._call.wanted and any(states[i] is None for i in scored):
+            raise ValueError(
+                f"advantage {self.name!r} asks for the states of rollouts, and this batch has texts without them"
+            )
+        is_whole = "groups" in self._call.wanted
+        found: list[Advantage] = [None] * len(rewards)
+        members = [scored] if is_whole else _members(scored, groups)
+        if not scored and "gather" not in self._call.wanted:  # what gathers must be called in every process
+            return found
+        for places in members:
+            mine = [rewards[i] for i in places]
+            values = self._call(
+                rewards=mine,
+                states=[states[i] for i in places],
+                groups=[groups[i] for i in places],
+                weights=weights or {},
+                gather=gather,
+            )
+            for i, value in zip(places, self._checked(values, mine, is_whole), strict=True):
+                found[i] = value
+        return found
+
+    def _checked(self, values: Any, rewards: Sequence[Any], is_whole: bool) -> list[Advantage]:
+        what = f"{len(rewards)} rollouts of a {'batch' if is_whole else 'group'}"
+        try:
+            found = [_plain(one) for one in values]
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"advantage {self.name!r} gave {values!r:.80}; it gives a list: a number for each of {what}, "
+                "or one for each of its turns or sampled tokens"
+            ) from None
+        if len(found) != len(rewards):
+            raise ValueError(f"advantage {self.name!r} gave {len(found)} values for {what}; it gives one for each")
+        for one, reward in zip(found, rewards, strict=True):
+            numbers = [] if one is None else [one] if isinstance(one, float) else one
+            if not all(map(math.isfinite, numbers)):
+                raise ValueError(
+                    f"advantage {self.name!r} gave {one} for a rollout with reward {reward!r}; an advantage is a "
+                    "finite number (None: this rollout does not train)"
+                )
+        return found
 
 
 def batch_advantages(
-    rewards: Sequence[float | None], groups: Sequence[int], scale: Scale = "none"
-) -> list[float | None]:
+    rewards: Sequence[float | None], groups: Sequence[int], estimator: str = "dr_grpo"
+) -> list[Advantage]:
     """The advantages of a batch, whose rollouts belong to the groups with these numbers.
 
     >>> batch_advantages([1.0, 0.0, 5.0, 7.0], [0, 0, 1, 1])
     [0.5, -0.5, -1.0, 1.0]
     """
-    members: dict[int, list[int]] = {}
-    for i, group in enumerate(groups):
-        members.setdefault(group, []).append(i)
-    advantages: list[float | None] = [None] * len(rewards)
-    for places in members.values():
-        found = group_advantages([rewards[i] for i in places], scale)
-        for i, advantage in zip(places, found, strict=True):
-            advantages[i] = advantage
-    return advantages
+    return Estimator(estimator)(rewards, groups)
+
+
+def mean_advantage(advantage: Advantage) -> float | None:
+    """One number for a rollout that may have one for each turn or token.
+
+    >>> mean_advantage([1.0, 0.0]), mean_advantage(0.5), mean_advantage(None)
+    (0.5, 0.5, None)
+    """
+    if advantage is None or isinstance(advantage, (int, float)):
+        return advantage
+    return math.fsum(advantage) / max(len(advantage), 1)
 
 
 def flat_groups(rewards: Sequence[float | None], groups: Sequence[int]) -> set[int]:
@@ -61,4 +242,53 @@ def flat_groups(rewards: Sequence[float | None], groups: Sequence[int]) -> set[i
     for reward, group in zip(rewards, groups, strict=True):
         if reward is not None:
             values[group].append(reward)
-    return {group for group, found in values.items() if not any(group_advantages(found))}
+    return {group for group, found in values.items() if not any(centered(found))}
+
+
+# --- arithmetic ---------------------------------------------------------------------------------------------------
+
+
+def _std(values: Sequence[float]) -> float:
+    """The standard deviation of a population."""
+    n = max(len(values), 1)
+    mean = math.fsum(values) / n
+    return math.sqrt(math.fsum((one - mean) ** 2 for one in values) / n)
+
+
+def _normalised(values: list[float], gather: Gather) -> list[float]:
+    """Values less the mean of those of all processes, over their standard deviation; 0 where these are all alike."""
+    everyone = gather(values)
+    if not any(centered(everyone)):
+        return [0.0] * len(values)
+    mean, std = math.fsum(everyone) / len(everyone), _std(everyone)
+    return [(one - mean) / std for one in values]
+
+
+def _by_group(
+    function: Callable[[list[float]], list[float]], groups: Sequence[int], values: Sequence[float]
+) -> list[float]:
+    found = [0.0] * len(values)
+    for places in _members(range(len(values)), groups):
+        for i, one in zip(places, function([values[i] for i in places]), strict=True):
+            found[i] = one
+    return found
+
+
+def _members(places: Sequence[int], groups: Sequence[int]) -> list[list[int]]:
+    """The places of each group's rollouts, groups in the order in which they first appear."""
+    members: dict[int, list[int]] = {}
+    for i in places:
+        members.setdefault(groups[i], []).append(i)
+    return list(members.values())
+
+
+def _places(values: Sequence[Any]) -> list[int]:
+    return [i for i, value in enumerate(values) if value is not None]
+
+
+def _plain(value: Any) -> Advantage:
+    """A number, a list of numbers, or None, from whatever holds one: an array, a tensor."""
+    if value is None:
+        return None
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return [float(one) for one in value] if isinstance(value, (list, tuple)) else float(value)

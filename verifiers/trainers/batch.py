@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verifiers.chat import ChatWriter
 from verifiers.errors import GraderError
 from verifiers.messages import as_messages
-from verifiers.samples import NotSampledError, Sample, are_ids_of, exact_samples, written_samples
-from verifiers.trainers.advantages import Scale, batch_advantages
+from verifiers.trainers.advantages import Advantage, Estimator, Gather, mean_advantage
 from verifiers.types import State
-
-FindTokens = Callable[[Any, Any], list[Sample]]
 
 
 class Reply(str):
@@ -80,6 +77,7 @@ class Batch(dict[str, list[Any]]):
         self.refused: list[str] = []  # why rollouts were not learned from, one reason each
         self.sampled = list(zip(self.examples, self["rewards"], strict=True)) if sampled is None else list(sampled)
         self.seconds: dict[str, float] = {}
+        self.reward_weights: dict[str, float] = {}  # of the reward functions, by name, when it was scored
 
     @classmethod
     def of_states(cls, states: Sequence[State], groups: Sequence[int], **kwargs: Any) -> Batch:
@@ -109,6 +107,25 @@ class Batch(dict[str, list[Any]]):
     def keep(self, places: Sequence[int]) -> Batch:
         columns = {name: [values[i] for i in places] for name, values in self.items()}
         return Batch(columns, failed=self.failed, cursor=self.cursor, sampled=self.sampled)
+
+    def split(self, n: int, first_cursor: int) -> list[Batch]:
+        """``n`` batches of whole groups, about as many in each; rows are counted as taken when their part is used."""
+        numbers = list(dict.fromkeys(self["groups"]))
+        parts = []
+        for k in range(n):
+            of_part = set(numbers[k * len(numbers) // n : (k + 1) * len(numbers) // n])
+            part = self.keep([i for i, group in enumerate(self["groups"]) if group in of_part])
+            part.failed = self.failed if k == 0 else []
+            part.sampled = self.sampled[k * len(self.sampled) // n : (k + 1) * len(self.sampled) // n]
+            part.cursor = first_cursor + (self.cursor - first_cursor) * (k + 1) // n
+            part.seconds = dict(self.seconds) if k == 0 else {}
+            parts.append(part)
+        return parts
+
+    @property
+    def states(self) -> list[State | None]:
+        """The state of each rollout; None where only its text is known."""
+        return [getattr(reply, "state", None) for reply in self["completions"]]
 
     def rewarded(self, rewards: Sequence[float]) -> Batch:
         """The batch with these rewards, without the rollouts that could not be scored or got none (NaN)."""
@@ -161,35 +178,37 @@ def group_equal(prompts: Sequence[Any]) -> list[int]:
     return [seen.setdefault(repr(prompt), len(seen)) for prompt in prompts]
 
 
-def with_advantages(batch: Batch, scale: Scale) -> Batch:
-    """The batch with a column of advantages; one that has them already keeps them."""
+def with_advantages(batch: Batch, estimator: Estimator, *, gather: Gather = list) -> Batch:
+    """The batch with a column of advantages; one that has them already keeps them. Its states have them, too."""
     if "advantages" not in batch:
-        batch["advantages"] = batch_advantages(batch["rewards"], batch["groups"], scale)
+        batch["advantages"] = estimator(
+            batch["rewards"], batch["groups"], batch.states, weights=batch.reward_weights, gather=gather
+        )
+        for state, advantage in zip(batch.states, batch["advantages"], strict=True):
+            if state is not None:
+                _note_advantage(state, advantage)
     return batch
 
 
-def samples_of_reply(
-    prompt: Any, reply: Any, find_tokens: FindTokens | None, writer: ChatWriter | None = None
-) -> list[Sample]:
-    """The tokens of one rollout as they were sampled; NotSampledError where nobody knows them.
+def _note_advantage(state: State, advantage: Advantage) -> None:
+    """Write what a rollout and its turns train with, in the place of what its scoring wrote."""
+    steps = state.get("trajectory") or []
+    turns = advantage if isinstance(advantage, Sequence) and len(advantage) == len(steps) else None
+    state["advantage"] = mean_advantage(advantage)
+    for i, step in enumerate(steps):
+        step["advantage"] = state["advantage"] if turns is None else turns[i]
 
-    With a ``writer`` text that was saved without its tokens is tokenized: for rollouts that no policy here sampled.
-    """
-    state: Mapping[str, Any] = getattr(reply, "state", None) or {}
-    completion = getattr(reply, "messages", reply)
-    if writer is not None and not are_ids_of(state.get("trajectory") or (), writer):
-        return written_samples(prompt, completion, writer, state)
-    try:
-        return exact_samples(state, completion)
-    except NotSampledError:
-        # A text alone may be one that the policy said; a state says by itself what was sampled.
-        if not state and find_tokens is not None and (known := find_tokens(prompt, completion)):
-            return known
-        if writer is not None:
-            return written_samples(prompt, completion, writer, state)
-        if state:
-            raise
-        raise NotSampledError(
-            "it is a text that this policy is not known to have said: leave replies as they were sampled, or hand "
-            "rollouts that were saved before to dataset="
-        ) from None
+
+def refusals(batch: Batch, trained: Sequence[Any]) -> dict[str, Any]:
+    """What a step says of rollouts that it did not learn from; ValueError where there are no others."""
+    if not batch.refused:
+        return {}
+    reasons = Counter(batch.refused)
+    if not trained:
+        reason, count = reasons.most_common(1)[0]
+        raise ValueError(
+            f"none of {len(batch.refused)} rollouts can be learned from, as it is not known which tokens were sampled; "
+            f"{count} of them: {reason}"
+        )
+    told = [f"{count} × {reason}" for reason, count in reasons.most_common()]
+    return {"refused": len(batch.refused), "refused_reasons": told}

@@ -1,182 +1,19 @@
-"""Every knob of a training, under the names of both dialects of the documents; checked when the trainer is built."""
+"""Every knob of a training: checked when the trainer is built."""
 
 from __future__ import annotations
 
-import difflib
-import math
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from verifiers.trainers import sampling
-from verifiers.trainers.choices import CLIP, LOSS_TYPES, SCHEDULES, STRATEGIES
+from verifiers.trainers.advantages import ESTIMATORS, SCALES
+from verifiers.trainers.base_config import TrainingConfig, is_count, is_finite
+from verifiers.trainers.losses import CORRECTIONS, METHODS, Objective
 
 
 @dataclass(init=False, repr=False)
-class Knobs:
-    """Fields with aliases: an unknown name is an error, a name without effect a warning, and any may be set later."""
-
-    aliases: ClassVar[Mapping[str, str]] = {}
-    without_effect: ClassVar[Mapping[str, str]] = {}
-
-    def __init__(self, **given: Any) -> None:
-        object.__setattr__(self, "_set", set())
-        object.__setattr__(self, "_unused", {})
-        for one in fields(self):
-            default = one.default_factory() if one.default_factory is not MISSING else one.default
-            object.__setattr__(self, one.name, default)
-        seen: dict[str, str] = {}
-        for name, value in given.items():
-            canonical = self.aliases.get(name, name)
-            if canonical in seen:
-                raise TypeError(f"{seen[canonical]} and {name} are the same thing; pass one of them")
-            seen[canonical] = name
-            setattr(self, name, value)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.without_effect:
-            warnings.warn(f"{name} has no effect here: {self.without_effect[name]}", stacklevel=3)
-            self._unused[name] = value
-            return
-        canonical = self.aliases.get(name, name)
-        names = [one.name for one in fields(self)]
-        if canonical not in names:
-            close = difflib.get_close_matches(name, [*names, *self.aliases], n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"{type(self).__name__} has no {name!r}{hint}")
-        object.__setattr__(self, canonical, value)
-        self._set.add(canonical)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in type(self).without_effect:  # what was said, or None: others may want to read it
-            return self.__dict__.get("_unused", {}).get(name)
-        canonical = type(self).aliases.get(name)
-        if canonical is None:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}")
-        return getattr(self, canonical)
-
-    def is_set(self, name: str) -> bool:
-        """Was this field given a value, be it its default, or is it left at that?"""
-        return name in self._set
-
-    def __repr__(self) -> str:
-        changed = {
-            one.name: getattr(self, one.name)
-            for one in fields(self)
-            if one.default_factory is not MISSING or getattr(self, one.name) != one.default
-        }
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items() if value)})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields by their own names, as plain data."""
-        plain = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {name: str(value) if isinstance(value, Path) else value for name, value in plain.items()}
-
-    @classmethod
-    def of(cls, given: Any) -> Self:
-        """A configuration from itself, a mapping, or nothing."""
-        if given is None:
-            return cls()
-        if isinstance(given, cls):
-            return given
-        if isinstance(given, Mapping):
-            return cls(**given)
-        raise TypeError(f"the configuration is a {cls.__name__} or a mapping, not a {type(given).__name__}")
-
-    def _require(self, name: str, is_right: bool, wanted: str) -> None:
-        if not is_right:
-            raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
-
-
-@dataclass(init=False, repr=False)
-class LearningKnobs(Knobs):
-    """What every trainer here has: steps, rates, precision, what is logged and kept."""
-
-    # learning
-    learning_rate: float = 1e-5
-    batch_size: int = 32
-    gradient_accumulation_steps: int = 1
-    num_epochs: float = 1.0
-    max_steps: int | None = None
-    warmup_ratio: float = 0.0
-    warmup_steps: int = 0
-    lr_scheduler_type: str = "constant"
-    weight_decay: float = 0.0
-    max_grad_norm: float | None = 1.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    seed: int = 0
-
-    # memory and precision
-    fp16: bool = False
-    bf16: bool = False
-    gradient_checkpointing: bool = False
-    micro_batch_tokens: int | None = None
-
-    # what is told and kept
-    output_dir: str | Path | None = None
-    run_name: str | None = None
-    logging_steps: int = 1
-    report_to: str | Sequence[str] | None = None
-    eval_strategy: str | None = None
-    eval_steps: int | None = None
-    save_strategy: str | None = None
-    save_steps: int | None = None
-    save_total_limit: int | None = None
-    show_progress: bool = True
-
-    aliases: ClassVar[Mapping[str, str]] = {
-        "per_device_train_batch_size": "batch_size",
-        "num_train_epochs": "num_epochs",
-        "evaluation_strategy": "eval_strategy",
-        "lr_scheduler": "lr_scheduler_type",
-        "adam_eps": "adam_epsilon",
-        "gradient_clip": "max_grad_norm",
-    }
-
-    @property
-    def evaluates_every(self) -> int | None:
-        """Steps between evaluations; None: at the ends of epochs, or never (see `eval_strategy`)."""
-        return self.eval_steps if self.strategy("eval") == "steps" else None
-
-    @property
-    def saves_every(self) -> int | None:
-        return self.save_steps if self.strategy("save") == "steps" else None
-
-    def strategy(self, what: str) -> str:
-        """When to evaluate or save: as said, or every so many steps where only that was given."""
-        said, steps = getattr(self, f"{what}_strategy"), getattr(self, f"{what}_steps")
-        return str(said) if said is not None else "steps" if steps else "no"
-
-    def check(self) -> None:
-        """Raise ValueError for what cannot be, in one sentence."""
-        for name in ("batch_size", "gradient_accumulation_steps", "logging_steps"):
-            self._require(name, _is_count(getattr(self, name)), "at least 1")
-        for name in ("max_steps", "micro_batch_tokens", "eval_steps", "save_steps", "save_total_limit"):
-            value = getattr(self, name)
-            if name == "max_steps" and value == -1:
-                self.max_steps = value = None
-            self._require(name, value is None or _is_count(value), "at least 1, or None")
-        self._require("learning_rate", _is_finite(self.learning_rate) and self.learning_rate >= 0, "0 or more")
-        self._require("num_epochs", _is_finite(self.num_epochs) and self.num_epochs > 0, "above 0")
-        self._require("warmup_ratio", 0 <= self.warmup_ratio <= 1, "between 0 and 1")
-        self._require("warmup_steps", self.warmup_steps >= 0, "0 or more")
-        self._require("lr_scheduler_type", self.lr_scheduler_type in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
-        self._require("max_grad_norm", self.max_grad_norm is None or self.max_grad_norm > 0, "above 0, or None")
-        for name in ("eval", "save"):
-            said = getattr(self, f"{name}_strategy")
-            self._require(f"{name}_strategy", said is None or said in STRATEGIES, f"one of {', '.join(STRATEGIES)}")
-            if self.strategy(name) == "steps" and getattr(self, f"{name}_steps") is None:
-                raise ValueError(f"{name}_strategy='steps' needs {name}_steps")
-        if self.fp16 and self.bf16:
-            raise ValueError("fp16 and bf16 are two precisions; choose one")
-
-
-@dataclass(init=False, repr=False)
-class GRPOConfig(LearningKnobs):
+class GRPOConfig(TrainingConfig):
     """The configuration of a `GRPOTrainer`.
 
     >>> config = GRPOConfig(per_device_train_batch_size=8, num_generations=4)
@@ -187,6 +24,7 @@ class GRPOConfig(LearningKnobs):
 
     group_size: int = 8
     num_iterations: int = 1
+    steps_per_generation: int | None = None
 
     # sampling
     temperature: float = 1.0
@@ -202,11 +40,20 @@ class GRPOConfig(LearningKnobs):
 
     # the objective
     loss_type: str = "dr_grpo"
+    advantage: str | None = None
     scale_rewards: str | bool | None = None
+    importance_sampling_level: str | None = None
     epsilon: float | None = None
     epsilon_high: float | None = None
     delta: float | None = None
     importance_cap: float | None = 2.0
+    importance_sampling_mode: str | None = None
+    importance_sampling_clip_min: float | None = None
+    importance_sampling_clip_max: float | None = 3.0
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    entropy_coef: float = 0.0
+    top_entropy_quantile: float = 1.0
     kl_coef: float = 0.0
     sync_ref_model: bool = False
     ref_model_sync_steps: int = 64
@@ -223,9 +70,13 @@ class GRPOConfig(LearningKnobs):
     log_rollouts: int = 16
 
     aliases: ClassVar[Mapping[str, str]] = {
-        **LearningKnobs.aliases,
+        **TrainingConfig.aliases,
         "num_generations": "group_size",
         "beta": "kl_coef",
+        "loss": "loss_type",
+        "vllm_importance_sampling_mode": "importance_sampling_mode",
+        "vllm_importance_sampling_clip_min": "importance_sampling_clip_min",
+        "vllm_importance_sampling_clip_max": "importance_sampling_clip_max",
         "max_completion_length": "max_new_tokens",
         "max_tokens": "max_new_tokens",
         "max_seq_len": "max_seq_length",
@@ -242,27 +93,50 @@ class GRPOConfig(LearningKnobs):
         return self.batch_size * self.gradient_accumulation_steps
 
     @property
-    def clip(self) -> tuple[float, float]:
-        """How far below and above 1 the ratio may be: as given, or the method's own."""
-        low, high = CLIP.get(self.loss_type, (0.2, None))
+    def rollouts_per_generation(self) -> int:
+        """Rollouts of one process that are sampled in one go."""
+        return self.rollouts_per_step * self.updates_per_generation
+
+    @property
+    def updates_per_generation(self) -> int:
+        """Updates that the rollouts of one generation are divided among."""
+        return (self.steps_per_generation or self.gradient_accumulation_steps) // self.gradient_accumulation_steps
+
+    @property
+    def estimator(self) -> str:
+        """The name of the advantage estimator: as given, or that of ``scale_rewards``, or the method's own."""
+        if self.advantage is not None:
+            return self.advantage
+        if self.scale_rewards is None:
+            return METHODS[self.loss_type].advantage
+        if isinstance(self.scale_rewards, bool):
+            return SCALES["std" if self.scale_rewards else "none"]
+        return SCALES[self.scale_rewards]
+
+    @property
+    def objective(self) -> Objective:
+        """The settings of the loss: as given, or the method's own."""
+        method = METHODS[self.loss_type]
+        low, high = method.clip
         low = low if self.epsilon is None else self.epsilon
         if self.epsilon_high is not None:
-            return low, self.epsilon_high
-        return low, low if high is None or (self.epsilon is not None and self.loss_type == "gspo") else high
-
-    @property
-    def scale(self) -> str:
-        """Whether advantages are divided by their group's standard deviation: "std" or "none"."""
-        if self.scale_rewards is None:
-            return "none" if self.loss_type == "dr_grpo" else "std"
-        if isinstance(self.scale_rewards, bool):
-            return "std" if self.scale_rewards else "none"
-        return {"group": "std"}.get(self.scale_rewards, self.scale_rewards)
-
-    @property
-    def cap(self) -> float | None:
-        """The most that a token may weigh: ``importance_cap``, but CISPO has a bound of its own, `clip`."""
-        return None if self.loss_type == "cispo" and not self.is_set("importance_cap") else self.importance_cap
+            high = self.epsilon_high
+        elif high is None or (self.epsilon is not None and self.loss_type == "gspo"):
+            high = low
+        return Objective(
+            kind=self.loss_type,
+            level=self.importance_sampling_level,  # type: ignore[arg-type]
+            epsilon=low,
+            epsilon_high=high,
+            delta=self.delta,
+            importance_cap=None if method.bounds_itself and not self.is_set("importance_cap") else self.importance_cap,
+            kl_coef=self.kl_coef,
+            sapo_temperature_pos=self.sapo_temperature_pos,
+            sapo_temperature_neg=self.sapo_temperature_neg,
+            correction=self.importance_sampling_mode,
+            correction_min=self.importance_sampling_clip_min,
+            correction_max=self.importance_sampling_clip_max,
+        )
 
     def sampling(self, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What is asked of the model in training, for an environment with sampling arguments of its ``own``."""
@@ -270,11 +144,26 @@ class GRPOConfig(LearningKnobs):
 
     def check(self, processes: int = 1) -> None:
         super().check()
-        self._require("group_size", _is_count(self.group_size) and self.group_size >= 2, "at least 2")
+        self._require("group_size", is_count(self.group_size) and self.group_size >= 2, "at least 2")
         for name in ("num_iterations", "max_new_tokens", "ref_model_sync_steps", "eval_rollouts_per_example"):
-            self._require(name, _is_count(getattr(self, name)), "at least 1")
+            self._require(name, is_count(getattr(self, name)), "at least 1")
         for name in ("num_batches_ahead", "max_resamples", "log_rollouts", "top_k"):
             self._require(name, isinstance(getattr(self, name), int) and getattr(self, name) >= 0, "0 or more")
+        self._check_sizes(processes)
+        self._require("temperature", is_finite(self.temperature) and self.temperature > 0, "above 0: training samples")
+        self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        self._require("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
+        self._check_objective()
+        if self.sync_ref_model and not self.kl_coef:
+            raise ValueError("sync_ref_model needs kl_coef above 0: without it there is no reference to follow")
+        self._require("ref_model_mixup_alpha", 0 < self.ref_model_mixup_alpha <= 1, "above 0 and at most 1")
+        for name in ("max_prompt_length", "max_seq_length"):
+            value = getattr(self, name)
+            self._require(name, value is None or is_count(value), "at least 1, or None")
+        sampling.check(self.sampling(), "the configuration")
+
+    def _check_sizes(self, processes: int) -> None:
+        """A step is made of whole groups, and a generation of whole steps."""
         rollouts = self.rollouts_per_step
         if rollouts % self.group_size:
             what = f"batch_size × gradient_accumulation_steps = {rollouts}"
@@ -291,44 +180,54 @@ class GRPOConfig(LearningKnobs):
                 f"{what} must be a multiple of group_size = {self.group_size}: a group is never split; "
                 f"take {' or '.join(map(str, dict.fromkeys(near)))} rollouts a step"
             )
-        self._require("temperature", _is_finite(self.temperature) and self.temperature > 0, "above 0: training samples")
-        self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
-        self._require("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
-        self._require("loss_type", self.loss_type in LOSS_TYPES, f"one of {', '.join(LOSS_TYPES)}")
-        self._require("scale_rewards", self.scale in ("none", "std"), "'none' or 'std'")
-        self._require("kl_coef", _is_finite(self.kl_coef) and self.kl_coef >= 0, "0 or more")
-        for name in ("epsilon", "epsilon_high", "delta", "importance_cap"):
+        steps, accumulated = self.steps_per_generation, self.gradient_accumulation_steps
+        if steps is not None and not (is_count(steps) and steps % accumulated == 0):
+            raise ValueError(
+                f"steps_per_generation must be a multiple of gradient_accumulation_steps = {accumulated}, got "
+                f"{steps!r}: rollouts are sampled for so many batches of batch_size, and an update takes whole ones"
+            )
+
+    def _check_objective(self) -> None:
+        for name, argument in (("loss_type", "loss"), ("advantage", "advantage")):
+            if callable(getattr(self, name)):
+                raise TypeError(f"{name} of a configuration is a name; pass a function to GRPOTrainer({argument}=...)")
+        self._require_one_of("loss_type", METHODS)
+        if self.advantage is not None:
+            self._require_one_of("advantage", ESTIMATORS)
+            if self.scale_rewards is not None:
+                raise ValueError("advantage and scale_rewards are the same thing; pass one of them")
+        scales = (None, True, False, *SCALES)
+        self._require("scale_rewards", self.scale_rewards in scales, "one of none, std (or group), batch")
+        if self.importance_sampling_level is not None:
+            self._require_one_of("importance_sampling_level", ("token", "sequence"))
+        if self.importance_sampling_mode is not None:
+            self._require_one_of("importance_sampling_mode", CORRECTIONS)
+        self._require("entropy_coef", is_finite(self.entropy_coef), "a finite number")
+        self._require("top_entropy_quantile", 0 <= self.top_entropy_quantile <= 1, "between 0 and 1")
+        self._require("kl_coef", is_finite(self.kl_coef) and self.kl_coef >= 0, "0 or more")
+        bounds = ("importance_sampling_clip_min", "importance_sampling_clip_max")
+        for name in ("epsilon", "epsilon_high", "delta", "importance_cap", *bounds):
             value = getattr(self, name)
-            self._require(name, value is None or (_is_finite(value) and value > 0), "above 0, or None")
-        if self.sync_ref_model and not self.kl_coef:
-            raise ValueError("sync_ref_model needs kl_coef above 0: without it there is no reference to follow")
-        self._require("ref_model_mixup_alpha", 0 < self.ref_model_mixup_alpha <= 1, "above 0 and at most 1")
-        for name in ("max_prompt_length", "max_seq_length"):
-            value = getattr(self, name)
-            self._require(name, value is None or _is_count(value), "at least 1, or None")
-        sampling.check(self.sampling(), "the configuration")
+            self._require(name, value is None or (is_finite(value) and value > 0), "above 0, or None")
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+            self._require(name, is_finite(getattr(self, name)) and getattr(self, name) > 0, "above 0")
+        low, high = (getattr(self, name) for name in bounds)
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"importance_sampling_clip_min={low} must be below importance_sampling_clip_max={high}")
 
 
 @dataclass(init=False, repr=False)
-class SFTConfig(LearningKnobs):
+class SFTConfig(TrainingConfig):
     """The configuration of an `SFTTrainer`."""
 
     max_seq_length: int | None = None
     min_reward: float | None = None
 
     aliases: ClassVar[Mapping[str, str]] = {
-        **LearningKnobs.aliases,
+        **TrainingConfig.aliases,
         "max_seq_len": "max_seq_length",
         "max_length": "max_seq_length",
     }
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def grpo_defaults(run_name: str | None = None) -> GRPOConfig:

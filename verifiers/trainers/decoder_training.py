@@ -81,13 +81,13 @@ class LearningLayer:
 
     def _run(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         row = packing.current()
-        skipped = row.packing.tokens_in_heads if row is not None and self.is_last else 0
+        skipped = row.packing.prefix_tokens if row is not None and self.is_last else 0
         hidden, q, k, v = self._projected(hidden, rotary)
         if row is None:
             out = dense_attention(q, k, v, self.known.scale)
         else:
             settings: dict[str, Any] = {"scale": self.known.scale, "window": self.known.window}
-            out = row.attend(q[0], k[0], v[0], **settings, tails_only=skipped > 0)[None]
+            out = row.attend(q[0], k[0], v[0], **settings, suffixes_only=skipped > 0)[None]
         attended = self.layer.self_attn.o_proj(out.flatten(2))
         hidden = self._fed_forward(hidden[:, skipped:] if skipped else hidden, attended)
         return F.pad(hidden, (0, 0, skipped, 0)) if skipped else hidden
@@ -149,8 +149,8 @@ class DecoderTraining:
         self._is_on = False
 
     @contextmanager
-    def learning(self, row: Row | None = None, *, leanly: bool = True) -> Iterator[None]:
-        """The model's own forward, with these layers if so (``leanly``), on a packed row if one is given."""
+    def learning(self, row: Row | None = None, *, fused: bool = True) -> Iterator[None]:
+        """The model's own forward, with these layers if so (``fused``), on a packed row if one is given."""
         if self._is_on:  # within a checkpointed layer, in the forward pass
             yield
             return
@@ -159,20 +159,20 @@ class DecoderTraining:
             stack.callback(self.__dict__.update, _is_on=False)
             if row is not None:
                 stack.enter_context(packing.computing(self._configs, row))
-            if leanly:
+            if fused:
                 layers = [(one.layer, one.forward) for one in self.layers if not _is_watched(one.layer)]
                 norms = [pair for pair in self._norms if "forward" not in vars(pair[0])]
                 stack.enter_context(replaced_forwards([*layers, *norms]))
-            stack.enter_context(self._replaced_checkpoints(row, leanly))
+            stack.enter_context(self._replaced_checkpoints(row, fused))
             yield
 
     @contextmanager
-    def _replaced_checkpoints(self, row: Row | None, leanly: bool) -> Iterator[None]:
+    def _replaced_checkpoints(self, row: Row | None, fused: bool) -> Iterator[None]:
         replaced = [(one, vars(one)[CHECKPOINTING]) for one in self._checkpointing if CHECKPOINTING in vars(one)]
 
         def checkpointed(own: Callable[..., Any], function: Callable[..., Any], *args: Any, **more: Any) -> Any:
             def run(*args: Any, **more: Any) -> Any:
-                with self.learning(row, leanly=leanly):
+                with self.learning(row, fused=fused):
                     return function(*args, **more)
 
             return own(run, *args, **more)

@@ -5,31 +5,46 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from verifiers import calls
 from verifiers.chat import ChatWriter
 from verifiers.clients import as_client
+from verifiers.clients.protocol import Request
 from verifiers.envs.evaluation import score_states
+from verifiers.messages import as_messages
 from verifiers.runner import RunInterruptedError
-from verifiers.samples import NotSampledError
-from verifiers.trainers import building, processes, sampling, stopping
-from verifiers.trainers.advantages import flat_groups
-from verifiers.trainers.batch import Batch, Reply, as_batch, samples_of_reply, with_advantages
+from verifiers.trainers import processes, sampling, setup, stopping
+from verifiers.trainers.advantages import Estimator, flat_groups
+from verifiers.trainers.batch import Batch, Reply, as_batch, refusals, with_advantages
 from verifiers.trainers.config import GRPOConfig
+from verifiers.trainers.functions import call_callbacks, call_fitting, own_function
+from verifiers.trainers.losses import Loss
 from verifiers.trainers.micro_batches import Trained
 from verifiers.trainers.offline import read_offline
-from verifiers.trainers.prefetch import Ahead
+from verifiers.trainers.prefetch import Prefetch
+from verifiers.trainers.remote_weights import RemoteWeights, remote_weights
+from verifiers.trainers.reward_weights import reward_weights, scheduled_weights
 from verifiers.trainers.row_stream import RowStream
-from verifiers.trainers.sampler import Sampler
+from verifiers.trainers.sampler import (
+    Sampler,
+    exact_sampling,
+    make_sampler,
+    sampling_args,
+    seed_of,
+    usual_sampling,
+)
+from verifiers.trainers.sequences import trained_sequences
+from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.update import PolicyUpdate
 from verifiers.trainers.watch.report import Report
 from verifiers.trainers.weights import Weights, learning_rate
-from verifiers.types import Row, State
+from verifiers.types import Row
 
 if TYPE_CHECKING:
     from verifiers.results import Results
@@ -37,6 +52,7 @@ if TYPE_CHECKING:
 
 RowSampler = Callable[[Sequence[Row], float], Sequence[Row]]
 WeightSchedule = Callable[[float], Sequence[float]]
+Function = Callable[..., Any]
 
 
 class GRPOTrainer(Trainer):
@@ -44,7 +60,9 @@ class GRPOTrainer(Trainer):
 
     ``model`` is a name, a folder or a module; ``client`` answers in its place where it is served elsewhere.
     ``row_sampler`` chooses the rows to draw from: (all rows, epochs so far) → rows; ``weight_schedule`` the rubric's
-    weights: epochs so far → weights. Each method below is a step of the loop and may be overridden.
+    weights: epochs so far → weights. ``advantage`` and ``loss`` are names of the configuration, or functions (see
+    `verifiers.trainers.advantages` and `verifiers.trainers.losses`). Each method below is a step of the loop and may be
+    overridden.
     """
 
     config: GRPOConfig
@@ -66,37 +84,46 @@ class GRPOTrainer(Trainer):
         callbacks: Sequence[Any] = (),
         row_sampler: RowSampler | None = None,
         weight_schedule: WeightSchedule | None = None,
+        advantage: str | Function | None = None,
+        loss: str | Function | None = None,
     ) -> None:
-        self.config = GRPOConfig.of(building.one_of("config", config, "args", args))
-        tokenizer = building.one_of("tokenizer", tokenizer, "processing_class", processing_class)
+        self.config = GRPOConfig.of(setup.one_of("config", config, "args", args))
+        self._own_loss = own_function(self.config, "loss", "loss_type", loss)
+        self._own_advantage = own_function(self.config, "advantage", "advantage", advantage)
+        tokenizer = setup.one_of("tokenizer", tokenizer, "processing_class", processing_class)
         self.accelerator = processes.accelerator()
         self.config.check(self.accelerator.num_processes)
+        if self._own_advantage is not None and (self.config.advantage or self.config.scale_rewards is not None):
+            raise TypeError("advantage= is a function, and the configuration names another estimator; pass one of them")
+        Estimator(self._own_advantage or self.config.estimator)  # functions that cannot be called are found before
+        Loss(self.config.objective, self._own_loss)  # anything is loaded
         self.env, self.offline = env, None if dataset is None else read_offline(dataset)
         if self.offline is None:
-            building.check_env(env)
-        self.model, self.tokenizer = building.model_and_tokenizer(
+            setup.check_env(env)
+        self.model, self.tokenizer = setup.model_and_tokenizer(
             model, tokenizer, self.config, self.accelerator.device, peft_config
         )
-        building.check_template(self.tokenizer, env)
-        building.check_reference(self.model, self.config)
+        setup.check_template(self.tokenizer, env)
+        setup.check_reference(self.model, self.config)
         sampling.check(self.sampling, "this environment with this configuration")
         processes.same_weights(self.accelerator, self.model)
         self.weights = Weights(self.model, self.config)
         self.optimizer = self.weights.optimizer
-        self._remote = building.remote_weights(client, weight_server, self.model, self.tokenizer)
-        self.client = building.sampler(self.model, self.tokenizer, self.config, env) if client is None else client
-        rows: Any = self.offline.groups() if self.offline is not None else building.rows_of(env, dataset)
+        self._remote = remote_weights(client, weight_server, self.model, self.tokenizer)
+        self.client = make_sampler(self.model, self.tokenizer, self.config, env) if client is None else client
+        rows: Any = self.offline.groups() if self.offline is not None else setup.rows_of(env, dataset)
         self.dropped_prompts = 0
         if self.offline is None:
-            rows, self.dropped_prompts = building.short_enough(rows, self.tokenizer, self.config, env)
+            rows, self.dropped_prompts = setup.short_enough(rows, self.tokenizer, self.config, env)
         shard = (self.accelerator.process_index, self.accelerator.num_processes)
         self.rows = RowStream(rows, seed=self.config.seed, shard=shard)
-        self.eval_rows = building.eval_rows(env, eval_dataset)
+        self.eval_rows = setup.eval_rows(env, eval_dataset)
         self.callbacks = list(callbacks)
         self.row_sampler, self.weight_schedule = row_sampler, weight_schedule
         self.step, self.epoch, self.cursor, self.should_stop = 0, 0, 0, False
         self.report: Report | None = None
         self._update: PolicyUpdate | None = None
+        self._parts: deque[Batch] = deque()  # of the last generation, not learned from yet
         self._batch_at = (0, 0)  # the epoch that a batch is made for, and the step of it
         # Saved rollouts are texts: they are tokenized where their tokens were not saved. Rollouts of this policy never.
         self._writer = None if self.offline is None else ChatWriter(self.tokenizer)
@@ -105,13 +132,14 @@ class GRPOTrainer(Trainer):
 
     def train(self, resume: bool | str | Path = False) -> Report:
         """Train for ``max_steps`` steps, or ``num_epochs`` times through the rows; the report says how it went."""
-        with self._training(resume) as report, Ahead(self._next_batch, self.config.num_batches_ahead) as batches:
+        ahead, stride = self.config.num_batches_ahead, self.config.updates_per_generation
+        with self._training(resume) as report, Prefetch(self._generate_batch, ahead, stride) as generations:
             while self.step < self.total_steps and not self.should_stop:
                 if self.step % self.num_steps_per_epoch == 0:
                     self.epoch = self.step // self.num_steps_per_epoch
                     self.on_epoch_begin(self.epoch)
                 began = time.perf_counter()
-                batch = batches.take(self.step, self.total_steps)
+                batch = self._next_batch(generations)
                 sampled = time.perf_counter()
                 self._check_scored(report, batch)
                 figures = self.train_step(batch) or {}
@@ -127,20 +155,20 @@ class GRPOTrainer(Trainer):
     def get_batch(self, epoch: int | None = None, step: int | None = None) -> Any:
         """The batch of a step: rollouts of the next rows, or of those that ``row_sampler`` offers."""
         if self.row_sampler is None:
-            return self.sample_batch(self.rows.take(self.rows_per_step))
+            return self.sample_batch(self.rows.take(self.rows_per_generation))
         now, within = self._batch_at
         epochs = (now if epoch is None else epoch) + (within if step is None else step) / self.num_steps_per_epoch
         return self.sample_batch(self.row_sampler(self.rows.all, epochs))
 
     def sample_batch(self, rows: Sequence[Any]) -> Batch:
-        """Roll out and score ``rows_per_step`` of these rows, ``group_size`` times each.
+        """Roll out and score ``rows_per_generation`` of these rows, ``group_size`` times each.
 
         With ``dynamic_sampling``, groups that all scored the same are replaced by those of other rows.
         """
         if self.offline is not None:
             return self.offline.batch(rows)
         pool = list(rows)
-        chosen = self.rows.choose(pool, self.rows_per_step)
+        chosen = self.rows.choose(pool, self.rows_per_generation)
         batch = self._rollouts(chosen)
         for _ in range(self.config.max_resamples if self.config.dynamic_sampling else 0):
             flat = flat_groups(batch["rewards"], batch["groups"])
@@ -168,10 +196,10 @@ class GRPOTrainer(Trainer):
 
     def train_step(self, batch: Any) -> dict[str, Any]:
         """Learn from a batch: its figures (loss, kl, clip_fraction, grad_norm, …)."""
-        batch = with_advantages(as_batch(batch), self.config.scale)  # type: ignore[arg-type]
+        batch = self._with_advantages(as_batch(batch))
         rate = learning_rate(self.config, self.step, self.total_steps)
         trained = self.sequences(batch)
-        refused = building.refusals(batch, trained)
+        refused = refusals(batch, trained)
         figures = self.update.run(trained, rate)
         if self.config.sync_ref_model and (self.step + 1) % self.config.ref_model_sync_steps == 0:
             self.update.reference.follow(self.config.ref_model_mixup_alpha)  # type: ignore[union-attr]
@@ -205,14 +233,16 @@ class GRPOTrainer(Trainer):
 
         client = as_client(self.client)
         is_chat = getattr(self.env, "message_type", "chat") == "chat"
-        requests = [building.request(prompt, self.sampling, is_chat=is_chat) for prompt in prompts]
+        asked = [as_messages(prompt) if is_chat else prompt for prompt in prompts]
+        kind: Literal["chat", "completion"] = "chat" if is_chat else "completion"
+        requests = [Request(model="", prompt=one, sampling=self.sampling, message_type=kind) for one in asked]
         replies = calls.run(ask_all)
         return [Reply(one.text, messages=[one.message] if is_chat else one.text) for one in replies]
 
     @property
     def sampling(self) -> dict[str, Any]:
         """What rollouts are asked for: the configuration's arguments, then the environment's, then the defaults."""
-        return building.sampling_args(self.config, self.env)
+        return sampling_args(self.config, self.env)
 
     # --- sizes ----------------------------------------------------------------------------------------------------
 
@@ -220,6 +250,11 @@ class GRPOTrainer(Trainer):
     def rows_per_step(self) -> int:
         """Rows that one step of this process rolls out."""
         return max(1, self.config.rollouts_per_step // self.config.group_size)
+
+    @property
+    def rows_per_generation(self) -> int:
+        """Rows that this process rolls out in one go: those of ``steps_per_generation``."""
+        return self.rows_per_step * self.config.updates_per_generation
 
     @property
     def can_evaluate(self) -> bool:
@@ -235,12 +270,27 @@ class GRPOTrainer(Trainer):
 
     # --- rollouts -------------------------------------------------------------------------------------------------
 
-    def _next_batch(self, step: int) -> Batch:
+    def _next_batch(self, generations: Prefetch[Batch]) -> Batch:
+        """The batch of this step: of a generation for several updates, the next part."""
+        if not self._parts:
+            batch, n = generations.take(self.step, self.total_steps), self.config.updates_per_generation
+            self._parts.extend([batch] if n == 1 else self._with_advantages(batch).split(n, self.cursor))
+        return self._parts.popleft()
+
+    def _with_advantages(self, batch: Batch) -> Batch:
+        def gather(values: list[Any]) -> list[Any]:
+            return [one for part in processes.gathered(self.accelerator, values) for one in part]
+
+        batch.reward_weights = batch.reward_weights or reward_weights(self.env)
+        return with_advantages(batch, Estimator(self._own_advantage or self.config.estimator), gather=gather)
+
+    def _generate_batch(self, step: int) -> Batch:
         epoch, within = divmod(step, self.num_steps_per_epoch)
         self._batch_at = (epoch, within)
         began = time.perf_counter()
-        with building.rubric_weights(self.env, self.weight_schedule, step / self.num_steps_per_epoch):
-            batch = as_batch(building.fitting(self.get_batch, epoch, within))
+        with scheduled_weights(self.env, self.weight_schedule, step / self.num_steps_per_epoch):
+            batch = as_batch(call_fitting(self.get_batch, epoch, within))
+            batch.reward_weights = reward_weights(self.env)
         batch.cursor = batch.cursor or self.rows.cursor
         batch.seconds["generation"] = time.perf_counter() - began
         return batch
@@ -254,7 +304,7 @@ class GRPOTrainer(Trainer):
             inputs=list(rows),
             client=self.client,
             rollouts_per_example=size,
-            sampling_args=building.exact_sampling(self.sampling, self.client, self.env),
+            sampling_args=exact_sampling(self.sampling, self.client, self.env),
             max_concurrent=self.config.max_concurrent,
             use_tqdm=False,
             score=not scores_itself,
@@ -263,10 +313,10 @@ class GRPOTrainer(Trainer):
         batch = Batch.of_states(results.rollouts, groups, cursor=self.rows.cursor)
         if not scores_itself:
             return batch
-        rewards = building.fitting(self.compute_rewards, batch["completions"], batch["prompts"], self._batch_at[0])
+        rewards = call_fitting(self.compute_rewards, batch["completions"], batch["prompts"], self._batch_at[0])
         return batch.rewarded([float(reward) for reward in rewards])
 
-    def _send_weights(self, remote: building.RemoteWeights) -> None:
+    def _send_weights(self, remote: RemoteWeights) -> None:
         if self.accelerator.is_main_process:
             remote.send()
         self.accelerator.wait_for_everyone()
@@ -286,7 +336,7 @@ class GRPOTrainer(Trainer):
         """
         if isinstance(self.client, Sampler):
             engine, process = self.client.engine, 0 if is_apart else self.accelerator.process_index
-            engine.reseed(building.seed_of(self.config.seed, process, self.step, what))
+            engine.reseed(seed_of(self.config.seed, process, self.step, what))
             engine.gather(min(count, engine.rows) if self.config.max_concurrent < 0 else 0)
 
     def sequences(self, batch: Batch) -> list[Trained]:
@@ -294,26 +344,14 @@ class GRPOTrainer(Trainer):
 
         A rollout of which the sampled tokens are not known is in none; ``batch.refused`` has the reason.
         """
-        find = getattr(self.client, "samples", None)
-        asked = sampling.read_distribution(building.usual_sampling(self.config, self.env))
-        usual = sampling.Distribution(temperature=asked.temperature)
-        trained: list[Trained] = []
-        batch.refused.clear()
-        for prompt, reply, advantage in zip(batch["prompts"], batch["completions"], batch["advantages"], strict=True):
-            state: State | Mapping[str, Any] = getattr(reply, "state", None) or {}
-            if advantage is None or (self.config.mask_truncated_completions and state.get("is_truncated")):
-                continue
-            try:
-                samples = samples_of_reply(prompt, reply, find, self._writer)
-            except NotSampledError as error:
-                batch.refused.append(str(error))
-                continue
-            for sample in samples:
-                sample = sample if self.offline is None else sampling.saved(sample)
-                drawn = sampling.distributions(sample, usual)
-                sample = sampling.without_doubtful_logprobs(sample, drawn, self.config.num_batches_ahead)
-                trained.append(Trained(sample=sample, advantage=advantage, drawn_from=drawn))
-        return trained
+        asked = sampling.read_distribution(usual_sampling(self.config, self.env))
+        return trained_sequences(
+            batch,
+            self.config,
+            sampling.Distribution(temperature=asked.temperature),
+            find_tokens=getattr(self.client, "samples", None),
+            writer=self._writer,
+        )
 
     # --- around the loop ------------------------------------------------------------------------------------------
 
@@ -321,7 +359,17 @@ class GRPOTrainer(Trainer):
     def update(self) -> PolicyUpdate:
         """How the policy learns; made when it is first needed."""
         if self._update is None:
-            self._update = building.update(self)
+            asked = sampling.flat(usual_sampling(self.config, self.env))
+            self._update = PolicyUpdate(
+                self.accelerator.unwrap_model(self.model),
+                self.weights,
+                self.config,
+                lock=self.client.engine.lock if isinstance(self.client, Sampler) else nullcontext(),
+                pad_id=self.tokenizer.pad_token_id,
+                max_new_tokens=int(asked["max_tokens"]),
+                processes=self.accelerator,
+                loss=self._own_loss,
+            )
         return self._update
 
     @property
@@ -338,12 +386,13 @@ class GRPOTrainer(Trainer):
                 state = report.resume(self)
                 self.step, self.cursor = state["step"], state["cursor"]
                 self.rows.cursor = self.cursor
-            stack.enter_context(building.sensible_threads(self.model))
-            building.tell(self, "on_train_begin")
+                self._parts.clear()
+            stack.enter_context(sensible_threads(self.model))
+            call_callbacks(self, "on_train_begin")
             try:
                 yield report
             except RunInterruptedError:  # Ctrl-C among rollouts: the weights are those of the last whole step
                 report.checkpoint(self, cursor=self.cursor)
                 raise
-            building.tell(self, "on_train_end")
+            call_callbacks(self, "on_train_end")
             report.finish()

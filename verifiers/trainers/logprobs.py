@@ -10,27 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from verifiers.kernels import prove as probe
 from verifiers.kernels.modules import is_plain_linear, replaced_forwards
-from verifiers.trainers import head_logprobs
 from verifiers.trainers.decoder_training import DecoderTraining
-from verifiers.trainers.drawn_logprobs import drawn_logprobs
 from verifiers.trainers.micro_batches import MicroBatch
 from verifiers.trainers.packing import Row
 from verifiers.trainers.sampling import Distribution
-from verifiers.trainers.token_moves import chosen
+from verifiers.trainers.target_logprobs import Scored, chunked_logprobs, fused_logprobs, score_logits
+from verifiers.trainers.token_layout import select
 
 if TYPE_CHECKING:
     from verifiers.trainers.proof import Layouts
 
 logger = logging.getLogger("verifiers.trainers")
 
-CHUNK_LOGITS = 1 << 28  # float32 logits alive at once: 1 GiB
 LOGIT_SIZES = (1.0, 60.0)  # the largest logits for which a head is proven
-NARROWED_COPIES = 4  # that a biased or truncated distribution takes: its probabilities, the likeliest, what is left
-FREE_LOGITS = 1 << 24  # so few (64 MiB) are kept for the backward pass; more are computed again there
 
 
 class TokenScorer:
@@ -47,7 +42,6 @@ class TokenScorer:
         self._body: Any = getattr(self._base, getattr(self._base, "base_model_prefix", ""), None)
         self._head: Any = self._base.get_output_embeddings()
         self._is_split = self._body is not None and self._head is not None and self._head_is_plain()
-        self.recomputes = False  # whether the way back of the last logprobs runs the head again
 
     @cached_property
     def _decoder(self) -> DecoderTraining:
@@ -90,61 +84,57 @@ class TokenScorer:
 
     def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
         """The logprob of each of the batch's trained tokens, under what it was drawn from, or at this temperature."""
+        return self.score(batch, temperature).logprob_N
+
+    def score(self, batch: MicroBatch, temperature: float | None = None, *, with_entropy: bool = False) -> Scored:
+        """The same, and the entropies of what the tokens were drawn from."""
         out = self.outputs(batch)
         kinds = batch.distributions if temperature is None else (Distribution(temperature=temperature),)
-        self.recomputes = False
         if len(kinds) == 1 or batch.drawn_from_N is None:
-            return self._scored(out, batch.target_N, kinds[0])
+            return self._score(out, batch.target_N, kinds[0], with_entropy)
         places = [(batch.drawn_from_N == i).nonzero()[:, 0] for i in range(len(kinds))]
-        parts = [self._scored(out[at], batch.target_N[at], kind) for at, kind in zip(places, kinds, strict=True)]
-        return torch.empty_like(torch.cat(parts)).index_copy(0, torch.cat(places), torch.cat(parts))
+        parts = [
+            self._score(out[at], batch.target_N[at], kind, with_entropy) for at, kind in zip(places, kinds, strict=True)
+        ]
+        order = torch.cat(places)
+        return Scored(
+            _in_order([one.logprob_N for one in parts], order),
+            _in_order([one.entropy_N for one in parts], order) if with_entropy else None,
+            recomputes=any(one.recomputes for one in parts),
+        )
 
-    def _scored(self, out: Tensor, target_N: Tensor, drawn_from: Distribution) -> Tensor:
+    def _score(self, out: Tensor, target_N: Tensor, drawn_from: Distribution, with_entropy: bool) -> Scored:
         if not self._is_split:
-            return drawn_logprobs(out, target_N, drawn_from)
+            return score_logits(out, target_N, drawn_from, with_entropy=with_entropy)
         head, is_ours = (
             self._head,
             _is_ours(out) and is_plain_linear(self._head) and self._head.weight.dtype == out.dtype,
         )
-        if is_ours and drawn_from.is_tempered:  # its way back needs the weights alone
-            return head_logprobs.picked(out, head.weight, head.bias, target_N, drawn_from.temperature)
-        return self._in_chunks(out, target_N, drawn_from)
+        if is_ours and drawn_from.is_tempered and not with_entropy:  # its backward pass needs the weights alone
+            return Scored(fused_logprobs(out, head.weight, head.bias, target_N, drawn_from.temperature))
+        return chunked_logprobs(head, out, target_N, drawn_from, with_entropy=with_entropy)
 
-    def outputs(self, batch: MicroBatch, *, leanly: bool | None = None, row: Row | None = None) -> Tensor:
+    def outputs(self, batch: MicroBatch, *, fused: bool | None = None, row: Row | None = None) -> Tensor:
         """What the model makes of the places that predict trained tokens: hidden states, or logits if it must be."""
         packing = batch.packing
-        leanly = self.layouts.leanly if leanly is None else leanly
+        fused = self.layouts.fused if fused is None else fused
         if packing is not None and row is None:
-            row = Row(packing, self.layouts.in_runs)
+            row = Row(packing, self.layouts.varlen)
         more = {} if packing is None else {"position_ids": packing.position_T[None]}
-        with self._learning(batch.ids_BT, row, leanly):
+        with self._learning(batch.ids_BT, row, fused):
             if self._is_split:
                 out = self._body(input_ids=batch.ids_BT, use_cache=False, **more).last_hidden_state
             else:
                 out = self.model(input_ids=batch.ids_BT, use_cache=False, **more).logits
-        return chosen(out.flatten(0, 1), batch.place_N)
+        return select(out.flatten(0, 1), batch.place_N)
 
-    def _learning(self, ids_BT: Tensor, row: Row | None, leanly: bool) -> AbstractContextManager[None]:
-        return self._decoder.learning(row, leanly=leanly and _is_ours(ids_BT))
+    def _learning(self, ids_BT: Tensor, row: Row | None, fused: bool) -> AbstractContextManager[None]:
+        return self._decoder.learning(row, fused=fused and _is_ours(ids_BT))
 
-    def _in_chunks(self, hidden_ND: Tensor, target_N: Tensor, drawn_from: Distribution) -> Tensor:
-        n, vocabulary = len(hidden_ND), self._head.weight.shape[0]
-        copies = 1 if drawn_from.is_tempered else NARROWED_COPIES
-        if n * vocabulary * copies <= FREE_LOGITS:
-            return drawn_logprobs(self._head(hidden_ND), target_N, drawn_from)
-        self.recomputes = True
-        step = max(1, CHUNK_LOGITS // (vocabulary * copies))
-        parts = [self._chunk(hidden_ND[i : i + step], target_N[i : i + step], drawn_from) for i in range(0, n, step)]
-        return torch.cat(parts)
 
-    def _chunk(self, hidden_ND: Tensor, target_N: Tensor, drawn_from: Distribution) -> Tensor:
-        def run(hidden_ND: Tensor, target_N: Tensor) -> Tensor:
-            return drawn_logprobs(self._head(hidden_ND), target_N, drawn_from)
-
-        if not torch.is_grad_enabled():
-            return run(hidden_ND, target_N)
-        result: Tensor = checkpoint(run, hidden_ND, target_N, use_reentrant=False)
-        return result
+def _in_order(parts: list[Any], order: Tensor) -> Tensor:
+    whole = torch.cat(parts)
+    return torch.empty_like(whole).index_copy(0, order, whole)
 
 
 def _same(whole: Tensor, split: Tensor) -> bool:
@@ -153,7 +143,7 @@ def _same(whole: Tensor, split: Tensor) -> bool:
 
 
 def _is_ours(x: Tensor) -> bool:
-    """A device that our functions know, and nobody who rounds in between (autocast)."""
+    """Whether our kernels cover its device and dtype, and autocast does not round in between."""
     kind = x.device.type
     if kind not in ("cpu", "cuda") or torch.is_autocast_enabled(kind):
         return False

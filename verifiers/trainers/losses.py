@@ -1,29 +1,54 @@
-"""Logprobs of sampled tokens become a loss: the objectives of group-relative methods, as they are written down.
+"""Logprobs of sampled tokens become a loss: the objectives of group-relative methods, each defined once, in `METHODS`.
 
-Everything here is over the trained tokens of a batch laid end to end (axis T): what the environment said is not among
-them. ``sequence_T`` says which sequence (axis S) each token is of.
+A loss is a function of tensors over the trained tokens of a micro-batch laid end to end (axis T; what the environment
+said is not among them). It asks for them by the names in `INPUTS` and returns the loss of each token, or that and which
+tokens it clipped. `GRPOTrainer(loss=...)` takes one of your own. Reading this module needs no torch: a configuration
+does, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
+from verifiers.trainers.functions import Named, name_of
 
-from verifiers.trainers.choices import LossType
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INPUTS = {
+    "logprobs": "of the policy that learns; gradients flow through these and the entropies alone",
+    "old_logprobs": "of the policy that sampled",
+    "advantages": "how much better than expected",
+    "sequences": "which sequence each token is of: 0, 0, 0, 1, 1, …",
+    "ref_logprobs": "of the reference model; None without kl_coef",
+    "entropies": "of what each token was drawn from, in nats",
+    "objective": "the settings: epsilon, epsilon_high, delta, importance_cap, …",
+}
+
+Level = Literal["token", "sequence"]
+MeanOver = Literal["sequences", "tokens", "max_new_tokens"]
+Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+CORRECTIONS: tuple[str, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
     """Which loss, how far the policy may move in one update, and what a move away from the reference costs."""
 
-    kind: LossType = "dr_grpo"
+    kind: str = "dr_grpo"
+    level: Level | None = None  # of the ratio; None: the method's own
     epsilon: float = 0.2
     epsilon_high: float = 0.2
     delta: float | None = None
     importance_cap: float | None = None
     kl_coef: float = 0.0
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    correction: str | None = None  # of the trainer/sampler ratio, one of CORRECTIONS
+    correction_min: float | None = None
+    correction_max: float | None = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,57 +61,197 @@ class TokenLosses:
     kl_T: Tensor | None
 
 
-def token_losses(
-    objective: Objective,
-    *,
-    new_T: Tensor,
-    old_T: Tensor,
-    advantage_T: Tensor,
-    sequence_T: Tensor,
-    reference_T: Tensor | None = None,
-) -> TokenLosses:
-    """The loss of each token before it is weighed; gradients flow through ``new_T`` alone."""
-    log_ratio_T = new_T - old_T
-    if objective.kind == "gspo":
-        log_ratio_T = _sequence_mean(log_ratio_T, sequence_T)
-    ratio_T = log_ratio_T.exp()
+# --- what a method makes of a token -------------------------------------------------------------------------------
+
+
+def clipped(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Tensor, objective: Objective
+) -> tuple[Tensor, Tensor]:
+    """PPO's: −min(r A, clip(r) A), where ``delta`` bounds r and ``importance_cap`` what a token counts."""
+    ratio_T = ratios(logprobs, old_logprobs, sequences, objective)
     low, high = 1.0 - objective.epsilon, 1.0 + objective.epsilon_high
-    if objective.kind == "cispo":
-        most = high if objective.importance_cap is None else min(high, objective.importance_cap)
-        is_clipped_T = ratio_T > most
-        loss_T = -ratio_T.detach().clamp(max=most) * advantage_T * new_T
-    else:
-        bounded_T = ratio_T if objective.delta is None else ratio_T.clamp(max=objective.delta)
-        clipped_T = ratio_T.clamp(low, high)
-        is_clipped_T = ((ratio_T < low) & (advantage_T < 0)) | ((ratio_T > high) & (advantage_T > 0))
-        loss_T = -torch.minimum(bounded_T * advantage_T, clipped_T * advantage_T)
-        if objective.importance_cap is not None:
-            counts_T = torch.where(bounded_T * advantage_T < clipped_T * advantage_T, bounded_T, clipped_T)
-            loss_T = loss_T * truncation(counts_T, objective.importance_cap)
-    kl_T = None
-    if reference_T is not None:
-        kl_T = k3(new_T, reference_T)
-        loss_T = loss_T + objective.kl_coef * kl_T
-    return TokenLosses(
-        loss_T=loss_T,
-        ratio_T=ratio_T.detach(),
-        is_clipped_T=is_clipped_T.detach(),
-        kl_T=None if kl_T is None else kl_T.detach(),
-    )
+    bounded_T = ratio_T if objective.delta is None else ratio_T.clamp(max=objective.delta)
+    clipped_T = ratio_T.clamp(low, high)
+    is_clipped_T = ((ratio_T < low) & (advantages < 0)) | ((ratio_T > high) & (advantages > 0))
+    loss_T = -(bounded_T * advantages).minimum(clipped_T * advantages)
+    if objective.importance_cap is not None:
+        counts_T = bounded_T.where(bounded_T * advantages < clipped_T * advantages, clipped_T)
+        loss_T = loss_T * truncation(counts_T, objective.importance_cap)
+    return loss_T, is_clipped_T
+
+
+def cispo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Tensor, objective: Objective
+) -> tuple[Tensor, Tensor]:
+    """−min(r, 1 + ε_high) A log p, the ratio without a gradient: no token is left out, however far it has moved."""
+    ratio_T = ratios(logprobs, old_logprobs, sequences, objective)
+    most = 1.0 + objective.epsilon_high
+    most = most if objective.importance_cap is None else min(most, objective.importance_cap)
+    return -ratio_T.detach().clamp(max=most) * advantages * logprobs, ratio_T > most
+
+
+def sapo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Tensor, objective: Objective
+) -> tuple[Tensor, Tensor]:
+    """−σ(τ (r − 1)) 4/τ A: a soft gate in the place of the clip, of temperature τ for each sign of the advantage."""
+    ratio_T = ratios(logprobs, old_logprobs, sequences, objective)
+    is_good_T = (advantages > 0).to(ratio_T.dtype)
+    tau_T = objective.sapo_temperature_pos * is_good_T + objective.sapo_temperature_neg * (1.0 - is_good_T)
+    gate_T = (tau_T * (ratio_T - 1.0)).sigmoid() * 4.0 / tau_T
+    loss_T = -gate_T * advantages
+    if objective.importance_cap is not None:
+        loss_T = loss_T * truncation(gate_T, objective.importance_cap)
+    return loss_T, ratio_T != ratio_T  # nothing is clipped
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    """What a name of ``loss_type`` stands for.
+
+    ``clip`` is how far below and above 1 the ratio may be (None: as far above as below). ``bounds_itself``: it gets no
+    ``importance_cap`` unless one was set.
+    """
+
+    loss: Callable[..., Any] = clipped
+    mean_over: MeanOver
+    advantage: str = "grpo"
+    level: Level = "token"
+    clip: tuple[float, float | None] = (0.2, None)
+    bounds_itself: bool = False
+
+
+METHODS: dict[str, Method] = {
+    "grpo": Method(mean_over="sequences"),
+    "dr_grpo": Method(mean_over="max_new_tokens", advantage="dr_grpo"),
+    "dapo": Method(mean_over="tokens", clip=(0.2, 0.28)),
+    "bnpo": Method(mean_over="tokens"),
+    "gspo": Method(mean_over="sequences", level="sequence", clip=(3e-4, 4e-4)),
+    "cispo": Method(loss=cispo, mean_over="tokens", clip=(0.2, 5.0), bounds_itself=True),
+    "sapo": Method(loss=sapo, mean_over="sequences", bounds_itself=True),
+}
+
+
+# --- a micro-batch ------------------------------------------------------------------------------------------------
+
+
+class Loss:
+    """A loss function with its settings: token tensors → the loss of each token, checked."""
+
+    def __init__(self, objective: Objective, function: Callable[..., Any] | None = None) -> None:
+        self.objective = objective
+        self.is_own = function is not None
+        function = METHODS[objective.kind].loss if function is None else function
+        self.name = name_of(function)
+        self._call = Named(function, INPUTS, what="loss")
+
+    @property
+    def needs_entropies(self) -> bool:
+        return "entropies" in self._call.wanted
+
+    def __call__(
+        self,
+        *,
+        new_T: Tensor,
+        old_T: Tensor,
+        advantage_T: Tensor,
+        sequence_T: Tensor,
+        reference_T: Tensor | None = None,
+        entropy_T: Tensor | None = None,
+        factor_T: Tensor | None = None,
+    ) -> TokenLosses:
+        """The loss of each token before it is averaged; ``factor_T`` (no gradient) is what the policy's part counts."""
+        found = self._call(
+            logprobs=new_T,
+            old_logprobs=old_T,
+            advantages=advantage_T,
+            sequences=sequence_T,
+            ref_logprobs=reference_T,
+            entropies=entropy_T,
+            objective=self.objective,
+        )
+        loss_T, is_clipped_T = self._checked(found, new_T)
+        if factor_T is not None:
+            loss_T = loss_T * factor_T
+        kl_T = None
+        if reference_T is not None:
+            kl_T = k3(new_T, reference_T)
+            loss_T = loss_T + self.objective.kl_coef * kl_T
+        return TokenLosses(
+            loss_T=loss_T,
+            ratio_T=ratios(new_T, old_T, sequence_T, self.objective).detach(),
+            is_clipped_T=is_clipped_T.detach(),
+            kl_T=None if kl_T is None else kl_T.detach(),
+        )
+
+    def _checked(self, found: Any, new_T: Tensor) -> tuple[Tensor, Tensor]:
+        loss_T, is_clipped_T = found if isinstance(found, tuple) and len(found) == 2 else (found, new_T != new_T)
+        if not self.is_own:
+            return loss_T, is_clipped_T
+        for one in (loss_T, is_clipped_T):
+            if getattr(one, "shape", None) != new_T.shape:
+                shape = getattr(one, "shape", None)
+                said = f"a {type(one).__name__}" if shape is None else f"a tensor of shape {tuple(shape)}"
+                raise ValueError(
+                    f"loss {self.name!r} gave {said} for {len(new_T)} tokens: it gives the loss of each token, shape "
+                    f"({len(new_T)},), and they are averaged as loss_type={self.objective.kind!r} says"
+                )
+        if not bool(loss_T.isfinite().all()):
+            place = int((~loss_T.isfinite()).nonzero()[0])
+            value, logprob = float(loss_T[place].detach()), float(new_T[place].detach())
+            raise ValueError(
+                f"loss {self.name!r} gave {value} for a token with logprob {logprob:.4g}: a loss is a finite number"
+            )
+        if new_T.requires_grad and not loss_T.requires_grad:
+            raise ValueError(f"loss {self.name!r} has no gradient: compute it from logprobs, without detach or .item()")
+        return loss_T, is_clipped_T
+
+
+def ratios(logprobs: Tensor, old_logprobs: Tensor, sequences: Tensor, objective: Objective) -> Tensor:
+    """New over old policy, of each token; at level "sequence" its geometric mean over the token's sequence."""
+    log_ratio_T = logprobs - old_logprobs
+    level = objective.level or METHODS[objective.kind].level
+    return (sequence_mean(log_ratio_T, sequences) if level == "sequence" else log_ratio_T).exp()
 
 
 def truncation(ratio_T: Tensor, cap: float) -> Tensor:
     """The factor that keeps a token's importance at most ``cap``, whatever its advantage; it has no gradient.
 
+    >>> import torch
     >>> truncation(torch.tensor([0.5, 2.0, 8.0]), 2.0)
     tensor([1.0000, 1.0000, 0.2500])
     """
     return (cap / ratio_T.detach()).clamp(max=1.0)
 
 
+def sampler_correction(objective: Objective, log_ratio_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """What each token counts because its sampler was not quite the policy that learns; ``log_ratio_T`` is between them.
+
+    Ratios (of a token, or the product over its sequence) outside the bounds are put on them, or count nothing. A token
+    whose sampler gave no logprob (NaN) has a ratio of 1.
+
+    >>> import torch
+    >>> log_ratio_T, sequence_T = torch.tensor([0.5, 4.0, 2.0]).log(), torch.tensor([0, 0, 1])
+    >>> sampler_correction(Objective(correction="token_truncate"), log_ratio_T, sequence_T)
+    tensor([0.5000, 3.0000, 2.0000])
+    >>> sampler_correction(Objective(correction="sequence_mask", correction_min=2.5), log_ratio_T, sequence_T)
+    tensor([0., 0., 0.])
+    """
+    level, _, how = str(objective.correction).partition("_")
+    log_ratio_T = log_ratio_T.detach().nan_to_num(nan=0.0)
+    if level == "sequence":
+        log_ratio_T = _sequence_sums(log_ratio_T, sequence_T)[sequence_T]
+    ratio_T = log_ratio_T.exp()
+    low, high = objective.correction_min, objective.correction_max
+    if how == "truncate":
+        return ratio_T.clamp(min=low, max=high) if low is not None or high is not None else ratio_T
+    is_outside_T = (ratio_T < (0.0 if low is None else low)) | (ratio_T > (float("inf") if high is None else high))
+    return ratio_T.masked_fill(is_outside_T, 0.0)
+
+
 def k3(new_T: Tensor, reference_T: Tensor) -> Tensor:
     """An estimate of the divergence from the reference, token by token, that is never negative.
 
+    >>> import torch
     >>> k3(torch.tensor([-1.0]), torch.tensor([-1.0]))
     tensor([0.])
     """
@@ -94,24 +259,26 @@ def k3(new_T: Tensor, reference_T: Tensor) -> Tensor:
     return gap_T.exp() - gap_T - 1.0
 
 
-def _sequence_mean(values_T: Tensor, sequence_T: Tensor) -> Tensor:
+def sequence_mean(values_T: Tensor, sequence_T: Tensor) -> Tensor:
     """Each token gets the mean of its sequence."""
-    n = int(sequence_T.max()) + 1 if len(sequence_T) else 0
-    sums_S = values_T.new_zeros(n).index_add(0, sequence_T, values_T)
-    counts_S = values_T.new_zeros(n).index_add(0, sequence_T, torch.ones_like(values_T))
+    sums_S = _sequence_sums(values_T, sequence_T)
+    counts_S = _sequence_sums(values_T.detach().new_ones(len(values_T)), sequence_T)
     return (sums_S / counts_S)[sequence_T]
 
 
-def token_weights(
-    kind: LossType, lengths_S: Tensor, max_new_tokens: int, totals: tuple[int, int] | None = None
-) -> Tensor:
+def _sequence_sums(values_T: Tensor, sequence_T: Tensor) -> Tensor:
+    n = int(sequence_T.max()) + 1 if len(sequence_T) else 0
+    return values_T.new_zeros(n).index_add(0, sequence_T, values_T)
+
+
+def token_weights(kind: str, lengths_S: Tensor, max_new_tokens: int, totals: tuple[int, int] | None = None) -> Tensor:
     """What a token of each sequence counts, so that the sum over a batch is the method's mean.
 
     ``totals`` are the sequences and tokens of a batch of which these are a part: that of this process, of several.
+    "sequences" count the same; or "tokens" of the batch do; or tokens do, as if all replies were of "max_new_tokens":
+    a batch of short replies does not count more for it.
 
-    ``grpo`` and ``gspo``: sequences count the same; ``dr_grpo``: tokens count the same, and a batch of short replies
-    does not count more for it; the others: the mean over the batch's tokens.
-
+    >>> import torch
     >>> token_weights("grpo", torch.tensor([1, 4]), 8)
     tensor([0.5000, 0.1250])
     >>> token_weights("dr_grpo", torch.tensor([1, 4]), 8)
@@ -119,11 +286,11 @@ def token_weights(
     >>> token_weights("dapo", torch.tensor([1, 4]), 8)
     tensor([0.2000, 0.2000])
     """
-    lengths_S = lengths_S.float()
-    n, tokens = (len(lengths_S), lengths_S.sum()) if totals is None else (totals[0], torch.tensor(float(totals[1])))
+    lengths_S, mean_over = lengths_S.float(), METHODS[kind].mean_over
+    n, tokens = (len(lengths_S), lengths_S.sum()) if totals is None else (totals[0], lengths_S.new_tensor(totals[1]))
     n = max(n, 1)
-    if kind in ("grpo", "gspo"):
+    if mean_over == "sequences":
         return 1.0 / (n * lengths_S.clamp(min=1.0))
-    if kind == "dr_grpo":
-        return torch.full_like(lengths_S, 1.0 / (n * max_new_tokens))
-    return torch.full_like(lengths_S, 1.0) / tokens.clamp(min=1.0)
+    if mean_over == "max_new_tokens":
+        return lengths_S.new_full(lengths_S.shape, 1.0 / (n * max_new_tokens))
+    return lengths_S.new_ones(lengths_S.shape) / tokens.clamp(min=1.0)

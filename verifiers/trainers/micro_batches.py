@@ -1,8 +1,8 @@
 """Samples become micro-batches of tokens, of about the same size each and small enough for one forward pass.
 
-Two layouts: sequences side by side in a rectangle, padded on the right; or packed, where no token is computed twice and
-none is padding (`verifiers.trainers.packing`). In both, what comes after a sequence's last place that predicts a
-trained token is left out, because nothing depends on it.
+Two layouts: a rectangle of sequences, padded on the right; or packed, where a shared prefix is computed once and there
+is no padding (`verifiers.trainers.packing`). In both, positions after the last one that predicts a trained token are
+cut off: no loss depends on them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from verifiers.samples import Sample
 from verifiers.trainers.packing import Packing
 from verifiers.trainers.sampling import PLAIN, Distribution
 from verifiers.trainers.token_columns import Columns
-from verifiers.trainers.token_moves import ranges
+from verifiers.trainers.token_layout import ranges
 
-WORTH_PACKING = 15 / 16  # of a rectangle's tokens: packed in more, the detours of attention take what is won
+WORTH_PACKING = 15 / 16  # of the padded tokens: with less to save, copying keys costs more than is saved
 ANY_LENGTH = 1 << 62
-KEY_SHARE = 16  # a key that is copied for a member of a group takes a token's memory, divided by about this
+KEY_SHARE = 16  # the activations of a token take about as much memory as so many copied keys and values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,17 +32,23 @@ class Trained:
     """One sample to train on: its tokens, what was sampled where, and how good that was."""
 
     sample: Sample
-    advantage: float
+    advantage: float | Sequence[float]  # of all tokens, or of each token of the completion
     weight: float = 1.0
-    drawn_from: tuple[tuple[int, Distribution], ...] = ()  # by stretches of the completion; the model's own if empty
+    drawn_from: tuple[
+        tuple[int, Distribution], ...
+    ] = ()  # (tokens, distribution) of each part of the completion; empty: the model's own
+
+    @property
+    def has_advantage(self) -> bool:
+        return bool(self.advantage) if isinstance(self.advantage, (int, float)) else any(self.advantage)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Sequences side by side (ids_BT), or packed in one row; and their trained tokens end to end (axis N).
+    """Sequences in a padded rectangle (ids_BT), or packed in one row; and their trained tokens end to end (axis N).
 
-    ``place_N`` is where the model predicts each of them, in ids laid flat; ``sequence_N`` the sequence it is of;
-    ``drawn_from_N`` which of the ``distributions`` it was drawn from (None: there is but one).
+    ``place_N`` is the position that predicts each of them, in flattened ``ids_BT``; ``sequence_N`` the sequence it is
+    of; ``drawn_from_N`` which of the ``distributions`` it was drawn from (None: there is one only).
     """
 
     ids_BT: Tensor
@@ -64,22 +70,22 @@ class MicroBatch:
             tensors["position_T"] = self.packing.position_T
         if self.drawn_from_N is not None:
             tensors["drawn_from_N"] = self.drawn_from_N
-        there = moved(tensors, device)
-        packing = None if self.packing is None else self.packing.at(there.pop("position_T"))
-        return MicroBatch(**there, members=self.members, packing=packing, distributions=self.distributions)
+        on_device = moved(tensors, device)
+        packing = None if self.packing is None else self.packing.at(on_device.pop("position_T"))
+        return MicroBatch(**on_device, members=self.members, packing=packing, distributions=self.distributions)
 
 
 def moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Tensors on a device: those of one type travel to a card as one, and nobody waits for them."""
+    """Tensors on a device. To a card, those of one dtype are copied in one transfer, which does not block."""
     if device.type != "cuda":
         return {name: one.to(device) for name, one in tensors.items()}
-    there: dict[str, Tensor] = {}
+    on_device: dict[str, Tensor] = {}
     for dtype in {one.dtype for one in tensors.values()}:
         mine = {name: one for name, one in tensors.items() if one.dtype == dtype}
         packed = torch.cat([one.reshape(-1) for one in mine.values()]).pin_memory().to(device, non_blocking=True)
         parts = packed.split([one.numel() for one in mine.values()])
-        there |= {name: part.view(one.shape) for (name, one), part in zip(mine.items(), parts, strict=True)}
-    return {name: there[name] for name in tensors}
+        on_device |= {name: part.view(one.shape) for (name, one), part in zip(mine.items(), parts, strict=True)}
+    return {name: on_device[name] for name in tensors}
 
 
 def micro_batches(
@@ -99,17 +105,17 @@ def micro_batches(
     that counts.
     """
     columns = Columns.of(split_at(sequences, rope_bounds))
-    if not len(columns.row_S):
+    if not len(columns.index_S):
         return
     rectangles = _rectangles(columns, longest_batched)
-    cuts = balanced(len(columns.row_S), rectangles.end, max_tokens)
+    cuts = balanced(len(columns.index_S), rectangles.end, max_tokens)
     plan, make = rectangles, partial(_rectangle, columns, pad_id=pad_id)
     if int(columns.length_S.max()) <= longest_packed:
-        tokens = int(columns.tail_S.sum() + columns.head_H.sum())
+        tokens = int(columns.suffix_S.sum() + columns.prefix_P.sum())
         widest = [int(columns.length_S[rectangles.order[i]]) * (j - i) for i, j in cuts]
         if tokens <= WORTH_PACKING * sum(widest):
             plan, make = _packs(columns), partial(_packed, columns)
-            cuts = balanced(len(columns.row_S), plan.end, max_tokens)
+            cuts = balanced(len(columns.index_S), plan.end, max_tokens)
     for i, j in cuts:
         yield make(plan.order[i:j])
 
@@ -130,7 +136,8 @@ def split_at(sequences: Sequence[Trained], rope_bounds: Sequence[int]) -> list[T
             before = {
                 name: getattr(sample, name)[:n] for name in ("completion_ids", "completion_mask", "completion_logprobs")
             }
-            split.append(replace(one, sample=replace(sample, **before)))
+            early = one.advantage if isinstance(one.advantage, (int, float)) else one.advantage[:n]
+            split.append(replace(one, sample=replace(sample, **before), advantage=early))
             split.append(replace(one, sample=replace(sample, completion_mask=[0] * n + sample.completion_mask[n:])))
         parts = split
     return parts
@@ -189,18 +196,19 @@ def _rectangles(columns: Columns, longest_batched: int) -> _Plan:
 
 
 def _packs(columns: Columns) -> _Plan:
-    """Sequences with the same head stay together; one that is cut in two has its head in both."""
-    heads_S = columns.of_head_S
-    longest_H = np.zeros(len(columns.head_H), np.int64)
-    np.maximum.at(longest_H, heads_S, columns.length_S)
-    order = np.lexsort((-columns.tail_S, heads_S, -longest_H[heads_S]))
-    heads = heads_S[order]
-    head_costs = columns.head_H[heads]
-    is_first = np.r_[True, heads[1:] != heads[:-1]]
-    costs = np.r_[0, np.cumsum(columns.tail_S[order] + head_costs // KEY_SHARE + np.where(is_first, head_costs, 0))]
+    """Sequences with the same prefix stay together; one that is cut in two has its prefix in both."""
+    prefix_of_S = columns.prefix_of_S
+    longest_P = np.zeros(len(columns.prefix_P), np.int64)
+    np.maximum.at(longest_P, prefix_of_S, columns.length_S)
+    order = np.lexsort((-columns.suffix_S, prefix_of_S, -longest_P[prefix_of_S]))
+    prefixes = prefix_of_S[order]
+    prefix_costs = columns.prefix_P[prefixes]
+    is_first = np.r_[True, prefixes[1:] != prefixes[:-1]]
+    shared = prefix_costs // KEY_SHARE + np.where(is_first, prefix_costs, 0)
+    costs = np.r_[0, np.cumsum(columns.suffix_S[order] + shared)]
 
     def end(i: int, cost: int) -> int:
-        own = cost - (0 if is_first[i] else int(head_costs[i]))
+        own = cost - (0 if is_first[i] else int(prefix_costs[i]))
         return int(np.searchsorted(costs, costs[i] + own, "right")) - 1
 
     return _Plan(order, end)
@@ -210,52 +218,52 @@ def _packs(columns: Columns) -> _Plan:
 
 
 def _rectangle(columns: Columns, members: Any, pad_id: int) -> MicroBatch:
-    tails, heads = columns.tail_S[members], columns.of_head_S[members]
-    lengths = columns.head_H[heads]
-    rows, width = np.arange(len(members)), int((lengths + tails).max())
+    suffixes, prefixes = columns.suffix_S[members], columns.prefix_of_S[members]
+    lengths = columns.prefix_P[prefixes]
+    rows, width = np.arange(len(members)), int((lengths + suffixes).max())
     ids_BT = np.full((len(members), width), pad_id, np.int64)
-    ids_BT[np.repeat(rows, lengths), ranges(0 * lengths, lengths)] = columns.head_ids[
-        ranges(columns.head_start_H[heads], lengths)
+    ids_BT[np.repeat(rows, lengths), ranges(0 * lengths, lengths)] = columns.prefix_ids[
+        ranges(columns.prefix_start_P[prefixes], lengths)
     ]
-    places = np.repeat(rows, tails) * width + ranges(lengths, tails)
-    ids_BT.reshape(-1)[places] = columns.ids[ranges(columns.start_S[members], tails)]
+    places = np.repeat(rows, suffixes) * width + ranges(lengths, suffixes)
+    ids_BT.reshape(-1)[places] = columns.ids[ranges(columns.start_S[members], suffixes)]
     return _micro_batch(columns, members, ids_BT, places)
 
 
 def _packed(columns: Columns, members: Any) -> MicroBatch:
-    """Heads first, each once, then tails."""
-    tails = columns.tail_S[members]
-    heads, of_head_B = np.unique(columns.of_head_S[members], return_inverse=True)
-    lengths = columns.head_H[heads]
-    head_ids = columns.head_ids[ranges(columns.head_start_H[heads], lengths)]
-    ids = np.concatenate((head_ids, columns.ids[ranges(columns.start_S[members], tails)]))
-    positions = np.concatenate((ranges(0 * lengths, lengths), ranges(lengths[of_head_B], tails)))
+    """Prefixes first, each once, then suffixes."""
+    suffixes = columns.suffix_S[members]
+    prefixes, prefix_of_B = np.unique(columns.prefix_of_S[members], return_inverse=True)
+    lengths = columns.prefix_P[prefixes]
+    prefix_ids = columns.prefix_ids[ranges(columns.prefix_start_P[prefixes], lengths)]
+    ids = np.concatenate((prefix_ids, columns.ids[ranges(columns.start_S[members], suffixes)]))
+    positions = np.concatenate((ranges(0 * lengths, lengths), ranges(lengths[prefix_of_B], suffixes)))
     packing = Packing(
-        head_G=tuple(lengths.tolist()),
-        tail_B=tuple(tails.tolist()),
-        of_head_B=tuple(of_head_B.tolist()),
+        prefix_G=tuple(lengths.tolist()),
+        suffix_B=tuple(suffixes.tolist()),
+        prefix_of_B=tuple(prefix_of_B.tolist()),
         position_T=torch.from_numpy(positions),
     )
-    return _micro_batch(columns, members, ids[None], np.arange(len(head_ids), len(ids)), packing)
+    return _micro_batch(columns, members, ids[None], np.arange(len(prefix_ids), len(ids)), packing)
 
 
 def _micro_batch(
     columns: Columns, members: Any, ids_BT: Any, places: Any, packing: Packing | None = None
 ) -> MicroBatch:
-    """``places`` are those of the tails of the members, in ids laid flat."""
-    tails = columns.tail_S[members]
-    at = ranges(columns.start_S[members], tails)
+    """``places`` are those of the suffixes of the members, in ids laid flat."""
+    suffixes = columns.suffix_S[members]
+    at = ranges(columns.start_S[members], suffixes)
     chosen = np.flatnonzero(columns.is_trained[at])
-    at, sequence_N = at[chosen], np.repeat(np.arange(len(members)), tails)[chosen]
+    at, sequence_N = at[chosen], np.repeat(np.arange(len(members)), suffixes)[chosen]
     return MicroBatch(
         ids_BT=torch.from_numpy(ids_BT),
         place_N=torch.from_numpy(places[chosen]),
         target_N=torch.from_numpy(columns.target[at]),
         sequence_N=torch.from_numpy(sequence_N),
         old_N=torch.from_numpy(columns.old[at]),
-        advantage_N=torch.from_numpy(columns.advantage_S[members][sequence_N]),
+        advantage_N=torch.from_numpy(columns.advantage[at]),
         weight_N=torch.from_numpy(columns.weight_S[members][sequence_N]),
-        members=tuple(columns.row_S[members].tolist()),
+        members=tuple(columns.index_S[members].tolist()),
         packing=packing,
         distributions=columns.distributions,
         drawn_from_N=None if columns.drawn_from is None else torch.from_numpy(columns.drawn_from[at]),

@@ -1,9 +1,10 @@
-"""Sequences that begin alike become one row of tokens: what they share is computed once, and nothing is padding.
+"""Sequences that begin alike become one packed row of tokens: a prefix they share is computed once, nothing is padding.
 
-A sequence is a **head**, all but the last token of its prompt, and a **tail**, all that predicts something that is
-trained on. A row has each distinct head once, then every tail. Tokens meet in attention alone: there, a head attends to
-itself, and a tail to its head and to itself, by a function that is registered with transformers under a name of its
-own. So any decoder that asks that registry for its attention can be run this way, its forward being its own.
+A sequence is a **prefix**, all but the last token of its prompt, and a **suffix**, up to the last position that
+predicts a trained token. A packed row has each distinct prefix once, then every suffix. Only attention looks across
+positions: a prefix attends to itself, a suffix to its prefix and to itself, by a function that is registered with
+transformers under `NAME`. So any decoder that takes its attention from that registry can be run this way, by its own
+forward.
 """
 
 from __future__ import annotations
@@ -25,19 +26,22 @@ from verifiers.kernels.autograd import attended
 from verifiers.kernels.cpu import learning as cpu
 from verifiers.kernels.cpu.learning import Segments
 from verifiers.kernels.devices import to_device
-from verifiers.trainers.token_moves import Keys, Padded
+from verifiers.trainers.token_layout import PaddedLayout, SuffixKeys
 
-NAME = "verifiers_shared_prompts"
-WIDEST = 256  # heads that fused attention takes
+NAME = "verifiers_packed"
+LARGEST_HEAD_DIM = 256  # of an attention head, in fused kernels
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-    """Where the tokens of a row are: the lengths of heads (G) and tails (B), and which head each tail has."""
+    """How a packed row is divided: the lengths of its prefixes (G) and suffixes (B), and the prefix of each suffix.
 
-    head_G: tuple[int, ...]
-    tail_B: tuple[int, ...]
-    of_head_B: tuple[int, ...]
+    ``position_T`` is the position of each token in its own sequence.
+    """
+
+    prefix_G: tuple[int, ...]
+    suffix_B: tuple[int, ...]
+    prefix_of_B: tuple[int, ...]
     position_T: Tensor
 
     def at(self, position_T: Tensor) -> Packing:
@@ -45,68 +49,74 @@ class Packing:
         return replace(self, position_T=position_T)
 
     @property
-    def tokens_in_heads(self) -> int:
-        return sum(self.head_G)
+    def prefix_tokens(self) -> int:
+        """Tokens of all prefixes: where the suffixes begin."""
+        return sum(self.prefix_G)
 
     @cached_property
     def longest(self) -> int:
-        return max(self.head_G[g] + tail for g, tail in zip(self.of_head_B, self.tail_B, strict=True))
+        """The length of the longest sequence."""
+        return max(self.prefix_G[g] + suffix for g, suffix in zip(self.prefix_of_B, self.suffix_B, strict=True))
 
     @cached_property
-    def runs(self) -> _Runs:
-        return _Runs(self, has_heads=True)
+    def segments(self) -> _VarlenAttention:
+        return _VarlenAttention(self, with_prefixes=True)
 
     @cached_property
-    def tail_runs(self) -> _Runs:
-        return _Runs(self, has_heads=False)
+    def suffix_segments(self) -> _VarlenAttention:
+        return _VarlenAttention(self, with_prefixes=False)
 
     @cached_property
-    def compiled_runs(self) -> tuple[Segments, Segments]:
-        """All tokens in runs, and those of the tails alone."""
-        head_G, tail_B = np.array(self.head_G, np.int64), np.array(self.tail_B, np.int64)
-        lengths = np.concatenate((head_G, tail_B))
+    def cpu_segments(self) -> tuple[Segments, Segments]:
+        """For the kernel in C: all segments, and those of the suffixes alone.
+
+        A segment is (start, length, start of its prefix, length of its prefix), in tokens.
+        """
+        prefix_G, suffix_B = np.array(self.prefix_G, np.int64), np.array(self.suffix_B, np.int64)
+        lengths = np.concatenate((prefix_G, suffix_B))
         starts = np.cumsum(lengths) - lengths
-        of_head_B = np.array(self.of_head_B, np.int64)
-        is_none = np.zeros_like(head_G)
-        before = np.concatenate((is_none, starts[of_head_B])), np.concatenate((is_none, head_G[of_head_B]))
-        runs = np.stack((starts, lengths, *before), 1)
+        prefix_of_B = np.array(self.prefix_of_B, np.int64)
+        is_none = np.zeros_like(prefix_G)
+        before = np.concatenate((is_none, starts[prefix_of_B])), np.concatenate((is_none, prefix_G[prefix_of_B]))
+        segments = np.stack((starts, lengths, *before), 1)
         most_keys = int((lengths + before[1]).max())
-        whole, tails = (torch.from_numpy(np.ascontiguousarray(one)) for one in (runs[lengths > 0], runs[len(head_G) :]))
-        return Segments(whole, 0, most_keys), Segments(tails, self.tokens_in_heads, most_keys)
+        parts = (segments[lengths > 0], segments[len(prefix_G) :])
+        whole, suffixes = (torch.from_numpy(np.ascontiguousarray(one)) for one in parts)
+        return Segments(whole, 0, most_keys), Segments(suffixes, self.prefix_tokens, most_keys)
 
     @cached_property
-    def rectangles(self) -> _Rectangles:
-        return _Rectangles(self)
+    def padded(self) -> _PaddedAttention:
+        return _PaddedAttention(self)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-class _Rectangles:
-    """Heads side by side, then tails side by side, each with the keys of its head before its own."""
+class _PaddedAttention:
+    """Prefixes padded to a rectangle, and suffixes to another, each with the keys of its prefix before its own."""
 
     def __init__(self, packing: Packing) -> None:
         device = packing.position_T.device
-        head_G, tail_B = np.array(packing.head_G, np.int64), np.array(packing.tail_B, np.int64)
-        before_B = head_G[np.array(packing.of_head_B, np.int64)]
-        self._split = packing.tokens_in_heads
-        self._heads, self._tails = (Padded(one, device) for one in (head_G, tail_B))
+        prefix_G, suffix_B = np.array(packing.prefix_G, np.int64), np.array(packing.suffix_B, np.int64)
+        before_B = prefix_G[np.array(packing.prefix_of_B, np.int64)]
+        self._split = packing.prefix_tokens
+        self._prefixes, self._suffixes = (PaddedLayout(one, device) for one in (prefix_G, suffix_B))
         self._width = packing.longest
-        self._keys = Keys(packing, np.arange(len(tail_B)) * self._width, len(tail_B) * self._width)
+        self._keys = SuffixKeys(packing, np.arange(len(suffix_B)) * self._width, len(suffix_B) * self._width)
         is_even = len(set(before_B.tolist())) == 1
-        position_BC = torch.from_numpy((before_B[:1] if is_even else before_B)[:, None] + np.arange(tail_B.max()))
+        position_BC = torch.from_numpy((before_B[:1] if is_even else before_B)[:, None] + np.arange(suffix_B.max()))
         seen = torch.arange(self._width) <= position_BC[:, None, :, None]
-        self._seen = seen.to(device).expand(len(tail_B), 1, -1, -1)
+        self._seen = seen.to(device).expand(len(suffix_B), 1, -1, -1)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, tails_only: bool) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, suffixes_only: bool) -> Tensor:
         keys, values = (one.unflatten(0, (-1, self._width)) for one in self._keys.of(k, v))
-        tails = dense_attention(self._tails.side_by_side(q[self._split :]), keys, values, scale, dropout, self._seen)
-        tails = self._tails.end_to_end(tails)
-        if tails_only or not self._split:
-            return tails
-        q, k, v = (self._heads.side_by_side(one[: self._split]) for one in (q, k, v))
-        heads = dense_attention(q, k, v, scale, dropout)
-        return torch.cat((self._heads.end_to_end(heads), tails))
+        suffixes = dense_attention(self._suffixes.pad(q[self._split :]), keys, values, scale, dropout, self._seen)
+        suffixes = self._suffixes.unpad(suffixes)
+        if suffixes_only or not self._split:
+            return suffixes
+        q, k, v = (self._prefixes.pad(one[: self._split]) for one in (q, k, v))
+        prefixes = dense_attention(q, k, v, scale, dropout)
+        return torch.cat((self._prefixes.unpad(prefixes), suffixes))
 
 
 def dense_attention(
@@ -117,7 +127,7 @@ def dense_attention(
     share = q.shape[1] // k.shape[1]
     # A card has fused kernels for groups of heads in half precision only, and none that take a mask besides.
     is_grouped = share > 1 and (
-        not q.is_cuda or (q.element_size() == 2 and q.shape[-1] <= WIDEST and seen is None)
+        not q.is_cuda or (q.element_size() == 2 and q.shape[-1] <= LARGEST_HEAD_DIM and seen is None)
     )  # fmt: skip
     if share > 1 and not is_grouped:
         k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
@@ -127,34 +137,34 @@ def dense_attention(
     return out.transpose(1, 2)
 
 
-class _Runs:
-    """Sequences of all lengths end to end, each attending to its last keys as many as it can see: one kernel."""
+class _VarlenAttention:
+    """Segments of any length end to end, in one call of a variable-length flash attention kernel."""
 
-    def __init__(self, packing: Packing, *, has_heads: bool) -> None:
+    def __init__(self, packing: Packing, *, with_prefixes: bool) -> None:
         device = packing.position_T.device
-        head_G, tail_B = np.array(packing.head_G, np.int64), np.array(packing.tail_B, np.int64)
-        keys_B = head_G[np.array(packing.of_head_B, np.int64)] + tail_B
-        self._first = 0 if has_heads else packing.tokens_in_heads
-        own = packing.tokens_in_heads if has_heads else 0
-        whole_G = head_G[head_G > 0] if has_heads else head_G[:0]
-        queries, keys = np.concatenate((whole_G, tail_B)), np.concatenate((whole_G, keys_B))
+        prefix_G, suffix_B = np.array(packing.prefix_G, np.int64), np.array(packing.suffix_B, np.int64)
+        keys_B = prefix_G[np.array(packing.prefix_of_B, np.int64)] + suffix_B
+        self._first = 0 if with_prefixes else packing.prefix_tokens
+        own = packing.prefix_tokens if with_prefixes else 0
+        whole_G = prefix_G[prefix_G > 0] if with_prefixes else prefix_G[:0]
+        queries, keys = np.concatenate((whole_G, suffix_B)), np.concatenate((whole_G, keys_B))
         ends = [np.concatenate(([0], np.cumsum(one))).astype(np.int32) for one in (queries, keys)]
         self._query_ends, self._key_ends = (to_device(one, device) for one in ends)
         self._most_queries, self._most_keys = int(queries.max()), int(keys.max())
-        self._keys = Keys(packing, own + np.cumsum(keys_B) - keys_B, int(keys.sum()), has_heads=has_heads)
+        self._keys = SuffixKeys(packing, own + np.cumsum(keys_B) - keys_B, int(keys.sum()), with_prefixes=with_prefixes)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float) -> Tensor:
-        return run_attention(
+        return varlen_attention(
             q[self._first :], *self._keys.of(k, v), self._query_ends, self._key_ends,
             self._most_queries, self._most_keys, scale, dropout,
         )  # fmt: skip
 
 
-def run_attention(
+def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, query_ends: Tensor, key_ends: Tensor, most_queries: int, most_keys: int,
     scale: float, dropout: float,
 ) -> Tensor:  # fmt: skip
-    """Attention of runs that lie end to end, in which the last query sees the last key, the one before one less, …"""
+    """Causal attention of segments laid end to end, aligned at the end: the last query sees all keys of its segment."""
     out: Tensor = torch.ops.aten._flash_attention_forward(
         q, k, v, query_ends, key_ends, most_queries, most_keys, dropout, True, False, scale=scale
     )[0]
@@ -166,33 +176,33 @@ def run_attention(
 
 @dataclass
 class Row:
-    """A packed row that is being computed, and what its layers asked for."""
+    """A packed row that is being computed, and what its layers asked for: how often, and the narrowest window."""
 
     packing: Packing
-    in_runs: bool  # sequences of all lengths are attended to in one go, without rectangles, by those who can
+    varlen: bool  # use the variable-length kernel where it can be used
     calls: int = 0
     narrowest: int | None = None
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *,
         scale: float, window: int | None = None, softcap: float | None = None, dropout: float = 0.0,
-        tails_only: bool = False,
+        suffixes_only: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Attention of all tokens, or of those of the tails; all are given: ``[T, heads, dim]``.
+        """Attention of all tokens, or of those of the suffixes (``suffixes_only``); q, k and v are ``[T, heads, dim]``.
 
-        Keys and values may have fewer heads. What it cannot do it says by an error.
+        Keys and values may have fewer heads. NotImplementedError for what packed rows cannot do.
         """
         if softcap is not None or (window is not None and window < self.packing.longest):
             raise NotImplementedError("packed rows have no capped scores, and no windows shorter than their sequences")
         self.calls += 1
         self.narrowest = min((one for one in (window, self.narrowest) if one is not None), default=None)
         packing, dim = self.packing, q.shape[-1]
-        if self.in_runs and q.is_cuda and q.element_size() == 2 and dim <= WIDEST and dim % 8 == 0:
-            return (packing.tail_runs if tails_only else packing.runs).attend(q, k, v, scale, dropout)
+        if self.varlen and q.is_cuda and q.element_size() == 2 and dim <= LARGEST_HEAD_DIM and dim % 8 == 0:
+            return (packing.suffix_segments if suffixes_only else packing.segments).attend(q, k, v, scale, dropout)
         # Autocast may leave queries in float32 beside values in half precision.
         if all(map(cpu.suit, (q, k, v))) and k.shape == v.shape and k.shape[-1] == dim and not dropout:
-            return attended(q, k, v, packing.compiled_runs[tails_only], scale)
-        return packing.rectangles.attend(q, k, v, scale, dropout, tails_only)
+            return attended(q, k, v, packing.cpu_segments[suffixes_only], scale)
+        return packing.padded.attend(q, k, v, scale, dropout, suffixes_only)
 
 
 class _Current(threading.local):

@@ -11,11 +11,14 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Ahead(Generic[T]):
-    """``make(step)`` is called in order, up to ``distance`` steps before its batch is taken; 0: when it is taken."""
+class Prefetch(Generic[T]):
+    """``make(step)`` is called in order, up to ``distance`` batches before its own is taken; 0: when it is taken.
 
-    def __init__(self, make: Callable[[int], T], distance: int) -> None:
-        self._make, self._distance = make, distance
+    There is a batch every ``stride`` steps.
+    """
+
+    def __init__(self, make: Callable[[int], T], distance: int, stride: int = 1) -> None:
+        self._make, self._distance, self._stride = make, distance, stride
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="verifiers-batches") if distance else None
         self._coming: deque[Future[T]] = deque()
 
@@ -23,11 +26,14 @@ class Ahead(Generic[T]):
         """The batch of this step; there is none from step ``end`` on."""
         if self._pool is None:
             return self._make(step)
-        while len(self._coming) <= self._distance and step + len(self._coming) < end:
-            self._coming.append(self._pool.submit(self._make, step + len(self._coming)))
+        while len(self._coming) <= self._distance:
+            later = step + len(self._coming) * self._stride
+            if later >= end:
+                break
+            self._coming.append(self._pool.submit(self._make, later))
         return self._coming.popleft().result()
 
-    def __enter__(self) -> Ahead[T]:
+    def __enter__(self) -> Prefetch[T]:
         return self
 
     def __exit__(

@@ -40,8 +40,8 @@ class Layouts:
 
     longest_packed: int = 0
     longest_batched: int = 0
-    in_runs: bool = False  # how packed rows are attended to
-    leanly: bool = False  # whether our own functions take the place of layers and norms
+    varlen: bool = False  # packed rows: the variable-length kernel
+    fused: bool = False  # whether our own functions take the place of layers and norms
     rope_bounds: tuple[int, ...] = ()
 
     def limits(self, *others: Layouts) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class _Proof:
         is_narrow = min(self._bounds, default=ANY_LENGTH) < max(map(sum, LENGTHS))
         self._trained = _trained(self._base, SHORT_LENGTHS if is_narrow else LENGTHS)
         self._device = next(self._base.parameters()).device
-        alone = [self._answers(self._batch([one]), None, leanly=False) for one in self._trained]
+        alone = [self._answers(self._batch([one]), None, fused=False) for one in self._trained]
         self._theirs = [torch.cat([one[0] for one in alone]), *map(_sum, zip(*(one[1:] for one in alone), strict=True))]
 
     def layouts(self) -> Layouts:
@@ -90,16 +90,16 @@ class _Proof:
                 f"{type(self._base).__name__} is not causal: what comes later changes the numbers of tokens before it, "
                 "so it cannot learn to predict them"
             )
-        leanly = next((one for one in (True, False) if self._agrees(self._batch(self._trained), None, one)), None)
-        if leanly is None:
+        fused = next((one for one in (True, False) if self._agrees(self._batch(self._trained), None, one)), None)
+        if fused is None:
             return Layouts()
-        batched = next((bound for bound in self._bounds if not self._agrees_past(bound, leanly)), ANY_LENGTH)
+        batched = next((bound for bound in self._bounds if not self._agrees_past(bound, fused)), ANY_LENGTH)
         packed = self._batch(self._trained, longest_packed=ANY_LENGTH)
-        for in_runs in (True, False) if packed.ids_BT.is_cuda else (False,):
-            if longest := self._longest_packed(packed, in_runs, leanly):
+        for varlen in (True, False) if packed.ids_BT.is_cuda else (False,):
+            if longest := self._longest_packed(packed, varlen, fused):
                 longest = min([longest, *self._bounds])  # shorter than any bound is what was tried
-                return Layouts(longest_packed=longest, longest_batched=batched, in_runs=in_runs, leanly=leanly)
-        return Layouts(longest_batched=batched, leanly=leanly)
+                return Layouts(longest_packed=longest, longest_batched=batched, varlen=varlen, fused=fused)
+        return Layouts(longest_batched=batched, fused=fused)
 
     def _is_causal(self) -> bool:
         """Does a sequence that ends earlier have the same numbers up to there?"""
@@ -108,30 +108,30 @@ class _Proof:
         names = ("completion_ids", "completion_mask", "completion_logprobs")
         half = replace(one, sample=replace(sample, **{name: getattr(sample, name)[:n] for name in names}))
         with torch.no_grad():
-            whole, part = (self._answers(self._batch([each]), None, leanly=False)[0] for each in (one, half))
+            whole, part = (self._answers(self._batch([each]), None, fused=False)[0] for each in (one, half))
         return agree([whole[:n]], [part], rounds=self._layers)
 
-    def _longest_packed(self, packed: MicroBatch, in_runs: bool, leanly: bool) -> int:
+    def _longest_packed(self, packed: MicroBatch, varlen: bool, fused: bool) -> int:
         """How long sequences may be that are packed; 0 if they must not be."""
         if packed.packing is None:
             return 0
-        row = Row(packed.packing, in_runs)
-        if not self._agrees(packed, row, leanly) or row.calls != self._layers:
+        row = Row(packed.packing, varlen)
+        if not self._agrees(packed, row, fused) or row.calls != self._layers:
             return 0
         return ANY_LENGTH if row.narrowest is None else row.narrowest
 
-    def _agrees_past(self, bound: int, leanly: bool) -> bool:
+    def _agrees_past(self, bound: int, fused: bool) -> bool:
         """Does a sequence past a bound give its numbers beside a short one, and the short one beside it?"""
         if bound > LONGEST_TRIED:
             return False
         trained = _trained(self._base, ((bound, probe.PAST), SHORT_LENGTHS[0]))
         with torch.no_grad():
-            alone = [self._answers(self._batch([one]), None, leanly=False)[0] for one in trained]
-            return self._agrees(self._batch(trained), None, leanly, theirs=[torch.cat(alone)])
+            alone = [self._answers(self._batch([one]), None, fused=False)[0] for one in trained]
+            return self._agrees(self._batch(trained), None, fused, theirs=[torch.cat(alone)])
 
-    def _agrees(self, batch: MicroBatch, row: Row | None, leanly: bool, theirs: Sequence[Tensor] | None = None) -> bool:
+    def _agrees(self, batch: MicroBatch, row: Row | None, fused: bool, theirs: Sequence[Tensor] | None = None) -> bool:
         try:
-            ours = self._answers(batch, row, leanly=leanly)
+            ours = self._answers(batch, row, fused=fused)
         except Exception as error:  # foreign code, asked in a way it may not know
             logger.debug("%s does not learn in this layout: %r", type(self._base).__name__, error)
             return False
@@ -145,12 +145,12 @@ class _Proof:
         (made,) = micro_batches(trained, max_tokens=ANY_LENGTH, longest_packed=longest_packed)
         return made.to(self._device)
 
-    def _answers(self, batch: MicroBatch, row: Row | None, *, leanly: bool) -> list[Tensor]:
+    def _answers(self, batch: MicroBatch, row: Row | None, *, fused: bool) -> list[Tensor]:
         """What the model makes of a batch in the order of its sequences, and gradients of that."""
         learned = sorted((one for one in self._scorer.model.parameters() if one.requires_grad), key=torch.numel)[:FEW]
         has_grad = bool(learned) and torch.is_grad_enabled()
         with torch.set_grad_enabled(has_grad):
-            out = self._scorer.outputs(batch, leanly=leanly, row=row)
+            out = self._scorer.outputs(batch, fused=fused, row=row)
             out = out[torch.argsort(torch.tensor(batch.members, device=out.device)[batch.sequence_N], stable=True)]
             grads = torch.autograd.grad(out, learned, _direction(out), allow_unused=True) if has_grad else ()
         return [out.detach(), *(one for one in grads if one is not None)]

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from verifiers.clients import HTTPClient, as_client
+from verifiers.clients.exact import exact_tokens
 from verifiers.clients.protocol import Completion, Request, Tokens
 from verifiers.engine.local_model import LocalModel
+from verifiers.engine.plan import plan
+from verifiers.envs.env_group import EnvGroup
+from verifiers.envs.environment import Environment
+from verifiers.envs.singleturn_env import SingleTurnEnv
 from verifiers.messages import as_messages
 from verifiers.rollout import step_tokens
 from verifiers.samples import Sample, samples_of
-from verifiers.trainers.sampling import flat, names
+from verifiers.trainers.sampling import flat, merged, names
 from verifiers.types import ChatMessage
+
+if TYPE_CHECKING:
+    from verifiers.trainers.config import GRPOConfig
+
+MOST_SLOTS = {"cpu": 64, "cuda": 1024}  # rollouts that are sampled at once
 
 
 class Sampler(LocalModel):
@@ -52,7 +64,7 @@ class Sampler(LocalModel):
                 del self._ledger[oldest]
 
     def _find(self, prompt: Any, reply: Any) -> Tokens | None:
-        """The tokens of a reply. Where the same words were sampled several times, each time is found in its turn."""
+        """The tokens of a reply. The same words sampled several times are found in the order they were sampled."""
         times = self._ledger.get(_key(prompt, reply))
         if times is None:
             return None
@@ -82,3 +94,50 @@ def _key(prompt: Any, reply: Any) -> tuple[str, str]:
     turns = "\x00".join(f"{one.get('role')}\x01{one.get('content')}\x01{one.get('tool_calls')}" for one in prompt)
     said = reply if isinstance(reply, Mapping) else {"content": str(reply)}
     return turns, f"{said.get('content')}\x01{said.get('tool_calls')}"
+
+
+# --- for a training ----------------------------------------------------------------------------------------------
+
+
+def make_sampler(model: Any, tokenizer: Any, config: GRPOConfig, env: Environment | None) -> Sampler:
+    """The model as a client with a KV cache slot for each rollout of a generation, as far as memory allows."""
+    parameter = next(model.parameters())
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    asked = usual_sampling(config, env)
+    length = config.max_seq_length
+    if length is None and config.max_prompt_length is not None and isinstance(env, SingleTurnEnv):
+        length = config.max_prompt_length + int(flat(asked)["max_tokens"])
+    if length is not None and longest is not None:
+        length = min(length, longest)
+    fits = plan(model.config, length=length, dtype=parameter.dtype, device=parameter.device, weights_loaded=True)
+    wanted = min(config.rollouts_per_generation, MOST_SLOTS.get(parameter.device.type, 64))
+    rows = min(wanted, fits.rows)
+    return Sampler(model, tokenizer, rows=rows, length=fits.length, remembers=8 * wanted, usual=asked)
+
+
+def usual_sampling(config: GRPOConfig, env: Environment | None) -> dict[str, Any]:
+    """The sampling arguments of a request that gives none."""
+    return merged(config, None if env is None else env.sampling_args)
+
+
+def sampling_args(config: GRPOConfig, env: Environment | None) -> dict[str, Any]:
+    """What rollouts are asked for: the usual, less what environments of a group may say for their own."""
+    return merged(config, None if env is None else env.sampling_args, [one.sampling_args for one in _members(env)])
+
+
+def _members(env: Any) -> Iterator[Any]:
+    for one in env.envs if isinstance(env, EnvGroup) else ():
+        yield one
+        yield from _members(one)
+
+
+def exact_sampling(sampling: dict[str, Any], client: Any, env: Environment) -> dict[str, Any]:
+    """Sampling arguments with which a served model too gives the tokens it sampled; without them nothing is learned."""
+    is_served = not isinstance(client, Sampler) and isinstance(as_client(client), HTTPClient)
+    return exact_tokens(sampling, message_type=env.message_type) if is_served else sampling
+
+
+def seed_of(*parts: object) -> int:
+    """A seed that depends on all of these, and on nothing else."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2

@@ -221,7 +221,7 @@ def check(args: Mapping[str, Any], where: str) -> None:
 
 
 def distributions(sample: Sample, usual: Distribution) -> tuple[tuple[int, Distribution], ...]:
-    """What each stretch of a sample's completion was drawn from; ``usual`` where nobody recorded it."""
+    """(Tokens, distribution) of each part of a sample's completion; ``usual`` where none was recorded."""
     if not sample.sampling:
         return ((len(sample.completion_ids), usual),)
     return tuple((n, usual if record is None else read_distribution(record)) for n, record in sample.sampling)
@@ -236,7 +236,7 @@ def saved(sample: Sample) -> Sample:
 
 
 def without_doubtful_logprobs(
-    sample: Sample, drawn: Sequence[tuple[int, Distribution]], steps_ahead: int = 0
+    sample: Sample, drawn: Sequence[tuple[int, Distribution]], *, is_off_policy: bool = False
 ) -> Sample:
     """The sample, its logprobs unknown (NaN) if they may be of another distribution than the tokens were drawn from.
 
@@ -244,10 +244,10 @@ def without_doubtful_logprobs(
     """
     if all(not one.is_asked or one.is_tempered for _, one in drawn):
         return sample
-    if steps_ahead:
+    if is_off_policy:
         raise ValueError(
-            "with num_batches_ahead, an engine that does not say how it drew cannot be trained with top_p, top_k, "
-            "min_p or logit_bias: its logprobs may be of another distribution; leave these out, or sample in this "
-            "process"
+            "with num_batches_ahead or steps_per_generation, an engine that does not say how it drew cannot be trained "
+            "with top_p, top_k, min_p or logit_bias: its logprobs may be of another distribution; leave these out, or "
+            "sample in this process"
         )
     return replace(sample, completion_logprobs=[math.nan] * len(sample.completion_ids))

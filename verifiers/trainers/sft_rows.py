@@ -14,8 +14,8 @@ from verifiers.messages import as_messages
 from verifiers.results import Results
 from verifiers.samples import Sample, are_ids_of, samples_of, tokenized, written_samples
 from verifiers.store.training_data import note_missing_tools
-from verifiers.trainers.building import tools_for
 from verifiers.trainers.offline import read_file
+from verifiers.trainers.setup import tools_for
 
 _KINDS = "prompt and completion, messages, or (with env=) question and answer"
 

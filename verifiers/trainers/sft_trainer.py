@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from verifiers.samples import Sample
-from verifiers.trainers import building, processes
+from verifiers.trainers import processes, setup
 from verifiers.trainers.config import SFTConfig
+from verifiers.trainers.functions import call_callbacks
 from verifiers.trainers.logprobs import TokenScorer
 from verifiers.trainers.micro_batches import Trained, micro_batches
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.sft_rows import Imitated, read_samples
+from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.update import micro_batch_tokens
 from verifiers.trainers.watch.report import Report
@@ -54,12 +56,12 @@ class SFTTrainer(Trainer):
         peft_config: Any = None,
         callbacks: Sequence[Any] = (),
     ) -> None:
-        self.config = SFTConfig.of(building.one_of("config", config, "args", args))
-        tokenizer = building.one_of("tokenizer", tokenizer, "processing_class", processing_class)
+        self.config = SFTConfig.of(setup.one_of("config", config, "args", args))
+        tokenizer = setup.one_of("tokenizer", tokenizer, "processing_class", processing_class)
         self.config.check()
         self.env = env
         self.accelerator = processes.accelerator()
-        self.model, self.tokenizer = building.model_and_tokenizer(
+        self.model, self.tokenizer = setup.model_and_tokenizer(
             model, tokenizer, self.config, self.accelerator.device, peft_config
         )
         self.examples = self._read(dataset)
@@ -119,7 +121,7 @@ class SFTTrainer(Trainer):
             raise ValueError("there is nothing to evaluate on; pass eval_dataset=")
         self.model.eval()
         count = sum(sum(sample.completion_mask) for sample in self.eval_samples)
-        with torch.no_grad(), building.sensible_threads(self.model):
+        with torch.no_grad(), sensible_threads(self.model):
             total = sum(float(loss.sum()) for loss in self._losses(self.eval_samples))
         return {"loss": total / max(count, 1), "n": len(self.eval_samples)}
 
@@ -174,14 +176,14 @@ class SFTTrainer(Trainer):
 
     @contextmanager
     def _training(self, resume: bool | str | Path) -> Iterator[Report]:
-        with Report(self, resume) as report, building.sensible_threads(self.model):
+        with Report(self, resume) as report, sensible_threads(self.model):
             self.report = report
             if resume:
                 state = report.resume(self)
                 self.step, self.rows.cursor = state["step"], state["cursor"]
                 self._total_tokens = int(report.steps[-1].get("total_tokens") or 0) if report.steps else 0
-            building.tell(self, "on_train_begin")
+            call_callbacks(self, "on_train_begin")
             yield report
             self.model.eval()
-            building.tell(self, "on_train_end")
+            call_callbacks(self, "on_train_end")
             report.finish()

@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 class Columns:
     """The tokens of all sequences that are trained on, end to end.
 
-    A sequence is a head, all but the last token of its prompt, which it may share with others, and a tail: the rest,
-    without what comes after the last place that predicts a trained token. Each place of a tail has what it predicts
-    (``target``), if that is trained on, and the logprob it had.
+    A sequence is a prefix, all but the last token of its prompt, which it may share with others, and a suffix, up to
+    the last position that predicts a trained token. Each position of a suffix has the token that it predicts
+    (``target``), whether that is trained on, the logprob it was sampled with, and its advantage.
     """
 
-    row_S: Any  # which of the sequences given
-    of_head_S: Any
-    tail_S: Any  # lengths
-    start_S: Any  # where in the columns of tails each begins
-    head_H: Any  # lengths
-    head_start_H: Any
-    head_ids: Any
+    index_S: Any  # which of the sequences given
+    prefix_of_S: Any
+    suffix_S: Any  # lengths
+    start_S: Any  # where in the columns of suffixes each begins
+    prefix_P: Any  # lengths
+    prefix_start_P: Any
+    prefix_ids: Any
     ids: Any
     target: Any
     is_trained: Any
     old: Any
-    advantage_S: Any
+    advantage: Any
     weight_S: Any
     distributions: tuple[Distribution, ...]  # what tokens were drawn from
     drawn_from: Any  # which of them each target was; None: there is but one
 
     @property
     def length_S(self) -> Any:
-        return self.head_H[self.of_head_S] + self.tail_S
+        return self.prefix_P[self.prefix_of_S] + self.suffix_S
 
     @classmethod
     def of(cls, sequences: Sequence[Trained]) -> Columns:
@@ -54,37 +54,49 @@ class Columns:
                 rows.append(row)
                 lasts.append(last)
         samples = [sequences[row].sample for row in rows]
-        heads: dict[tuple[int, ...], int] = {}
-        of_head_S = [heads.setdefault(tuple(one.prompt_ids[:-1]), len(heads)) for one in samples]
+        prefixes: dict[tuple[int, ...], int] = {}
+        prefix_of_S = [prefixes.setdefault(tuple(one.prompt_ids[:-1]), len(prefixes)) for one in samples]
         sizes = np.array([min(len(one.prompt_ids), 1) + len(one.completion_ids) for one in samples], np.int64)
-        # A tail begins with the last token of its prompt, which nothing before it in the tail predicts: whether that is
-        # trained on, and its logprob, are never looked at.
+        # A suffix begins with the last token of its prompt, which no position of the suffix predicts: its mask and
+        # logprob are fillers, never read.
         ids = _flat(((*one.prompt_ids[-1:], *one.completion_ids) for one in samples), np.int64)
         mask = _flat(((*one.prompt_ids[-1:], *one.completion_mask) for one in samples), np.int64)
         old = _flat(((*one.prompt_ids[-1:], *one.completion_logprobs) for one in samples), np.float32)
-        head_H = np.array([len(head) for head in heads], np.int64)
+        prefix_P = np.array([len(prefix) for prefix in prefixes], np.int64)
         distributions, drawn_from = _drawn([sequences[row] for row in rows])
         return cls(
-            row_S=np.array(rows, np.int64),
-            of_head_S=np.array(of_head_S, np.int64),
-            tail_S=np.array(lasts, np.int64),
+            index_S=np.array(rows, np.int64),
+            prefix_of_S=np.array(prefix_of_S, np.int64),
+            suffix_S=np.array(lasts, np.int64),
             start_S=np.cumsum(sizes) - sizes,
-            head_H=head_H,
-            head_start_H=np.cumsum(head_H) - head_H,
-            head_ids=_flat(heads, np.int64),
+            prefix_P=prefix_P,
+            prefix_start_P=np.cumsum(prefix_P) - prefix_P,
+            prefix_ids=_flat(prefixes, np.int64),
             ids=ids,
             target=np.roll(ids, -1),
             is_trained=np.roll(mask, -1) != 0,
             old=np.roll(old, -1),
-            advantage_S=np.array([sequences[row].advantage for row in rows], np.float32),
+            advantage=np.roll(_advantages([sequences[row] for row in rows], sizes), -1),
             weight_S=np.array([sequences[row].weight for row in rows], np.float32),
             distributions=distributions,
             drawn_from=None if drawn_from is None else np.roll(drawn_from, -1),
         )
 
 
+def _advantages(sequences: Sequence[Trained], sizes: Any) -> Any:
+    """The advantage of each place of the suffixes, of which there are so many in each sequence."""
+    if all(isinstance(one.advantage, (int, float)) for one in sequences):
+        return np.repeat(np.array([one.advantage for one in sequences], np.float32), sizes)
+    parts = []
+    for one, size in zip(sequences, sizes.tolist(), strict=True):
+        n = len(one.sample.completion_ids)
+        own = np.array(one.advantage, np.float32) if not isinstance(one.advantage, (int, float)) else one.advantage
+        parts += [np.zeros(size - n, np.float32), np.broadcast_to(own, n)]
+    return np.concatenate(parts).astype(np.float32)
+
+
 def _drawn(sequences: Sequence[Trained]) -> tuple[tuple[Distribution, ...], Any]:
-    """The distributions that there are, and for each place of the tails which one it is, if there are several."""
+    """The distributions that there are, and for each place of the suffixes which one it is, if there are several."""
     known: dict[Distribution, int] = {}
     for one in sequences:
         for _, drawn in one.drawn_from or ((0, PLAIN),):
@@ -107,7 +119,7 @@ def _flat(parts: Iterable[Iterable[Any]], dtype: Any) -> Any:
 
 
 def _last_place(sample: Sample) -> int:
-    """How many places of a sample's tail there are up to the one that predicts its last trained token."""
+    """How many places of a sample's suffix there are up to the one that predicts its last trained token."""
     n = len(sample.completion_mask)
     while n and not sample.completion_mask[n - 1]:
         n -= 1

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verifiers.trainers import building
+from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.checkpoints import save_model
-from verifiers.trainers.config import LearningKnobs
+from verifiers.trainers.functions import call_callbacks
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.weights import Weights
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Trainer:
     """A loop over rows; a subclass says how many of them a step takes, and what to do with them."""
 
-    config: LearningKnobs
+    config: TrainingConfig
     env: Any
     model: Any
     tokenizer: Any
@@ -67,10 +67,17 @@ class Trainer:
     def _after_step(self, report: Report, *, cursor: int) -> None:
         """Evaluate, save and tell, as far as it is due."""
         is_epoch_end = self.step % self.num_steps_per_epoch == 0 or self.step == self.total_steps
-        if self.can_evaluate and building.is_due(self.config, "eval", self.step, is_epoch_end):
+        if self.can_evaluate and self._is_due("eval", is_epoch_end):
             figures = self.evaluate()
             report.evaluated(self.step, figures)
-            building.tell(self, "on_evaluate", figures)
-        if building.is_due(self.config, "save", self.step, is_epoch_end):
+            call_callbacks(self, "on_evaluate", figures)
+        if self._is_due("save", is_epoch_end):
             report.checkpoint(self, cursor=cursor)
-        building.tell(self, "on_step_end", report.last)
+        call_callbacks(self, "on_step_end", report.last)
+
+    def _is_due(self, what: str, is_epoch_end: bool) -> bool:
+        """Whether to evaluate or save after this step."""
+        strategy = self.config.strategy(what)
+        if strategy == "epoch":
+            return is_epoch_end
+        return strategy == "steps" and self.step % getattr(self.config, f"{what}_steps") == 0

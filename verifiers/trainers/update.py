@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verifiers.engine.fair_lock import steady
 from verifiers.engine.plan import free_memory
-from verifiers.trainers.config import GRPOConfig, LearningKnobs
-from verifiers.trainers.learning_mode import learning_mode
+from verifiers.trainers.base_config import TrainingConfig
+from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.logprobs import TokenScorer
-from verifiers.trainers.losses import Objective, TokenLosses, token_losses, token_weights
+from verifiers.trainers.losses import Loss, TokenLosses, sampler_correction, token_weights
 from verifiers.trainers.micro_batches import MicroBatch, Trained, micro_batches
 from verifiers.trainers.processes import gathered, sum_gradients
 from verifiers.trainers.reference import Reference
+from verifiers.trainers.target_logprobs import Scored
+from verifiers.trainers.update_figures import UpdateFigures, together
 from verifiers.trainers.weights import Weights
 
-RATIO_EDGES = [0.0, 0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0, 4.0, 100.0]
 MOST_TOKENS = {"cpu": 4096, "cuda": 131072}
-# What a pass there and back has alive of each token in each layer, in numbers of the weights' type: so many for each
-# unit of the layer's width, and for each of the feed-forward's.
-ALIVE_OF_WIDTH, ALIVE_OF_INNER = 12.0, 4.5
+# Activations that a forward and backward pass keeps of each token in each layer, in elements of the weights' dtype: so
+# many for each unit of the hidden size, and for each of the feed-forward's.
+KEPT_OF_HIDDEN, KEPT_OF_INNER = 12.0, 4.5
 
 
 class PolicyUpdate:
@@ -42,8 +43,10 @@ class PolicyUpdate:
         pad_id: int = 0,
         max_new_tokens: int | None = None,
         processes: Any = None,
+        loss: Callable[..., Any] | None = None,
     ) -> None:
         self.model, self.weights, self.config = model, weights, config
+        self.loss = Loss(config.objective, loss)
         with lock:  # both run the model, and a batch may be being sampled ahead
             self.scorer = TokenScorer(model)
             self.reference = Reference(model) if config.kl_coef > 0 else None
@@ -53,82 +56,102 @@ class PolicyUpdate:
         self._lock, self._pad_id, self._processes = lock, pad_id, processes
         self._are_logprobs_known = False
         self._max_new_tokens = config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        low, high = config.clip
-        self.objective = Objective(
-            kind=config.loss_type,  # type: ignore[arg-type]
-            epsilon=low,
-            epsilon_high=high,
-            delta=config.delta,
-            importance_cap=config.cap,
-            kl_coef=config.kl_coef,
-        )
         self._tokens = micro_batch_tokens(config, model)
 
     def run(self, sequences: Sequence[Trained], learning_rate: float) -> dict[str, Any]:
         """Learn from these; returns loss, kl, clip_fraction, ratios, grad_norm."""
-        matter = self._weighed(sequences)
+        matter, tokens = self._weighed(sequences)
         made = micro_batches(matter, max_tokens=self._tokens, pad_id=self._pad_id, **self._limits)
         batches = [_Prepared(batch, self.device) for batch in made]
-        figures = _Figures()
+        figures = UpdateFigures()
         with self._lock:
             self.weights.refresh()
         config = self.config
         drops, recomputes = not config.disable_dropout, config.gradient_checkpointing
         with learning_mode(self.model, lock=self._lock, drops=drops, recomputes=recomputes):
             for iteration in range(config.num_iterations):
+                if config.top_entropy_quantile < 1.0:
+                    tokens = self._keep_uncertain(batches)
                 for batch in batches:
-                    self._learn(batch, figures, is_first=iteration == 0)
+                    self._learn(batch, figures, tokens, is_first=iteration == 0)
                 sum_gradients(self._processes, self.weights.masters)
                 with self._lock:
                     figures.grad_norm = self.weights.step(learning_rate)
         return together(gathered(self._processes, figures.read()))
 
-    def _weighed(self, sequences: Sequence[Trained]) -> list[Trained]:
-        """The sequences that have a gradient, each with what a token of it counts among those of all processes."""
+    def _weighed(self, sequences: Sequence[Trained]) -> tuple[list[Trained], int]:
+        """The sequences that have a gradient, each with what a token of it counts, and the tokens of all processes."""
         counts = torch.tensor([sum(one.sample.completion_mask) for one in sequences])
         parts = gathered(self._processes, (len(sequences), int(counts.sum())))
-        totals = None if len(parts) == 1 else (sum(n for n, _ in parts), sum(tokens for _, tokens in parts))
-        shares = (
-            token_weights(self.objective.kind, counts, self._max_new_tokens, totals).tolist() if len(counts) else []
-        )
-        return [
+        totals = (sum(n for n, _ in parts), sum(tokens for _, tokens in parts))
+        kind, of_several = self.loss.objective.kind, None if len(parts) == 1 else totals
+        shares = token_weights(kind, counts, self._max_new_tokens, of_several).tolist() if len(counts) else []
+        matter = [
             replace(one, weight=share)
             for one, share in zip(sequences, shares, strict=True)
-            if one.advantage or self.reference is not None  # the others would have no gradient
+            if one.has_advantage or self._learns_without_advantage
         ]
-
-    def _learn(self, prepared: _Prepared, figures: _Figures, *, is_first: bool) -> None:
-        with steady(self._lock):
-            with self._lock:
-                losses, loss = self._forward(prepared)
-                if self._recomputes:
-                    self.weights.backward(loss)
-            if not self._recomputes:  # then no module is run on the way back, and the sampler may go on meanwhile
-                self.weights.backward(loss)
-        figures.add(loss.detach(), losses.ratio_T, losses.is_clipped_T, losses.kl_T, is_first=is_first)
+        return matter, totals[1]
 
     @property
-    def _recomputes(self) -> bool:
-        return self.config.gradient_checkpointing or self.scorer.recomputes
+    def _learns_without_advantage(self) -> bool:
+        uses_entropy = self.config.entropy_coef != 0.0 or self.config.top_entropy_quantile < 1.0
+        return self.reference is not None or self.loss.is_own or uses_entropy
 
-    def _forward(self, prepared: _Prepared) -> tuple[TokenLosses, Tensor]:
+    def _keep_uncertain(self, batches: Sequence[_Prepared]) -> int:
+        """Note which tokens have an entropy in the upper ``top_entropy_quantile`` of the step's, and count them."""
+        with torch.no_grad(), self._lock:
+            found = [self.scorer.score(one.batch, with_entropy=True).entropy_N for one in batches]
+        measured = gathered(self._processes, [value for one in found if one is not None for value in one.tolist()])
+        everyone = [value for part in measured for value in part]
+        least = (
+            float(np.quantile(np.array(everyone, np.float32), 1.0 - self.config.top_entropy_quantile))
+            if everyone
+            else 0.0
+        )
+        for batch, entropy_N in zip(batches, found, strict=True):
+            batch.is_uncertain_N = None if entropy_N is None else entropy_N >= least
+        return sum(value >= least for value in everyone)
+
+    def _learn(self, prepared: _Prepared, figures: UpdateFigures, tokens: int, *, is_first: bool) -> None:
+        with steady(self._lock):
+            with self._lock:
+                losses, scored = self._forward(prepared)
+                loss = (losses.loss_T * prepared.batch.weight_N).sum()
+                if self.config.entropy_coef and scored.entropy_N is not None:
+                    bonus = prepared.counted(scored.entropy_N).sum() / max(tokens, 1)
+                    loss = loss - self.config.entropy_coef * bonus
+                recomputes = self.config.gradient_checkpointing or scored.recomputes
+                if recomputes:
+                    self.weights.backward(loss)
+            if not recomputes:  # then no module is run in the backward pass, and the sampler may go on meanwhile
+                self.weights.backward(loss)
+        figures.add(loss.detach(), losses, scored.entropy_N, is_first=is_first)
+
+    def _forward(self, prepared: _Prepared) -> tuple[TokenLosses, Scored]:
         batch = prepared.batch
         if self.reference is not None and prepared.reference_N is None:
             prepared.reference_N = self.reference.logprobs(batch)
-        new_N = self.scorer.logprobs(batch)
-        if prepared.old_N is None:  # nobody else knows what the old policy thought of these tokens
-            prepared.old_N = new_N.detach()
-        elif not self._are_logprobs_known:
-            self._check_logprobs(batch, new_N.detach(), prepared.old_N)
-        losses = token_losses(
-            self.objective,
-            new_T=new_N,
+        with_entropy = self.config.entropy_coef != 0.0 or self.loss.needs_entropies
+        scored = self.scorer.score(batch, with_entropy=with_entropy)
+        if prepared.old_N is not None and not self._are_logprobs_known:
+            self._check_logprobs(batch, scored.logprob_N.detach(), prepared.old_N)
+        if self.loss.objective.correction is not None and prepared.correction_N is None:
+            old_N = scored.logprob_N.detach()
+            prepared.correction_N = sampler_correction(self.loss.objective, old_N - batch.old_N, batch.sequence_N)
+            prepared.old_N = old_N
+        if prepared.old_N is None:  # the sampler gave no logprobs: before the first update, new and old are the same
+            prepared.old_N = scored.logprob_N.detach()
+        losses = self.loss(
+            new_T=scored.logprob_N,
             old_T=prepared.old_N,
             advantage_T=batch.advantage_N,
             sequence_T=batch.sequence_N,
             reference_T=prepared.reference_N,
+            entropy_T=scored.entropy_N,
+            factor_T=prepared.factor_N,
         )
-        return losses, (losses.loss_T * batch.weight_N).sum()
+        return losses, scored
 
     def _check_logprobs(self, batch: MicroBatch, new_N: Tensor, old_N: Tensor) -> None:
         """Refuse a server whose logprobs leave out the temperature; the first tokens of a training tell."""
@@ -149,92 +172,71 @@ class _Prepared:
     """A micro-batch on the device, and what is found out about its tokens once."""
 
     def __init__(self, batch: MicroBatch, device: torch.device) -> None:
-        is_known = not bool(batch.old_N.isnan().any())  # what nobody recorded is measured
+        is_known = not bool(batch.old_N.isnan().any())  # logprobs that were not recorded are measured
         self.batch = batch.to(device)
         self.old_N: Tensor | None = self.batch.old_N if is_known else None
         self.reference_N: Tensor | None = None
+        self.correction_N: Tensor | None = None
+        self.is_uncertain_N: Tensor | None = None
+
+    @property
+    def factor_N(self) -> Tensor | None:
+        """What the policy's part of each token's loss is multiplied with."""
+        if self.correction_N is None:
+            return None if self.is_uncertain_N is None else self.is_uncertain_N.float()
+        return self.counted(self.correction_N)
+
+    def counted(self, values_N: Tensor) -> Tensor:
+        """Values of tokens, 0 of those that are left out."""
+        return values_N if self.is_uncertain_N is None else values_N * self.is_uncertain_N
 
 
-@dataclass
-class _Figures:
-    """What is measured on the way, left on the device until the end."""
+@contextmanager
+def learning_mode(
+    model: Any, *, lock: AbstractContextManager[Any], drops: bool, recomputes: bool = False
+) -> Iterator[None]:
+    """While this lasts a model learns; afterwards it is as the sampler wants it. The lock is held to change it.
 
-    losses: list[Tensor] = field(default_factory=list)
-    ratios: list[Tensor] = field(default_factory=list)
-    first_ratios: list[Tensor] = field(default_factory=list)
-    clipped: list[Tensor] = field(default_factory=list)
-    kls: list[Tensor] = field(default_factory=list)
-    grad_norm: float = 0.0
-
-    def add(self, loss: Tensor, ratio_N: Tensor, clipped_N: Tensor, kl_N: Tensor | None, *, is_first: bool) -> None:
-        self.losses.append(loss)
-        self.ratios.append(ratio_N)
-        self.clipped.append(clipped_N)
-        if is_first:
-            self.first_ratios.append(ratio_N)
-        if kl_N is not None:
-            self.kls.append(kl_N)
-
-    def read(self) -> dict[str, Any]:
-        if not self.ratios:
-            return {"loss": 0.0, "grad_norm": self.grad_norm, "clip_fraction": 0.0, "kl": None, "trained_tokens": 0}
-        ratio_N, first_N = torch.cat(self.ratios).float(), torch.cat(self.first_ratios).float()
-        edges = torch.tensor(RATIO_EDGES, device=first_N.device)
-        place_N = torch.bucketize(first_N, edges[1:-1], right=True)
-        numbers = [
-            torch.stack(self.losses).sum(),
-            torch.cat(self.clipped).float().mean(),
-            ratio_N.mean(),
-            ratio_N.max(),
-            *((torch.cat(self.kls).mean(),) if self.kls else ()),
-        ]
-        counts = torch.bincount(place_N, minlength=len(RATIO_EDGES) - 1).float()
-        loss, clipped, mean, most, *rest = torch.cat((torch.stack(numbers), counts)).tolist()  # one transfer
-        kls, counted = (rest[:1], rest[1:]) if self.kls else ([None], rest)
-        return {
-            "loss": loss / max(1, len(self.losses) // max(1, len(self.first_ratios))),
-            "grad_norm": self.grad_norm,
-            "clip_fraction": clipped,
-            "kl": kls[0],
-            "ratio_mean": mean,
-            "ratio_max": most,
-            "ratio_histogram": {"edges": RATIO_EDGES, "counts": [int(count) for count in counted]},
-            "trained_tokens": len(first_N),
-        }
-
-
-def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of an update from those of each process; the gradient is the same in all.
-
-    >>> halves = [{"loss": 1.0, "kl": None, "trained_tokens": 1, "ratio_mean": 1.0, "ratio_max": 1.0},
-    ...           {"loss": 2.0, "kl": None, "trained_tokens": 3, "ratio_mean": 2.0, "ratio_max": 4.0}]
-    >>> found = together(halves)
-    >>> found["loss"], found["ratio_mean"], found["ratio_max"], found["trained_tokens"]
-    (3.0, 1.75, 4.0, 4)
+    The sampler knows no dropout, so with it (``drops``) the new policy's logprobs are not those of the old one even
+    before the first update. Modules that compute their activations again in the backward pass (``recomputes``: gradient
+    checkpointing) do so in training mode only: they are put into it with every dropout of their own at 0.
     """
-    learned = [part for part in parts if part["trained_tokens"]]
-    if len(parts) == 1 or not learned:
-        return dict(parts[0])
-    tokens = sum(part["trained_tokens"] for part in learned)
-    whole = {**learned[0], "loss": math.fsum(part["loss"] for part in learned), "trained_tokens": tokens}
-    for name in ("clip_fraction", "ratio_mean", "kl"):
-        if whole.get(name) is not None:
-            whole[name] = math.fsum(part[name] * part["trained_tokens"] for part in learned) / tokens
-    whole["ratio_max"] = max(part["ratio_max"] for part in learned)
-    if "ratio_histogram" in whole:
-        counts = zip(*(part["ratio_histogram"]["counts"] for part in learned), strict=True)
-        whole["ratio_histogram"] = {"edges": RATIO_EDGES, "counts": [sum(column) for column in counts]}
-    return whole
+    before: list[tuple[Any, str, Any]] = []
+    with lock:
+        model.train(drops)
+        if recomputes and not drops:
+            model.training = True
+            for module in model.modules():
+                if getattr(module, "gradient_checkpointing", False):
+                    before += _without_dropout(module)
+                    module.training = True
+    try:
+        yield
+    finally:
+        with lock:
+            for module, name, value in before:
+                setattr(module, name, value)
+            model.eval()
 
 
-def micro_batch_tokens(config: LearningKnobs, model: Any) -> int:
+def _without_dropout(module: Any) -> list[tuple[Any, str, Any]]:
+    """Put the dropout of a module's own at 0; what it was."""
+    found = [
+        (module, name, value) for name, value in vars(module).items() if "drop" in name and isinstance(value, float)
+    ]
+    for _, name, _ in found:
+        setattr(module, name, 0.0)
+    return found
+
+
+def micro_batch_tokens(config: TrainingConfig, model: Any) -> int:
     """How many tokens one forward pass takes: as configured, or as half of the free memory can hold."""
     if config.micro_batch_tokens is not None:
         return config.micro_batch_tokens
     parameter = next(model.parameters())
     text = model.config.get_text_config()
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    alive = text.num_hidden_layers * (ALIVE_OF_WIDTH * text.hidden_size + ALIVE_OF_INNER * inner)
-    token_bytes = alive * parameter.element_size() / (8 if config.gradient_checkpointing else 1)
+    kept = text.num_hidden_layers * (KEPT_OF_HIDDEN * text.hidden_size + KEPT_OF_INNER * inner)
+    token_bytes = kept * parameter.element_size() / (8 if config.gradient_checkpointing else 1)
     most = MOST_TOKENS.get(parameter.device.type, 8192)
     return int(max(256, min(most, free_memory(parameter.device) / 2 / token_bytes)))

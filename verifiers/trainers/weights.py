@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verifiers.trainers.config import LearningKnobs
+from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.stopping import NotFiniteError
 
 LARGEST_SCALE, SCALE_GROWS_AFTER = 2.0**16, 200
@@ -21,7 +21,7 @@ class Weights:
     is what the optimizer moves; the parameter, which the sampler reads, is rounded from it after each step.
     """
 
-    def __init__(self, model: Any, config: LearningKnobs) -> None:
+    def __init__(self, model: Any, config: TrainingConfig) -> None:
         self.config = config
         named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
         if not named:
@@ -44,7 +44,7 @@ class Weights:
         )
 
     def refresh(self) -> None:
-        """Take over what somebody else wrote into the parameters since the last step: another trainer, a warm-up."""
+        """Take over parameters that were written since the last step by others: another trainer, a warm-up."""
         with torch.no_grad():
             for live, master, version in zip(self.live, self.masters, self._versions, strict=True):
                 if live is not master and live._version != version:
@@ -142,10 +142,10 @@ def _empty_as(masters: list[Tensor]) -> list[Tensor]:
     return [part.view(one.shape) for part, one in zip(parts, masters, strict=True)]
 
 
-def learning_rate(config: LearningKnobs, step: int, total: int) -> float:
+def learning_rate(config: TrainingConfig, step: int, total: int) -> float:
     """The rate of a step (counted from 0): up in the warm-up, then as the schedule says.
 
-    >>> config = LearningKnobs(learning_rate=1.0, warmup_steps=2, lr_scheduler_type="linear")
+    >>> config = TrainingConfig(learning_rate=1.0, warmup_steps=2, lr_scheduler_type="linear")
     >>> [round(learning_rate(config, step, 6), 2) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """

@@ -11,13 +11,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from verifiers.engine.local_model import LocalModel
-from verifiers.envs.env_group import EnvGroup
 from verifiers.kernels import autograd
 from verifiers.results import Results
 from verifiers.store import RunDir, safe_name
 from verifiers.trainers import checkpoints
+from verifiers.trainers.advantages import mean_advantage
 from verifiers.trainers.batch import Batch, as_batch
+from verifiers.trainers.functions import name_of
 from verifiers.trainers.processes import gathered
+from verifiers.trainers.reward_weights import reward_weights
 from verifiers.trainers.stopping import NotFiniteError
 from verifiers.trainers.watch.audit import audit
 from verifiers.trainers.watch.display import TrainingDisplay, is_filtered
@@ -28,7 +30,7 @@ from verifiers.trainers.watch.plot import plot_svg, plot_text
 from verifiers.trainers.watch.tracking import trackers
 
 if TYPE_CHECKING:
-    from verifiers.trainers.config import LearningKnobs
+    from verifiers.trainers.base_config import TrainingConfig
     from verifiers.trainers.grpo_trainer import GRPOTrainer
     from verifiers.trainers.trainer import Trainer
 
@@ -39,7 +41,7 @@ class Report:
     """What is known of a training: ``path`` (its run directory), ``steps`` and ``evals`` (their figures), ``last``."""
 
     def __init__(self, trainer: Trainer, resume: bool | str | Path = False) -> None:
-        self.config: LearningKnobs = trainer.config
+        self.config: TrainingConfig = trainer.config
         self._processes = trainer.accelerator
         self.is_main: bool = trainer.accelerator.is_main_process
         self.env_id = _name_of(trainer.env)
@@ -54,7 +56,10 @@ class Report:
         self._total_tokens = 0
         self.backend = _backend_of(trainer)
         self._resources = ExitStack()
-        self._watch = Watch(self.config, weights=_weights_of(trainer.env))
+        # Functions in the place of names, for whoever reads the run later.
+        own = {name: getattr(trainer, f"_own_{name}", None) for name in ("advantage", "loss")}
+        self._own = {name: f"{name_of(one)} (a function)" for name, one in own.items() if one is not None}
+        self._watch = Watch(self.config, weights=reward_weights(trainer.env))
         self._is_open = False
 
     def _place(self, resume: bool | str | Path) -> tuple[Path | None, Path]:
@@ -90,7 +95,7 @@ class Report:
         return self
 
     def _open(self) -> None:
-        stored = {"kind": "training", **self.config.to_dict()}
+        stored = {"kind": "training", **self.config.to_dict(), **self._own}
         if (self.path / "metadata.json").is_file():
             if not self._resumes:
                 raise FileExistsError(
@@ -104,7 +109,7 @@ class Report:
         self._trackers = trackers(
             self.config.report_to,
             run_name=self.config.run_name or self.path.name,
-            config=self.config.to_dict(),
+            config={**self.config.to_dict(), **self._own},
             folder=self.path,
         )
         for tracker in self._trackers:
@@ -194,7 +199,7 @@ class Report:
         most = math.ceil(getattr(self.config, "log_rollouts", 0) / n)
         advantages = batch.get("advantages") or [None] * len(batch["completions"])
         kept = [
-            (reply.state, advantage)
+            (reply.state, mean_advantage(advantage))
             for reply, advantage in zip(batch["completions"], advantages, strict=True)
             if getattr(reply, "state", None) is not None
         ][:most]
@@ -279,16 +284,6 @@ def _backend_of(trainer: Trainer) -> str:
 
 def _name_of(env: Any) -> str:
     return "examples" if env is None else getattr(env, "env_id", "") or type(env).__name__
-
-
-def _weights_of(env: Any) -> dict[str, float]:
-    """What each reward function counts, by name."""
-    if env is None:
-        return {}
-    if isinstance(env, EnvGroup):
-        return {name: weight for one in env.envs for name, weight in _weights_of(one).items()}
-    rubric = env.rubric
-    return dict(zip(rubric._get_reward_func_names(), rubric._get_reward_weights(), strict=True))
 
 
 def _newest(path: Path) -> Path | None:

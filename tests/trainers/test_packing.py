@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, WINDOW, random_model  # noqa: E402
 from verifiers.samples import Sample  # noqa: E402
-from verifiers.trainers import packing as shared_prompts  # noqa: E402
+from verifiers.trainers import packing as packed_rows  # noqa: E402
 from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.micro_batches import MicroBatch, Trained, micro_batches  # noqa: E402
 from verifiers.trainers.proof import ANY_LENGTH  # noqa: E402
@@ -66,7 +66,7 @@ def assert_learns_the_same(model: Any, *, is_even: bool = False) -> TokenScorer:
     for name, one in theirs.items():
         assert (ours[name] - one).abs().max() <= 2e-5 * one.abs().max() + 1e-6, name
     assert model.config._attn_implementation == before
-    assert shared_prompts.current() is None
+    assert packed_rows.current() is None
     return scorer
 
 
@@ -157,9 +157,9 @@ def test_a_head_that_caps_its_logits_is_asked_whole() -> None:
     assert not scorer._is_split
 
 
-@pytest.mark.parametrize("tails_only", [False, True], ids=["all", "tails"])
+@pytest.mark.parametrize("suffixes_only", [False, True], ids=["all", "tails"])
 @pytest.mark.parametrize("heads", [(4, 0, 7), (5, 5, 5)], ids=["ragged", "even"])
-def test_runs_attend_as_rectangles_do(monkeypatch: Any, heads: tuple[int, ...], tails_only: bool) -> None:
+def test_runs_attend_as_rectangles_do(monkeypatch: Any, heads: tuple[int, ...], suffixes_only: bool) -> None:
     """The kernel for runs is a card's; what it is given is the same here."""
 
     def one_by_one(q: Any, k: Any, v: Any, query_ends: Any, key_ends: Any, *more: Any) -> Any:
@@ -170,16 +170,16 @@ def test_runs_attend_as_rectangles_do(monkeypatch: Any, heads: tuple[int, ...], 
             assert 0 < k_to - k_from <= more[1]
             seen = torch.ones(q_to - q_from, k_to - k_from, dtype=torch.bool).tril(k_to - k_from - q_to + q_from)
             parts = (q[q_from:q_to], k[k_from:k_to], v[k_from:k_to])
-            out.append(shared_prompts.dense_attention(*(one[None] for one in parts), scale, dropout, seen)[0])
+            out.append(packed_rows.dense_attention(*(one[None] for one in parts), scale, dropout, seen)[0])
         return torch.cat(out)
 
-    monkeypatch.setattr(shared_prompts, "run_attention", one_by_one)
+    monkeypatch.setattr(packed_rows, "varlen_attention", one_by_one)
     tails = (3, 1, 6, 2, 5)
     positions = torch.zeros(sum(heads) + sum(tails), dtype=torch.int64)
-    packing = shared_prompts.Packing(head_G=heads, tail_B=tails, of_head_B=(0, 2, 0, 1, 2), position_T=positions)
+    packing = packed_rows.Packing(prefix_G=heads, suffix_B=tails, prefix_of_B=(0, 2, 0, 1, 2), position_T=positions)
     inputs = [torch.randn(len(positions), n, 8).requires_grad_() for n in (4, 2, 2)]
-    runs = (packing.tail_runs if tails_only else packing.runs).attend(*inputs, 0.3, 0.0)
-    rectangles = packing.rectangles.attend(*inputs, 0.3, 0.0, tails_only)
+    runs = (packing.suffix_segments if suffixes_only else packing.segments).attend(*inputs, 0.3, 0.0)
+    rectangles = packing.padded.attend(*inputs, 0.3, 0.0, suffixes_only)
     assert torch.allclose(runs, rectangles, atol=1e-5)
     seed = torch.randn_like(runs)
     ours, theirs = (torch.autograd.grad(one, inputs, seed) for one in (runs, rectangles))
@@ -201,7 +201,7 @@ def test_an_error_on_the_way_leaves_the_model_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError):
         scorer.logprobs(packed)
     handle.remove()
-    assert shared_prompts.current() is None
+    assert packed_rows.current() is None
     assert model.config._attn_implementation == "eager"
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
     scorer.logprobs(packed)

@@ -1,0 +1,117 @@
+"""Rollouts of a batch become the token sequences that an update learns from, each with its advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from verifiers.chat import ChatWriter
+from verifiers.samples import NotSampledError, Sample, are_ids_of, exact_samples, written_samples
+from verifiers.trainers import sampling
+from verifiers.trainers.batch import Batch
+from verifiers.trainers.config import GRPOConfig
+from verifiers.trainers.micro_batches import Trained
+from verifiers.trainers.sampling import Distribution
+
+FindTokens = Callable[[Any, Any], list[Sample]]
+
+
+def trained_sequences(
+    batch: Batch,
+    config: GRPOConfig,
+    usual: Distribution,
+    *,
+    find_tokens: FindTokens | None = None,
+    writer: ChatWriter | None = None,
+) -> list[Trained]:
+    """The samples of a batch's rollouts with their advantages; one whose history was rewritten has several.
+
+    ``usual`` is what tokens were drawn from where that was not recorded. A rollout of which the sampled tokens are not
+    known is in none; ``batch.refused`` has the reason. With a ``writer`` the rollouts were saved before.
+    """
+    trained: list[Trained] = []
+    is_off_policy = bool(config.num_batches_ahead) or config.updates_per_generation > 1
+    batch.refused.clear()
+    for prompt, reply, advantage in zip(batch["prompts"], batch["completions"], batch["advantages"], strict=True):
+        state: Mapping[str, Any] = getattr(reply, "state", None) or {}
+        if advantage is None or (config.mask_truncated_completions and state.get("is_truncated")):
+            continue
+        try:
+            samples = samples_of_reply(prompt, reply, find_tokens, writer)
+        except NotSampledError as error:
+            batch.refused.append(str(error))
+            continue
+        for sample, own in zip(samples, advantages_of_samples(advantage, samples, state), strict=True):
+            sample = sample if writer is None else sampling.saved(sample)
+            drawn = sampling.distributions(sample, usual)
+            sample = sampling.without_doubtful_logprobs(sample, drawn, is_off_policy=is_off_policy)
+            trained.append(Trained(sample=sample, advantage=own, drawn_from=drawn))
+    return trained
+
+
+def samples_of_reply(
+    prompt: Any, reply: Any, find_tokens: FindTokens | None, writer: ChatWriter | None = None
+) -> list[Sample]:
+    """The tokens of one rollout as they were sampled; NotSampledError where they are not known.
+
+    With a ``writer`` text that was saved without its tokens is tokenized: for rollouts that no policy here sampled.
+    """
+    state: Mapping[str, Any] = getattr(reply, "state", None) or {}
+    completion = getattr(reply, "messages", reply)
+    if writer is not None and not are_ids_of(state.get("trajectory") or (), writer):
+        return written_samples(prompt, completion, writer, state)
+    try:
+        return exact_samples(state, completion)
+    except NotSampledError:
+        # A text alone may be one that the policy said; a state says by itself what was sampled.
+        if not state and find_tokens is not None and (known := find_tokens(prompt, completion)):
+            return known
+        if writer is not None:
+            return written_samples(prompt, completion, writer, state)
+        if state:
+            raise
+        raise NotSampledError(
+            "it is a text that this policy is not known to have said: leave replies as they were sampled, or hand "
+            "rollouts that were saved before to dataset="
+        ) from None
+
+
+def advantages_of_samples(
+    advantage: float | Sequence[float], samples: Sequence[Sample], state: Mapping[str, Any]
+) -> list[float | list[float]]:
+    """A rollout's advantage for each of its samples: the number itself, or one for each token of the completion.
+
+    What was given by turn (of the trajectory) or by sampled token is spread over the sampled tokens of the samples; the
+    others have 0.
+
+    >>> sample = Sample(prompt_ids=[1], completion_ids=[2, 3, 9, 4], completion_mask=[1, 1, 0, 1],
+    ...                 completion_logprobs=[0.0] * 4)
+    >>> advantages_of_samples([0.5, -1.0], [sample], {})
+    [[0.5, 0.5, 0.0, -1.0]]
+    """
+    if isinstance(advantage, (int, float)):
+        return [float(advantage)] * len(samples)
+    total = sum(sum(sample.completion_mask) for sample in samples)
+    turns = _turn_lengths(samples, state, total)
+    if len(advantage) == len(turns):
+        advantage = [one for one, length in zip(advantage, turns, strict=True) for _ in range(length)]
+    if len(advantage) != total:
+        raise ValueError(
+            f"{len(advantage)} advantages for a rollout with {len(turns)} turns and {total} sampled tokens; give one "
+            "number, or one for each turn or each token"
+        )
+    values = iter(advantage)
+    return [[next(values) if is_sampled else 0.0 for is_sampled in sample.completion_mask] for sample in samples]
+
+
+def _turn_lengths(samples: Sequence[Sample], state: Mapping[str, Any], total: int) -> list[int]:
+    """How many tokens were sampled in each turn of the trajectory.
+
+    Samples tokenized from text have other tokens than a trajectory: then each contiguous part of the mask is a turn.
+    """
+    tokens = [step.get("tokens") for step in state.get("trajectory") or ()]
+    turns = [0 if one is None or one.get("overlong_prompt") else len(one["completion_ids"]) for one in tokens]
+    if turns and sum(turns) == total:
+        return turns
+    return [len(list(part)) for sample in samples for is_own, part in groupby(sample.completion_mask) if is_own]

@@ -1,0 +1,184 @@
+"""Hidden states and an lm_head become the logprob of each target, with one chunk of logits alive at a time.
+
+Two ways. `fused_logprobs`: one sweep over a chunk of logits gives the logprobs, another turns them into their own
+gradients, in place, by kernels of our own or plain operations. `chunked_logprobs`: any head, any distribution, and
+entropies; chunks are computed again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from verifiers.engine.sequence import NO_TOP_K
+from verifiers.kernels.autograd import kernels_for
+from verifiers.kernels.sampling import SamplingColumns, truncate
+from verifiers.trainers.sampling import Distribution
+
+CHUNK_BYTES = {"cuda": 2 << 30}  # logits alive at once
+CHUNK_BYTES_ELSEWHERE = 1 << 30
+FREE_LOGITS = 1 << 24  # so few (64 MiB in float32) are kept for the backward pass; more are computed again there
+NARROWED_COPIES = 4  # that a biased or truncated distribution takes: its probabilities, the likeliest, what is left
+
+
+def chunks_of(n: int, bytes_each: int, device: torch.device) -> list[slice]:
+    """``n`` positions in parts of about the same size, none of whose logits take more than `CHUNK_BYTES`."""
+    most = max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES_ELSEWHERE) // bytes_each)
+    step = max(1, math.ceil(n / math.ceil(n / most))) if n else 1
+    return [slice(i, min(i + step, n)) for i in range(0, n, step)]
+
+
+# --- any head and distribution ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Of each target its logprob, and the entropy (in nats) of what it was drawn from, if that was asked for."""
+
+    logprob_N: Tensor
+    entropy_N: Tensor | None = None
+    recomputes: bool = False  # whether the backward pass runs the head again
+
+
+def chunked_logprobs(
+    head: Any, hidden_ND: Tensor, target_N: Tensor, drawn_from: Distribution, *, with_entropy: bool = False
+) -> Scored:
+    """As `score_logits` of the head's logits, of which no more than a chunk is alive at once."""
+
+    def score(hidden_ND: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor | None]:
+        found = score_logits(head(hidden_ND), target_N, drawn_from, with_entropy=with_entropy)
+        return found.logprob_N, found.entropy_N
+
+    n, vocabulary = len(hidden_ND), head.weight.shape[0]
+    copies = 1 if drawn_from.is_tempered and not with_entropy else NARROWED_COPIES
+    if n * vocabulary * copies <= FREE_LOGITS:
+        return Scored(*score(hidden_ND, target_N))
+    parts = []
+    for part in chunks_of(n, vocabulary * copies * 4, hidden_ND.device):
+        given = hidden_ND[part], target_N[part]
+        parts.append(checkpoint(score, *given, use_reentrant=False) if torch.is_grad_enabled() else score(*given))
+    logprobs, entropies = zip(*parts, strict=True)
+    return Scored(torch.cat(logprobs), torch.cat(entropies) if with_entropy else None, recomputes=True)
+
+
+def score_logits(
+    logits_NV: Tensor, target_N: Tensor, drawn_from: Distribution, *, with_entropy: bool = False
+) -> Scored:
+    """Logprobs under what tokens were drawn from (biased, tempered, truncated), as the sampler computes them.
+
+    What it drew is kept even where the policy has moved and would now leave it out.
+    """
+    if drawn_from.logit_bias:
+        tokens, values = zip(*drawn_from.logit_bias, strict=True)
+        bias = torch.tensor(values, device=logits_NV.device, dtype=logits_NV.dtype)
+        logits_NV = logits_NV.index_add(
+            1, torch.tensor(tokens, device=logits_NV.device), bias.expand(len(logits_NV), -1)
+        )
+    scaled_NV = logits_NV.float()
+    if drawn_from.temperature != 1.0:
+        scaled_NV = scaled_NV / drawn_from.temperature
+    if drawn_from.truncates:
+        scaled_NV = scaled_NV.masked_fill(_left_out(scaled_NV.detach(), target_N, drawn_from), -torch.inf)
+    logprob_N = -functional.cross_entropy(scaled_NV, target_N, reduction="none")
+    return Scored(logprob_N, _entropy(scaled_NV) if with_entropy else None)
+
+
+def _entropy(scaled_NV: Tensor) -> Tensor:
+    logprob_NV = functional.log_softmax(scaled_NV, -1)
+    probability_NV = logprob_NV.exp()
+    return -(probability_NV * logprob_NV.masked_fill(logprob_NV == -torch.inf, 0.0)).sum(-1)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not typed here
+def _left_out(scaled_NV: Tensor, target_N: Tensor, drawn_from: Distribution) -> Tensor:
+    """Which tokens are not drawn, the target never among them; it has no gradient."""
+
+    def each(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((len(scaled_NV),), value, dtype=dtype, device=scaled_NV.device)
+
+    zero_N = each(0, torch.int64)
+    columns = SamplingColumns(
+        temperature_B=each(1.0, torch.float32),
+        top_p_B=each(drawn_from.top_p, torch.float32),
+        top_k_B=each(drawn_from.top_k or NO_TOP_K, torch.int64),
+        min_p_B=each(drawn_from.min_p, torch.float32),
+        seed_B=zero_N,
+        step_B=zero_N,
+    )
+    left_out_NV = truncate(torch.softmax(scaled_NV, -1), columns) == 0
+    return left_out_NV.scatter_(1, target_N[:, None], False)
+
+
+# --- one linear head, no more than a temperature ------------------------------------------------------------------
+
+
+def fused_logprobs(
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """The logprob of each target under softmax(hidden · weightᵀ + bias), whose logits are held a chunk at a time."""
+    result: Tensor = _FusedLogprobs.apply(hidden_ND, weight_VD, bias_V, target_N, temperature, torch.is_grad_enabled())
+    return result
+
+
+class _FusedLogprobs(Function):  # type: ignore[misc]  # torch is not typed here
+    """Logits are computed again in the backward pass, but for the last chunk's, which are kept and needed first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, temperature: float,
+        keeps: bool,
+    ) -> Tensor:  # fmt: skip
+        n = len(hidden_ND)
+        logprob_N, mass_N = (torch.empty(n, dtype=torch.float32, device=hidden_ND.device) for _ in range(2))
+        chunks = chunks_of(n, weight_VD.shape[0] * weight_VD.element_size(), hidden_ND.device)
+        last_NV = None
+        for part in chunks:
+            last_NV = functional.linear(hidden_ND[part], weight_VD, bias_V)
+            kernels_for(last_NV).pick(last_NV, target_N[part], temperature, logprob_N[part], mass_N[part])
+        if keeps:
+            ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, mass_N)
+            ctx.temperature, ctx.chunks, ctx.last_NV = temperature, chunks, last_NV
+        return logprob_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Any, ...]:
+        hidden_ND, weight_VD, bias_V, target_N, mass_N = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_N = grad_N.contiguous()
+        grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
+        weight_parts, bias_parts = _Sum(), _Sum()
+        for part in reversed(ctx.chunks):
+            grad_NV, ctx.last_NV = ctx.last_NV, None
+            if grad_NV is None:
+                grad_NV = functional.linear(hidden_ND[part], weight_VD, bias_V)
+            kernels_for(grad_NV).pick_back_(grad_NV, target_N[part], ctx.temperature, mass_N[part], grad_N[part])
+            if grad_hidden is not None:
+                torch.mm(grad_NV, weight_VD, out=grad_hidden[part])
+            if needs_weight:
+                weight_parts.add(grad_NV.t() @ hidden_ND[part])
+            if needs_bias:
+                bias_parts.add(grad_NV.sum(0))
+        return grad_hidden, weight_parts.total, bias_parts.total, None, None, None
+
+
+class _Sum:
+    """Tensors added up in float32, and given back in the type they came in."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+        self._dtype = torch.float32
+
+    def add(self, part: Tensor) -> None:
+        self._dtype = part.dtype
+        self._sum = part if self._sum is None else self._sum.float().add_(part)
+
+    @property
+    def total(self) -> Tensor | None:
+        return None if self._sum is None else self._sum.to(self._dtype)
