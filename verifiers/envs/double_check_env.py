@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verifiers.envs.multiturn_env import MultiTurnEnv
-from verifiers.escapes import contained
+from verifiers.escapes import raise_if_escaped
 from verifiers.messages import role_of
 from verifiers.parsers import Parser
 from verifiers.types import Messages, State
@@ -54,5 +54,5 @@ def _answer(parser: Parser, reply: Messages) -> Any:
     try:
         return parser.parse_answer(reply)
     except BaseException as error:  # a user's own parser
-        contained(error)
+        raise_if_escaped(error)
         return None

@@ -246,7 +246,7 @@ class ToolEnv(MultiTurnEnv):
 
     def _raise_if_fatal(self, error: Exception, call: Call) -> None:
         """What is down below the rollout fails it; so do ``stop_errors``, and a call of theirs ends it."""
-        if isinstance(error, calls.EscapedError):  # no call of a model's makes a tool raise such a thing
+        if isinstance(error, calls.EscapedError):  # a fault of the tool, which no model need answer for
             raise HookError(f"the tool {call.name!r}: {error}") from error
         if not is_the_models(error):
             raise error
