@@ -267,7 +267,11 @@ class Environment:
             return self.failed_state(row, answerer, sampling_args, calls.contained(error))
         hook = self._hook("rollout")
         if hook is None:
-            return await self.play(state)
+            with recorded_calls() as made:
+                state = await self.play(state)
+            state.answerer = answerer  # a hook may have put another state in its place
+            add_steps(state, made, self.max_seq_len, is_own=False)
+            return state
         with recorded_calls() as made:
             try:
                 args, kwargs = override_arguments(self.rollout, row, answerer, sampling_args)
