@@ -32,6 +32,7 @@ from verifiers.trainers.batch import Batch
 from verifiers.trainers.checkpoints import save_model
 from verifiers.trainers.config import GRPOConfig, LearningKnobs
 from verifiers.trainers.micro_batches import Trained
+from verifiers.trainers.processes import gathered
 from verifiers.trainers.sampler import Sampler
 from verifiers.trainers.sampling import flat, merged
 from verifiers.types import Row
@@ -275,19 +276,20 @@ def eval_rows(env: Environment | None, given: Any) -> Any:
     return env.get_eval_dataset() if given is None else as_rows(given, env._format)
 
 
-def refusals(batch: Batch, trained: Sequence[Trained]) -> dict[str, Any]:
-    """What a step says of rollouts that it did not learn from; ValueError where there are no others."""
-    if not batch.refused:
+def refusals(batch: Batch, trained: Sequence[Trained], processes: Any) -> dict[str, Any]:
+    """What a step says of rollouts that no process learned from; ValueError in all where there are no others."""
+    found = gathered(processes, (list(batch.refused), len(trained)))
+    reasons = Counter(reason for refused, _ in found for reason in refused)
+    if not reasons:
         return {}
-    reasons = Counter(batch.refused)
-    if not trained:
+    if not any(count for _, count in found):
         reason, count = reasons.most_common(1)[0]
         raise ValueError(
-            f"none of {len(batch.refused)} rollouts can be learned from, as it is not known which tokens were sampled; "
+            f"none of {reasons.total()} rollouts can be learned from, as it is not known which tokens were sampled; "
             f"{count} of them: {reason}"
         )
     told = [f"{count} × {reason}" for reason, count in reasons.most_common()]
-    return {"refused": len(batch.refused), "refused_reasons": told}
+    return {"refused": reasons.total(), "refused_reasons": told}
 
 
 # --- the run ------------------------------------------------------------------------------------------------------
