@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -275,3 +276,22 @@ def test_batches_for_ones_own_training_loop(env: vf.SingleTurnEnv) -> None:
         results["prompts"], results["completions"], results["states"], results["rewards"], max_seq_len=-1
     )
     assert whole[0]["prompt_ids"][0] == first["prompt_ids"][0]
+
+
+def test_the_mean_that_is_written_down_counts_examples_equally_as_the_report_does(tmp_path: Path) -> None:
+    asked = itertools.count()
+
+    def brittle(answer: str) -> float:
+        if answer == "hard" and next(asked):
+            raise ConnectionError("the judge is down")
+        return float(answer == "easy")
+
+    rows = [{"question": "a", "answer": "easy"}, {"question": "b", "answer": "hard"}]
+    env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([brittle]))
+    results = env.evaluate(
+        client=vf.FakeClient("x"), model="m", rollouts_per_example=4, results_path=tmp_path / "run", use_tqdm=False
+    )
+    assert len(results.failed) == 3
+    assert results.mean_reward == 0.5
+    assert results.metadata["avg_reward"] == 0.5
+    assert json.loads((tmp_path / "run" / "metadata.json").read_text())["avg_metrics"]["brittle"] == 0.5
