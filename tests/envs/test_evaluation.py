@@ -295,3 +295,23 @@ def test_the_mean_that_is_written_down_counts_examples_equally_as_the_report_doe
     assert results.mean_reward == 0.5
     assert results.metadata["avg_reward"] == 0.5
     assert json.loads((tmp_path / "run" / "metadata.json").read_text())["avg_metrics"]["brittle"] == 0.5
+
+
+@pytest.mark.parametrize("where", ["alone", "group"])
+def test_a_rubric_of_ones_own_that_exits_fails_the_rollouts_of_a_host_and_does_not_end_it(where: str) -> None:
+    class Leaving(vf.Rubric):
+        async def score_alone(self, state: Any) -> Any:
+            if where == "alone" and state["answer"] == "2":
+                raise SystemExit(3)
+            return await super().score_alone(state)
+
+        async def add_group_scores(self, states: Any, scores: Any) -> None:
+            if where == "group":
+                raise SystemExit(3)
+
+    env = vf.SingleTurnEnv(dataset=[{"question": "?"}], rubric=Leaving([lambda: 1.0]))
+    rows = [{"prompt": [{"role": "user", "content": "?"}], "answer": str(i), "example_id": 0} for i in range(3)]
+    states = [*(group := env.run_group(rows, vf.FakeClient("x"), "m", {}, None, None)), *group.failed]
+    failed = [state for state in states if state.get("error") is not None]
+    assert len(failed) == (1 if where == "alone" else 3)
+    assert "it called exit(3)" in str(failed[0]["error"])

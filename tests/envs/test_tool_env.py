@@ -344,6 +344,19 @@ def test_a_tool_that_exits_or_is_cancelled_fails_its_row_and_the_run_goes_on(kin
     assert [state["completion"][-1]["content"] for state in results.states if state["error"] is None] == ["done"] * 4
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_error_formatter_that_exits_fails_its_row_also_where_calls_run_at_once(times: int) -> None:
+    def broken() -> None:
+        raise ValueError("no")
+
+    def leave(error: Exception) -> str:
+        raise SystemExit(3)
+
+    env = make([broken], error_formatter=leave)
+    results = env.evaluate(client=vf.FakeClient(calling(*[call("broken")] * times)), model="m", use_tqdm=False)
+    assert "it called exit(3)" in str(results.failed[0]["error"])
+
+
 def test_the_calls_of_a_run_that_is_cancelled_are_cancelled_and_no_row_of_it_fails() -> None:
     begun: list[int] = []
 

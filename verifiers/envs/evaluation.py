@@ -19,7 +19,7 @@ from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
 from verifiers.envs.jobs import jobs_of, jobs_of_inputs
 from verifiers.envs.rows import RowFormat, Rows
-from verifiers.envs.run_steps import RunSteps, key_of
+from verifiers.envs.run_steps import RunSteps, key_of, score_alone, score_group
 from verifiers.envs.saved_state import SavedState
 from verifiers.envs.states import restored_state
 from verifiers.envs.stopping import EarlyStop, bounds_of
@@ -288,8 +288,8 @@ async def score_states(env: Environment, states: Sequence[State]) -> None:
     began = time.perf_counter()
     live = [state for state in states if state.get("error") is None]
     with env._time_limits():
-        scores = await asyncio.gather(*map(env.score_alone, live))
-        await env.add_group_scores(live, scores)
+        scores = await asyncio.gather(*(score_alone(env, state) for state in live))
+        await score_group(env, live, scores)
     for state, scored in zip(live, scores, strict=True):
         write_score(state, scored)
     note_scoring_time(live, (time.perf_counter() - began) * 1000)

@@ -45,21 +45,13 @@ class RunSteps:
             return self.env.failed_state(job.row, self.answerer, self.sampling, contained(error))
 
     async def score_alone(self, state: State) -> Score:
-        try:
-            score = await self.env.score_alone(state)
-        except BaseException as error:  # the same
-            return Score(error=wrap(contained(error), GraderError, "scoring"))
-        if self.scores_each_as_a_group:
+        score = await score_alone(self.env, state)
+        if self.scores_each_as_a_group and score.error is None:
             await self.score_group([state], [score])
         return score
 
     async def score_group(self, states: Sequence[State], scores: Sequence[Score]) -> None:
-        try:
-            await self.env.add_group_scores(states, scores)
-        except BaseException as error:  # the same
-            failure = wrap(contained(error), GraderError, "scoring the group")
-            for score in scores:
-                score.error = score.error or failure
+        await score_group(self.env, states, scores)
 
     def fail(self, job: Job, cause: Error) -> State:
         """A rollout that is not begun any more."""
@@ -79,6 +71,24 @@ class RunSteps:
         except OSError as error:
             error.add_note("the run ends here: nothing more can be saved; what was saved before can be resumed")
             raise
+
+
+async def score_alone(env: Environment, state: State) -> Score:
+    """What can be said of one rollout; whatever a rubric of one's own raises is the error of this one."""
+    try:
+        return await env.score_alone(state)
+    except BaseException as error:  # foreign code
+        return Score(error=wrap(contained(error), GraderError, "scoring"))
+
+
+async def score_group(env: Environment, states: Sequence[State], scores: Sequence[Score]) -> None:
+    """Add what only the whole group can say, or the error that kept it from being said."""
+    try:
+        await env.add_group_scores(states, scores)
+    except BaseException as error:  # foreign code
+        failure = wrap(contained(error), GraderError, "scoring the group")
+        for score in scores:
+            score.error = score.error or failure
 
 
 def _record(state: State, rollout: int, columns: Sequence[str]) -> Record:

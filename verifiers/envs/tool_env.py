@@ -192,8 +192,11 @@ class ToolEnv(MultiTurnEnv):
         answers: dict[int, Answer] = {}
 
         async def answer(numbers: Sequence[int]) -> None:
-            for number in numbers:
-                answers[number] = await self.answer_one(found[number], messages, state)
+            try:
+                for number in numbers:
+                    answers[number] = await self.answer_one(found[number], messages, state)
+            except BaseException as error:  # foreign code: exit() in a task of its own would end the loop
+                raise calls.contained(error) from error
 
         in_order = [number for number, call in enumerate(found) if self._is_sequential(call)]
         at_once = [[number] for number in range(len(found)) if number not in in_order]
