@@ -49,10 +49,17 @@ def contained(error: BaseException) -> Exception:
     return made
 
 
+def has_escaped(error: Exception) -> bool:
+    """Is this something that was no Exception, alone or in the group that a task group makes of it?"""
+    if isinstance(error, ExceptionGroup):
+        return error.subgroup(EscapedError) is not None
+    return isinstance(error, EscapedError)
+
+
 def raise_if_escaped(error: BaseException) -> None:
     """Where an exception means that there is no answer: what is none, such as ``sys.exit()``, still fails the row."""
     failure = contained(error)
-    if isinstance(failure, EscapedError):
+    if has_escaped(failure):
         raise failure from error
 
 

@@ -344,6 +344,23 @@ def test_a_tool_that_exits_or_is_cancelled_fails_its_row_and_the_run_goes_on(kin
     assert [state["completion"][-1]["content"] for state in results.states if state["error"] is None] == ["done"] * 4
 
 
+def test_a_tool_whose_own_task_exits_fails_its_row_alone_and_in_a_task_group() -> None:
+    async def leave() -> None:
+        raise SystemExit(3)
+
+    async def awaited() -> None:
+        await asyncio.create_task(leave())
+
+    async def grouped() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(leave())
+
+    for tool in (awaited, grouped):
+        reply = calling(call(tool.__name__))
+        results = make([tool]).evaluate(client=vf.FakeClient(reply), model="m", use_tqdm=False)
+        assert f"the tool '{tool.__name__}': " in str(results.failed[0]["error"])
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_error_formatter_that_exits_fails_its_row_also_where_calls_run_at_once(times: int) -> None:
     def broken() -> None:

@@ -249,7 +249,7 @@ class ToolEnv(MultiTurnEnv):
 
     def _raise_if_fatal(self, error: Exception, call: Call) -> None:
         """What is down below the rollout fails it; so do ``stop_errors``, and a call of theirs ends it."""
-        if isinstance(error, calls.EscapedError):  # a fault of the tool, which no model need answer for
+        if calls.has_escaped(error):  # a fault of the tool, which no model need answer for
             raise HookError(f"the tool {call.name!r}: {error}") from error
         if not is_the_models(error):
             raise error
