@@ -387,8 +387,9 @@ def test_the_calls_of_a_run_that_is_cancelled_are_cancelled_and_no_row_of_it_fai
         task = asyncio.ensure_future(
             env.evaluate(client=vf.FakeClient(lambda _: calling(call("wait"), call("wait"))), model="m")
         )
-        while len(begun) < 2:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while len(begun) < 2:
+                await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
