@@ -28,7 +28,7 @@ from verifiers.envs.calling import (
 )
 from verifiers.envs.hooks import Hooks
 from verifiers.envs.host_calls import Group, get_results_path, read_host_call, run_for_host, the_one
-from verifiers.envs.own_rollouts import add_steps
+from verifiers.envs.own_rollouts import SPEAKING_HOOKS, add_steps
 from verifiers.envs.rows import RowFormat, Rows, as_rows, few_shot_messages
 from verifiers.envs.states import fresh_state
 from verifiers.envs.trainer_calls import TrainerCalls
@@ -267,11 +267,7 @@ class Environment(TrainerCalls):
             return self.failed_state(row, answerer, sampling_args, calls.contained(error))
         hook = self._hook("rollout")
         if hook is None:
-            with recorded_calls() as made:
-                state = await self.play(state)
-            state.answerer = answerer  # a hook may have put another state in its place
-            add_steps(state, made, self.max_seq_len, is_own=False)
-            return state
+            return await self._play_recorded(state, answerer)
         with recorded_calls() as made:
             try:
                 args, kwargs = override_arguments(self.rollout, row, answerer, sampling_args)
@@ -287,6 +283,16 @@ class Environment(TrainerCalls):
         state["is_completed"] = True
         read_error(state)
         note_timing(state)
+        return state
+
+    async def _play_recorded(self, state: State, answerer: Answerer) -> State:
+        """Play a rollout; what hooks of the user's own let the model say in between belongs to its trajectory too."""
+        if not any(map(self._hook, SPEAKING_HOOKS)):
+            return await self.play(state)
+        with recorded_calls() as made:
+            state = await self.play(state)
+        state.answerer = answerer  # a hook may have replaced the state
+        add_steps(state, made, self.max_seq_len, is_own=False)
         return state
 
     async def _run_rollout(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,8 @@ from verifiers.rollout import step_tokens
 from verifiers.samples import NO_TOKENS, NotSampledError
 from verifiers.types import ChatMessage, State, TrajectoryStep, TrajectoryStepTokens
 
+SPEAKING_HOOKS = ("env_response", "get_prompt_messages", "add_model_response", "render_completion")
+"""Hooks that can put more of what a model said into a rollout than the library's own turns."""
 _ADD_IT = "add it by add_model_response(state, prompt, response)"
 _UNSEEN = "calls from threads of your own, or through a client that is not ours, are not seen"
 _NOT_GIVEN = (
