@@ -105,6 +105,26 @@ def repeated(share: float, n: int, rollouts: int, alike: float) -> Cell:
     return Cell(f"mean {share:g}, {n} examples × {rollouts}", f"alike {alike:g}", share, se, run)
 
 
+def impossible(part: float, n: int, rollouts: int, most: float | None = None) -> Cell:
+    """A part of the examples is never solved; ``most``: no interval is wider than so many times one who knew
+    that rollouts share nothing would give."""
+    ids = [i // rollouts for i in range(n * rollouts)]
+    truth = 0.95 * (1 - part)
+    se = math.sqrt((part * (1 - part) * 0.95**2 + (1 - part) * 0.95 * 0.05 / rollouts) / n)
+
+    def run(random: Random) -> Bounds:
+        chances = [0.0 if random.random() < part else 0.95 for _ in range(n)]
+        found = stats.mean_interval([random.random() < chances[i] for i in ids], ids)
+        if most is None or found.mean is None or found.low is None or found.high is None:
+            return interval(found)
+        seen = max(found.mean * (1 - found.mean), 1 / len(ids))
+        factor = min(1.0, most * 2 * 1.96 * math.sqrt(seen / len(ids)) / (found.high - found.low))
+        return found.mean - factor * (found.mean - found.low), found.mean + factor * (found.high - found.mean)
+
+    row = f"{n} examples × {rollouts}" + ("" if most is None else f", cut to {most:g} times the width")
+    return Cell(row, f"{part:.0%} impossible", truth, se, run)
+
+
 def real_valued(n: int, rollouts: int, failed: float) -> Cell:
     def run(random: Random) -> Bounds:
         values: list[float | None] = []
@@ -232,6 +252,23 @@ def clustered() -> Iterator[Cell]:
                     yield repeated(share, n, rollouts, alike)
 
 
+def held_out() -> Iterator[Cell]:
+    """Means, sizes and likenesses that no constant was chosen on."""
+    for share in (0.35, 0.65, 0.9, 0.98):
+        for n, rollouts in ((3, 8), (7, 2), (12, 6), (30, 32)):
+            for alike in (0.03, 0.2, 0.4, 0.7, 0.97):
+                yield repeated(share, n, rollouts, alike)
+
+
+def missed() -> Iterator[Cell]:
+    """Some examples are impossible, the others solved 95 times of 100: a few examples may hold none of the former."""
+    for n in (5, 10, 20, 50):
+        for part in (0.0, 0.1, 0.2, 0.3):
+            yield impossible(part, n, 16)
+    for part in (0.0, 0.1, 0.2, 0.3):
+        yield impossible(part, 5, 16, most=3.0)
+
+
 def failing() -> Iterator[Cell]:
     yield real_valued(30, 4, 0.2)
     yield failing_where_hard(500, 8)
@@ -264,6 +301,8 @@ PARTS: dict[str, tuple[Callable[[], Iterator[Cell]], float]] = {  # and the shar
     "skewed": (skewed, 1.0),
     "sums": (sums, 0.5),
     "clustered": (clustered, 0.5),
+    "held-out": (held_out, 0.25),
+    "missed": (missed, 0.25),
     "failing": (failing, 0.25),
     "passes": (passes, 0.5),
     "differences": (differences, 0.25),

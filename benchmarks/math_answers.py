@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
@@ -37,6 +38,21 @@ HOSTILE = [
 ]
 
 
+def cpu_of_workers() -> float:
+    """Seconds of processor time of all processes that this one has started, and they in turn."""
+    fields = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parts = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        fields[int(path.parent.name)] = (int(parts[1]), sum(map(int, parts[11:15])))  # parent; own and ended children's
+    known = {os.getpid()}
+    while more := {pid for pid, (parent, _) in fields.items() if parent in known} - known:
+        known |= more
+    return sum(fields[pid][1] for pid in known - {os.getpid()}) / os.sysconf("SC_CLK_TCK")
+
+
 async def ask(rubric: vf.MathRubric, right: str, response: str) -> tuple[float, float]:
     began = time.perf_counter()
     verdict = await rubric.correct_answer(rubric.parser, f"\\boxed{{{response}}}", right)
@@ -62,12 +78,15 @@ async def main(n: int) -> None:
             assert verdict == expected, (right, response)
             took.append(seconds)
     print(f"algebra            {median(took) * 1e3:7.1f} ms a pair, the slowest {max(took) * 1e3:.1f} ms")
-    took = []
+    took, used = [], []
     for text in HOSTILE:
+        before = cpu_of_workers()
         seconds, verdict = await ask(rubric, "41", text)
         assert verdict == 0.0, text
         took.append(seconds)
+        used.append(cpu_of_workers() - before)
     print(f"hostile answers    {median(took) * 1e3:7.1f} ms a pair, the slowest {max(took) * 1e3:.1f} ms; none fails")
+    print(f"                   {median(used) * 1e3:7.1f} ms of CPU a pair, the most {max(used) * 1e3:.1f} ms")
 
 
 if __name__ == "__main__":

@@ -241,7 +241,7 @@ def test_group_rewards_see_the_whole_group_and_leave_failed_members_out() -> Non
     assert results.failed[0]["advantage"] is None
 
 
-@pytest.mark.parametrize("returned", [[1.0], 1.0, [1.0, float("inf")]])
+@pytest.mark.parametrize("returned", [[1.0], 1.0])
 def test_a_group_reward_that_goes_wrong_fails_its_group_only(returned: Any) -> None:
     def compare(completions: Any, answers: Any) -> Any:
         return returned if answers[0] == "0" else [1.0] * len(completions)

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Gene
 from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
-from verifiers.escapes import EscapedError, TimeLimitError, contained, is_cancelled
+from verifiers.escapes import EscapedError, TimeLimitError, contained, has_escaped, is_cancelled
 from verifiers.foreign import MAX_BLOCKED, QUICK_S, Hook, inline, is_async_callable, time_limits
 from verifiers.lanes import home
 from verifiers.threads import in_thread, leave_threads_behind
@@ -34,6 +34,7 @@ __all__ = [
     "blocking",
     "both",
     "contained",
+    "has_escaped",
     "has_running_loop",
     "in_thread",
     "is_async_callable",

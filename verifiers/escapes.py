@@ -10,7 +10,7 @@ from verifiers.errors import Interrupted
 
 
 class EscapedError(RuntimeError):
-    """Foreign code raised what is no Exception, such as ``pytest.fail()`` or GeneratorExit."""
+    """Foreign code raised what is no Exception, such as ``pytest.fail()``, ``sys.exit()`` or GeneratorExit."""
 
 
 class TimeLimitError(TimeoutError):
@@ -33,21 +33,34 @@ def contained(error: BaseException) -> Exception:
     """What foreign code raised, as an Exception; only what really stops this task or this program is raised again.
 
     >>> contained(SystemExit(3)), contained(KeyError("x"))
-    (RuntimeError('it called exit(3)'), KeyError('x'))
+    (EscapedError('it called exit(3)'), KeyError('x'))
     """
     if isinstance(error, Exception):
         return error
     if _is_stop(error):
         raise error
-    made: Exception
     if isinstance(error, SystemExit):
-        made = RuntimeError(f"it called exit({error.code!r})")
+        made = EscapedError(f"it called exit({error.code!r})")
     elif isinstance(error, asyncio.CancelledError):
-        made = RuntimeError("something it awaited was cancelled")
+        made = EscapedError("something it awaited was cancelled")
     else:
         made = EscapedError(f"it raised {type(error).__name__}: {error}")
     made.__cause__ = error
     return made
+
+
+def has_escaped(error: Exception) -> bool:
+    """Is this something that was no Exception, alone or in the group that a task group makes of it?"""
+    if isinstance(error, ExceptionGroup):
+        return error.subgroup(EscapedError) is not None
+    return isinstance(error, EscapedError)
+
+
+def raise_if_escaped(error: BaseException) -> None:
+    """Where an exception means that there is no answer: what is none, such as ``sys.exit()``, still fails the row."""
+    failure = contained(error)
+    if has_escaped(failure):
+        raise failure from error
 
 
 def _is_stop(error: BaseException) -> bool:

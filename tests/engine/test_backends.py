@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, SMALL, VOCABULARY, prompt_of, random_model  # noqa: E402
-from tests.engine.support.unusual import CHUNK, LONGROPE, UNUSUAL, unusual_model  # noqa: E402
+from tests.engine.support.unusual import CHUNK, LONGROPE, PAD, UNUSUAL, reformer, roberta, unusual_model  # noqa: E402
 from verifiers.engine.backends import BATCHED, DESCRIPTIONS, MODULES, SEQUENTIAL, UNCACHED, UnsupportedModelError  # noqa: E402
 from verifiers.engine.engine import Engine  # noqa: E402
 from verifiers.engine.plan import plan  # noqa: E402
@@ -148,6 +148,23 @@ def test_a_model_that_is_causal_up_to_a_window_is_refused_with_the_length_that_w
     with pytest.raises(UnsupportedModelError, match=f"try length={CHUNK}"):
         Engine(model, rows=2, length=64)
     Engine(model, rows=2, length=CHUNK).close()
+
+
+def test_a_model_that_does_not_count_padding_as_positions_samples_exactly_after_it_too() -> None:
+    model = roberta()
+    engine = Engine(model, rows=2, length=96)
+    try:
+        way = Sampling(max_tokens=20, seed=1, logit_bias={PAD: 6.0})
+        replies = engine.generate([[5, 6, 7], [5, PAD, 6, 7]], way)
+        assert all(PAD in reply.ids[:-1] for reply in replies)
+        assert worst_error(model, replies) < 2e-4
+    finally:
+        engine.close()
+
+
+def test_a_model_whose_own_forward_is_not_the_same_twice_is_refused_in_one_sentence() -> None:
+    with pytest.raises(UnsupportedModelError, match="its own forward gives other numbers each time"):
+        Engine(reformer(), rows=2, length=96)
 
 
 def test_a_forward_that_fails_is_refused_in_one_sentence() -> None:

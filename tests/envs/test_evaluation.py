@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -275,3 +276,42 @@ def test_batches_for_ones_own_training_loop(env: vf.SingleTurnEnv) -> None:
         results["prompts"], results["completions"], results["states"], results["rewards"], max_seq_len=-1
     )
     assert whole[0]["prompt_ids"][0] == first["prompt_ids"][0]
+
+
+def test_the_mean_that_is_written_down_counts_examples_equally_as_the_report_does(tmp_path: Path) -> None:
+    asked = itertools.count()
+
+    def brittle(answer: str) -> float:
+        if answer == "hard" and next(asked):
+            raise ConnectionError("the judge is down")
+        return float(answer == "easy")
+
+    rows = [{"question": "a", "answer": "easy"}, {"question": "b", "answer": "hard"}]
+    env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([brittle]))
+    results = env.evaluate(
+        client=vf.FakeClient("x"), model="m", rollouts_per_example=4, results_path=tmp_path / "run", use_tqdm=False
+    )
+    assert len(results.failed) == 3
+    assert results.mean_reward == 0.5
+    assert results.metadata["avg_reward"] == 0.5
+    assert json.loads((tmp_path / "run" / "metadata.json").read_text())["avg_metrics"]["brittle"] == 0.5
+
+
+@pytest.mark.parametrize("where", ["alone", "group"])
+def test_a_rubric_of_ones_own_that_exits_fails_the_rollouts_of_a_host_and_does_not_end_it(where: str) -> None:
+    class Leaving(vf.Rubric):
+        async def score_alone(self, state: Any) -> Any:
+            if where == "alone" and state["answer"] == "2":
+                raise SystemExit(3)
+            return await super().score_alone(state)
+
+        async def add_group_scores(self, states: Any, scores: Any) -> None:
+            if where == "group":
+                raise SystemExit(3)
+
+    env = vf.SingleTurnEnv(dataset=[{"question": "?"}], rubric=Leaving([lambda: 1.0]))
+    rows = [{"prompt": [{"role": "user", "content": "?"}], "answer": str(i), "example_id": 0} for i in range(3)]
+    states = [*(group := env.run_group(rows, vf.FakeClient("x"), "m", {}, None, None)), *group.failed]
+    failed = [state for state in states if state.get("error") is not None]
+    assert len(failed) == (1 if where == "alone" else 3)
+    assert "it called exit(3)" in str(failed[0]["error"])

@@ -335,6 +335,22 @@ def test_a_parser_that_raises_is_a_reply_without_form() -> None:
     assert len(client.requests) == 2
 
 
+@pytest.mark.parametrize("is_extract", [False, True])
+def test_a_parser_that_exits_fails_its_row_and_is_no_reply_without_form(is_extract: bool) -> None:
+    class Leaving(vf.Parser):
+        def parse(self, text: Any) -> Any:
+            raise SystemExit(2)
+
+    def leave(text: str) -> str:
+        raise SystemExit(2)
+
+    parser = vf.Parser(extract_fn=leave) if is_extract else Leaving()
+    env = vf.SingleTurnEnv(dataset=ROWS, parser=parser, rubric=vf.Rubric([lambda: 1.0]), max_retries=1)
+    results = env.evaluate(client=vf.FakeClient("x"), model="m")
+    assert len(results.failed) == len(ROWS)
+    assert "it called exit(2)" in str(results.failed[0]["error"])
+
+
 def test_a_tool_call_needs_no_form() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     client = vf.FakeClient({"role": ASSISTANT, "content": None, "tool_calls": [call]})

@@ -252,6 +252,186 @@ def test_an_override_that_asks_the_library_keeps_the_librarys_trajectory() -> No
     assert said([sample]) == ["four"]
 
 
+# --- the library's own trajectory, and calls beside it ------------------------------------------------------------
+
+MORE = {"role": "user", "content": "Are you sure?"}
+
+
+class Again(vf.SingleTurnEnv):
+    """Asks once more after the library's own rollout."""
+
+    async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:
+        state = await super().rollout(input, client, model, sampling_args)
+        messages = [*input["prompt"], *state["completion"], MORE]
+        reply = await client.chat.completions.create(messages=messages)
+        state["completion"] = [*state["completion"], MORE, self.shown(reply.message)]
+        return state
+
+    def shown(self, message: Any) -> Any:
+        return message
+
+
+class Before(vf.SingleTurnEnv):
+    """Asks for a draft before the library's own rollout, which goes on from there."""
+
+    has_draft = True
+
+    def rollout(self, client: Any, model: str, prompt: Any, answer: str, **kwargs: Any) -> Any:
+        draft = client.chat.completions.create(messages=prompt).choices[0].message.content
+        began = [{"role": "assistant", "content": self.edit(draft)}, MORE]
+        completion, state = super().rollout(client, model, [*prompt, *began], answer)
+        return [*began, *completion] if self.has_draft else completion, state
+
+    def edit(self, text: str) -> str:
+        return text
+
+
+class Between(vf.MultiTurnEnv):
+    """Lets the policy think aloud once more between its turns."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(max_turns=2, **kwargs)
+
+    async def env_response(self, messages: Any, state: Any) -> Any:
+        reply = await state["client"].chat.completions.create(messages=[*messages, MORE])
+        return self.answered(reply.text)
+
+    def answered(self, text: str) -> Any:
+        return [MORE, {"role": "assistant", "content": text}, {"role": "user", "content": "And now?"}]
+
+
+@pytest.mark.parametrize(("kind", "turns"), [(Again, ["four", "yes"]), (Before, ["four", "yes"])])
+def test_what_is_asked_before_or_after_the_librarys_own_rollout_is_learned_from_too(kind: Any, turns: Any) -> None:
+    state = played(kind, vf.FakeClient(turns, tokens=True))
+    (sample,) = exact_samples(state)
+    assert sample.prompt_ids == encode_prompt([{"role": "user", "content": "2+2?"}])
+    assert said([sample]) == ["".join(turns)]
+    assert len(state["trajectory"]) == 2
+    assert state["metrics"]["num_turns"] == 2.0
+
+
+@pytest.mark.parametrize("kind", [Again, Before])
+def test_the_same_reply_twice_is_two_replies(kind: Any) -> None:
+    assert said(exact_samples(played(kind, vf.FakeClient("four", tokens=True)))) == ["fourfour"]
+
+
+def test_what_an_environment_lets_the_policy_say_between_turns_is_learned_from_in_order() -> None:
+    state = played(Between, vf.FakeClient(["one", "aloud", "two"], tokens=True))
+    assert said(exact_samples(state)) == ["onealoudtwo"]
+    assert [step["completion"][0]["content"] for step in state["trajectory"]] == ["one", "aloud", "two"]
+
+
+def test_a_user_that_the_policy_plays_is_not_learned_from() -> None:
+    class Simulated(Between):
+        def answered(self, text: str) -> Any:
+            return {"role": "user", "content": text}
+
+    state = played(Simulated, vf.FakeClient(["one", "ask", "two"], tokens=True))
+    assert said(exact_samples(state)) == ["onetwo"]
+
+
+def test_a_further_reply_that_was_edited_is_refused_and_not_learned_from_by_half(tmp_path: Any) -> None:
+    class Shouted(Again):
+        def shown(self, message: Any) -> Any:
+            return {**message, "content": message["content"].upper()}
+
+    class Drafted(Before):
+        def edit(self, text: str) -> str:
+            return text.upper()
+
+    class Aloud(Between):
+        def answered(self, text: str) -> Any:
+            return super().answered(text.upper())
+
+    for kind in (Shouted, Drafted, Aloud):
+        state = played(kind, vf.FakeClient(["one", "two", "three"], tokens=True))
+        assert state["reward"] == 1.0
+        with pytest.raises(NotSampledError, match="holds a reply that no call of the policy gave"):
+            exact_samples(state)
+        assert all(step["tokens"] is None for step in state["trajectory"])
+
+
+def test_a_draft_that_is_not_in_the_completion_is_not_learned_from() -> None:
+    class Forgotten(Before):
+        has_draft = False
+
+    state = played(Forgotten, vf.FakeClient(["four", "yes"], tokens=True))
+    assert said(exact_samples(state)) == ["yes"]
+
+
+def test_an_assistants_words_that_the_environment_put_there_itself_are_no_ones_reply() -> None:
+    class Scripted(vf.MultiTurnEnv):
+        def env_response(self, messages: Any, state: Any) -> Any:
+            return [{"role": "assistant", "content": "I shall go on."}, MORE]
+
+        async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:
+            return await super().rollout(input, client, model, sampling_args)
+
+    state = played(Scripted, vf.FakeClient(["one", "two"], tokens=True), max_turns=2)
+    assert said(exact_samples(state)) == ["onetwo"]
+
+
+def test_a_reply_repeated_for_want_of_form_does_not_spoil_a_completion_that_is_shown_without_its_thoughts() -> None:
+    class Short(vf.SingleTurnEnv):
+        async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:
+            state = await super().rollout(input, client, model, sampling_args)
+            state["completion"] = [{"role": "assistant", "content": "4"}]
+            return state
+
+    client = vf.FakeClient(["no form", "<answer>4</answer>"], tokens=True)
+    state = played(Short, client, parser=vf.XMLParser(["answer"]), max_retries=1)
+    assert said(exact_samples(state)) == ["<answer>4</answer>"]
+
+
+def test_a_teachers_rollout_is_not_learned_from_as_if_the_policy_had_said_it() -> None:
+    teacher = vf.FakeClient("four", tokens=True)
+
+    class Taught(vf.SingleTurnEnv):
+        async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:
+            return await super().rollout(input, teacher, "teacher", sampling_args)
+
+    with pytest.raises(NotSampledError, match="the reply of another client than the policy's"):
+        exact_samples(played(Taught, vf.FakeClient("five", tokens=True)))
+
+
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_a_text_that_goes_on_after_the_librarys_own_rollout_is_learned_from_or_refused(is_edited: bool) -> None:
+    class Longer(vf.SingleTurnEnv):
+        async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:
+            state = await super().rollout(input, client, model, sampling_args)
+            reply = await client.completions.create(prompt=input["prompt"] + state["completion"] + " so ")
+            text = reply.choices[0].text
+            state["completion"] += " so " + (text.upper() if is_edited else text)
+            return state
+
+    state = played(Longer, vf.FakeClient(["four", "yes"], tokens=True), message_type="completion")
+    if is_edited:
+        with pytest.raises(NotSampledError, match="no call of the policy gave"):
+            exact_samples(state)
+    else:
+        assert "".join(said(exact_samples(state))) == "fouryes"
+
+
+def test_a_refused_rollout_out_of_a_cache_stays_refused() -> None:
+    class Cached(Again):
+        cache: dict[str, Any] = {}
+
+        async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:
+            if "one" not in self.cache:
+                self.cache["one"] = await super().rollout(input, client, model, sampling_args)
+            return self.cache["one"]
+
+        def shown(self, message: Any) -> Any:
+            return {**message, "content": message["content"].upper()}
+
+    env = Cached(dataset=[ROW], rubric=vf.Rubric([text_rewarded]))
+    client = vf.FakeClient(["four", "yes"], tokens=True)
+    results = env.generate(client=client, model="m", rollouts_per_example=2, max_concurrent=1, use_tqdm=False)
+    for state in results.rollouts:
+        with pytest.raises(NotSampledError):
+            exact_samples(state)
+
+
 def test_tool_calls_of_an_own_rollout_are_found_by_what_they_call() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 

@@ -284,26 +284,117 @@ def test_a_tool_that_was_quick_twice_still_has_its_limit_the_third_time() -> Non
     assert tool_texts(state)[-2:] == ["quick", "Error: moody took longer than 0.1 seconds"]
 
 
-def test_a_tool_that_calls_exit_or_raises_oddly_is_an_error_like_any_other() -> None:
+def test_a_tool_whose_exception_has_no_words_is_an_error_like_any_other() -> None:
     class OddError(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no words")
 
-    def leave() -> None:
-        raise SystemExit(3)
-
     def odd() -> None:
         raise OddError
 
-    def cancelled() -> None:
-        raise asyncio.CancelledError
-
-    state = roll_out(make([leave, odd, cancelled]), calling(call("leave"), call("odd"), call("cancelled")), "done")
+    state = roll_out(make([odd]), calling(call("odd")), "done")
     assert state["error"] is None
-    leaving, oddly, cancelling = tool_texts(state)
-    assert leaving == "Error: RuntimeError: it called exit(3)"
-    assert oddly == "Error: OddError"
-    assert cancelling.startswith("Error: RuntimeError")
+    assert tool_texts(state) == ["Error: OddError"]
+
+
+class _OddExit(BaseException):
+    pass
+
+
+ESCAPES = {
+    "exit": (SystemExit(3), "it called exit(3)"),
+    "cancelled": (asyncio.CancelledError(), "something it awaited was cancelled"),
+    "generator exit": (GeneratorExit(), "it raised GeneratorExit"),
+    "interrupt of its own": (KeyboardInterrupt(), "it raised KeyboardInterrupt"),
+    "any other": (_OddExit("out"), "it raised _OddExit: out"),
+}
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("kind", ESCAPES)
+def test_a_tool_that_exits_or_is_cancelled_fails_its_row_and_the_run_goes_on(kind: str, is_async: bool) -> None:
+    raised, words = ESCAPES[kind]
+
+    def leave() -> str:
+        raise raised
+
+    async def leave_async() -> str:
+        raise raised
+
+    def stay() -> str:
+        return "here"
+
+    leave_async.__name__ = "leave"
+
+    def reply(messages: Any) -> Any:
+        if messages[-1]["role"] == "tool":
+            return "done"
+        return calling(call("stay"), call("leave" if messages[-1]["content"] == "2" else "stay"))
+
+    env = vf.ToolEnv(
+        tools=[leave_async if is_async else leave, stay],
+        dataset=[{"question": str(i)} for i in range(5)],
+        rubric=vf.Rubric([lambda: 1.0]),
+    )
+    results = env.evaluate(client=vf.FakeClient(reply), model="m")
+    (failed,) = results.failed
+    assert failed["example_id"] == 2
+    assert isinstance(failed["error"], vf.HookError)
+    assert f"the tool 'leave': {words}" in str(failed["error"])
+    assert [state["completion"][-1]["content"] for state in results.states if state["error"] is None] == ["done"] * 4
+
+
+def test_a_tool_whose_own_task_exits_fails_its_row_alone_and_in_a_task_group() -> None:
+    async def leave() -> None:
+        raise SystemExit(3)
+
+    async def awaited() -> None:
+        await asyncio.create_task(leave())
+
+    async def grouped() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(leave())
+
+    for tool in (awaited, grouped):
+        reply = calling(call(tool.__name__))
+        results = make([tool]).evaluate(client=vf.FakeClient(reply), model="m", use_tqdm=False)
+        assert f"the tool '{tool.__name__}': " in str(results.failed[0]["error"])
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_error_formatter_that_exits_fails_its_row_also_where_calls_run_at_once(times: int) -> None:
+    def broken() -> None:
+        raise ValueError("no")
+
+    def leave(error: Exception) -> str:
+        raise SystemExit(3)
+
+    env = make([broken], error_formatter=leave)
+    results = env.evaluate(client=vf.FakeClient(calling(*[call("broken")] * times)), model="m", use_tqdm=False)
+    assert "it called exit(3)" in str(results.failed[0]["error"])
+
+
+def test_the_calls_of_a_run_that_is_cancelled_are_cancelled_and_no_row_of_it_fails() -> None:
+    begun: list[int] = []
+
+    async def wait() -> str:
+        begun.append(1)
+        await asyncio.sleep(60)
+        return "late"
+
+    async def run_and_cancel() -> None:
+        env = make([wait])
+        task = asyncio.ensure_future(
+            env.evaluate(client=vf.FakeClient(lambda _: calling(call("wait"), call("wait"))), model="m")
+        )
+        async with asyncio.timeout(60):
+            while len(begun) < 2:
+                await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run_and_cancel())
 
 
 def test_results_are_text_json_or_content_parts() -> None:

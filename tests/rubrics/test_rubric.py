@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import verifiers as vf
 from verifiers.errors import GraderError, OverlongPromptError, describe
 from verifiers.parsers import XMLParser
 from verifiers.rubrics import Rubric, cpu_bound
@@ -178,6 +179,17 @@ def test_a_group_reward_sees_the_whole_group_and_adds_to_the_others() -> None:
     Rubric(funcs=[exact, longest], weights=[1.0, 0.5]).score_group(states)
     assert [state["reward"] for state in states] == [1.0, 0.5]
     assert states[1]["metrics"] == {"exact": 0.0, "longest": 1.0}
+
+
+@pytest.mark.parametrize("bad", [1e101, float("nan"), "1.0", None])
+def test_a_group_reward_that_gives_one_rollout_no_score_fails_that_one_only(bad: Any) -> None:
+    def ranked(completions: Any) -> list[Any]:
+        return [1.0, bad, 0.5]
+
+    env = vf.SingleTurnEnv(dataset=[{"question": "?"}], rubric=Rubric(funcs=[ranked]))
+    results = env.evaluate(client=vf.FakeClient("x"), model="m", rollouts_per_example=3, use_tqdm=False)
+    assert [state["reward"] for state in results.rollouts] == [1.0, None, 0.5]
+    assert "reward 'ranked' returned" in str(results.failed[0]["error"])
 
 
 def test_a_group_reward_of_the_wrong_length_fails_the_group() -> None:

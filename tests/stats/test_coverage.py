@@ -25,6 +25,9 @@ CELLS = [
     coverage.repeated(0.5, 20, 8, 0.8),
     coverage.repeated(0.95, 20, 16, 0.5),
     coverage.repeated(0.8, 10, 4, 0.1),
+    coverage.repeated(0.35, 12, 6, 0.7),
+    coverage.repeated(0.9, 30, 32, 0.7),
+    coverage.repeated(0.98, 7, 2, 0.4),
     coverage.real_valued(30, 4, 0.2),
     coverage.passing(4, 0.3, 30, 8, is_all=False),
     coverage.passing(4, 0.7, 30, 8, is_all=True),
@@ -73,6 +76,15 @@ def test_an_interval_is_not_much_wider_than_it_must_be(cell: coverage.Cell, most
     width = cell.simulate(60)[1]
     assert width is not None
     assert 0.95 < width < most
+
+
+def test_five_examples_need_their_width_where_a_fifth_of_all_examples_is_impossible() -> None:
+    assert coverage.impossible(0.2, 5, 16).simulate(RUNS)[0] >= LEAST
+    held, width = coverage.impossible(0.0, 5, 16, most=3.0).simulate(RUNS // 4)
+    assert held >= LEAST
+    assert width is not None
+    assert width <= 3.05
+    assert coverage.impossible(0.3, 5, 16, most=3.0).simulate(RUNS)[0] < 0.9  # what three times the width would cost
 
 
 def test_forgetting_which_rollouts_share_an_example_would_cover_far_too_little() -> None:

@@ -77,6 +77,31 @@ def all_down(folder: Path, processes: int) -> Any:
     return online(folder, processes, env=making.environment(rubric=vf.Rubric([brittle])))
 
 
+class Edited(vf.SingleTurnEnv):
+    """Its replies are not those that were sampled: in the second process, or in both."""
+
+    first = 1
+
+    async def rollout(self, input: Any, client: Any, model: Any, sampling_args: Any = None) -> Any:
+        reply = await client.chat.completions.create(messages=input["prompt"])
+        text = f"{reply.text}!" if _rank() >= self.first else reply.text
+        return [{"role": "assistant", "content": text}]
+
+
+class AllEdited(Edited):
+    first = 0
+
+
+def half_refused(folder: Path, processes: int, kind: type[Edited] = Edited) -> Any:
+    rows = [{"question": f"say {i}"} for i in range(16)]
+    env = kind(dataset=rows, rubric=vf.Rubric([making.share_of_e]))
+    return online(folder, processes, env=env, eval_steps=None)
+
+
+def all_refused(folder: Path, processes: int) -> Any:
+    return half_refused(folder, processes, AllEdited)
+
+
 def stopped(folder: Path, processes: int) -> Any:
     """The second process alone wants to stop."""
 
@@ -98,6 +123,8 @@ MADE = {
     "half_down": half_down,
     "all_down": all_down,
     "stopped": stopped,
+    "half_refused": half_refused,
+    "all_refused": all_refused,
     **{kind: lambda folder, processes, kind=kind: offline(folder, processes, kind) for kind in ("grpo", "dapo")},
 }
 

@@ -107,6 +107,16 @@ def test_adapters_failures_and_stopping_in_two_processes(tmp_path):
         assert "the judge is down" in one["all_down"]["error"]
 
 
+@pytest.mark.slow
+def test_processes_whose_rollouts_cannot_be_learned_from_go_on_with_the_others_or_stop_together(tmp_path):
+    first, second = launch(tmp_path, TORCHRUN, "half_refused", "all_refused")
+    assert first["half_refused"]["weights"] == second["half_refused"]["weights"]
+    for one in (first, second):
+        assert [step["refused"] for step in one["half_refused"]["steps"]] == [8, 8]
+        assert "none of 16 rollouts can be learned from" in one["all_refused"]["error"]
+    assert first["all_refused"]["error"] == second["all_refused"]["error"]
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 

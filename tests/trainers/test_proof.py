@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 import verifiers as vf  # noqa: E402
 from tests.engine.support.exact import VOCABULARY, random_model  # noqa: E402
-from tests.engine.support.unusual import CHUNK, UNUSUAL, unusual_model  # noqa: E402
+from tests.engine.support.unusual import CHUNK, PAD, UNUSUAL, reformer, roberta, unusual_model  # noqa: E402
 from verifiers.engine.engine import Engine  # noqa: E402
 from verifiers.engine.sequence import Sampling  # noqa: E402
 from verifiers.kernels import prove  # noqa: E402
@@ -29,13 +29,15 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def sequences() -> list[Trained]:
+def sequences(pad: int | None = None) -> list[Trained]:
     """Two groups, in which some end before the chunk does, some after, and some go on for long."""
     draw, made = random.Random(2), []
     for prompt, replies in ((5, (4, CHUNK - 2, 3 * CHUNK)), (CHUNK + 3, (6, 20))):
         ids = [draw.randrange(3, VOCABULARY) for _ in range(prompt)]
         for n in replies:
             reply = [draw.randrange(3, VOCABULARY) for _ in range(n)]
+            if pad is not None:
+                reply = [pad if i % 2 else token for i, token in enumerate(reply)]
             sample = Sample(
                 prompt_ids=ids, completion_ids=reply, completion_mask=[1] * n, completion_logprobs=[0.0] * n
             )
@@ -43,11 +45,11 @@ def sequences() -> list[Trained]:
     return made
 
 
-def learned(scorer: TokenScorer) -> list[Any]:
+def learned(scorer: TokenScorer, pad: int | None = None) -> list[Any]:
     """The logprob of every trained token, in order, as training computes them."""
-    parts = split_at(sequences(), scorer.layouts.rope_bounds)
+    parts = split_at(sequences(pad), scorer.layouts.rope_bounds)
     found: dict[int, Any] = {}
-    for batch in micro_batches(sequences(), max_tokens=4096, **scorer.layouts.limits()):
+    for batch in micro_batches(sequences(pad), max_tokens=4096, **scorer.layouts.limits()):
         logprobs = scorer.logprobs(batch)
         for i, member in enumerate(batch.members):
             found[member] = logprobs[batch.sequence_N == i]
@@ -55,10 +57,10 @@ def learned(scorer: TokenScorer) -> list[Any]:
     return [found[i] for i in sorted(found)]
 
 
-def expected(model: Any) -> list[Any]:
+def expected(model: Any, pad: int | None = None) -> list[Any]:
     """The same from the definition: each sequence alone, by the model's own forward."""
     found = []
-    for one in sequences():
+    for one in sequences(pad):
         reply, ids = one.sample.completion_ids, [*one.sample.prompt_ids, *one.sample.completion_ids]
         logits_TV = prove.plain_logits(model, ids, len(reply) + 1)[:-1]
         found.append(torch.log_softmax(logits_TV, -1)[torch.arange(len(reply)), torch.tensor(reply)])
@@ -73,6 +75,19 @@ def test_the_logprobs_that_are_learned_from_are_those_of_each_sequence_alone(fam
         ours, theirs = torch.cat(learned(scorer)), torch.cat(expected(model))
     assert len(ours) == len(theirs)
     assert float((ours - theirs).abs().max()) < 2e-4
+
+
+def test_a_model_that_does_not_count_padding_as_positions_learns_exactly_after_it_too() -> None:
+    model = roberta()
+    scorer = TokenScorer(model)
+    with torch.no_grad():
+        ours, theirs = torch.cat(learned(scorer, PAD)), torch.cat(expected(model, PAD))
+    assert float((ours - theirs).abs().max()) < 2e-4
+
+
+def test_a_model_whose_own_forward_is_not_the_same_twice_cannot_learn() -> None:
+    with pytest.raises(ValueError, match="its own forward gives other numbers each time"):
+        _ = TokenScorer(reformer()).layouts
 
 
 @pytest.mark.parametrize("scale", [FRESH, 0.3])

@@ -110,6 +110,23 @@ def test_an_overridden_rollout_with_arguments_of_its_own_is_learned_from_as_it_w
     check_on_policy(trainer.train())
 
 
+def test_a_rollout_that_asks_once_more_after_the_librarys_own_is_learned_from_whole(tmp_path):
+    class Again(vf.SingleTurnEnv):
+        async def rollout(self, input: Any, client: Any, model: Any, sampling_args: Any = None) -> Any:
+            state = await super().rollout(input, client, model, sampling_args)
+            more = [*state["completion"], {"role": "user", "content": "again"}]
+            reply = await client.chat.completions.create(messages=[*input["prompt"], *more], temperature=0.6)
+            state["completion"] = [*more, reply.message]
+            return state
+
+    env = Again(dataset=[{"question": f"say {i}"} for i in range(8)], rubric=vf.Rubric([making.share_of_e]))
+    trainer = making.trainer(tmp_path, env=env, learning_rate=0.0)
+    assert {record["temperature"] for record in records_of(trainer)} == {0.6, 1.0}
+    report = trainer.train()
+    check_on_policy(report)
+    assert all("refused" not in step for step in report.steps)
+
+
 def test_each_environment_of_a_group_may_sample_in_its_own_way(tmp_path):
     first, second = (
         making.environment(4, sampling_args={"temperature": 0.5, "max_tokens": 3}),

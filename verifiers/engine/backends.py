@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,8 +76,11 @@ def choose_backend(engine: Engine) -> Backend:
             with prove.realistic(engine.model) as is_telling:
                 tried = _candidates(engine) if is_telling else [SEQUENTIAL, UNCACHED]
                 found, faults = _first_proven(engine, tried)
+                is_steady = found is not None or _is_steady(engine)
         finally:
             engine.start_afresh()
+    if not is_steady:
+        raise UnsupportedModelError(f"{name} cannot be sampled from: {prove.UNSTEADY}")
     if found is None:
         bounds = prove.bounds(engine.model.config, engine.length)
         advice = f"try length={bounds[0]}" if bounds else "is it a causal language model?"
@@ -114,6 +117,10 @@ def _check_forward(model: Any, name: str) -> None:
         raise UnsupportedModelError(f"{name} cannot be sampled from: {_first_line(error)}") from error
     if bool(logits.isnan().any()):
         raise UnsupportedModelError(f"{name} gives logits that are not numbers (NaN): its weights are bad")
+
+
+def _is_steady(engine: Engine) -> bool:
+    return prove.is_steady(engine.model, max(prove.prompt_lengths(engine.model.config, engine.length, 1)))
 
 
 def _first_proven(engine: Engine, backends: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -170,6 +177,10 @@ def _replies(engine: Engine) -> list[Generated]:
         turn = [*first.prompt_ids, *first.ids, *asked[0][:SECOND_TURN]]
         if len(turn) < room:
             replies += _drive(engine, [ActiveSequence(turn, Sampling(max_tokens=2, temperature=TEMPERATURE), 0)])
+    pad = prove.pad_id(engine.model.config)
+    if pad is not None:  # about every second token that is drawn
+        often = {pad: TEMPERATURE * math.log(engine.vocabulary)}
+        replies += _drive(engine, [ActiveSequence(asked[-1], replace(way, logit_bias=often), 1)])
     return replies
 
 

@@ -197,6 +197,8 @@ def _as_rollout_of(blank: State, update: Mapping[str, Any]) -> State:
 
 def _unscored_copy(state: State) -> State:
     copy = State(state)
+    if reason := getattr(state, "not_sampled", None):
+        copy.not_sampled = reason
     copy.update(reward=None, metrics=None, advantage=None, timing=dict(state.get("timing") or {}))
     copy["trajectory"] = [{**step, "reward": None, "advantage": None} for step in state["trajectory"]]
     if isinstance(state.get("error"), GraderError):

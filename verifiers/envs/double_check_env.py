@@ -7,7 +7,7 @@ from typing import Any
 
 from verifiers import calls
 from verifiers.envs.multiturn_env import MultiTurnEnv
-from verifiers.escapes import contained
+from verifiers.escapes import raise_if_escaped
 from verifiers.messages import role_of
 from verifiers.parsers import Parser
 from verifiers.types import Messages, State
@@ -58,5 +58,5 @@ def _answer(parser: Parser, reply: Messages) -> Any:
     try:
         return parser.parse_answer(reply)
     except BaseException as error:  # a user's own parser
-        contained(error)
+        raise_if_escaped(error)
         return None

@@ -7,7 +7,7 @@ import logging
 import random
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,19 +28,19 @@ from verifiers.envs.calling import (
 )
 from verifiers.envs.hooks import Hooks
 from verifiers.envs.host_calls import Group, get_results_path, read_host_call, run_for_host, the_one
-from verifiers.envs.own_rollouts import add_steps
+from verifiers.envs.own_rollouts import SPEAKING_HOOKS, add_steps
 from verifiers.envs.rows import RowFormat, Rows, as_rows, few_shot_messages
 from verifiers.envs.states import fresh_state
+from verifiers.envs.trainer_calls import TrainerCalls
 from verifiers.errors import GraderError, HookError, RequestRefusedError, wrap
 from verifiers.escapes import hurry
 from verifiers.messages import concat_messages, strip_nones_from_content
 from verifiers.parsers import Parser
 from verifiers.rollout import note_error, note_timing, read_error
-from verifiers.rubrics import Rubric, RubricGroup
+from verifiers.rubrics import Rubric
 from verifiers.rubrics.score import Score
 from verifiers.rubrics.signature import Plan, as_score
-from verifiers.samples import batches, one_batch
-from verifiers.types import Messages, MessageType, ProcessedOutputs, Row, SamplingArgs, State
+from verifiers.types import Messages, MessageType, Row, SamplingArgs, State
 
 if TYPE_CHECKING:
     from verifiers.results import Results
@@ -52,7 +52,7 @@ AT_EXIT_S = 60.0  # for each teardown hook when Python ends: one that hangs must
 HURRIED_S = 3.0  # the same, after a second Ctrl-C
 
 
-class Environment:
+class Environment(TrainerCalls):
     """A task: a data set, how a rollout goes, and a rubric. Any further keyword becomes an attribute."""
 
     def __init__(
@@ -267,7 +267,7 @@ class Environment:
             return self.failed_state(row, answerer, sampling_args, calls.contained(error))
         hook = self._hook("rollout")
         if hook is None:
-            return await self.play(state)
+            return await self._play_recorded(state, answerer)
         with recorded_calls() as made:
             try:
                 args, kwargs = override_arguments(self.rollout, row, answerer, sampling_args)
@@ -283,6 +283,16 @@ class Environment:
         state["is_completed"] = True
         read_error(state)
         note_timing(state)
+        return state
+
+    async def _play_recorded(self, state: State, answerer: Answerer) -> State:
+        """Play a rollout; what hooks of the user's own let the model say in between belongs to its trajectory too."""
+        if not any(map(self._hook, SPEAKING_HOOKS)):
+            return await self.play(state)
+        with recorded_calls() as made:
+            state = await self.play(state)
+        state.answerer = answerer  # a hook may have replaced the state
+        add_steps(state, made, self.max_seq_len, is_own=False)
         return state
 
     async def _run_rollout(self, *args: Any, **kwargs: Any) -> Any:
@@ -467,78 +477,7 @@ class Environment:
 
         return make_dataset(results, push_to_hub=push_to_hub, hub_name=hub_name, **kwargs)
 
-    def process_env_results(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        states: Sequence[State],
-        rewards: Sequence[float],
-        processing_class: Any = None,
-        batch_size: int = 8,
-        max_seq_len: int | None = None,
-        **kwargs: Any,
-    ) -> list[ProcessedOutputs]:
-        """Rollouts as batches of token samples with masks, for a training loop of one's own."""
-        if kwargs:
-            raise TypeError(f"process_env_results() got an unknown keyword {next(iter(kwargs))!r}")
-        limit = self.max_seq_len if max_seq_len is None or max_seq_len < 0 else max_seq_len
-        rollouts = zip(prompts, completions, states, rewards, strict=True)
-        return list(batches(rollouts, processing_class, batch_size=batch_size, max_seq_len=limit))
-
-    def process_env_results_vllm(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        states: Sequence[State],
-        rewards: Sequence[float],
-        processing_class: Any = None,
-        max_seq_len: int | None = None,
-        mask_env_responses: bool = True,
-        mask_truncated_completions: bool = False,
-        zero_truncated_completions: bool = False,
-    ) -> ProcessedOutputs:
-        """Rollouts as one batch, as trainers of 0.1.5 ask for it. What the environment said is never trained on."""
-        limit = self.max_seq_len if max_seq_len is None or max_seq_len < 0 else max_seq_len
-        return one_batch(
-            zip(prompts, completions, states, rewards, strict=True),
-            processing_class,
-            max_seq_len=limit,
-            mask_env_responses=mask_env_responses,
-            mask_truncated_completions=mask_truncated_completions,
-            zero_truncated_completions=zero_truncated_completions,
-        )
-
-    # --- setters for trainers -------------------------------------------------------------------------------------
-
-    def set_kwargs(self, **kwargs: Any) -> None:
-        """Set attributes, through ``set_<name>`` where there is one."""
-        for name, value in kwargs.items():
-            setter: Callable[[Any], None] | None = getattr(self, f"set_{name}", None)
-            if setter is None:
-                setattr(self, name, value)
-            else:
-                setter(value)
-
-    def add_rubric(self, rubric: Rubric) -> None:
-        """Let another rubric score as well."""
-        if isinstance(self.rubric, RubricGroup):
-            self.rubric.rubrics.append(rubric)
-        else:
-            self.rubric = rubric if self.rubric.is_empty else RubricGroup([self.rubric, rubric])
-
-    def set_max_seq_len(self, max_seq_len: int | None) -> None:
-        self.max_seq_len = max_seq_len
-
-    def set_interleaved_rollouts(self, interleaved_rollouts: bool) -> None:
-        self.interleaved_rollouts = interleaved_rollouts
-        if interleaved_rollouts:
-            warnings.warn(
-                "interleaved_rollouts has no effect: tokens are kept exactly as the engine sampled them anyway",
-                stacklevel=3,
-            )
-
-    def set_score_rollouts(self, score_rollouts: bool) -> None:
-        self.score_rollouts = score_rollouts
+    # --- copies in other processes --------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         """Hooks are made anew where the environment is unpickled."""

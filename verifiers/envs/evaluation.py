@@ -17,23 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
-from verifiers.envs.large_replies import Place, is_large, lighten
-from verifiers.envs.rows import RowFormat, Rows, as_rows
+from verifiers.envs.jobs import jobs_of, jobs_of_inputs
+from verifiers.envs.rows import RowFormat, Rows
+from verifiers.envs.run_steps import RunSteps, key_of, score_alone, score_group
 from verifiers.envs.saved_state import SavedState
 from verifiers.envs.states import restored_state
 from verifiers.envs.stopping import EarlyStop, bounds_of
-from verifiers.errors import Error, GraderError, HookError, wrap
-from verifiers.escapes import contained
 from verifiers.foreign import time_limits
 from verifiers.progress import Progress, make_progress
 from verifiers.results import Results
-from verifiers.rubrics.score import Score, note_scoring_time, write_advantages, write_score
+from verifiers.rubrics.score import note_scoring_time, write_advantages, write_score
 from verifiers.runner import Job, Limits, Run, RunInterruptedError, long_lived
 from verifiers.store import (
     DEFAULT_ROOT,
     Appender,
-    Record,
-    ResultsGoneError,
     RunDir,
     SavedRollouts,
     encode,
@@ -41,7 +38,7 @@ from verifiers.store import (
     to_hf_dataset,
     to_record,
 )
-from verifiers.types import Row, SamplingArgs, State
+from verifiers.types import SamplingArgs, State
 
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
@@ -139,9 +136,6 @@ async def evaluate(
     return await _run(env, jobs, client, model, merge_sampling(sampling_args, loose), options)
 
 
-# --- what is to be done -------------------------------------------------------------------------------------------
-
-
 def _check_repeats(rollouts_per_example: int) -> None:
     if rollouts_per_example < 1:
         raise ValueError(f"rollouts_per_example must be at least 1, got {rollouts_per_example}")
@@ -149,72 +143,6 @@ def _check_repeats(rollouts_per_example: int) -> None:
 
 def _reformatted(rows: Rows, row_format: RowFormat) -> Rows:
     return rows if rows._format == row_format else Rows(rows._given, row_format, picks=rows._picks)
-
-
-def jobs_of(rows: Rows, repeats: int, n_samples: int | None = None) -> list[Job]:
-    """Each row ``repeats`` times; or, with ``n_samples``, so many rollouts, going round the rows."""
-    n = len(rows)
-    if n_samples is not None and n:
-        order = [
-            (i % n, repeat + (i // n) * repeats) for i in range(-(-n_samples // repeats)) for repeat in range(repeats)
-        ]
-        order = order[:n_samples]
-    else:
-        order = [(i, repeat) for i in range(n) for repeat in range(repeats)]
-    cache: dict[int, tuple[Row, Exception | None]] = {}
-    jobs = []
-    for position, (i, repeat) in enumerate(order):
-        if i not in cache:
-            cache[i] = _row_or_error(rows, i)
-        row, error = cache[i]
-        jobs.append(Job(position, row, repeat, error))
-    return jobs
-
-
-def _row_or_error(rows: Rows, i: int) -> tuple[Row, Exception | None]:
-    try:
-        return rows[i], None
-    except BaseException as error:  # one poison row never ends the run
-        return {"prompt": None, "example_id": rows.example_id(i), "task": "default"}, contained(error)
-
-
-def jobs_of_inputs(inputs: Any, row_format: RowFormat, repeats: int) -> list[Job]:
-    """Rows handed in by a host; the same example id several times over means several rollouts of it."""
-    if isinstance(inputs, Rows):
-        return jobs_of(inputs, repeats)
-    raw = as_rows(_without_ids(inputs), row_format)
-    seen: dict[Any, int] = {}
-    jobs: list[Job] = []
-    for i in range(len(raw)):
-        row, error = _row_or_error(raw, i)
-        row["example_id"] = row.pop("given_id", row["example_id"])
-        for _ in range(repeats):
-            repeat = seen.get(row["example_id"], 0)
-            seen[row["example_id"]] = repeat + 1
-            jobs.append(Job(len(jobs), row, repeat, error))
-    return jobs
-
-
-def _without_ids(inputs: Any) -> Any:
-    """Ids may repeat here, so they are kept apart from the check that a data set's ids are unique."""
-    if isinstance(inputs, Mapping) and _is_one_row(inputs):
-        inputs = [inputs]
-    if isinstance(inputs, Mapping):
-        inputs = [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
-    rows = []
-    for row in inputs:
-        row = dict(row)
-        if row.get("example_id") is not None:
-            row["given_id"] = row.pop("example_id")
-        rows.append(row)
-    return rows
-
-
-def _is_one_row(inputs: Mapping[str, Any]) -> bool:
-    """One row rather than columns: its prompt is a text, or messages."""
-    asked = inputs.get("prompt", inputs.get("question"))
-    is_messages = isinstance(asked, list | tuple) and bool(asked) and isinstance(asked[0], Mapping)
-    return isinstance(asked, str) or is_messages
 
 
 # --- doing it -----------------------------------------------------------------------------------------------------
@@ -240,7 +168,7 @@ async def _run(
         with ExitStack() as stack:
             appender = stack.enter_context(run_dir.appender()) if run_dir is not None else None
             progress = make_progress(options.use_tqdm)
-            run = _make_run(env, todo, answerer, sampling, options, progress, appender, restored, stop)
+            run = _make_run(todo, _steps(env, answerer, sampling, options, appender, restored), options, progress, stop)
             progress.start(len(jobs), len(jobs) - len(todo))
             stack.callback(progress.stop)
             given = {"reward_s": options.reward_timeout_s, "hook_s": options.hook_timeout_s}
@@ -263,91 +191,48 @@ async def _run(
 
 
 def _make_run(
-    env: Environment,
-    jobs: Sequence[Job],
-    answerer: Answerer,
-    sampling: SamplingArgs,
-    options: Options,
-    progress: Progress,
-    appender: Appender | None,
-    restored: Mapping[tuple[Any, int], State],
-    stop: EarlyStop | None,
+    jobs: Sequence[Job], steps: RunSteps, options: Options, progress: Progress, stop: EarlyStop | None
 ) -> Run:
-    is_scored = env.score_rollouts if options.score is None else options.score
-    scores_groups = is_scored and env.has_group_rewards and not options.independent_scoring
-    columns = (*(options.state_columns or ()), *(("group_size",) if scores_groups else ()))
-
-    async def generate_one(job: Job) -> State:
-        if job.key in restored:
-            return restored[job.key]
-        if job.error is not None:
-            return env.failed_state(job.row, answerer, sampling, job.error)
-        try:
-            return await env.run_row(job.row, answerer, sampling)
-        except BaseException as error:  # foreign code that no one on the way looked at
-            return env.failed_state(job.row, answerer, sampling, contained(error))
-
-    async def score_one(state: State) -> Score:
-        try:
-            score = await env.score_alone(state)
-        except BaseException as error:  # the same
-            return Score(error=wrap(contained(error), GraderError, "scoring"))
-        if options.independent_scoring:
-            await score_group([state], [score])
-        return score
-
-    async def score_group(states: Sequence[State], scores: Sequence[Score]) -> None:
-        try:
-            await env.add_group_scores(states, scores)
-        except BaseException as error:  # the same
-            failure = wrap(contained(error), GraderError, "scoring the group")
-            for score in scores:
-                score.error = score.error or failure
-
-    def fail(job: Job, cause: Error) -> State:
-        state = env.failed_state(job.row, answerer, sampling, cause)
-        state["error"] = cause  # as it is: one cause for all
-        return state
-
-    def save(job: Job, state: State) -> None:
-        assert appender is not None
-        try:
-            end = appender.path.stat().st_size if is_large(state.get("completion")) else 0
-            record = _record(state, job.repeat, columns)
-            appender.append(record)
-            lighten(state, Place(appender.path, end, _key(record)))
-        except ResultsGoneError:
-            raise
-        except OSError as error:
-            error.add_note("the run ends here: nothing more can be saved; what was saved before can be resumed")
-            raise
-
+    limits = Limits(
+        max_concurrent=options.max_concurrent if stop is None else stop.at_once,
+        generation=options.max_concurrent_generation,
+        scoring=options.max_concurrent_scoring,
+    )
     return Run(
         jobs,
-        generate=generate_one,
-        score_alone=score_one if is_scored else None,
-        score_group=score_group if scores_groups else None,
-        limits=Limits(
-            max_concurrent=options.max_concurrent if stop is None else stop.at_once,
-            generation=options.max_concurrent_generation,
-            scoring=options.max_concurrent_scoring,
-        ),
-        sink=save if appender is not None else None,
+        generate=steps.generate,
+        score_alone=steps.score_alone if steps.is_scored else None,
+        score_group=steps.score_group if steps.scores_groups else None,
+        limits=limits,
+        sink=steps.save if steps.appender is not None else None,
         progress=progress,
         deadline_s=options.deadline_s,
-        fail=fail,
+        fail=steps.fail,
         stop=stop,
     )
 
 
-def _record(state: State, rollout: int, columns: Sequence[str]) -> Record:
-    try:
-        return to_record(state, rollout=rollout, state_columns=columns)
-    except BaseException as error:  # foreign objects in the state say how they are written
-        state["error"] = state.get("error") or wrap(contained(error), HookError, "writing the state down")
-        state["reward"] = None
-        plain = {key: state.get(key) for key in ("example_id", "task", "prompt", "answer", "error", "timing", "usage")}
-        return to_record(plain, rollout=rollout)
+def _steps(
+    env: Environment,
+    answerer: Answerer,
+    sampling: SamplingArgs,
+    options: Options,
+    appender: Appender | None,
+    restored: Mapping[tuple[Any, int], State],
+) -> RunSteps:
+    is_scored = env.score_rollouts if options.score is None else options.score
+    scores_groups = is_scored and env.has_group_rewards and not options.independent_scoring
+    return RunSteps(
+        env=env,
+        answerer=answerer,
+        sampling=sampling,
+        is_scored=is_scored,
+        scores_groups=scores_groups,
+        scores_each_as_a_group=options.independent_scoring,
+        columns=(*(options.state_columns or ()), *(("group_size",) if scores_groups else ())),
+        appender=appender,
+        restored=restored,
+    )
 
 
 def _failed_before(run_dir: RunDir | None) -> set[Any]:
@@ -367,7 +252,7 @@ def _early_stop(
     stop = EarlyStop(jobs, options.until, bounds, at_once=options.max_concurrent)
     if run_dir is not None and kept:
         for record in run_dir.records(["example_id", "rollout", "reward"]):
-            if _key(record) in kept:
+            if key_of(record) in kept:
                 stop.take(record["example_id"], record["reward"])
     return stop
 
@@ -403,8 +288,8 @@ async def score_states(env: Environment, states: Sequence[State]) -> None:
     began = time.perf_counter()
     live = [state for state in states if state.get("error") is None]
     with env._time_limits():
-        scores = await asyncio.gather(*map(env.score_alone, live))
-        await env.add_group_scores(live, scores)
+        scores = await asyncio.gather(*(score_alone(env, state) for state in live))
+        await score_group(env, live, scores)
     for state, scored in zip(live, scores, strict=True):
         write_score(state, scored)
     note_scoring_time(live, (time.perf_counter() - began) * 1000)
@@ -481,13 +366,9 @@ def _partial_groups(run_dir: RunDir, jobs: Sequence[Job], kept: set[tuple[Any, i
     again = {key for key in kept if key[0] in partial}
     if not again:
         return {}
-    keyed = ((_key(record), record) for record in run_dir.records())
+    keyed = ((key_of(record), record) for record in run_dir.records())
     rows = {job.key: job.row for job in jobs if job.key in again}
     return {key: restored_state(record, rows[key]) for key, record in keyed if key in rows}
-
-
-def _key(record: Record) -> tuple[Any, int]:
-    return record["example_id"], record["rollout"]
 
 
 def _fingerprint(jobs: Sequence[Job]) -> str:
@@ -524,10 +405,11 @@ def _assemble(
     for group in groups.values():
         write_advantages(group)
     results = Results(ordered, metadata)
+    ids = results["example_id"]
     figures = {
         "time_ms": (time.perf_counter() - began) * 1000,
-        "avg_reward": _mean(results["reward"]),
-        "avg_metrics": {name: _mean(results[name]) for name in results.metric_names},
+        "avg_reward": _mean(results["reward"], ids),
+        "avg_metrics": {name: _mean(results[name], ids) for name in results.metric_names},
         "num_rollouts": len(ordered),
         "num_failed": len(results.failed),
         "path_to_save": run_dir.path if run_dir is not None else None,
@@ -538,10 +420,14 @@ def _assemble(
     return results
 
 
-def _mean(column: Sequence[float | None]) -> float | None:
-    """The mean as reports give it, without the interval: it is written down, whatever a report says of the numbers."""
-    known = [value for value in column if value is not None]
-    return math.fsum(known) / len(known) if known else None
+def _mean(column: Sequence[float | None], example_ids: Sequence[Any]) -> float | None:
+    """The mean over examples as reports give it, without the interval: it is written down, whatever a report says."""
+    known: dict[Any, list[float]] = {}
+    for example, value in zip(example_ids, column, strict=True):
+        if value is not None:
+            known.setdefault(example, []).append(value)
+    means = [math.fsum(values) / len(values) for values in known.values()]
+    return math.fsum(means) / len(means) if means else None
 
 
 def make_dataset(

@@ -11,6 +11,7 @@ from verifiers.clients.openai_objects import Step
 from verifiers.clients.protocol import Completion
 from verifiers.envs.environment import Environment
 from verifiers.envs.hooks import only_reads, takes_messages
+from verifiers.escapes import raise_if_escaped
 from verifiers.messages import as_messages, concat_messages, text_of
 from verifiers.parsers import Parser
 from verifiers.rollout import merge_state, run_episode, split_response, step_tokens, stop
@@ -224,7 +225,7 @@ def understands(parser: Parser, reply: Completion) -> bool:
     try:
         parsed = parser.parse(reply.text)
     except BaseException as error:  # a user's own parser
-        calls.contained(error)
+        raise_if_escaped(error)
         return False
     if isinstance(parsed, SimpleNamespace):
         return any(value is not None for value in vars(parsed).values())

@@ -1,108 +1,208 @@
-"""The calls of the model that a ``rollout`` of one's own made → the steps of its trajectory, with their exact tokens.
+"""The calls of the model that a rollout made by itself → steps of its trajectory, with their exact tokens.
 
-Each reply in the completion is looked up among the policy's calls; what else was asked (of a judge, or in vain) is not
-the policy's reply and is left out. What cannot be found is never guessed: the state says why it cannot be learned from.
+Each reply in the completion is looked up: in the trajectory that the library kept, if it kept one, and else among the
+policy's calls. What else was asked (of a judge, or in vain) is not the policy's reply and is left out. What cannot be
+found is never guessed: the state says why it cannot be learned from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from verifiers.clients.protocol import Request
 from verifiers.clients.recording import CallReply, ModelCall, is_asked_through
 from verifiers.messages import as_messages, called_functions, role_of, text_of
 from verifiers.rollout import step_tokens
 from verifiers.samples import NO_TOKENS, NotSampledError
-from verifiers.types import ChatMessage, State, TrajectoryStep
+from verifiers.types import ChatMessage, State, TrajectoryStep, TrajectoryStepTokens
 
+SPEAKING_HOOKS = ("env_response", "get_prompt_messages", "add_model_response", "render_completion")
+"""Hooks that can put more of what a model said into a rollout than the library's own turns."""
 _ADD_IT = "add it by add_model_response(state, prompt, response)"
 _UNSEEN = "calls from threads of your own, or through a client that is not ours, are not seen"
+_NOT_GIVEN = (
+    f"its completion holds a reply that no call of the policy gave: leave replies as they were sampled, or {_ADD_IT}; "
+    f"{_UNSEEN}"
+)
 
 
-def add_steps(state: State, made: Sequence[ModelCall], max_seq_len: int | None) -> None:
-    """Fill the trajectory of a rollout that has none; where that is not possible, ``state.not_sampled`` says why."""
-    if state.get("trajectory") or state.get("error") is not None or not (made or state.get("completion")):
+def add_steps(state: State, made: Sequence[ModelCall], max_seq_len: int | None, *, is_own: bool = True) -> None:
+    """Complete the trajectory by the calls that the library did not keep; or ``state.not_sampled`` says why not.
+
+    ``is_own``: a ``rollout`` of the user's own made it. Else only the hooks of one may have asked for more.
+    """
+    if state.get("error") is not None or not (made or state.get("completion")):
+        return
+    kept = state.get("trajectory") or []
+    if kept and all(step.get("tokens") is None for step in kept):
+        return
+    if not is_own and (len(made) <= len(kept) or isinstance(state.get("completion"), str)):
         return
     try:
-        steps = list(_steps(state, made, max_seq_len))
+        steps = _steps(state, made, max_seq_len)
     except NotSampledError as error:
-        state.not_sampled = str(error)
-        return
+        _refuse(state, str(error))
     except (AttributeError, TypeError, ValueError) as error:  # an override may return anything as its completion
-        state.not_sampled = f"its completion is neither a text nor messages ({type(error).__name__}: {error})"
-        return
-    state["trajectory"] = steps
-    state["is_truncated"] = bool(state.get("is_truncated")) or any(step["is_truncated"] for step in steps)
+        _refuse(state, f"its completion is neither a text nor messages ({type(error).__name__}: {error})")
+    else:
+        state["trajectory"] = steps
+        state["is_truncated"] = bool(state.get("is_truncated")) or any(step["is_truncated"] for step in steps)
+
+
+def _refuse(state: State, reason: str) -> None:
+    """What the library kept is a part only, so it goes without its tokens, also where it is saved."""
+    state.not_sampled = reason
+    state["trajectory"] = [type(step)({**step, "tokens": None}) for step in state.get("trajectory") or ()]
 
 
 @dataclass(eq=False, slots=True)
 class _Said:
-    """A reply of the policy, with the request that it was given to."""
+    """A reply of the policy: a step that was kept, or a call that was not."""
 
-    request: Request
-    reply: CallReply
+    prompt: Any
+    reply: ChatMessage
+    tokens: TrajectoryStepTokens | None
+    call: tuple[Request, CallReply] | None = None
+    step: TrajectoryStep | None = None
     is_used: bool = False
 
 
-def _steps(state: State, made: Sequence[ModelCall], max_seq_len: int | None) -> Iterator[TrajectoryStep]:
-    if not made:
+def _steps(state: State, made: Sequence[ModelCall], max_seq_len: int | None) -> list[TrajectoryStep]:
+    kept = state.get("trajectory") or []
+    if not made and not kept:
         raise NotSampledError(f"no call of the model was seen in its rollout; {_UNSEEN}")
-    policy = state.answerer.client
-    calls = [call for call in made if is_asked_through(policy, call.client)]
-    said = [_Said(call.request, reply) for call in calls for reply in call.replies]
+    said = _all_said(state, made, max_seq_len)
     completion = state.get("completion") or []
-    before = as_messages(state.get("prompt") or [])
-    messages = as_messages(completion, role="assistant")
-    if all(role_of(message) != "assistant" for message in messages):
+    if kept and isinstance(completion, str):
+        _look_up_text(completion, said)
+    else:
+        _look_up_messages(completion, as_messages(state.get("prompt") or []), said)
+    used = [one for one in said if one.step is not None or one.is_used]
+    return [one.step or _step(state, one, completion, max_seq_len) for one in used]
+
+
+def _all_said(state: State, made: Sequence[ModelCall], max_seq_len: int | None) -> list[_Said]:
+    """The replies of the policy, in the order of the calls; steps that no call gave (of a cache) after those before."""
+    policy = state.answerer.client
+    calls: list[_Said] = []
+    of_others: set[Any] = set()
+    for call in made:
+        cut = [step_tokens(reply.tokens, max_seq_len) for reply in call.replies]
+        if is_asked_through(policy, call.client):
+            pairs = zip(call.replies, cut, strict=True)
+            calls += [_Said(call.request.prompt, one.message, ids, call=(call.request, one)) for one, ids in pairs]
+        else:
+            of_others |= {_ids(ids) for ids in cut if ids is not None}
+    unmatched: dict[Any, list[_Said]] = defaultdict(list)
+    for one in reversed(calls):
+        unmatched[_ids(one.tokens)].append(one)
+    first: list[_Said] = []
+    for step in state.get("trajectory") or ():
+        ids = _ids(step.get("tokens"))
+        replies = [m for m in as_messages(step["completion"], role="assistant") if role_of(m) == "assistant"]
+        reply = replies[-1] if replies else {"role": "assistant", "content": None}
+        given = unmatched[ids].pop() if ids is not None and unmatched[ids] else None
+        if given is not None:
+            given.prompt, given.reply, given.step = step["prompt"], reply, step
+        elif ids in of_others:
+            raise NotSampledError("a step of its trajectory is the reply of another client than the policy's")
+        else:
+            known = [i for i, one in enumerate(calls) if one.step is not None]
+            late = _Said(step["prompt"], reply, step.get("tokens"), step=step)
+            first.append(late) if not known else calls.insert(known[-1] + 1, late)
+    return [*first, *calls]
+
+
+def _ids(tokens: TrajectoryStepTokens | None) -> Any:
+    return None if tokens is None else (tuple(tokens["prompt_ids"]), tuple(tokens["completion_ids"]))
+
+
+def _prompt_ids(one: _Said) -> Any:
+    return None if one.tokens is None else tuple(one.tokens["prompt_ids"])
+
+
+def _look_up_messages(completion: Any, prompt: list[ChatMessage], said: Sequence[_Said]) -> None:
+    """Mark the replies that are in the completion; one that nobody said is an edit of what was kept, or an error."""
+    unknown: list[ChatMessage] = []
+    before, messages = prompt, as_messages(completion, role="assistant")
+    steps = [one for one in said if one.step is not None]
+    if not steps and all(role_of(message) != "assistant" for message in messages):
         raise NotSampledError("its completion holds no reply of the model, though the model was asked")
     for message in messages:
         if role_of(message) == "assistant":
             found = _find(message, before[-1:], said)
-            yield _step(state, found, completion if isinstance(completion, str) else [message], max_seq_len)
+            if found is None:
+                unknown.append(message)
+            else:
+                found.is_used = True
         before = [*before, message]
+    shown = [message for one in steps for message in as_messages(one.prompt) if role_of(message) == "assistant"]
+    edited = [message for message in unknown if not any(_is_same(one, message) for one in shown)]
+    if (unknown and _has_spare(said)) or len(edited) > sum(not one.is_used for one in steps):
+        raise NotSampledError(_NOT_GIVEN)
+
+
+def _look_up_text(completion: str, said: Sequence[_Said]) -> None:
+    """The same where replies and answers are one text: first the steps in their order, then other calls in the rest."""
+    rest = completion
+    for one in sorted(said, key=lambda one: one.step is None):
+        text = text_of(one.reply).strip()
+        if text and text in rest:
+            one.is_used = True
+            rest = rest.replace(text, "\0", 1)
+    last = [one for one in said if one.step is not None][-1]
+    if completion not in f"{text_of(last.prompt)}{text_of(last.reply)}" and _has_spare(said):
+        raise NotSampledError(_NOT_GIVEN)
+
+
+def _has_spare(said: Sequence[_Said]) -> bool:
+    """Is there a call whose reply is not in the completion as it was said? It may be there as something else."""
+    asked = {_prompt_ids(one) for one in said if one.step is not None}  # repeated for want of form: dropped for sure
+    return any(one.step is None and not one.is_used and _prompt_ids(one) not in asked for one in said)
 
 
 def _step(state: State, found: _Said, completion: Any, max_seq_len: int | None) -> TrajectoryStep:
-    sampled = found.reply.tokens
-    if sampled is not None and sampled.sampling is None:
-        sampled = replace(sampled, sampling={"asked": found.request.sampling})
-    tokens = step_tokens(sampled, max_seq_len)
-    assert tokens is not None
+    assert found.call is not None
+    request, reply = found.call
+    sampled = reply.tokens
+    if sampled is None:
+        raise NotSampledError(NO_TOKENS)
+    if sampled.sampling is None:
+        sampled = replace(sampled, sampling={"asked": request.sampling})
+    tokens = cast(TrajectoryStepTokens, step_tokens(sampled, max_seq_len))
     return TrajectoryStep(
-        prompt=found.request.prompt,
-        completion=completion,
+        prompt=request.prompt,
+        completion=text_of(found.reply) if isinstance(completion, str) else [found.reply],
         response=None,
         tokens=tokens,
         reward=None,
         advantage=None,
-        is_truncated=found.reply.is_truncated or tokens["is_truncated"],
+        is_truncated=reply.is_truncated or tokens["is_truncated"],
         trajectory_id=state["trajectory_id"],
         extras={},
     )
 
 
-def _find(message: ChatMessage, before: Sequence[Any], said: Sequence[_Said]) -> _Said:
-    """The call that gave a message of the completion: the first that has not given another one."""
-    same = [one for one in said if not one.is_used and _is_same(one.reply.message, message)]
+def _find(message: ChatMessage, before: Sequence[Any], said: Sequence[_Said]) -> _Said | None:
+    """Who said a message of the completion and no other one: first a step that was kept, then a call."""
+    same = [one for one in said if not one.is_used and _is_same(one.reply, message)]
     if not same:
-        raise NotSampledError(
-            f"its completion holds a reply that no call of the policy gave: leave replies as they were sampled, or "
-            f"{_ADD_IT}; {_UNSEEN}"
-        )
-    known = [one for one in same if one.reply.tokens is not None]
+        return None
+    kept = [one for one in same if one.step is not None]
+    known = [one for one in same if one.step is None and one.tokens is not None]
+    here = [one for one in (*kept, *known) if _ends_with(one.prompt, before)]
+    if first := here or kept:
+        return first[0]
     if not known:
         raise NotSampledError(NO_TOKENS)
-    prompts = {tuple(one.reply.tokens.prompt_ids) for one in known if one.reply.tokens is not None}
-    if len(prompts) > 1:
-        known = [one for one in known if _ends_with(one.request.prompt, before)]
-    if not known:
+    if len({_prompt_ids(one) for one in known}) > 1:
         raise NotSampledError(
             "several calls with different prompts gave a reply in its completion, and it cannot be told which one is "
             f"meant: {_ADD_IT}"
         )
-    known[0].is_used = True
     return known[0]
 
 

@@ -192,8 +192,11 @@ class ToolEnv(MultiTurnEnv):
         answers: dict[int, Answer] = {}
 
         async def answer(numbers: Sequence[int]) -> None:
-            for number in numbers:
-                answers[number] = await self.answer_one(found[number], messages, state)
+            try:
+                for number in numbers:
+                    answers[number] = await self.answer_one(found[number], messages, state)
+            except BaseException as error:  # foreign code: exit() in a task of its own would end the loop
+                raise calls.contained(error) from error
 
         in_order = [number for number, call in enumerate(found) if self._is_sequential(call)]
         at_once = [[number] for number in range(len(found)) if number not in in_order]
@@ -246,7 +249,7 @@ class ToolEnv(MultiTurnEnv):
 
     def _raise_if_fatal(self, error: Exception, call: Call) -> None:
         """What is down below the rollout fails it; so do ``stop_errors``, and a call of theirs ends it."""
-        if isinstance(error, calls.EscapedError):  # no call of a model's makes a tool raise such a thing
+        if calls.has_escaped(error):  # a fault of the tool, which no model need answer for
             raise HookError(f"the tool {call.name!r}: {error}") from error
         if not is_the_models(error):
             raise error

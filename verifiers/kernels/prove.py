@@ -16,7 +16,10 @@ from verifiers.kernels.modules import HOOKS
 
 SHORT, LONG = 11, 40  # tokens of the prompts of a model that treats every length alike
 PAST, BEFORE = 8, 4  # tokens that a prompt has past a bound, and that another stops before it
+PAD_EVERY = 3  # places from one token of padding to the next
 CONTEXT = 12  # tokens whose order is changed, to see whether that makes a difference
+
+UNSTEADY = "its own forward gives other numbers each time, even when it is evaluated"
 
 _BOUND = re.compile(r"window|chunk|local_attention")
 _NO_BOUND = re.compile(r"layer|feed_forward")
@@ -117,14 +120,35 @@ def prompt_lengths(config: Any, longest: int, new: int) -> list[int]:
 
 
 def prompts(config: Any, lengths: Sequence[int]) -> list[list[int]]:
-    """Prompts of these lengths, of arbitrary tokens that are not special ones."""
+    """Prompts of these lengths, of arbitrary tokens; of special ones only the one for padding, as a model may sample it
+    and not count it as a position."""
     text = text_config(config)
     settings = [vars(one) for one in (config, text) if hasattr(one, "__dict__")]
     special = {v for one in settings for k, v in one.items() if _SPECIAL.search(k) and type(v) is int}
     plain = [token for token in range(min(int(text.vocab_size), 4096)) if token not in special] or [0]
     generator = torch.Generator().manual_seed(0)  # the caller's random numbers are not ours to draw
     drawn = [torch.randint(len(plain), (length,), generator=generator).tolist() for length in lengths]
-    return [[plain[i] for i in one] for one in drawn]
+    made = [[plain[i] for i in one] for one in drawn]
+    pad = pad_id(config)
+    for one in made if pad is not None else ():
+        one[PAD_EVERY:-1:PAD_EVERY] = [pad] * len(one[PAD_EVERY:-1:PAD_EVERY])
+    return made
+
+
+def pad_id(config: Any) -> int | None:
+    """The token that fills up rows, where a model has one and can be shown it."""
+    text = text_config(config)
+    found = getattr(text, "pad_token_id", None)
+    found = getattr(config, "pad_token_id", None) if found is None else found
+    return found if isinstance(found, int) and 0 <= found < int(text.vocab_size) else None
+
+
+def is_steady(model: Any, length: int) -> bool:
+    """Does a model's own forward give the same numbers twice? One that hashes at random, say, does not."""
+    (ids,) = prompts(model.config, [length])
+    one, other = (plain_logits(model, ids, 1) for _ in range(2))
+    eps = torch.finfo(next(model.parameters()).dtype).eps
+    return bool((one - other).abs().max() <= one.abs().max() * eps**0.5)
 
 
 def plain_logits(model: Any, ids: Sequence[int], keep: int) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from verifiers.escapes import contained
+from verifiers.escapes import raise_if_escaped
 from verifiers.messages import role_of, text_of
 from verifiers.types import ChatMessage, Messages
 
@@ -116,7 +116,7 @@ class Parser:
         try:
             return self.extract_fn(text)
         except BaseException as error:  # foreign code: a text it cannot cope with has no answer
-            contained(error)
+            raise_if_escaped(error)
             self.logger.debug("extract_fn raised; the answer is None", exc_info=True)
             return None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from verifiers.envs.calling import find_answerer, merge_sampling
 from verifiers.envs.environment import Environment
+from verifiers.envs.run_steps import score_alone, score_group
 from verifiers.rubrics.score import note_scoring_time, write_advantages, write_score
 from verifiers.types import Row, SamplingArgs, State
 
@@ -43,8 +44,8 @@ async def score(env: Environment, group: Sequence[State]) -> None:
     """Score the rollouts of one example, those without an error, and write the scores into them."""
     began = time.perf_counter()
     live = [state for state in group if state.get("error") is None]
-    scores = list(await asyncio.gather(*map(env.score_alone, live)))
-    await env.add_group_scores(live, scores)
+    scores = list(await asyncio.gather(*(score_alone(env, state) for state in live)))
+    await score_group(env, live, scores)
     for state, found in zip(live, scores, strict=True):
         write_score(state, found)
     note_scoring_time(live, (time.perf_counter() - began) * 1000 / max(len(live), 1))

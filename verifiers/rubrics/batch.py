@@ -144,7 +144,7 @@ async def _score_column(rubric: Rubric, plan: Plan, batch: Batch) -> list[float 
         columns = [batch.column(name) for name in ("prompt", "completion", "answer", "state")]
         try:
             values = await calls.Hook(plan.vectorized, timeout_s=plan.hook.limit_s)(*columns)
-            return list(one_each(values, len(batch), plan))
+            return one_each(values, len(batch), plan)
         except BaseException as error:  # foreign code
             return [grader_error(calls.contained(error), plan)] * len(batch)
     scores: list[float | Error] = []

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from verifiers import calls
-from verifiers.errors import GraderError, wrap
+from verifiers.errors import Error, GraderError, wrap
 from verifiers.parsers import Parser
 from verifiers.rubrics.batch import Batch, from_columns, score_batch
 from verifiers.rubrics.score import (
@@ -190,6 +190,9 @@ class Rubric:
                 failure = grader_error(calls.contained(error), plan)
                 return [Score(error=failure) for _ in states]
             for score, value in zip(scores, checked, strict=True):
+                if isinstance(value, Error):
+                    score.error = score.error or value
+                    continue
                 score.metrics[name] = value
                 score.reward += weight * value
         return scores

@@ -60,11 +60,19 @@ def grader_error(error: Exception, plan: Plan) -> Error:
     return wrapped if wrapped.blame != "policy" else GraderError(f"reward {plan.name!r} raised {error!r}")
 
 
-def one_each(values: Any, n: int, plan: Plan) -> list[float]:
-    checked = [as_score(value, plan.name) for value in values]
+def one_each(values: Any, n: int, plan: Plan) -> list[float | Error]:
+    """The scores of a whole group; what is no score fails its own rollout."""
+    checked = [_score_or_error(value, plan) for value in values]
     if len(checked) != n:
         raise GraderError(f"group reward {plan.name!r} returned {len(checked)} scores for {n} rollouts")
     return checked
+
+
+def _score_or_error(value: Any, plan: Plan) -> float | Error:
+    try:
+        return as_score(value, plan.name)
+    except GraderError as error:
+        return error
 
 
 def state_from(

@@ -10,6 +10,7 @@ from typing import Any
 from verifiers.errors import GraderError
 from verifiers.messages import as_messages
 from verifiers.trainers.advantages import Advantage, Estimator, Gather, mean_advantage
+from verifiers.trainers.processes import gathered
 from verifiers.types import State
 
 
@@ -199,16 +200,17 @@ def _note_advantage(state: State, advantage: Advantage) -> None:
         step["advantage"] = state["advantage"] if turns is None else turns[i]
 
 
-def refusals(batch: Batch, trained: Sequence[Any]) -> dict[str, Any]:
-    """What a step says of rollouts that it did not learn from; ValueError where there are no others."""
-    if not batch.refused:
+def refusals(batch: Batch, trained: Sequence[Any], processes: Any) -> dict[str, Any]:
+    """What a step says of rollouts that no process learned from; ValueError in all where there are no others."""
+    found = gathered(processes, (list(batch.refused), len(trained)))
+    reasons = Counter(reason for refused, _ in found for reason in refused)
+    if not reasons:
         return {}
-    reasons = Counter(batch.refused)
-    if not trained:
+    if not any(count for _, count in found):
         reason, count = reasons.most_common(1)[0]
         raise ValueError(
-            f"none of {len(batch.refused)} rollouts can be learned from, as it is not known which tokens were sampled; "
+            f"none of {reasons.total()} rollouts can be learned from, as it is not known which tokens were sampled; "
             f"{count} of them: {reason}"
         )
     told = [f"{count} × {reason}" for reason, count in reasons.most_common()]
-    return {"refused": len(batch.refused), "refused_reasons": told}
+    return {"refused": reasons.total(), "refused_reasons": told}

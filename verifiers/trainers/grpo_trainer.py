@@ -199,7 +199,7 @@ class GRPOTrainer(Trainer):
         batch = self._with_advantages(as_batch(batch))
         rate = learning_rate(self.config, self.step, self.total_steps)
         trained = self.sequences(batch)
-        refused = refusals(batch, trained)
+        refused = refusals(batch, trained, self.accelerator)
         figures = self.update.run(trained, rate)
         if self.config.sync_ref_model and (self.step + 1) % self.config.ref_model_sync_steps == 0:
             self.update.reference.follow(self.config.ref_model_mixup_alpha)  # type: ignore[union-attr]

@@ -62,6 +62,7 @@ def proven_layouts(scorer: TokenScorer) -> Layouts:
         module.training = False
     try:
         with probe.without_hooks(base), probe.realistic(base) as is_telling:
+            _check_steady(base)
             found = _Proof(scorer).layouts() if is_telling else Layouts()
     finally:
         for module in training:
@@ -70,6 +71,15 @@ def proven_layouts(scorer: TokenScorer) -> Layouts:
         why = "side by side its numbers differ" if is_telling else "its weights say too little yet to prove more"
         logger.warning("%s learns one sequence at a time: %s", type(base).__name__, why)
     return replace(found, rope_bounds=tuple(probe.rope_bounds(base.config)))
+
+
+def _check_steady(base: Any) -> None:
+    text = probe.text_config(base.config)
+    longest = min(getattr(text, "max_position_embeddings", None) or LONGEST_TRIED, LONGEST_TRIED)
+    past = [bound + probe.PAST for bound in probe.bounds(text, longest - probe.PAST)[:1]]
+    with torch.no_grad():
+        if not probe.is_steady(base, max([sum(LENGTHS[0]), *past])):
+            raise ValueError(f"{type(base).__name__} cannot learn: {probe.UNSTEADY}")
 
 
 class _Proof:

@@ -76,3 +76,27 @@ def unusual_model(family: str, *, seed: int = 0, **more: Any) -> Any:
     torch.manual_seed(seed)
     kind = getattr(transformers, f"{CLASSES.get(family, name)}ForCausalLM")
     return kind(config).eval()
+
+
+PAD = 1
+
+
+def roberta(seed: int = 0) -> Any:
+    """A decoder that does not count tokens of padding as positions, wherever they are."""
+    config = transformers.RobertaConfig(
+        vocab_size=SMALL["vocab_size"], hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=48, max_position_embeddings=260, is_decoder=True, pad_token_id=PAD, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    return transformers.RobertaForCausalLM(config).eval()
+
+
+def reformer() -> Any:
+    """A decoder whose attention hashes at random."""
+    config = transformers.ReformerConfig(
+        vocab_size=SMALL["vocab_size"], hidden_size=32, attention_head_size=8, num_attention_heads=4, num_buckets=4,
+        is_decoder=True, axial_pos_embds=False, max_position_embeddings=256, attn_layers=["local", "lsh"],
+        num_hashes=2, lsh_attn_chunk_length=8, local_attn_chunk_length=8, feed_forward_size=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.ReformerModelWithLMHead(config).eval()

@@ -64,7 +64,11 @@ def rollout_figures(view: Mapping[str, Any]) -> dict[str, Any]:
         "sampled": len(view["sampled"]) + view["failed"],
         "failed": view["failed"],
         "zero_variance": len(flat_groups(view["rewards"], view["groups"])) / max(len(groups), 1),
-        "metrics": {name: mean for name, values in view["metrics"].items() if (mean := _mean(values)) is not None},
+        "metrics": {
+            name: mean
+            for name, values in view["metrics"].items()
+            if (mean := _mean(values, view["examples"])) is not None
+        },
         **_reward_figures("reward", view["rewards"], view["examples"]),
         **_reward_figures("reward_sampled", [one for _, one in view["sampled"]], [one for one, _ in view["sampled"]]),
     }
@@ -100,6 +104,11 @@ def _said(state: Any) -> list[float]:
     return turns[0] if len(turns) == 1 else [logprob for turn in turns for logprob in turn]
 
 
-def _mean(values: Sequence[Any]) -> float | None:
-    found = [float(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
-    return math.fsum(found) / len(found) if found else None
+def _mean(values: Sequence[Any], examples: Sequence[Any]) -> float | None:
+    """The mean over examples, whose rollouts may have failed more or less often."""
+    known: dict[Any, list[float]] = {}
+    for example, value in zip(examples, values, strict=True):
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            known.setdefault(example, []).append(float(value))
+    means = [math.fsum(found) / len(found) for found in known.values()]
+    return math.fsum(means) / len(means) if means else None

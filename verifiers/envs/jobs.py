@@ -1,0 +1,77 @@
+"""Rows and repeats become the jobs of a run; a row that cannot be read is a job that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verifiers.envs.rows import RowFormat, Rows, as_rows
+from verifiers.escapes import contained
+from verifiers.runner import Job
+from verifiers.types import Row
+
+
+def jobs_of(rows: Rows, repeats: int, n_samples: int | None = None) -> list[Job]:
+    """Each row ``repeats`` times; or, with ``n_samples``, so many rollouts, going round the rows."""
+    n = len(rows)
+    if n_samples is not None and n:
+        order = [
+            (i % n, repeat + (i // n) * repeats) for i in range(-(-n_samples // repeats)) for repeat in range(repeats)
+        ]
+        order = order[:n_samples]
+    else:
+        order = [(i, repeat) for i in range(n) for repeat in range(repeats)]
+    cache: dict[int, tuple[Row, Exception | None]] = {}
+    jobs = []
+    for position, (i, repeat) in enumerate(order):
+        if i not in cache:
+            cache[i] = _row_or_error(rows, i)
+        row, error = cache[i]
+        jobs.append(Job(position, row, repeat, error))
+    return jobs
+
+
+def _row_or_error(rows: Rows, i: int) -> tuple[Row, Exception | None]:
+    try:
+        return rows[i], None
+    except BaseException as error:  # one poison row never ends the run
+        return {"prompt": None, "example_id": rows.example_id(i), "task": "default"}, contained(error)
+
+
+def jobs_of_inputs(inputs: Any, row_format: RowFormat, repeats: int) -> list[Job]:
+    """Rows handed in by a host; the same example id several times over means several rollouts of it."""
+    if isinstance(inputs, Rows):
+        return jobs_of(inputs, repeats)
+    raw = as_rows(_without_ids(inputs), row_format)
+    seen: dict[Any, int] = {}
+    jobs: list[Job] = []
+    for i in range(len(raw)):
+        row, error = _row_or_error(raw, i)
+        row["example_id"] = row.pop("given_id", row["example_id"])
+        for _ in range(repeats):
+            repeat = seen.get(row["example_id"], 0)
+            seen[row["example_id"]] = repeat + 1
+            jobs.append(Job(len(jobs), row, repeat, error))
+    return jobs
+
+
+def _without_ids(inputs: Any) -> Any:
+    """Ids may repeat here, so they are kept apart from the check that a data set's ids are unique."""
+    if isinstance(inputs, Mapping) and _is_one_row(inputs):
+        inputs = [inputs]
+    if isinstance(inputs, Mapping):
+        inputs = [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
+    rows = []
+    for row in inputs:
+        row = dict(row)
+        if row.get("example_id") is not None:
+            row["given_id"] = row.pop("example_id")
+        rows.append(row)
+    return rows
+
+
+def _is_one_row(inputs: Mapping[str, Any]) -> bool:
+    """One row rather than columns: its prompt is a text, or messages."""
+    asked = inputs.get("prompt", inputs.get("question"))
+    is_messages = isinstance(asked, list | tuple) and bool(asked) and isinstance(asked[0], Mapping)
+    return isinstance(asked, str) or is_messages

@@ -1,0 +1,95 @@
+"""What a training loop asks of an environment beside rollouts: batches of token samples, and settings of its own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from verifiers.rubrics import Rubric, RubricGroup
+from verifiers.samples import batches, one_batch
+from verifiers.types import ProcessedOutputs, State
+
+
+class TrainerCalls:
+    """The calls of trainers of 0.1.x, and of loops of one's own."""
+
+    rubric: Rubric
+    max_seq_len: int | None
+    score_rollouts: bool
+    interleaved_rollouts: bool
+
+    # --- samples --------------------------------------------------------------------------------------------------
+
+    def process_env_results(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        states: Sequence[State],
+        rewards: Sequence[float],
+        processing_class: Any = None,
+        batch_size: int = 8,
+        max_seq_len: int | None = None,
+        **kwargs: Any,
+    ) -> list[ProcessedOutputs]:
+        """Rollouts as batches of token samples with masks, for a training loop of one's own."""
+        if kwargs:
+            raise TypeError(f"process_env_results() got an unknown keyword {next(iter(kwargs))!r}")
+        limit = self.max_seq_len if max_seq_len is None or max_seq_len < 0 else max_seq_len
+        rollouts = zip(prompts, completions, states, rewards, strict=True)
+        return list(batches(rollouts, processing_class, batch_size=batch_size, max_seq_len=limit))
+
+    def process_env_results_vllm(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        states: Sequence[State],
+        rewards: Sequence[float],
+        processing_class: Any = None,
+        max_seq_len: int | None = None,
+        mask_env_responses: bool = True,
+        mask_truncated_completions: bool = False,
+        zero_truncated_completions: bool = False,
+    ) -> ProcessedOutputs:
+        """Rollouts as one batch, as trainers of 0.1.5 ask for it. What the environment said is never trained on."""
+        limit = self.max_seq_len if max_seq_len is None or max_seq_len < 0 else max_seq_len
+        return one_batch(
+            zip(prompts, completions, states, rewards, strict=True),
+            processing_class,
+            max_seq_len=limit,
+            mask_env_responses=mask_env_responses,
+            mask_truncated_completions=mask_truncated_completions,
+            zero_truncated_completions=zero_truncated_completions,
+        )
+
+    # --- setters --------------------------------------------------------------------------------------------------
+
+    def set_kwargs(self, **kwargs: Any) -> None:
+        """Set attributes, through ``set_<name>`` where there is one."""
+        for name, value in kwargs.items():
+            setter: Callable[[Any], None] | None = getattr(self, f"set_{name}", None)
+            if setter is None:
+                setattr(self, name, value)
+            else:
+                setter(value)
+
+    def add_rubric(self, rubric: Rubric) -> None:
+        """Let another rubric score as well."""
+        if isinstance(self.rubric, RubricGroup):
+            self.rubric.rubrics.append(rubric)
+        else:
+            self.rubric = rubric if self.rubric.is_empty else RubricGroup([self.rubric, rubric])
+
+    def set_max_seq_len(self, max_seq_len: int | None) -> None:
+        self.max_seq_len = max_seq_len
+
+    def set_interleaved_rollouts(self, interleaved_rollouts: bool) -> None:
+        self.interleaved_rollouts = interleaved_rollouts
+        if interleaved_rollouts:
+            warnings.warn(
+                "interleaved_rollouts has no effect: tokens are kept exactly as the engine sampled them anyway",
+                stacklevel=3,
+            )
+
+    def set_score_rollouts(self, score_rollouts: bool) -> None:
+        self.score_rollouts = score_rollouts
