@@ -26,7 +26,7 @@ from verifiers.envs.calling import (
     override_arguments,
     read_call,
 )
-from verifiers.envs.hooks import Hooks
+from verifiers.envs.hooks import ClassicHooks, Hooks
 from verifiers.envs.host_calls import Group, get_results_path, read_host_call, run_for_host, the_one
 from verifiers.envs.own_rollouts import add_steps
 from verifiers.envs.rows import RowFormat, Rows, as_rows, few_shot_messages
@@ -52,7 +52,7 @@ AT_EXIT_S = 60.0  # for each teardown hook when Python ends: one that hangs must
 HURRIED_S = 3.0  # the same, after a second Ctrl-C
 
 
-class Environment:
+class Environment(ClassicHooks):
     """A task: a data set, how a rollout goes, and a rubric. Any further keyword becomes an attribute."""
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 
 from verifiers.clients import load_endpoints
 from verifiers.envs.evaluation import make_dataset
@@ -52,8 +53,27 @@ def print_results(results: Results, event_loop_lags: list[float] | None = None, 
     )
     print_prompt_completions_sample(prompts, completions, rewards, num_samples=num_samples, errors=errors)
     sys.stdout.write(f"{results}\n")
+    _print_repeats(results)
     if event_loop_lags:
         sys.stdout.write(f"event loop lag: at most {max(event_loop_lags) * 1000:.0f} ms\n")
+
+
+def _print_repeats(results: Results) -> None:
+    """Every column of scores, one line for each repeat: ``r1`` has the first rollout of each example."""
+    seen: Counter[object] = Counter()
+    repeats: list[int] = []
+    for example in results["example_id"]:
+        repeats.append(seen[example])
+        seen[example] += 1
+    for name in ("reward", *results.metric_names):
+        sys.stdout.write(f"{name}:\n")
+        for repeat in range(max(repeats, default=-1) + 1):
+            values = [_rounded(value) for value, i in zip(results[name], repeats, strict=True) if i == repeat]
+            sys.stdout.write(f"r{repeat + 1}: {values}\n")
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
 
 
 def save_rollout_results(
