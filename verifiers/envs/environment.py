@@ -289,7 +289,7 @@ class Environment(ClassicHooks):
         row, call = read_host_call("run_rollout", args, kwargs)
         if call.score is None:
             call = replace(call, score=call.is_newer)
-        return the_one(await run_for_host(self, [row], call))
+        return the_one(await run_for_host(self, [row], call), call)
 
     run_rollout = calls.both(_run_rollout)
     """``run_rollout(input, client, model, gen_sampling_args, gen_sem, score_sem, score=False, max_retries=0)``, and the
@@ -466,6 +466,30 @@ class Environment(ClassicHooks):
         from verifiers.envs.evaluation import make_dataset
 
         return make_dataset(results, push_to_hub=push_to_hub, hub_name=hub_name, **kwargs)
+
+    def _prepare_rollout_results(
+        self,
+        all_states: Sequence[Mapping[str, Any]],
+        model: str,
+        client: Any,
+        state_columns: Sequence[str] | None = None,
+        results_path: Any = None,
+        gen_sampling_args: SamplingArgs | None = None,
+        start_time: float = 0.0,
+    ) -> Results:
+        """Rollouts that a host such as prime-rl kept itself, as results with metadata."""
+        from verifiers.envs.host_results import prepare_results
+
+        return prepare_results(
+            self,
+            all_states,
+            model=model,
+            client=client,
+            state_columns=state_columns,
+            results_path=results_path,
+            sampling_args=gen_sampling_args,
+            began=start_time,
+        )
 
     def process_env_results(
         self,

@@ -14,8 +14,18 @@ from verifiers.store import DEFAULT_ROOT, RunDir, is_run_dir, to_record
 from verifiers.types import EvalConfig
 from verifiers.utils.client_utils import setup_client
 from verifiers.utils.path_utils import get_eval_results_path
+from verifiers.utils.save_utils import get_hf_hub_dataset_name, sanitize_metadata, save_to_disk
 
-__all__ = ["load_endpoints", "make_dataset", "print_results", "run_evaluation", "save_rollout_results"]
+__all__ = [
+    "get_hf_hub_dataset_name",
+    "load_endpoints",
+    "make_dataset",
+    "print_results",
+    "run_evaluation",
+    "sanitize_metadata",
+    "save_rollout_results",
+    "save_to_disk",
+]
 
 
 async def run_evaluation(config: EvalConfig) -> Results:
@@ -85,9 +95,7 @@ def save_rollout_results(
     if path is None or not is_run_dir(path):
         metadata["path_to_save"] = _save(results).path
     if push_to_hf_hub:
-        size = f"n{metadata['num_examples']}_r{metadata['rollouts_per_example']}"
-        name = hf_hub_dataset_name or f"{metadata['env_id']}_{metadata['model'].replace('/', '_')}_{size}"
-        make_dataset(results, push_to_hub=True, hub_name=name)
+        make_dataset(results, push_to_hub=True, hub_name=hf_hub_dataset_name or get_hf_hub_dataset_name(results))
 
 
 def _save(results: Results) -> RunDir:
