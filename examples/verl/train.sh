@@ -1,6 +1,6 @@
 #!/bin/bash
 # verl on GPUs of one's own: Ray places the workers, FSDP trains, vLLM samples, our environment plays and scores.
-# First the rows:  vf export-verl arithmetic --to data/arithmetic
+# First the rows:  vf export verl arithmetic
 # Settings of one's own follow on the command line:  bash train.sh trainer.total_epochs=3
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

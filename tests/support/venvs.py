@@ -40,6 +40,7 @@ def run_contract(python: Path, script: str, *args: str, timeout_s: float = 1500.
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TRL_EXPERIMENTAL_SILENCE": "1",
+        "RAY_AUTH_MODE": "disabled",
     }
     path = ROOT / "tests" / "integrations" / "contracts" / script
     done = subprocess.run(

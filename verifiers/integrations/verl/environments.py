@@ -14,7 +14,7 @@ from verifiers.envs.loading import load_environment
 def environment_of(extra_info: Mapping[str, Any]) -> Environment:
     """The environment that a row of `export_rows` names."""
     if not extra_info.get("vf_env_id"):
-        raise ValueError("the row names no environment: make the data with `vf export-verl`")
+        raise ValueError("the row names no environment: make the data with `vf export verl`")
     return _loaded(str(extra_info["vf_env_id"]), str(extra_info.get("vf_env_args") or "{}"))
 
 
