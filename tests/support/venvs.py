@@ -41,6 +41,9 @@ def run_contract(python: Path, script: str, *args: str, timeout_s: float = 1500.
         "TOKENIZERS_PARALLELISM": "false",
         "TRL_EXPERIMENTAL_SILENCE": "1",
         "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_raylet_start_wait_time_s": "600",  # a loaded machine takes longer than Ray's half minute
     }
     path = ROOT / "tests" / "integrations" / "contracts" / script
     done = subprocess.run(
