@@ -43,7 +43,7 @@ def run_contract(python: Path, script: str, *args: str, timeout_s: float = 1500.
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_memory_monitor_refresh_ms": "0",
-        "RAY_raylet_start_wait_time_s": "600",  # a loaded machine takes longer than Ray's half minute
+        "RAY_raylet_start_wait_time_s": "90",
     }
     path = ROOT / "tests" / "integrations" / "contracts" / script
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Run in an environment with verl: its agent loop worker as a Ray actor, over a tiny model that stands for the server."""
+"""Run in an environment with verl: its agent loop worker as a Ray actor; a tiny model stands for the server."""
 
 from __future__ import annotations
 
@@ -99,6 +99,18 @@ def batch_of(rows: list[dict[str, Any]]) -> DataProto:
     )
 
 
+def start_ray(attempts: int = 6) -> None:
+    """Ray gives its own processes seconds to start: on a loaded machine one try may not do."""
+    for left in range(attempts - 1, -1, -1):
+        try:
+            ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+            return
+        except Exception:
+            ray.shutdown()
+            if not left:
+                raise
+
+
 def play(folder: Path) -> Any:
     model, tokenizer = vf.tiny_model(characters="abcdmore0123456789", hidden_size=64)
     model.save_pretrained(folder / "model")
@@ -107,7 +119,7 @@ def play(folder: Path) -> Any:
     rows = pyarrow.parquet.read_table(files["train"]).to_pylist()
     loops = Path(__file__).parents[3] / "examples" / "verl" / "agent_loops.yaml"
     settings = config(str(folder / "model"), str(loops))
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    start_ray()
     try:
         worker = ray.remote(AgentLoopWorker).remote(settings, TorchServer(str(folder / "model")))
         out = ray.get(worker.generate_sequences.remote(batch_of([row for row in rows for _ in range(2)])), timeout=600)
