@@ -99,8 +99,13 @@ class RolloutScores(TypedDict):
     metrics: dict[str, list[float]]
 
 
-class ProcessedOutputs(TypedDict):
-    """One batch of training samples, as lists of equal length."""
+class ProcessedOutputs(dict[str, Any]):
+    """One batch of training samples, as lists of equal length, by key or (as prime-rl reads them) by attribute.
+
+    >>> batch = ProcessedOutputs(rewards=[1.0])
+    >>> batch["rewards"] == batch.rewards == [1.0]
+    True
+    """
 
     prompt_ids: list[list[int]]
     prompt_mask: list[list[int]]
@@ -109,6 +114,12 @@ class ProcessedOutputs(TypedDict):
     completion_logprobs: list[list[float]]
     rewards: list[float]
     is_truncated: list[bool]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"a batch has no {name!r}; it has {', '.join(self)}") from None
 
 
 class GenerateMetadata(TypedDict, total=False):

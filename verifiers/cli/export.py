@@ -17,7 +17,20 @@ if TYPE_CHECKING:
 FORMATS = ("jsonl", "parquet", "sft", "dpo")
 
 
-@click.command("export", short_help="Write a run as a table or as training data.")
+class Export(click.Command):
+    """Runs are written, but for ``vf export verl ENV``, which writes the rows of an environment."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args[:1] == ["verl"]:
+            from verifiers.cli.export_rows import export_verl
+
+            return export_verl.make_context(f"{info_name} verl", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command("export", cls=Export, short_help="Write a run as a table or as training data.")
 @click.argument("runs", type=RUN, nargs=-1, required=True, metavar="RUN...")
 @click.option("-f", "--format", "form", type=click.Choice(FORMATS), help="Default: what the name of the file says.")
 @click.option("-o", "--output", metavar="FILE", help="Default: by the id of the run, in this folder; - for stdout.")
@@ -33,6 +46,7 @@ def export(runs: tuple[RunDir, ...], form: str | None, output: str | None, **giv
     vf export last -f sft --min-reward 1 --top-k 1      conversations worth imitating
     vf export 1a2b 5e6f -f dpo --min-margin 0.5 -o pairs.jsonl
     vf export last -o run.parquet                       a table
+    vf export verl ENV                                  an environment's rows, for verl (see `vf export verl --help`)
     """
     form = form or _by_name(output)
     suffix = ".parquet" if form == "parquet" else ".jsonl"

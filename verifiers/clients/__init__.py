@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from verifiers.clients.fake import FakeClient
     from verifiers.clients.fake_server import Chaos, FakeServer
     from verifiers.clients.http import HTTPClient
+    from verifiers.clients.nemo_rl import NeMoRLChatCompletionsClient
     from verifiers.clients.replicas import ReplicaClient
     from verifiers.clients.resolve import as_client
     from verifiers.clients.responses import ResponsesClient
@@ -28,6 +29,7 @@ _HOMES = {
     "FakeClient": "fake",
     "FakeServer": "fake_server",
     "HTTPClient": "http",
+    "NeMoRLChatCompletionsClient": "nemo_rl",
     "NotRecordedError": "cassette",
     "ReplicaClient": "replicas",
     "ResponsesClient": "responses",
@@ -45,6 +47,7 @@ __all__ = [
     "View",
     "AnthropicClient",
     "HTTPClient",
+    "NeMoRLChatCompletionsClient",
     "ReplicaClient",
     "ResponsesClient",
     "SDKClient",

@@ -198,6 +198,8 @@ def read_usage(source: Any, prices: Prices | None = None) -> Usage | None:
 
 def read_tokens(response: Any, choice: Any) -> Tokens | None:
     """Ids and sampling logprobs, when the engine gave all of them."""
+    if (in_message := _read_nemo_tokens(field(choice, "message"))) is not None:
+        return in_message
     logprobs = field(choice, "logprobs")
     if logprobs is None:
         return None
@@ -216,6 +218,17 @@ def read_tokens(response: Any, choice: Any) -> Tokens | None:
     drawn = field(response, "sampling")  # our own engine says how it drew
     sampling = drawn if isinstance(drawn, dict) else None
     return Tokens(prompt_ids=prompt_ids, completion_ids=completion_ids, logprobs=values, sampling=sampling)
+
+
+def _read_nemo_tokens(message: Any) -> Tokens | None:
+    """The model server of NeMo Gym writes them into the message."""
+    completion_ids = _ids(field(message, "generation_token_ids"))
+    prompt_ids, logprobs = _ids(field(message, "prompt_token_ids")), field(message, "generation_log_probs")
+    if completion_ids is None or prompt_ids is None or not isinstance(logprobs, list):
+        return None
+    if len(completion_ids) != len(logprobs):
+        raise BadReplyError(f"the reply has {len(completion_ids)} token ids but {len(logprobs)} logprobs")
+    return Tokens(prompt_ids=prompt_ids, completion_ids=completion_ids, logprobs=logprobs)
 
 
 def _logprob_lists(logprobs: Any) -> tuple[list[Any], list[Any], list[Any]]:

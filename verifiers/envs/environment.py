@@ -26,7 +26,7 @@ from verifiers.envs.calling import (
     override_arguments,
     read_call,
 )
-from verifiers.envs.hooks import Hooks
+from verifiers.envs.hooks import ClassicHooks, Hooks
 from verifiers.envs.host_calls import Group, get_results_path, read_host_call, run_for_host, the_one
 from verifiers.envs.own_rollouts import SPEAKING_HOOKS, add_steps
 from verifiers.envs.rows import RowFormat, Rows, as_rows, few_shot_messages
@@ -52,7 +52,7 @@ AT_EXIT_S = 60.0  # for each teardown hook when Python ends: one that hangs must
 HURRIED_S = 3.0  # the same, after a second Ctrl-C
 
 
-class Environment(TrainerCalls):
+class Environment(ClassicHooks, TrainerCalls):
     """A task: a data set, how a rollout goes, and a rubric. Any further keyword becomes an attribute."""
 
     def __init__(
@@ -299,7 +299,7 @@ class Environment(TrainerCalls):
         row, call = read_host_call("run_rollout", args, kwargs)
         if call.score is None:
             call = replace(call, score=call.is_newer)
-        return the_one(await run_for_host(self, [row], call))
+        return the_one(await run_for_host(self, [row], call), call)
 
     run_rollout = calls.both(_run_rollout)
     """``run_rollout(input, client, model, gen_sampling_args, gen_sem, score_sem, score=False, max_retries=0)``, and the

@@ -60,6 +60,34 @@ class Hooks:
         return frozenset(method.__name__ for method in marked(self._owner, "stop") if takes_messages(method))
 
 
+class ClassicHooks:
+    """The names by which code for 0.1.9 reaches the methods it marked: a ``rollout`` of one's own, or a host.
+
+    The lists are there to be read; to add a method, mark it.
+    """
+
+    clean_up: Callable[[Any], Awaitable[None]]
+    _close: Callable[[], Awaitable[None]]
+
+    @property
+    def _stop_conditions(self) -> tuple[Callable[..., Any], ...]:
+        return tuple(marked(self, "stop"))
+
+    @property
+    def _cleanup_handlers(self) -> tuple[Callable[..., Any], ...]:
+        return tuple(marked(self, "cleanup"))
+
+    @property
+    def _teardown_handlers(self) -> tuple[Callable[..., Any], ...]:
+        return tuple(marked(self, "teardown"))
+
+    async def _cleanup(self, state: Any) -> None:
+        await self.clean_up(state)
+
+    async def _teardown(self) -> None:
+        await self._close()
+
+
 def _made(name: str, method: Callable[..., Any]) -> calls.Hook:
     if name in ASKING:
         return calls.Hook(method, timeout_s=ASKING_TIMEOUT_S, may_share=False)

@@ -33,6 +33,15 @@ class Group(list[Any]):
         super().__init__(scored)
         self.failed = list(failed)
 
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return super().__getitem__(index)
+        except IndexError:
+            if not self.failed:
+                raise
+            error = self.failed[0]["error"]
+            raise IndexError(f"{len(self)} rollouts of the group were scored; one that failed said: {error}") from error
+
 
 @dataclass(frozen=True, kw_only=True)
 class HostCall:
@@ -126,6 +135,8 @@ async def run_for_host(env: Environment, rows: Sequence[Mapping[str, Any]], call
     )
     states = await _play_failed_again(env, rows, states, answerer, sampling, call)
     if not is_scored:
+        if call.score is not False:  # `set_score_rollouts(False)`: the host counts on a number all the same
+            _write_zeros(states)
         return Group(_as_wanted(states, call))
     await _score(env, states, call)
     failed = [state for state in states if state.get("error") is not None]
@@ -165,6 +176,14 @@ async def _score(env: Environment, states: Sequence[State], call: HostCall) -> N
                 _forget_score(state)
 
 
+def _write_zeros(states: Sequence[State]) -> None:
+    for state in states:
+        if state.get("error") is None:
+            state.update(reward=0.0, metrics=state.get("metrics") or {})
+            for step in state.get("trajectory") or ():
+                step["reward"] = 0.0
+
+
 def _forget_score(state: State) -> None:
     reward = state.get("reward")
     for step in state.get("trajectory") or ():
@@ -174,11 +193,16 @@ def _forget_score(state: State) -> None:
     state.update(error=None, reward=None, advantage=None, metrics=None)
 
 
-def the_one(group: Group) -> Any:
-    """The rollout of a group of one; it raises the error of one that was to be scored and failed."""
-    if group.failed:
+def the_one(group: Group, call: HostCall) -> Any:
+    """The rollout of a group of one. One that was to be scored and failed raises its error.
+
+    Hosts of 0.1.10's shape gather many rollouts and read ``error`` of each: they are given it, without a reward.
+    """
+    if not group.failed:
+        return group[0]
+    if not call.is_newer:
         raise group.failed[0]["error"]
-    return group[0]
+    return _as_wanted(group.failed, call)[0]
 
 
 def get_results_path(env_id: str, model: str, base_path: Path = Path("outputs")) -> Path:

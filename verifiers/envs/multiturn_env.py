@@ -22,6 +22,8 @@ class MultiTurnEnv(Environment):
     """An environment that answers back: define ``env_response``, and ``is_completed`` or a ``@vf.stop`` method."""
 
     def __init__(self, max_turns: int = 10, **kwargs: Any) -> None:
+        if type(self) is MultiTurnEnv and max_turns != 1:  # before it asks for rows that would not help
+            raise TypeError("MultiTurnEnv must be subclassed: define env_response(messages, state)")
         super().__init__(**kwargs)
         self.max_turns = max_turns
         is_silent = type(self)._env_response is MultiTurnEnv._env_response and self._hook("env_response") is None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from verifiers.rubrics import Rubric, RubricGroup
 from verifiers.samples import batches, one_batch
-from verifiers.types import ProcessedOutputs, State
+from verifiers.types import ProcessedOutputs, SamplingArgs, State
+
+if TYPE_CHECKING:
+    from verifiers.envs.environment import Environment
+    from verifiers.results import Results
 
 
 class TrainerCalls:
@@ -20,6 +24,30 @@ class TrainerCalls:
     interleaved_rollouts: bool
 
     # --- samples --------------------------------------------------------------------------------------------------
+
+    def _prepare_rollout_results(
+        self,
+        all_states: Sequence[Mapping[str, Any]],
+        model: str,
+        client: Any,
+        state_columns: Sequence[str] | None = None,
+        results_path: Any = None,
+        gen_sampling_args: SamplingArgs | None = None,
+        start_time: float = 0.0,
+    ) -> Results:
+        """Rollouts that a host such as prime-rl kept itself, as results with metadata."""
+        from verifiers.envs.host_results import prepare_results
+
+        return prepare_results(
+            cast("Environment", self),
+            all_states,
+            model=model,
+            client=client,
+            state_columns=state_columns,
+            results_path=results_path,
+            sampling_args=gen_sampling_args,
+            began=start_time,
+        )
 
     def process_env_results(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 
 from verifiers.clients import load_endpoints
 from verifiers.envs.evaluation import make_dataset
@@ -13,8 +14,18 @@ from verifiers.store import DEFAULT_ROOT, RunDir, is_run_dir, to_record
 from verifiers.types import EvalConfig
 from verifiers.utils.client_utils import setup_client
 from verifiers.utils.path_utils import get_eval_results_path
+from verifiers.utils.save_utils import get_hf_hub_dataset_name, sanitize_metadata, save_to_disk
 
-__all__ = ["load_endpoints", "make_dataset", "print_results", "run_evaluation", "save_rollout_results"]
+__all__ = [
+    "get_hf_hub_dataset_name",
+    "load_endpoints",
+    "make_dataset",
+    "print_results",
+    "run_evaluation",
+    "sanitize_metadata",
+    "save_rollout_results",
+    "save_to_disk",
+]
 
 
 async def run_evaluation(config: EvalConfig) -> Results:
@@ -52,8 +63,27 @@ def print_results(results: Results, event_loop_lags: list[float] | None = None, 
     )
     print_prompt_completions_sample(prompts, completions, rewards, num_samples=num_samples, errors=errors)
     sys.stdout.write(f"{results}\n")
+    _print_repeats(results)
     if event_loop_lags:
         sys.stdout.write(f"event loop lag: at most {max(event_loop_lags) * 1000:.0f} ms\n")
+
+
+def _print_repeats(results: Results) -> None:
+    """Every column of scores, one line for each repeat: ``r1`` has the first rollout of each example."""
+    seen: Counter[object] = Counter()
+    repeats: list[int] = []
+    for example in results["example_id"]:
+        repeats.append(seen[example])
+        seen[example] += 1
+    for name in ("reward", *results.metric_names):
+        sys.stdout.write(f"{name}:\n")
+        for repeat in range(max(repeats, default=-1) + 1):
+            values = [_rounded(value) for value, i in zip(results[name], repeats, strict=True) if i == repeat]
+            sys.stdout.write(f"r{repeat + 1}: {values}\n")
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
 
 
 def save_rollout_results(
@@ -65,9 +95,7 @@ def save_rollout_results(
     if path is None or not is_run_dir(path):
         metadata["path_to_save"] = _save(results).path
     if push_to_hf_hub:
-        size = f"n{metadata['num_examples']}_r{metadata['rollouts_per_example']}"
-        name = hf_hub_dataset_name or f"{metadata['env_id']}_{metadata['model'].replace('/', '_')}_{size}"
-        make_dataset(results, push_to_hub=True, hub_name=name)
+        make_dataset(results, push_to_hub=True, hub_name=hf_hub_dataset_name or get_hf_hub_dataset_name(results))
 
 
 def _save(results: Results) -> RunDir:

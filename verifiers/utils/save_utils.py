@@ -10,16 +10,20 @@ from typing import Any
 
 from verifiers.envs.evaluation import make_dataset
 from verifiers.envs.host_calls import to_output
+from verifiers.results import Results
 from verifiers.store import encode
 from verifiers.types import RolloutOutput, State
 
 __all__ = [
+    "get_hf_hub_dataset_name",
     "load_outputs",
     "make_dataset",
     "make_serializable",
+    "sanitize_metadata",
     "save_metadata",
     "save_new_outputs",
     "save_outputs",
+    "save_to_disk",
     "state_to_output",
     "states_to_outputs",
 ]
@@ -76,5 +80,25 @@ def save_metadata(metadata: Mapping[str, Any], result_path: Path) -> None:
     """Write ``metadata.json`` of a folder."""
     folder = Path(result_path)
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {name: value for name, value in metadata.items() if name not in ("path_to_save", "date")}
-    (folder / "metadata.json").write_text(json.dumps(kept, default=make_serializable))
+    (folder / "metadata.json").write_text(json.dumps(sanitize_metadata(metadata), default=make_serializable))
+
+
+def sanitize_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a run's metadata is saved beside its rollouts.
+
+    >>> sanitize_metadata({"model": "m", "date": "today", "path_to_save": "a/b"})
+    {'model': 'm'}
+    """
+    return {name: value for name, value in metadata.items() if name not in ("path_to_save", "date")}
+
+
+def save_to_disk(outputs: Iterable[Mapping[str, Any]], metadata: Mapping[str, Any], path: Path) -> None:
+    """Write rollouts (a list, or a ``Dataset`` of them) and the metadata of their run into a folder."""
+    save_outputs(outputs, path)
+    save_metadata(metadata, path)
+
+
+def get_hf_hub_dataset_name(results: Results) -> str:
+    """A name for a run on the hub: environment, model, how many examples and how often each."""
+    of = results.metadata
+    return f"{of['env_id']}_{of['model'].replace('/', '_')}_n{of['num_examples']}_r{of['rollouts_per_example']}"

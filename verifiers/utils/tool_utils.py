@@ -7,6 +7,7 @@ from typing import Any
 
 from verifiers.tools import tool
 from verifiers.tools.calling import is_content_parts as is_valid_tool_content_parts
+from verifiers.tools.docstrings import read_docstring
 from verifiers.tools.schemas import Schema
 
 __all__ = ["convert_func_to_oai_tool", "is_valid_tool_content_parts"]
@@ -21,6 +22,9 @@ def convert_func_to_oai_tool(func: Any, args_to_skip: Iterable[str] = (), **_: A
     """
     schema = tool.convert_func_to_oai_tool(func, args_to_skip)
     function = schema["function"]
+    doc = read_docstring(func)
+    if function["description"] == doc.description:  # what comes back is told by newer schemas only
+        function = {**function, "description": doc.summary}
     parameters = function["parameters"]
     titled = {name: {**one, "title": name.replace("_", " ").title()} for name, one in parameters["properties"].items()}
     as_written = {"properties": titled, "required": list(titled), "title": f"{function['name']}_args"}
