@@ -49,9 +49,8 @@ def run(settings: dict[str, Any], seed: int, steps: int) -> str:
 
 
 def main(seeds: list[int], steps: int, only: list[str] | None) -> None:
-    print(
-        "| setting | seed | found | sensible | entropy | flat groups | clipped | notices |\n|---|---|---|---|---|---|---|---|"
-    )
+    print("| setting | seed | found | sensible | entropy | flat groups | clipped | notices |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, settings in SETTINGS.items():
         for seed in seeds if not only or name in only else ():
             print(f"| {name} | {seed} | {run(settings, seed, steps)} |", flush=True)

@@ -1,0 +1,175 @@
+"""The documentation as a whole: links lead somewhere, every name and variable is explained, the site builds."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import verifiers as vf
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "benchmarks" / "README.md",
+    *DOCS,
+    *sorted(ROOT.glob("environments/*/README.md")),
+]
+
+LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)[^)]*\)|<img [^>]*src=\"(?P<image>[^\"]+)\"")
+FENCED = re.compile(r"^(?P<ticks>```+|~~~+).*?^(?P=ticks)", re.MULTILINE | re.DOTALL)
+
+
+def prose(page: Path) -> str:
+    """A page without its code: brackets and parentheses in there are no links."""
+    return re.sub(r"`[^`\n]*`", "``", FENCED.sub("", page.read_text(encoding="utf-8")))
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub and the site make it.
+
+    >>> slug("Exact, or not at all"), slug("Without a model: `FakeClient`")
+    ('exact-or-not-at-all', 'without-a-model-fakeclient')
+    """
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+    text = unicodedata.normalize("NFC", text).lower().replace("`", "").strip()
+    return re.sub(r"\s", "-", re.sub(r"[^\w\- ]", "", text))
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#{1,6} +(.*?)\s*$", FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {slug(heading) for heading in headings}
+
+
+def broken(page: Path) -> list[str]:
+    """The links of a page that lead to no file, or to no heading of one."""
+    found = []
+    for match in LINK.finditer(prose(page)):
+        address = match["target"] or match["image"]
+        parts = urlsplit(address)
+        if parts.scheme or parts.netloc:
+            continue
+        target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+        if not target.exists():
+            found.append(f"{page.relative_to(ROOT)}: {address}: there is no such file")
+        elif parts.fragment and (target.suffix != ".md" or unquote(parts.fragment) not in anchors(target)):
+            found.append(f"{page.relative_to(ROOT)}: {address}: there is no such heading")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_leads_to_a_file_and_to_a_heading_that_is_there(page: Path) -> None:
+    assert not broken(page)
+
+
+def test_a_link_to_a_file_or_a_heading_that_is_not_there_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One\n[a](#one) [b](#two) [c](gone.md) `[d](code.md)`\n```\n[e](code.md)\n```\n", encoding="utf-8"
+    )
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert broken(page) == ["page.md: #two: there is no such heading", "page.md: gone.md: there is no such file"]
+
+
+# --- names and variables ----------------------------------------------------------------------------------------------
+
+
+def mentioned(name: str, text: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is not None
+
+
+def test_every_public_name_is_on_some_page() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in DOCS)
+    names = [*vf.__all__, *vf._EXTRA_HOME]
+    assert [name for name in names if not mentioned(name, text)] == []
+
+
+def test_the_page_of_names_has_every_public_name_and_no_other() -> None:
+    text = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")
+    names = {*vf.__all__, *vf._EXTRA_HOME}
+    assert [name for name in sorted(names) if not mentioned(name, text)] == []
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    shown = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert shown <= names
+
+
+VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)*")
+
+
+def is_environ(node: ast.expr) -> bool:
+    return ast.unparse(node) in ("os.environ", "environ", "env")
+
+
+def keys_read(tree: ast.AST) -> list[ast.expr]:
+    """The expressions by which a module asks the environment: literals, and names that stand for some."""
+    keys: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            if (node.func.attr in ("get", "pop") and is_environ(node.func.value)) or node.func.attr == "getenv":
+                keys.append(node.args[0])
+        elif isinstance(node, ast.Subscript) and is_environ(node.value) and isinstance(node.ctx, ast.Load):
+            keys.append(node.slice)
+        elif isinstance(node, ast.Compare) and any(is_environ(one) for one in node.comparators):
+            keys.append(node.left)
+    return keys
+
+
+def constants(node: ast.AST) -> set[str]:
+    values = (one.value for one in ast.walk(node) if isinstance(one, ast.Constant))
+    return {value for value in values if isinstance(value, str) and VARIABLE.fullmatch(value)}
+
+
+def tables(tree: ast.Module) -> Iterator[set[str]]:
+    """The constants at the top of a module: texts, tuples of them, and dicts whose keys or plain values they are."""
+    for node in tree.body:
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        if isinstance(value, ast.Dict):
+            plain = [one for one in value.values if isinstance(one, ast.Constant)]
+            yield {name for part in [*filter(None, value.keys), *plain] for name in constants(part)}
+        elif value is not None:
+            yield constants(value)
+
+
+def variables() -> dict[str, str]:
+    """Environment variables that the package reads, and where. A name that is not written there is looked up among the
+    constants of its module, and an attribute among all assignments to attributes of that name."""
+    trees = {
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted((ROOT / "verifiers").rglob("*.py"))
+        if "inside" not in path.parts  # within the sandbox it is the sandbox's own environment
+    }
+    assigned: dict[str, set[str]] = {}
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    assigned.setdefault(ast.unparse(target).rpartition(".")[2], set()).update(constants(node.value))
+    found: dict[str, str] = {}
+    for path, tree in trees.items():
+        for key in keys_read(tree):
+            if isinstance(key, ast.Constant):
+                names = constants(key)
+            elif isinstance(key, ast.Attribute):
+                names = assigned.get(key.attr, set())
+            else:
+                names = {name for table in tables(tree) for name in table}
+            found |= dict.fromkeys(names, path)
+    return found
+
+
+def test_every_environment_variable_that_is_read_is_on_some_page() -> None:
+    found = variables()
+    assert {"VERIFIERS_CACHE", "VF_HUB_URL", "OPENAI_API_KEY", "ANTHROPIC_API_KEY", "WORLD_SIZE", "CC"} <= found.keys()
+    text = "\n".join(page.read_text(encoding="utf-8") for page in DOCS)
+    assert {name: path for name, path in found.items() if not mentioned(name, text)} == {}
