@@ -6,6 +6,7 @@ import importlib
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ def test_each_example_has_a_page_with_its_picture_and_code_that_is_its_own(path:
     assert f"(../../examples/{path.name})" in page
     excerpts = blocks(page, "python")
     assert excerpts
-    assert all(excerpt in code for excerpt in excerpts), "an excerpt of the page is not in the example any more"
+    for excerpt in excerpts:
+        indented = [textwrap.indent(excerpt, " " * spaces) for spaces in (0, 4, 8)]
+        assert any(one in code for one in indented), f"not in the example any more:\n{excerpt}"
     assert f"(examples/{path.stem}.md)" in (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
 
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
+import shutil
+import subprocess
 import sys
+import tomllib
 import unicodedata
+import venv
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -173,3 +180,115 @@ def test_every_environment_variable_that_is_read_is_on_some_page() -> None:
     assert {"VERIFIERS_CACHE", "VF_HUB_URL", "OPENAI_API_KEY", "ANTHROPIC_API_KEY", "WORLD_SIZE", "CC"} <= found.keys()
     text = "\n".join(page.read_text(encoding="utf-8") for page in DOCS)
     assert {name: path for name, path in found.items() if not mentioned(name, text)} == {}
+
+
+# --- the site -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built strictly in a virtual environment of its own."""
+    folder = tmp_path_factory.mktemp("site")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needs = [*project["dependencies"], *project["optional-dependencies"]["docs"]]
+    venv.create(folder / "venv", with_pip=True)
+    python = folder / "venv" / "bin" / "python"
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt"]
+    subprocess.run([*pip, *needs], check=True, timeout=900)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1", "PYTHONWARNINGS": "default"}
+    command = [python, "-m", "mkdocs", "build", "--strict", "--site-dir", folder / "built"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=900)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "WARNING" not in said
+    return folder / "built"
+
+
+class Parts(HTMLParser):
+    """What a page loads, what it links to, and which anchors it has."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        has = {name: value or "" for name, value in attrs}
+        self.anchors |= {has[name] for name in ("id", "name") if name in has}
+        if tag == "a" and "href" in has:
+            self.links.append(has["href"])
+        elif tag == "link" and has.get("rel") not in ("canonical", "prev", "next"):
+            self.loads.append(has["href"])
+        elif "src" in has:
+            self.loads.append(has["src"])
+
+
+def parse(site: Path) -> dict[Path, Parts]:
+    return {path: Parts(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_site_builds_without_a_warning_loads_nothing_from_elsewhere_and_all_its_links_lead_somewhere(
+    site: Path,
+) -> None:
+    pages = parse(site)
+    assert len(pages) > 45
+    wrong = []
+    for path, parts in pages.items():
+        for address in [*parts.loads, *parts.links]:
+            split = urlsplit(address)
+            if split.scheme or split.netloc:
+                if address in parts.loads:
+                    wrong.append(f"{path.name} loads {address}")
+                continue
+            target = (path.parent / unquote(split.path)).resolve() if split.path else path
+            target = target / "index.html" if target.is_dir() else target
+            if path.name != "404.html" and not target.is_file():
+                wrong.append(f"{path.name}: {address}: no such file")
+            elif split.fragment and target in pages and unquote(split.fragment) not in pages[target].anchors:
+                wrong.append(f"{path.name}: {address}: no such anchor")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_public_name_of_ours_is_in_the_reference_with_its_docstring_and_in_the_search(site: Path) -> None:
+    headings = {
+        anchor.rpartition(".")[2]
+        for path, parts in parse(site).items()
+        if path.parent.name == "reference"
+        for anchor in parts.anchors
+        if anchor.startswith("verifiers.")
+    }
+    openai = {name for name in vf._EXTRA_HOME if vf._EXTRA_HOME[name] == "types"}
+    not_ours = {"GenerateOutputs", "ModelResponse", "__version__"}  # another name for `Results`, for `Any`; a text
+    assert sorted({*vf.__all__, *vf._EXTRA_HOME} - openai - not_ours - headings) == []
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    places = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    assert {"index.html", "training.html", "reference/environments.html", "examples/301_train.html"} <= places
+    reference = (site / "reference" / "environments.html").read_text(encoding="utf-8")
+    assert "An environment in which the model speaks once." in reference
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_search_works_in_a_page_opened_from_the_disk(site: Path) -> None:
+    driver = pytest.importorskip("playwright.sync_api")
+    program = os.environ.get("VERIFIERS_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if program is None:
+        pytest.skip("there is no chromium: install Debian's package, or set VERIFIERS_CHROMIUM to one")
+    with driver.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto((site / "index.html").as_uri())
+        page.locator(".md-search__input").click()
+        page.keyboard.type("importance_cap")
+        page.wait_for_selector(".md-search-result__item", timeout=60_000)
+        assert "importance_cap" in page.locator(".md-search-result__list").inner_text()
+        browser.close()
+    assert {urlsplit(address).scheme for address in asked} == {"file"}

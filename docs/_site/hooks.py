@@ -105,8 +105,8 @@ def _relinked(text: str, source: str, name: str) -> str:
 
 def _reference(title: str, modules: list[str]) -> str:
     """A page of the reference: every public name of some modules, those that need an extra too."""
-    homes = {**verifiers._HOME, **verifiers._EXTRA_HOME}
-    names = sorted(name for name, home in homes.items() if home.split(".")[0] in modules)
+    homes = {**dict(sorted(verifiers._HOME.items())), **dict(sorted(verifiers._EXTRA_HOME.items()))}
+    names = [name for name, home in homes.items() if home.split(".")[0] in modules]
     entries = ["::: verifiers.stats"] if "stats" in modules else []
     entries += [f"::: {where}" for name in names if (where := _definition(name, homes[name]))]
     return f"# {title}\n\n" + "\n\n".join(entries) + "\n"
