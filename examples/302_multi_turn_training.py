@@ -61,7 +61,7 @@ def make_trainer(env: vf.Environment, folder: Path, *, seed: int = 1, **settings
         "group_size": 32,
         "max_new_tokens": 2,  # a digit, and the end of the turn
         "learning_rate": 1e-3,
-        "temperature": 1.2,  # explores for longer: at 1.0 it settles on the first way that works
+        "temperature": 1.2,  # groups differ for longer than at 1.0
         "max_steps": 60,
         "eval_rollouts_per_example": 20,
         **settings,

@@ -19,14 +19,5 @@ class Doctests(griffe.Extension):
 
 
 def fenced(text: str) -> str:
-    """A docstring's text with its doctests in fences.
-
-    >>> print(fenced("One.\\n\\n>>> 1 + 1\\n2"))
-    One.
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
-    """
+    """A docstring's text with its doctests in fences."""
     return DOCTEST.sub(lambda found: f"```pycon\n{found[0].rstrip()}\n```\n", text + "\n").rstrip("\n")

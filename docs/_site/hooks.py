@@ -38,6 +38,8 @@ REFERENCE = {
     "types": ("Types", "types"),
     "errors": ("Errors", "errors"),
 }
+# The fields of a configuration say what they are by their names, types and defaults.
+SETTINGS = "\n    options:\n      show_if_no_docstring: true\n      inherited_members: true"
 LINK = re.compile(r"(?P<before>(?<!!)\[(?P<text>[^\]]*)\]\(|!\[[^\]]*\]\(|<img [^>]*src=\")(?P<target>[^)\"\s]+)")
 
 
@@ -108,7 +110,11 @@ def _reference(title: str, modules: list[str]) -> str:
     homes = {**dict(sorted(verifiers._HOME.items())), **dict(sorted(verifiers._EXTRA_HOME.items()))}
     names = [name for name, home in homes.items() if home.split(".")[0] in modules]
     entries = ["::: verifiers.stats"] if "stats" in modules else []
-    entries += [f"::: {where}" for name in names if (where := _definition(name, homes[name]))]
+    entries += [
+        f"::: {where}" + (SETTINGS if name.endswith("Config") else "")
+        for name in names
+        if (where := _definition(name, homes[name]))
+    ]
     return f"# {title}\n\n" + "\n\n".join(entries) + "\n"
 
 
