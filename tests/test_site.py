@@ -182,6 +182,24 @@ def test_every_environment_variable_that_is_read_is_on_some_page() -> None:
     assert {name: path for name, path in found.items() if not mentioned(name, text)} == {}
 
 
+# What someone who knows this field types into the search.
+TERMS = """
+reinforcement learning, verifiable reward, GRPO, group-relative policy optimization, DAPO, CISPO, advantage,
+importance_cap, on-policy, off-policy, entropy, reference model, KL, clip, reward hacking, partial reward,
+curriculum, LoRA, supervised fine-tuning, rejection sampling, warm-up, loss mask, packed, gradient_checkpointing,
+data parallel, chat template, logprobs, KV cache, prefix cache, continuous batching, vLLM, pass@k, confidence,
+paired, contamination, held-out, few_shot, LLM-as-a-judge, multi-turn, tool call, MCP, sandbox, checkpoint, resume,
+wandb, learning curve, system prompt, temperature, truncated, rate limit, retries, cache, notebook,
+OpenAI-compatible
+"""
+
+
+def test_what_people_of_the_field_search_for_is_found() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in [*DOCS, ROOT / "README.md"]).lower()
+    terms = [term.strip() for term in TERMS.replace("\n", " ").split(",")]
+    assert [term for term in terms if term.lower() not in text] == []
+
+
 # --- the site -------------------------------------------------------------------------------------------------------
 
 
