@@ -42,15 +42,13 @@ def run(settings: dict[str, Any], seed: int, steps: int) -> str:
         report = example.make_trainer(env, Path(folder), seed=seed, max_steps=steps, **chosen).train()
     last = report.steps[-5:]
     won, sensible = (mean([step["metrics"][name] for step in last]) for name in ("found", "sensible"))
-    entropy, flat, clipped = (
-        mean([step[name] for step in last]) for name in ("entropy", "zero_variance", "clip_fraction")
-    )
-    return f"{won:.2f} | {sensible:.2f} | {entropy:.2f} | {flat:.0%} | {clipped:.1%} | {len(report.notices)}"
+    entropy, flat = (mean([step[name] for step in last]) for name in ("entropy", "zero_variance"))
+    return f"{won:.2f} | {sensible:.2f} | {entropy:.2f} | {flat:.0%} | {len(report.notices)}"
 
 
 def main(seeds: list[int], steps: int, only: list[str] | None) -> None:
-    print("| setting | seed | found | sensible | entropy | flat groups | clipped | notices |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| setting | seed | found | sensible | entropy | flat groups | notices |")
+    print("|---|---|---|---|---|---|---|")
     for name, settings in SETTINGS.items():
         for seed in seeds if not only or name in only else ():
             print(f"| {name} | {seed} | {run(settings, seed, steps)} |", flush=True)
