@@ -289,7 +289,9 @@ def test_every_public_name_of_ours_is_in_the_reference_with_its_docstring_and_in
     assert {"index.html", "training.html", "reference/environments.html", "examples/301_train.html"} <= places
     reference = (site / "reference" / "environments.html").read_text(encoding="utf-8")
     assert "An environment in which the model speaks once." in reference
-    assert 'class="language-pycon' in reference  # doctests are shown as code
+    statistics = (site / "reference" / "stats.html").read_text(encoding="utf-8")
+    assert '<span class="gp">' in statistics  # doctests are shown as code ...
+    assert "<blockquote>" not in statistics  # ... and not as quotations
 
 
 @pytest.mark.slow
