@@ -10,7 +10,7 @@ BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 LOCK := pyproject.toml constraints.txt
 
-.PHONY: help venv demo test check format format-check lint types layers slow integrations soak gpu sanitize bench clean
+.PHONY: help venv demo test check format format-check lint types layers slow integrations soak gpu sanitize bench site clean
 
 help:
 	@echo "make demo     evaluate a bundled environment: a fake model behind a flaky server, a real one; then train a tiny one"
@@ -22,6 +22,7 @@ help:
 	@echo "make sanitize the tests of the C code, compiled with AddressSanitizer and UBSan"
 	@echo "make integrations  our environments in trainers of others: the real packages, each in a virtual environment of its own"
 	@echo "make bench    every benchmark, each printing its figures"
+	@echo "make site     the documentation as a site: open build/site/index.html, no server and no network needed"
 	@echo "make venv     the virtual environment all of these use ($(VENV)); they make it themselves"
 	@echo "make clean    remove it, and every cache"
 
@@ -101,6 +102,15 @@ sanitize: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	@set -e; for file in benchmarks/[!_]*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+
+$(VENV)/.docs: $(LOCK) | $(VENV)/.core
+	@echo "installing what builds the site into $(VENV)"
+	@$(PIP) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
+site: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -6,13 +6,14 @@ python benchmarks/learning.py [--seeds 0 1 2] [--steps 110]
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from examples.train_tiny import learn
+learn = importlib.import_module("examples.303_warm_up_and_grpo").learn
 
 
 def main(seeds: list[int], steps: int) -> None:

@@ -3,18 +3,17 @@
 The fake model is a function that is often right, sometimes careless and now and then forgets the format. It is served
 over HTTP by the package's fake server, which fails every fifth request on purpose: nothing of that reaches the scores.
 The real one is SmolLM2-135M-Instruct, in this process, without a network. What is trained is a transformer made on the
-spot (see train_tiny.py).
+spot (see 303_warm_up_and_grpo.py).
 """
 
 from __future__ import annotations
 
+import importlib
 import random
 import re
 from pathlib import Path
 
 import verifiers as vf
-from examples.train_tiny import learn, new_folder
-from examples.train_tiny import show as show_learned
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -69,7 +68,7 @@ def real_model(env: vf.Environment) -> None:
 
 def training() -> None:
     print("\nA tiny transformer, made on the spot, learns to write text backwards:\n")
-    show_learned(learn(new_folder(), show_progress=True))
+    importlib.import_module("examples.303_warm_up_and_grpo").main(show_progress=True)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from verifiers.packages import list_environments
 
 PROBE_TIMEOUT_S = 120
 CPU_FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
-NOT_SHOWN = ("classic", "dev")  # made of others
+NOT_SHOWN = ("classic", "dev", "docs")  # made of others, or for those who work on this library
 PROGRAMS = ("git", "uv")
 COMPILED = "there: models on the CPU are run in C, and small ones trained"
 NOT_COMPILED = "none: with cc, gcc or clang, models on the CPU would be run in C, which is quicker"

@@ -1,9 +1,10 @@
-"""A transformer made on the spot learns to write text backwards: warmed up by imitation, then by reward alone.
+"""303 · Warm-up and GRPO in practice: a transformer made on the spot learns to write text backwards.
 
-The warm-up ends early, when about one reply in eight is right. From there on nothing tells the model what the right
-reply would have been, only which of its own replies were right. What it can do is measured on texts it has never seen.
+It is warmed up by supervised fine-tuning, which ends early, when about one reply in eight is right. From there on
+nothing tells the model what the right reply would have been, only which of its own replies were right. What it can do
+is measured on texts it has never seen.
 
-python -m examples.train_tiny [--seed 0]
+python examples/303_warm_up_and_grpo.py [--seed 0]
 """
 
 from __future__ import annotations
@@ -124,9 +125,15 @@ def new_folder() -> Path:
     return Path("outputs/train") / time.strftime("tiny-%Y%m%d-%H%M%S")
 
 
+def main(folder: Path | None = None, *, steps: int = 110, seed: int = 0, show_progress: bool = False) -> Learned:
+    done = learn(folder or new_folder(), steps=steps, seed=seed, show_progress=show_progress)
+    show(done)
+    return done
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=new_folder())
+    parser.add_argument("--folder", type=Path)
     chosen = parser.parse_args()
-    show(learn(chosen.folder, seed=chosen.seed, show_progress=True))
+    main(chosen.folder, seed=chosen.seed, show_progress=True)
