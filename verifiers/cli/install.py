@@ -48,6 +48,9 @@ def install(
         click.echo(f"note: -b {branch} has no effect; what is checked out is installed", err=True)
     try:
         done = packages.install(what, environments_dir=path, has_deps=not no_deps, is_editable=editable, **given)
+    except packages.BundledError as error:
+        click.echo(f"{error}; try: vf eval {what.partition('@')[0]} -m fake")
+        return
     except packages.InstallError as error:
         raise click.ClickException("\n".join(map(printable, str(error).splitlines()))) from error
     package = done.package

@@ -84,7 +84,7 @@ class Job:
     def model(self) -> str:
         model = self.given["model"] or self.settings.model
         if model is None:
-            raise click.UsageError("which model is to be trained? give -m local, -m ./folder or -m a hub name")
+            raise click.UsageError("which model is to be trained? give -m smollm2, -m ./folder or -m a hub name")
         return str(model)
 
     def environment(self) -> Environment | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from verifiers.envs.bundled import bundled_module
 from verifiers.packages import hub as hubs
 from verifiers.packages.listing import find_in
 from verifiers.packages.source import NotAnEnvironmentError, Package, module_name, read_folder, read_wheel
@@ -27,6 +28,10 @@ _MOST_CHARS = 4096  # of a path, on any system
 
 class InstallError(Exception):
     """Nothing was installed; the message says why."""
+
+
+class BundledError(InstallError):
+    """It comes with this library; on an index its name may be anyone's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,6 +146,8 @@ def _install(
         return _install_folder(local, installer, is_editable)
     if is_editable:
         raise InstallError(f"{what!r} is no folder; only a folder can be installed as editable")
+    if index is None and (named := _NAMED.fullmatch(what)) and (module := bundled_module(named[1])) is not None:
+        raise BundledError(f"{module.replace('_', '-')} comes with verifiers: there is nothing to install")
     if on_hub := _ON_HUB.fullmatch(what):
         return _install_from_hub(on_hub[1], on_hub[2], on_hub[3], installer, hub)
     named = _NAMED.fullmatch(what)
