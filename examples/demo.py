@@ -57,7 +57,7 @@ def fake_model(env: vf.Environment) -> None:
 
 
 def real_model(env: vf.Environment) -> None:
-    print("\nA real model in this process (135M parameters: it reads, and is right about half of the time):\n")
+    print("\nA real model in this process (135M parameters: it knows some capitals):\n")
     model = vf.LocalModel("smollm2", length=1024)
     results = env.evaluate(client=model, num_examples=20, temperature=0.7, max_tokens=24, seed=1, save_results=True)
     show(results, 4)
@@ -77,7 +77,7 @@ def main() -> None:
     except ImportError:
         print("\nFor a real model in this process: pip install 'verifiers[local]'")
         return
-    real_model(vf.load_environment("reading"))
+    real_model(vf.load_environment("capitals"))
     try:
         import accelerate  # noqa: F401
     except ImportError:

@@ -60,7 +60,7 @@ def test_the_wheel_holds_every_environment_of_the_repository_without_its_tests(i
 
 
 def test_a_bundled_environment_has_the_defaults_of_its_own_pyproject(installed: Vf) -> None:
-    done = installed("eval", "reading", "-m", "fake", "--dry-run")
+    done = installed("eval", "capitals", "-m", "fake", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "'max_tokens': 24" in done.stdout
 
@@ -89,8 +89,8 @@ def test_installing_what_comes_along_fetches_nothing(name: str, tmp_path: Path) 
 
 
 def test_a_local_environment_hides_the_bundled_one_of_its_name(tmp_path: Path) -> None:
-    (tmp_path / "reading").mkdir()
-    (tmp_path / "reading" / "reading.py").write_text('"""Mine."""\ndef load_environment(): ...\n')
+    (tmp_path / "capitals").mkdir()
+    (tmp_path / "capitals" / "capitals.py").write_text('"""Mine."""\ndef load_environment(): ...\n')
     kinds = {listed.package.module: listed.kind for listed in list_environments(tmp_path)}
-    assert kinds["reading"] == "local"
+    assert kinds["capitals"] == "local"
     assert kinds["arithmetic"] in ("bundled", "installed")

@@ -40,7 +40,7 @@ def eval_command(ctx: click.Context, /, **given: Any) -> None:
 
     \b
     vf eval arithmetic -m fake                      a first look, with no model
-    vf eval reading -m smollm2                      a real model in this process
+    vf eval capitals -m smollm2                     a real model in this process
     vf eval gsm8k -m gpt-5-mini -n 50 -r 4 -s       an endpoint; saved, can be resumed
     vf eval gsm8k -m Qwen/Qwen3-4B -b http://localhost:8000/v1
     vf eval gsm8k -m gpt-5-mini --until ±0.02 -s    until the mean is known that well
