@@ -192,15 +192,23 @@ def _from_columns(columns: Mapping[str, Any]) -> list[State]:
     return rollouts
 
 
-def report(results: Results) -> str:
-    """The run in a few lines: how many, how good, how sure, at what cost."""
+def counts_and_causes(results: Results) -> list[str]:
+    """How many rollouts of how many examples, how many of them failed, and why."""
     examples = len({state.get("example_id") for state in results.rollouts})
     rollouts = len(results.rollouts)
     counts = f"{rollouts} rollout{'s' * (rollouts != 1)} of {examples} example{'s' * (examples != 1)}"
     lines = [f"{counts}, {len(results.failed)} failed"]
     if ended := results.metadata.get("ended_early"):
         lines.append(f"ended early: {ended}")
-    lines += [f"  {count} × {cause[:140]}" for cause, count in list(results.causes.items())[:5]]
+    if cause := results.metadata.get("interrupted"):
+        wanted = results.metadata.get("num_examples", 0) * results.metadata.get("rollouts_per_example", 0)
+        lines.append(f"not finished: stopped by {cause} after {rollouts:,} of {wanted:,} rollouts")
+    return [*lines, *(f"  {count} × {cause[:140]}" for cause, count in list(results.causes.items())[:5])]
+
+
+def report(results: Results) -> str:
+    """The run in a few lines: how many, how good, how sure, at what cost."""
+    lines = counts_and_causes(results)
     if results.failed and (ends := results.mean_with_failures) is not None:
         lines.append(f"  had these been scored, the mean reward could be anything from {ends[0]:.3f} to {ends[1]:.3f}")
     if early := results.metadata.get("until"):

@@ -129,6 +129,8 @@ class GenerateMetadata(TypedDict, total=False):
     until: dict[str, Any] | None
     path_to_save: Path | None
     ended_early: str
+    interrupted: str | None
+    finished: bool
 
 
 class Endpoint(TypedDict):

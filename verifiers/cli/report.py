@@ -33,6 +33,15 @@ def report(results: Results) -> list[str]:
     return fitted(printable(line) for line in lines)
 
 
+def brief(results: Results) -> list[str]:
+    """How many, how many failed and why, and where it is: of one evaluation among several."""
+    from verifiers.results import counts_and_causes
+
+    path = results.metadata.get("path_to_save")
+    lines = [*counts_and_causes(results), *([f"saved in {path}"] if path is not None else [])]
+    return fitted(printable(line) for line in lines)
+
+
 def summary(results: Results) -> dict[str, Any]:
     """The same in plain data."""
     metadata, usage = results.metadata, results.usage

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verifiers.clients.asking_for import ask_for, asking_for, name_rollout
 from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
 from verifiers.envs.large_replies import Place, is_large, lighten
@@ -22,7 +23,7 @@ from verifiers.envs.rows import RowFormat, Rows, as_rows
 from verifiers.envs.saved_state import SavedState
 from verifiers.envs.states import restored_state
 from verifiers.envs.stopping import EarlyStop, bounds_of
-from verifiers.errors import Error, GraderError, HookError, wrap
+from verifiers.errors import Error, GraderError, HookError, Interrupted, wrap
 from verifiers.escapes import contained
 from verifiers.foreign import time_limits
 from verifiers.progress import Progress, make_progress
@@ -253,6 +254,8 @@ async def _run(
             where = f"; go on with resume={str(run_dir.path)!r}" if run_dir is not None else ""
             metadata["ended_early"] = f"{run.ended_by}{where}"
         metadata["until"] = None if stop is None else stop.outcome()
+        interrupted = Interrupted(signum=run.signum).cause if run.is_interrupted else None
+        metadata |= {"interrupted": interrupted, "finished": interrupted is None and run.ended_by is None}
         with long_lived:  # hundreds of thousands of new objects, nearly all of them kept
             results = _assemble(jobs, done, run_dir, kept, metadata, began)
     if run.is_interrupted:
@@ -278,6 +281,7 @@ def _make_run(
     columns = (*(options.state_columns or ()), *(("group_size",) if scores_groups else ()))
 
     async def generate_one(job: Job) -> State:
+        ask_for(name_rollout(job.row["example_id"], job.repeat))  # until this worker's next job: its scoring too
         if job.key in restored:
             return restored[job.key]
         if job.error is not None:
@@ -298,7 +302,8 @@ def _make_run(
 
     async def score_group(states: Sequence[State], scores: Sequence[Score]) -> None:
         try:
-            await env.add_group_scores(states, scores)
+            with asking_for(name_rollout(states[0].get("example_id") if states else None, None)):
+                await env.add_group_scores(states, scores)
         except BaseException as error:  # the same
             failure = wrap(contained(error), GraderError, "scoring the group")
             for score in scores:
@@ -468,6 +473,7 @@ def _open_store(
     run_dir = RunDir.open(path)
     run_dir.check_same(config)
     locked.enter_context(run_dir.lock())
+    run_dir.update_metadata({"finished": False})
     return run_dir, set(run_dir.compact().finished)
 
 

@@ -39,7 +39,7 @@ def list_environments(folder: str | Path = "environments") -> list[Listed]:
     """Those in a folder, the installed ones, those that come along; one hides those of its name after it."""
     bundled = bundled_folder()
     own = () if bundled is None else _in_folder(bundled, "bundled")
-    installed = sorted(_installed(), key=lambda listed: listed.package.name)
+    installed = sorted(installed_environments(), key=lambda listed: listed.package.name)
     found: dict[str, Listed] = {}
     for listed in (*_in_folder(Path(folder), "local"), *installed, *own):
         found.setdefault(listed.package.module, listed)
@@ -57,7 +57,8 @@ def _in_folder(folder: Path, kind: Kind) -> Iterator[Listed]:
         yield Listed(package=package, where=str(path), kind=kind)
 
 
-def _installed() -> Iterator[Listed]:
+def installed_environments() -> Iterator[Listed]:
+    """The installed packages that depend on this library and have an environment in them."""
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
         if name and _needs_us(distribution):

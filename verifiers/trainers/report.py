@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from verifiers.engine.smollm2 import public_name
 from verifiers.envs.env_group import EnvGroup
 from verifiers.results import Results
 from verifiers.store import RunDir, safe_name
@@ -22,7 +24,7 @@ from verifiers.trainers.journal import Journal, record_of
 from verifiers.trainers.plot import plot_svg, plot_text
 from verifiers.trainers.processes import gathered
 from verifiers.trainers.stopping import NotFiniteError
-from verifiers.trainers.tracking import trackers
+from verifiers.trainers.tracking import check_report_to, trackers
 from verifiers.trainers.watch import Watch
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ class Report:
         self._processes = trainer.accelerator
         self.is_main: bool = trainer.accelerator.is_main_process
         self.env_id = _name_of(trainer.env)
-        self.model = str(getattr(trainer.model, "name_or_path", "") or type(trainer.model).__name__)
+        self.model = public_name(str(getattr(trainer.model, "name_or_path", "") or type(trainer.model).__name__))
         self.from_checkpoint, self.path = self._place(resume)
         self._resumes = bool(resume)
         self.steps: list[dict[str, Any]] = []
@@ -79,14 +81,18 @@ class Report:
     def __enter__(self) -> Report:
         if not self.is_main:
             return self
+        is_new = not self.path.exists()
         try:
             self._open()
         except BaseException:
             self._resources.close()
+            if is_new:  # nothing was trained: the folder would only be in the way of the next try
+                shutil.rmtree(self.path, ignore_errors=True)
             raise
         return self
 
     def _open(self) -> None:
+        check_report_to(self.config.report_to)  # before there is a folder
         stored = {"kind": "training", **self.config.to_dict()}
         if (self.path / "metadata.json").is_file():
             if not self._resumes:
