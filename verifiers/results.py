@@ -203,7 +203,12 @@ def counts_and_causes(results: Results) -> list[str]:
     if cause := results.metadata.get("interrupted"):
         wanted = results.metadata.get("num_examples", 0) * results.metadata.get("rollouts_per_example", 0)
         lines.append(f"not finished: stopped by {cause} after {rollouts:,} of {wanted:,} rollouts")
-    return [*lines, *(f"  {count} × {cause[:140]}" for cause, count in list(results.causes.items())[:5])]
+    return [*lines, *(f"  {count} × {_shortened(cause)}" for cause, count in list(results.causes.items())[:5])]
+
+
+def _shortened(cause: str, most: int = 240) -> str:
+    """A cause that ends with a whole word."""
+    return cause if len(cause) <= most else f"{cause[:most].rsplit(' ', 1)[0]} …"
 
 
 def report(results: Results) -> str:
@@ -214,9 +219,7 @@ def report(results: Results) -> str:
     if early := results.metadata.get("until"):
         lines.append(early["reason"])
     if results.scored:
-        names = ["reward", *results.metric_names]
-        width = max(map(len, names))
-        lines += [f"{name:<{width}}  {_figure(results, name)}" for name in names]
+        lines += figures(results)
         tasks = {str(task): part for task, part in results.by("task").items()}
         if len(tasks) > 1:
             width = max(map(len, tasks))
@@ -228,6 +231,22 @@ def report(results: Results) -> str:
     if path := results.metadata.get("path_to_save"):
         lines.append(f"saved in {path}")
     return "\n".join(lines)
+
+
+def figures(results: Results) -> list[str]:
+    """The reward and the metrics with their intervals; then counts, which have none; those that are 0 are folded."""
+    names = results.metric_names
+    scores = ["reward", *(name for name in names if not stats.is_count(name))]
+    counts = {name: results.interval(name).mean for name in names if stats.is_count(name)}
+    seen = {name: mean for name, mean in counts.items() if mean}
+    width = max(map(len, (*scores, *seen)))
+    lines = [f"{name:<{width}}  {_figure(results, name)}" for name in scores]
+    lines += [f"{name:<{width}}  {mean:.3f}" for name, mean in seen.items()]
+    zero = [name for name in counts if name not in seen]
+    if zero:
+        shown = ", ".join(zero[:2])
+        lines.append(f"always 0: {shown}" + (f" and {len(zero) - 2} other counts" if len(zero) > 2 else ""))
+    return lines
 
 
 def _task_figure(part: Results) -> str:

@@ -106,5 +106,5 @@ def _info(row: Row) -> str:
         try:
             info = json.loads(info)
         except ValueError:
-            return info
+            return str(info)
     return json.dumps(info, sort_keys=True, default=str)

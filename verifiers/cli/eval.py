@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ from verifiers.cli.defaults import Defaults, read_defaults
 from verifiers.cli.environments import complete_environments, explained, load, split_path
 from verifiers.cli.eval_file import read_evals
 from verifiers.cli.flags import Flags, eval_options
-from verifiers.cli.tables import some, table
+from verifiers.cli.tables import fitted, some, table
 from verifiers.cli.telling import told
 
 if TYPE_CHECKING:
@@ -185,7 +186,8 @@ def _evaluate(ctx: click.Context, prepared: Prepared, *, is_alone: bool) -> Outc
     env, found, options, flags = prepared.env, prepared.found, prepared.options, prepared.flags
     rows = _rows(env, options, flags)
     size = f"{some(len(rows), 'example')} × {options['rollouts_per_example']}"
-    click.echo(f"{env.env_id or type(env).__name__}: {size} with {found.model} ({found.where})", err=True)
+    head = f"{env.env_id or type(env).__name__}: {size} with {found.model} ({found.where})"
+    click.echo("\n".join(fitted([head], stream=sys.stderr)), err=True)
     client = found.open()
     stop: RunInterruptedError | None = None
     try:
@@ -259,8 +261,8 @@ def _show(
     click.echo("\n".join(report(results) if is_alone else brief(results)))
     if path is None:
         click.echo("not saved (--no-save)")
-    if path is not None and is_alone:
-        click.echo(f"look at it with: vf view {path}")
+    if path is not None and is_alone and resume is None:
+        click.echo(f"look at it with: vf view {Path(path).name}")
     if resume is not None:
         is_whole = not is_stopped and not results.metadata.get("ended_early")
         click.echo(f"{'run the failed ones again' if is_whole else 'go on'} with: {resume}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers import calls
 from verifiers.clients import as_client
+from verifiers.clients.activity import note_reply
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import read_response
 from verifiers.clients.recording import recorded_calls
@@ -206,6 +207,7 @@ class Environment:
         if completion.tokens is not None and completion.tokens.sampling is None:
             completion = replace(completion, tokens=replace(completion.tokens, sampling={"asked": request.sampling}))
         if completion.usage is not None:
+            note_reply(completion.usage.completion_tokens)
             used = state.get("usage")
             state["usage"] = completion.usage if used is None else used + completion.usage
         return completion

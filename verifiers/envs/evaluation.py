@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verifiers.clients.activity import Activity, count_here
 from verifiers.clients.asking_for import ask_for, asking_for, name_rollout
 from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
@@ -26,7 +27,7 @@ from verifiers.envs.stopping import EarlyStop, bounds_of
 from verifiers.errors import Error, GraderError, HookError, Interrupted, wrap
 from verifiers.escapes import contained
 from verifiers.foreign import time_limits
-from verifiers.progress import Progress, make_progress
+from verifiers.progress import Progress, Tally, make_progress
 from verifiers.results import Results
 from verifiers.rubrics.score import Score, note_scoring_time, write_advantages, write_score
 from verifiers.runner import Job, Limits, Run, RunInterruptedError, long_lived
@@ -242,6 +243,10 @@ async def _run(
             appender = stack.enter_context(run_dir.appender()) if run_dir is not None else None
             progress = make_progress(options.use_tqdm)
             run = _make_run(env, todo, answerer, sampling, options, progress, appender, restored, stop)
+            activity = Activity()
+            count_here(activity)
+            if isinstance(progress, Tally):
+                progress.activity = activity
             progress.start(len(jobs), len(jobs) - len(todo))
             stack.callback(progress.stop)
             given = {"reward_s": options.reward_timeout_s, "hook_s": options.hook_timeout_s}

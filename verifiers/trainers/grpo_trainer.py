@@ -14,6 +14,7 @@ from verifiers import calls
 from verifiers.chat import ChatWriter
 from verifiers.clients import as_client
 from verifiers.envs.evaluation import score_states
+from verifiers.progress import Tally
 from verifiers.runner import RunInterruptedError
 from verifiers.samples import NotSampledError
 from verifiers.trainers import building, processes, sampling, stopping
@@ -111,9 +112,11 @@ class GRPOTrainer(Trainer):
                     self.epoch = self.step // self.num_steps_per_epoch
                     self.on_epoch_begin(self.epoch)
                 began = time.perf_counter()
+                report.enter(f"sampling and scoring {self.rows_per_step * self.config.group_size} rollouts")
                 batch = batches.take(self.step, self.total_steps)
                 sampled = time.perf_counter()
                 self._check_scored(report, batch)
+                report.enter(f"learning from {len(batch['rewards'])} rollouts")
                 figures = self.train_step(batch) or {}
                 self.step += 1
                 report.step(self, batch, figures, waited_s=sampled - began, trained_s=time.perf_counter() - sampled)
@@ -256,7 +259,7 @@ class GRPOTrainer(Trainer):
             rollouts_per_example=size,
             sampling_args=building.exact_sampling(self.sampling, self.client, self.env),
             max_concurrent=self.config.max_concurrent,
-            use_tqdm=False,
+            use_tqdm=Tally() if self.report is None else self.report.counted(),
             score=not scores_itself,
         )
         groups = [first_group + i for i in range(len(rows)) for _ in range(size)]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.engine.smollm2 import public_name
 from verifiers.envs.env_group import EnvGroup
+from verifiers.progress import Tally
 from verifiers.results import Results
 from verifiers.store import RunDir, safe_name
 from verifiers.trainers import checkpoints
@@ -116,6 +117,20 @@ class Report:
         self._display.start(self._total_steps, f"{self.env_id} · {self.model}")
         self._resources.callback(self._display.stop)
         self._is_open = True
+
+    def enter(self, phase: str) -> None:
+        """What the training does from now on, for whoever watches."""
+        if self._is_open:
+            self._display.enter(phase)
+
+    def say(self, text: str) -> None:
+        """A line for whoever watches, which leaves the panel whole."""
+        if self._is_open:
+            self._display.say(text)
+
+    def counted(self) -> Tally:
+        """What counts the rollouts that are being made."""
+        return self._display.counted() if self._is_open else Tally()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -83,6 +83,7 @@ class SFTTrainer(Trainer):
             while self.step < self.total_steps and not self.should_stop:
                 self.epoch = self.step // self.num_steps_per_epoch
                 began = time.perf_counter()
+                report.enter("learning from a batch")
                 figures = self.train_step(self.get_batch())
                 self.step += 1
                 report.note(self._line(figures, time.perf_counter() - began))

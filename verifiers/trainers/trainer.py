@@ -68,9 +68,11 @@ class Trainer:
         """Evaluate, save and tell, as far as it is due."""
         is_epoch_end = self.step % self.num_steps_per_epoch == 0 or self.step == self.total_steps
         if self.can_evaluate and building.is_due(self.config, "eval", self.step, is_epoch_end):
+            report.enter("evaluating")
             figures = self.evaluate()
             report.evaluated(self.step, figures)
             building.tell(self, "on_evaluate", figures)
         if building.is_due(self.config, "save", self.step, is_epoch_end):
+            report.enter("saving a checkpoint")
             report.checkpoint(self, cursor=cursor)
         building.tell(self, "on_step_end", report.last)
