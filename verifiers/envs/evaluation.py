@@ -478,7 +478,7 @@ def _open_store(
     run_dir = RunDir.open(path)
     run_dir.check_same(config)
     locked.enter_context(run_dir.lock())
-    run_dir.update_metadata({"finished": False})
+    run_dir.update_metadata({"finished": False, "num_rollouts": None})
     return run_dir, set(run_dir.compact().finished)
 
 
