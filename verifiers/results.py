@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from verifiers import stats
 from verifiers.errors import describe
+from verifiers.messages import last_reply
 from verifiers.types import GenerateMetadata, State, Usage
 
 _COLUMNS = {
@@ -43,6 +45,8 @@ class Results:
     ) -> None:
         self.rollouts: list[State] = [*rollouts, *_from_columns(columns)]
         self.metadata: GenerateMetadata = dict(metadata or {})  # type: ignore[assignment]
+        self.aggregate_functions: dict[str, Any] = {}
+        self.parser: Any = None  # that read the answers, where the run had one
         self.scored = [state for state in self.rollouts if state.get("error") is None]
         self.failed = [state for state in self.rollouts if state.get("error") is not None]
 
@@ -142,6 +146,24 @@ class Results:
         metadata = {key: about for key, about in self.metadata.items() if key != "until"}
         return {value: Results(states, metadata) for value, states in parts.items()}
 
+    @cached_property
+    def aggregates(self) -> dict[str, stats.Aggregate]:
+        """The environment's figures of all rows (balanced accuracy, its own functions), with bootstrap intervals."""
+        return {name: self.aggregate(function) for name, function in self.aggregate_functions.items()}
+
+    def aggregate(self, function: Any, *, level: float = 0.95) -> stats.Aggregate:
+        """One figure of all scored rows: a name of ours (``"balanced_accuracy"``), or any function of a list of rows.
+
+        A row has ``example_id``, ``answer``, ``parsed`` (what the parser reads in the reply), ``reward``, ``metrics``,
+        ``info``, ``task``, ``prompt`` and ``completion``. Whole examples are drawn again for the interval.
+        """
+        (found,) = stats.as_aggregates([function]).values()
+        try:
+            rows = [row_of(state, self.parser) for state in self.scored]
+        except Exception as error:  # foreign code: a parser
+            return stats.Aggregate(value=None, error=f"{type(error).__name__}: {error}", level=level)
+        return stats.aggregate(rows, found, level=level)
+
     @property
     def mean_reward(self) -> float | None:
         return self.interval().mean
@@ -171,6 +193,19 @@ class Results:
 
     def __repr__(self) -> str:
         return f"Results({len(self.scored)} scored, {len(self.failed)} failed)"
+
+
+def row_of(state: Mapping[str, Any], parser: Any = None) -> dict[str, Any]:
+    """What functions of all rows see of a rollout, or of the record of one."""
+    completion = state.get("completion")
+    keys = ("example_id", "answer", "reward", "info", "task", "prompt")
+    parsed = parser.parse_answer(completion) if parser is not None else last_reply(completion)
+    return {
+        **{key: state.get(key) for key in keys},
+        "parsed": parsed,
+        "metrics": dict(state.get("metrics") or {}),
+        "completion": completion,
+    }
 
 
 def _from_columns(columns: Mapping[str, Any]) -> list[State]:
@@ -242,6 +277,9 @@ def figures(results: Results) -> list[str]:
     width = max(map(len, (*scores, *seen)))
     lines = [f"{name:<{width}}  {_figure(results, name)}" for name in scores]
     lines += [f"{name:<{width}}  {mean:.3f}" for name, mean in seen.items()]
+    if results.aggregates:
+        wide = max(map(len, results.aggregates))
+        lines += [f"{name:<{max(width, wide)}}  {found}" for name, found in results.aggregates.items()]
     zero = [name for name in counts if name not in seen]
     if zero:
         shown = ", ".join(zero[:2])

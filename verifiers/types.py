@@ -130,6 +130,7 @@ class GenerateMetadata(TypedDict, total=False):
     path_to_save: Path | None
     ended_early: str
     interrupted: str | None
+    aggregates: dict[str, dict[str, Any]]
     finished: bool
 
 

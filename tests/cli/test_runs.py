@@ -345,3 +345,32 @@ def test_what_a_run_holds_cannot_move_the_cursor(run, runs):
     ]
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(shown))
     assert "\\x1b[2J" in shown[1]
+
+
+CLASSES = """
+import verifiers as vf
+
+def right(completion, answer): return completion[-1]["content"] == answer
+
+def load_environment():
+    rows = [{"question": f"{i}?", "answer": "yes" if i % 4 else "no"} for i in range(24)]
+    return vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.Rubric([right]), aggregates=["balanced_accuracy"])
+"""
+
+
+def test_figures_of_all_rows_are_compared_with_an_interval_by_example(run, folder):
+    home = folder / "mine" / "classes"
+    home.mkdir(parents=True)
+    (home / "classes.py").write_text(CLASSES)
+    (folder / "environments").unlink()
+    (folder / "environments").symlink_to(folder / "mine")
+    env = vf.load_environment("classes")
+    gold = {row["question"]: row["answer"] for row in env.eval_dataset}
+    replies = {"lazy": "yes", "good": lambda messages: gold[messages[-1]["content"]]}
+    for model, reply in replies.items():
+        path = Path("outputs/evals") / f"classes--{model}" / f"{model * 2}"
+        env.evaluate(client=vf.FakeClient(reply), model=model, results_path=path, use_tqdm=False)
+    shown = run("compare", "lazylazy", "goodgood").stdout
+    assert re.search(r"balanced_accuracy +0.500 +1.000 +\+0.500 +\[\+0.500, \+0.500\]", shown)
+    data = json.loads(run("compare", "lazylazy", "goodgood", "--json").stdout)["aggregates"]
+    assert data["balanced_accuracy"]["difference"]["value"] == 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import sys
 from collections import Counter
@@ -74,6 +75,7 @@ def summary(results: Results) -> dict[str, Any]:
         "until": metadata.get("until"),
         "reward": _figures(results, "reward"),
         "metrics": {name: _figures(results, name) for name in results.metric_names},
+        "aggregates": {name: dataclasses.asdict(one) for name, one in results.aggregates.items()},
         "pass_at_k": _pass_data(_pass_table(results)),
         "pass_hat_k": _pass_data(_pass_table(results, is_all=True)),
         "stop_conditions": dict(_stop_counts(results)),

@@ -41,6 +41,7 @@ from verifiers.rubrics import Rubric, RubricGroup
 from verifiers.rubrics.score import Score
 from verifiers.rubrics.signature import Plan, as_score
 from verifiers.samples import batches, one_batch
+from verifiers.stats import as_aggregates
 from verifiers.types import Messages, MessageType, ProcessedOutputs, Row, SamplingArgs, State
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class Environment:
         timeout: float | None = None,
         reward_timeout_s: float | None = None,
         hook_timeout_s: float | None = None,
+        aggregates: Any = (),
         **kwargs: Any,
     ) -> None:
         if message_type not in ("chat", "completion"):
@@ -109,6 +111,7 @@ class Environment:
         self.timeout = timeout
         self.reward_timeout_s = reward_timeout_s
         self.hook_timeout_s = hook_timeout_s
+        self.aggregates = as_aggregates(aggregates)  # functions of all rows of a run, by name
         with self._time_limits():  # refused now, if they are no limits
             pass
         self.set_interleaved_rollouts(interleaved_rollouts)

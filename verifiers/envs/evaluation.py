@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -262,7 +262,7 @@ async def _run(
         interrupted = Interrupted(signum=run.signum).cause if run.is_interrupted else None
         metadata |= {"interrupted": interrupted, "finished": interrupted is None and run.ended_by is None}
         with long_lived:  # hundreds of thousands of new objects, nearly all of them kept
-            results = _assemble(jobs, done, run_dir, kept, metadata, began)
+            results = _assemble(jobs, done, run_dir, kept, metadata, began, (getattr(env, "aggregates", {}), env.parser))
     if run.is_interrupted:
         where = f"; resume it with resume={str(run_dir.path)!r}" if run_dir is not None else ""
         said = f"stopped after {len(results.rollouts)} of {len(jobs)} rollouts{where}"
@@ -518,6 +518,7 @@ def _assemble(
     kept: set[tuple[Any, int]],
     metadata: dict[str, Any],
     began: float,
+    aggregated: tuple[dict[str, Any], Any],
 ) -> Results:
     keys = [job.key for job in jobs]
     # One good attempt is enough: a saved rollout that could not be scored again with its group stays as it was.
@@ -535,7 +536,8 @@ def _assemble(
     for group in groups.values():
         write_advantages(group)
     results = Results(ordered, metadata)
-    figures = {
+    results.aggregate_functions, results.parser = aggregated
+    figures: dict[str, Any] = {
         "time_ms": (time.perf_counter() - began) * 1000,
         "avg_reward": _mean(results["reward"]),
         "avg_metrics": {name: _mean(results[name]) for name in results.metric_names},
@@ -545,6 +547,9 @@ def _assemble(
     }
     results.metadata.update(figures)  # type: ignore[typeddict-item]
     if run_dir is not None:
+        if results.aggregate_functions:
+            found = {name: asdict(one) for name, one in results.aggregates.items()}
+            results.metadata["aggregates"] = figures["aggregates"] = found
         run_dir.update_metadata({**metadata, **figures, "path_to_save": str(run_dir.path)})
     return results
 
