@@ -153,8 +153,12 @@ def compare_aggregates(
 
 
 def _named(about: Mapping[str, Any], run: RunDir) -> str:
+    from verifiers.store.keeping import status_of
+
     name = f"{about.get('env_id', '?')} with {about.get('model', '?')}"
-    return f"{printable(name)}  {dim(printable(str(run.path)))}"
+    status = status_of(run, dict(about))
+    more = "" if status == "finished" else f" ({status})"
+    return f"{printable(name)}{more}  {dim(printable(str(run.path)))}"
 
 
 def _settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

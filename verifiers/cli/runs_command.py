@@ -155,7 +155,17 @@ def _row(one: dict[str, Any]) -> list[str]:
     said = " ".join([*(f"#{name}" for name in one["tags"]), " ".join(one["note"].split())[:40]]).strip()
     rollouts = "–" if one["rollouts"] is None else f"{one['rollouts']:,}"
     figure = "–" if not isinstance(reward, int | float) else f"{reward:.3f}"
-    return [one["id"], name, str(one["model"] or "?"), rollouts, figure, one["status"], ago(one["date"]), said]
+    cells = [shortened(name), shortened(str(one["model"] or "?"))]
+    return [one["id"], *cells, rollouts, figure, one["status"], ago(one["date"]), said]
+
+
+def shortened(name: str, most: int = 20) -> str:
+    """A name that leaves room for the rest of its line; the end of a path says more than its beginning.
+
+    >>> shortened("capitals"), shortened("Qwen/Qwen3-30B-A3B-Instruct-2507")
+    ('capitals', '…0B-A3B-Instruct-2507')
+    """
+    return name if len(name) <= most else f"…{name[-most:]}"
 
 
 def ago(date: Any, now: datetime | None = None) -> str:
