@@ -262,7 +262,8 @@ async def _run(
         interrupted = Interrupted(signum=run.signum).cause if run.is_interrupted else None
         metadata |= {"interrupted": interrupted, "finished": interrupted is None and run.ended_by is None}
         with long_lived:  # hundreds of thousands of new objects, nearly all of them kept
-            results = _assemble(jobs, done, run_dir, kept, metadata, began, (getattr(env, "aggregates", {}), env.parser))
+            aggregated = (getattr(env, "aggregates", {}), env.parser)
+            results = _assemble(jobs, done, run_dir, kept, metadata, began, aggregated)
     if run.is_interrupted:
         where = f"; resume it with resume={str(run_dir.path)!r}" if run_dir is not None else ""
         said = f"stopped after {len(results.rollouts)} of {len(jobs)} rollouts{where}"
