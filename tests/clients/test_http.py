@@ -486,3 +486,10 @@ def test_the_key_in_the_environment_goes_to_the_default_endpoint_only(monkeypatc
     monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\n")
     assert HTTPClient().api_key == KEY
     assert HTTPClient("http://localhost:8000/v1").api_key is None
+
+
+def test_a_refusal_is_told_in_the_servers_own_words_before_any_address() -> None:
+    body = b'{"error": {"message": "You exceeded your quota.", "type": "x", "code": "insufficient_quota"}}'
+    outcome, server, _ = run(complete((400, body), max_retries=0))
+    assert str(outcome).startswith("400 Bad Request: You exceeded your quota. (insufficient_quota) (POST http://")
+    assert "{" not in str(outcome)

@@ -119,18 +119,19 @@ def said_in(body: str) -> str:
         found = msgspec.json.decode(text) if text.startswith("{") else None
     except (msgspec.DecodeError, RecursionError):
         return text
-    return _words(found) or text
+    return words_of(found) or text
 
 
-def _words(found: Any) -> str:
+def words_of(found: Any) -> str:
+    """What an error in JSON says in words; nothing where it says none."""
     if isinstance(found, str):
         return found.strip()
     if isinstance(found, list):  # as FastAPI lists what is wrong with a request
-        return "; ".join(filter(None, map(_words, found)))
+        return "; ".join(filter(None, map(words_of, found)))
     if not isinstance(found, Mapping):
         return ""
     for key in ("error", "message", "detail", "msg", "error_message"):
-        if said := _words(found.get(key)):
+        if said := words_of(found.get(key)):
             place = ".".join(str(part) for part in found.get("loc") or ()) if key == "msg" else ""
             code = found.get("code") if key == "message" else None
             return f"{place + ': ' * bool(place)}{said}{f' ({code})' if isinstance(code, str) and code else ''}"
