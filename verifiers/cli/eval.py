@@ -110,8 +110,10 @@ def _several(ctx: click.Context, prepared: list[Prepared]) -> int:
     models = {one.found.model for one in prepared}
     outcomes: list[Outcome] = []
     for number, one in enumerate(prepared, 1):
-        click.echo(f"[{number}/{len(prepared)}] ", nl=flags.dry_run, err=True)
-        outcomes.append(_finish(ctx, one, is_alone=False))
+        place = f"[{number}/{len(prepared)}] "
+        if flags.dry_run:
+            click.echo(place, err=True)
+        outcomes.append(_finish(ctx, one, place=place))
         if outcomes[-1].stopped_by is not None or (outcomes[-1].code == ENDED_EARLY and len(models) == 1):
             break
     found = [outcome.results for outcome in outcomes if outcome.results is not None]
@@ -131,10 +133,11 @@ def _prepare(flags: Flags, given: Mapping[str, Any]) -> Prepared:
     return Prepared(flags=flags, given=given, found=found, env=env, options=flags.run_options(defaults))
 
 
-def _finish(ctx: click.Context, prepared: Prepared, *, is_alone: bool = True) -> Outcome:
+def _finish(ctx: click.Context, prepared: Prepared, *, place: str = "") -> Outcome:
+    """Run it, or show what would be run; ``place`` says which one of several it is."""
     if prepared.flags.dry_run:
-        return _show_plan(prepared, is_alone=is_alone)
-    return _evaluate(ctx, prepared, is_alone=is_alone)
+        return _show_plan(prepared, is_alone=not place)
+    return _evaluate(ctx, prepared, place)
 
 
 # --- the environment ----------------------------------------------------------------------------------------------
@@ -180,13 +183,13 @@ def _rows(env: Environment, options: Mapping[str, Any], flags: Flags) -> Rows:
 # --- the run ------------------------------------------------------------------------------------------------------
 
 
-def _evaluate(ctx: click.Context, prepared: Prepared, *, is_alone: bool) -> Outcome:
+def _evaluate(ctx: click.Context, prepared: Prepared, place: str) -> Outcome:
     from verifiers.runner import RunInterruptedError
 
     env, found, options, flags = prepared.env, prepared.found, prepared.options, prepared.flags
     rows = _rows(env, options, flags)
     size = f"{some(len(rows), 'example')} × {options['rollouts_per_example']}"
-    head = f"{env.env_id or type(env).__name__}: {size} with {found.model} ({found.where})"
+    head = f"{place}{env.env_id or type(env).__name__}: {size} with {found.model} ({found.where})"
     click.echo("\n".join(fitted([head], stream=sys.stderr)), err=True)
     client = found.open()
     stop: RunInterruptedError | None = None
@@ -200,7 +203,7 @@ def _evaluate(ctx: click.Context, prepared: Prepared, *, is_alone: bool) -> Outc
     finally:
         found.close(client)
     stopped_by = None if stop is None else stop.cause
-    figures = _show(ctx, results, prepared, stopped_by=stopped_by, is_alone=is_alone)
+    figures = _show(ctx, results, prepared, stopped_by=stopped_by, is_alone=not place)
     if stop is not None:
         return Outcome(stop.exit_code, results, figures, stopped_by)
     if results.metadata.get("ended_early"):
