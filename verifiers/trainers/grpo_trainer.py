@@ -27,6 +27,7 @@ from verifiers.trainers.offline import read_offline
 from verifiers.trainers.report import Report
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.sampler import Sampler
+from verifiers.trainers.tracking import check_report_to
 from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.update import PolicyUpdate
 from verifiers.trainers.weights import Weights, learning_rate
@@ -72,6 +73,7 @@ class GRPOTrainer(Trainer):
         tokenizer = building.one_of("tokenizer", tokenizer, "processing_class", processing_class)
         self.accelerator = processes.accelerator()
         self.config.check(self.accelerator.num_processes)
+        check_report_to(self.config.report_to)
         self.env, self.offline = env, None if dataset is None else read_offline(dataset)
         if self.offline is None:
             building.check_env(env)

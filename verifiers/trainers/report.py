@@ -25,7 +25,7 @@ from verifiers.trainers.journal import Journal, record_of
 from verifiers.trainers.plot import plot_svg, plot_text
 from verifiers.trainers.processes import gathered
 from verifiers.trainers.stopping import NotFiniteError
-from verifiers.trainers.tracking import check_report_to, trackers
+from verifiers.trainers.tracking import trackers
 from verifiers.trainers.watch import Watch
 
 if TYPE_CHECKING:
@@ -93,7 +93,6 @@ class Report:
         return self
 
     def _open(self) -> None:
-        check_report_to(self.config.report_to)  # before there is a folder
         stored = {"kind": "training", **self.config.to_dict()}
         if (self.path / "metadata.json").is_file():
             if not self._resumes:

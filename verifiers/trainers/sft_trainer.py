@@ -18,6 +18,7 @@ from verifiers.trainers.micro_batches import Trained, micro_batches
 from verifiers.trainers.report import Report
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.sft_rows import Imitated, read_samples
+from verifiers.trainers.tracking import check_report_to
 from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.update import micro_batch_tokens
 from verifiers.trainers.weights import Weights, learning_rate
@@ -57,6 +58,7 @@ class SFTTrainer(Trainer):
         self.config = SFTConfig.of(building.one_of("config", config, "args", args))
         tokenizer = building.one_of("tokenizer", tokenizer, "processing_class", processing_class)
         self.config.check()
+        check_report_to(self.config.report_to)
         self.env = env
         self.accelerator = processes.accelerator()
         self.model, self.tokenizer = building.model_and_tokenizer(
