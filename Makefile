@@ -41,7 +41,22 @@ $(VENV)/.core: $(LOCK) | $(BIN)/python
 	@$(PIP) --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.dev: $(LOCK) | $(VENV)/.core
+# Without a GPU the usual build of torch for Linux brings gigabytes of libraries that nothing uses. Its build for the CPU
+# is a tenth of that: taken from the index that pip is set up for where that has it, else from PyTorch's own; where neither
+# gives it, the usual build comes with the packages below. TORCH=any leaves the choice to pip.
+TORCH           ?= $(if $(filter Linux,$(shell uname -s)),$(if $(wildcard /dev/nvidia0 /dev/dxg /dev/kfd),any,cpu),any)
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_CPU        = torch$(shell sed -n 's/^torch\(==[0-9.]*\)$$/\1/p' constraints.txt)+cpu
+
+$(VENV)/.torch: constraints.txt | $(VENV)/.core
+	@if [ "$(TORCH)" = cpu ] && ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
+	echo "no GPU here: looking for the CPU build of torch"; \
+	$(PIP) --no-deps --retries 0 '$(TORCH_CPU)' 2>/dev/null || \
+	$(PIP) --no-deps --retries 0 --timeout 10 -i $(TORCH_CPU_INDEX) '$(TORCH_CPU)' 2>/dev/null || \
+	echo "found none; the usual build will do"; fi
+	@touch $@
+
+$(VENV)/.dev: $(LOCK) | $(VENV)/.core $(VENV)/.torch
 	@echo "installing the development tools into $(VENV) (a few minutes the first time)"
 	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation --editable '.[dev]'
@@ -49,8 +64,8 @@ $(VENV)/.dev: $(LOCK) | $(VENV)/.core
 
 venv: $(VENV)/.dev
 
-$(VENV)/.train: $(LOCK) | $(VENV)/.core
-	@echo "installing what a model in the process and its training need (torch among it: a few minutes the first time)"
+$(VENV)/.train: $(LOCK) | $(VENV)/.core $(VENV)/.torch
+	@echo "installing what a model in the process and its training need (a few minutes the first time)"
 	@$(PIP) --no-build-isolation --editable '.[train]'
 	@touch $@
 

@@ -11,11 +11,8 @@ from __future__ import annotations
 import importlib
 import random
 import re
-from pathlib import Path
 
 import verifiers as vf
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def careless_student(messages: list[dict[str, str]]) -> str:
@@ -59,9 +56,9 @@ def fake_model(env: vf.Environment) -> None:
 
 
 def real_model(env: vf.Environment) -> None:
-    print("\nA real model in this process (135M parameters: do not expect much of it):\n")
+    print("\nA real model in this process (135M parameters: it knows some capitals):\n")
     model = vf.LocalModel("smollm2", length=1024)
-    results = env.evaluate(client=model, num_examples=12, temperature=0.2, max_tokens=96, seed=1)
+    results = env.evaluate(client=model, num_examples=20, temperature=0.7, max_tokens=24, seed=1, save_results=True)
     show(results, 4)
     print(results)
 
@@ -73,14 +70,13 @@ def training() -> None:
 
 def main() -> None:
     random.seed(0)
-    folder = ROOT / "environments"
-    fake_model(vf.load_environment("arithmetic", environments_dir=folder))
+    fake_model(vf.load_environment("arithmetic"))
     try:
         import torch  # noqa: F401
     except ImportError:
         print("\nFor a real model in this process: pip install 'verifiers[local]'")
         return
-    real_model(vf.load_environment("arithmetic", environments_dir=folder, difficulty="easy"))
+    real_model(vf.load_environment("capitals"))
     try:
         import accelerate  # noqa: F401
     except ImportError:

@@ -52,6 +52,7 @@ PUBLIC = [
     "IndividualRewardFunc",
     "Info",
     "InfraError",
+    "JSONParser",
     "JsonPrimitive",
     "JudgeError",
     "JudgeRubric",

@@ -361,4 +361,4 @@ def test_a_clock_that_is_set_back_gives_no_negative_times(
     assert results.metadata["time_ms"] >= 0
     for state in results.rollouts:
         state["timing"]["total_ms"] = -3_600_000.0  # as runs of before may have saved it
-    assert any("worst:" in line for line in report(results))
+    assert any("worst: " in line for line in report(results))

@@ -83,3 +83,14 @@ def test_every_direct_dependency_is_locked() -> None:
 def test_tests_reach_this_machine_only(host: str) -> None:
     with pytest.raises(OSError, match="tests reach this machine only"):
         socket.create_connection((host, 80), timeout=5)
+
+
+def test_the_readmes_first_screen_has_two_commands_and_two_pictures() -> None:
+    first = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:16]
+    commands = [line for line in first if line.startswith(("pip install", "vf ", "make "))]
+    assert len(commands) == 2
+    assert re.findall(r"\((docs/pictures/[\w.-]+)\)", "\n".join(first)) == [
+        "docs/pictures/viewer.png",
+        "docs/pictures/learning-curve.svg",
+    ]
+    assert "<title>reverse-text" in (ROOT / "docs/pictures/learning-curve.svg").read_text(encoding="utf-8")

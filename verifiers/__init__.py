@@ -30,7 +30,7 @@ _NAMES = {
     "RequestRefusedError RolloutCancelledError RunDeadlineError SandboxError ServerError ToolCallError ToolError "
     "ToolParseError WorkerError",
     "logs": "print_prompt_completions_sample setup_logging",
-    "parsers": "MaybeThinkParser Parser ThinkParser XMLParser extract_boxed_answer extract_hash_answer",
+    "parsers": "JSONParser MaybeThinkParser Parser ThinkParser XMLParser extract_boxed_answer extract_hash_answer",
     "results": "Results",
     "rollout": "cleanup stop teardown",
     "rubrics": "JudgeRubric MathRubric Rubric RubricGroup ToolRubric cpu_bound group_reward",

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import IO, Any, Protocol, cast
 
+from verifiers.clients.activity import Activity
 from verifiers.types import State
 
 
@@ -28,6 +29,7 @@ class Tally:
         self._means: dict[Any, tuple[float, int]] = {}  # of each example, and of how many rollouts
         self._sum = self._square = 0.0
         self.began = time.monotonic()
+        self.activity: Activity | None = None  # of the run, where it has one: what comes between finished rollouts
 
     def start(self, total: int, done: int) -> None:
         self.total, self.done = total, done

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from verifiers import stats
 from verifiers.errors import describe
+from verifiers.messages import last_reply
 from verifiers.types import GenerateMetadata, State, Usage
 
 _COLUMNS = {
@@ -43,6 +45,8 @@ class Results:
     ) -> None:
         self.rollouts: list[State] = [*rollouts, *_from_columns(columns)]
         self.metadata: GenerateMetadata = dict(metadata or {})  # type: ignore[assignment]
+        self.aggregate_functions: dict[str, Any] = {}
+        self.parser: Any = None  # that read the answers, where the run had one
         self.scored = [state for state in self.rollouts if state.get("error") is None]
         self.failed = [state for state in self.rollouts if state.get("error") is not None]
 
@@ -142,6 +146,24 @@ class Results:
         metadata = {key: about for key, about in self.metadata.items() if key != "until"}
         return {value: Results(states, metadata) for value, states in parts.items()}
 
+    @cached_property
+    def aggregates(self) -> dict[str, stats.Aggregate]:
+        """The environment's figures of all rows (balanced accuracy, its own functions), with bootstrap intervals."""
+        return {name: self.aggregate(function) for name, function in self.aggregate_functions.items()}
+
+    def aggregate(self, function: Any, *, level: float = 0.95) -> stats.Aggregate:
+        """One figure of all scored rows: a name of ours (``"balanced_accuracy"``), or any function of a list of rows.
+
+        A row has ``example_id``, ``answer``, ``parsed`` (what the parser reads in the reply), ``reward``, ``metrics``,
+        ``info``, ``task``, ``prompt`` and ``completion``. Whole examples are drawn again for the interval.
+        """
+        (found,) = stats.as_aggregates([function]).values()
+        try:
+            rows = [row_of(state, self.parser) for state in self.scored]
+        except Exception as error:  # foreign code: a parser
+            return stats.Aggregate(value=None, error=f"{type(error).__name__}: {error}", level=level)
+        return stats.aggregate(rows, found, level=level)
+
     @property
     def mean_reward(self) -> float | None:
         return self.interval().mean
@@ -173,6 +195,19 @@ class Results:
         return f"Results({len(self.scored)} scored, {len(self.failed)} failed)"
 
 
+def row_of(state: Mapping[str, Any], parser: Any = None) -> dict[str, Any]:
+    """What functions of all rows see of a rollout, or of the record of one."""
+    completion = state.get("completion")
+    keys = ("example_id", "answer", "reward", "info", "task", "prompt")
+    parsed = parser.parse_answer(completion) if parser is not None else last_reply(completion)
+    return {
+        **{key: state.get(key) for key in keys},
+        "parsed": parsed,
+        "metrics": dict(state.get("metrics") or {}),
+        "completion": completion,
+    }
+
+
 def _from_columns(columns: Mapping[str, Any]) -> list[State]:
     """Rollouts from columns by name, as classic's ``GenerateOutputs(prompt=[…], completion=[…], …)`` takes them.
 
@@ -192,23 +227,34 @@ def _from_columns(columns: Mapping[str, Any]) -> list[State]:
     return rollouts
 
 
-def report(results: Results) -> str:
-    """The run in a few lines: how many, how good, how sure, at what cost."""
+def counts_and_causes(results: Results) -> list[str]:
+    """How many rollouts of how many examples, how many of them failed, and why."""
     examples = len({state.get("example_id") for state in results.rollouts})
     rollouts = len(results.rollouts)
     counts = f"{rollouts} rollout{'s' * (rollouts != 1)} of {examples} example{'s' * (examples != 1)}"
     lines = [f"{counts}, {len(results.failed)} failed"]
     if ended := results.metadata.get("ended_early"):
         lines.append(f"ended early: {ended}")
-    lines += [f"  {count} × {cause[:140]}" for cause, count in list(results.causes.items())[:5]]
+    if cause := results.metadata.get("interrupted"):
+        wanted = results.metadata.get("num_examples", 0) * results.metadata.get("rollouts_per_example", 0)
+        lines.append(f"not finished: stopped by {cause} after {rollouts:,} of {wanted:,} rollouts")
+    return [*lines, *(f"  {count} × {_shortened(cause)}" for cause, count in list(results.causes.items())[:5])]
+
+
+def _shortened(cause: str, most: int = 240) -> str:
+    """A cause that ends with a whole word."""
+    return cause if len(cause) <= most else f"{cause[:most].rsplit(' ', 1)[0]} …"
+
+
+def report(results: Results) -> str:
+    """The run in a few lines: how many, how good, how sure, at what cost."""
+    lines = counts_and_causes(results)
     if results.failed and (ends := results.mean_with_failures) is not None:
         lines.append(f"  had these been scored, the mean reward could be anything from {ends[0]:.3f} to {ends[1]:.3f}")
     if early := results.metadata.get("until"):
         lines.append(early["reason"])
     if results.scored:
-        names = ["reward", *results.metric_names]
-        width = max(map(len, names))
-        lines += [f"{name:<{width}}  {_figure(results, name)}" for name in names]
+        lines += figures(results)
         tasks = {str(task): part for task, part in results.by("task").items()}
         if len(tasks) > 1:
             width = max(map(len, tasks))
@@ -220,6 +266,25 @@ def report(results: Results) -> str:
     if path := results.metadata.get("path_to_save"):
         lines.append(f"saved in {path}")
     return "\n".join(lines)
+
+
+def figures(results: Results) -> list[str]:
+    """The reward and the metrics with their intervals; then counts, which have none; those that are 0 are folded."""
+    names = results.metric_names
+    scores = ["reward", *(name for name in names if not stats.is_count(name))]
+    counts = {name: results.interval(name).mean for name in names if stats.is_count(name)}
+    seen = {name: mean for name, mean in counts.items() if mean}
+    width = max(map(len, (*scores, *seen)))
+    lines = [f"{name:<{width}}  {_figure(results, name)}" for name in scores]
+    lines += [f"{name:<{width}}  {mean:.3f}" for name, mean in seen.items()]
+    if results.aggregates:
+        wide = max(map(len, results.aggregates))
+        lines += [f"{name:<{max(width, wide)}}  {found}" for name, found in results.aggregates.items()]
+    zero = [name for name in counts if name not in seen]
+    if zero:
+        shown = ", ".join(zero[:2])
+        lines.append(f"always 0: {shown}" + (f" and {len(zero) - 2} other counts" if len(zero) > 2 else ""))
+    return lines
 
 
 def _task_figure(part: Results) -> str:

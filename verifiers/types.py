@@ -140,6 +140,9 @@ class GenerateMetadata(TypedDict, total=False):
     until: dict[str, Any] | None
     path_to_save: Path | None
     ended_early: str
+    interrupted: str | None
+    aggregates: dict[str, dict[str, Any]]
+    finished: bool
 
 
 class Endpoint(TypedDict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 
 import pytest
 
@@ -259,3 +260,33 @@ def test_an_environment_by_id_is_loaded_twice_and_shows_how_it_is_played(tmp_pat
     assert repeats.status == ("ok" if seed == "7" else "fail")
     (package,) = report.named("the package")
     assert package.status == "skip"
+
+
+def test_a_slow_reward_is_named_with_the_reply_that_it_was_slow_over(monkeypatch):
+    monkeypatch.setattr("verifiers.checks.scoring.SLOW_S", 0.05)
+
+    def lingering(completion):
+        text = completion[-1]["content"]
+        time.sleep(0.2 if len(text) > 10_000 else 0.0)
+        return 0.0
+
+    (quick,) = check_environment(env_of(correct, lingering)).named("rewards are finite and quick")
+    assert quick.status == "warn"
+    assert "lingering took 0." in quick.found
+    assert "oversized replies" in quick.found
+    assert "correct took" not in quick.found
+
+
+def test_rows_that_differ_in_info_alone_are_no_overlap_and_those_that_do_not_are():
+    def rows(n, first):
+        return [{"question": "Your move.", "info": {"board": first + i}} for i in range(n)]
+
+    def overlap(train, evaluated):
+        env = vf.SingleTurnEnv(dataset=train, eval_dataset=evaluated, rubric=vf.Rubric([lambda info: 1.0]))
+        (found,) = check_environment(env, examples=2).named("splits are apart")
+        return found
+
+    apart = overlap(rows(20, 0), rows(10, 100))
+    assert apart.status == "ok"
+    assert "10 more have the text and the answer of one, and another info" in apart.found
+    assert overlap(rows(20, 0), rows(10, 5)).status == "warn"

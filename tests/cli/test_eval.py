@@ -50,10 +50,9 @@ def test_the_fake_model_says_that_it_is_fake_and_gives_a_report(run):
     for part in (
         "60 rollouts of 20 examples, 0 failed",
         "assistant: This is the fake model",
-        "correct:\npass@1  0.000",
         "stopped by: max_turns_reached 60",
-        "rewards:\n  0.020  ██",
-        "not saved (-s saves",
+        "rewards: 0.020 × 60",
+        "saved in outputs/evals/arithmetic--fake/",
     ):
         assert part in result.stdout
 
@@ -61,7 +60,7 @@ def test_the_fake_model_says_that_it_is_fake_and_gives_a_report(run):
 def test_without_a_model_and_a_key_one_sentence_says_what_to_do(run):
     shown = run("eval", "arithmetic", code=2).stderr
     assert "no model was named and OPENAI_API_KEY is not set" in shown
-    assert "-m local" in shown
+    assert "-m smollm2" in shown
     assert "-m fake" in shown
 
 

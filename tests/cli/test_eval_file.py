@@ -57,7 +57,7 @@ def test_a_dry_run_of_a_file_shows_every_plan(run):
         ('[[eval]]\nenv_id = "x"\nnum_examples = "a"\n', "num_examples: 'a' is not a valid integer"),
         ('[[eval]]\nenv_id = "x"\nsave_results = "a"\n', "save_results must be true or false, not 'a'"),
         ('[[eval]]\nenv_id = "x"\nenv_args = "a"\n', "env_args must be a table, not 'a'"),
-        ('[[eval]]\nenv_id = "x"\nmodel = ["a"]\n', "model must not be a list"),
+        ('[[eval]]\nenv_id = "x"\nenv_dir_path = ["a"]\n', "env_dir_path must not be a list"),
         ("x = 1\n", "has no [[eval]]"),
     ],
     ids=["no toml", "typo", "not here", "no env", "zero", "word", "no flag", "no table", "list", "no eval"],

@@ -37,7 +37,7 @@ def _alarm() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, repo: Path) -> Path:
-    """A run as `vf eval -s` saves it."""
+    """A run as `vf eval` saves it."""
     path = tmp_path_factory.mktemp("runs") / "run"
     env = vf.load_environment("arithmetic", environments_dir=repo / "environments")
     env.evaluate(client=vf.FakeClient("4"), model="fake", num_examples=2, results_path=path, use_tqdm=False)

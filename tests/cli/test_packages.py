@@ -136,3 +136,34 @@ def test_a_new_environment_installs_with_hatchling(run, home):
         "hatched.py",
         "hatched.pyproject.toml",
     ]
+
+
+def test_publish_builds_a_wheel_with_the_verdict_and_install_shows_it(run, home):
+    pytest.importorskip("hatchling")
+    run("init", "hatched")
+    offline = {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1"}
+    shown = run("publish", "hatched", env=offline).stdout
+    (wheel,) = Path("dist").glob("*.whl")
+    assert f"built {wheel}" in shown
+    assert "failed" not in shown
+    installed = run("install", str(wheel), "--target", "there", "--no-deps", env=offline).stdout
+    assert "checked with verifiers " in installed
+    assert "passed" in installed
+
+
+def test_an_environment_whose_check_fails_is_not_published(run, home):
+    run("init", "hatched")
+    module = Path("environments/hatched/hatched.py")
+    module.write_text(module.read_text().replace("float(parser.parse_answer(completion) == answer)", "1.0"))
+    assert "not built: a check failed" in run("publish", "hatched", code=1).stderr
+    assert not Path("dist").exists()
+    assert "there is no folder of an environment 'nothing'" in run("publish", "nothing", code=2).stderr
+
+
+def test_what_is_no_installed_environment_is_not_uninstalled(run, home):
+    assert "no environment 'click' is installed" in run("uninstall", "click", code=1).stderr
+    assert "arithmetic comes with verifiers and goes with it" in run("uninstall", "arithmetic", code=1).stderr
+
+
+def test_what_comes_along_needs_no_installing(run, home):
+    assert "wordle comes with verifiers: there is nothing to install" in run("install", "wordle").stdout

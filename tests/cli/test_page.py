@@ -35,7 +35,7 @@ def test_a_command_of_the_page_is_understood(line, runs):
     words = shlex.split(line)[1:]
     command: click.Command = vf
     context = click.Context(vf)
-    while isinstance(command, click.Group):
+    while isinstance(command, click.Group) and words:
         command = command.get_command(context, words.pop(0))
     command.make_context("vf", words)
 

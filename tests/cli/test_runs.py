@@ -86,7 +86,7 @@ def test_a_run_that_is_not_there_names_the_nearest(run, runs, name, message):
 
 
 def test_without_any_run_one_sentence_says_how_to_make_one(run):
-    assert "vf eval ENV -s saves one" in run("replay", "last", code=2).stderr
+    assert "vf eval ENV saves one" in run("replay", "last", code=2).stderr
 
 
 def test_a_damaged_run_is_used_as_far_as_it_can_be_read(run, runs):
@@ -329,7 +329,7 @@ def test_eval_records_what_judges_say_so_that_replay_needs_none_of_them(run, fol
             "    return vf.SingleTurnEnv(dataset=rows, rubric=rubric)\n"
         )
         command = ["eval", "toy-judge", "-p", "mine", "-m", "fake", "-n", "1", "-r", "2", "--record"]
-        assert "--record keeps what judges say beside the saved run; give -s too" in run(*command, code=2).stderr
+        assert "--record keeps what judges say beside the saved run" in run(*command, "--no-save", code=2).stderr
         run(*command, "-s")
     assert "2 as recorded" in run("replay", "last", "-p", "mine").stdout
 
@@ -345,3 +345,32 @@ def test_what_a_run_holds_cannot_move_the_cursor(run, runs):
     ]
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(shown))
     assert "\\x1b[2J" in shown[1]
+
+
+CLASSES = """
+import verifiers as vf
+
+def right(completion, answer): return completion[-1]["content"] == answer
+
+def load_environment():
+    rows = [{"question": f"{i}?", "answer": "yes" if i % 4 else "no"} for i in range(24)]
+    return vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.Rubric([right]), aggregates=["balanced_accuracy"])
+"""
+
+
+def test_figures_of_all_rows_are_compared_with_an_interval_by_example(run, folder):
+    home = folder / "mine" / "classes"
+    home.mkdir(parents=True)
+    (home / "classes.py").write_text(CLASSES)
+    (folder / "environments").unlink()
+    (folder / "environments").symlink_to(folder / "mine")
+    env = vf.load_environment("classes")
+    gold = {row["question"]: row["answer"] for row in env.eval_dataset}
+    replies = {"lazy": "yes", "good": lambda messages: gold[messages[-1]["content"]]}
+    for model, reply in replies.items():
+        path = Path("outputs/evals") / f"classes--{model}" / f"{model * 2}"
+        env.evaluate(client=vf.FakeClient(reply), model=model, results_path=path, use_tqdm=False)
+    shown = run("compare", "lazylazy", "goodgood").stdout
+    assert re.search(r"balanced_accuracy +0.500 +1.000 +\+0.500 +\[\+0.500, \+0.500\]", shown)
+    data = json.loads(run("compare", "lazylazy", "goodgood", "--json").stdout)["aggregates"]
+    assert data["balanced_accuracy"]["difference"]["value"] == 0.5

@@ -86,7 +86,7 @@ def test_a_run_goes_by_last_or_the_start_of_its_id(run, make_run, folder):
 
 def test_what_is_no_run_is_said(run):
     errors = run("view", "environments", code=2).stderr
-    assert "environments is no run directory, and there is none in it; vf eval -s makes one" in errors
+    assert "environments is no run directory, and there is none in it; vf eval makes one" in errors
     assert "there is no run 'no/such/run'" in run("view", "no/such/run", code=2).stderr
 
 

@@ -201,7 +201,7 @@ LASTING = {
 def test_what_does_not_pass_ends_in_an_error_named_for_it(trouble: Any, kind: type[Exception], words: str) -> None:
     outcome, server, _ = run(complete(trouble, max_retries=2))
     assert type(outcome) is kind
-    assert f"POST {server.url}/v1/chat/completions failed after 3 attempts: " in str(outcome)
+    assert f" after 3 attempts (POST {server.url}/v1/chat/completions)" in str(outcome)
     assert words in str(outcome)
     assert len(server.seen) == 3
 
@@ -486,3 +486,10 @@ def test_the_key_in_the_environment_goes_to_the_default_endpoint_only(monkeypatc
     monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\n")
     assert HTTPClient().api_key == KEY
     assert HTTPClient("http://localhost:8000/v1").api_key is None
+
+
+def test_a_refusal_is_told_in_the_servers_own_words_before_any_address() -> None:
+    body = b'{"error": {"message": "You exceeded your quota.", "type": "x", "code": "insufficient_quota"}}'
+    outcome, _, _ = run(complete((400, body), max_retries=0))
+    assert str(outcome).startswith("400 Bad Request: You exceeded your quota. (insufficient_quota) (POST http://")
+    assert "{" not in str(outcome)

@@ -121,7 +121,7 @@ def test_no_id_ever_leaves_the_folder(text: str) -> None:
         ("toy-empty", ValueError, r"no load_environment\(\)"),
         ("toy-wrong", TypeError, "returned int, not an Environment"),
         ("toy-broken", OSError, "no disk"),
-        ("toy-sum", ValueError, "no environment 'toy-sum'.*Did you mean toy_sums.*pip install toy-sum"),
+        ("toy-sum", ValueError, "no environment 'toy-sum'.*Did you mean toy_sums.*vf install takes a folder"),
         ("toy-sums@9.9", ValueError, "asks for version 9.9, but 'toy-sums' is not an installed package"),
         ("pytest@0.0.1", ValueError, "0.0.1"),
     ],
@@ -141,7 +141,7 @@ def test_a_package_that_an_environment_lacks_is_named(folder: Path, monkeypatch:
     with pytest.raises(ImportError, match="no_such_package_anywhere"):
         vf.load_environment("toy-needy", environments_dir=folder)
     monkeypatch.syspath_prepend(folder / "toy_needy")
-    with pytest.raises(ImportError, match="pip install no_such_package_anywhere"):
+    with pytest.raises(ImportError, match="needs the module 'no_such_package_anywhere'"):
         vf.load_environment("toy-needy", environments_dir=folder / "nowhere")
 
 

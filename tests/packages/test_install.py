@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import shutil
+import subprocess
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from verifiers.packages import InstallError, install
+from verifiers.packages import InstallError, install, publish, read_verdict, uninstall
 from verifiers.packages.install import Installer, find_program
 
 MODULE = "def load_environment(n=3):\n    'Counts.'\n"
@@ -183,3 +184,57 @@ def test_without_either_program_the_way_to_get_one_is_told(monkeypatch):
         find_program()
     with pytest.raises(InstallError, match="there is no uv here"):
         find_program("uv")
+
+
+def test_an_environment_is_installed_from_a_git_address_and_what_is_none_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    if shutil.which("git") is None:
+        pytest.skip("git is not here")
+
+    def commit(text: str) -> str:
+        (folder / "my_env.py").write_text(text)
+        for words in (
+            ["init", "-q"],
+            ["add", "."],
+            ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x"],
+        ):
+            subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True)
+        return f"git+file://{folder}"
+
+    target = tmp_path / "target"
+    done = install(commit(MODULE), target=str(target), has_deps=False, program="pip")
+    assert done.package.name == "my-env"
+    assert (target / "my_env.py").is_file()
+    with pytest.raises(InstallError, match="defines no load_environment"):
+        install(commit("x = 1\n"), target=str(tmp_path / "other"), has_deps=False, program="pip")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_published_wheel_carries_its_verdict_and_says_when_it_is_about_other_files(
+    folder: Path, tmp_path: Path
+) -> None:
+    verdict = {"env_id": "my-env", "is_clean": True, "verdicts": [{"name": "it loads", "status": "ok", "found": ""}]}
+    wheel = publish(folder, tmp_path / "dist", verdict, program="pip")
+    found = read_verdict(wheel)
+    assert found is not None
+    assert found["counts"] == {"ok": 1}
+    assert found["is_current"]
+    done = install(str(wheel), target=str(tmp_path / "target"), has_deps=False, program="pip")
+    assert done.package.module == "my_env"
+    assert list((tmp_path / "target").glob("*.dist-info/verifiers-check.json"))
+
+    changed = tmp_path / "changed.whl"
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(changed, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name) + (b"# more\n" if name == "my_env.py" else b""))
+    other = read_verdict(changed)
+    assert other is not None
+    assert not other["is_current"]
+
+
+def test_only_an_installed_environment_is_uninstalled() -> None:
+    with pytest.raises(InstallError, match="no environment 'pytest' is installed"):
+        uninstall("pytest")
+    with pytest.raises(InstallError, match="arithmetic comes with verifiers"):
+        uninstall("arithmetic")

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verifiers.parsers import (
+    JSONParser,
     MaybeThinkParser,
     Parser,
     ThinkParser,
@@ -29,7 +30,13 @@ CHAT = [
     {"role": "user", "content": "Correct!"},
 ]
 
-PARSERS = [Parser(), XMLParser(["think", ("tool", "answer")]), ThinkParser(), MaybeThinkParser()]
+PARSERS = [
+    Parser(),
+    XMLParser(["think", ("tool", "answer")]),
+    ThinkParser(),
+    MaybeThinkParser(),
+    JSONParser(["think", "answer"]),
+]
 
 # Every code point, lone surrogates too, mixed with the marks that parsers look for.
 MARKS = [

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from verifiers.parsers import (
+    JSONParser,
     MaybeThinkParser,
     Parser,
     ThinkParser,
@@ -34,6 +35,12 @@ HOSTILE = {
     "braces in a box": "\\boxed{" + "{}" * N + "{" * N,
     "deep braces in a box": "\\boxed{" + "{" * N + "}" * N,
     "hashes": "#" * 8 * N,
+    "objects that begin": '{"a":' * N,
+    "objects that begin and end": '{"a":' * N + "1" + "}" * N,
+    "objects with a long number": '{"a":' * 900 + "1" * 8 * N,
+    "lists in an object": '{"a":' + "[" * N,
+    "one object after another": '{"answer": 1}' * N,
+    "objects that never end": '{"a": "' * N,
 }
 PARSERS: list[Parser] = [
     Parser(extract_boxed_answer),
@@ -41,6 +48,7 @@ PARSERS: list[Parser] = [
     XMLParser(["reasoning", ("tool", "answer")]),
     ThinkParser(extract_boxed_answer),
     MaybeThinkParser(extract_boxed_answer),
+    JSONParser(["reasoning", "answer"]),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import verifiers as vf
+from verifiers.clients.asking_for import asking_for
+from verifiers.clients.protocol import Request
 from verifiers.reruns import no_network, replay, rescore
 from verifiers.reruns.judges import judges_of, judges_recorded
 from verifiers.reruns.replay import CASSETTE
@@ -147,7 +150,7 @@ def test_a_judge_that_was_not_recorded_is_not_asked(tmp_path):
     run = saved(judged(vf.FakeClient("yes")), tmp_path / "run")
     found = asyncio.run(replay(judged(vf.FakeClient("yes")), run))
     assert found.same == 0
-    assert "vf eval … -s --record" in found.changes[0].what
+    assert "vf eval … --record" in found.changes[0].what
 
 
 @pytest.mark.parametrize("kind", ["group", "nested"])
@@ -206,3 +209,38 @@ def test_a_reward_that_would_use_the_network_fails_its_rollout_in_a_replay(tmp_p
         found = asyncio.run(replay(single(fetched), run))
     assert len(found.changes) == len(ROWS)
     assert all("192.0.2.1" in change.what for change in found.changes)
+
+
+def test_a_sampled_verdict_stays_with_its_rollout_however_the_judge_was_asked(tmp_path):
+    """The judge is asked the same 60 times, and says yes or no at random."""
+    draw = random.Random(7)
+
+    async def sampled(request):
+        await asyncio.sleep(draw.random() / 100)  # replies come in another order than questions
+        return draw.choice(["yes", "no"])
+
+    async def approved(judge, prompt, completion, answer, state):
+        return (await judge(prompt, completion, answer, state)).startswith("yes")
+
+    rows = [{"question": "the same", "answer": "x"}] * 6
+    rubric = vf.JudgeRubric(judge_client=vf.FakeClient(sampled), funcs=[approved])
+    env = vf.SingleTurnEnv(dataset=rows, rubric=rubric)
+    path = tmp_path / "run"
+    with judges_recorded(env, path / CASSETTE):
+        results = env.evaluate(
+            client=vf.FakeClient("same"), model="m", results_path=path, use_tqdm=False, rollouts_per_example=10
+        )
+    assert 0.2 < results.mean_reward < 0.8
+    found = asyncio.run(replay(env, RunDir.open(path)))
+    assert (found.same, found.changes) == (60, [])
+
+
+def test_a_record_without_the_names_of_rollouts_is_replayed_in_the_order_in_which_replies_came(tmp_path):
+    request = Request(prompt="the same", model="m")
+    recorder = vf.Cassette(tmp_path / "tape.jsonl", vf.FakeClient(["one", "two"]))
+    for _ in range(2):
+        asyncio.run(recorder.complete(request))
+    player = vf.Cassette(tmp_path / "tape.jsonl", mode="replay")
+    with asking_for("0#0"):
+        said = [asyncio.run(player.complete(request)).message["content"] for _ in range(2)]
+    assert said == ["one", "two"]

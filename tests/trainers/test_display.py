@@ -166,3 +166,42 @@ def test_a_total_that_does_not_fit_breaks_nothing(total: int) -> None:
     display.update(figures(9))
     display.stop()
     assert f"step 9/{total}" in seen(stream)
+
+
+def test_until_the_first_step_ends_the_panel_names_its_phase():
+    screen = Terminal()
+    display = TrainingDisplay(stream=screen)
+    display.start(3, "sums")
+    display.enter("sampling and scoring 8 rollouts")
+    assert "preparing the sampler, then sampling and scoring 8 rollouts" in display._phase_text()
+    tally = display.counted()
+    tally.start(8, 0)
+    tally.done = 3
+    assert "sampling and scoring 8 rollouts: 3 of 8 done, 0 tokens" in display._phase_text()
+    display.enter("learning from 8 rollouts")
+    assert display._phase_text().startswith("learning from 8 rollouts, 0:0")
+    display.stop()
+    assert "learning from 8 rollouts" in screen.getvalue()
+
+
+def test_where_no_one_watches_the_first_phases_are_lines_and_later_ones_are_not():
+    out = io.StringIO()
+    display = TrainingDisplay(stream=out)
+    display.start(3, "sums")
+    display.enter("sampling and scoring 8 rollouts")
+    display.update(figures(1))
+    display.enter("learning from 8 rollouts")
+    assert "sampling and scoring 8 rollouts" in out.getvalue()
+    assert "learning" not in out.getvalue()
+
+
+def test_the_panel_leaves_room_for_what_a_terminal_writes_at_ctrl_c(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    screen = Terminal()
+    display = TrainingDisplay(stream=screen)
+    display.start(3, "sums")
+    display.counted().note("stopping")
+    display.stop()
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert max(len(line) for line in plain.splitlines()) <= 76
+    assert "stopping" in plain

@@ -97,6 +97,28 @@ def test_a_training_that_ends_solved_has_low_entropy_and_flat_groups_and_hears_t
     assert "these rows look solved" in notice.text
 
 
+@pytest.mark.parametrize(
+    ("reward", "advice"),
+    [(1.2, "these rows look solved"), (0.0, "give easier rows"), (0.2, "give easier rows")],
+    ids=["all right from the start", "all wrong", "the format and nothing else"],
+)
+def test_where_all_rewards_are_alike_the_advice_is_right_at_both_ends(reward: float, advice: str) -> None:
+    watch, found = Watch(GRPOConfig(), weights={"correct": 1.0, "format": 0.2}), []
+    for step in range(1, 6):
+        view = {"rewards": [reward] * 8, "groups": [0] * 4 + [1] * 4}
+        found += watch.look({"step": step, "reward": reward, "zero_variance": 1.0}, view)
+    assert advice in only(found, "no_variance").text
+
+
+def test_a_format_that_all_keep_is_not_yet_a_solved_task() -> None:
+    watch, found = Watch(GRPOConfig(), weights={"correct": 1.0, "format": 0.2}), []
+    for step in range(1, 12):
+        rewards = [0.0, 0.2] * 4 if step < 4 else [0.2] * 8
+        metrics = {"step": step, "reward": sum(rewards) / 8, "zero_variance": 0.0 if step < 4 else 1.0}
+        found += watch.look(metrics, {"rewards": rewards, "groups": [0] * 4 + [1] * 4})
+    assert "give easier rows" in only(found, "no_variance").text
+
+
 def test_no_variance_in_any_group() -> None:
     notice = only(watched({"zero_variance": 1.0, "reward": 0.0}, temperature=0.7, group_size=4), "no_variance")
     assert notice.step == PATIENCE

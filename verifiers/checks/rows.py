@@ -81,15 +81,30 @@ def _check_overlap(report: Report, splits: dict[str, Rows]) -> None:
     """Questions that are in both splits make an evaluation look better than it is."""
     if len(splits) < 2:
         return
-    asked = [_questions(splits[split]) for split in ("train", "eval")]
-    shared = len(asked[0] & asked[1])
-    share = shared / max(len(asked[1]), 1)
-    found = f"{shared} of {len(asked[1])} questions to evaluate on are among those to train on"
+    train, evaluated = (_questions(splits[split]) for split in ("train", "eval"))
+    shared = len(train & evaluated)
+    share = shared / max(len(evaluated), 1)
+    found = f"{shared} of {len(evaluated)} questions to evaluate on are among those to train on"
+    texts = [{question[:2] for question in questions} for questions in (train, evaluated)]
+    alike = len({question for question in evaluated if question[:2] in texts[0]}) - shared
+    if alike:
+        found += f"; {alike} more have the text and the answer of one, and another info"
     report.add("splits are apart", "warn" if share > 0.05 else "ok", found)
 
 
-def _questions(rows: Rows) -> set[tuple[str, str]]:
-    """With their answers: a game asks the same of every row."""
+def _questions(rows: Rows) -> set[tuple[str, str, str]]:
+    """With their answers and their info: a game asks the same of every row, and its board is there."""
     step = max(1, len(rows) // MOST_ROWS)
     picked = (rows[number] for number in range(0, len(rows), step))
-    return {(text_in(row["prompt"]), str(row.get("answer"))) for row in picked}
+    return {(text_in(row["prompt"]), str(row.get("answer")), _info(row)) for row in picked}
+
+
+def _info(row: Row) -> str:
+    """The info in one form, whether it is an object or its JSON."""
+    info: Any = row.get("info") or {}
+    if isinstance(info, str):
+        try:
+            info = json.loads(info)
+        except ValueError:
+            return str(info)
+    return json.dumps(info, sort_keys=True, default=str)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from verifiers.checks.replies import ATTACKS, Form, gold_forms, noise, stuffed
-from verifiers.checks.trial import ReplyTo, Trial, try_replies
+from verifiers.checks.trial import FunctionTime, ReplyTo, Trial, try_replies
 from verifiers.checks.verdicts import Report, Status
 from verifiers.envs.environment import Environment
+from verifiers.messages import text_of
 from verifiers.reruns.judges import judges_of, members_of
-from verifiers.types import Row
+from verifiers.types import Row, State
 
 Solve = Callable[..., Any]  # solve(messages, row) of an environment's module: what a perfect model says next
 GOLD_SHARE, GOLD_LEAST = 0.8, 0.5  # of what can be had: enough, and the least
@@ -51,7 +52,7 @@ def _try(
     report: Report, name: str, env: Environment, rows: Sequence[Row], reply_to: ReplyTo, *, judge_says: bool = False
 ) -> Trial | None:
     try:
-        return try_replies(env, rows, reply_to, judge_says=judge_says)
+        return try_replies(env, rows, reply_to, judge_says=judge_says, name=name)
     except TimeoutError:
         report.add(name, "fail", "the rollouts did not end; does the environment have max_turns or a stop condition?")
     return None
@@ -162,7 +163,29 @@ def _check_quick(report: Report, trials: Sequence[Trial]) -> None:
     found = f"the slowest took {slowest * 1000:.0f} ms to score"
     if slow <= SLOW_S < slowest:  # the first call imports what it needs, or starts a worker
         found = f"the slowest took {slow * 1000:.0f} ms to score, the first {slowest * 1000:.0f} ms with what it loads"
+    elif status != "ok":
+        found = _slow_ones(trials) or found
     report.add(name, status, found)
+
+
+def _slow_ones(trials: Sequence[Trial]) -> str:
+    """Which function took how long over which reply; the slowest reply of each function that is slow."""
+    slowest: dict[str, tuple[FunctionTime, str]] = {}
+    for trial in trials:
+        for one in trial.times:
+            if one.seconds > SLOW_S and (one.function not in slowest or one.seconds > slowest[one.function][0].seconds):
+                slowest[one.function] = one, trial.name
+    return "; ".join(
+        f"{function} took {one.seconds:.1f} s over {_reply_in_words(one.state)} ({name}, example "
+        f"{one.state.get('example_id')})"
+        for function, (one, name) in sorted(slowest.items(), key=lambda item: -item[1][0].seconds)[:3]
+    )
+
+
+def _reply_in_words(state: State) -> str:
+    completion = state.get("completion")
+    text = completion if isinstance(completion, str) else text_of(completion[-1]) if completion else ""
+    return f"the reply {' '.join(text.split())[:40]!r} of {len(text):,} characters"
 
 
 # --- the same twice -----------------------------------------------------------------------------------------------

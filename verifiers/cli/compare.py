@@ -13,7 +13,7 @@ from verifiers.cli.tables import dim, heading, some, table
 from verifiers.logs import printable
 
 if TYPE_CHECKING:
-    from verifiers.stats import Comparison
+    from verifiers.stats import Aggregate, Comparison
     from verifiers.store import RunDir
     from verifiers.store.comparing import RunComparison, Side
 
@@ -87,6 +87,10 @@ def _as_data(runs: Sequence[RunDir], found: RunComparison, shown: Mapping[str, C
         "refusal": found.refusal,
         "other_prompts": found.other_questions,
         "metrics": {name: dataclasses.asdict(one) for name, one in shown.items()},
+        "aggregates": {
+            name: {key: dataclasses.asdict(one) for key, one in zip(("a", "b", "difference"), three, strict=True)}
+            for name, three in compare_aggregates(runs, [metadata_of(run) for run in runs]).items()
+        },
     }
 
 
@@ -105,15 +109,56 @@ def _describe(
     lines += ["", heading(metric), *str(first).splitlines()]
     if len(shown) > 1:
         lines += ["", *_metric_table(shown)]
+    lines += _aggregate_lines(runs, about)
     if show and first.examples and first.is_paired:
         lines += ["", *_changed("won", first.won, sides, metric, show)]
         lines += _changed("lost", first.lost, sides, metric, show)
     return lines
 
 
+def _aggregate_lines(runs: Sequence[RunDir], about: Sequence[dict[str, Any]]) -> list[str]:
+    """Figures of all rows, where both runs have them: each with its interval, and their paired difference."""
+    found = compare_aggregates(runs, about)
+    rows = []
+    for name, (a, b, difference) in found.items():
+        interval = "" if difference.low is None else f"[{difference.low:+.3f}, {difference.high:+.3f}]"
+        rows.append([name, _number(a.value), _number(b.value), _number(difference.value, "+"), interval])
+    if not rows:
+        return []
+    return ["", *table(rows, header=["all rows", "A", "B", "B - A", "95% (bootstrap by example)"], right=[1, 2, 3])]
+
+
+def compare_aggregates(
+    runs: Sequence[RunDir], about: Sequence[dict[str, Any]]
+) -> dict[str, tuple[Aggregate, Aggregate, Aggregate]]:
+    """A's, B's and the difference of each figure of all rows; the environment's own code makes them."""
+    from verifiers import stats
+    from verifiers.cli.environments import FOLDER
+    from verifiers.cli.rescore import environment_of
+    from verifiers.results import row_of
+    from verifiers.store import is_failed
+
+    if not all(one.get("aggregates") for one in about):
+        return {}
+    try:
+        env = environment_of(about[1], None, None, FOLDER, verbose=False)
+    except click.ClickException as error:
+        click.echo(f"notice: figures of all rows are left out: {error.message}", err=True)
+        return {}
+    a, b = ([row_of(record, env.parser) for record in run.records() if not is_failed(record)] for run in runs)
+    return {
+        name: (stats.aggregate(a, one), stats.aggregate(b, one), stats.aggregate_difference(a, b, one))
+        for name, one in env.aggregates.items()
+    }
+
+
 def _named(about: Mapping[str, Any], run: RunDir) -> str:
+    from verifiers.store.keeping import status_of
+
     name = f"{about.get('env_id', '?')} with {about.get('model', '?')}"
-    return f"{printable(name)}  {dim(printable(str(run.path)))}"
+    status = status_of(run, dict(about))
+    more = "" if status == "finished" else f" ({status})"
+    return f"{printable(name)}{more}  {dim(printable(str(run.path)))}"
 
 
 def _settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

@@ -180,7 +180,7 @@ def advise(found: dict[str, Any], *, has_torch: bool) -> list[str]:
     """Commands to run next, the easiest first."""
     lines = ["vf eval arithmetic -m fake              a first look, with no model"]
     if has_torch and "error" not in (found["engine"] or {}):
-        lines.append("vf eval arithmetic -m local -n 5 -r 1   a small real model in this process")
+        lines.append("vf eval capitals -m smollm2             a small real model in this process")
     else:
         lines.append("pip install 'verifiers[local]'          a model in this process")
     if found["keys"]["OPENAI_API_KEY"]:

@@ -73,8 +73,11 @@ def explained(error: Exception, what: str, verbose: bool) -> click.ClickExceptio
         return click.ClickException(printable(f"{what}: {said}"))
     place = traceback.extract_tb(error.__traceback__)[-1]
     library = Path(__file__).resolve().parents[1]
-    if Path(place.filename).resolve().is_relative_to(library) and isinstance(error, ValueError | TypeError):
-        return click.UsageError(printable(str(error)))
+    if Path(place.filename).resolve().is_relative_to(library):
+        if isinstance(error, ValueError | TypeError):
+            return click.UsageError(printable(str(error)))
+        if type(error) is ImportError:  # an extra that is missing: the sentence names the command
+            return click.ClickException(printable(f"{what}: {error}"))
     hint = "" if verbose else "; -v shows the traceback"
     said = printable(f"{what}: {type(error).__name__}: {error}")
     return click.ClickException(f"{said} ({place.filename}:{place.lineno}{hint})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ from verifiers.cli.defaults import Defaults, read_defaults
 from verifiers.cli.environments import complete_environments, explained, load, split_path
 from verifiers.cli.eval_file import read_evals
 from verifiers.cli.flags import Flags, eval_options
-from verifiers.cli.tables import some, table
+from verifiers.cli.tables import fitted, some, table
 from verifiers.cli.telling import told
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ FAILED = 1
 ENDED_EARLY = 3
 
 
-@click.command("eval", short_help="Evaluate a model on an environment.")
-@click.argument("env_id", metavar="ENV", shell_complete=complete_environments)
+@click.command("eval", short_help="Evaluate models on environments.")
+@click.argument("env_id", metavar="ENV...", nargs=-1, required=True, shell_complete=complete_environments)
 @eval_options
 @click.pass_context
 def eval_command(ctx: click.Context, /, **given: Any) -> None:
@@ -40,12 +41,14 @@ def eval_command(ctx: click.Context, /, **given: Any) -> None:
 
     \b
     vf eval arithmetic -m fake                      a first look, with no model
-    vf eval arithmetic -m local -n 10 -r 1          a real model in this process
-    vf eval gsm8k -m gpt-5-mini -n 50 -r 4 -s       an endpoint; saved, can be resumed
+    vf eval capitals -m smollm2                     a real model in this process
+    vf eval gsm8k -m gpt-5-mini -n 50 -r 4          an endpoint
     vf eval gsm8k -m Qwen/Qwen3-4B -b http://localhost:8000/v1
-    vf eval gsm8k -m gpt-5-mini --until ±0.02 -s    until the mean is known that well
+    vf eval gsm8k -m gpt-5-mini -m gpt-5-nano       two models, and how they differ
+    vf eval gsm8k -m gpt-5-mini --until ±0.02       until the mean is known that well
     vf eval nightly.toml -m gpt-5-mini              every [[eval]] of a file
 
+    Each rollout is saved as soon as it is done; a run that stopped goes on with --resume.
     Defaults for -n, -r, -c, -t and -T come from [tool.verifiers.eval] in the environment's pyproject.toml.
     Exit codes: 0 done, 1 failures (see --max-failure-rate), 2 wrong usage, 3 ended early (--deadline, an endpoint that
     is down or refuses the key or the model), 130 stopped by Ctrl-C (143 by SIGTERM).
@@ -53,10 +56,29 @@ def eval_command(ctx: click.Context, /, **given: Any) -> None:
     with told(given["verbose"]):
         if given["no_interleave_scoring"]:
             warnings.warn("-N has no effect: each rollout is scored when it is done", stacklevel=2)
-        if not given["env_id"].endswith(".toml"):
-            prepared = _prepare(Flags(**given), given_values(ctx))
-            ctx.exit(_finish(ctx, prepared).code)
-        ctx.exit(_several(ctx, given))
+        evaluations = _evaluations(ctx, given)
+        if len(evaluations) > 1 and given["resume"] is not None:
+            raise click.UsageError("--resume goes on with one run; name its environment and its model alone")
+        prepared = [
+            _prepare(Flags(**{**given, "model": None, **values}), values) for values in evaluations
+        ]  # all, before any is paid for
+        if len(prepared) == 1:
+            ctx.exit(_finish(ctx, prepared[0]).code)
+        ctx.exit(_several(ctx, prepared))
+
+
+def _evaluations(ctx: click.Context, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What is said of each evaluation: every environment, or [[eval]] of a file, with every model; flags win."""
+    said = {name: value for name, value in given_values(ctx).items() if name != "env_id"}
+    found: list[dict[str, Any]] = []
+    for env_id in given["env_id"]:
+        ones = read_evals(env_id, ctx) if env_id.endswith(".toml") else [{"env_id": env_id}]
+        found += [{**one, **said} for one in ones]
+    return [
+        {**one, **({} if model is None else {"model": model})}
+        for one in found
+        for model in dict.fromkeys(one.pop("model", None) or [None])
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,37 +102,28 @@ class Outcome:
     stopped_by: str | None = None
 
 
-def _several(ctx: click.Context, given: Mapping[str, Any]) -> int:
-    """Each evaluation of a file in turn; flags of the command line win over the file."""
-    if given["resume"] is not None:
-        raise click.UsageError("--resume goes on with one run; name its environment instead of the file")
-    said = {name: value for name, value in given_values(ctx).items() if name != "env_id"}
-    evals = [{**one, **said} for one in read_evals(given["env_id"], ctx)]
-    prepared = [_prepare(Flags(**{**given, **values}), values) for values in evals]  # all, before any is paid for
+def _several(ctx: click.Context, prepared: list[Prepared]) -> int:
+    """Each evaluation in turn, then one table of all."""
+    from verifiers.cli.overview import overview, overview_data
+
+    flags = prepared[0].flags
+    models = {one.found.model for one in prepared}
     outcomes: list[Outcome] = []
     for number, one in enumerate(prepared, 1):
-        click.echo(f"[{number}/{len(evals)}] ", nl=given["dry_run"], err=True)
-        outcomes.append(_finish(ctx, one, is_alone=False))
-        if outcomes[-1].stopped_by is not None or outcomes[-1].code == ENDED_EARLY:
+        place = f"[{number}/{len(prepared)}] "
+        if flags.dry_run:
+            click.echo(place, err=True)
+        outcomes.append(_finish(ctx, one, place=place))
+        if outcomes[-1].stopped_by is not None or (outcomes[-1].code == ENDED_EARLY and len(models) == 1):
             break
-    if given["as_json"]:
-        click.echo(json.dumps([one.figures for one in outcomes], ensure_ascii=False, allow_nan=False, default=str))
-    elif not given["dry_run"]:
-        click.echo("\n".join(["", *_overview(outcomes)]))
+    found = [outcome.results for outcome in outcomes if outcome.results is not None]
+    if flags.as_json:
+        figures = [one.figures for one in outcomes]
+        data = {"evaluations": figures, **overview_data(found)} if len(models) > 1 and found else figures
+        click.echo(json.dumps(data, ensure_ascii=False, allow_nan=False, default=str))
+    elif not flags.dry_run:
+        click.echo("\n".join(["", *overview(found)]))
     return max(outcome.code for outcome in outcomes)
-
-
-def _overview(outcomes: list[Outcome]) -> list[str]:
-    rows = []
-    for results in (outcome.results for outcome in outcomes):
-        if results is None:
-            continue
-        found = results.interval()
-        interval = "" if found.low is None or found.high is None else f"[{found.low:.3f}, {found.high:.3f}]"
-        mean = "–" if found.mean is None else f"{found.mean:.3f}"
-        names = [str(results.metadata.get(key, "?")) for key in ("env_id", "model")]
-        rows.append([*names, f"{len(results.rollouts):,}", f"{len(results.failed):,}", mean, interval])
-    return table(rows, header=["environment", "model", "rollouts", "failed", "reward", ""], right=[2, 3, 4])
 
 
 def _prepare(flags: Flags, given: Mapping[str, Any]) -> Prepared:
@@ -120,10 +133,11 @@ def _prepare(flags: Flags, given: Mapping[str, Any]) -> Prepared:
     return Prepared(flags=flags, given=given, found=found, env=env, options=flags.run_options(defaults))
 
 
-def _finish(ctx: click.Context, prepared: Prepared, *, is_alone: bool = True) -> Outcome:
+def _finish(ctx: click.Context, prepared: Prepared, *, place: str = "") -> Outcome:
+    """Run it, or show what would be run; ``place`` says which one of several it is."""
     if prepared.flags.dry_run:
-        return _show_plan(prepared, is_alone=is_alone)
-    return _evaluate(ctx, prepared, is_alone=is_alone)
+        return _show_plan(prepared, is_alone=not place)
+    return _evaluate(ctx, prepared, place)
 
 
 # --- the environment ----------------------------------------------------------------------------------------------
@@ -148,8 +162,12 @@ def _check_saving(flags: Flags) -> None:
 
     if flags.resume is not None and not is_run_dir(flags.resume):
         raise click.UsageError(f"--resume {flags.resume}: there is no saved run in this folder")
-    if flags.record and not (flags.save_results or flags.resume):
-        raise click.UsageError("--record keeps what judges say beside the saved run; give -s too")
+    if flags.save_results or flags.resume is not None:
+        return
+    if flags.record:
+        raise click.UsageError("--record keeps what judges say beside the saved run; leave out --no-save")
+    if flags.save_to_hf_hub:
+        raise click.UsageError("-H: a push that fails would lose the rollouts; leave out --no-save")
 
 
 def _rows(env: Environment, options: Mapping[str, Any], flags: Flags) -> Rows:
@@ -165,13 +183,14 @@ def _rows(env: Environment, options: Mapping[str, Any], flags: Flags) -> Rows:
 # --- the run ------------------------------------------------------------------------------------------------------
 
 
-def _evaluate(ctx: click.Context, prepared: Prepared, *, is_alone: bool) -> Outcome:
+def _evaluate(ctx: click.Context, prepared: Prepared, place: str) -> Outcome:
     from verifiers.runner import RunInterruptedError
 
     env, found, options, flags = prepared.env, prepared.found, prepared.options, prepared.flags
     rows = _rows(env, options, flags)
     size = f"{some(len(rows), 'example')} × {options['rollouts_per_example']}"
-    click.echo(f"{env.env_id or type(env).__name__}: {size} with {found.model} ({found.where})", err=True)
+    head = f"{place}{env.env_id or type(env).__name__}: {size} with {found.model} ({found.where})"
+    click.echo("\n".join(fitted([head], stream=sys.stderr)), err=True)
     client = found.open()
     stop: RunInterruptedError | None = None
     try:
@@ -184,15 +203,15 @@ def _evaluate(ctx: click.Context, prepared: Prepared, *, is_alone: bool) -> Outc
     finally:
         found.close(client)
     stopped_by = None if stop is None else stop.cause
-    figures = _show(ctx, results, prepared, stopped_by=stopped_by, is_alone=is_alone)
+    figures = _show(ctx, results, prepared, stopped_by=stopped_by, is_alone=not place)
     if stop is not None:
         return Outcome(stop.exit_code, results, figures, stopped_by)
     if results.metadata.get("ended_early"):
         return Outcome(ENDED_EARLY, results, figures)
-    if flags.save_to_hf_hub:
-        _push(results, flags)
+    is_pushed = _push(ctx, results, prepared) if flags.save_to_hf_hub else True
     fault = (results.metadata.get("until") or {}).get("fault")  # the report says what
-    return Outcome(FAILED if fault else _verdict(results, flags.max_failure_rate), results, figures)
+    code = FAILED if fault or not is_pushed else _verdict(results, flags.max_failure_rate)
+    return Outcome(code, results, figures)
 
 
 def _run(env: Environment, rows: Rows, client: Any, model: str, options: Mapping[str, Any], flags: Flags) -> Results:
@@ -232,7 +251,7 @@ def _recording(env: Environment, found: Found, options: dict[str, Any], flags: F
 def _show(
     ctx: click.Context, results: Results, prepared: Prepared, *, stopped_by: str | None, is_alone: bool
 ) -> dict[str, Any] | None:
-    from verifiers.cli.report import report, summary
+    from verifiers.cli.report import brief, report, summary
 
     path, is_stopped = results.metadata.get("path_to_save"), stopped_by is not None
     can_resume = path is not None and (results.failed or is_stopped)
@@ -242,30 +261,35 @@ def _show(
         if is_alone:
             click.echo(json.dumps(figures, ensure_ascii=False, allow_nan=False, default=str))
         return figures
-    click.echo("\n".join(report(results)))
-    if is_stopped:
-        click.echo(f"stopped by {stopped_by}{'' if path else '; nothing was saved (-s saves each rollout)'}")
-    elif path is None:
-        click.echo("not saved (-s saves each rollout as it is done)")
-    if path is not None:
-        click.echo(f"look at it with: vf view {path}")
+    click.echo("\n".join(report(results) if is_alone else brief(results)))
+    if path is None:
+        click.echo("not saved (--no-save)")
+    if path is not None and is_alone and resume is None:
+        click.echo(f"look at it with: vf view {Path(path).name}")
     if resume is not None:
         is_whole = not is_stopped and not results.metadata.get("ended_early")
         click.echo(f"{'run the failed ones again' if is_whole else 'go on'} with: {resume}")
     return None
 
 
-def _push(results: Results, flags: Flags) -> None:
+def _push(ctx: click.Context, results: Results, prepared: Prepared) -> bool:
+    """Push to the hub; where that fails the rollouts are on disk, and the same command with --resume pushes again."""
     from verifiers.envs.evaluation import make_dataset
 
-    metadata = results.metadata
+    flags, metadata = prepared.flags, results.metadata
     size = f"n{metadata['num_examples']}_r{metadata['rollouts_per_example']}"
     name = flags.hf_hub_dataset_name or f"{metadata['env_id']}_{metadata['model'].replace('/', '_')}_{size}"
     try:
         make_dataset(results, push_to_hub=True, hub_name=name)
     except Exception as error:  # foreign code
-        raise explained(error, f"the data set {name!r} was not pushed", flags.verbose) from error
+        shown = explained(error, f"the data set {name!r} was not pushed", flags.verbose)
+        path = metadata["path_to_save"]
+        again = command_line(ctx, prepared.given, without=("save_results",), resume=str(path))
+        click.echo(f"Error: {shown.message}", err=True)
+        click.echo(f"nothing is lost: the rollouts are in {path}; push them again with: {again}", err=True)
+        return False
     click.echo(f"pushed to the hub as {name}", err=flags.as_json)
+    return True
 
 
 def _verdict(results: Results, max_failure_rate: float) -> int:

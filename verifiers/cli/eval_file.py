@@ -82,9 +82,13 @@ def _value(param: click.Parameter, given: Any, where: str, ctx: click.Context) -
             raise click.UsageError(f"{where} must {'be a table' if is_object else 'not be a table'}, not {given!r:.60}")
         return {str(key): str(value) for key, value in given.items()} if param.multiple else given
     if isinstance(given, list):
-        if param.name != "state_columns":
+        if param.name not in ("state_columns", "model"):
             raise click.UsageError(f"{where} must not be a list, but is {given!r:.60}")
         return [str(name) for name in given]
+    if param.name == "env_id":
+        return given
+    if param.name == "model":
+        return [str(given)]
     if isinstance(param, click.Option) and param.is_flag != isinstance(given, bool):
         raise click.UsageError(f"{where} must {'be true or false, not' if param.is_flag else 'not be'} {given!r:.60}")
     try:

@@ -108,7 +108,8 @@ OPTIONS: list[Callable[..., Any]] = [
         "-m",
         "--model",
         metavar="MODEL",
-        help="A name of the registry, a model of the endpoint, local, ./folder, x.gguf, fake.",
+        multiple=True,
+        help="A name of the registry, a model of the endpoint, smollm2, ./folder, x.gguf, fake; several are compared.",
     ),
     click.option(
         "-n",
@@ -202,9 +203,15 @@ OPTIONS: list[Callable[..., Any]] = [
         help="Seconds of nothing but refusals after which an endpoint is down (default 120).",
     ),
     click.option("--max-reply-bytes", type=ABOVE_0, metavar="N", help="Bytes of a reply at most (default 64 MiB)."),
-    click.option("-s", "--save-results", is_flag=True, help="Save each rollout under outputs/evals as it is done."),
+    click.option(
+        "-s",
+        "--save-results/--no-save",
+        "save_results",
+        default=True,
+        help="Each rollout is saved under outputs/evals as it is done; --no-save keeps none.",
+    ),
     click.option("--resume", metavar="PATH", help="Go on with a saved run: what is missing and what failed."),
-    click.option("--record", is_flag=True, help="With -s or --resume: keep what judges say too, for vf replay."),
+    click.option("--record", is_flag=True, help="Keep what judges say too, for vf replay."),
     click.option(
         "-C",
         "--state-columns",

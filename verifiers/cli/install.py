@@ -1,4 +1,4 @@
-"""``vf install``: a folder, a wheel, a name of an index or of a hub → an installed environment."""
+"""``vf install``: a folder, a wheel, a git address, a name of an index or of a hub → an installed environment."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ from verifiers.logs import printable
 def install(
     what: str, path: str, no_deps: bool, editable: bool, from_repo: bool, branch: str | None, **given: Any
 ) -> None:
-    """Install WHAT: a folder, a .whl file, name, name@version, or org/name@version of a hub.
+    """Install WHAT: a folder, a .whl file, a git+ address, name, name@version, or org/name@version of a hub.
 
     \b
     vf install ./environments/my_env
     vf install my_env-0.1.0-py3-none-any.whl
+    vf install git+https://example.com/envs.git#subdirectory=my_env
     vf install my-env@0.1.0 --index https://example.com/simple
     vf install org/my-env@0.1.0 --hub https://hub.example.com
 
@@ -41,6 +42,7 @@ def install(
     changed. Exit codes: 0 installed, 1 not installed, 2 wrong usage.
     """
     from verifiers import packages
+    from verifiers.packages.publish import in_words
 
     if from_repo:
         path = what = str(_in_repository(what))
@@ -48,12 +50,17 @@ def install(
         click.echo(f"note: -b {branch} has no effect; what is checked out is installed", err=True)
     try:
         done = packages.install(what, environments_dir=path, has_deps=not no_deps, is_editable=editable, **given)
+    except packages.BundledError as error:
+        click.echo(f"{error}; try: vf eval {what.partition('@')[0]} -m fake")
+        return
     except packages.InstallError as error:
         raise click.ClickException("\n".join(map(printable, str(error).splitlines()))) from error
     package = done.package
     click.echo(
         f"installed {package.name} {package.version or ''}".rstrip() + f" from {done.source} with {done.program}"
     )
+    if what.endswith(".whl") and (verdict := packages.read_verdict(what)) is not None:
+        click.echo(printable(in_words(verdict)))
     if given["target"] is None:
         click.echo(f"next: vf check {package.name}, then vf eval {package.name} -m fake")
 

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 @env_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print them as JSON.")
 def list_command(words: tuple[str, ...], env_dir_path: str, as_json: bool) -> None:
-    """List local and installed environments; with WORDs only those that mention them all. None of them is imported."""
+    """List the environments in ./environments, the installed ones and those that come with verifiers.
+
+    With WORDs only those that mention them all. None of them is imported.
+    """
     from verifiers.packages import list_environments
 
     found = [listed for listed in list_environments(env_dir_path) if _matches(listed, words)]
@@ -47,7 +50,7 @@ def _matches(listed: Listed, words: tuple[str, ...]) -> bool:
 def describe(listed: Listed) -> list[str]:
     """A name, what it is, its arguments, and where it is."""
     package = listed.package
-    place = listed.where if listed.is_local else "installed"
+    place = {"local": listed.where, "installed": "installed", "bundled": "comes with verifiers"}[listed.kind]
     lines = [f"{heading(printable(package.name))} {printable(package.version or '')}".rstrip() + f"  {dim(place)}"]
     if package.summary:
         lines.append(f"  {hang(package.summary.replace('``', '`'), 2)}")
@@ -57,4 +60,9 @@ def describe(listed: Listed) -> list[str]:
 
 
 def _as_data(listed: Listed) -> dict[str, object]:
-    return {**dataclasses.asdict(listed.package), "where": listed.where, "is_local": listed.is_local}
+    return {
+        **dataclasses.asdict(listed.package),
+        "where": listed.where,
+        "kind": listed.kind,
+        "is_local": listed.is_local,
+    }

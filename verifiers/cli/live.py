@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import sys
 import time
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from verifiers.progress import Enduring, Tally
 from verifiers.types import State
 
 Z95 = 1.96  # while a run goes on; the report has the exact interval
 SMOOTH_S = 3.0  # before this the pace is anyone's guess
-BAR_FROM = 100  # columns that hold a bar beside the line
+BAR_FROM = 100  # columns that hold a long bar beside the line
 
 
 class Watched(Tally):
@@ -66,51 +66,103 @@ class Watched(Tally):
         """Whenever a rollout ends another starts, so that as many run as may and are left."""
         return min(self.at_once, self.total - self.done)
 
-    def line(self) -> str:
-        parts = [f"{self.done:,}/{self.total:,}", f"{self.failed:,} failed"]
-        if self.running:
-            parts.append(f"{self.running:,} running")
+    def parts(self) -> list[tuple[int, str]]:
+        """What there is to say, in order, each with its rank: the higher is the first to go where there is no room."""
+        found = [(0, f"{self.done:,}/{self.total:,}")]
+        if self.failed:
+            found.append((0, f"{self.failed:,} failed"))
+        if self.activity is not None and self.activity.retries:
+            refused = f", {self.activity.refusals:,} refused" if self.activity.refusals else ""
+            found.append((1, f"{self.activity.retries:,} retried{refused}"))
         if self.mean is not None:
             reach = self.reach
-            interval = "" if reach is None else f" ± {reach:.3f}"
-            parts.append(f"reward {self.mean:.3f}{interval}")
+            found.append((0, f"reward {self.mean:.3f}" + ("" if reach is None else f" ± {reach:.3f}")))
         took = max(time.monotonic() - self.began, 1e-9)
-        if self.tokens:
-            parts.append(f"{self.tokens / took:,.0f} tokens/s")
+        if tokens := self.tokens_so_far:
+            found.append((1, f"{short_count(tokens)} tokens"))
+            found.append((3, f"{tokens / took:,.0f}/s"))
         if self.cost_usd:
-            parts.append(f"${self.cost_usd:.4f}")
+            found.append((2, f"${self.cost_usd:.4f}"))
+        if self.running:
+            found.append((4, f"{self.running:,} running"))
         made = self.done - self.first_done
         if self.running and made and took > SMOOTH_S:
-            parts.append(f"{clock(took / made * (self.total - self.done))} left")
-        return " · ".join(parts)
+            found.append((2, f"{clock(took / made * (self.total - self.done))} left"))
+        return found
+
+    @property
+    def tokens_so_far(self) -> int:
+        """Of every reply that came, also of rollouts that are still under way."""
+        return max(self.tokens, self.activity.tokens if self.activity is not None else 0)
+
+    def line(self, width: int | None = None) -> str:
+        """The counts in one line, as many of them as fit."""
+        parts = self.parts()
+        line = " · ".join(text for _, text in parts)
+        while width is not None and len(line) > width and max(rank for rank, _ in parts):
+            least = max(rank for rank, _ in parts)
+            parts = [part for part in parts if part[0] != least]
+            line = " · ".join(text for _, text in parts)
+        return line
 
 
 class WatchedBar(Watched):
-    """A bar in a terminal, with the line beside it."""
+    """A bar in a terminal, with the line beside it; drawn anew by itself, for replies come while no rollout ends."""
 
-    every_s = 0.1
+    every_s = math.inf
 
     def start(self, total: int, done: int) -> None:
         from rich import progress
         from rich.console import Console
+        from rich.progress_bar import ProgressBar
+        from rich.text import Text
 
         super().start(total, done)
+        watched = self
         console = Console(file=cast(IO[str], self.stream))
-        bar = [progress.BarColumn(bar_width=20)] if console.width >= BAR_FROM else []  # the numbers come first
-        text = progress.TextColumn("{task.description}")
-        self.bar = progress.Progress(*bar, text, console=console, transient=True)
-        self.task = self.bar.add_task(self.line(), total=total, completed=done)
-        self.bar.start()
 
-    def show(self) -> None:
-        self.bar.update(self.task, completed=self.done, description=self.line())
+        class Line(progress.ProgressColumn):
+            max_refresh = None
+
+            def render(self, task: progress.Task) -> Text:
+                return Text(watched.line(console.width - bar_width(console.width) - 2), no_wrap=True)
+
+        class Bar(progress.ProgressColumn):
+            def render(self, task: progress.Task) -> Any:
+                return ProgressBar(total=max(watched.total, 1), completed=watched.done, width=bar_width(console.width))
+
+        self.bar = progress.Progress(Bar(), Line(), console=console, transient=True, refresh_per_second=4)
+        self.task = self.bar.add_task("", total=total, completed=done)
+        self.bar.start()
 
     def note(self, text: str) -> None:
         self.bar.console.print(text)
 
     def stop(self) -> None:
         self.bar.stop()
-        self.stream.write(f"{self.line()} · in {clock(time.monotonic() - self.began)}\n")
+        took = f" · in {clock(time.monotonic() - self.began)}"
+        self.stream.write(f"{self.line(self.bar.console.width - len(took))}{took}\n")
+
+
+def bar_width(columns: int) -> int:
+    """How wide a bar is: it stays in sight in a narrow terminal too, and leaves the room to the numbers.
+
+    >>> bar_width(120), bar_width(80), bar_width(40)
+    (20, 10, 6)
+    """
+    return 20 if columns >= BAR_FROM else 10 if columns >= 70 else 6
+
+
+def short_count(number: int) -> str:
+    """A count in a few characters.
+
+    >>> short_count(950), short_count(12_345), short_count(3_400_000)
+    ('950', '12.3k', '3.4M')
+    """
+    for size, unit in ((1_000_000, "M"), (1_000, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)
 
 
 class WatchedLines(Watched):

@@ -18,11 +18,14 @@ INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended; SIGTERM giv
 
 # name → where the command is, and its line in `vf --help`
 COMMANDS = {
-    "eval": ("verifiers.cli.eval:eval_command", "Evaluate a model on an environment."),
+    "eval": ("verifiers.cli.eval:eval_command", "Evaluate models on environments."),
     "check": ("verifiers.cli.check:check", "Prove an environment before anyone pays for a run."),
     "init": ("verifiers.cli.init:init", "Make a new environment package."),
     "install": ("verifiers.cli.install:install", "Install an environment."),
+    "uninstall": ("verifiers.cli.uninstall:uninstall", "Uninstall environments."),
+    "publish": ("verifiers.cli.publish:publish", "Check an environment and build its wheel."),
     "list": ("verifiers.cli.list:list_command", "List environments, with their arguments."),
+    "runs": ("verifiers.cli.runs_command:runs", "List, tag, annotate and delete saved runs."),
     "view": ("verifiers.cli.view:view", "Look at runs and trainings in the browser."),
     "compare": ("verifiers.cli.compare:compare", "Compare two runs on the same examples."),
     "power": ("verifiers.cli.power:power", "Say how many examples an answer needs."),

@@ -31,7 +31,7 @@ def pull(name: str, source: str | None) -> None:
         folder = smollm2.pull(source=source)
     except (OSError, ValueError, ImportError) as error:
         raise click.ClickException(f"{name!r} was not fetched: {error}") from error
-    click.echo(f"{name} is in {folder}; try: vf eval arithmetic -m local -n 5 -r 1")
+    click.echo(f"{name} is in {folder}; try: vf eval capitals -m smollm2")
 
 
 @models.command("list")

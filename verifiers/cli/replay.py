@@ -47,7 +47,7 @@ def replay(
     vf replay last
     vf replay 1a2b3c4d --json
 
-    The model is not asked and no network is used. Judges answer from what vf eval -s --record kept; without that they
+    The model is not asked and no network is used. Judges answer from what vf eval --record kept; without that they
     cannot be asked.
     Exit codes: 0 everything went the same way, 1 something did not, 2 wrong usage.
     """

@@ -2,34 +2,58 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
+import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import nlargest, nsmallest
 from typing import Any
 
 from verifiers import stats
 from verifiers.cli.tables import fitted
 from verifiers.logs import printable
-from verifiers.messages import messages_to_printable, role_of, text_of
+from verifiers.messages import called_functions, messages_to_printable, role_of, text_of
 from verifiers.results import Results
 from verifiers.types import State
 
 SHOWN_EXAMPLES = 3
 SHOWN_LINES = 14
 LINE_CHARS = 100
-BAR_CHARS = 32
 MAX_BINS = 10
+FEW_VALUES = 5  # of rewards, that are named each
+BLOCKS = " ▁▂▃▄▅▆▇█"
+OTHER_LINES = 5  # of the screen: what was said before the report and is said after it
+LEAST_LINES = 4  # of a rollout
 WORTH_TELLING_S = 0.1
 
 
-def report(results: Results) -> list[str]:
-    """The lines of the report; nothing in it can move the cursor."""
-    lines = [""]
+def report(results: Results, height: int | None = None) -> list[str]:
+    """The lines of the report; nothing in it can move the cursor. In a terminal all of it fits one screen."""
+    parts = str(results).splitlines()
+    last = [line for line in parts if line.startswith(("tokens: ", "saved in "))]
+    parts = [line for line in parts if line not in last]
     if results.scored:
-        lines += _one_rollout(results)
-    lines += [*str(results).splitlines(), ""]
-    if results.scored:
-        lines += [*_pass_at_k(results), *_stops(results), *_histogram(results), *_examples(results), ""]
+        parts += [*_pass_at_k(results), *_stops(results), *_rewards(results), *_examples(results)]
+    below = fitted(printable(line) for line in (*parts, *last))
+    room = _height() if height is None else height
+    above = fitted(_one_rollout(results)) if results.scored else []
+    if room is not None and len(above) > (left := max(room - len(below) - OTHER_LINES, LEAST_LINES)):
+        above = [*above[: left - 1], "  …"]
+    return ["", *above, *([""] if above else []), *below]
+
+
+def _height() -> int | None:
+    """Lines of the terminal, None where the report goes elsewhere."""
+    return shutil.get_terminal_size((80, 24)).lines if sys.stdout.isatty() else None
+
+
+def brief(results: Results) -> list[str]:
+    """How many, how many failed and why, and where it is: of one evaluation among several."""
+    from verifiers.results import counts_and_causes
+
+    path = results.metadata.get("path_to_save")
+    lines = [*counts_and_causes(results), *([f"saved in {path}"] if path is not None else [])]
     return fitted(printable(line) for line in lines)
 
 
@@ -51,6 +75,7 @@ def summary(results: Results) -> dict[str, Any]:
         "until": metadata.get("until"),
         "reward": _figures(results, "reward"),
         "metrics": {name: _figures(results, name) for name in results.metric_names},
+        "aggregates": {name: dataclasses.asdict(one) for name, one in results.aggregates.items()},
         "pass_at_k": _pass_data(_pass_table(results)),
         "pass_hat_k": _pass_data(_pass_table(results, is_all=True)),
         "stop_conditions": dict(_stop_counts(results)),
@@ -119,15 +144,13 @@ def _is_binary(values: Sequence[float | None]) -> bool:
 
 
 def _pass_at_k(results: Results) -> Iterator[str]:
-    every = _pass_table(results, is_all=True)
-    for name, row in _pass_table(results).items():
-        if name != "reward":
-            yield f"{name}:"
-        for found in (*row, *every[name][1:]):  # pass^1 is pass@1
-            interval = "" if found.low is None else f"  [{found.low:.3f}, {found.high:.3f}]"
-            counts = f"  of {found.counts}" if found.left_out else ""
-            if found.mean is not None:
-                yield f"{found.name:<{len(row[-1].name)}}  {found.mean:.3f}{interval}{counts}"
+    """pass@k and pass^k of the most rollouts there are, where the reward itself is right or wrong."""
+    row, every = (_pass_table(results, is_all=is_all).get("reward", []) for is_all in (False, True))
+    for found in (*row[-1:], *every[-1:]):
+        interval = "" if found.low is None else f"  [{found.low:.3f}, {found.high:.3f}]"
+        counts = f"  of {found.counts}" if found.left_out else ""
+        if found.mean is not None:
+            yield f"{found.name}  {found.mean:.3f}{interval}{counts}"
 
 
 def _stop_counts(results: Results) -> list[tuple[str, int]]:
@@ -141,16 +164,18 @@ def _stops(results: Results) -> Iterator[str]:
     yield f"stopped by: {reasons}" + (f"; {cut} cut off at the token limit" if cut else "")
 
 
-def _histogram(results: Results) -> Iterator[str]:
-    bins = histogram([reward for reward in results["reward"] if reward is not None])
+def _rewards(results: Results) -> Iterator[str]:
+    """How the rewards are spread, in one line: each with its count where they are few, else as a row of blocks."""
+    rewards = [reward for reward in results["reward"] if reward is not None]
+    bins = histogram(rewards)
     if not bins:
         return
-    most = max(count for _, count in bins)
-    width = max(len(label) for label, _ in bins)
-    yield "rewards:"
-    for label, count in bins:
-        bar = "█" * max(round(count / most * BAR_CHARS), count > 0)
-        yield f"  {label:>{width}}  {bar} {count}"
+    if len(bins) <= FEW_VALUES:
+        yield f"rewards: {', '.join(f'{label} × {count:,}' for label, count in bins)}"
+    else:
+        most = max(count for _, count in bins)
+        blocks = "".join(BLOCKS[-(-count * (len(BLOCKS) - 1) // most)] for _, count in bins)
+        yield f"rewards: {min(rewards):.3f} {blocks} {max(rewards):.3f}"
 
 
 def histogram(values: Sequence[float]) -> list[tuple[str, int]]:
@@ -191,19 +216,12 @@ def _examples(results: Results) -> Iterator[str]:
     means = {key: total / counts[key] for key, total in sums.items()}
     if not means or min(means.values()) == max(means.values()):
         return
-    yield "worst:"
-    for key in nsmallest(SHOWN_EXAMPLES, means, key=means.__getitem__):
-        yield f"  {means[key]:.3f}  example {key}: {_asked(states[key])}"
+    worst = nsmallest(SHOWN_EXAMPLES, means, key=means.__getitem__)
+    yield f"worst: {', '.join(f'example {key} {means[key]:.3f}' for key in worst)}"
 
 
 def _seconds(state: State) -> float:
     return float(state.peek_timing().get("total_ms") or 0.0) / 1000
-
-
-def _asked(state: State) -> str:
-    prompt = state.get("prompt")
-    text = prompt if isinstance(prompt, str) else text_of(prompt[-1]) if prompt else ""
-    return _cut(" ".join(text.split()), LINE_CHARS - 20)
 
 
 def _one_rollout(results: Results) -> list[str]:
@@ -215,16 +233,15 @@ def _one_rollout(results: Results) -> list[str]:
         f"one rollout (example {state.get('example_id')}, reward {reward}):",
         *conversation(asked),
         *conversation(completion, role="model"),
-        "",
     ]
 
 
 def conversation(messages: Any, *, role: str = "prompt") -> list[str]:
-    """Messages as indented lines, long ones cut."""
+    """Messages as indented lines, long ones cut; tool calls as they would be written in Python."""
     if isinstance(messages, str):
         pairs = [(role, messages)]
     else:
-        pairs = [(role_of(message) or role, text_of(message)) for message in messages_to_printable(messages or [])]
+        pairs = [(role_of(message) or role, _said(message)) for message in messages_to_printable(messages or [])]
     shown = []
     for speaker, text in pairs:
         lines = text.strip().splitlines() or ["(nothing)"]
@@ -232,6 +249,23 @@ def conversation(messages: Any, *, role: str = "prompt") -> list[str]:
             lines = [*lines[:SHOWN_LINES], f"… ({len(lines) - SHOWN_LINES} more lines)"]
         shown += [f"  {speaker}: {_cut(lines[0])}", *(f"    {_cut(line)}" for line in lines[1:])]
     return [printable(line) for line in shown]
+
+
+def _said(message: Any) -> str:
+    """The text of a message, and under it the tools it calls."""
+    calls = [_called(function) for function in called_functions(message)] if isinstance(message, dict) else []
+    return "\n".join([*([text] if (text := text_of(message)).strip() else []), *calls])
+
+
+def _called(function: Mapping[str, Any]) -> str:
+    """A tool call in one line.
+
+    >>> _called({"name": "light", "arguments": {"on": True, "room": "hall"}})
+    "→ light(on=True, room='hall')"
+    """
+    given = function.get("arguments")
+    words = [f"{name}={value!r}" for name, value in given.items()] if isinstance(given, Mapping) else [f"{given}"]
+    return f"→ {function.get('name')}({', '.join(words)})"
 
 
 def _cut(line: str, chars: int = 4 * LINE_CHARS) -> str:

@@ -72,7 +72,7 @@ def _not_found(name: str, found: list[RunDir], saved: list[RunDir], *, is_folder
     if is_folder:
         return f"{name} holds no run: a run has a results.jsonl or a metadata.json"
     if not saved:
-        return f"there is no run {name!r}, and none in outputs/evals; vf eval ENV -s saves one"
+        return f"there is no run {name!r}, and none in outputs/evals; vf eval ENV saves one"
     names = {run.path.name: str(run.path) for run in saved}
     close = difflib.get_close_matches(name, [*names, *names.values()], n=2) or list(names.values())[:2]
     return f"there is no run {name!r}; there is {', '.join(names.get(one, one) for one in close)}"

@@ -27,8 +27,8 @@ def sft(ctx: click.Context, /, **given: Any) -> None:
     """Train MODEL to say what examples say: rows with prompt and completion or messages, saved rollouts, gold answers.
 
     \b
-    vf sft arithmetic -m local --max-steps 100           the environment's own answers, as its parser wants them
-    vf sft -m local -d outputs/evals/… --min-reward 1    the rollouts of a run that were right
+    vf sft arithmetic -m smollm2 --max-steps 100         the environment's own answers, as its parser wants them
+    vf sft -m smollm2 -d outputs/evals/… --min-reward 1  the rollouts of a run that were right
     vf sft -m ./folder -d chats.jsonl --num-epochs 2     every assistant turn of {"messages": […]}
 
     A file (@ config.toml) may hold any of the keys below, at the top or under [sft], and env, model, data, [env] and

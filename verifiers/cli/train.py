@@ -28,7 +28,7 @@ def train(ctx: click.Context, /, **given: Any) -> None:
     """Train MODEL on ENV in this process, by comparing rollouts of the same prompt with one another.
 
     \b
-    vf train reverse-text -m local --max-steps 100 --learning-rate 1e-5
+    vf train reverse-text -m smollm2 --max-steps 100 --learning-rate 1e-5
     vf train gsm8k -m Qwen/Qwen3-0.6B --lora --batch-size 64 --group-size 16
     vf train @ config.toml --eval-before-after      everything from a file
     vf train … --dry-run                            what would be done

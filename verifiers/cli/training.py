@@ -84,7 +84,7 @@ class Job:
     def model(self) -> str:
         model = self.given["model"] or self.settings.model
         if model is None:
-            raise click.UsageError("which model is to be trained? give -m local, -m ./folder or -m a hub name")
+            raise click.UsageError("which model is to be trained? give -m smollm2, -m ./folder or -m a hub name")
         return str(model)
 
     def environment(self) -> Environment | None:
@@ -111,6 +111,7 @@ class Job:
     def build(self, make: Callable[[], Any]) -> Any:
         """A trainer; whatever is wrong with what it was given is one sentence."""
         try:
+            click.echo(f"loading {self.model()}", err=True)
             return make()
         except (click.ClickException, KeyboardInterrupt):
             raise
@@ -121,7 +122,7 @@ class Job:
         """Train; also what ended it early, where Ctrl-C or a signal did."""
         from verifiers.runner import RunInterruptedError
 
-        with Stopping() as stopping:
+        with Stopping(trainer) as stopping:
             trainer.callbacks.append(stopping)
             try:
                 report: Report = trainer.train(resume=self.resume())
@@ -135,7 +136,7 @@ class Job:
 
     def end(self, trainer: Any, report: Report, *, stop: Interrupted | None, more: Sequence[str] = ()) -> None:
         """Keep the model, say how it went, and exit with 0, or 130 after Ctrl-C."""
-        lines = [_course(report), *more]
+        lines = [_course(report, is_stopped=stop is not None), *more]
         if stop is None:
             path = self.given["save_model"] or report.path / "model"
             trainer.save_model(path)
@@ -168,10 +169,10 @@ class Job:
         click.echo("a dry run: nothing was trained or written")
 
 
-def _course(report: Report) -> str:
+def _course(report: Report, *, is_stopped: bool) -> str:
     name, values = report.curve()
     if not values:
-        return "no step was made: there is nothing left to do"
+        return "no step was finished" if is_stopped else "no step was made: there is nothing left to do"
     n = min(ENDS, len(values))
     first, last = sum(values[:n]) / n, sum(values[-n:]) / n
     said = f"{name} {first:.3f} → {last:.3f} in {len(values)} steps (means of the first and the last {n})"
@@ -183,7 +184,8 @@ def _course(report: Report) -> str:
 class Stopping(AbstractContextManager["Stopping"]):
     """Ctrl-C or a signal while this lasts: the step is finished and a checkpoint written; a second one ends at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Any = None) -> None:
+        self.trainer = trainer
         self.asked: Interrupted | None = None
         self._held = ExitStack()
 
@@ -201,7 +203,12 @@ class Stopping(AbstractContextManager["Stopping"]):
         if self.asked is not None:
             raise Interrupted(signum=number)
         self.asked = Interrupted(signum=number)
-        click.echo("\nfinishing this step, then saving a checkpoint; Ctrl-C again ends at once", err=True)
+        said = "finishing this step, then saving a checkpoint; Ctrl-C again ends at once"
+        report = getattr(self.trainer, "report", None)
+        if report is None:
+            click.echo(said, err=True)
+        else:
+            report.say(said)
 
     def on_step_end(self, trainer: Any, figures: Mapping[str, Any]) -> None:
         if self.asked is not None:

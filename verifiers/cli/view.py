@@ -103,7 +103,7 @@ def _library_of(runs: tuple[Path, ...], roots: tuple[Path, ...]) -> tuple[Librar
             paths.append(find_run(str(given)).path)
         else:
             raise click.UsageError(
-                f"{printable(str(given))} is no run directory, and there is none in it; vf eval -s makes one"
+                f"{printable(str(given))} is no run directory, and there is none in it; vf eval makes one"
             )
     if not paths and not folders:
         folders = list(DEFAULT_ROOTS)

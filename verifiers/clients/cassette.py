@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from verifiers.clients.asking_for import asked_for
 from verifiers.clients.protocol import Client, Completion, Request
 from verifiers.clients.records import (
     completion_record,
@@ -38,7 +39,8 @@ class Cassette:
 
     ``auto`` replays what it has and asks ``client`` for the rest; ``record`` asks for everything anew; ``replay`` never
     asks, so it needs neither client nor network, and what is not there is a `NotRecordedError`. A request that was made
-    several times is replayed in the order in which its replies came.
+    several times is replayed to each rollout as it was made for it; outside of a run, or for one that the record does
+    not know, in the order in which the replies came.
     """
 
     def __init__(self, path: str | Path, client: Any = None, *, mode: Mode = "auto") -> None:
@@ -52,8 +54,10 @@ class Cassette:
         self._lock = threading.Lock()
         self._is_repaired = False
         self._asked: Counter[str] = Counter()
+        self._asked_by: Counter[tuple[str, str | None]] = Counter()
         self._kept: Counter[str] = Counter()
         self._outcomes: dict[str, list[Outcome]] = {}
+        self._askers: dict[str, list[str | None]] = {}  # for whom each of them was
         self._requests: dict[str, dict[str, Any]] = {}
         if mode == "replay" and not self.path.is_file():
             raise FileNotFoundError(f"there is no cassette at {self.path} to replay")
@@ -68,15 +72,25 @@ class Cassette:
         record = request_record(request)
         key = record_key(record)
         with self._lock:
-            turn = self._asked[key]
-            self._asked[key] += 1
-            kept = self._outcomes.get(key, ())
-            outcome = kept[turn] if turn < len(kept) and self.mode != "record" else None
+            turn, outcome = self._kept_for(key, asked_for())
         if outcome is None:
             outcome = await self._ask(request, record, key, turn)
         if isinstance(outcome, OverlongPromptError):
             raise OverlongPromptError(*outcome.args)
         return outcome
+
+    def _kept_for(self, key: str, asker: str | None) -> tuple[int, Outcome | None]:
+        """How often it was asked before, and the reply in the record: the asker's own, else the next that came."""
+        turn, own_turn = self._asked[key], self._asked_by[key, asker]
+        self._asked[key] += 1
+        self._asked_by[key, asker] += 1
+        if self.mode == "record":
+            return turn, None
+        kept, askers = self._outcomes.get(key, ()), self._askers.get(key, ())
+        own = [] if asker is None else [i for i, name in enumerate(askers) if name == asker]
+        if own:
+            return turn, kept[own[own_turn]] if own_turn < len(own) else None
+        return turn, kept[turn] if turn < len(kept) else None
 
     async def _ask(self, request: Request, record: dict[str, Any], key: str, turn: int) -> Outcome:
         if self.client is None:
@@ -95,7 +109,7 @@ class Cassette:
     def _append(self, key: str, record: dict[str, Any], outcome: Outcome, keys: list[str]) -> None:
         # Numbered as they arrive, so that a failed call leaves no gap; of two with one number the later one counts.
         turn = self._kept[key]
-        entry: dict[str, Any] = {"key": key, "turn": turn, "request": record}
+        entry: dict[str, Any] = {"key": key, "turn": turn, "for": asked_for(), "request": record}
         if isinstance(outcome, Completion):
             entry["completion"] = completion_record(outcome)
         else:
@@ -109,6 +123,7 @@ class Cassette:
             file.write(line.encode() + b"\n")
         self._kept[key] += 1
         self._outcomes.setdefault(key, []).append(outcome)
+        self._askers.setdefault(key, []).append(asked_for())
         self._requests.setdefault(key, record)
 
     def _load(self) -> None:
@@ -118,6 +133,7 @@ class Cassette:
                 outcomes = self._outcomes.setdefault(key, [])
                 outcome = _read_outcome(entry)
                 outcomes[turn : turn + 1] = [outcome]
+                self._askers.setdefault(key, [])[turn : turn + 1] = [entry.get("for")]
                 self._requests[key] = entry["request"]
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{self.path}:{number} is no entry of a cassette: {error!r}") from error

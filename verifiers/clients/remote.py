@@ -12,6 +12,7 @@ from urllib.parse import urlencode, urlsplit
 from verifiers import deadlines
 from verifiers.calls import PerLoop
 from verifiers.clients import wire
+from verifiers.clients.activity import note_retry
 from verifiers.clients.openai_looks import OpenAILooks
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import Prices
@@ -132,12 +133,13 @@ class RemoteClient(OpenAILooks):
             self._check_down(limit, outcome, call)
             if outcome.ends_after(attempts, max_retries=self.max_retries):
                 break
+            note_retry(is_refusal=outcome.is_overload)
             delay_s = self.backoff.delay_s(attempts, outcome.retry_after_s)
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("attempt %d failed, next one in %.2f s: %s", attempts, delay_s, self._say(outcome, call))
             await (limit.sleep(delay_s) if self.backoff.sleep is None else self.backoff.sleep(delay_s))
         times = f" after {attempts} attempts" if attempts > 1 else ""
-        raise outcome.error(f"POST {self._shown(call.url, call)} failed{times}: {self._say(outcome, call)}")
+        raise outcome.error(f"{self._say(outcome, call)}{times} (POST {self._shown(call.url, call)})")
 
     async def _attempt(self, pool: Pool, call: Call, read: Any, model: str) -> Completion | Failure:
         """One attempt, once it is known (or not yet known) that the key and the model are good for anything."""
@@ -151,7 +153,7 @@ class RemoteClient(OpenAILooks):
                 access.left()
         if isinstance(outcome, Completion) or not outcome.is_access:
             access.open()
-        elif access.refuse(f"POST {self._shown(call.url, call)} failed: {self._say(outcome, call)}"):
+        elif access.refuse(f"{self._say(outcome, call)} (POST {self._shown(call.url, call)})"):
             raise AccessRefusedError(access.said)
         return outcome
 

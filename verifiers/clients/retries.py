@@ -12,6 +12,8 @@ from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
+
 from verifiers.clients.reading import is_overlong
 from verifiers.errors import (
     BadReplyError,
@@ -83,7 +85,7 @@ def status_failure(status: int, headers: Mapping[str, str], body: str) -> Failur
     >>> status_failure(404, {}, "no such model").error.__name__
     'RequestRefusedError'
     """
-    text = f"{status} {_phrase(status)}: {body.strip() or '(empty body)'}"
+    text = f"{status} {_phrase(status)}: {said_in(body) or '(empty body)'}"
     if status in _MAYBE_OVERLONG and is_overlong(body):
         return Failure(error=OverlongPromptError, text=text, is_final=True)
     if 300 <= status < 400:
@@ -102,6 +104,38 @@ def status_failure(status: int, headers: Mapping[str, str], body: str) -> Failur
         is_overload=status in _OVERLOAD,
         retry_after_s=retry_after(headers),
     )
+
+
+def said_in(body: str) -> str:
+    """What a server says in words: the message of an error in JSON, or the text as it is.
+
+    >>> said_in('{"error": {"message": "You exceeded your quota.", "code": "insufficient_quota"}}')
+    'You exceeded your quota. (insufficient_quota)'
+    >>> said_in("upstream is away"), said_in('{"detail": [{"loc": ["n"], "msg": "too large"}]}')
+    ('upstream is away', 'n: too large')
+    """
+    text = body.strip()
+    try:
+        found = msgspec.json.decode(text) if text.startswith("{") else None
+    except (msgspec.DecodeError, RecursionError):
+        return text
+    return words_of(found) or text
+
+
+def words_of(found: Any) -> str:
+    """What an error in JSON says in words; nothing where it says none."""
+    if isinstance(found, str):
+        return found.strip()
+    if isinstance(found, list):  # as FastAPI lists what is wrong with a request
+        return "; ".join(filter(None, map(words_of, found)))
+    if not isinstance(found, Mapping):
+        return ""
+    for key in ("error", "message", "detail", "msg", "error_message"):
+        if said := words_of(found.get(key)):
+            place = ".".join(str(part) for part in found.get("loc") or ()) if key == "msg" else ""
+            code = found.get("code") if key == "message" else None
+            return f"{place + ': ' * bool(place)}{said}{f' ({code})' if isinstance(code, str) and code else ''}"
+    return ""
 
 
 _NO_MODEL = re.compile(
@@ -126,8 +160,8 @@ def reported_failure(reply: Mapping[str, Any], body: str) -> Failure:
     if isinstance(code, int) and 400 <= code < 600:
         return status_failure(code, {}, body)
     if is_overlong(body):
-        return Failure(error=OverlongPromptError, text=f"200 with an error in it: {body}", is_final=True)
-    return Failure(error=ServerError, text=f"200 with an error in it: {body}")
+        return Failure(error=OverlongPromptError, text=f"200 with an error in it: {said_in(body)}", is_final=True)
+    return Failure(error=ServerError, text=f"200 with an error in it: {said_in(body)}")
 
 
 def bad_reply(status: int, body: str) -> Failure:

@@ -12,7 +12,7 @@ from verifiers.calls import Hook, PerLoop, is_async_callable, maybe_await
 from verifiers.clients.access import Access
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import is_overlong, read_response
-from verifiers.clients.retries import is_access
+from verifiers.clients.retries import is_access, words_of
 from verifiers.clients.secrets import redact, secrets_in
 from verifiers.escapes import contained
 from verifiers.messages import has_audio
@@ -202,9 +202,22 @@ def translate(error: Exception, keys: list[str]) -> errors.Error:
     'DeadlineError'
     """
     kind = _kind(error)
-    failure = kind(redact(f"{type(error).__name__}: {error}", keys))
+    failure = kind(redact(f"{type(error).__name__}: {_said_by(error)}", keys))
     failure.__cause__ = _without_keys(error, keys)
     return failure
+
+
+def _said_by(error: Exception) -> str:
+    """The server's own words, where an SDK shows them inside a JSON that it prints whole.
+
+    >>> error = Exception("Error code: 400 - {'error': {'message': 'No such model.'}}")
+    >>> error.status_code, error.body = 400, {"message": "No such model.", "code": None}
+    >>> _said_by(error)
+    '400 No such model.'
+    """
+    body, status = getattr(error, "body", None), getattr(error, "status_code", None)
+    said = words_of(body) if isinstance(body, Mapping) and isinstance(status, int) else ""
+    return f"{status} {said}" if said else str(error)
 
 
 def _kind(error: Exception) -> type[errors.Error]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verifiers.chat import ChatTemplate, ChatWriter, Codec
+from verifiers.engine.files.smollm2 import public_name
 
 if TYPE_CHECKING:
     from verifiers.engine.engine import Engine
@@ -94,10 +95,10 @@ def _engine(model: Any, sizes: Mapping[str, int], stop_ids: frozenset[int]) -> E
 def name_of(model: Any) -> str:
     """What a model is called: as it was asked for, or as its configuration or class says."""
     if isinstance(model, (str, Path)):
-        return str(model)
+        return public_name(str(model))
     inner = getattr(model, "model", model) if hasattr(model, "submit") else model
     named = getattr(getattr(inner, "config", None), "_name_or_path", None)
-    return str(named) if named else type(inner).__name__
+    return public_name(str(named)) if named else type(inner).__name__
 
 
 def stop_ids_of(model: Any, tokenizer: Any, template: ChatTemplate, codec: Codec) -> frozenset[int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers import calls
 from verifiers.clients import as_client
+from verifiers.clients.activity import note_reply
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import read_response
 from verifiers.clients.recording import recorded_calls
@@ -40,6 +41,7 @@ from verifiers.rollout import note_error, note_timing, read_error
 from verifiers.rubrics import Rubric
 from verifiers.rubrics.score import Score
 from verifiers.rubrics.signature import Plan, as_score
+from verifiers.stats import as_aggregates
 from verifiers.types import Messages, MessageType, Row, SamplingArgs, State
 
 if TYPE_CHECKING:
@@ -81,6 +83,7 @@ class Environment(ClassicHooks, TrainerCalls):
         timeout: float | None = None,
         reward_timeout_s: float | None = None,
         hook_timeout_s: float | None = None,
+        aggregates: Any = (),
         **kwargs: Any,
     ) -> None:
         if message_type not in ("chat", "completion"):
@@ -108,6 +111,7 @@ class Environment(ClassicHooks, TrainerCalls):
         self.timeout = timeout
         self.reward_timeout_s = reward_timeout_s
         self.hook_timeout_s = hook_timeout_s
+        self.aggregates = as_aggregates(aggregates)  # functions of all rows of a run, by name
         with self._time_limits():  # refused now, if they are no limits
             pass
         self.set_interleaved_rollouts(interleaved_rollouts)
@@ -206,6 +210,7 @@ class Environment(ClassicHooks, TrainerCalls):
         if completion.tokens is not None and completion.tokens.sampling is None:
             completion = replace(completion, tokens=replace(completion.tokens, sampling={"asked": request.sampling}))
         if completion.usage is not None:
+            note_reply(completion.usage.completion_tokens)
             used = state.get("usage")
             state["usage"] = completion.usage if used is None else used + completion.usage
         return completion

@@ -10,11 +10,12 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verifiers.clients.activity import Activity, count_here
 from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
 from verifiers.envs.jobs import jobs_of, jobs_of_inputs
@@ -23,8 +24,9 @@ from verifiers.envs.run_steps import RunSteps, key_of, score_alone, score_group
 from verifiers.envs.saved_state import SavedState
 from verifiers.envs.states import restored_state
 from verifiers.envs.stopping import EarlyStop, bounds_of
+from verifiers.errors import Interrupted
 from verifiers.foreign import time_limits
-from verifiers.progress import Progress, make_progress
+from verifiers.progress import Progress, Tally, make_progress
 from verifiers.results import Results
 from verifiers.rubrics.score import note_scoring_time, write_advantages, write_score
 from verifiers.runner import Job, Limits, Run, RunInterruptedError, long_lived
@@ -169,6 +171,10 @@ async def _run(
             appender = stack.enter_context(run_dir.appender()) if run_dir is not None else None
             progress = make_progress(options.use_tqdm)
             run = _make_run(todo, _steps(env, answerer, sampling, options, appender, restored), options, progress, stop)
+            activity = Activity()
+            count_here(activity)
+            if isinstance(progress, Tally):
+                progress.activity = activity
             progress.start(len(jobs), len(jobs) - len(todo))
             stack.callback(progress.stop)
             given = {"reward_s": options.reward_timeout_s, "hook_s": options.hook_timeout_s}
@@ -181,8 +187,11 @@ async def _run(
             where = f"; go on with resume={str(run_dir.path)!r}" if run_dir is not None else ""
             metadata["ended_early"] = f"{run.ended_by}{where}"
         metadata["until"] = None if stop is None else stop.outcome()
+        interrupted = Interrupted(signum=run.signum).cause if run.is_interrupted else None
+        metadata |= {"interrupted": interrupted, "finished": interrupted is None and run.ended_by is None}
         with long_lived:  # hundreds of thousands of new objects, nearly all of them kept
-            results = _assemble(jobs, done, run_dir, kept, metadata, began)
+            aggregated = (getattr(env, "aggregates", {}), env.parser)
+            results = _assemble(jobs, done, run_dir, kept, metadata, began, aggregated)
     if run.is_interrupted:
         where = f"; resume it with resume={str(run_dir.path)!r}" if run_dir is not None else ""
         said = f"stopped after {len(results.rollouts)} of {len(jobs)} rollouts{where}"
@@ -353,6 +362,7 @@ def _open_store(
     run_dir = RunDir.open(path)
     run_dir.check_same(config)
     locked.enter_context(run_dir.lock())
+    run_dir.update_metadata({"finished": False, "num_rollouts": None})
     return run_dir, set(run_dir.compact().finished)
 
 
@@ -388,6 +398,7 @@ def _assemble(
     kept: set[tuple[Any, int]],
     metadata: dict[str, Any],
     began: float,
+    aggregated: tuple[dict[str, Any], Any],
 ) -> Results:
     keys = [job.key for job in jobs]
     # One good attempt is enough: a saved rollout that could not be scored again with its group stays as it was.
@@ -405,8 +416,9 @@ def _assemble(
     for group in groups.values():
         write_advantages(group)
     results = Results(ordered, metadata)
+    results.aggregate_functions, results.parser = aggregated
     ids = results["example_id"]
-    figures = {
+    figures: dict[str, Any] = {
         "time_ms": (time.perf_counter() - began) * 1000,
         "avg_reward": _mean(results["reward"], ids),
         "avg_metrics": {name: _mean(results[name], ids) for name in results.metric_names},
@@ -416,6 +428,9 @@ def _assemble(
     }
     results.metadata.update(figures)  # type: ignore[typeddict-item]
     if run_dir is not None:
+        if results.aggregate_functions:
+            found = {name: asdict(one) for name, one in results.aggregates.items()}
+            results.metadata["aggregates"] = figures["aggregates"] = found
         run_dir.update_metadata({**metadata, **figures, "path_to_save": str(run_dir.path)})
     return results
 

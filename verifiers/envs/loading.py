@@ -1,4 +1,4 @@
-"""An environment's id becomes the environment: from an installed package or a local ``environments/`` folder."""
+"""An environment's id becomes the environment: from a folder, a package, or our own ones."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from verifiers.envs.bundled import bundled_folder, bundled_names
 from verifiers.envs.environment import Environment
 from verifiers.envs.stand_ins import offer_stand_ins
 
@@ -57,7 +58,7 @@ def find_module(env_id: str, environments_dir: str | Path = "environments") -> M
     offer_stand_ins()
     own = name.replace("-", "_")
     names, folder = (own, f"{own}_env"), Path(environments_dir)
-    for find in (lambda one: _import_local(one, folder), _import_installed):
+    for find in (lambda one: _import_local(one, folder), _import_installed, _import_bundled):
         for module in map(find, names):
             if callable(getattr(module, "load_environment", None)):
                 assert module is not None
@@ -93,6 +94,11 @@ def _import_local(module_name: str, folder: Path) -> ModuleType | None:
     return None
 
 
+def _import_bundled(module_name: str) -> ModuleType | None:
+    folder = bundled_folder()
+    return None if folder is None else _import_local(module_name, folder)
+
+
 def _is_at(module: ModuleType, path: Path) -> bool:
     return module.__file__ is not None and Path(module.__file__).resolve() == path.resolve()
 
@@ -114,7 +120,8 @@ def _import_installed(module_name: str) -> ModuleType | None:
         if error.name is not None and error.name.partition(".")[0] == module_name.partition(".")[0]:
             return None
         raise ImportError(
-            f"the environment {module_name!r} needs {error.name!r}, which is not installed: pip install {error.name}"
+            f"the environment {module_name!r} needs the module {error.name!r}, which is not installed; "
+            "its pyproject.toml or README names the package that has it"
         ) from error
 
 
@@ -140,11 +147,11 @@ def _check_args(env_id: str, load: Callable[..., Any], env_args: dict[str, Any])
 
 
 def _not_found(env_id: str, module_name: str, folder: Path) -> str:
+    """Names of packages are not guessed: on an index anyone may have taken this one."""
     local = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     installed = [d.metadata["Name"].replace("-", "_") for d in importlib.metadata.distributions() if d.metadata["Name"]]
-    close = difflib.get_close_matches(module_name, [*local, *installed], n=3)
-    said = f"there is no environment {env_id!r}: no installed package {module_name!r} and no {folder}/{module_name}."
-    install = f"pip install {module_name.replace('_', '-')}"
+    close = difflib.get_close_matches(module_name, [*bundled_names(), *local, *installed], n=3)
+    said = f"there is no environment {env_id!r}: not in {folder}, not installed, and not among those of this library."
     if close:
-        return f"{said} Did you mean {', '.join(close)}? If not, install it: {install}"
-    return f"{said} Install it with: {install}"
+        said += f" Did you mean {', '.join(dict.fromkeys(close))}?"
+    return f"{said} vf list shows all there are; vf install takes a folder, a wheel, git+URL, or org/name of a hub"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from verifiers.clients.asking_for import ask_for, asking_for, name_rollout
 from verifiers.envs.calling import Answerer
 from verifiers.envs.large_replies import Place, is_large, lighten
 from verifiers.errors import Error, GraderError, HookError, wrap
@@ -35,6 +36,7 @@ class RunSteps:
 
     async def generate(self, job: Job) -> State:
         """One rollout; one that is on disk already is only scored again with its group."""
+        ask_for(name_rollout(job.row["example_id"], job.repeat))  # until this worker's next job: its scoring too
         if job.key in self.restored:
             return self.restored[job.key]
         if job.error is not None:
@@ -84,7 +86,8 @@ async def score_alone(env: Environment, state: State) -> Score:
 async def score_group(env: Environment, states: Sequence[State], scores: Sequence[Score]) -> None:
     """Add what only the whole group can say, or the error that kept it from being said."""
     try:
-        await env.add_group_scores(states, scores)
+        with asking_for(name_rollout(states[0].get("example_id") if states else None, None)):
+            await env.add_group_scores(states, scores)
     except BaseException as error:  # foreign code
         failure = wrap(contained(error), GraderError, "scoring the group")
         for score in scores:

@@ -1,4 +1,4 @@
-"""A folder, a wheel, a name of an index or ``org/name@version`` of a hub → an installed environment."""
+"""A folder, a wheel, a git address, a name of an index or ``org/name`` of a hub → an installed environment."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from verifiers.clients.secrets import hide_in_url
+from verifiers.envs.bundled import bundled_module
 from verifiers.packages import hub as hubs
-from verifiers.packages.listing import find_in
+from verifiers.packages.listing import find_in, installed_environments
 from verifiers.packages.source import NotAnEnvironmentError, Package, module_name, read_folder, read_wheel
 
 Program = Literal["pip", "uv"]
@@ -27,6 +29,10 @@ _MOST_CHARS = 4096  # of a path, on any system
 
 class InstallError(Exception):
     """Nothing was installed; the message says why."""
+
+
+class BundledError(InstallError):
+    """It comes with this library; on an index its name may be anyone's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,19 +82,24 @@ class Installer:
         self._run([*words, *(["--editable"] if is_editable else []), *wanted])
 
     def _run(self, words: Sequence[str], settings: Mapping[str, str] | None = None) -> None:
-        command, *rest = words
-        start = (
-            [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", command]
-            if self.program == "pip"
-            else ["uv", "pip", command, "--quiet", "--python", sys.executable]
-        )
-        env = {**os.environ, **(settings or {})}
-        done = subprocess.run([*start, *rest], capture_output=True, text=True, check=False, env=env)
-        if done.returncode:
-            said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-            raise InstallError(
-                f"{self.program} {command} ended with {done.returncode}:\n" + "\n".join(said[-_SHOWN_LINES:])
-            )
+        run_program(self.program, words, settings)
+
+
+def run_program(program: Program, words: Sequence[str], settings: Mapping[str, str] | None = None) -> None:
+    """Run a command of pip or uv; the last lines of what it says are the error."""
+    command, *rest = words
+    of_uv = ["uv", "build", "--quiet"] if command == "build" else ["uv", "pip", command, "--quiet"]
+    start = (
+        [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", command]
+        if program == "pip"
+        else [*of_uv, "--python", sys.executable]
+    )
+    env = {**os.environ, **(settings or {})}
+    done = subprocess.run([*start, *rest], capture_output=True, text=True, check=False, env=env)
+    if done.returncode:
+        said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+        shown = "\n".join(said[-_SHOWN_LINES:])
+        raise InstallError(hide_in_url(f"{program} {command} ended with {done.returncode}:\n{shown}"))
 
 
 def find_program(wanted: Program | None = None) -> Program:
@@ -136,16 +147,20 @@ def _install(
         package = read_wheel(path)
         installer.install([str(path)])
         return Installed(package=package, source=str(path), program=installer.program)
+    if what.startswith("git+"):
+        return _install_from_git(what, installer, is_editable)
     local = local_folder(what, folder) if index is None else None
     if local is not None:
         return _install_folder(local, installer, is_editable)
     if is_editable:
         raise InstallError(f"{what!r} is no folder; only a folder can be installed as editable")
+    if index is None and (named := _NAMED.fullmatch(what)) and (module := bundled_module(named[1])) is not None:
+        raise BundledError(f"{module.replace('_', '-')} comes with verifiers: there is nothing to install")
     if on_hub := _ON_HUB.fullmatch(what):
         return _install_from_hub(on_hub[1], on_hub[2], on_hub[3], installer, hub)
     named = _NAMED.fullmatch(what)
     if named is None:
-        forms = "a folder, a .whl file, name, name@version or org/name@version"
+        forms = "a folder, a .whl file, git+URL, name, name@version or org/name@version"
         raise InstallError(f"{what!r} is nothing that can be installed; it can be {forms}")
     return _install_from_index(named[1], named[2], installer, index)
 
@@ -170,6 +185,34 @@ def _install_folder(path: Path, installer: Installer, is_editable: bool) -> Inst
     package = read_folder(path)
     installer.install([str(path.resolve())], is_editable=is_editable)
     return Installed(package=package, source=str(path), program=installer.program)
+
+
+def _install_from_git(address: str, installer: Installer, is_editable: bool) -> Installed:
+    """``git+https://host/repository[@branch][#subdirectory=environments/name]``, built and looked at first."""
+    if is_editable:
+        raise InstallError("only a folder can be installed as editable; clone the repository and name its folder")
+    if shutil.which("git") is None:
+        raise InstallError("git+ addresses need the program git, which is not here")
+    with tempfile.TemporaryDirectory(prefix="vf-install-") as folder:
+        package = installer.fetch(address, None, Path(folder))
+        wheel = next(Path(folder).glob("*.whl"), None)  # the very one that was looked at, where pip built it
+        installer.install([address if wheel is None else str(wheel)])
+    return Installed(package=package, source=hide_in_url(address), program=installer.program)
+
+
+def uninstall(name: str, *, program: Program | None = None) -> Package:
+    """Uninstall an environment; a package that is none stays."""
+    module = module_name(name)
+    found = [listed.package for listed in installed_environments()]
+    package = next((one for one in found if one.module in (module, f"{module}_env") or one.name == name), None)
+    if package is None:
+        if bundled_module(name) is not None:
+            raise InstallError(f"{name} comes with verifiers and goes with it")
+        there = ", ".join(sorted(one.name for one in found)) or "none"
+        raise InstallError(f"no environment {name!r} is installed; installed are: {there}")
+    program = find_program(program)
+    run_program(program, ["uninstall", *(["--yes"] if program == "pip" else []), package.name])
+    return package
 
 
 def _install_from_index(name: str, version: str | None, installer: Installer, index: str | None) -> Installed:

@@ -6,7 +6,9 @@ import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from verifiers.envs.bundled import bundled_folder
 from verifiers.packages.source import (
     NotAnEnvironmentError,
     Package,
@@ -17,6 +19,8 @@ from verifiers.packages.source import (
     read_source,
 )
 
+Kind = Literal["local", "installed", "bundled"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
@@ -24,18 +28,25 @@ class Listed:
 
     package: Package
     where: str
-    is_local: bool
+    kind: Kind
+
+    @property
+    def is_local(self) -> bool:
+        return self.kind == "local"
 
 
 def list_environments(folder: str | Path = "environments") -> list[Listed]:
-    """The environments in a folder, then the installed ones; a local one hides an installed one of its name."""
-    local = list(_local(Path(folder)))
-    hidden = {listed.package.module for listed in local}
-    installed = sorted(_installed(), key=lambda listed: listed.package.name)
-    return [*local, *(listed for listed in installed if listed.package.module not in hidden)]
+    """Those in a folder, the installed ones, those that come along; one hides those of its name after it."""
+    bundled = bundled_folder()
+    own = () if bundled is None else _in_folder(bundled, "bundled")
+    installed = sorted(installed_environments(), key=lambda listed: listed.package.name)
+    found: dict[str, Listed] = {}
+    for listed in (*_in_folder(Path(folder), "local"), *installed, *own):
+        found.setdefault(listed.package.module, listed)
+    return list(found.values())
 
 
-def _local(folder: Path) -> Iterator[Listed]:
+def _in_folder(folder: Path, kind: Kind) -> Iterator[Listed]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not path.is_dir() or path.name.startswith((".", "_")):
             continue
@@ -43,10 +54,11 @@ def _local(folder: Path) -> Iterator[Listed]:
             package = read_module_folder(path, module_name(path.name))
         except NotAnEnvironmentError:
             continue
-        yield Listed(package=package, where=str(path), is_local=True)
+        yield Listed(package=package, where=str(path), kind=kind)
 
 
-def _installed() -> Iterator[Listed]:
+def installed_environments() -> Iterator[Listed]:
+    """The installed packages that depend on this library and have an environment in them."""
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
         if name and _needs_us(distribution):
@@ -82,7 +94,7 @@ def _read_installed(distribution: importlib.metadata.Distribution, name: str) ->
         package = find_package(read, files, name=name, version=distribution.version, where=name)
     except NotAnEnvironmentError:
         return None
-    return Listed(package=package, where=str(home), is_local=False)
+    return Listed(package=package, where=str(home), kind="installed")
 
 
 def _reader(roots: list[Path]) -> Read:

@@ -125,7 +125,7 @@ README = """\
 How often does a letter occur in a word? The model reasons, then gives a whole number in `<answer>` tags.
 
     vf check @NAME@
-    vf eval @NAME@ -m local -n 20 -r 1
+    vf eval @NAME@ -m smollm2 -n 20 -r 1
 
 | argument | default | what it does |
 |---|---|---|

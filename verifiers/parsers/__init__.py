@@ -7,6 +7,7 @@ from verifiers.parsers.answers import (
     extract_hash_answer,
     strip_non_numeric,
 )
+from verifiers.parsers.json_parser import JSONParser
 from verifiers.parsers.maybe_think_parser import MaybeThinkParser
 from verifiers.parsers.parser import Parser
 from verifiers.parsers.think_parser import ThinkParser
@@ -15,6 +16,7 @@ from verifiers.parsers.xml_parser import XMLParser
 __all__ = [
     "BOXED_SYSTEM_PROMPT",
     "THINK_BOXED_SYSTEM_PROMPT",
+    "JSONParser",
     "MaybeThinkParser",
     "Parser",
     "ThinkParser",

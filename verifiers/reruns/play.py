@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from verifiers.clients.asking_for import ask_for
 from verifiers.envs.calling import find_answerer, merge_sampling
 from verifiers.envs.environment import Environment
 from verifiers.envs.run_steps import score_alone, score_group
-from verifiers.rubrics.score import note_scoring_time, write_advantages, write_score
+from verifiers.rubrics.rubric import timing
+from verifiers.rubrics.score import Score, note_scoring_time, write_advantages, write_score
 from verifiers.types import Row, SamplingArgs, State
 
 AT_ONCE = 64
+OnFunction = Callable[[State, str, float], None]  # a rollout, the reward function that scored it, its seconds
 
 
 async def play(
@@ -22,29 +25,49 @@ async def play(
     *,
     model: str = "none",
     sampling_args: SamplingArgs | None = None,
+    names: Sequence[str] | None = None,
+    on_function: OnFunction | None = None,
 ) -> list[State]:
-    """Play each row with its client; rollouts of one example are scored as a group."""
+    """Play each row with its client; rollouts of one example are scored as a group.
+
+    ``names`` says which rollout each is, so that recorded judges find what they said of it; ``on_function`` is told how
+    many seconds each reward function took.
+    """
     sampling = merge_sampling(env.sampling_args, sampling_args)
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def play_one(row: Row, client: Any) -> State:
+    known = names or [f"{i}" for i in range(len(pairs))]
+
+    async def play_one(row: Row, client: Any, name: str) -> State:
         async with gate:
+            ask_for(name)
             return await env.run_row(row, find_answerer(client, model), sampling)
 
-    states = list(await asyncio.gather(*(play_one(env.formatted(row), client) for row, client in pairs)))
-    groups: dict[Any, list[State]] = {}
-    for state in states:
-        groups.setdefault(state.get("example_id"), []).append(state)
+    plays = [play_one(env.formatted(row), client, name) for (row, client), name in zip(pairs, known, strict=True)]
+    states = list(await asyncio.gather(*plays))
+    groups: dict[Any, list[tuple[State, str]]] = {}
+    for state, name in zip(states, known, strict=True):
+        groups.setdefault(state.get("example_id"), []).append((state, name))
     for group in groups.values():
-        await score(env, group)
+        await score(env, [state for state, _ in group], [name for _, name in group], on_function)
     return states
 
 
-async def score(env: Environment, group: Sequence[State]) -> None:
+async def score(
+    env: Environment, group: Sequence[State], names: Sequence[str] = (), on_function: OnFunction | None = None
+) -> None:
     """Score the rollouts of one example, those without an error, and write the scores into them."""
     began = time.perf_counter()
-    live = [state for state in group if state.get("error") is None]
-    scores = list(await asyncio.gather(*(score_alone(env, state) for state in live)))
+    named = zip(group, names or [""] * len(group), strict=True)
+    pairs = [(state, name) for state, name in named if state.get("error") is None]
+    live = [state for state, _ in pairs]
+
+    async def score_one(state: State, name: str) -> Score:
+        ask_for(name)
+        with timing(None if on_function is None else lambda func, took: on_function(state, func, took)):
+            return await score_alone(env, state)
+
+    scores = list(await asyncio.gather(*(score_one(state, name) for state, name in pairs)))
     await score_group(env, live, scores)
     for state, found in zip(live, scores, strict=True):
         write_score(state, found)

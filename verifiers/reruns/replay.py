@@ -8,6 +8,7 @@ from math import isclose
 from typing import Any
 
 from verifiers.clients import Cassette
+from verifiers.clients.asking_for import name_rollout
 from verifiers.clients.cassette import NotRecordedError
 from verifiers.clients.protocol import Completion, Request
 from verifiers.envs.environment import Environment
@@ -74,7 +75,7 @@ class NoJudge:
     base_url = "recorded:"
 
     async def complete(self, request: Request) -> Completion:
-        raise NotRecordedError("what its judges said was not recorded; record a run with: vf eval … -s --record")
+        raise NotRecordedError("what its judges said was not recorded; record a run with: vf eval … --record")
 
 
 async def replay(env: Environment, run: RunDir, *, metadata: Mapping[str, Any] | None = None) -> Replayed:
@@ -92,7 +93,11 @@ async def replay(env: Environment, run: RunDir, *, metadata: Mapping[str, Any] |
     pairs = [(row_of(record, rows), Recorded(record)) for record in records]
     with judges_answer(env, Cassette(cassette, mode="replay") if cassette.is_file() else NoJudge()):
         found.states = await play(
-            env, pairs, model=str(metadata.get("model", "")), sampling_args=metadata.get("sampling_args")
+            env,
+            pairs,
+            model=str(metadata.get("model", "")),
+            sampling_args=metadata.get("sampling_args"),
+            names=[name_rollout(record["example_id"], record.get("rollout") or 0) for record in records],
         )
     for record, state in zip(records, found.states, strict=True):
         rollout = record.get("rollout") or 0

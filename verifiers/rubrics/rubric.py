@@ -29,6 +29,8 @@ from verifiers.rubrics.score import (
 from verifiers.rubrics.signature import Plan, as_score, as_weight, field
 from verifiers.types import RewardFunc, State
 
+OnFunction = Callable[[str, float], None]  # told of a reward function's name and its seconds
+_on_function: contextvars.ContextVar[OnFunction | None] = contextvars.ContextVar("on_function", default=None)
 # Rubrics whose own ``score_rollout`` is under way: what that calls by ``super()`` scores by functions and weights.
 _scoring_own_way: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("scoring_own_way", default=())
 
@@ -198,6 +200,16 @@ class Rubric:
         return scores
 
     async def _invoke(self, plan: Plan, kwargs: dict[str, Any]) -> Any:
+        tell = _on_function.get()
+        if tell is None:
+            return await self._called(plan, kwargs)
+        began = time.perf_counter()
+        try:
+            return await self._called(plan, kwargs)
+        finally:
+            tell(plan.name, time.perf_counter() - began)
+
+    async def _called(self, plan: Plan, kwargs: dict[str, Any]) -> Any:
         if plan.is_cpu_bound:
             from verifiers.rubrics.workers import call_in_worker
 
@@ -348,6 +360,16 @@ class Rubric:
             return as_score(calls.run(lambda: self._invoke(plan, plan.arguments(state, self.class_objects))), plan.name)
         except BaseException as error:  # foreign code
             raise grader_error(calls.contained(error), plan) from error
+
+
+@contextmanager
+def timing(tell: OnFunction | None) -> Iterator[None]:
+    """While this lasts, a function is told the name and the seconds of each reward function that was called."""
+    token = _on_function.set(tell)
+    try:
+        yield
+    finally:
+        _on_function.reset(token)
 
 
 @contextmanager

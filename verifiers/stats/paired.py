@@ -12,8 +12,8 @@ from verifiers.stats.scores import TOLERANCE, check_share, finite
 
 Scores = Mapping[Any, float | Iterable[float | None] | None]  # by example id, any hashable one
 
-_COUNT_ENDINGS = ("_calls", "_count", "_counts", "_tokens", "_turns", "_retries", "_cells", "_steps")
-_COUNT_NAMES = ("turns", "retries", "cells", "tokens", "length", "steps")
+_COUNT_ENDINGS = ("_calls", "_count", "_counts", "_tokens", "_turns", "_retries", "_cells", "_steps", "_faults")
+_COUNT_NAMES = ("turns", "retries", "cells", "tokens", "length", "steps", "calls", "faults")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

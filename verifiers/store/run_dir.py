@@ -95,6 +95,7 @@ class RunDir:
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "verifiers_version": _version(),
                 "format": FORMAT,
+                "finished": False,
                 "config": stored,
                 "config_fingerprint": fingerprint(stored),
             }

@@ -17,6 +17,7 @@ from verifiers.clients import as_client
 from verifiers.clients.protocol import Request
 from verifiers.envs.evaluation import score_states
 from verifiers.messages import as_messages
+from verifiers.progress import Tally
 from verifiers.runner import RunInterruptedError
 from verifiers.trainers import processes, sampling, setup, stopping
 from verifiers.trainers.advantages import Estimator, flat_groups
@@ -43,6 +44,7 @@ from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.update import PolicyUpdate
 from verifiers.trainers.watch.report import Report
+from verifiers.trainers.watch.tracking import check_report_to
 from verifiers.trainers.weights import Weights, learning_rate
 from verifiers.types import Row
 
@@ -97,6 +99,7 @@ class GRPOTrainer(Trainer):
             raise TypeError("advantage= is a function, and the configuration names another estimator; pass one of them")
         Estimator(self._own_advantage or self.config.estimator)  # functions that cannot be called are found before
         Loss(self.config.objective, self._own_loss)  # anything is loaded
+        check_report_to(self.config.report_to)
         self.env, self.offline = env, None if dataset is None else read_offline(dataset)
         if self.offline is None:
             setup.check_env(env)
@@ -139,9 +142,13 @@ class GRPOTrainer(Trainer):
                     self.epoch = self.step // self.num_steps_per_epoch
                     self.on_epoch_begin(self.epoch)
                 began = time.perf_counter()
+                if not self._parts:
+                    count = self.rows_per_generation * self.config.group_size
+                    report.enter(f"sampling and scoring {count} rollouts")
                 batch = self._next_batch(generations)
                 sampled = time.perf_counter()
                 self._check_scored(report, batch)
+                report.enter(f"learning from {len(batch['rewards'])} rollouts")
                 figures = self.train_step(batch) or {}
                 self.step += 1
                 report.step(self, batch, figures, waited_s=sampled - began, trained_s=time.perf_counter() - sampled)
@@ -306,7 +313,7 @@ class GRPOTrainer(Trainer):
             rollouts_per_example=size,
             sampling_args=exact_sampling(self.sampling, self.client, self.env),
             max_concurrent=self.config.max_concurrent,
-            use_tqdm=False,
+            use_tqdm=Tally() if self.report is None else self.report.counted(),
             score=not scores_itself,
         )
         groups = [first_group + i for i in range(len(rows)) for _ in range(size)]

@@ -22,6 +22,7 @@ from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.update import micro_batch_tokens
 from verifiers.trainers.watch.report import Report
+from verifiers.trainers.watch.tracking import check_report_to
 from verifiers.trainers.weights import Weights, learning_rate
 
 
@@ -59,6 +60,7 @@ class SFTTrainer(Trainer):
         self.config = SFTConfig.of(setup.one_of("config", config, "args", args))
         tokenizer = setup.one_of("tokenizer", tokenizer, "processing_class", processing_class)
         self.config.check()
+        check_report_to(self.config.report_to)
         self.env = env
         self.accelerator = processes.accelerator()
         self.model, self.tokenizer = setup.model_and_tokenizer(
@@ -85,6 +87,7 @@ class SFTTrainer(Trainer):
             while self.step < self.total_steps and not self.should_stop:
                 self.epoch = self.step // self.num_steps_per_epoch
                 began = time.perf_counter()
+                report.enter("learning from a batch")
                 figures = self.train_step(self.get_batch())
                 self.step += 1
                 report.note(self._line(figures, time.perf_counter() - began))

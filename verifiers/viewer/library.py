@@ -81,7 +81,9 @@ class Run:
     @property
     def is_finished(self) -> bool:
         metadata = self.metadata
-        return bool(metadata.get("finished")) or metadata.get("num_rollouts") is not None
+        if metadata.get("interrupted") or metadata.get("ended_early"):
+            return False
+        return bool(metadata.get("finished")) or metadata.get("num_rollouts") is not None  # older runs do not say
 
     @property
     def is_live(self) -> bool:

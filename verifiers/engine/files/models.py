@@ -354,7 +354,7 @@ def _told_plainly(place: str | Path, what: str = "model") -> Iterator[None]:
             if any(isinstance(cause, LocalEntryNotFoundError | ConnectionError) for cause in causes):
                 raise ValueError(
                     f"the {what} {place!r} is no folder here and not in the cache, and Hugging Face cannot be reached: "
-                    "check the name, or use -m local"
+                    "check the name, or use -m smollm2"
                 ) from error
         reason = " ".join(str(error).split())
         raise ValueError(f"the {what} {str(place)!r} could not be loaded: {reason[:300]}") from error

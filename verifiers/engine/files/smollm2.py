@@ -47,6 +47,15 @@ def default_folder() -> Path:
     return cache_folder() / "models" / "smollm2"
 
 
+def public_name(name: str) -> str:
+    """What a model is called: the embedded one by its name, wherever it lies, and any other as it is.
+
+    >>> public_name("local"), public_name(str(default_folder())), public_name("org/name")
+    ('smollm2', 'smollm2', 'org/name')
+    """
+    return "smollm2" if name == "local" or Path(name).expanduser() == default_folder() else name
+
+
 def is_pulled(folder: str | os.PathLike[str] | None = None) -> bool:
     """Whether the model is there to be loaded without a network."""
     folder = default_folder() if folder is None else Path(folder)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from verifiers.logs import printable
-from verifiers.progress import Enduring
+from verifiers.progress import Enduring, Tally
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,6 +21,7 @@ SPARK_CHARS = 32
 BAR_CHARS = 24
 RECENT_STEPS = 20  # steps that the time left is judged by
 DRAW_EVERY_S = 0.2
+ECHO_CHARS = 5  # columns beside the panel
 _SPARKS = "▁▂▃▄▅▆▇█"
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
 _PARTS = (
@@ -50,6 +51,9 @@ class TrainingDisplay:
         self.metrics: Mapping[str, Any] = {}
         self.last_eval: Mapping[str, Any] | None = None
         self.last_notice = ""
+        self.phase = "starting"
+        self.sampling: Tally | None = None  # of the rollouts that are being made
+        self._phase_began = 0.0
         self._history: dict[str, list[float]] = {}
         self._ends: deque[float] = deque(maxlen=RECENT_STEPS + 1)
         self._began = self._drawn_at = 0.0
@@ -60,7 +64,7 @@ class TrainingDisplay:
     def start(self, total_steps: int, title: str) -> None:
         """Begin to show a training."""
         self.total_steps, self.title = total_steps, clean(title)
-        self._began = time.monotonic()
+        self._began = self._phase_began = time.monotonic()
         self._ends.append(self._began)
         if not self.show:
             return
@@ -85,6 +89,26 @@ class TrainingDisplay:
             self._draw()
         elif not isinstance(step, int) or step % self.logging_steps == 0 or step == self.total_steps:
             self._say(self.line())
+
+    def enter(self, phase: str) -> None:
+        """What is being done from now on: in words, for until the first step ends there is nothing else to show."""
+        self.phase, self._phase_began = phase, time.monotonic()
+        if self._live is not None:
+            self._draw()
+        elif not self.metrics:
+            self._say(phase)
+
+    def counted(self) -> Tally:
+        """What counts the rollouts that are being made, and has its notes shown here."""
+        self.sampling = _Counted(self)
+        return self.sampling
+
+    def say(self, text: str) -> None:
+        """A line above the panel, which stays whole."""
+        if self._live is not None:
+            self._live.console.print(text, highlight=False, markup=False)
+        else:
+            self._say(text)
 
     def notice(self, text: str) -> None:
         """What the watch has to say; the last one stays in sight."""
@@ -142,7 +166,8 @@ class TrainingDisplay:
         curves = Table.grid(padding=(0, 2))
         for name, value, history in self._curves():
             curves.add_row(Text(name, style="bold" if name == "reward" else ""), Text(value), sparkline(history))
-        rows: list[RenderableType] = [self._progress_row(), curves]
+        rows: list[RenderableType] = [self._progress_row(), Text(self._phase_text(), style="cyan")]
+        rows += [curves] if curves.row_count else []
         if counts := self._counts_text():
             rows.append(Text(counts))
         if self._seconds():
@@ -224,6 +249,16 @@ class TrainingDisplay:
 
     # --- the words ----------------------------------------------------------------------------------------------
 
+    def _phase_text(self) -> str:
+        took = f", {_clock(time.monotonic() - self._phase_began)}"
+        tally = self.sampling
+        if not self.phase.startswith("sampling"):
+            return f"{self.phase}{took}"
+        if tally is None or not tally.total:  # the engine measures what is quickest here, or compiles it
+            return f"preparing the sampler, then {self.phase}{took}"
+        tokens = tally.activity.tokens if tally.activity is not None else tally.tokens
+        return f"{self.phase}: {tally.done:,} of {tally.total:,} done, {tokens:,} tokens{took}"
+
     def _reward_text(self, label: bool = True) -> str:
         metrics = self.metrics
         return _with_interval(
@@ -277,14 +312,28 @@ class TrainingDisplay:
             self._live.refresh()
 
 
+class _Counted(Tally):
+    """Counts rollouts for the panel; what the run has to say stands above it."""
+
+    def __init__(self, display: TrainingDisplay) -> None:
+        super().__init__()
+        self._display = display
+
+    def note(self, text: str) -> None:
+        self._display.say(text)
+
+
 def _make_live(stream: IO[str], picture: Any) -> Any:
     from rich.console import Console
     from rich.live import Live
 
+    console = Console(file=stream)
+    # A terminal writes ^C where the cursor is: in a line that is full, that would move the panel down by one.
+    console.width = max(console.width - ECHO_CHARS, 20)
     # A program's results on a piped stdout are not drawn into the panel.
     return Live(
         get_renderable=picture,
-        console=Console(file=stream),
+        console=console,
         refresh_per_second=1,
         redirect_stdout=sys.stdout.isatty(),
         redirect_stderr=True,

@@ -24,6 +24,7 @@ RATIO_MAX = 20.0
 KL_MAX = 1.0  # nats a token
 ENTROPY_SHARE, ENTROPY_MAX = 0.2, 0.1  # of its start; nats a token
 SOLVED_SHARE = 0.9  # of the way from the worst to the best single reward seen
+SOLVED_LEAST = 0.5  # of what the weights add up to: the best seen must be this good
 DOMINANT_SHARE = 0.98  # of the weighted variance
 DOMINANT_SCALE = 20.0  # how much wider one function's values are spread than another's
 LIVELY_SPREAD = 0.1  # of a function's own range, below which it is saturated and not drowned
@@ -283,11 +284,20 @@ class Watch:
         return self._in_a_row[kind] >= PATIENCE
 
     def _is_solved(self) -> bool:
-        """Does nearly every rollout get the best reward that was ever seen, and was there a worse one?"""
-        if not self._rewards or self._best <= self._worst:
+        """Does nearly every rollout get the most that can be had?
+
+        That is the best that was ever seen, where there was a worse one; where all were alike from the start, what the
+        weights add up to. Alike and far from that is no end that one wants: the format is kept and nothing is right.
+        """
+        if not self._rewards:
             return False
-        reached = _mean(self._rewards[-PATIENCE:]) - self._worst
-        return reached >= SOLVED_SHARE * (self._best - self._worst)
+        most = sum(weight for weight in self.weights.values() if weight > 0)
+        mean = _mean(self._rewards[-PATIENCE:])
+        if self._best <= self._worst:
+            return most > 0 and mean >= SOLVED_SHARE * most
+        if self._best < SOLVED_LEAST * most:
+            return False
+        return mean - self._worst >= SOLVED_SHARE * (self._best - self._worst)
 
     def _values(self, name: str) -> list[float]:
         return [value for columns in self._columns for value in columns[name]]

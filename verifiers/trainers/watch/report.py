@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from verifiers.engine.files.smollm2 import public_name
 from verifiers.engine.local_model import LocalModel
 from verifiers.kernels import autograd
+from verifiers.progress import Tally
 from verifiers.results import Results
 from verifiers.store import RunDir, safe_name
 from verifiers.trainers import checkpoints
@@ -45,7 +48,7 @@ class Report:
         self._processes = trainer.accelerator
         self.is_main: bool = trainer.accelerator.is_main_process
         self.env_id = _name_of(trainer.env)
-        self.model = str(getattr(trainer.model, "name_or_path", "") or type(trainer.model).__name__)
+        self.model = public_name(str(getattr(trainer.model, "name_or_path", "") or type(trainer.model).__name__))
         self.from_checkpoint, self.path = self._place(resume)
         self._resumes = bool(resume)
         self.steps: list[dict[str, Any]] = []
@@ -87,10 +90,13 @@ class Report:
     def __enter__(self) -> Report:
         if not self.is_main:
             return self
+        is_new = not self.path.exists()
         try:
             self._open()
         except BaseException:
             self._resources.close()
+            if is_new:  # nothing was trained: the folder would only be in the way of the next try
+                shutil.rmtree(self.path, ignore_errors=True)
             raise
         return self
 
@@ -118,6 +124,20 @@ class Report:
         self._display.start(self._total_steps, f"{self.env_id} · {self.model} · {self.backend}")
         self._resources.callback(self._display.stop)
         self._is_open = True
+
+    def enter(self, phase: str) -> None:
+        """What the training does from now on, for whoever watches."""
+        if self._is_open:
+            self._display.enter(phase)
+
+    def say(self, text: str) -> None:
+        """A line for whoever watches, which leaves the panel whole."""
+        if self._is_open:
+            self._display.say(text)
+
+    def counted(self) -> Tally:
+        """What counts the rollouts that are being made."""
+        return self._display.counted() if self._is_open else Tally()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -58,10 +58,7 @@ def trackers(
     Traceback (most recent call last):
     ValueError: report_to='wandbb' is not known; choose wandb, trackio, tensorboard, all or none
     """
-    names = _names_of(report_to)
-    for name in names:
-        if not _is_installed(name):
-            raise ImportError(f"report_to={name!r} needs a package that is not here; pip install {name}")
+    names = check_report_to(report_to)
     started: list[Tracker] = []
     for name in names:
         try:
@@ -73,6 +70,15 @@ def trackers(
                 f"report_to={name!r} could not start: {_one_line(error)}{_HINTS.get(name, '')}"
             ) from error
     return started
+
+
+def check_report_to(report_to: str | Sequence[str] | None) -> list[str]:
+    """The names in ``report_to``, each of them known and installed."""
+    names = _names_of(report_to)
+    for name in names:
+        if not _is_installed(name):
+            raise ImportError(f"report_to={name!r} needs a package that is not here; pip install {name}")
+    return names
 
 
 def flatten(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | Histogram]:

@@ -1,0 +1,70 @@
+"""``vf runs``: saved runs are listed, tagged, annotated and deleted; one that is running is left alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from verifiers.store import RunDir, list_runs
+
+
+@pytest.fixture
+def saved(run) -> RunDir:
+    run("eval", "arithmetic", "-m", "fake", "-n", "2", "-r", "1")
+    run("eval", "wordle", "-m", "fake", "-n", "1", "-r", "1")
+    (found,) = [one for one in list_runs() if one.metadata["env_id"] == "arithmetic"]
+    return found
+
+
+def test_runs_are_listed_with_what_they_are_and_how_they_stand(run, saved):
+    shown = run("runs").stdout
+    assert saved.path.name in shown
+    assert "finished" in shown
+    assert "2 runs" in shown
+    assert [one["env_id"] for one in json.loads(run("runs", "list", "wordle", "--json").stdout)] == ["wordle"]
+    assert "no run mentions nothing-like-it" in run("runs", "list", "nothing-like-it").stdout
+
+
+def test_tags_and_notes_stay_with_the_run_and_find_it(run, saved):
+    run("runs", "tag", saved.path.name, "baseline", "v1")
+    run("runs", "tag", saved.path.name, "-d", "v1")
+    run("runs", "note", saved.path.name, "before the new prompt")
+    assert saved.metadata["tags"] == ["baseline"]
+    (found,) = json.loads(run("runs", "list", "baseline", "--json").stdout)
+    assert found["note"] == "before the new prompt"
+    assert "#baseline before the new prompt" in run("runs").stdout
+    assert "is no tag" in run("runs", "tag", saved.path.name, "two words", code=1).stderr
+    run("eval", "arithmetic", "-m", "fake", "-n", "2", "-r", "1", "--resume", str(saved.path))
+    assert saved.metadata["tags"] == ["baseline"]
+
+
+def test_a_run_is_deleted_when_one_says_yes_and_kept_otherwise(run, saved):
+    from click.testing import CliRunner
+
+    from verifiers.cli.main import vf
+
+    kept = CliRunner().invoke(vf, ["runs", "delete", saved.path.name], input="n\n", prog_name="vf")
+    assert "kept" in kept.output
+    assert saved.path.exists()
+    run("runs", "delete", saved.path.name, "-y")
+    assert not saved.path.exists()
+    assert not saved.path.parent.exists()
+    assert len(list_runs()) == 1
+
+
+def test_a_run_that_is_being_written_is_neither_deleted_nor_changed(run, saved):
+    with RunDir(saved.path).lock():
+        saved.update_metadata({"finished": False})
+        assert "is being written by" in run("runs", "delete", saved.path.name, "-y", code=1).stderr
+        assert "is being written by" in run("runs", "tag", saved.path.name, "x", code=1).stderr
+        assert json.loads(run("runs", "list", "arithmetic", "--json").stdout)[0]["status"] == "running"
+    assert saved.path.exists()
+
+
+def test_what_is_no_run_is_not_deleted(run):
+    Path("mine").mkdir()
+    Path("mine/file.txt").write_text("precious")
+    assert "holds no run" in run("runs", "delete", "mine", "-y", code=2).stderr
+    assert Path("mine/file.txt").exists()

@@ -1,0 +1,57 @@
+"""``vf publish``: a folder → its wheel, with what ``vf check`` found inside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from verifiers.cli.check import describe
+from verifiers.cli.environments import complete_environments, env_dir_option, explained, split_path
+from verifiers.cli.telling import told
+from verifiers.logs import printable
+
+
+@click.command("publish", short_help="Check an environment and build its wheel.")
+@click.argument("env_id", metavar="ENV", shell_complete=complete_environments)
+@env_dir_option
+@click.option("-o", "--output", metavar="PATH", default="dist", show_default=True, help="Folder for the wheel.")
+@click.option("--allow-failures", is_flag=True, help="Build it although a check failed; the verdict says so.")
+@click.option("--with", "program", type=click.Choice(["pip", "uv"]), help="Default: pip, or uv where there is no pip.")
+@click.option("-v", "--verbose", is_flag=True, help="Show the log and tracebacks.")
+def publish(
+    env_id: str, env_dir_path: str, output: str, allow_failures: bool, program: str | None, verbose: bool
+) -> None:
+    """Check ENV, a folder or a name in ./environments, and build the wheel that others can install.
+
+    \b
+    vf publish my-env
+    vf publish ./environments/my_env -o dist
+
+    The wheel holds the check's verdict and digests of the files it is about: vf install shows it. Nothing is uploaded.
+    Exit codes: 0 built, 1 a check failed or it could not be built, 2 wrong usage.
+    """
+    from verifiers import checks, packages
+
+    name, home = split_path(env_id, env_dir_path)
+    folder = packages.local_folder(name, Path(home))
+    if folder is None:
+        raise click.UsageError(f"there is no folder of an environment {env_id!r} in {home}; vf init NAME makes one")
+    with told(verbose):
+        try:
+            packages.read_folder(folder)
+            report = checks.check_environment(name, environments_dir=home)
+        except packages.NotAnEnvironmentError as error:
+            raise click.ClickException(printable(str(error))) from error
+        except Exception as error:  # foreign code
+            raise explained(error, f"the environment {env_id!r} cannot be checked", verbose) from error
+    bad = [line for line in describe(report) if " ok " not in line and " skip" not in line]
+    click.echo("\n".join(bad))
+    if not report.is_clean and not allow_failures:
+        raise click.ClickException("not built: a check failed; mend it, or give --allow-failures")
+    try:
+        wheel = packages.publish(folder, output, report.as_data(), program=program)  # type: ignore[arg-type]
+    except packages.InstallError as error:
+        raise click.ClickException("\n".join(map(printable, str(error).splitlines()))) from error
+    click.echo(f"built {wheel}")
+    click.echo(f"others install it with: vf install {wheel.name} (or from an index that you upload it to)")

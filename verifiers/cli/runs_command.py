@@ -1,0 +1,185 @@
+"""``vf runs``: the saved runs as a list, with tags and notes; and their deletion."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verifiers.cli.runs import RUN, metadata_of
+from verifiers.cli.tables import dim, some, table
+from verifiers.logs import printable
+
+if TYPE_CHECKING:
+    from verifiers.store import RunDir
+
+ROOTS = ("outputs/evals", "outputs/train")
+SHOWN_RUNS = 30
+
+
+@click.group("runs", short_help="List, tag, annotate and delete saved runs.", invoke_without_command=True)
+@click.pass_context
+def runs(ctx: click.Context) -> None:
+    """List, tag, annotate and delete saved runs; alone it lists them.
+
+    \b
+    vf runs                              the newest first
+    vf runs list capitals baseline       those that mention both words
+    vf runs tag last baseline
+    vf runs note 1a2b "before the new prompt"
+    vf runs delete 1a2b 5e6f
+    """
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(list_command, words=(), root=(), as_json=False, show_all=False)
+
+
+@runs.command("list")
+@click.argument("words", metavar="[WORD]...", nargs=-1)
+@click.option("--root", metavar="PATH", multiple=True, help="Where to look (default outputs/evals and outputs/train).")
+@click.option("--all", "show_all", is_flag=True, help=f"All of them, not the newest {SHOWN_RUNS}.")
+@click.option("--json", "as_json", is_flag=True, help="Print them as JSON.")
+def list_command(words: tuple[str, ...], root: tuple[str, ...], show_all: bool, as_json: bool) -> None:
+    """List saved runs, the newest first; with WORDs those that mention them all, in id, environment, model, tag, note
+    or status."""
+    from verifiers.store import list_runs
+
+    found = [run for place in root or ROOTS for run in list_runs(place)]
+    described = [about(run) for run in found]
+    described.sort(key=lambda one: one["date"] or "", reverse=True)
+    wanted = [one for one in described if _mentions(one, words)]
+    if as_json:
+        click.echo(json.dumps(wanted, ensure_ascii=False, default=str))
+        return
+    if not wanted:
+        what = f"no run mentions {' '.join(words)}" if words else f"no run in {' or '.join(root or ROOTS)}"
+        click.echo(f"{what}; vf eval ENV -m MODEL makes one")
+        return
+    shown = wanted if show_all else wanted[:SHOWN_RUNS]
+    header = ["id", "environment", "model", "rollouts", "reward", "status", "when", "tags and note"]
+    click.echo("\n".join(table([_row(one) for one in shown], header=header, right=[3, 4])))
+    more = f"; --all shows {len(wanted) - len(shown)} more" if len(wanted) > len(shown) else ""
+    click.echo(dim(f"{some(len(wanted), 'run')}{more}; vf view ID looks into one"))
+
+
+@runs.command("tag")
+@click.argument("run", type=RUN)
+@click.argument("tags", metavar="TAG...", nargs=-1)
+@click.option("-d", "--remove", metavar="TAG", multiple=True, help="Take this tag away.")
+def tag_command(run: RunDir, tags: tuple[str, ...], remove: tuple[str, ...]) -> None:
+    """Add TAGs to RUN, or remove some."""
+    from verifiers.store import keeping
+
+    if not tags and not remove:
+        raise click.UsageError("which tag? vf runs tag RUN TAG, or -d TAG to take one away")
+    has = _kept(lambda: keeping.tag(run, tags, remove))
+    click.echo(f"{run.path.name}: {' '.join(map(printable, has)) or 'no tags'}")
+
+
+@runs.command("note")
+@click.argument("run", type=RUN)
+@click.argument("text")
+def note_command(run: RunDir, text: str) -> None:
+    """Write a note TEXT beside RUN, in place of the one before; "" takes it away."""
+    from verifiers.store import keeping
+
+    _kept(lambda: keeping.note(run, text))
+    click.echo(f"{run.path.name}: {printable(text) or 'no note'}")
+
+
+@runs.command("delete")
+@click.argument("chosen", type=RUN, metavar="RUN...", nargs=-1, required=True)
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def delete_command(chosen: tuple[RunDir, ...], yes: bool) -> None:
+    """Delete RUNs for good; one that is running is refused."""
+    from verifiers.store import keeping
+
+    for run in chosen:
+        one = about(run)
+        size = sum(path.stat().st_size for path in Path(run.path).rglob("*") if path.is_file())
+        what = f"{run.path} ({printable(_title(one))}, {size / 1e6:,.1f} MB)"
+        if not yes and not click.confirm(f"delete {what}?", err=True):
+            click.echo(f"kept {run.path}")
+            continue
+        _kept(lambda run=run: keeping.delete(run))
+        click.echo(f"deleted {run.path}")
+
+
+def about(run: RunDir) -> dict[str, Any]:
+    """What a list shows of a run."""
+    from verifiers.store import keeping
+
+    metadata = metadata_of(run)
+    until = metadata.get("until") if isinstance(metadata.get("until"), dict) else None
+    return {
+        "id": run.path.name,
+        "path": str(run.path),
+        "kind": metadata.get("kind", "evaluation"),
+        "env_id": metadata.get("env_id"),
+        "model": metadata.get("model"),
+        "date": metadata.get("date"),
+        "rollouts": metadata.get("num_rollouts"),
+        "failed": metadata.get("num_failed"),
+        "reward": metadata.get("avg_reward") if until is None else until.get("mean", metadata.get("avg_reward")),
+        "status": keeping.status_of(run, metadata),
+        "tags": keeping.tags_of(metadata),
+        "note": metadata.get("note") or "",
+    }
+
+
+def _kept(change: Any) -> Any:
+    """A change of a run; why it could not be made is one sentence."""
+    from verifiers.store import RunInUseError
+
+    try:
+        return change()
+    except (RunInUseError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _title(one: dict[str, Any]) -> str:
+    return f"{one['env_id'] or '?'} with {one['model'] or '?'}, {some(one['rollouts'] or 0, 'rollout')}"
+
+
+def _mentions(one: dict[str, Any], words: tuple[str, ...]) -> bool:
+    keys = ("id", "kind", "env_id", "model", "status", "note")
+    text = " ".join([*(str(one[key] or "") for key in keys), *one["tags"]]).lower()
+    return all(word.lower() in text for word in words)
+
+
+def _row(one: dict[str, Any]) -> list[str]:
+    reward = one["reward"]
+    name = f"{one['env_id'] or '?'}{' (training)' if one['kind'] == 'training' else ''}"
+    said = " ".join([*(f"#{name}" for name in one["tags"]), " ".join(one["note"].split())[:40]]).strip()
+    rollouts = "–" if one["rollouts"] is None else f"{one['rollouts']:,}"
+    figure = "–" if not isinstance(reward, int | float) else f"{reward:.3f}"
+    cells = [shortened(name), shortened(str(one["model"] or "?"))]
+    return [one["id"], *cells, rollouts, figure, one["status"], ago(one["date"]), said]
+
+
+def shortened(name: str, most: int = 20) -> str:
+    """A name that leaves room for the rest of its line; the end of a path says more than its beginning.
+
+    >>> shortened("capitals"), shortened("Qwen/Qwen3-30B-A3B-Instruct-2507")
+    ('capitals', '…0B-A3B-Instruct-2507')
+    """
+    return name if len(name) <= most else f"…{name[-most:]}"
+
+
+def ago(date: Any, now: datetime | None = None) -> str:
+    """How long ago a time in ISO format was.
+
+    >>> ago("2026-01-01T10:00:00+00:00", datetime(2026, 1, 1, 12, 30, tzinfo=UTC))
+    '2 h ago'
+    """
+    try:
+        then = datetime.fromisoformat(str(date))
+    except ValueError:
+        return "?"
+    seconds = ((now or datetime.now(UTC)) - (then if then.tzinfo else then.replace(tzinfo=UTC))).total_seconds()
+    for size, word in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{int(seconds // size)} {word} ago"
+    return "just now"
