@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,10 +17,12 @@ from verifiers.engine import kv_cache as slots
 from verifiers.engine import threads
 from verifiers.engine.finished import ends
 from verifiers.engine.kv_cache import Decode, Prefill, Segment, Shape, SlotCache
+from verifiers.engine.logits import LogitsProcessor, note_alternatives, processed
 from verifiers.engine.model_runner import LiveModel
+from verifiers.engine.prompt_scores import score_prompt
 from verifiers.engine.prove import BATCHED, MODULES, SEQUENTIAL, choose_backend
-from verifiers.engine.sampler import biased, sample
-from verifiers.engine.sequence import Ask, Generated, OnToken, Sampling, Seeds, check_tokens, delivery, in_order
+from verifiers.engine.sampler import sample
+from verifiers.engine.sequence import Answer, Ask, Generated, OnToken, Sampling, Seeds, check_tokens, delivery, in_order
 from verifiers.engine.sequential import SequentialCache
 from verifiers.engine.slot_table import Table
 from verifiers.errors import InfraError, ModelError, OverlongPromptError
@@ -122,7 +124,7 @@ class Engine:
         *,
         n: int = 1,
         on_token: OnToken | Sequence[OnToken] | None = None,
-    ) -> list[Future[Generated]]:
+    ) -> list[Answer]:
         """Queue ``n`` completions of one prompt, which is run once; ``on_token`` may be one function for each."""
         sampling = sampling or Sampling()
         prompt = list(map(int, prompt_ids))
@@ -262,10 +264,10 @@ class Engine:
             self._drop_cancelled()
             while admitted := self._admit():
                 self._prefill(admitted)
-        if self.table.is_biased[: len(self.live)].any():
+        if self.table.needs_logits[: len(self.live)].any():
             while cuda.in_flight:
                 self._land(cuda)
-            self._decode()  # biases differ from row to row and step to step: not worth a graph
+            self._decode()  # what is changed differs from row to row and step to step: not worth a graph
             cuda.seat(np.arange(len(self.live)))
         elif self.live:
             cuda.launch()
@@ -332,11 +334,11 @@ class Engine:
 
     def _admit(self) -> list[tuple[Ask, list[Ask]]]:
         """Waiting requests that fit now: each with those that have the same prompt and share its prefill."""
-        groups: dict[tuple[int, ...], tuple[Ask, list[Ask]]] = {}
+        groups: dict[tuple[int | None, ...], tuple[Ask, list[Ask]]] = {}
         room, budget = self.rows - len(self.live), self.prefill_tokens
         while self.waiting and room > 0:
             ask = self.waiting[0]
-            key = tuple(ask.prompt_ids)
+            key = (ask.sampling.prompt_logprobs, *ask.prompt_ids)
             mates = groups.get(key)
             if mates is None and groups and budget < len(ask.prompt_ids):
                 break
@@ -363,10 +365,13 @@ class Engine:
         self._joining = [ask for one, mates in groups for ask in (one, *mates)]
         for ask, _ in groups:
             ask.row, ask.reused = self._take_row(ask.prompt_ids)
-            fresh = ask.prompt_ids[ask.reused :]
-            segments.append(Segment(len(ids), len(ids) + len(fresh), ask.row, ask.reused))
+            past = ask.reused
+            if ask.sampling.prompt_logprobs is not None:
+                past, ask.reused = score_prompt(self, ask), 0
+            fresh = ask.prompt_ids[past:]
+            segments.append(Segment(len(ids), len(ids) + len(fresh), ask.row, past))
             ids += fresh
-            positions += range(ask.reused, len(ask.prompt_ids))
+            positions += range(past, len(ask.prompt_ids))
             last.append(len(ids) - 1)
             self._seat(ask)
         logits_NV = self._run_prompts(ids, positions, last, segments)
@@ -390,6 +395,7 @@ class Engine:
         for i, mate in enumerate(mates):
             self._vacate(first + i)
             mate.row, mate.reused = first + i, len(ask.prompt_ids)
+            mate.future.prompt_logprobs = ask.future.prompt_logprobs
             self._seat(mate)
         self.cache.spread(ask.row, range(first, len(self.live)), len(ask.prompt_ids))
 
@@ -424,6 +430,10 @@ class Engine:
 
     def _seat(self, ask: Ask) -> None:
         ask.weights = self.live_model.version
+        if ask.sampling.changes_logits:
+            ask.processor = LogitsProcessor(
+                ask.sampling, ask.prompt_ids, stop_ids=self.stop_ids, vocabulary=self.vocabulary, device=self.device
+            )
         self.live.append(ask)
         self.table.seat(ask)
 
@@ -467,8 +477,9 @@ class Engine:
     def _sample(self, logits_NV: Tensor, rows_N: np.ndarray, asks: Sequence[Ask]) -> None:
         """Draw a token for each row, keep it, and let go of the rows that are done."""
         raw_NV = logits_NV
-        if self.table.is_biased[rows_N].any():
-            logits_NV = biased(logits_NV, [ask.sampling.logit_bias for ask in asks])
+        is_looked_at = bool(self.table.needs_logits[rows_N].any())
+        if is_looked_at:
+            logits_NV = processed(logits_NV, asks, [self.table.reply(row).tolist() for row in rows_N])
         knobs = self.table.knobs(rows_N, self.device)
         truncates = bool(self.table.truncates[rows_N].any())
         if self._cuda is not None and not truncates:
@@ -478,6 +489,8 @@ class Engine:
             token_N, logprob_N, raw_N = sample(logits_NV, knobs, truncates=truncates, is_plain=is_plain)
         if raw_NV is not logits_NV:
             raw_N = torch.log_softmax(raw_NV.float(), -1).gather(1, token_N[:, None])[:, 0]
+        if is_looked_at:
+            note_alternatives(logits_NV, asks, knobs)
         self._take(rows_N, asks, *(value.cpu().numpy() for value in (token_N, logprob_N, raw_N)))
 
     def _take(

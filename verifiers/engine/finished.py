@@ -28,7 +28,9 @@ def ends(
         if is_bad_N[i]:
             message = "the model gave logits that are not numbers (NaN); its weights are bad"
             found.append((ask, ModelError(message)))
-        elif is_stop_N[i] or token in ask.sampling.stop_ids:
+        elif ask.failure is not None:
+            found.append((ask, ask.failure))
+        elif token in ask.sampling.stop_ids or (is_stop_N[i] and not ask.sampling.ignore_eos):
             found.append((ask, "stop"))
         elif ask.on_token is not None and (told := tell(ask.on_token, token, float(logprob_N[i]))):
             found.append((ask, told))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verifiers.chat import ChatTemplate, ChatWriter, Codec
+from verifiers.engine.constraints import Constraints
 
 if TYPE_CHECKING:
     from verifiers.engine.engine import Engine
@@ -22,6 +23,7 @@ class Loaded:
     writer: ChatWriter
     stop_ids: frozenset[int]
     vocabulary: int
+    constraints: Constraints
 
     @property
     def codec(self) -> Codec:
@@ -59,12 +61,9 @@ def load(
     writer = ChatWriter(tokenizer, model=name)
     stop_ids |= stop_ids_of(model, tokenizer, writer.template, writer.codec)
     engine = source if isinstance(source, Engine) else _engine(model, sizes, stop_ids)
-    return Loaded(
-        engine=engine,
-        writer=writer,
-        stop_ids=stop_ids | engine.stop_ids,
-        vocabulary=vocabulary_of(model),
-    )
+    vocabulary, ends = vocabulary_of(model), stop_ids | engine.stop_ids
+    constraints = Constraints(writer.codec, vocabulary=vocabulary, stop_ids=ends)
+    return Loaded(engine=engine, writer=writer, stop_ids=ends, vocabulary=vocabulary, constraints=constraints)
 
 
 def _check_fits(sizes: Mapping[str, int], config: Any, dtype: Any, device: Any) -> None:

@@ -27,7 +27,7 @@ class Table:
         self.temperature, self.top_p, self.min_p = (np.zeros(rows, np.float32) for _ in range(3))
         self.out_ids = np.zeros((rows, length + 1), np.int32)
         self.out_logprobs, self.out_raw = (np.zeros((rows, length + 1), np.float32) for _ in range(2))
-        self.truncates, self.is_biased, self.is_watched = (np.zeros(rows, bool) for _ in range(3))
+        self.truncates, self.needs_logits, self.is_watched = (np.zeros(rows, bool) for _ in range(3))
         self.kept_ids = np.zeros((rows, length), np.int32)
         self.kept = np.zeros(rows, np.int64)
         self.kept_at = np.zeros(rows, np.int64)
@@ -45,8 +45,8 @@ class Table:
         self.temperature[row] = sampling.temperature if sampling.temperature >= COLDEST else 0.0
         self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
         self.truncates[row] = sampling.truncates
-        self.is_biased[row] = bool(sampling.logit_bias)
-        self.is_watched[row] = ask.on_token is not None or bool(sampling.stop_ids)
+        self.needs_logits[row] = sampling.needs_logits
+        self.is_watched[row] = ask.on_token is not None or bool(sampling.stop_ids) or sampling.is_watched
         self.kept[row] = 0
 
     def knobs(self, rows_N: np.ndarray, device: torch.device) -> Knobs:
@@ -65,6 +65,10 @@ class Table:
         self.out_raw[rows_N, steps_N] = raw_N
         self.steps[rows_N] = steps_N + 1
 
+    def reply(self, row: int) -> np.ndarray:
+        """What a row has sampled so far."""
+        return self.out_ids[row, : self.steps[row]]
+
     def is_full(self, rows_N: np.ndarray, length: int) -> np.ndarray:
         """Which of these rows have as many tokens as they may have."""
         full: np.ndarray = (self.steps[rows_N] >= self.max_tokens[rows_N]) | (self.length[rows_N] + 1 >= length)
@@ -72,7 +76,7 @@ class Table:
 
     def room(self, rows: int, length: int) -> int:
         """How many more tokens each of the first rows can have, if none of them has to be looked at before."""
-        if (self.is_watched | self.is_biased)[:rows].any():
+        if (self.is_watched | self.needs_logits)[:rows].any():
             return 1
         left = np.minimum(self.max_tokens[:rows] - self.steps[:rows], length - 1 - self.length[:rows])
         return int(left.min())
@@ -104,6 +108,8 @@ class Table:
             finish_reason=finish_reason,
             reused=ask.reused,
             weights=(ask.weights, version),
+            top_logprobs=ask.future.top_logprobs,
+            prompt_logprobs=ask.future.prompt_logprobs,
         )
 
     # --- rows kept for reuse --------------------------------------------------------------------------------------
