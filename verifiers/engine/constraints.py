@@ -23,6 +23,7 @@ from verifiers.errors import RequestRefusedError
 
 MOST_CHARS = 128 << 10  # of a grammar: OpenAI takes schemas of 120,000 characters
 MOST_DEPTH = 64  # of values within values in a schema
+MOST_WIDTH = 1000  # values in one object or list of it: names that may be left out take time by their square
 MASK_CPU_S = 0.5  # for the tokens of one step: past this a grammar holds up everybody's replies
 LIMITS = {
     "max_items_in_row": 2000,
@@ -167,7 +168,7 @@ def call_grammar(tools: Sequence[Mapping[str, Any]], style: Style, codec: Codec)
     calls, rules = [], []
     for i, tool in enumerate(tools):
         function = tool.get("function", tool)
-        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        schema = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
         head = f'{{"name": {json.dumps(function["name"])}, "{key}": '
         calls.append(f"c{i}")
         rules.append(f"c{i}: {_text_rule(head, codec)} a{i} {_text_rule('}', codec)}")
@@ -182,26 +183,28 @@ def _json_rule(schema: Any, *, strict: bool) -> str:
         schema = {}
     if not isinstance(schema, Mapping):
         raise ConstraintError(f"a JSON schema is an object, not {schema!r:.100}")
-    if _depth(schema) > MOST_DEPTH:
-        raise ConstraintError(f"the schema nests values more than {MOST_DEPTH} deep")
+    _check_size(schema)
     try:
         return f"%json {json.dumps({**schema, 'x-guidance': {**WRITTEN, 'lenient': not strict}}, allow_nan=False)}"
     except (TypeError, ValueError) as error:
         raise ConstraintError(f"the schema is not JSON: {error}") from error
 
 
-def _depth(value: Any) -> int:
-    """How deep values are within values, one too many included; without recursion, for values of strangers."""
-    level, depth = [value], 0
-    while level and depth <= MOST_DEPTH:
+def _check_size(schema: Any) -> None:
+    """Refuse what is too deep or too wide; without recursion, for it may be any stranger's."""
+    level, depth = [schema], 0
+    while level:
         depth += 1
+        if depth > MOST_DEPTH:
+            raise ConstraintError(f"the schema nests values more than {MOST_DEPTH} deep")
+        if (widest := max(map(len, level))) > MOST_WIDTH:
+            raise ConstraintError(f"one value of the schema has {widest:,} parts, and at most {MOST_WIDTH:,} are followed")
         level = [
             inner
             for one in level
             for inner in (one.values() if isinstance(one, Mapping) else one)
             if isinstance(inner, (Mapping, list, tuple))
         ]
-    return depth
 
 
 def _text_rule(text: str, codec: Codec) -> str:

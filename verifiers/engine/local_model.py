@@ -146,7 +146,8 @@ class LocalModel(OpenAILooks):
     def _checked_prompt(self, loaded: Loaded, request: Request) -> Prompt:
         """Refuse by its length what cannot fit, whatever its tokens are: tokenizing it would take seconds."""
         most = loaded.engine.length * loaded.codec.longest_token
-        found = chars_in((request.prompt, request.tools, request.sampling), stop_after=most)
+        told = {name: value for name, value in request.sampling.items() if name != "response_format"}
+        found = chars_in((request.prompt, request.tools, told), stop_after=most)
         if found > most:
             raise OverlongPromptError(
                 f"the prompt has more than {most:,} characters, and the maximum context length of {self.model} is "

@@ -78,7 +78,7 @@ class Serving:
 def served_name(name: str) -> str:
     """What a model is called by its clients: of a path only what it ends with, and never where it is.
 
-    >>> served_name("/home/me/models/policy-step-100"), served_name("weights/policy.gguf"), served_name("Qwen/Qwen3-0.6B")
+    >>> served_name("/home/me/policy-step-100"), served_name("weights/policy.gguf"), served_name("Qwen/Qwen3-0.6B")
     ('policy-step-100', 'policy', 'Qwen/Qwen3-0.6B')
     """
     path = Path(name).expanduser()
