@@ -86,6 +86,16 @@ def test_a_constrained_reply_is_refused_for_training_in_one_sentence(local: Loca
     assert read_distribution(free.sampling).is_tempered
 
 
+def test_with_tools_at_hand_a_reply_is_a_call_or_fits_the_format_and_a_forced_one_is_a_call(local: LocalModel) -> None:
+    asked = {"response_format": FORMAT, "tools": [ADD], "seed": 1}
+    start, brace = (TOKENIZER.convert_tokens_to_ids(one) for one in ("<", "{"))
+    assert ask(local, **asked, logit_bias={start: 50}).message["tool_calls"]
+    text = ask(local, **asked, logit_bias={brace: 50, start: -50}).text
+    assert set(json.loads(text)) == {"rank", "word"}
+    assert ask(local, **asked, logit_bias={brace: 50, start: -50}, tool_choice="required").message["tool_calls"]
+    assert json.loads(ask(local, response_format=FORMAT, tools=[ADD], tool_choice="none").text)
+
+
 def test_a_schema_may_come_in_extra_body(local: LocalModel) -> None:
     assert json.loads(ask(local, extra_body={"response_format": FORMAT}).text)
 
@@ -106,7 +116,6 @@ def test_penalties_and_a_bias_work_on_what_the_grammar_leaves(local: LocalModel)
     ("sampling", "said"),
     [
         ({"response_format": FORMAT, "ignore_eos": True}, "ignore_eos"),
-        ({"response_format": FORMAT, "tools": [ADD], "tool_choice": "required"}, "keep one"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "'sub'"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "a name and a schema"),
     ],

@@ -36,6 +36,8 @@ LIMITS = {
 # As `json.dumps` writes: models have seen much of it, and no grammar lets a model write spaces without end.
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
 
 class ConstraintError(RequestRefusedError):
     """A grammar that cannot be followed: it is wrong, too large, or nothing fits it."""
@@ -158,8 +160,11 @@ def schema_grammar(schema: Any, *, strict: bool) -> str:
     return _checked(f"start: {_json_rule(schema, strict=strict)}")
 
 
-def call_grammar(tools: Sequence[Mapping[str, Any]], style: Style, codec: Codec) -> str:
-    """The grammar of one call of one of these functions, as the model writes calls."""
+def call_grammar(
+    tools: Sequence[Mapping[str, Any]], style: Style, codec: Codec, *, schema: Any = None, strict: bool = False
+) -> str:
+    """The grammar of one call of one of these functions, as the model writes calls; or of a value that fits a
+    ``schema``, where there is one."""
     opening, key, closing = {
         "hermes": (f"{OPEN}\n", "arguments", f"\n{CLOSE}"),
         "llama3": ("", "parameters", ""),
@@ -168,14 +173,16 @@ def call_grammar(tools: Sequence[Mapping[str, Any]], style: Style, codec: Codec)
     calls, rules = [], []
     for i, tool in enumerate(tools):
         function = tool.get("function", tool)
-        schema = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+        parameters = function.get("parameters") or NO_PARAMETERS
         head = f'{{"name": {json.dumps(function["name"])}, "{key}": '
         calls.append(f"c{i}")
         rules.append(f"c{i}: {_text_rule(head, codec)} a{i} {_text_rule('}', codec)}")
-        rules.append(f"a{i}: {_json_rule(schema, strict=function.get('strict') is True)}")
+        rules.append(f"a{i}: {_json_rule(parameters, strict=function.get('strict') is True)}")
     sides = [_text_rule(side, codec) for side in (opening, closing)]
-    start = f"start: {sides[0]} call {sides[1]}\ncall: {' | '.join(calls)}"
-    return _checked("\n".join([start, *rules]))
+    start = ["start: call" if schema is None else "start: call | value"]
+    if schema is not None:
+        rules.append(f"value: {_json_rule(schema, strict=strict)}")
+    return _checked("\n".join([*start, f"call: {sides[0]} one {sides[1]}", f"one: {' | '.join(calls)}", *rules]))
 
 
 def _json_rule(schema: Any, *, strict: bool) -> str:
@@ -198,7 +205,9 @@ def _check_size(schema: Any) -> None:
         if depth > MOST_DEPTH:
             raise ConstraintError(f"the schema nests values more than {MOST_DEPTH} deep")
         if (widest := max(map(len, level))) > MOST_WIDTH:
-            raise ConstraintError(f"one value of the schema has {widest:,} parts, and at most {MOST_WIDTH:,} are followed")
+            raise ConstraintError(
+                f"one value of the schema has {widest:,} parts, and at most {MOST_WIDTH:,} are followed"
+            )
         level = [
             inner
             for one in level

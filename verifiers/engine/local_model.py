@@ -363,12 +363,18 @@ def _tools(request: Request, options: Options) -> Sequence[Mapping[str, Any]] | 
 def _constraint(
     loaded: Loaded, options: Options, tools: Sequence[Mapping[str, Any]] | None, style: Style | None
 ) -> Constraint | None:
-    """What the reply has to follow, if anything."""
+    """What the reply has to follow, if anything: a forced call goes before a format, which is that of other replies."""
     if options.tool_choice.is_forced:
         offered = options.tool_choice.offered(tools)
         return loaded.constraints.compile(call_grammar(offered, style or "hermes", loaded.codec))
     wanted = options.response_format
-    return None if wanted.is_text else loaded.constraints.compile(schema_grammar(wanted.schema, strict=wanted.strict))
+    if wanted.is_text:
+        return None
+    if tools and style is not None:
+        grammar = call_grammar(tools, style, loaded.codec, schema=wanted.schema, strict=wanted.strict)
+    else:
+        grammar = schema_grammar(wanted.schema, strict=wanted.strict)
+    return loaded.constraints.compile(grammar)
 
 
 def _echoed(prompt: Any, ids: Sequence[int], loaded: Loaded) -> str:

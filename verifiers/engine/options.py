@@ -208,8 +208,6 @@ def _check_together(options: Options) -> None:
     is_constrained = not options.response_format.is_text or options.tool_choice.is_forced
     if options.ignore_eos and is_constrained:
         raise RequestRefusedError("ignore_eos goes on after the end that response_format and tool_choice want")
-    if not options.response_format.is_text and options.tool_choice.is_forced:
-        raise RequestRefusedError("a reply cannot be both what response_format says and a forced tool call; keep one")
 
 
 def _shown(value: Any) -> str:
