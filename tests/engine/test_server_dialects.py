@@ -11,9 +11,9 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("llguidance")
 
-from tests.engine.support.served import NAME, Served  # noqa: E402
-from verifiers.engine.server.responses import Conversations  # noqa: E402
-from verifiers.errors import RequestRefusedError  # noqa: E402
+from tests.engine.support.served import NAME, Served
+from verifiers.engine.server.responses import Conversations
+from verifiers.errors import RequestRefusedError
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 SIZES: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Fields of the OpenAI endpoints over HTTP: logprobs of every kind, penalties, ends, tokens, names, and what is ignored."""
+"""Fields of the OpenAI endpoints over HTTP: logprobs of every kind, penalties, ends, tokens, names; what is ignored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.engine.support.served import NAME, Served  # noqa: E402
+from tests.engine.support.served import NAME, Served
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
