@@ -1,4 +1,4 @@
-"""Fields of the OpenAI endpoints over HTTP: logprobs of every kind, penalties, ends, tokens, names; what is ignored."""
+"""Fields of the OpenAI endpoints over HTTP: logprobs of every kind, penalties, ends, tokens; what is ignored."""
 
 from __future__ import annotations
 

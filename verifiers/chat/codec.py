@@ -35,6 +35,24 @@ class Codec:
         """The tokenizer as its JSON; None for one that has none."""
         return None if self._fast is None else str(self._fast.to_str())
 
+    @property
+    def is_bytewise(self) -> bool:
+        """Is each token some bytes, whatever stands before it?"""
+        return self._is_bytewise
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._special_ids or frozenset()
+
+    def whole_pieces(self) -> list[str] | None:
+        """Every token as a text, where texts of tokens are those of the tokens one after the other; else None."""
+        if self._fast is None:
+            return None
+        ids = list(range(self._fast.get_vocab_size(with_added_tokens=True)))
+        pieces = self.pieces(ids)
+        is_plain = BROKEN not in "".join(pieces) and self.decode(ids, special=True) == "".join(pieces)
+        return pieces if is_plain else None
+
     def special_pieces(self, text: str) -> list[tuple[int | None, str]]:
         """A text in pieces: special tokens with their ids, the text between them without one."""
         found: list[tuple[int | None, str]] = [(None, text)]

@@ -127,10 +127,28 @@ class Constraints:
         stop_ids = sorted(token for token in self._stop_ids if token < self._vocabulary)
         if not stop_ids:
             raise ConstraintError("the model has no token that ends a reply: what it says cannot be constrained")
+        known: Any = written
+        if not self._codec.is_bytewise and (pieces := self._codec.whole_pieces()) is not None:
+            known = _Pieces(self._codec, pieces, stop_ids)  # llguidance does not know how every decoder works
         try:
-            return _llguidance().LLTokenizer(written, n_vocab=self._vocabulary, eos_token=stop_ids)
+            return _llguidance().LLTokenizer(known, n_vocab=self._vocabulary, eos_token=stop_ids)
         except ValueError as error:
             raise ConstraintError(f"replies of this tokenizer cannot be constrained: {error}") from error
+
+
+class _Pieces:
+    """A tokenizer whose tokens are texts that are put one after the other, as llguidance wants to be told of one."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, codec: Codec, pieces: Sequence[str], stop_ids: Sequence[int]) -> None:
+        self._codec = codec
+        self.eos_token_id, self.bos_token_id = stop_ids[0], None
+        self.tokens = [piece.encode() for piece in pieces]
+        self.special_token_ids = sorted(codec.special_ids | set(stop_ids))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._codec.encode(text if isinstance(text, str) else text.decode(), special=False)
 
 
 def _llguidance() -> Any:
