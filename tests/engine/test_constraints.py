@@ -150,6 +150,14 @@ def test_a_model_with_more_logits_than_its_tokenizer_has_tokens_never_draws_the_
     assert not allowed[len(TOKENIZER) :].any()
 
 
+def test_a_tokenizer_of_single_characters_is_constrained_too() -> None:
+    from verifiers.trainers import tiny_model
+
+    with LocalModel(*tiny_model(hidden_size=32, context=512), rows=2, name="tiny") as letters:
+        said = ask(letters, response_format=FORMAT, seed=1)
+        assert set(json.loads(said.text)) == {"rank", "word"}
+
+
 def test_requests_that_ask_for_nothing_special_leave_the_engine_on_its_quick_path(local: LocalModel) -> None:
     from verifiers.engine.sequence import Sampling
 
