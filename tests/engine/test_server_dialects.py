@@ -64,7 +64,7 @@ def test_instructions_and_items_are_the_messages_of_a_chat(served: Served) -> No
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "Ulm"},
     ]
-    response = served.ask(RESPONSES, input=items, instructions="Be nice.", max_output_tokens=1)
+    response = served.ask(RESPONSES, input=items, instructions="Be nice.", max_output_tokens=1, min_tokens=1)
     chat = served.ask("/v1/chat/completions", messages=messages, max_tokens=1)
     assert response["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
     assert response["status"] == "incomplete"
