@@ -10,7 +10,7 @@ BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 LOCK := pyproject.toml constraints.txt
 
-.PHONY: help venv demo test check format format-check lint types layers slow integrations soak gpu sanitize bench site clean
+.PHONY: help venv demo test check format format-check lint types layers slow clients integrations soak gpu sanitize bench site clean
 
 help:
 	@echo "make demo     evaluate a bundled environment: a fake model behind a flaky server, a real one; then train a tiny one"
@@ -21,6 +21,7 @@ help:
 	@echo "make gpu      the tests that need a CUDA device"
 	@echo "make sanitize the tests of the C code, compiled with AddressSanitizer and UBSan"
 	@echo "make integrations  our environments in trainers of others: the real packages, each in a virtual environment of its own"
+	@echo "make clients  of these, the clients of other makers against vf serve, each in an environment of its own"
 	@echo "make bench    every benchmark, each printing its figures"
 	@echo "make site     the documentation as a site: open build/site/index.html, no server and no network needed"
 	@echo "make venv     the virtual environment all of these use ($(VENV)); they make it themselves"
@@ -98,6 +99,9 @@ layers: $(VENV)/.dev
 # pytest exits with 5 where no test carries the mark.
 slow: $(VENV)/.dev
 	@$(BIN)/python -m pytest --quiet -n $(N) --dist worksteal -m "slow and not gpu" --timeout 1800 || [ $$? -eq 5 ]
+
+clients: $(VENV)/.dev
+	@$(BIN)/python -m pytest --quiet -m slow tests/engine/test_clients.py --timeout 1800
 
 integrations: $(VENV)/.dev
 	@$(BIN)/python -m pytest --quiet -m "slow and not gpu" --timeout 1800 tests/integrations

@@ -68,7 +68,7 @@ def test_a_folder_with_a_model_answers_and_is_served(run, start, folder):
     try:
         lines = iter(process.stderr.readline, "")
         url = next(found[0] for line in lines if (found := re.search(r"http://[\d.:]+/v1", line)))
-        there = ("-m", "./tiny", "-b", url)
+        there = ("-m", "tiny", "-b", url)
         shown = json.loads(run("eval", "arithmetic", *there, "-k", "SK", *asked, env={"SK": "sk-1"}).stdout)
         assert (shown["rollouts"], shown["failed"]) == (4, 0)
         assert json.loads(run("eval", "arithmetic", *there, *asked, code=1).stdout)["failed"] == 4

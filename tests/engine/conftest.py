@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.engine.support.served import NAME, Served, save_model, serving
+
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Any]]:
@@ -22,3 +24,14 @@ def start() -> Iterator[Callable[..., Any]]:
     yield start
     for engine in made:
         engine.close()
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`vf serve` over a tiny model, for all tests that only ask it things."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("served") / "tiny-model"
+    save_model(folder)
+    with serving(folder, "--name", NAME, "--rows", "8", "--length", "2048") as server:
+        yield server

@@ -187,7 +187,7 @@ def test_a_client_with_one_request_does_not_wait_behind_a_client_with_many(serve
                 ended.append(name)
 
             crowd = [asyncio.create_task(ask("crowd")) for _ in range(120)]
-            while server.served._shares is None or server.served._shares.waiting < 60:
+            while server.served.serving.waiting < 60:
                 await asyncio.sleep(0.01)
             await ask("one")
             behind = ended.index("one")

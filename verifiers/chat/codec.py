@@ -30,6 +30,46 @@ class Codec:
         tokens = self._fast.get_vocab() if self._fast is not None else self.tokenizer.get_vocab()
         return max(map(len, tokens), default=1)
 
+    @property
+    def written(self) -> str | None:
+        """The tokenizer as its JSON; None for one that has none."""
+        return None if self._fast is None else str(self._fast.to_str())
+
+    @property
+    def is_bytewise(self) -> bool:
+        """Is each token some bytes, whatever stands before it?"""
+        return self._is_bytewise
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._special_ids or frozenset()
+
+    def whole_pieces(self) -> list[str] | None:
+        """Every token as a text, where texts of tokens are those of the tokens one after the other; else None."""
+        if self._fast is None:
+            return None
+        ids = list(range(self._fast.get_vocab_size(with_added_tokens=True)))
+        pieces = self.pieces(ids)
+        is_plain = BROKEN not in "".join(pieces) and self.decode(ids, special=True) == "".join(pieces)
+        return pieces if is_plain else None
+
+    def special_pieces(self, text: str) -> list[tuple[int | None, str]]:
+        """A text in pieces: special tokens with their ids, the text between them without one."""
+        found: list[tuple[int | None, str]] = [(None, text)]
+        for token in self._special_ids or ():
+            mark = self.decode([token], special=True)
+            if not mark or mark not in text:
+                continue
+            split: list[tuple[int | None, str]] = []
+            for known, piece in found:
+                if known is not None:
+                    split.append((known, piece))
+                    continue
+                for i, part in enumerate(piece.split(mark)):
+                    split += ([(token, mark)] if i else []) + ([(None, part)] if part else [])
+            found = split
+        return found
+
     def encode(self, text: str, *, special: bool) -> list[int]:
         """The ids of a text; ``special`` adds what a text of its own begins and ends with (a BOS, say)."""
         if self._fast is not None:

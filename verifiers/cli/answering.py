@@ -114,7 +114,7 @@ def check_local(name: str) -> None:
         raise click.ClickException(LOCAL_EXTRA)
 
 
-def load_local(name: str, **settings: Any) -> LocalModel:
+def load_local(name: str, /, **settings: Any) -> LocalModel:
     """Load a model into this process; whatever is wrong with it is one sentence."""
     from verifiers.errors import Error
 

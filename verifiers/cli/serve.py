@@ -6,7 +6,7 @@ import os
 
 import click
 
-from verifiers.cli.answering import check_local, load_local
+from verifiers.cli.answering import BUNDLED, LOCAL, check_local, load_local
 from verifiers.logs import setup_logging
 
 
@@ -18,6 +18,7 @@ from verifiers.logs import setup_logging
 @click.option("--api-key-var", metavar="NAME", help="Environment variable with that key.")
 @click.option("--allow-host", multiple=True, metavar="NAME", help="A host name that clients may call it by (repeat).")
 @click.option("--insecure", is_flag=True, help="Listen beyond this machine without a key.")
+@click.option("--name", metavar="NAME", help="What clients call the model; by default as MODEL ends.")
 @click.option("--rows", type=click.IntRange(min=1), metavar="N", help="Requests at once.")
 @click.option("--length", type=click.IntRange(min=1), metavar="N", help="Tokens of a conversation at most.")
 def serve(
@@ -28,6 +29,7 @@ def serve(
     api_key_var: str | None,
     allow_host: tuple[str, ...],
     insecure: bool,
+    name: str | None,
     rows: int | None,
     length: int | None,
 ) -> None:
@@ -46,10 +48,15 @@ def serve(
             "--api-key-var NAME, or --insecure if that is meant"
         )
     check_local(model)
+    if name == "":
+        raise click.UsageError("--name is empty")
     setup_logging("WARNING")
     click.echo(f"loading {model}", err=True)
-    local_model = load_local(model, rows=rows, length=length)
     from verifiers.engine.server import server
+    from verifiers.engine.server.serving import served_name
+
+    shown = name or served_name(BUNDLED if model in LOCAL else model)
+    local_model = load_local(model, rows=rows, length=length, name=shown)
 
     try:
         server.serve(

@@ -10,7 +10,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,10 +21,12 @@ from verifiers.engine.backends import BATCHED, CPU, MODULES, SEQUENTIAL, Backend
 from verifiers.engine.finished import ends
 from verifiers.engine.kv_cache import Decode, Prefill, Segment, Shape, SlotCache
 from verifiers.engine.model_runner import ModelRunner
+from verifiers.engine.prompt_scores import score_prompt
 from verifiers.engine.sampler import draw
 from verifiers.engine.scheduler import Group, Scheduler
 from verifiers.engine.sequence import (
     ActiveSequence,
+    Answer,
     Generated,
     OnToken,
     Sampling,
@@ -80,7 +81,16 @@ class Engine:
         self.prefill_tokens = prefill_tokens or (PREFILL_CUDA if runner.device.type == "cuda" else PREFILL)
         self.max_waiting = max_waiting
         self.device, self.dtype = runner.device, runner.dtype
-        self.scheduler = Scheduler(runner, slots=rows, length=self.length, prefill_tokens=self.prefill_tokens)
+        self.stop_ids = frozenset(stop_ids)
+        self.vocabulary = int(text.vocab_size)
+        self.scheduler = Scheduler(
+            runner,
+            slots=rows,
+            length=self.length,
+            prefill_tokens=self.prefill_tokens,
+            vocabulary=self.vocabulary,
+            stop_ids=self.stop_ids,
+        )
         self.table = self.scheduler.table
         self.lock = runner.lock
         self.steps = 0
@@ -88,8 +98,6 @@ class Engine:
         self._wake = self.scheduler.wake
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self.stop_ids = frozenset(stop_ids)
-        self.vocabulary = int(text.vocab_size)
         self._is_stop = np.zeros(self.vocabulary + 1, bool)
         self._is_stop[[token for token in stop_ids if token < len(self._is_stop)]] = True
         self._seeds = Seeds()
@@ -143,7 +151,7 @@ class Engine:
         *,
         n: int = 1,
         on_token: OnToken | Sequence[OnToken] | None = None,
-    ) -> list[Future[Generated]]:
+    ) -> list[Answer]:
         """Queue ``n`` completions of one prompt, which is run once; ``on_token`` may be one function for each."""
         sampling = sampling or Sampling()
         prompt = list(map(int, prompt_ids))
@@ -280,10 +288,10 @@ class Engine:
             self.scheduler.drop_cancelled()
             while admitted := self.scheduler.admit():
                 self._prefill(admitted)
-        if self.table.is_biased[: len(self.live)].any():
+        if self.table.needs_logits[: len(self.live)].any():
             while cuda.in_flight:
                 self._collect(cuda)
-            self._decode()  # biases differ between sequences and steps: not worth a graph
+            self._decode()  # what is changed differs between sequences and steps: not worth a graph
             cuda.assign(np.arange(len(self.live)))
         elif self.live:
             cuda.launch()
@@ -310,12 +318,15 @@ class Engine:
         self.scheduler.prefilling = [sequence for one, copies in groups for sequence in (one, *copies)]
         for sequence, _ in groups:
             self.scheduler.assign(sequence)
-            fresh = sequence.prompt_ids[sequence.reused :]
-            segments.append(Segment(len(ids), len(ids) + len(fresh), sequence.slot, sequence.reused))
+            past = sequence.reused
+            if sequence.sampling.prompt_logprobs is not None:
+                past, sequence.reused = score_prompt(self, sequence), 0
+            fresh = sequence.prompt_ids[past:]
+            segments.append(Segment(len(ids), len(ids) + len(fresh), sequence.slot, past))
             ids += fresh
-            positions += range(sequence.reused, len(sequence.prompt_ids))
+            positions += range(past, len(sequence.prompt_ids))
             last.append(len(ids) - 1)
-        logits_NV = self._run_prompts(ids, positions, last, segments)
+        logits_NV = self.run_prompts(ids, positions, last, segments)
         order = list(range(len(groups)))
         for i, (sequence, copies) in enumerate(groups):
             self.scheduler.assign_copies(sequence, copies)
@@ -327,7 +338,8 @@ class Engine:
         if self._cuda is not None and len(started):
             self._cuda.assign(started)
 
-    def _run_prompts(self, ids: list[int], positions: list[int], last: list[int], segments: list[Segment]) -> Tensor:
+    def run_prompts(self, ids: list[int], positions: list[int], last: list[int], segments: list[Segment]) -> Tensor:
+        """The logits behind the tokens at ``last``, of prompts laid end to end; their keys and values are kept."""
         if isinstance(self.cache, SequentialCache):
             return self.cache.prefill(ids, segments)
         if self._cuda is not None:

@@ -28,7 +28,9 @@ def ends(
         if is_bad_N[i]:
             message = "the model gave logits that are not numbers (NaN); its weights are bad"
             found.append((sequence, ModelError(message)))
-        elif is_stop_N[i] or token in sequence.sampling.stop_ids:
+        elif sequence.failure is not None:
+            found.append((sequence, sequence.failure))
+        elif token in sequence.sampling.stop_ids or (is_stop_N[i] and not sequence.sampling.ignore_eos):
             found.append((sequence, "stop"))
         elif sequence.on_token is not None and (told := tell(sequence.on_token, token, float(logprob_N[i]))):
             found.append((sequence, told))

@@ -15,13 +15,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from verifiers.chat.recent import Recent
+from verifiers.chat.tool_calls import Style
 from verifiers.clients.openai_looks import OpenAILooks
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.recording import is_recording, record
 from verifiers.engine import ready_model as loading
+from verifiers.engine.constraints import Constraint, call_grammar, schema_grammar
 from verifiers.engine.options import Options, read_options
 from verifiers.engine.ready_model import ReadyModel, name_of
 from verifiers.engine.sequence import Generated, OnToken, arrivals
+from verifiers.engine.structured import wants_grammar
 from verifiers.engine.text.detokenizer import StopWatch
 from verifiers.engine.text.replies import Choice, Prompt, completion_of, read_choice, reply_id
 from verifiers.engine.text.streams import ReplyStream
@@ -122,11 +125,21 @@ class LocalModel(OpenAILooks):
             loaded.writer.remember(prompt.text + choice.sampled_text, prompt.ids + generated.ids[: choice.body])
         return choice
 
+    async def prompt_ids(self, request: Request) -> list[int]:
+        """The tokens of a request's prompt, whether they leave room for a reply or not."""
+        return await asyncio.to_thread(self._prompt_ids, await self.ready(), request)
+
+    def _prompt_ids(self, loaded: ReadyModel, request: Request) -> list[int]:
+        return self._tokens(loaded, request, self._options(loaded, request))[1]
+
     # --- a request's tokens ---------------------------------------------------------------------------------------
 
     async def _prepared(self, loaded: ReadyModel, request: Request, in_thread: bool) -> Prompt:
         """The request's tokens: made here if it is short, else in a thread, where they hold up nobody."""
         given = (request.prompt, request.tools, request.sampling)
+        if wants_grammar(request.sampling):
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(loaded.constraints.pool, self._checked_prompt, loaded, request)
         if not in_thread and chars_in(given, stop_after=SHORT_CHARS) <= SHORT_CHARS:
             return self._prompt(loaded, request)
         return await asyncio.to_thread(self._checked_prompt, loaded, request)
@@ -134,7 +147,8 @@ class LocalModel(OpenAILooks):
     def _checked_prompt(self, loaded: ReadyModel, request: Request) -> Prompt:
         """Refuse by its length what cannot fit, whatever its tokens are: tokenizing it would take seconds."""
         most = loaded.engine.length * loaded.codec.longest_token
-        found = chars_in((request.prompt, request.tools, request.sampling), stop_after=most)
+        told = {name: value for name, value in request.sampling.items() if name != "response_format"}
+        found = chars_in((request.prompt, request.tools, told), stop_after=most)
         if found > most:
             raise OverlongPromptError(
                 f"the prompt has more than {most:,} characters, and the maximum context length of {self.model} is "
@@ -145,16 +159,8 @@ class LocalModel(OpenAILooks):
     def _prompt(self, loaded: ReadyModel, request: Request) -> Prompt:
         options = self._options(loaded, request)
         is_chat = request.message_type == "chat"
-        tools = (options.tools or None) if is_chat and options.tool_choice != "none" else None
-        text: str | None
-        if is_chat:
-            if isinstance(request.prompt, str):
-                raise RequestRefusedError("a chat's prompt is a list of messages; this is a string")
-            text, ids = loaded.writer.prompt(request.prompt, tools, **options.template)
-        elif isinstance(request.prompt, str):
-            text, ids = loaded.writer.text_prompt(request.prompt)
-        else:
-            text, ids = None, _checked_ids(request.prompt, loaded.vocabulary)
+        tools = _tools(request, options)
+        text, ids = self._tokens(loaded, request, options)
         room = loaded.engine.length - len(ids)
         if room < 1:
             raise OverlongPromptError(
@@ -163,6 +169,11 @@ class LocalModel(OpenAILooks):
             )
         if not ids:
             raise RequestRefusedError("the prompt is empty: give at least one token")
+        if options.echo and is_chat:
+            raise RequestRefusedError("'echo' is for plain completions: a chat's reply does not begin with its prompt")
+        names = tuple(map(_tool_name, tools or ()))
+        style = loaded.template.style(tools) if tools else None
+        constraint = _constraint(loaded, options, tools, style)
         seconds = [s for s in (request.timeout_s, options.timeout_s) if s is not None]
         return Prompt(
             model=self.model,
@@ -170,14 +181,25 @@ class LocalModel(OpenAILooks):
             text=text,
             ids=ids,
             options=options,
-            sampling=options.sampling(room, loaded.stop_ids - loaded.engine.stop_ids),
-            stop_ids=loaded.stop_ids | options.stop_ids,
-            tool_names=tuple(map(_tool_name, tools or ())),
-            tool_style=loaded.template.style(tools) if tools else None,
+            sampling=options.sampling(room, loaded.stop_ids - loaded.engine.stop_ids, constraint),
+            stop_ids=options.stop_ids if options.ignore_eos else loaded.stop_ids | options.stop_ids,
+            tool_names=names,
+            tool_style=style,
+            echoed=_echoed(request.prompt, ids, loaded) if options.echo else "",
             timeout_s=min(seconds, default=None),
             id=reply_id(request.message_type),
             created=int(time.time()),
         )
+
+    def _tokens(self, loaded: ReadyModel, request: Request, options: Options) -> tuple[str | None, list[int]]:
+        """A prompt as a text, where it is one, and as token ids."""
+        if request.message_type == "chat":
+            if isinstance(request.prompt, str):
+                raise RequestRefusedError("a chat's prompt is a list of messages; this is a string")
+            return loaded.writer.prompt(request.prompt, _tools(request, options), **options.template)
+        if isinstance(request.prompt, str):
+            return loaded.writer.text_prompt(request.prompt)
+        return None, _checked_ids(request.prompt, loaded.vocabulary)
 
     def _options(self, loaded: ReadyModel, request: Request) -> Options:
         given = dict(request.sampling)
@@ -190,7 +212,8 @@ class LocalModel(OpenAILooks):
         options = self._recent.find(key)
         if options is None:
             options = read_options(given, vocabulary=loaded.vocabulary)
-            if options.tools is None and not options.template:  # those are the caller's objects, and may change
+            # Tools, variables of the template and schemas are the caller's objects, and may change.
+            if options.tools is None and not options.template and options.response_format.is_text:
                 self._recent.keep(key, options)
         return options
 
@@ -241,6 +264,8 @@ class LocalModel(OpenAILooks):
         with self._lock:
             self._is_closed = True
             loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded.constraints.close()
         if loaded is not None and loaded.engine is not self._source:
             loaded.engine.close()
 
@@ -328,6 +353,33 @@ def chars_in(value: Any, *, stop_after: int) -> int:
             found += len(one)
             waiting += one if found <= stop_after else ()
     return found
+
+
+def _tools(request: Request, options: Options) -> Sequence[Mapping[str, Any]] | None:
+    """The tools that the model is told of."""
+    is_told = request.message_type == "chat" and options.tool_choice.mode != "none"
+    return (options.tools or None) if is_told else None
+
+
+def _constraint(
+    loaded: ReadyModel, options: Options, tools: Sequence[Mapping[str, Any]] | None, style: Style | None
+) -> Constraint | None:
+    """What the reply has to follow, if anything: a forced call goes before a format, which is that of other replies."""
+    if options.tool_choice.is_forced:
+        offered = options.tool_choice.offered(tools)
+        return loaded.constraints.compile(call_grammar(offered, style or "hermes", loaded.codec))
+    wanted = options.response_format
+    if wanted.is_text:
+        return None
+    if tools and style is not None:
+        grammar = call_grammar(tools, style, loaded.codec, schema=wanted.schema, strict=wanted.strict)
+    else:
+        grammar = schema_grammar(wanted.schema, strict=wanted.strict)
+    return loaded.constraints.compile(grammar)
+
+
+def _echoed(prompt: Any, ids: Sequence[int], loaded: ReadyModel) -> str:
+    return prompt if isinstance(prompt, str) else loaded.codec.decode(ids)
 
 
 def _checked_ids(prompt: Any, vocabulary: int) -> list[int]:

@@ -2,48 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verifiers.engine.constraints import Constraint
 from verifiers.engine.sequence import NO_TOP_K, Sampling
+from verifiers.engine.structured import ResponseFormat, ToolChoice, read_format, read_tool_choice
 from verifiers.errors import RequestRefusedError
 
 DEFAULT_MAX_TOKENS = 1024
 MOST_CHOICES = 1024
 MOST_STOPS = 64
+MOST_ALTERNATIVES = 20  # to a token, as OpenAI has it
 LARGEST = 1e30  # that float32 arithmetic can still take times something
 INT64 = 1 << 63
 GREEDY_BELOW = 1e-6  # a temperature that float32 arithmetic cannot divide by
 
-# Arguments that change nothing here, whatever they are.
-_WITHOUT_EFFECT = frozenset(
-    ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "extra_headers", "extra_query")
+# Arguments that change nothing here, whatever they are: docs/server.md lists them.
+WITHOUT_EFFECT = frozenset(
+    (
+        "extra_headers",
+        "extra_query",
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    )
 )
 # Arguments that are known for the one value that changes nothing.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "ignore_eos": (False,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (0, False),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
-    "store": (False,),
     "stream": (False,),
     "suffix": ("",),
-    "tool_choice": ("auto", "none"),
-    "top_logprobs": (0,),
     "use_beam_search": (False,),
 }
+
+
+# Arguments that change what is drawn in a way that a trainer has to know of; recorded where they do.
+_UNCHANGED = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,31 +69,62 @@ class Options:
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    echo: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
     raw_logprobs: bool = False
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool = False
     tools: Sequence[Mapping[str, Any]] | None = None
-    tool_choice: str = "auto"
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    response_format: ResponseFormat = field(default_factory=ResponseFormat)
     template: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None
 
-    def sampling(self, room: int, further_stop_ids: frozenset[int] = frozenset()) -> Sampling:
+    @property
+    def scores_prompt(self) -> bool:
+        """Are the logprobs of the prompt's own tokens asked for?"""
+        return self.prompt_logprobs is not None or (self.echo and self.logprobs)
+
+    def sampling(
+        self, room: int, further_stop_ids: frozenset[int] = frozenset(), constraint: Constraint | None = None
+    ) -> Sampling:
         """What the engine is told, for a prompt that leaves ``room`` tokens of the context."""
         wanted = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        most = max(1, min(wanted, room))  # a reply of no tokens is one that is thrown away
+        of_prompt = max(self.prompt_logprobs or 0, self.top_logprobs if self.echo else 0)
         return Sampling(
-            max_tokens=min(wanted, room),
+            max_tokens=most,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
             seed=self.seed,
-            stop_ids=self.stop_ids | further_stop_ids,
+            stop_ids=self.stop_ids if self.ignore_eos else self.stop_ids | further_stop_ids,
             logit_bias=self.logit_bias,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            min_tokens=min(self.min_tokens, most),
+            ignore_eos=self.ignore_eos,
+            constraint=constraint,
+            top_logprobs=self.top_logprobs if self.logprobs else 0,
+            prompt_logprobs=of_prompt if self.scores_prompt else None,
         )
 
     def record(self) -> dict[str, Any]:
         """How tokens were drawn: what a trainer needs to know of the logprobs."""
+        drawn = {name: getattr(self, name) for name, value in _UNCHANGED.items() if getattr(self, name) != value}
+        if not self.response_format.is_text:
+            drawn["response_format"] = {"type": self.response_format.type}
+        if self.tool_choice.is_forced:
+            drawn["tool_choice"] = self.tool_choice.record()
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -92,6 +132,7 @@ class Options:
             "min_p": self.min_p,
             "seed": self.seed,
             "logit_bias": dict(self.logit_bias),
+            **drawn,
         }
 
 
@@ -108,29 +149,69 @@ def read_options(given: Mapping[str, Any], *, vocabulary: int | None = None) -> 
     further = given.get("extra_body") or {}
     if not isinstance(further, Mapping):
         raise _refuse("extra_body", "a dict of further arguments", further)
-    args = {**given, **further}
-    args.pop("extra_body", None)
-    args = {name: value for name, value in args.items() if value is not None and name not in _WITHOUT_EFFECT}
     read: dict[str, Any] = {}
+    said: dict[str, str] = {}
     template: dict[str, Any] = {}
-    for name, value in args.items():
+    for name, value, spelled in _items(given, further):
         if name in _ONLY:
             _check_neutral(name, value)
-        if name in _TEMPLATE:
+        elif name in _TEMPLATE:
             template |= _TEMPLATE[name](name, value)
         elif name in _READERS:
             target, reader = _READERS[name]
-            read[target] = reader(name, value)
-        elif name not in _ONLY:
+            found = reader(name, value)
+            if target in read and read[target] != found:
+                both = f"{said[target]}={_shown(read[target])} and {spelled}={_shown(found)}"
+                raise RequestRefusedError(f"{both} are two values for one thing; keep one")
+            read[target], said[target] = found, spelled
+        else:
             raise RequestRefusedError(f"the local engine does not know the sampling argument {name!r}")
+    _settle_logprobs(read)
     if unknown := [token for token in read.get("logit_bias", ()) if vocabulary is not None and token >= vocabulary]:
         raise RequestRefusedError(f"logit_bias names token {unknown[0]}, and the model has {vocabulary}")
     options = Options(**read, template=template)
+    _check_together(options)
     try:
         options.sampling(1)
     except ValueError as error:
         raise RequestRefusedError(f"a sampling argument is out of range: {error}") from error
     return options
+
+
+def _items(given: Mapping[str, Any], further: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Each argument that has an effect: its name, its value, and where it stands."""
+    for where, args in (("", given), ("extra_body.", further)):
+        for name, value in args.items():
+            if value is not None and name not in WITHOUT_EFFECT and not (name == "extra_body" and not where):
+                yield name, value, f"{where}{name}"
+
+
+def _settle_logprobs(read: dict[str, Any]) -> None:
+    """Plain completions say ``logprobs: 5`` where a chat says ``logprobs: true, top_logprobs: 5``."""
+    wanted = read.get("logprobs")
+    if wanted is not None and not isinstance(wanted, bool):
+        if read.get("top_logprobs", wanted) != wanted:
+            raise RequestRefusedError(
+                f"logprobs={wanted} and top_logprobs={read['top_logprobs']} are two values for one thing; keep one"
+            )
+        read["logprobs"], read["top_logprobs"] = True, wanted
+
+
+def _check_together(options: Options) -> None:
+    """Refuse arguments that contradict each other."""
+    if options.top_logprobs and not options.logprobs:
+        raise RequestRefusedError("top_logprobs are alternatives to the tokens that logprobs shows: say logprobs=true")
+    if options.max_tokens == 0 and not (options.echo or options.scores_prompt):
+        raise RequestRefusedError("max_tokens is 0, which only makes sense with echo or prompt_logprobs")
+    if options.max_tokens is not None and options.min_tokens > max(options.max_tokens, 1):
+        raise RequestRefusedError(f"min_tokens is {options.min_tokens}, and max_tokens {options.max_tokens}")
+    is_constrained = not options.response_format.is_text or options.tool_choice.is_forced
+    if options.ignore_eos and is_constrained:
+        raise RequestRefusedError("ignore_eos goes on after the end that response_format and tool_choice want")
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.80}"
 
 
 def _check_neutral(name: str, value: Any) -> None:
@@ -169,11 +250,22 @@ def _temperature(name: str, value: Any) -> float:
     return 0.0 if 0.0 < number < GREEDY_BELOW else number
 
 
-def _tokens(name: str, value: Any) -> int:
+def _count(name: str, value: Any) -> int:
     number = _integer(name, value)
-    if number < 1:
-        raise _refuse(name, "at least 1", value)
+    if number < 0:
+        raise _refuse(name, "0 or more", value)
     return number
+
+
+def _alternatives(name: str, value: Any) -> int:
+    number = _integer(name, value)
+    if not 0 <= number <= MOST_ALTERNATIVES:
+        raise _refuse(name, f"between 0 and {MOST_ALTERNATIVES}", value)
+    return number
+
+
+def _of_prompt(name: str, value: Any) -> int | None:
+    return None if value is False else _alternatives(name, value)
 
 
 def _top_k(name: str, value: Any) -> int:
@@ -218,12 +310,8 @@ def _bias(name: str, value: Any) -> dict[int, float]:
     return bias
 
 
-def _logprobs(name: str, value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if value not in (0, 1):  # plain completions count the alternatives they want
-        raise _refuse(name, "true, false, 0 or 1 (alternatives to the sampled token are not given)", value)
-    return True
+def _logprobs(name: str, value: Any) -> bool | int:
+    return value if isinstance(value, bool) else _alternatives(name, value)
 
 
 def _tools(name: str, value: Any) -> list[Mapping[str, Any]]:
@@ -240,14 +328,22 @@ def _seconds(name: str, value: Any) -> float:
 
 
 _READERS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
+    "echo": ("echo", _flag),
+    "frequency_penalty": ("frequency_penalty", _number),
+    "ignore_eos": ("ignore_eos", _flag),
     "logit_bias": ("logit_bias", _bias),
     "logprobs": ("logprobs", _logprobs),
-    "max_tokens": ("max_tokens", _tokens),
-    "max_completion_tokens": ("max_tokens", _tokens),
-    "max_new_tokens": ("max_tokens", _tokens),
+    "max_tokens": ("max_tokens", _count),
+    "max_completion_tokens": ("max_tokens", _count),
+    "max_new_tokens": ("max_tokens", _count),
     "min_p": ("min_p", _number),
+    "min_tokens": ("min_tokens", _count),
     "n": ("n", _choices),
+    "presence_penalty": ("presence_penalty", _number),
+    "prompt_logprobs": ("prompt_logprobs", _of_prompt),
     "raw_logprobs": ("raw_logprobs", _flag),
+    "repetition_penalty": ("repetition_penalty", _number),
+    "response_format": ("response_format", read_format),
     "return_token_ids": ("return_token_ids", _flag),
     "return_tokens_as_token_ids": ("return_tokens_as_token_ids", _flag),
     "seed": ("seed", _seed),
@@ -255,9 +351,10 @@ _READERS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "stop_token_ids": ("stop_ids", _ids),
     "temperature": ("temperature", _temperature),
     "timeout": ("timeout_s", _seconds),
-    "tool_choice": ("tool_choice", lambda _, value: str(value)),
+    "tool_choice": ("tool_choice", read_tool_choice),
     "tools": ("tools", _tools),
     "top_k": ("top_k", _top_k),
+    "top_logprobs": ("top_logprobs", _alternatives),
     "top_p": ("top_p", _number),
 }
 _OURS = frozenset(("tools", "tokenize", "messages", "conversation", "chat_template", "return_dict", "return_tensors"))

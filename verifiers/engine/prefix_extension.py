@@ -73,7 +73,7 @@ class Extender:
     def run(self, ids: Sequence[int], positions: Sequence[int], last: Sequence[int], segments: list[Segment]) -> Tensor:
         """The logits at the places ``last``."""
         tokens = next((size for size in TOKENS if size >= len(ids)), len(ids))
-        is_small = len(ids) <= TOKENS[-1] and len(segments) <= MOST_PROMPTS
+        is_small = len(ids) <= TOKENS[-1] and len(last) <= MOST_PROMPTS
         inputs = self._inputs(ids, positions, last, segments, tokens if is_small else None)
         if is_small:
             self._seen[tokens] += 1

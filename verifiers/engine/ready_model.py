@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verifiers.chat import ChatTemplate, ChatWriter, Codec
+from verifiers.engine.constraints import Constraints
 from verifiers.engine.files.smollm2 import public_name
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class ReadyModel:
     writer: ChatWriter
     stop_ids: frozenset[int]
     vocabulary: int
+    constraints: Constraints
 
     @property
     def codec(self) -> Codec:
@@ -60,12 +62,9 @@ def load(
     writer = ChatWriter(tokenizer, model=name)
     stop_ids |= stop_ids_of(model, tokenizer, writer.template, writer.codec)
     engine = source if isinstance(source, Engine) else _engine(model, sizes, stop_ids)
-    return ReadyModel(
-        engine=engine,
-        writer=writer,
-        stop_ids=stop_ids | engine.stop_ids,
-        vocabulary=vocabulary_of(model),
-    )
+    vocabulary, ends = vocabulary_of(model), stop_ids | engine.stop_ids
+    constraints = Constraints(writer.codec, vocabulary=vocabulary, stop_ids=ends)
+    return ReadyModel(engine=engine, writer=writer, stop_ids=ends, vocabulary=vocabulary, constraints=constraints)
 
 
 def _check_fits(sizes: Mapping[str, int], config: Any, dtype: Any, device: Any) -> None:

@@ -1,4 +1,4 @@
-"""Logits of running sequences → their next tokens: bias, then drawing by whichever kernel the device has."""
+"""Logits of running sequences → their next tokens: changed as requests ask, then drawn by the device's kernel."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verifiers.engine.logits import note_alternatives, processed
 from verifiers.engine.sequence import ActiveSequence
 from verifiers.engine.slot_table import SlotTable
-from verifiers.kernels.sampling import biased, sample
+from verifiers.kernels.sampling import sample
 
 if TYPE_CHECKING:
     from verifiers.engine.cuda_runner import CudaDecoder
@@ -29,8 +30,11 @@ def draw(
 ) -> Drawn:
     """A token for each sequence, by its own settings and random numbers."""
     raw_NV = logits_NV
-    if table.is_biased[slots_N].any():
-        logits_NV = biased(logits_NV, [sequence.sampling.logit_bias for sequence in sequences])
+    needs_logits = bool(table.needs_logits[slots_N].any())
+    if needs_logits:
+        logits_NV = processed(
+            logits_NV, sequences, [[] if one.processor is None else table.reply(one.slot).tolist() for one in sequences]
+        )
     columns = table.columns(slots_N, logits_NV.device)
     truncates = bool(table.truncates[slots_N].any())
     if cuda is not None and not truncates:
@@ -40,5 +44,7 @@ def draw(
         token_N, logprob_N, raw_N = sample(logits_NV, columns, truncates=truncates, is_plain=is_plain)
     if raw_NV is not logits_NV:
         raw_N = torch.log_softmax(raw_NV.float(), -1).gather(1, token_N[:, None])[:, 0]
+    if needs_logits:
+        note_alternatives(logits_NV, sequences, columns)
     one, two, three = (value.cpu().numpy() for value in (token_N, logprob_N, raw_N))
     return one, two, three

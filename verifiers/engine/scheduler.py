@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from verifiers.engine.kv_cache import SlotCache
+from verifiers.engine.logits import LogitsProcessor
 from verifiers.engine.model_runner import ModelRunner
 from verifiers.engine.sequence import ActiveSequence, Generated, delivery, in_order
 from verifiers.engine.sequential import SequentialCache
@@ -33,9 +34,19 @@ class Scheduler:
     cache: SlotCache | SequentialCache
     cuda: CudaDecoder | None = None  # has a copy of the table on the device
 
-    def __init__(self, runner: ModelRunner, *, slots: int, length: int, prefill_tokens: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        slots: int,
+        length: int,
+        prefill_tokens: int,
+        vocabulary: int,
+        stop_ids: frozenset[int],
+    ) -> None:
         self._runner, self._slots, self._length = runner, slots, length
         self._prefill_tokens = prefill_tokens
+        self._vocabulary, self._stop_ids = vocabulary, stop_ids
         self.table = SlotTable(slots, length)
         self.waiting: deque[ActiveSequence] = deque()
         self.running: list[ActiveSequence] = []
@@ -56,11 +67,11 @@ class Scheduler:
 
     def admit(self) -> list[Group]:
         """Waiting requests that fit now, as many as have a slot and as the tokens of a prefill allow."""
-        groups: dict[tuple[int, ...], Group] = {}
+        groups: dict[tuple[int | None, ...], Group] = {}
         room, budget = self._slots - len(self.running), self._prefill_tokens
         while self.waiting and room > 0:
             sequence = self.waiting[0]
-            key = tuple(sequence.prompt_ids)
+            key = (sequence.sampling.prompt_logprobs, *sequence.prompt_ids)
             same = groups.get(key)
             if same is None and groups and budget < len(sequence.prompt_ids):
                 break
@@ -98,11 +109,20 @@ class Scheduler:
         for i, copy in enumerate(copies):
             self._evict(first + i)
             copy.slot, copy.reused = first + i, len(sequence.prompt_ids)
+            copy.future.prompt_logprobs = sequence.future.prompt_logprobs
             self._start(copy)
         self.cache.spread(sequence.slot, range(first, len(self.running)), len(sequence.prompt_ids))
 
     def _start(self, sequence: ActiveSequence) -> None:
         sequence.weights = self._runner.version
+        if sequence.sampling.changes_logits:
+            sequence.processor = LogitsProcessor(
+                sequence.sampling,
+                sequence.prompt_ids,
+                stop_ids=self._stop_ids,
+                vocabulary=self._vocabulary,
+                device=self._runner.device,
+            )
         self.running.append(sequence)
         self.table.assign(sequence)
 

@@ -14,6 +14,11 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import count
 from secrets import randbits
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verifiers.engine.constraints import Constraint
+    from verifiers.engine.logits import LogitsProcessor
 
 NO_TOP_K = 1 << 30
 RECENT = 64  # prompts of which is known what they come to: a group sequences the same many times over
@@ -31,6 +36,14 @@ class Sampling:
     seed: int | None = None
     stop_ids: frozenset[int] = frozenset()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    constraint: Constraint | None = None
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if not self.max_tokens >= 1:
@@ -43,10 +56,39 @@ class Sampling:
             raise ValueError(f"top_k must be 0 (no limit) or more, got {self.top_k!r}")
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p must be between 0 and 1, got {self.min_p!r}")
+        if not 0.0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty!r}")
+        if not self.min_tokens <= self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens!r}, and max_tokens {self.max_tokens!r}")
 
     @property
     def truncates(self) -> bool:
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    @property
+    def changes_logits(self) -> bool:
+        return bool(self.logit_bias) or self.has_penalties or self.min_tokens > 0 or self.constraint is not None
+
+    @property
+    def is_watched(self) -> bool:
+        """Must each token be looked at on its own: is it one that ends others, can the request fail at it?"""
+        return self.ignore_eos or self.constraint is not None
+
+    @property
+    def needs_logits(self) -> bool:
+        """Must a step's logits be looked at for this request, and not only the token drawn from them?"""
+        return self.changes_logits or self.top_logprobs > 0
+
+
+Alternatives = list[tuple[int, float]]
+"""The likeliest tokens of one step with their logprobs, the likeliest first."""
+
+PromptLogprob = tuple[float, Alternatives] | None
+"""The logprob of a prompt's token under the model's own distribution, and its alternatives; None of the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +96,9 @@ class Generated:
     """One completion, exactly as it was sampled.
 
     ``logprobs`` are under the distribution each token was drawn from (tempered, truncated, biased); ``raw_logprobs``
-    under the model's own. ``weights`` counts the updates of the weights it was sampled from, at its start and end.
+    under the model's own. ``top_logprobs`` has the alternatives of each token, under the distribution it was drawn
+    from, where they were asked for. ``weights`` counts the updates of the weights it was sampled from, at its start
+    and end.
     """
 
     prompt_ids: list[int]
@@ -64,6 +108,8 @@ class Generated:
     finish_reason: str
     reused: int = 0
     weights: tuple[int, int] = (0, 0)
+    top_logprobs: Sequence[Alternatives] = ()
+    prompt_logprobs: Sequence[PromptLogprob] | None = None
 
 
 OnToken = Callable[[int, float], bool]
@@ -75,6 +121,11 @@ class Answer(Future[Generated]):
 
     is_unwanted = False
     on_cancel: Callable[[], None] | None = None
+    prompt_logprobs: Sequence[PromptLogprob] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top_logprobs: list[Alternatives] = []  # of the tokens so far, where they were asked for
 
     def cancel(self) -> bool:
         if self.done():
@@ -154,6 +205,8 @@ class ActiveSequence:
     slot: int = -1  # of the KV cache; -1: none
     reused: int = 0
     weights: int = 0
+    processor: LogitsProcessor | None = None
+    failure: Exception | None = None  # of what was asked for, found out between two tokens
 
     @property
     def is_cancelled(self) -> bool:

@@ -47,6 +47,13 @@ class SequentialCache:
             logits.append(self._run(row, row.ids))
         return torch.cat(logits)
 
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """The logits behind each of these tokens, ``[T, vocabulary]``; no row is touched."""
+        device = next(self._module.parameters()).device
+        tensor = torch.tensor([list(ids)], device=device)
+        logits: Tensor = self._module(input_ids=tensor, use_cache=False, return_dict=True).logits[0]
+        return logits
+
     def decode(self, tokens: Sequence[int]) -> Tensor:
         """The logits behind one new token for each of the first rows, which are the live ones."""
         logits = []

@@ -28,7 +28,7 @@ class SlotTable:
         self.temperature, self.top_p, self.min_p = (np.zeros(slots, np.float32) for _ in range(3))
         self.out_ids = np.zeros((slots, length + 1), np.int32)
         self.out_logprobs, self.out_raw = (np.zeros((slots, length + 1), np.float32) for _ in range(2))
-        self.truncates, self.is_biased, self.is_watched = (np.zeros(slots, bool) for _ in range(3))
+        self.truncates, self.needs_logits, self.is_watched = (np.zeros(slots, bool) for _ in range(3))
         self.cached_ids = np.zeros((slots, length), np.int32)
         self.cached = np.zeros(slots, np.int64)
         self.cached_at = np.zeros(slots, np.int64)
@@ -46,8 +46,8 @@ class SlotTable:
         self.temperature[slot] = sampling.temperature if sampling.temperature >= COLDEST else 0.0
         self.top_p[slot], self.min_p[slot] = sampling.top_p, sampling.min_p
         self.truncates[slot] = sampling.truncates
-        self.is_biased[slot] = bool(sampling.logit_bias)
-        self.is_watched[slot] = sequence.on_token is not None or bool(sampling.stop_ids)
+        self.needs_logits[slot] = sampling.needs_logits
+        self.is_watched[slot] = sequence.on_token is not None or bool(sampling.stop_ids) or sampling.is_watched
         self.cached[slot] = 0
 
     def columns(self, slots_N: np.ndarray, device: torch.device) -> SamplingColumns:
@@ -73,6 +73,10 @@ class SlotTable:
         self.out_raw[slots_N, steps_N] = raw_N
         self.steps[slots_N] = steps_N + 1
 
+    def reply(self, slot: int) -> np.ndarray:
+        """What a slot's sequence has sampled so far."""
+        return self.out_ids[slot, : self.steps[slot]]
+
     def is_full(self, slots_N: np.ndarray, length: int) -> np.ndarray:
         """Which of these slots have as many tokens as they may have."""
         full: np.ndarray = (self.steps[slots_N] >= self.max_tokens[slots_N]) | (self.length[slots_N] + 1 >= length)
@@ -80,7 +84,7 @@ class SlotTable:
 
     def room(self, slots: int, length: int) -> int:
         """How many more tokens each of the first slots can have, if none of them has to be looked at before."""
-        if (self.is_watched | self.is_biased)[:slots].any():
+        if (self.is_watched | self.needs_logits)[:slots].any():
             return 1
         left = np.minimum(self.max_tokens[:slots] - self.steps[:slots], length - 1 - self.length[:slots])
         return int(left.min())
@@ -112,6 +116,8 @@ class SlotTable:
             finish_reason=finish_reason,
             reused=sequence.reused,
             weights=(sequence.weights, version),
+            top_logprobs=sequence.future.top_logprobs,
+            prompt_logprobs=sequence.future.prompt_logprobs,
         )
 
     # --- slots kept for reuse --------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ uniform a token picks from the cumulative distribution. Nothing here waits for t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from ctypes import byref
 from dataclasses import dataclass, replace
 
@@ -52,18 +51,6 @@ def uniforms(seed_B: Tensor, step_B: Tensor) -> Tensor:
 def _shift(value: Tensor, bits: int) -> Tensor:
     """Logical shift to the right: the sign bit is not dragged along."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def biased(logits_NV: Tensor, biases: Sequence[Mapping[int, float]]) -> Tensor:
-    """Logits with what a row's bias adds to each of its tokens; those given stay as they are."""
-    logits_NV = logits_NV.clone()
-    for row_V, bias in zip(logits_NV, biases, strict=True):
-        if bias:
-            index = torch.tensor(list(bias), device=logits_NV.device)
-            row_V.index_add_(
-                0, index, torch.tensor(list(bias.values()), device=logits_NV.device, dtype=logits_NV.dtype)
-            )
-    return logits_NV
 
 
 def sample(

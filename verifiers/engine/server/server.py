@@ -81,7 +81,7 @@ def serve(
     with LocalServer(
         model, host=host, port=port, api_key=api_key, allow_hosts=allow_hosts, insecure=insecure
     ) as server:
-        logger.info("serving %s on %s", model.model, server.url)
+        logger.info("serving %s on %s", server.served.serving.name, server.url)
         if on_ready is not None:
             on_ready(server.url)
         try:

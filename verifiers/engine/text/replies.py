@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verifiers.chat import Codec
@@ -13,6 +13,7 @@ from verifiers.clients.recording import CallReply
 from verifiers.engine.options import Options
 from verifiers.engine.sequence import Generated, Sampling
 from verifiers.engine.text.detokenizer import first_stop
+from verifiers.engine.text.logprobs import write_logprobs, write_prompt_logprobs
 from verifiers.types import ChatMessage, MessageType, Usage, unique_id
 
 
@@ -30,6 +31,7 @@ class Prompt:
     tool_names: tuple[str, ...] = ()
     tool_style: Style | None = None
     timeout_s: float | None = None
+    echoed: str = ""  # what a reply begins with, where the prompt is to be part of it
     id: str = ""
     created: int = 0
 
@@ -49,6 +51,7 @@ class Choice:
     body: int  # tokens that are not the one that ended it
     sampled_text: str  # all of them as text, special tokens and stop string included
     sampling: Mapping[str, Any]  # how its tokens were drawn
+    stop: str | None = None  # the stop string that ended it
 
     @property
     def message(self) -> ChatMessage:
@@ -75,11 +78,14 @@ class Choice:
 
 def read_choice(prompt: Prompt, generated: Generated, codec: Codec) -> Choice:
     """The text of a reply without its stop token or stop string, and the tool calls in it."""
+    if prompt.options.max_tokens == 0:
+        generated = without_tokens(generated)
     ids = generated.ids
     ended_by_id = generated.finish_reason == "stop" and bool(ids) and ids[-1] in prompt.stop_ids
     body = len(ids) - 1 if ended_by_id else len(ids)
     text, sampled_text = codec.continuations(prompt.ids, ids[:body])
     stop = first_stop(text, prompt.options.stop) if prompt.options.stop else -1
+    found = text[stop:] if stop >= 0 else ""
     if stop >= 0:
         text = text[:stop]
     content: str | None = text
@@ -99,7 +105,13 @@ def read_choice(prompt: Prompt, generated: Generated, codec: Codec) -> Choice:
         body=body,
         sampled_text=sampled_text,
         sampling=prompt.options.record(),
+        stop=next((one for one in prompt.options.stop if found.startswith(one)), None),
     )
+
+
+def without_tokens(generated: Generated) -> Generated:
+    """A reply of which nothing was wanted but what is known of its prompt."""
+    return replace(generated, ids=[], logprobs=[], raw_logprobs=[], top_logprobs=[], finish_reason="length")
 
 
 def usage_of(prompt: Prompt, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -148,37 +160,24 @@ def envelope(prompt: Prompt, *, is_chunk: bool = False) -> dict[str, Any]:
 
 def _written(prompt: Prompt, choice: Choice, index: int, codec: Codec) -> dict[str, Any]:
     generated = choice.generated
-    said = {"message": choice.message} if prompt.message_type == "chat" else {"text": choice.content}
-    logprobs = None
+    said: dict[str, Any] = {"message": choice.message}
+    if prompt.message_type != "chat":
+        said = {"text": prompt.echoed + (choice.content or "")}
+    logprobs, echoed = None, generated.prompt_logprobs if prompt.options.echo else None
     if prompt.options.logprobs:
-        logprobs = write_logprobs(prompt, generated.ids, generated.logprobs, codec)
+        tokens = generated.ids, generated.logprobs, generated.top_logprobs
+        logprobs = write_logprobs(prompt, *tokens, codec, echoed=echoed)
     written: dict[str, Any] = {
         "index": index,
         **said,
         "finish_reason": choice.finish_reason,
         "logprobs": logprobs,
+        "stop_reason": choice.stop,
         "token_ids": generated.ids,
         "weights": list(generated.weights),
     }
     if prompt.options.raw_logprobs:
         written["raw_logprobs"] = generated.raw_logprobs
+    if prompt.options.prompt_logprobs is not None and generated.prompt_logprobs is not None:
+        written["prompt_logprobs"] = write_prompt_logprobs(generated.prompt_logprobs, prompt, codec)
     return written
-
-
-def write_logprobs(prompt: Prompt, ids: Sequence[int], logprobs: Sequence[float], codec: Codec) -> dict[str, Any]:
-    """The logprobs of sampled tokens, in the words of a chat or of a plain completion."""
-    if prompt.options.return_tokens_as_token_ids:
-        pieces = [f"token_id:{token}" for token in ids]
-    else:
-        pieces = codec.pieces(ids)
-    if prompt.message_type == "chat":
-        content = [
-            {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
-            for piece, logprob in zip(pieces, logprobs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
-    offsets, at = [], 0
-    for piece in pieces:
-        offsets.append(at)
-        at += len(piece)
-    return {"tokens": pieces, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}

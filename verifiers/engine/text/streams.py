@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from verifiers.chat.tool_calls import ToolCall, shown_length
 from verifiers.clients.protocol import Completion
 from verifiers.engine.ready_model import ReadyModel
-from verifiers.engine.sequence import Generated, OnToken
+from verifiers.engine.sequence import Alternatives, Answer, Generated, OnToken, PromptLogprob
 from verifiers.engine.text.detokenizer import StopWatch, TextStream
 from verifiers.engine.text.replies import Choice, Prompt, completion_of
 from verifiers.errors import DeadlineError, ModelError, wrap
@@ -25,14 +25,18 @@ class Piece:
     text: str = ""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: Sequence[Alternatives] = ()
     calls: list[ToolCall] = field(default_factory=list)
     finish_reason: str | None = None
+    stop: str | None = None
 
 
 class _Half:
     """A choice on its way."""
 
-    def __init__(self, loaded: ReadyModel, prompt: Prompt) -> None:
+    def __init__(self, loaded: ReadyModel, prompt: Prompt, answer: Answer) -> None:
+        self._answer = answer
+        self._is_empty = prompt.options.max_tokens == 0
         self._style = prompt.tool_style
         self._text = TextStream(loaded.codec, prompt.ids, prompt.options.stop)
         self._held = ""
@@ -41,6 +45,8 @@ class _Half:
         self._logprobs: list[float] = []
 
     def push(self, index: int, token: int, logprob: float) -> Piece | None:
+        if self._is_empty:
+            return None
         self._ids.append(token)
         self._logprobs.append(logprob)
         self._held += self._text.push(token)
@@ -49,8 +55,10 @@ class _Half:
 
     def _piece(self, index: int, shown: int, **rest: Any) -> Piece:
         text, self._held = self._held[:shown], self._held[shown:]
-        piece = Piece(index=index, text=text, ids=self._ids, logprobs=self._logprobs, **rest)
-        self._told += len(self._ids)
+        told = self._told + len(self._ids)
+        tops = self._answer.top_logprobs[self._told : told]
+        piece = Piece(index=index, text=text, ids=self._ids, logprobs=self._logprobs, top_logprobs=tops, **rest)
+        self._told = told
         self._ids, self._logprobs = [], []
         return piece
 
@@ -69,7 +77,7 @@ class _Half:
         self._ids = generated.ids[self._told :]
         self._logprobs = generated.logprobs[self._told :]
         shown = 0 if choice.calls else len(self._held)
-        return self._piece(index, shown, calls=choice.calls, finish_reason=choice.finish_reason)
+        return self._piece(index, shown, calls=choice.calls, finish_reason=choice.finish_reason, stop=choice.stop)
 
 
 class ReplyStream:
@@ -80,7 +88,7 @@ class ReplyStream:
         self.completion: Completion | None = None
         self._loaded = loaded
         self._read = read
-        self._futures: list[Future[Generated]] = []
+        self._futures: list[Answer] = []
         self._queue: asyncio.Queue[tuple[int, Any, float]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
@@ -110,10 +118,15 @@ class ReplyStream:
             return False
         return True
 
+    @property
+    def prompt_logprobs(self) -> Sequence[PromptLogprob] | None:
+        """Those of the prompt's tokens, where they were asked for; there with the first piece."""
+        return next((future.prompt_logprobs for future in self._futures if future.prompt_logprobs is not None), None)
+
     async def __aiter__(self) -> AsyncIterator[Piece]:
         if not self._futures:
             self.start()
-        halves = [_Half(self._loaded, self.prompt) for _ in self._futures]
+        halves = [_Half(self._loaded, self.prompt, future) for future in self._futures]
         choices: dict[int, Choice] = {}
         timeout_s = self.prompt.timeout_s
         deadline = None if timeout_s is None else self._loop.time() + timeout_s

@@ -1,0 +1,254 @@
+"""A grammar → which tokens may come next: replies that follow a JSON schema, or are a call of a given function.
+
+The work is llguidance's, within limits: what a stranger sends may be large, recursive or ambiguous without end. What is
+over a limit is refused when it is compiled, in a thread, or fails its own request.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from verifiers.chat.codec import Codec
+from verifiers.chat.recent import Recent
+from verifiers.chat.tool_calls import CLOSE, MISTRAL, OPEN, Style
+from verifiers.errors import RequestRefusedError
+
+MOST_CHARS = 128 << 10  # of a grammar: OpenAI takes schemas of 120,000 characters
+MOST_DEPTH = 64  # of values within values in a schema
+MOST_WIDTH = 1000  # values in one object or list of it: names that may be left out take time by their square
+MASK_CPU_S = 0.5  # for the tokens of one step: past this a grammar holds up everybody's replies
+LIMITS = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 50_000,
+}
+# As `json.dumps` writes: models have seen much of it, and no grammar lets a model write spaces without end.
+WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class ConstraintError(RequestRefusedError):
+    """A grammar that cannot be followed: it is wrong, too large, or nothing fits it."""
+
+
+class Matcher:
+    """One reply on its way through a grammar."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+        self._consumed = 0
+
+    def allowed(self, ids: Sequence[int], vocabulary: int) -> np.ndarray:
+        """Which tokens may follow the reply ``ids``; the ends of a reply are among them where it may end."""
+        started = time.thread_time()
+        for token in ids[self._consumed :]:
+            self._matcher.consume_token(int(token))
+        self._consumed = len(ids)
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise ConstraintError(f"the grammar of the reply cannot be followed further: {_said(self._matcher)}")
+        if time.thread_time() - started > MASK_CPU_S:
+            raise ConstraintError(f"the grammar of the reply takes more than {MASK_CPU_S:g} s a token; make it simpler")
+        allowed_V = np.zeros(vocabulary, bool)
+        bits = np.unpackbits(mask, bitorder="little")[:vocabulary]
+        allowed_V[: len(bits)] = bits
+        if not allowed_V.any():
+            raise ConstraintError("no token of the model's vocabulary goes on with the reply as its grammar wants it")
+        return allowed_V
+
+
+class Constraint:
+    """A compiled grammar, for any number of replies."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+        self._lock = threading.Lock()
+
+    def start(self) -> Matcher:
+        with self._lock:
+            return Matcher(self._matcher.deep_copy())
+
+
+class Constraints:
+    """Grammars for one model's vocabulary; the last ones are kept. Compiling them is slow: `pool` is where to do it."""
+
+    def __init__(self, codec: Codec, *, vocabulary: int, stop_ids: frozenset[int]) -> None:
+        self._codec, self._vocabulary, self._stop_ids = codec, vocabulary, stop_ids
+        self._recent: Recent[Constraint] = Recent()
+        self._lock = threading.Lock()
+
+    @cached_property
+    def pool(self) -> ThreadPoolExecutor:
+        """One thread: whoever sends slow grammars waits for his own, and nothing else does."""
+        return ThreadPoolExecutor(1, thread_name_prefix="verifiers-grammars")
+
+    def close(self) -> None:
+        if "pool" in self.__dict__:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+
+    def compile(self, grammar: str) -> Constraint:
+        """A grammar in llguidance's words (see `schema_grammar`, `call_grammar`), ready to be followed."""
+        with self._lock:
+            found = self._recent.find(grammar)
+            if found is None:
+                found = self._compile(grammar)
+                self._recent.keep(grammar, found)
+            return found
+
+    def _compile(self, grammar: str) -> Constraint:
+        library = _llguidance()
+        limits = library.LLParserLimits(**LIMITS, verbose_errors=False)
+        matcher = library.LLMatcher(
+            self._tokenizer, library.LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits
+        )
+        if matcher.is_error():
+            raise ConstraintError(f"the schema cannot be followed: {_said(matcher)}")
+        constraint = Constraint(matcher)
+        constraint.start().allowed((), self._vocabulary)  # a grammar that nothing fits, or that is too slow, fails here
+        return constraint
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        written = self._codec.written
+        if written is None:
+            raise ConstraintError("replies can be constrained with a tokenizer of the tokenizers library only")
+        stop_ids = sorted(token for token in self._stop_ids if token < self._vocabulary)
+        if not stop_ids:
+            raise ConstraintError("the model has no token that ends a reply: what it says cannot be constrained")
+        known: Any = written
+        if not self._codec.is_bytewise and (pieces := self._codec.whole_pieces()) is not None:
+            known = _Pieces(self._codec, pieces, stop_ids)  # llguidance does not know how every decoder works
+        try:
+            return _llguidance().LLTokenizer(known, n_vocab=self._vocabulary, eos_token=stop_ids)
+        except ValueError as error:
+            raise ConstraintError(f"replies of this tokenizer cannot be constrained: {error}") from error
+
+
+class _Pieces:
+    """A tokenizer whose tokens are texts that are put one after the other, as llguidance wants to be told of one."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, codec: Codec, pieces: Sequence[str], stop_ids: Sequence[int]) -> None:
+        self._codec = codec
+        self.eos_token_id, self.bos_token_id = stop_ids[0], None
+        self.tokens = [piece.encode() for piece in pieces]
+        self.special_token_ids = sorted(codec.special_ids | set(stop_ids))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._codec.encode(text if isinstance(text, str) else text.decode(), special=False)
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise RequestRefusedError(
+            "structured output and forced tool calls need llguidance: pip install 'verifiers[local]'"
+        ) from error
+    return llguidance
+
+
+def _said(matcher: Any) -> str:
+    text = " ".join(str(matcher.get_error()).replace("<non-verbose/>", "").split())
+    return text[:300] or "nothing fits it"
+
+
+# --- grammars -----------------------------------------------------------------------------------------------------
+
+
+def schema_grammar(schema: Any, *, strict: bool) -> str:
+    """The grammar of values that fit a JSON schema; unless ``strict``, keywords that cannot be followed are let be.
+
+    >>> schema_grammar({"type": "integer"}, strict=True)[:50]
+    'start: %json {"type": "integer", "x-guidance": {"w'
+    """
+    return _checked(f"start: {_json_rule(schema, strict=strict)}")
+
+
+def call_grammar(
+    tools: Sequence[Mapping[str, Any]], style: Style, codec: Codec, *, schema: Any = None, strict: bool = False
+) -> str:
+    """The grammar of one call of one of these functions, as the model writes calls; or of a value that fits a
+    ``schema``, where there is one."""
+    opening, key, closing = {
+        "hermes": (f"{OPEN}\n", "arguments", f"\n{CLOSE}"),
+        "llama3": ("", "parameters", ""),
+        "mistral": (f"{MISTRAL}[", "arguments", "]"),
+    }[style]
+    calls, rules = [], []
+    for i, tool in enumerate(tools):
+        function = tool.get("function", tool)
+        parameters = function.get("parameters") or NO_PARAMETERS
+        head = f'{{"name": {json.dumps(function["name"])}, "{key}": '
+        calls.append(f"c{i}")
+        rules.append(f"c{i}: {_text_rule(head, codec)} a{i} {_text_rule('}', codec)}")
+        rules.append(f"a{i}: {_json_rule(parameters, strict=function.get('strict') is True)}")
+    sides = [_text_rule(side, codec) for side in (opening, closing)]
+    start = ["start: call" if schema is None else "start: call | value"]
+    if schema is not None:
+        rules.append(f"value: {_json_rule(schema, strict=strict)}")
+    return _checked("\n".join([*start, f"call: {sides[0]} one {sides[1]}", f"one: {' | '.join(calls)}", *rules]))
+
+
+def _json_rule(schema: Any, *, strict: bool) -> str:
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, Mapping):
+        raise ConstraintError(f"a JSON schema is an object, not {schema!r:.100}")
+    _check_size(schema)
+    try:
+        return f"%json {json.dumps({**schema, 'x-guidance': {**WRITTEN, 'lenient': not strict}}, allow_nan=False)}"
+    except (TypeError, ValueError) as error:
+        raise ConstraintError(f"the schema is not JSON: {error}") from error
+
+
+def _check_size(schema: Any) -> None:
+    """Refuse what is too deep or too wide; without recursion, for it may be any stranger's."""
+    level, depth = [schema], 0
+    while level:
+        depth += 1
+        if depth > MOST_DEPTH:
+            raise ConstraintError(f"the schema nests values more than {MOST_DEPTH} deep")
+        if (widest := max(map(len, level))) > MOST_WIDTH:
+            raise ConstraintError(
+                f"one value of the schema has {widest:,} parts, and at most {MOST_WIDTH:,} are followed"
+            )
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, Mapping) else one)
+            if isinstance(inner, (Mapping, list, tuple))
+        ]
+
+
+def _text_rule(text: str, codec: Codec) -> str:
+    """A text in a grammar; special tokens, which are no text to the model, by their ids."""
+    parts, plain = [], ""
+    for token, piece in codec.special_pieces(text):
+        if token is None:
+            plain += piece
+            continue
+        parts += [json.dumps(plain)] if plain else []
+        parts.append(f"<[{token}]>")
+        plain = ""
+    parts += [json.dumps(plain)] if plain else []
+    return " ".join(parts) or '""'
+
+
+def _checked(grammar: str) -> str:
+    if len(grammar) > MOST_CHARS:
+        raise ConstraintError(f"the schema has {len(grammar):,} characters, and at most {MOST_CHARS:,} are followed")
+    return grammar

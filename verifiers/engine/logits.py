@@ -1,0 +1,100 @@
+"""Logits of the model → logits to draw from, for requests that ask for it; and the likeliest of them, to be shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verifiers.engine.constraints import ConstraintError, Matcher
+from verifiers.engine.penalties import Penalties
+from verifiers.engine.sequence import ActiveSequence, Alternatives, Sampling
+from verifiers.kernels.devices import to_device
+from verifiers.kernels.sampling import SamplingColumns, truncate
+
+
+class LogitsProcessor:
+    """What one request changes: penalties, then its bias, then what may not come yet, then what its grammar forbids."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt_ids: Sequence[int],
+        *,
+        stop_ids: frozenset[int],
+        vocabulary: int,
+        device: torch.device,
+    ) -> None:
+        self._min_tokens = sampling.min_tokens
+        self._stop_ids = [token for token in stop_ids | sampling.stop_ids if token < vocabulary]
+        self._bias_N: tuple[Tensor, Tensor] | None = None
+        if bias := sampling.logit_bias:
+            values = torch.tensor(list(bias.values()), device=device, dtype=torch.float32)
+            self._bias_N = torch.tensor(list(bias), device=device), values
+        self._penalties: Penalties | None = None
+        if sampling.has_penalties:
+            self._penalties = Penalties(sampling, prompt_ids, vocabulary, device)
+        self._matcher: Matcher | None = None
+        if sampling.constraint is not None:
+            self._matcher = sampling.constraint.start()
+
+    def apply_(self, logits_V: Tensor, ids: Sequence[int]) -> None:
+        """Change the logits behind the reply ``ids`` in place; ConstraintError where its grammar gives up."""
+        if self._penalties is not None:
+            self._penalties.apply_(logits_V, ids)
+        if self._bias_N is not None:
+            tokens_N, values_N = self._bias_N
+            logits_V.index_add_(0, tokens_N, values_N)
+        allowed_V = None if self._matcher is None else self._matcher.allowed(ids, len(logits_V))
+        if len(ids) < self._min_tokens and (allowed_V is None or self._may_go_on(allowed_V)):
+            logits_V[self._stop_ids] = -torch.inf
+        if allowed_V is not None:
+            logits_V.masked_fill_(~to_device(allowed_V, logits_V.device), -torch.inf)
+
+    def _may_go_on(self, allowed_V: np.ndarray) -> bool:
+        """Does a grammar allow anything but the end?"""
+        return bool(allowed_V.sum() > allowed_V[self._stop_ids].sum())
+
+
+def processed(logits_NV: Tensor, sequences: Sequence[ActiveSequence], ids_N: Sequence[Sequence[int]]) -> Tensor:
+    """The logits that tokens are drawn from; ``ids_N`` are the replies so far. Those given stay as they are."""
+    if all(sequence.processor is None for sequence in sequences):
+        return logits_NV
+    logits_NV = logits_NV.to(torch.float32, copy=True)
+    for row_V, sequence, ids in zip(logits_NV, sequences, ids_N, strict=True):
+        if sequence.processor is None:
+            continue
+        try:
+            sequence.processor.apply_(row_V, ids)
+        except ConstraintError as error:  # its token is drawn all the same, and thrown away with it
+            sequence.failure = error
+    return logits_NV
+
+
+def note_alternatives(logits_NV: Tensor, sequences: Sequence[ActiveSequence], columns: SamplingColumns) -> None:
+    """Keep the likeliest tokens of a step for those who asked, under the distribution that the token is drawn from."""
+    wanted = [i for i, sequence in enumerate(sequences) if sequence.sampling.top_logprobs]
+    if not wanted:
+        return
+    some = SamplingColumns(*(getattr(columns, name)[wanted] for name in SamplingColumns.__slots__))
+    cold_B = torch.where(some.temperature_B <= 0, torch.ones_like(some.temperature_B), some.temperature_B)
+    logprobs_BV = torch.log_softmax(logits_NV[wanted].float() / cold_B[:, None], -1)
+    if any(sequences[i].sampling.truncates and sequences[i].sampling.temperature > 0 for i in wanted):
+        probs_BV = truncate(logprobs_BV.exp(), some)
+        cut_BV = probs_BV.log() - probs_BV.sum(-1, keepdim=True).log()
+        logprobs_BV = torch.where((some.temperature_B > 0)[:, None], cut_BV, logprobs_BV)
+    found = likeliest(logprobs_BV, max(sequences[i].sampling.top_logprobs for i in wanted))
+    for i, alternatives in zip(wanted, found, strict=True):
+        sequence = sequences[i]
+        sequence.future.top_logprobs.append(alternatives[: sequence.sampling.top_logprobs])
+
+
+def likeliest(logprobs_NV: Tensor, count: int) -> list[Alternatives]:
+    """The likeliest tokens of each row; one that cannot be drawn is none of them."""
+    values_NK, tokens_NK = logprobs_NV.topk(min(count, logprobs_NV.shape[1]))
+    return [
+        [(token, value) for token, value in zip(tokens, values, strict=True) if value > -np.inf]
+        for tokens, values in zip(tokens_NK.tolist(), values_NK.tolist(), strict=True)
+    ]

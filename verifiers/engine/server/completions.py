@@ -1,0 +1,229 @@
+"""``/v1/chat/completions`` and ``/v1/completions``: replies in the words of OpenAI, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from verifiers import errors
+from verifiers.clients.protocol import Request
+from verifiers.engine.server.http import EventStream, json_reply, read_body
+from verifiers.engine.server.serving import Serving
+from verifiers.engine.text.logprobs import write_logprobs, write_prompt_logprobs
+from verifiers.engine.text.replies import Prompt, envelope, usage_of_completion
+from verifiers.engine.text.streams import Piece, ReplyStream
+from verifiers.types import MessageType
+
+MOST_CHOICES = 1024  # of a request: prompts × n
+_END = b"data: [DONE]\n\n"
+
+
+class Completions:
+    """The two endpoints over one model."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def chat(self, http: web.Request) -> web.StreamResponse:
+        body = await read_body(http)
+        self._serving.check_model(body.pop("model", None))
+        messages = body.pop("messages", None)
+        if not isinstance(messages, list):
+            raise errors.RequestRefusedError("'messages' is missing: a list of messages")
+        tools = body.pop("tools", None)
+        return await self._answer(http, body, [[with_known_role(one) for one in messages]], "chat", tools=tools)
+
+    async def text(self, http: web.Request) -> web.StreamResponse:
+        body = await read_body(http)
+        self._serving.check_model(body.pop("model", None))
+        return await self._answer(http, body, _prompts(body.pop("prompt", None)), "completion")
+
+    async def _answer(
+        self, http: web.Request, body: dict[str, Any], prompts: list[Any], message_type: MessageType, tools: Any = None
+    ) -> web.StreamResponse:
+        is_stream, wants_usage = _stream_settings(body)
+        choices = _choices(body, prompts)
+        asked = [self._serving.request(p, body, tools=tools, message_type=message_type) for p in prompts]
+        async with self._serving.turn(http, choices):
+            if is_stream:
+                return await self._stream(http, asked, wants_usage=wants_usage)
+            replies = await _together([self._serving.complete(http, request) for request in asked])
+        return json_reply(_merged([reply.raw for reply in replies], with_ids=_wants_ids(body)))
+
+    # --- streams ------------------------------------------------------------------------------------------------------
+
+    async def _stream(self, http: web.Request, asked: Sequence[Request], *, wants_usage: bool) -> web.StreamResponse:
+        streams = [await self._serving.model.stream(request) for request in asked]
+        events = EventStream(http)
+        try:
+            for stream in streams:
+                stream.start()  # here, so that a full engine is still a 429
+            await events.start()
+            try:
+                async for chunk in self._chunks(streams, wants_usage=wants_usage):
+                    await events.send(chunk)
+            except errors.Error as error:
+                await events.fail(error)
+            return await events.end(mark=_END)
+        finally:
+            for stream in streams:
+                stream.close()
+
+    async def _chunks(self, streams: Sequence[ReplyStream], *, wants_usage: bool) -> AsyncIterator[dict[str, Any]]:
+        head = {**envelope(streams[0].prompt, is_chunk=True), "model": self._serving.name}
+        codec = (await self._serving.model.ready()).codec
+        seen: set[int] = set()
+        async for number, piece in together(streams):
+            stream = streams[number]
+            prompt = stream.prompt
+            index = number * prompt.options.n + piece.index
+            is_first = index not in seen
+            seen.add(index)
+            choice = {**_delta(prompt, piece, is_first=is_first), "index": index}
+            chunk = {**head, "choices": [choice]}
+            if prompt.options.logprobs:
+                echoed = stream.prompt_logprobs if is_first and prompt.options.echo else None
+                tokens = piece.ids, piece.logprobs, piece.top_logprobs
+                choice["logprobs"] = write_logprobs(prompt, *tokens, codec, echoed=echoed)
+            if is_first and prompt.options.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = write_prompt_logprobs(stream.prompt_logprobs or (), prompt, codec)
+            if _wants_ids(prompt.options):
+                choice["token_ids"] = piece.ids
+                if is_first:
+                    (chunk if len(streams) == 1 else choice)["prompt_token_ids"] = prompt.ids
+            if wants_usage:
+                chunk["usage"] = None
+            yield chunk
+        usages = [usage_of_completion(stream.completion) for stream in streams]
+        for usage in usages:
+            self._serving.count(usage)
+        if wants_usage:
+            yield {**head, "choices": [], "usage": _total(usages)}
+
+
+async def together(streams: Sequence[ReplyStream]) -> AsyncIterator[tuple[int, Piece]]:
+    """The pieces of several replies as they come, each with the number of its reply."""
+    if len(streams) == 1:
+        async for piece in streams[0]:
+            yield 0, piece
+        return
+    queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
+
+    async def pump(number: int, stream: ReplyStream) -> None:
+        try:
+            async for piece in stream:
+                queue.put_nowait((number, piece))
+            queue.put_nowait((number, None))
+        except Exception as error:
+            queue.put_nowait((number, error))
+
+    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            number, arrived = await queue.get()
+            if isinstance(arrived, Exception):
+                raise arrived
+            if arrived is None:
+                left -= 1
+            else:
+                yield number, arrived
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def with_known_role(message: Any) -> Any:
+    """OpenAI's newer name for the system's role is one that templates do not know."""
+    is_renamed = isinstance(message, dict) and message.get("role") == "developer"
+    return {**message, "role": "system"} if is_renamed else message
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """A completion's prompt is a text or a list of ids, or a list of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise errors.RequestRefusedError("'prompt' is missing: a text, a list of token ids, or a list of either")
+    return [prompt] if isinstance(prompt[0], int) else prompt
+
+
+def _choices(body: Mapping[str, Any], prompts: list[Any]) -> int:
+    """How many replies a request wants; more than fit are refused before anything is done for one of them."""
+    n = body.get("n")
+    wanted = len(prompts) * (n if type(n) is int and n > 0 else 1)
+    if wanted > MOST_CHOICES:
+        each = "" if n is None else f" × n={n}"
+        raise errors.RequestRefusedError(f"{len(prompts)} prompts{each} in one request; at most {MOST_CHOICES} replies")
+    return wanted
+
+
+def _stream_settings(body: dict[str, Any]) -> tuple[bool, bool]:
+    settings = body.pop("stream_options", None) or {}
+    is_stream = body.pop("stream", None) or False
+    if not isinstance(is_stream, bool) or not isinstance(settings, dict):
+        raise errors.RequestRefusedError("'stream' is true or false, and 'stream_options' an object")
+    return is_stream, bool(settings.get("include_usage"))
+
+
+def _wants_ids(options: Any) -> bool:
+    """Token ids come when they are asked for, and with logprobs unless they are declined."""
+    read = options.get if isinstance(options, dict) else lambda name: getattr(options, name)
+    wanted = read("return_token_ids")
+    logprobs = read("logprobs")
+    return bool(wanted) if wanted is not None else logprobs is not None and logprobs is not False
+
+
+async def _together(waiting: list[Any]) -> list[Any]:
+    """All of them; if one fails, the others are cancelled."""
+    if len(waiting) == 1:
+        return [await waiting[0]]
+    tasks = [asyncio.ensure_future(one) for one in waiting]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _merged(raws: list[dict[str, Any]], *, with_ids: bool) -> dict[str, Any]:
+    """One response of one prompt or of several."""
+    response = dict(raws[0])
+    if len(raws) > 1:
+        choices = [dict(choice, prompt_token_ids=raw["prompt_token_ids"]) for raw in raws for choice in raw["choices"]]
+        response["choices"] = [dict(choice, index=index) for index, choice in enumerate(choices)]
+        response["usage"] = _total([raw["usage"] for raw in raws])
+        del response["prompt_token_ids"]
+    if not with_ids:
+        response.pop("prompt_token_ids", None)
+        hidden = ("token_ids", "prompt_token_ids")
+        response["choices"] = [
+            {key: value for key, value in choice.items() if key not in hidden} for choice in response["choices"]
+        ]
+    return response
+
+
+def _total(usages: list[dict[str, Any]]) -> dict[str, Any]:
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    return {
+        **{name: sum(usage[name] for usage in usages) for name in names},
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _delta(prompt: Prompt, piece: Piece, *, is_first: bool) -> dict[str, Any]:
+    choice: dict[str, Any] = {"finish_reason": piece.finish_reason, "logprobs": None}
+    if prompt.message_type == "completion":
+        return {**choice, "text": prompt.echoed + piece.text if is_first else piece.text}
+    delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
+    if piece.text or is_first:
+        delta["content"] = piece.text
+    if piece.calls:
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(piece.calls)]
+    return {**choice, "delta": delta}

@@ -1,0 +1,98 @@
+"""One model and all who ask it: whose turn it is, what was asked so far."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from verifiers.clients.protocol import Completion, Request
+from verifiers.engine.local_model import SHORT_CHARS, LocalModel
+from verifiers.engine.server.http import UnknownModelError
+from verifiers.engine.server.shares import Shares
+from verifiers.types import MessageType
+
+WORK_BYTES = 64 << 10  # of a request's body, that count as much as one reply
+QUEUED = 2  # times the rows of the engine: enough for it never to wait
+
+
+class Serving:
+    """What every endpoint shares."""
+
+    def __init__(self, model: LocalModel) -> None:
+        self.model = model
+        self.name = served_name(model.model)
+        self.counts: Counter[str] = Counter()
+        self.started = int(time.time())
+        self._shares: Shares | None = None
+
+    @property
+    def waiting(self) -> int:
+        return 0 if self._shares is None else self._shares.waiting
+
+    def check_model(self, name: Any) -> None:
+        """A request may name the model as it is served, or not at all."""
+        if name not in (None, "", self.name):
+            raise UnknownModelError(f"the model {name!r:.200} is not served here; {self.name!r} is")
+
+    def request(
+        self, prompt: Any, sampling: Mapping[str, Any], *, tools: Any = None, message_type: MessageType = "chat"
+    ) -> Request:
+        return Request(model=self.model.model, prompt=prompt, tools=tools, sampling=sampling, message_type=message_type)
+
+    @asynccontextmanager
+    async def turn(self, http: web.Request, replies: int = 1) -> AsyncIterator[None]:
+        """Wait for one's turn: a request counts by its replies, and a long one by its bytes too."""
+        self.counts["requests"] += 1
+        shares = self._shares or await self._make_shares()
+        async with shares.turn(_client_of(http), replies + (http.content_length or 0) // WORK_BYTES):
+            yield
+
+    async def _make_shares(self) -> Shares:
+        engine = (await self.model.ready()).engine
+        if self._shares is None:
+            self._shares = Shares(QUEUED * engine.rows, most_waiting=engine.max_waiting)
+        return self._shares
+
+    async def complete(self, http: web.Request, request: Request) -> Completion:
+        """The reply to a request that has its turn; a long one is tokenized in a thread."""
+        is_long = (http.content_length or 0) > SHORT_CHARS
+        ask = self.model.complete_in_thread if is_long else self.model.complete
+        completion = await ask(request)
+        completion.raw["model"] = self.name
+        self.count(completion.raw["usage"])
+        return completion
+
+    def count(self, usage: Mapping[str, Any]) -> None:
+        self.counts["done"] += 1
+        self.counts["prompt_tokens"] += usage["prompt_tokens"]
+        self.counts["completion_tokens"] += usage["completion_tokens"]
+        self.counts["cached_tokens"] += usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def served_name(name: str) -> str:
+    """What a model is called by its clients: of a path only what it ends with, and never where it is.
+
+    >>> served_name("/home/me/policy-step-100"), served_name("weights/policy.gguf"), served_name("Qwen/Qwen3-0.6B")
+    ('policy-step-100', 'policy', 'Qwen/Qwen3-0.6B')
+    """
+    path = Path(name).expanduser()
+    is_path = name.startswith((".", "/", "~")) or name.endswith(".gguf") or path.exists()
+    return path.resolve().name.removesuffix(".gguf") if is_path else name
+
+
+def _client_of(http: web.Request) -> tuple[str | None, str | None]:
+    """Whose share a request is part of: an address and a key, so that several on one machine can be told apart."""
+    return http.remote, key_of(http)
+
+
+def key_of(http: web.Request) -> str | None:
+    """The key that a request came with, in OpenAI's header or in Anthropic's."""
+    if "Authorization" in http.headers:
+        return http.headers["Authorization"].removeprefix("Bearer ")
+    return http.headers.get("x-api-key")
