@@ -80,6 +80,8 @@ class Batch(dict[str, list[Any]]):
         self.refused: list[str] = []  # why rollouts were not learned from, one reason each
         self.sampled = list(zip(self.examples, self["rewards"], strict=True)) if sampled is None else list(sampled)
         self.seconds: dict[str, float] = {}
+        self.weights: dict[str, float] = {}  # of the reward functions, where a schedule changes them
+        self.ratios: dict[int, list[float]] = {}  # of the trained tokens of some rollouts, by place in the batch
 
     @classmethod
     def of_states(cls, states: Sequence[State], groups: Sequence[int], **kwargs: Any) -> Batch:

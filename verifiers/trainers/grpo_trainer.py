@@ -173,6 +173,7 @@ class GRPOTrainer(Trainer):
         trained = self.sequences(batch)
         refused = building.refusals(batch, trained)
         figures = self.update.run(trained, rate)
+        batch.ratios = self.update.ratios_of(self.config.log_rollouts)
         if self.config.sync_ref_model and (self.step + 1) % self.config.ref_model_sync_steps == 0:
             self.update.reference.follow(self.config.ref_model_mixup_alpha)  # type: ignore[union-attr]
         return {**figures, **refused, "learning_rate": rate}
@@ -241,6 +242,8 @@ class GRPOTrainer(Trainer):
         began = time.perf_counter()
         with building.rubric_weights(self.env, self.weight_schedule, step / self.num_steps_per_epoch):
             batch = as_batch(building.fitting(self.get_batch, epoch, within))
+            if self.weight_schedule is not None and self.env is not None:
+                batch.weights = self.env.rubric.reward_shares()
         batch.cursor = batch.cursor or self.rows.cursor
         batch.seconds["generation"] = time.perf_counter() - began
         return batch
@@ -299,7 +302,8 @@ class GRPOTrainer(Trainer):
         usual = sampling.Distribution(temperature=asked.temperature)
         trained: list[Trained] = []
         batch.refused.clear()
-        for prompt, reply, advantage in zip(batch["prompts"], batch["completions"], batch["advantages"], strict=True):
+        columns = zip(batch["prompts"], batch["completions"], batch["advantages"], strict=True)
+        for place, (prompt, reply, advantage) in enumerate(columns):
             state: State | Mapping[str, Any] = getattr(reply, "state", None) or {}
             if advantage is None or (self.config.mask_truncated_completions and state.get("is_truncated")):
                 continue
@@ -312,7 +316,7 @@ class GRPOTrainer(Trainer):
                 sample = sample if self.offline is None else sampling.saved(sample)
                 drawn = sampling.distributions(sample, usual)
                 sample = sampling.without_doubtful_logprobs(sample, drawn, self.config.num_batches_ahead)
-                trained.append(Trained(sample=sample, advantage=advantage, drawn_from=drawn))
+                trained.append(Trained(sample=sample, advantage=advantage, drawn_from=drawn, rollout=place))
         return trained
 
     # --- around the loop ------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ class Trained:
     advantage: float
     weight: float = 1.0
     drawn_from: tuple[tuple[int, Distribution], ...] = ()  # by stretches of the completion; the model's own if empty
+    rollout: int | None = None  # which of the batch's rollouts it is of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,6 +52,7 @@ class Report:
         self._total_tokens = 0
         self._resources = ExitStack()
         self._watch = Watch(self.config, weights=_weights_of(trainer.env))
+        self._weights = {} if trainer.env is None else trainer.env.rubric.reward_shares()
         self._is_open = False
 
     def _place(self, resume: bool | str | Path) -> tuple[Path | None, Path]:
@@ -97,7 +98,7 @@ class Report:
         else:
             self.run_dir = RunDir.create_at(self.path, env_id=self.env_id, model=self.model, config=stored)
         self.journal = self._resources.enter_context(Journal(self.run_dir))
-        self.run_dir.update_metadata({"kind": "training", "finished": False})
+        self.run_dir.update_metadata({"kind": "training", "finished": False, "reward_weights": self._weights})
         self._trackers = trackers(
             self.config.report_to,
             run_name=self.config.run_name or self.path.name,
@@ -165,6 +166,7 @@ class Report:
             "step_s": step_s,
             "tokens_per_s": seen.get("sampled_tokens", 0) / step_s if step_s else None,
             "total_tokens": self._total_tokens,
+            **({"reward_weights": batch.weights} if batch.weights else {}),
         }
         self.keep_rollouts(trainer.step, batch)
         self.note(figures, view)
@@ -190,9 +192,9 @@ class Report:
         n = self._processes.num_processes
         most = math.ceil(getattr(self.config, "log_rollouts", 0) / n)
         advantages = batch.get("advantages") or [None] * len(batch["completions"])
-        kept = [
-            (reply.state, advantage)
-            for reply, advantage in zip(batch["completions"], advantages, strict=True)
+        kept: list[tuple[Any, ...]] = [
+            (reply.state, advantage, batch.ratios.get(place))
+            for place, (reply, advantage) in enumerate(zip(batch["completions"], advantages, strict=True))
             if getattr(reply, "state", None) is not None
         ][:most]
         kept += [(state, None) for state in batch.failed[:most]]

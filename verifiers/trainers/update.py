@@ -63,6 +63,7 @@ class PolicyUpdate:
             kl_coef=config.kl_coef,
         )
         self._tokens = micro_batch_tokens(config, model)
+        self._last_pass: list[tuple[list[int | None], Tensor, Tensor]] = []
 
     def run(self, sequences: Sequence[Trained], learning_rate: float) -> dict[str, Any]:
         """Learn from these; returns loss, kl, clip_fraction, ratios, grad_norm."""
@@ -76,12 +77,29 @@ class PolicyUpdate:
         drops, recomputes = not config.disable_dropout, config.gradient_checkpointing
         with learning_mode(self.model, lock=self._lock, drops=drops, recomputes=recomputes):
             for iteration in range(config.num_iterations):
+                self._last_pass = []
                 for batch in batches:
-                    self._learn(batch, figures, is_first=iteration == 0)
+                    ratio_N = self._learn(batch, figures, is_first=iteration == 0)
+                    if not self._limits.get("rope_bounds"):  # sequences that are split there have no order of their own
+                        owners = [matter[member].rollout for member in batch.batch.members]
+                        self._last_pass.append((owners, batch.batch.sequence_N, ratio_N))
                 sum_gradients(self._processes, self.weights.masters)
                 with self._lock:
                     figures.grad_norm = self.weights.step(learning_rate)
         return together(gathered(self._processes, figures.read()))
+
+    def ratios_of(self, rollouts: int) -> dict[int, list[float]]:
+        """The ratio of each trained token of the first rollouts of a batch, in the last pass over it."""
+        found: dict[int, dict[int, list[float]]] = {}
+        for part, (owners, sequence_N, ratio_N) in enumerate(self._last_pass):
+            if not any(owner is not None and owner < rollouts for owner in owners):
+                continue
+            for sequence, ratio in zip(sequence_N.tolist(), ratio_N.tolist(), strict=True):
+                owner = owners[sequence]
+                if owner is not None and owner < rollouts:
+                    found.setdefault(owner, {}).setdefault((part << 32) + sequence, []).append(ratio)
+        # One that was split into several sequences has no single order of its tokens.
+        return {owner: next(iter(parts.values())) for owner, parts in found.items() if len(parts) == 1}
 
     def _weighed(self, sequences: Sequence[Trained]) -> list[Trained]:
         """The sequences that have a gradient, each with what a token of it counts among those of all processes."""
@@ -97,7 +115,7 @@ class PolicyUpdate:
             if one.advantage or self.reference is not None  # the others would have no gradient
         ]
 
-    def _learn(self, prepared: _Prepared, figures: _Figures, *, is_first: bool) -> None:
+    def _learn(self, prepared: _Prepared, figures: _Figures, *, is_first: bool) -> Tensor:
         with steady(self._lock):
             with self._lock:
                 losses, loss = self._forward(prepared)
@@ -106,6 +124,7 @@ class PolicyUpdate:
             if not self._recomputes:  # then no module is run on the way back, and the sampler may go on meanwhile
                 self.weights.backward(loss)
         figures.add(loss.detach(), losses.ratio_T, losses.is_clipped_T, losses.kl_T, is_first=is_first)
+        return losses.ratio_T
 
     @property
     def _recomputes(self) -> bool:

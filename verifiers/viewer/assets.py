@@ -16,6 +16,11 @@ MODULES = (
     "api.js",
     "keys.js",
     "charts.js",
+    "lines.js",
+    "chart_controls.js",
+    "code.js",
+    "markdown.js",
+    "tokens.js",
     "conversation.js",
     "difference.js",
     "table.js",
@@ -24,8 +29,10 @@ MODULES = (
     "page_run.js",
     "page_rollout.js",
     "page_group.js",
-    "page_compare.js",
     "page_training.js",
+    "page_overlay.js",
+    "page_compare.js",
+    "page_shares.js",
     "app.js",
 )
 _IMPORT = re.compile(r"^import\s[^;]*;\n", flags=re.MULTILINE)

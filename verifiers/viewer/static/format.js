@@ -86,3 +86,10 @@ export function money(usd) {
 export function plainJson(value) {
   return JSON.stringify(value, null, 2) ?? "";
 }
+
+// An interval, with as many digits as the mean beside it has.
+export function between(low, high, digits = 3) {
+  if (low === null || low === undefined || high === null || high === undefined) return "";
+  const text = (value) => (Math.abs(value) < 1000 ? value.toFixed(digits) : number(value)).replace("-", "−");
+  return `${text(low)} – ${text(high)}`;
+}
