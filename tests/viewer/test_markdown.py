@@ -117,8 +117,8 @@ def test_nothing_of_the_corpus_becomes_more_than_text(shown):
     "unit",
     [
         "*", "**a", "_a_ ", "~~", "`", "` `` ", "```` `", "[", "[a](", "![", "](", "[a](b", "> ", ">", "- ", "  - a\n",
-        "1. ", "|", "| a ", "|-", "a|\n|-|\n", "#", "# ", "\\", "<a", "<a>", "</", "```\n", "~~~\n", "*a _b ", "**a*", "\n",
-        " ", "\t", "a\n>\n", "- a\n\n", '"', "'\\", "\u200b",
+        "1. ", "|", "| a ", "|-", "a|\n|-|\n", "#", "# ", "\\", "<a", "<a>", "</", "```\n", "~~~\n", "*a _b ", "**a*",
+        "\n", " ", "\t", "a\n>\n", "- a\n\n", '"', "'\\", "\u200b",
     ],
 )  # fmt: skip
 def test_no_text_takes_more_than_linear_time_or_makes_a_deep_tree(shown, unit):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.viewer import making
 from tests.viewer.browsing import address_of, open_page, text, wait_until
-from verifiers.viewer import Library, export_html
+from verifiers.viewer import InlineView, Library, export_html
 from verifiers.viewer.library import run_id_of
 
 pytestmark = pytest.mark.timeout(300)
@@ -271,3 +271,39 @@ def test_an_exported_file_has_the_new_pages_too(page, folder, tmp_path, training
         page.goto(f"{file.as_uri()}{hash_}")
         page.wait_for_selector(selector)
     assert [url for url in page.asked if not url.startswith((file.as_uri(), "data:", "about:"))] == []
+
+
+# --- in a notebook --------------------------------------------------------------------------------------------------
+
+
+def test_the_pages_in_a_cell_are_walked_through_without_leaving_the_notebook(page, folder, tmp_path):
+    compared = sorted((folder / "evals").glob("arithmetic--*/*"))
+    notebook = tmp_path / "notebook.html"
+    cell = InlineView(Library([folder / "train"], compared), limit=60)._repr_html_()
+    notebook.write_text(f"<!doctype html><meta charset=utf-8><h1>a notebook</h1>{cell}", encoding="utf-8")
+    page.goto(notebook.as_uri())
+    frame = page.frame_locator("iframe")
+    frame.locator("table.runs tr.row").first.wait_for()
+    frame.locator("tr.row", has_text="org/one").locator("a.open").click()
+    frame.locator("table.rollouts tr.row").first.wait_for()
+    frame.locator("button.sort", has_text="reward").first.click()
+    frame.locator("button.sort.sorted", has_text="reward").first.wait_for()
+    frame.locator("table.rollouts a.open").first.click()
+    frame.locator("article.message").first.wait_for()
+    frame.locator(".choice button", has_text="Source").click()
+    frame.locator("article.message .text").first.wait_for()
+    frame.locator(".crumbs a", has_text="runs").click()
+    frame.locator("table.runs tr.row").first.wait_for()
+    assert page.url == notebook.as_uri()
+    assert page.locator("h1").first.inner_text() == "a notebook"
+    assert [url for url in page.asked if not url.startswith((notebook.as_uri(), "data:", "about:"))] == []
+
+
+def test_the_first_page_in_a_cell_is_that_of_the_runs_that_were_named(page, folder, tmp_path):
+    one, two = sorted((folder / "evals").glob("arithmetic--*/*"))[:2]
+    first = f"#/compare/{run_id_of(one)}/{run_id_of(two)}"
+    notebook = tmp_path / "notebook.html"
+    cell = InlineView(Library([], [one, two]), first_page=first)._repr_html_()
+    notebook.write_text(f"<!doctype html><meta charset=utf-8>{cell}", encoding="utf-8")
+    page.goto(notebook.as_uri())
+    page.frame_locator("iframe").locator(".side-by-side .column").first.wait_for()

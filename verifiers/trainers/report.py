@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from verifiers.envs.env_group import EnvGroup
+from verifiers.notebooks import image_html, page_html, text_html
 from verifiers.results import Results
 from verifiers.store import RunDir, safe_name
 from verifiers.trainers import checkpoints
@@ -261,6 +262,13 @@ class Report:
     def picture(self, width: int = 64, height: int = 12) -> str:
         """The reward (of a supervised training: the loss), step by step, as text."""
         return plot_text(self.curve()[1], width, height)
+
+    def _repr_html_(self) -> str:
+        """For a notebook: the curves, what the watch said, and where it all is."""
+        title = f"{self.env_id} · {self.model}"
+        notices = [text_html(f"step {one['step']}: {one['notice']}", "vf-bad") for one in self.notices[-4:]]
+        curves = image_html(plot_svg(self.steps, self.evals, title), "the learning curve") if self.steps else ""
+        return page_html(text_html(repr(self)), curves, *notices)
 
     def __repr__(self) -> str:
         name, values = self.curve()

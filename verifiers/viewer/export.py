@@ -14,7 +14,7 @@ import msgspec
 
 from verifiers.viewer import assets
 from verifiers.viewer.comparing import compare, compare_many, side_of
-from verifiers.viewer.figures import run_figures, run_page, shares_page
+from verifiers.viewer.figures import run_figures, run_page, shares_page, step_counts
 from verifiers.viewer.library import Library, Run
 from verifiers.viewer.records import rollout_page
 from verifiers.viewer.rows import row_of
@@ -45,6 +45,7 @@ def gather(runs: Sequence[Run], *, limit: int) -> dict[str, Any]:
         total = len(run.index)
         if total > limit:
             about["notices"].append(f"this file holds the first {limit:,} of {total:,} rollouts; figures are over all")
+            about["steps"] = step_counts(run.index.steps[:limit])  # whose samples can be shown
         found["runs"].append({**about, "is_live": False})
         found["figures"][run.id] = run_figures(run.index, run.read_metadata()[0].get("until"))
         found["rollouts"][run.id] = [

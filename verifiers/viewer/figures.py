@@ -35,7 +35,7 @@ def run_page(run: Run) -> dict[str, Any]:
             "tasks": _counted(index.tasks, index.task_names),
             "stops": _counted(index.stops, index.stop_names),
             "causes": [item for item in _counted(index.causes, index.cause_names) if item[0]],
-            "steps": _step_counts(index.steps),
+            "steps": step_counts(index.steps),
             "metric_names": list(index.metrics),
             "usage": {
                 "prompt_tokens": index.prompt_tokens,
@@ -181,7 +181,7 @@ def _counted(column: Sequence[int], names: Names) -> list[list[Any]]:
     return [[names.texts[code], count] for code, count in Counter(column).most_common(SHOWN)]
 
 
-def _step_counts(steps: Sequence[float]) -> list[list[float]]:
+def step_counts(steps: Sequence[float]) -> list[list[float]]:
     counts = Counter(step for step in steps if not math.isnan(step))
     return [[step, count] for step, count in sorted(counts.items())]
 

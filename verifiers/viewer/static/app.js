@@ -1,6 +1,7 @@
 // The address → a page, with what all pages share: the bar at the top, light and dark, keys.
 
 import { ask, isEmbedded } from "./api.js";
+import { embeddedData } from "./embedded.js";
 import { h, icon, replace, visibleText } from "./dom.js";
 import { listen, setKeys, toggleHelp } from "./keys.js";
 import { comparePage } from "./page_compare.js";
@@ -210,6 +211,8 @@ function start() {
   document.addEventListener("click", followLink);
   window.addEventListener("hashchange", () => (isQuiet ? (isQuiet = false) : show()));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawThemeButton);
+  const first = embeddedData()?.first_page;
+  if (first && !location.hash) replaceHash(first);
   show();
 }
 
