@@ -88,21 +88,29 @@ def steps_of(question: str) -> str:
 # --- a training -------------------------------------------------------------------------------------------------------
 
 
-def train(root: Path, *, steps: int = STEPS, finished: bool = True, name: str = "warm-start") -> Path:
+def train(
+    root: Path,
+    *,
+    steps: int = STEPS,
+    finished: bool = True,
+    name: str = "warm-start",
+    seed: int = 7,
+    pace: float = 14,
+) -> Path:
     """What a training leaves behind, made up: rewards rise, entropy falls, and the doctor has something to say."""
     run = RunDir.create(
         root,
         env_id="arithmetic",
         model="smollm2",
-        config={"learning_rate": 1e-5, "rollouts_per_example": 8, "beta": 0.01},
+        config={"learning_rate": 1e-5, "group_size": 8, "beta": 0.01, "seed": seed, "temperature": 14 / pace},
         run_id=name,
     )
-    draw = random.Random(7)
+    draw = random.Random(seed)
     with open(run.path / "metrics.jsonl", "w", encoding="utf-8") as file, run.appender() as out:
         for step in range(1, steps + 1):
-            file.write(json.dumps(step_line(step, draw)) + "\n")
+            file.write(json.dumps(step_line(step, draw, pace)) + "\n")
             if step % 20 == 0:
-                mean = curve(step) + 0.02
+                mean = curve(step, pace) + 0.02
                 found = {"reward": mean, "low": mean - 0.05, "high": mean + 0.05, "n": 200, "failed": 0, "metrics": {}}
                 file.write(json.dumps({"step": step, "time": 1.7e9 + 2 * step, "eval": found}) + "\n")
             if step == 34:
@@ -116,12 +124,14 @@ def train(root: Path, *, steps: int = STEPS, finished: bool = True, name: str = 
     return run.path
 
 
-def curve(step: int) -> float:
-    return 0.12 + 0.72 / (1 + math.exp(-(step - 45) / 14))
+def curve(step: int, pace: float = 14) -> float:
+    return 0.12 + 0.72 / (1 + math.exp(-(step - 3.2 * pace) / pace))
 
 
-def step_line(step: int, draw: random.Random) -> dict[str, Any]:
-    reward = curve(step) + draw.gauss(0, 0.025)
+def step_line(step: int, draw: random.Random, pace: float = 14) -> dict[str, Any]:
+    correct = curve(step, pace) - 0.09 + draw.gauss(0, 0.025)
+    form = min(1.0, 0.5 + step / 80)
+    reward = correct + 0.1 * form
     half = 0.05 + 0.02 * draw.random()
     lag = 1.1 + draw.random() * 0.2
     edges = [0.7 + 0.05 * i for i in range(13)]
@@ -157,7 +167,7 @@ def step_line(step: int, draw: random.Random) -> dict[str, Any]:
         "step_s": lag + 0.5,
         "samples": 256,
         "total_tokens": 23_000 * step,
-        "metrics": {"correct": max(0.0, reward - 0.08), "format": min(1.0, 0.5 + step / 80)},
+        "metrics": {"correct": correct, "format": form},
     }
 
 

@@ -108,7 +108,7 @@ function messageView(message, { tokens, mark, find, view, advantage }) {
     message.callId ? h("span.role-detail", {}, message.callId) : null,
   );
   const hasTokens = view !== "rendered" && view !== "source" && tokens?.ids?.length > 0;
-  const isRendered = view === "rendered";
+  const isRendered = view !== "source";
   const isTool = message.role === "tool";
   const blocks = hasTokens
     ? [

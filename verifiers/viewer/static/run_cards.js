@@ -2,7 +2,7 @@
 
 import { barList, histogramChart, whisker } from "./charts.js";
 import { h, icon, replace } from "./dom.js";
-import { compact, count, duration, money, number, percent, plainJson, plural, shortNumber } from "./format.js";
+import { between, compact, count, duration, money, number, percent, plainJson, plural, shortNumber } from "./format.js";
 import { card, tile } from "./table.js";
 
 export function runTiles(about, known) {
@@ -125,7 +125,7 @@ export function metricsCard(context, known, change) {
       h("td.word", {}, name(figure)),
       h("td.figure", {}, number(figure.mean)),
       h("td.whisker-cell", {}, whisker(figure)),
-      h("td.figure.muted", {}, figure.low === null ? "" : `${shortNumber(figure.low)} – ${shortNumber(figure.high)}`),
+      h("td.figure.muted", {}, between(figure.low, figure.high)),
     );
   return card(
     "Reward and metrics",
