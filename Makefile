@@ -10,7 +10,7 @@ BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 LOCK := pyproject.toml constraints.txt
 
-.PHONY: help venv demo test check format format-check lint types layers slow soak bench clean
+.PHONY: help venv demo test check format format-check lint types layers slow site soak bench clean
 
 help:
 	@echo "make demo     evaluate a bundled environment: a fake model behind a flaky server, a real one; then train a tiny one"
@@ -19,6 +19,7 @@ help:
 	@echo "make format   put the code into the format that check asks for"
 	@echo "make slow     the tests too slow for every day (make soak: the long ones under load)"
 	@echo "make bench    every benchmark, each printing its figures"
+	@echo "make site     the documentation as a site in build/site, which needs no network to be read"
 	@echo "make venv     the virtual environment all of these use ($(VENV)); they make it themselves"
 	@echo "make clean    remove it, and every cache"
 
@@ -79,6 +80,12 @@ layers: $(VENV)/.dev
 # pytest exits with 5 where no test carries the mark.
 slow: $(VENV)/.dev
 	@$(BIN)/python -m pytest --quiet -n $(N) --dist worksteal -m "slow and not gpu" --timeout 1800 || [ $$? -eq 5 ]
+
+# The documentation as a site, in build/site; it opens from disk, without any network.
+site: $(LOCK) | $(VENV)/.core
+	@$(PIP) --no-build-isolation --editable '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 soak: $(VENV)/.dev
 	@$(BIN)/python -m pytest --quiet -m "soak and not gpu" --timeout 7200 || [ $$? -eq 5 ]
