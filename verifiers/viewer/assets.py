@@ -31,6 +31,7 @@ MODULES = (
     "page_group.js",
     "page_training.js",
     "page_overlay.js",
+    "page_table.js",
     "page_compare.js",
     "page_shares.js",
     "app.js",
