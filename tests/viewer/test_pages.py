@@ -184,10 +184,9 @@ def test_a_page_says_what_each_reward_function_adds_to_the_mean(page, server, fo
     rows = page.locator("table.shares tbody tr").all_inner_texts()
     assert rows[0].startswith("correct")
     run = evaluations(folder)[0]
-    open_page(page, server, f"#/run/{run}", "nav.tabs")
+    open_page(page, server, f"#/run/{run}", "table.rollouts tr.row")  # of the new page: only the fragment changed
     page.click("nav.tabs a:has-text('Reward functions')")
-    page.wait_for_selector("table.shares")
-    assert "format_reward_func" in text(page, "table.shares")
+    page.wait_for_selector("table.shares td:has-text('format_reward_func')")
 
 
 # --- links ----------------------------------------------------------------------------------------------------------
