@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import re
+import shutil
 import socket
 import subprocess
 import tomllib
@@ -94,3 +97,52 @@ def test_the_readmes_first_screen_has_two_commands_and_two_pictures() -> None:
         "docs/pictures/learning-curve.svg",
     ]
     assert "<title>reverse-text" in (ROOT / "docs/pictures/learning-curve.svg").read_text(encoding="utf-8")
+
+
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def test_no_variable_of_a_comprehension_hides_an_import() -> None:
+    """On Python 3.12.0 and 3.12.1 the import is then gone from the rest of the function."""
+    found = []
+    for path in sorted((ROOT / "verifiers").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
+        comprehensions = [node for node in ast.walk(tree) if isinstance(node, COMPREHENSIONS)]
+        targets = [part.target for node in comprehensions for part in node.generators]
+        variables = [name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+        found += [f"{path.relative_to(ROOT)}:{name.lineno}: {name.id}" for name in variables if name.id in names]
+    assert not found, "\n".join(found)
+
+
+PROMISED = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("version", PROMISED)
+def test_the_core_and_the_viewer_work_on_every_python_that_is_promised(version: str, tmp_path: Path) -> None:
+    """The tests that need neither torch nor a browser, in an environment made by that Python."""
+    python = shutil.which(f"python{version}")
+    said = subprocess.run([python or "false", "-c", "print('here')"], capture_output=True, text=True, check=False)
+    if said.stdout.strip() != "here":
+        pytest.skip(f"there is no Python {version} on this machine")
+    subprocess.run([python, "-m", "venv", tmp_path / "venv"], check=True)
+    own = tmp_path / "venv" / "bin" / "python"
+    needed = [*PROJECT["dependencies"], "hypothesis", "numpy", "openai", "pytest", "pytest-timeout", "scipy"]
+    installed = subprocess.run(
+        [own, "-m", "pip", "install", "-q", *needed], capture_output=True, text=True, check=False
+    )
+    if installed.returncode:
+        pytest.skip(f"no package registry: {installed.stderr.strip().splitlines()[-1:]}")
+    folders = ["tests/viewer", "tests/store", "tests/stats", "tests/parsers", "tests/test_results.py"]
+    done = subprocess.run(
+        [own, "-m", "pytest", "-q", "-p", "no:cacheprovider", *folders],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]

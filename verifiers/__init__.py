@@ -91,5 +91,10 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """``%load_ext verifiers`` in a notebook: then ``%vf view --inline`` shows runs in a cell."""
+    importlib.import_module("verifiers.cli.view").load_magic(shell)
+
+
 def __dir__() -> list[str]:
     return __all__

@@ -178,6 +178,12 @@ class Deferred(collections.abc.Coroutine[Any, Any, T], Generic[T]):
     def __repr__(self) -> str:
         return repr(self._result[0]) if self._result else f"<{self._name}: not awaited or used yet>"
 
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """A notebook shows what came of it: a cell whose last line is the call runs it."""
+        result = self._settle()
+        shown = getattr(result, "_repr_html_", None)
+        return {"text/plain": str(result), **({} if shown is None else {"text/html": shown()})}
+
     def __float__(self) -> float:
         return float(self._settle())  # type: ignore[arg-type]
 

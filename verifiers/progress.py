@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import IO, Any, Protocol, cast
 
 from verifiers.clients.activity import Activity
+from verifiers.notebooks import Picture, bar_html, is_notebook, page_html, text_html
 from verifiers.types import State
 
 
@@ -163,10 +164,40 @@ class Bar(Tally):
             self.bar.stop()
 
 
+class NotebookBar(Tally):
+    """A live bar in the output of a notebook's cell; what is to be noted stands below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+        self.picture = Picture(self.html, self.line)
+
+    def start(self, total: int, done: int) -> None:
+        super().start(total, done)
+        self.picture.draw(force=True)
+
+    def update(self, state: State) -> None:
+        super().update(state)
+        self.picture.draw()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        self.picture.draw(force=True)
+
+    def stop(self) -> None:
+        self.picture.draw(force=True)
+
+    def html(self) -> str:
+        notes = "".join(text_html(note, "vf-muted") for note in self.notes[-5:])
+        return page_html(bar_html(self.done, self.total, self.line()), notes)
+
+
 def make_progress(show: bool | Progress) -> Progress:
     """Silent, live or plain, by what was asked for and where stderr goes."""
     if not isinstance(show, bool):
         return show
     if not show:
         return Tally()
+    if is_notebook():
+        return NotebookBar()
     return Bar() if sys.stderr.isatty() else Lines()

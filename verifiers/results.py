@@ -9,9 +9,11 @@ from typing import Any
 
 from verifiers import stats
 from verifiers.errors import describe
-from verifiers.messages import last_reply
-from verifiers.types import GenerateMetadata, State, Usage
+from verifiers.messages import as_messages, called_functions, content_text, last_reply
+from verifiers.notebooks import figures_html, page_html, samples_html, text_html
+from verifiers.types import ChatMessage, GenerateMetadata, State, Usage
 
+HTML_SAMPLES = 5  # rollouts that a notebook's report can open
 _COLUMNS = {
     "prompt": "prompts",
     "completion": "completions",
@@ -191,6 +193,9 @@ class Results:
     def __str__(self) -> str:
         return report(self)
 
+    def _repr_html_(self) -> str:
+        return html_report(self)
+
     def __repr__(self) -> str:
         return f"Results({len(self.scored)} scored, {len(self.failed)} failed)"
 
@@ -285,6 +290,51 @@ def figures(results: Results) -> list[str]:
         shown = ", ".join(zero[:2])
         lines.append(f"always 0: {shown}" + (f" and {len(zero) - 2} other counts" if len(zero) > 2 else ""))
     return lines
+
+
+def html_report(results: Results) -> str:
+    """The same for a notebook: figures with their intervals drawn, and the first rollouts to open."""
+    examples = len({state.get("example_id") for state in results.rollouts})
+    counts = f"{len(results.rollouts):,} rollouts of {examples:,} examples, {len(results.failed):,} failed"
+    notes = [text_html(counts)]
+    notes += [text_html(f"{n} × {cause[:200]}", "vf-bad") for cause, n in list(results.causes.items())[:5]]
+    early = results.metadata.get("until")
+    notes += [
+        text_html(str(words)) for words in (results.metadata.get("ended_early"), early and early["reason"]) if words
+    ]
+    parts = ["".join(notes)]
+    if results.scored:
+        parts.append(figures_html([_html_row(results, name) for name in ("reward", *results.metric_names)]))
+        tasks = results.by("task")
+        if len(tasks) > 1:
+            parts.append(text_html("by task", "vf-muted"))
+            parts.append(figures_html([(str(task), *_html_row(part, "reward")[1:]) for task, part in tasks.items()]))
+    usage = results.usage
+    cost = "" if usage.cost_usd is None else f", ${usage.cost_usd:.4f}"
+    tokens = f"tokens: {usage.prompt_tokens:,} prompt + {usage.completion_tokens:,} completion{cost}"
+    path = results.metadata.get("path_to_save")
+    parts += [text_html(tokens, "vf-muted")] * bool(usage.total_tokens)
+    parts += [text_html(f"saved in {path}", "vf-muted")] * bool(path)
+    return page_html(*parts, samples_html(_sample(state) for state in results.rollouts[:HTML_SAMPLES]))
+
+
+def _html_row(results: Results, name: str) -> tuple[str, float | None, float | None, float | None]:
+    found = results.interval(name)
+    return (name, found.mean, None, None) if stats.is_count(name) else (name, found.mean, found.low, found.high)
+
+
+def _sample(state: State) -> tuple[str, list[tuple[str, str]]]:
+    reward = "failed" if state.get("error") is not None else f"reward {state.get('reward')}"
+    asked = as_messages(state.get("prompt") or [])
+    said = [*asked, *as_messages(state.get("completion") or [], role="assistant")]
+    messages = [(str(one.get("role", "message")), _words(one)) for one in said]
+    return f"example {state.get('example_id')}, {reward}", messages
+
+
+def _words(message: ChatMessage) -> str:
+    """A message as text, the tools that it calls below."""
+    calls = [f"→ {one.get('name')}({one.get('arguments')})" for one in called_functions(message)]
+    return "\n".join(part for part in (content_text(message.get("content")), *calls) if part)
 
 
 def _task_figure(part: Results) -> str:

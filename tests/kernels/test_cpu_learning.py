@@ -302,7 +302,7 @@ def test_a_wrong_target_is_found_whichever_thread_has_it(monkeypatch: pytest.Mon
     target = torch.arange(9)
     target[7] = 99
     with pytest.raises(IndexError, match="token 99"):
-        target_logprobs.picked(randn(9, 8), randn(31, 8), None, target)
+        target_logprobs.fused_logprobs(randn(9, 8), randn(31, 8), None, target)
 
 
 @needs_compiler

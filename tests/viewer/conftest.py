@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from urllib.parse import urlencode
 
 import pytest
 
-from tests.viewer import making
+from tests.viewer import hostile, making
+from tests.viewer.browsing import FLAGS, WAIT_MS
 from verifiers.store import RunDir
 from verifiers.viewer import Library, ViewerServer
 from verifiers.viewer.library import run_id_of
@@ -76,3 +79,60 @@ class Asker:
 def ask(root: Path) -> Iterator[Asker]:
     with ViewerServer(Library([root])) as server:
         yield Asker(server)
+
+
+# --- in a browser ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of every kind, made before the browser starts."""
+    root = tmp_path_factory.mktemp("runs")
+    making.evaluate(root / "evals", model="org/one", skill=0.5, seed=1, n=30, rollouts=4)
+    making.evaluate(root / "evals", model="org/two", skill=0.8, seed=2, n=30, rollouts=4)
+    making.evaluate(root / "evals", model="org/three", skill=0.6, seed=3, n=30, rollouts=4)
+    making.judged_run(root / "evals")
+    making.train(root / "train", steps=40)
+    making.tool_run(root / "evals")
+    hostile.hostile_run(root / "hostile", hostile.PAYLOADS[1].replace("/", "-"))
+    hostile.hostile_run(root / "hostile", "second", shift=3)
+    hostile.hostile_training(root / "hostile", "t")
+    hostile.hostile_training(root / "hostile", "u")
+    return root
+
+
+@pytest.fixture(scope="module")
+def browser(folder: Path) -> Iterator[Any]:
+    """Of a module and not of the session: while Playwright is there, an event loop counts as running."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright: it drives the browser")
+    path = os.environ.get("VERIFIERS_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
+        pytest.skip("there is no chromium: install Debian's package, or set VERIFIERS_CHROMIUM to one")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ViewerServer]:
+    roots = [folder / name for name in ("evals", "train", "hostile", "live")]
+    with ViewerServer(Library(roots)) as server:
+        yield server
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page that fails the test if it logs an error, opens a dialog, or is told hit()."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(WAIT_MS)
+    page.troubles = []
+    page.asked = []
+    page.on("console", lambda message: message.type in ("error", "warning") and page.troubles.append(message.text))
+    page.on("pageerror", lambda error: page.troubles.append(str(error)))
+    page.on("dialog", lambda dialog: (page.troubles.append("dialog"), dialog.dismiss()))
+    page.on("request", lambda request: page.asked.append(request.url))
+    page.add_init_script("window.hits = 0; window.hit = () => { window.hits += 1; };")
+    yield page
+    assert page.troubles == []
+    page.close()

@@ -56,6 +56,31 @@ PAYLOADS = (
     "]]>",
     "-->",
     "\r\nContent-Type: text/html\r\n\r\n<script>hit()</script>",
+    # What would be more than text in markdown.
+    "[x](javascript:hit())",
+    "[x](JaVaScRiPt&colon;hit())",
+    "[x](\tjavascript:hit())",
+    "[a](<javascript:hit()>)",
+    "[x](data:text/html,<script>hit()</script>)",
+    '[x](https://evil.example "onmouseover=hit()")',
+    '[x](https://evil.example/" onmouseover="hit())',
+    "[<img src=x onerror=hit()>](https://evil.example)",
+    "[x]: javascript:hit()",
+    "<javascript:hit()> <https://evil.example>",
+    "![x](https://evil.example/leak.png)",
+    "![x](javascript:hit())",
+    '![<script>hit()</script>](x" onerror="hit())',
+    "[![x](//evil.example/a.png)](javascript:hit())",
+    "# <script>hit()</script>",
+    "> <svg onload=hit()>",
+    "- [ ] <iframe src=//evil.example></iframe>",
+    "**<b onmouseover=hit()>x</b>** __<script>hit()</script>__",
+    "`<script>hit()</script>` ``` `` <img src=x onerror=hit()> `` ```",
+    '```html" onmouseover="hit()\n</code></pre><script>hit()</script>\n```',
+    "~~~<script>hit()</script>\n</pre><img src=x onerror=hit()>\n~~~",
+    "| <script>hit()</script> | [x](javascript:hit()) |\n|---|---|\n| <img src=x onerror=hit()> | ![x](//evil) |",
+    "    <script>hit()</script>",
+    "$\\href{javascript:hit()}{x}$ \\(\\unicode{<img src=x onerror=hit()>}\\)",
 )
 TEXT = "\n".join(PAYLOADS)
 PIXEL = (
@@ -71,7 +96,8 @@ def hostile_run(root: Path, name: str, *, shift: int = 0) -> Path:
     with run.appender() as out:
         for i, payload in enumerate(PAYLOADS):
             out.append(record_of(payload, i, shift))
-    run.update_metadata({"kind": TEXT, "date": TEXT, "sampling_args": {TEXT: TEXT}, "num_rollouts": len(PAYLOADS)})
+    about = {"kind": TEXT, "date": TEXT, "sampling_args": {TEXT: TEXT}, "num_rollouts": len(PAYLOADS)}
+    run.update_metadata({**about, "tags": [*PAYLOADS[:3], 7], "note": TEXT, "reward_weights": {PAYLOADS[0]: 1.0}})
     return path
 
 
@@ -104,6 +130,7 @@ def record_of(payload: str, i: int, shift: int) -> dict[str, Any]:
         "stop_condition": payload,
         "is_truncated": True,
         "usage": {"prompt_tokens": 1, "completion_tokens": 2, payload: payload},
+        "judge_response": {TEXT: TEXT, payload: {payload: payload}},
         "trajectory": [{"tokens": {"completion_ids": [1, 2], "completion_logprobs": [-0.1, -2.0]}}] * 2,
         payload: TEXT,
     }
@@ -121,11 +148,20 @@ def parts(payload: str) -> list[Any]:
     ]
 
 
-def hostile_training(root: Path) -> Path:
-    path = root / "hostile-training" / "t"
-    run = RunDir.create_at(path, env_id=TEXT, model=TEXT, config={})
+def hostile_training(root: Path, name: str) -> Path:
+    path = root / "hostile-training" / name
+    run = RunDir.create_at(path, env_id=TEXT, model=TEXT, config={TEXT: TEXT, "name": name})
+    run.update_metadata({"reward_weights": {PAYLOADS[0]: 1.0, "constructor": 2.0, TEXT: TEXT}})
     lines: list[dict[str, Any]] = [
-        {"step": step, "reward": 0.1 * step, "reward_low": 0.0, "reward_high": 0.5, TEXT: step, "kl": None}
+        {
+            "step": step,
+            "reward": 0.1 * step,
+            "reward_low": 0.0,
+            "reward_high": 0.5,
+            TEXT: step,
+            "kl": None,
+            "samples": 4,
+        }
         | {"metrics": dict.fromkeys(PAYLOADS, 1.0)}
         for step in range(1, 6)
     ]
@@ -134,5 +170,6 @@ def hostile_training(root: Path) -> Path:
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     with run.appender() as out:
         for i, payload in enumerate(PAYLOADS):
-            out.append({**record_of(payload, i, 0), "step": 1 + i % 3, "advantage": 0.5})
+            record = {**record_of(payload, i, 0), "step": 1 + i % 3, "advantage": 0.5, "trajectory": None}
+            out.append({**record, "sampled_tokens": [{"ids": [1, 2], "logprobs": [-0.1, TEXT], "ratios": [1.2, 0.9]}]})
     return path

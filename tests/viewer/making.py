@@ -88,21 +88,29 @@ def steps_of(question: str) -> str:
 # --- a training -------------------------------------------------------------------------------------------------------
 
 
-def train(root: Path, *, steps: int = STEPS, finished: bool = True, name: str = "warm-start") -> Path:
+def train(
+    root: Path,
+    *,
+    steps: int = STEPS,
+    finished: bool = True,
+    name: str = "warm-start",
+    seed: int = 7,
+    pace: float = 14,
+) -> Path:
     """What a training leaves behind, made up: rewards rise, entropy falls, and the doctor has something to say."""
     run = RunDir.create(
         root,
         env_id="arithmetic",
         model="smollm2",
-        config={"learning_rate": 1e-5, "rollouts_per_example": 8, "beta": 0.01},
+        config={"learning_rate": 1e-5, "group_size": 8, "beta": 0.01, "seed": seed, "temperature": 14 / pace},
         run_id=name,
     )
-    draw = random.Random(7)
+    draw = random.Random(seed)
     with open(run.path / "metrics.jsonl", "w", encoding="utf-8") as file, run.appender() as out:
         for step in range(1, steps + 1):
-            file.write(json.dumps(step_line(step, draw)) + "\n")
+            file.write(json.dumps(step_line(step, draw, pace)) + "\n")
             if step % 20 == 0:
-                mean = curve(step) + 0.02
+                mean = curve(step, pace) + 0.02
                 found = {"reward": mean, "low": mean - 0.05, "high": mean + 0.05, "n": 200, "failed": 0, "metrics": {}}
                 file.write(json.dumps({"step": step, "time": 1.7e9 + 2 * step, "eval": found}) + "\n")
             if step == 34:
@@ -111,16 +119,19 @@ def train(root: Path, *, steps: int = STEPS, finished: bool = True, name: str = 
             if step % 5 == 0:
                 for record in samples_of(step, draw):
                     out.append(record)
-    run.update_metadata({"kind": "training", **({"finished": True} if finished else {})})
+    weights = {"correct": 1.0, "format": 0.1}
+    run.update_metadata({"kind": "training", "reward_weights": weights, **({"finished": True} if finished else {})})
     return run.path
 
 
-def curve(step: int) -> float:
-    return 0.12 + 0.72 / (1 + math.exp(-(step - 45) / 14))
+def curve(step: int, pace: float = 14) -> float:
+    return 0.12 + 0.72 / (1 + math.exp(-(step - 3.2 * pace) / pace))
 
 
-def step_line(step: int, draw: random.Random) -> dict[str, Any]:
-    reward = curve(step) + draw.gauss(0, 0.025)
+def step_line(step: int, draw: random.Random, pace: float = 14) -> dict[str, Any]:
+    correct = curve(step, pace) - 0.09 + draw.gauss(0, 0.025)
+    form = min(1.0, 0.5 + step / 80)
+    reward = correct + 0.1 * form
     half = 0.05 + 0.02 * draw.random()
     lag = 1.1 + draw.random() * 0.2
     edges = [0.7 + 0.05 * i for i in range(13)]
@@ -156,7 +167,7 @@ def step_line(step: int, draw: random.Random) -> dict[str, Any]:
         "step_s": lag + 0.5,
         "samples": 256,
         "total_tokens": 23_000 * step,
-        "metrics": {"correct": max(0.0, reward - 0.08), "format": min(1.0, 0.5 + step / 80)},
+        "metrics": {"correct": correct, "format": form},
     }
 
 
@@ -180,9 +191,74 @@ def samples_of(step: int, draw: random.Random) -> list[dict[str, Any]]:
                 "usage": {"prompt_tokens": 40, "completion_tokens": 60 + draw.randint(0, 20)},
                 "step": step,
                 "advantage": (1.0 if is_right else -1.0) * (1 - curve(step)),
+                "sampled_tokens": [sampled_of(words, draw)],
             }
-            records.append(to_record(state, rollout=repeat, state_columns=["step", "advantage"]))
+            records.append(to_record(state, rollout=repeat, state_columns=["step", "advantage", "sampled_tokens"]))
     return records
+
+
+def sampled_of(words: str, draw: random.Random) -> dict[str, Any]:
+    """Tokens as a training keeps them, with the ratio that each had in the update."""
+    ids = [5 + ord(character) for character in words]
+    logprobs = [min(-0.001, -(abs(draw.gauss(0, 0.6)) ** 3)) for _ in ids]
+    return {
+        "prompt_tokens": 40,
+        "ids": ids,
+        "logprobs": logprobs,
+        "ratios": [math.exp(draw.gauss(0, 0.1)) for _ in ids],
+    }
+
+
+# --- a judge ----------------------------------------------------------------------------------------------------------
+
+EXPLANATION = """## Why the sky is blue
+
+Sunlight is **scattered** by molecules, *short* waves far more than long ones (`1/λ⁴`):
+
+1. red light passes nearly straight through
+2. blue light goes everywhere
+   - so that one sees it in **every** direction
+
+| colour | wavelength | scattered |
+|---|---|---|
+| red | 650 nm | 1× |
+| blue | 450 nm | 4.4× |
+
+```python
+def scattered(nm):  # relative to red
+    return (650 / nm) ** 4
+```
+
+> See [Rayleigh](https://example.org/rayleigh)."""
+
+
+def judged_run(root: Path, *, n: int = 8) -> Path:
+    """Explanations in markdown, of which a judge says what it thinks."""
+    draw = random.Random(4)
+
+    def reply(_: Any) -> str:
+        return EXPLANATION if draw.random() < 0.7 else "Because it mirrors the **ocean**."
+
+    def verdict(messages: Any) -> str:
+        is_right = "scattered" in str(messages[-1]["content"])
+        return f"It names {'**Rayleigh scattering**' if is_right else 'the ocean'}.\n\n{'yes' if is_right else 'no'}"
+
+    async def judged(judge: Any, prompt: Any, completion: Any, answer: Any, state: Any) -> float:
+        return float((await judge(prompt, completion, answer, state)).endswith("yes"))
+
+    def shows_code(completion: Any) -> float:
+        return float("```" in completion[-1]["content"])
+
+    rubric = vf.JudgeRubric(judge_client=vf.FakeClient(verdict), judge_model="org/judge")
+    rubric.add_reward_func(judged, 1.0)
+    rubric.add_reward_func(shows_code, 0.25)
+    rows = [{"question": f"Why is the sky blue? (reader {i})", "answer": "Rayleigh scattering"} for i in range(n)]
+    env = vf.SingleTurnEnv(dataset=rows, rubric=rubric)
+    env.env_id = "explain"
+    path = root / "explain--org--writer" / "00000900"
+    env.evaluate(vf.FakeClient(reply), "org/writer", rollouts_per_example=2, results_path=path, use_tqdm=False)
+    RunDir.open(path).update_metadata({"tags": ["baseline", "paper"], "note": "the first with a judge"})
+    return path
 
 
 # --- turns with tools and tokens --------------------------------------------------------------------------------------

@@ -1,19 +1,25 @@
-"""Made-up runs → the pictures in docs/images: ``python -m tests.viewer.screenshots``."""
+"""Made-up runs → the pictures of the documentation: ``python -m tests.viewer.screenshots``.
+
+With a folder as argument, every page is drawn there light, dark and narrow, to be looked at.
+"""
 
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from tests.viewer import making
+from tests.viewer.browsing import FLAGS
 from verifiers.viewer import Library, ViewerServer
 from verifiers.viewer.library import run_id_of
 
 IMAGES = making.REPO / "docs" / "images"
-FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
+PICTURE = making.REPO / "docs" / "pictures" / "viewer.png"  # the README's
 SIZE = {"width": 1280, "height": 800}
+NARROW = {"width": 390, "height": 844}
 SETTLE_MS = 1500
 
 
@@ -21,46 +27,65 @@ def make_runs(root: Path) -> dict[str, str]:
     paths = {
         "one": making.evaluate(root / "evals", model="org/small-1", skill=0.55, seed=11),
         "two": making.evaluate(root / "evals", model="org/small-2", skill=0.75, seed=12),
+        "three": making.evaluate(root / "evals", model="org/small-3", skill=0.6, seed=13),
         "tools": making.tool_run(root / "evals"),
+        "judged": making.judged_run(root / "evals"),
         "training": making.train(root / "train"),
+        "second": making.train(root / "train", name="colder", seed=8, pace=20),
+        "third": making.train(root / "train", name="larger-groups", seed=9, pace=9),
     }
     return {name: run_id_of(path) for name, path in paths.items()}
 
 
 def shots(ids: dict[str, str]) -> list[tuple[str, str, dict[str, Any]]]:
     """Name, address, and what is special about the window."""
+    trainings = "/".join(ids[name] for name in ("training", "second", "third"))
     return [
-        ("runs", "#/", {"height": 420}),
-        ("run", f"#/run/{ids['two']}", {}),
-        ("rollout", f"#/run/{ids['tools']}/rollout/1?tokens=1", {}),
+        ("runs", "#/", {"height": 640}),
+        ("run", f"#/run/{ids['two']}?sort=example", {}),
+        ("rollout", f"#/run/{ids['judged']}/rollout/0", {"height": 980}),
+        ("tokens", f"#/run/{ids['tools']}/rollout/1?view=logprob", {}),
         ("group", f"#/run/{ids['two']}/group?example=7", {"height": 720}),
         ("compare", f"#/compare/{ids['one']}/{ids['two']}", {"theme": "dark"}),
+        ("table", f"#/compare/{ids['one']}/{ids['two']}/{ids['three']}", {"height": 700}),
         ("training", f"#/run/{ids['training']}/training", {"height": 1000}),
+        ("overlay", f"#/compare/{trainings}?smooth=0.6", {"height": 900}),
+        ("rewards", f"#/run/{ids['training']}/rewards", {"height": 740}),
     ]
 
 
-def main() -> None:
+def draw(browser: Any, url: str, path: Path, size: dict[str, int], theme: str) -> None:
+    page = browser.new_page(viewport=size, color_scheme=theme)
+    page.goto(url)
+    page.wait_for_timeout(SETTLE_MS)
+    page.evaluate("document.querySelector('.page-head > p')?.replaceChildren('under outputs/evals, outputs/train')")
+    page.screenshot(path=path, full_page=size == NARROW)
+    page.close()
+
+
+def main(folder: Path | None) -> None:
     from playwright.sync_api import sync_playwright
 
-    IMAGES.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
+    with tempfile.TemporaryDirectory() as made:
+        root = Path(made)
         ids = make_runs(root)
         library = Library([root / "evals", root / "train"])
         with ViewerServer(library) as server, sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=list(FLAGS))
             for name, address, special in shots(ids):
                 size = {**SIZE, **{key: value for key, value in special.items() if key in SIZE}}
-                page = browser.new_page(viewport=size, color_scheme=special.get("theme", "light"))
-                page.goto(f"{server.url}{address}")
-                page.wait_for_timeout(SETTLE_MS)
-                page.evaluate(
-                    "document.querySelector('.page-head > p')?.replaceChildren('under outputs/evals, outputs/train')"
-                )
-                page.screenshot(path=IMAGES / f"viewer-{name}.png")
-                page.close()
+                url = f"{server.url}{address}"
+                if folder is None:
+                    draw(browser, url, IMAGES / f"viewer-{name}.png", size, special.get("theme", "light"))
+                    continue
+                draw(browser, url, folder / f"{name}-light.png", size, "light")
+                draw(browser, url, folder / f"{name}-dark.png", size, "dark")
+                draw(browser, url, folder / f"{name}-narrow.png", NARROW, "light")
             browser.close()
+    if folder is None:
+        PICTURE.parent.mkdir(exist_ok=True)
+        shutil.copyfile(IMAGES / "viewer-run.png", PICTURE)
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)

@@ -6,104 +6,18 @@ The tests need a Chromium (Debian's package ``chromium``, or the path in ``VERIF
 
 from __future__ import annotations
 
-import os
-import shutil
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.viewer import hostile, making
+from tests.viewer.browsing import address_of, open_page, text, wait_until
 from verifiers.store import RunDir
-from verifiers.viewer import Library, ViewerServer, export_html
+from verifiers.viewer import Library, export_html
 from verifiers.viewer.library import run_id_of
 
-playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright: it drives the browser")
 pytestmark = pytest.mark.timeout(300)
-
-FLAGS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-)
-WAIT_MS = 30_000
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of every kind, made before the browser starts."""
-    root = tmp_path_factory.mktemp("runs")
-    making.evaluate(root / "evals", model="org/one", skill=0.5, seed=1, n=30, rollouts=4)
-    making.evaluate(root / "evals", model="org/two", skill=0.8, seed=2, n=30, rollouts=4)
-    making.train(root / "train", steps=40)
-    making.tool_run(root / "evals")
-    hostile.hostile_run(root / "hostile", hostile.PAYLOADS[1].replace("/", "-"))
-    hostile.hostile_run(root / "hostile", "second", shift=3)
-    hostile.hostile_training(root / "hostile")
-    return root
-
-
-@pytest.fixture(scope="module")
-def browser(folder: Path) -> Iterator[Any]:
-    path = os.environ.get("VERIFIERS_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-    if path is None:
-        pytest.skip("there is no chromium: install Debian's package, or set VERIFIERS_CHROMIUM to one")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=list(FLAGS))
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[ViewerServer]:
-    roots = [folder / name for name in ("evals", "train", "hostile", "live")]
-    with ViewerServer(Library(roots)) as server:
-        yield server
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    """A page that fails the test if it logs an error, opens a dialog, or is told hit()."""
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.set_default_timeout(WAIT_MS)
-    page.troubles = []
-    page.asked = []
-    page.on("console", lambda message: message.type in ("error", "warning") and page.troubles.append(message.text))
-    page.on("pageerror", lambda error: page.troubles.append(str(error)))
-    page.on("dialog", lambda dialog: (page.troubles.append("dialog"), dialog.dismiss()))
-    page.on("request", lambda request: page.asked.append(request.url))
-    page.add_init_script("window.hits = 0; window.hit = () => { window.hits += 1; };")
-    yield page
-    assert page.troubles == []
-    page.close()
-
-
-def address_of(folder: Path, *names: str) -> str:
-    [path] = folder.glob("/".join(names))
-    return run_id_of(path)
-
-
-def text(page: Any, selector: str) -> str:
-    page.wait_for_selector(selector)
-    return str(page.inner_text(selector))
-
-
-def wait_until(page: Any, condition: str) -> None:
-    """Playwright's own way evaluates text inside the page, which the policy of these pages forbids."""
-    deadline = time.monotonic() + WAIT_MS / 1000
-    while not page.evaluate(condition):
-        assert time.monotonic() < deadline, condition
-        page.wait_for_timeout(50)
-
-
-def open_page(page: Any, server: ViewerServer, hash_: str, selector: str) -> None:
-    page.goto(f"{server.url}{hash_}")
-    page.wait_for_selector(selector)
 
 
 # --- pages ----------------------------------------------------------------------------------------------------------
@@ -164,6 +78,8 @@ def test_a_conversation_shows_tool_calls_reasoning_and_tokens_by_logprob(page, s
     assert "find_order" in text(page, ".tool-call header")
     assert '"customer": "C-17"' in text(page, ".tool-call .text")
     assert "First the order." in text(page, ".reasoning")
+    page.keyboard.press("t")
+    page.wait_for_selector("article.message .text")
     page.keyboard.press("t")
     page.wait_for_selector("span.token.p0")
     assert page.locator("span.token:not(.swatch)").count() > 20
@@ -320,16 +236,22 @@ def assert_harmless(page: Any, origin: str) -> None:
 
 def hostile_addresses(folder: Path) -> list[tuple[str, str]]:
     first, second = (run_id_of(path) for path in sorted((folder / "hostile").glob("hostile[03]/*")))
-    training = address_of(folder, "hostile", "hostile-training", "*")
+    training, other = (run_id_of(path) for path in sorted((folder / "hostile" / "hostile-training").glob("*")))
     rollouts = [(f"#/run/{first}/rollout/{i}", "article.message") for i in range(0, len(hostile.PAYLOADS), 9)]
     return [
         ("#/", "table.runs"),
         (f"#/run/{first}", "table.rollouts tr.row"),
         (f"#/run/{first}?q=script&sort=metric%3A{'%3Cscript%3Ehit()%3C%2Fscript%3E'}", "table.rollouts"),
-        (f"#/run/{first}/rollout/2?tokens=1", "span.token"),
+        (f"#/run/{first}/rollout/2?view=logprob", "span.token"),
         (f"#/run/{first}/group?example=%22%3Cscript%3Ehit()%3C%2Fscript%3E0%22", ".column"),
         (f"#/compare/{first}/{second}", ".column"),
         (f"#/run/{training}/training", "path.line"),
+        (f"#/run/{training}/training?axis=samples&smooth=0.5", ".chart.lines svg"),
+        (f"#/run/{training}/rewards", "table.shares"),
+        (f"#/run/{training}/rollout/2?view=ratio", "span.token"),
+        (f"#/run/{first}/rewards", "table.shares"),
+        (f"#/run/{first}/rollout/2?view=source", "article.message .text"),
+        (f"#/compare/{training}/{other}?q=script", ".chart.lines svg"),
         *rollouts,
     ]
 

@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+from tests.viewer import making
 from verifiers.viewer import Library, export_html
 
 
@@ -48,3 +49,12 @@ def test_nothing_to_export_is_an_error_that_says_what_to_do(tmp_path):
     with pytest.raises(ValueError, match="there is no run to export; name one: vf view PATH"):
         export_html(Library([tmp_path]), tmp_path / "x.html")
     assert not (tmp_path / "x.html").exists()
+
+
+def test_a_training_that_is_cut_offers_only_the_steps_whose_samples_are_in_the_file(root, tmp_path):
+    making.train(root, steps=40)
+    file = tmp_path / "runs.html"
+    export_html(Library([root]), file, limit=32)
+    [embedded] = re.findall(r'id="embedded">(.*?)</script>', file.read_text(encoding="utf-8"), flags=re.DOTALL)
+    [run] = json.loads(embedded)["runs"]
+    assert run["steps"] == [[5, 16], [10, 16]]

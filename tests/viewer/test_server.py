@@ -13,8 +13,8 @@ from verifiers.viewer.library import run_id_of
 
 
 def test_runs_are_listed_newest_first_with_what_their_metadata_says(ask, make_run, make_record):
-    old = make_run(make_record(), model="org/old", num_rollouts=1, num_failed=0, avg_reward=0.25)
-    new = make_run(make_record(1), model="org/new", num_rollouts=1, num_failed=0, avg_reward=0.5)
+    old = make_run(make_record(reward=0.25), model="org/old", num_rollouts=1, num_failed=0, avg_reward=0.25)
+    new = make_run(make_record(1, reward=0.5), model="org/new", num_rollouts=1, num_failed=0, avg_reward=0.5)
     for name in ("metadata.json", "results.jsonl"):
         os.utime(old.path / name, (1_600_000_000, 1_600_000_000))
     first, second = ask("runs")["runs"]

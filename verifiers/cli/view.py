@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import threading
 import webbrowser
 from pathlib import Path
+from typing import Any
 
 import click
 
 from verifiers.cli.runs import complete_runs, find_run
 from verifiers.logs import printable
+from verifiers.notebooks import is_notebook, show_in_cell
 from verifiers.store import is_run_dir
 from verifiers.viewer.export import DEFAULT_LIMIT, export_html
+from verifiers.viewer.inline import INLINE_LIMIT, InlineView
 from verifiers.viewer.library import DEFAULT_ROOTS, Library, run_id_of
-from verifiers.viewer.server import ViewerServer
+from verifiers.viewer.server import MAX_COMPARED, ViewerServer
 
 
 @click.command("view", short_help="Look at runs and trainings in the browser.")
@@ -41,10 +45,10 @@ from verifiers.viewer.server import ViewerServer
 @click.option(
     "--limit",
     type=click.IntRange(min=0),
-    default=DEFAULT_LIMIT,
-    show_default=True,
-    help="Rollouts of each run that --export puts into the file.",
+    default=None,
+    help=f"Rollouts of each run that --export ({DEFAULT_LIMIT}) or --inline ({INLINE_LIMIT}) holds.",
 )
+@click.option("--inline", is_flag=True, help="Show the pages in a notebook's cell: %vf view --inline.")
 @click.option("--open/--no-open", "opens", default=True, show_default=True, help="Open the browser.")
 def view(
     runs: tuple[Path, ...],
@@ -52,7 +56,8 @@ def view(
     port: int,
     roots: tuple[Path, ...],
     export_to: Path | None,
-    limit: int,
+    limit: int | None,
+    inline: bool,
     opens: bool,
 ) -> None:
     """Look at RUNs (folders, the start of an id, last) in the browser, until Ctrl-C; without any, at all runs here.
@@ -60,8 +65,11 @@ def view(
     Nothing is written to a run, and a run that goes on is followed. Two runs are shown side by side.
     """
     library, paths = _library_of(runs, roots)
+    if inline:
+        _show_inline(library, _first_page(library, paths), limit)
+        return
     if export_to is not None:
-        _export(library, export_to, limit)
+        _export(library, export_to, DEFAULT_LIMIT if limit is None else limit)
         return
     server = ViewerServer(library, host=host, port=port)
     try:
@@ -95,10 +103,8 @@ def _library_of(runs: tuple[Path, ...], roots: tuple[Path, ...]) -> tuple[Librar
         run = given.parent if given.name == "results.jsonl" else given
         if is_run_dir(run):
             paths.append(run)
-        elif run.is_dir() and any(is_run_dir(path) for path in run.glob("*/*")):
+        elif run.is_dir() and Library([run]).runs():
             folders.append(run)
-        elif run.is_dir() and any(is_run_dir(path) for path in run.glob("*")):
-            paths += sorted(path for path in run.glob("*") if is_run_dir(path))
         elif not run.exists():
             paths.append(find_run(str(given)).path)
         else:
@@ -115,7 +121,39 @@ def _first_page(library: Library, paths: list[Path]) -> str:
     if len(ids) == 1:
         run = library.get(ids[0])
         return f"#/run/{ids[0]}/training" if run is not None and run.is_training else f"#/run/{ids[0]}"
-    return f"#/compare/{ids[0]}/{ids[1]}" if len(ids) == 2 else ""
+    return f"#/compare/{'/'.join(ids)}" if 2 <= len(ids) <= MAX_COMPARED else ""
+
+
+# --- in a notebook ------------------------------------------------------------------------------------------------
+
+
+def _show_inline(library: Library, first_page: str, limit: int | None) -> None:
+    if not is_notebook():
+        raise click.UsageError(
+            "--inline shows the pages inside a notebook, and `!vf` is a process of its own that cannot: write "
+            "%load_ext verifiers in a cell, and %vf view --inline in the next"
+        )
+    try:
+        show_in_cell(InlineView(library, first_page=first_page, limit=INLINE_LIMIT if limit is None else limit))
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def load_magic(shell: Any) -> None:
+    """What ``%load_ext verifiers`` does: ``%vf view --inline RUN`` in a cell."""
+
+    def vf(line: str) -> None:
+        """%vf view --inline [RUN]... shows runs in the output of this cell."""
+        command, *arguments = shlex.split(line) or [""]
+        if command != "view" or "--inline" not in arguments:
+            print(f"%vf shows runs in a cell: %vf view --inline [RUN]...; for anything else there is !vf {line}")
+            return
+        try:
+            view.main(arguments, prog_name="vf view", standalone_mode=False)
+        except click.ClickException as error:
+            print(f"error: {error.format_message()}")
+
+    shell.register_magic_function(vf, "line", "vf")
 
 
 def _export(library: Library, path: Path, limit: int) -> None:

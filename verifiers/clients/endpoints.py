@@ -199,7 +199,7 @@ def _entries(path: Path, *, execute: bool) -> Iterable[tuple[str, Any]]:
 def _target(name: str, entry: Any, *, where: str) -> Target:
     if not isinstance(entry, Mapping):
         raise ValueError(f"{where}: endpoint {name!r} must be a table with model, url and key")
-    entry = {field: value for field, value in entry.items() if field != "replicas"}
+    entry = {key: value for key, value in entry.items() if key != "replicas"}
     if missing := {"model", "url"} - set(entry):
         raise ValueError(f"{where}: endpoint {name!r} has no {' and no '.join(sorted(missing))}")
     if unknown := set(entry) - set(FIELDS):

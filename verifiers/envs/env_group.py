@@ -44,6 +44,9 @@ class EnvGroupRubric(Rubric):
     def _get_reward_func_names(self) -> list[str]:
         return list(dict.fromkeys(name for env in self.group.envs for name in env.rubric._get_reward_func_names()))
 
+    def reward_shares(self) -> dict[str, float]:
+        return {}  # each row has the weights of its own environment
+
     async def score_alone(self, state: State) -> Score:
         try:
             with self.group.as_member(state) as env, env._time_limits():

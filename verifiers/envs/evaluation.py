@@ -322,6 +322,7 @@ def _metadata(
         "sampling_args": sampling,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "state_columns": list(options.state_columns or ()),
+        "reward_weights": env.rubric.reward_shares(),
     }
 
 

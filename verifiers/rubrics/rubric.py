@@ -129,6 +129,14 @@ class Rubric:
     def _get_reward_funcs(self) -> list[RewardFunc]:
         return list(self.funcs)
 
+    def reward_shares(self) -> dict[str, float]:
+        """What each reward function counts in the reward, by name; empty where that depends on the row."""
+        names, weights = self._get_reward_func_names(), self._get_reward_weights()
+        shares: dict[str, float] = {}
+        for name, weight in zip(names, weights, strict=True) if len(names) == len(weights) else ():
+            shares[name] = shares.get(name, 0.0) + weight
+        return shares
+
     def _get_reward_weights(self) -> list[float]:
         return self.weights
 

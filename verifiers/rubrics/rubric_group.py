@@ -62,6 +62,13 @@ class RubricGroup(Rubric):
     def _get_reward_weights(self) -> list[float]:
         return [weight for rubric in self.rubrics for weight in rubric._get_reward_weights()]
 
+    def reward_shares(self) -> dict[str, float]:
+        shares: dict[str, float] = {}
+        for rubric, weight in zip(self.rubrics, self.get_group_weights(), strict=True):
+            for name, share in rubric.reward_shares().items():
+                shares[name] = shares.get(name, 0.0) + weight * share
+        return shares
+
     def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
         """Functions added to a group go to its first rubric."""
         self.rubrics[0].add_reward_func(func, weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,14 @@ COLUMNS = ("example_id", "reward", "error", "metrics", "prompt")
 class Side:
     """One of two runs that are compared: its scores by metric and example, and what was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, env_id: str | None = None) -> None:
+        self.env_id = env_id
         self.questions: dict[Any, Any] = {}
         self.scores: dict[str, dict[Any, list[float | None]]] = {"reward": {}}
 
     @classmethod
-    def of(cls, records: Iterable[Record]) -> Side:
-        side = cls()
+    def of(cls, records: Iterable[Record], env_id: str | None = None) -> Side:
+        side = cls(env_id)
         for record in records:
             key = record["example_id"]
             side.ask(key, record["prompt"])
@@ -64,17 +65,26 @@ def compare_sides(
 ) -> RunComparison:
     """Compare two runs; `only` names the one metric that gets a verdict, if it was chosen beforehand."""
     differing = [key for key in a.questions if key in b.questions and a.questions[key] != b.questions[key]]
-    refusal = None
-    if paired and differing:
-        refusal = (
-            f"{len(differing)} of the examples that share an id ask{'s' * (len(differing) == 1)} something else in B "
-            f"(first: {differing[0]}), so that they cannot be compared one by one"
-        )
-    elif paired and not a.questions.keys() & b.questions.keys():
-        refusal = "the two runs share no example"
+    refusal = refusal_of(a, b, differing) if paired else None
     tested = () if refusal is not None else None if only is None else (only,)
     found = stats.compare_metrics(a.scores, b.scores, tested=tested, level=level, margin=margin, paired=paired)
     return RunComparison(metrics=found, other_questions=differing, refusal=refusal)
+
+
+def refusal_of(a: Side, b: Side, differing: Sequence[Any]) -> str | None:
+    """Why two runs cannot be compared example by example, if they cannot.
+
+    >>> refusal_of(Side("gsm8k"), Side("wordle"), [])
+    'A is a run of gsm8k and B one of wordle, and rewards of two environments do not mean the same'
+    """
+    if a.env_id and b.env_id and a.env_id != b.env_id:
+        return f"A is a run of {a.env_id} and B one of {b.env_id}, and rewards of two environments do not mean the same"
+    if differing:
+        return (
+            f"{len(differing)} of the examples that share an id ask{'s' * (len(differing) == 1)} something else in B "
+            f"(first: {differing[0]}), so that they cannot be compared one by one"
+        )
+    return None if a.questions.keys() & b.questions.keys() else "the two runs share no example"
 
 
 def question_of(prompt: Any) -> Any:

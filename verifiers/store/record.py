@@ -67,6 +67,8 @@ def to_record(state: Mapping[str, Any], *, rollout: int, state_columns: Collecti
         record["oai_tools"] = tools
     if settings := template_settings(state):
         record["chat_template_kwargs"] = settings
+    if replies := _mapping(state.get("judge_response")):
+        record["judge_response"] = replies  # what was asked of a judge → its reply: the reason behind a reward
     for column in state_columns:
         if column not in record:
             record[column] = _kept_of(column, state.get(column))

@@ -79,6 +79,7 @@ class Batch(dict[str, list[Any]]):
         self.sampled = list(zip(self.examples, self["rewards"], strict=True)) if sampled is None else list(sampled)
         self.seconds: dict[str, float] = {}
         self.reward_weights: dict[str, float] = {}  # of the reward functions, by name, when it was scored
+        self.ratios: dict[int, list[float]] = {}  # of the trained tokens of some rollouts, by place in the batch
 
     @classmethod
     def of_states(cls, states: Sequence[State], groups: Sequence[int], **kwargs: Any) -> Batch:

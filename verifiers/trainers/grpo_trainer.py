@@ -208,6 +208,7 @@ class GRPOTrainer(Trainer):
         trained = self.sequences(batch)
         refused = refusals(batch, trained, self.accelerator)
         figures = self.update.run(trained, rate)
+        batch.ratios = self.update.ratios_of(self.config.log_rollouts)
         if self.config.sync_ref_model and (self.step + 1) % self.config.ref_model_sync_steps == 0:
             self.update.reference.follow(self.config.ref_model_mixup_alpha)  # type: ignore[union-attr]
         return {**figures, **refused, "learning_rate": rate}

@@ -37,6 +37,7 @@ class Trained:
     drawn_from: tuple[
         tuple[int, Distribution], ...
     ] = ()  # (tokens, distribution) of each part of the completion; empty: the model's own
+    rollout: int | None = None  # which of the batch's rollouts it is of
 
     @property
     def has_advantage(self) -> bool:

@@ -33,7 +33,8 @@ def trained_sequences(
     trained: list[Trained] = []
     is_off_policy = bool(config.num_batches_ahead) or config.updates_per_generation > 1
     batch.refused.clear()
-    for prompt, reply, advantage in zip(batch["prompts"], batch["completions"], batch["advantages"], strict=True):
+    columns = zip(batch["prompts"], batch["completions"], batch["advantages"], strict=True)
+    for place, (prompt, reply, advantage) in enumerate(columns):
         state: Mapping[str, Any] = getattr(reply, "state", None) or {}
         if advantage is None or (config.mask_truncated_completions and state.get("is_truncated")):
             continue
@@ -46,7 +47,7 @@ def trained_sequences(
             sample = sample if writer is None else sampling.saved(sample)
             drawn = sampling.distributions(sample, usual)
             sample = sampling.without_doubtful_logprobs(sample, drawn, is_off_policy=is_off_policy)
-            trained.append(Trained(sample=sample, advantage=own, drawn_from=drawn))
+            trained.append(Trained(sample=sample, advantage=own, drawn_from=drawn, rollout=place))
     return trained
 
 

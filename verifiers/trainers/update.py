@@ -57,6 +57,7 @@ class PolicyUpdate:
         self._are_logprobs_known = False
         self._max_new_tokens = config.max_new_tokens if max_new_tokens is None else max_new_tokens
         self._tokens = micro_batch_tokens(config, model)
+        self._last_pass: list[tuple[list[int | None], Tensor, Tensor]] = []
 
     def run(self, sequences: Sequence[Trained], learning_rate: float) -> dict[str, Any]:
         """Learn from these; returns loss, kl, clip_fraction, ratios, grad_norm."""
@@ -72,12 +73,30 @@ class PolicyUpdate:
             for iteration in range(config.num_iterations):
                 if config.top_entropy_quantile < 1.0:
                     tokens = self._keep_uncertain(batches)
+                self._last_pass = []
                 for batch in batches:
-                    self._learn(batch, figures, tokens, is_first=iteration == 0)
+                    ratio_N = self._learn(batch, figures, tokens, is_first=iteration == 0)
+                    if not self._limits.get("rope_bounds"):  # sequences that are split there have no order of their own
+                        owners = [matter[member].rollout for member in batch.batch.members]
+                        self._last_pass.append((owners, batch.batch.sequence_N, ratio_N))
                 sum_gradients(self._processes, self.weights.masters)
                 with self._lock:
                     figures.grad_norm = self.weights.step(learning_rate)
         return together(gathered(self._processes, figures.read()))
+
+    def ratios_of(self, rollouts: int) -> dict[int, list[float]]:
+        """The ratio of each trained token of the first rollouts of a batch, in the last pass over it."""
+        found: dict[int, dict[tuple[int, int], list[float]]] = {}
+        for part, (owners, sequence_N, ratio_N) in enumerate(self._last_pass):
+            wanted = [i for i, owner in enumerate(owners) if owner is not None and owner < rollouts]
+            if not wanted:
+                continue
+            is_wanted_N = torch.isin(sequence_N, torch.tensor(wanted, device=sequence_N.device))
+            pairs = zip(sequence_N[is_wanted_N].tolist(), ratio_N[is_wanted_N].tolist(), strict=True)
+            for sequence, ratio in pairs:
+                found.setdefault(owners[sequence], {}).setdefault((part, sequence), []).append(ratio)
+        # One that was split into several sequences has no single order of its tokens.
+        return {owner: next(iter(parts.values())) for owner, parts in found.items() if len(parts) == 1}
 
     def _weighed(self, sequences: Sequence[Trained]) -> tuple[list[Trained], int]:
         """The sequences that have a gradient, each with what a token of it counts, and the tokens of all processes."""
@@ -113,7 +132,7 @@ class PolicyUpdate:
             batch.is_uncertain_N = None if entropy_N is None else entropy_N >= least
         return sum(value >= least for value in everyone)
 
-    def _learn(self, prepared: _Prepared, figures: UpdateFigures, tokens: int, *, is_first: bool) -> None:
+    def _learn(self, prepared: _Prepared, figures: UpdateFigures, tokens: int, *, is_first: bool) -> Tensor:
         with steady(self._lock):
             with self._lock:
                 losses, scored = self._forward(prepared)
@@ -127,6 +146,7 @@ class PolicyUpdate:
             if not recomputes:  # then no module is run in the backward pass, and the sampler may go on meanwhile
                 self.weights.backward(loss)
         figures.add(loss.detach(), losses, scored.entropy_N, is_first=is_first)
+        return losses.ratio_T
 
     def _forward(self, prepared: _Prepared) -> tuple[TokenLosses, Scored]:
         batch = prepared.batch

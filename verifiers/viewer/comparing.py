@@ -1,18 +1,23 @@
-"""Two runs → their examples side by side: what was won, what was lost, and by how much."""
+"""Evaluations → their examples side by side: what was won, what was lost, by how much, and what can be said of it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
-from verifiers.store.comparing import Side, compare_sides
+from verifiers import stats
+from verifiers.store.comparing import Side, compare_sides, refusal_of
+from verifiers.viewer.cards import env_of
 from verifiers.viewer.index import FAILED, RolloutIndex
+from verifiers.viewer.library import Run
 from verifiers.viewer.numbers import known
 
 VERDICTS = ("won", "lost", "tied", "only in A", "only in B", "without a score")
+TRAINING = "a training's rollouts are of another policy at each step; their curves are laid over one another instead"
 _KEPT_FIGURES = (
     "mean_a", "mean_b", "difference", "low", "high", "level", "p_value", "adjusted_p", "metrics", "verdict", "test",
     "examples", "failed_a", "failed_b",
@@ -23,12 +28,16 @@ class _Asked(msgspec.Struct):
     prompt: Any = None
 
 
-def compare(a: RolloutIndex, b: RolloutIndex) -> dict[str, Any]:
+def compare(a: Run, b: Run, metric: str = "reward") -> dict[str, Any]:
     """The comparison that ``vf compare`` makes, and one row an example, the largest change first; all is B - A."""
     side_a, side_b = side_of(a), side_of(b)
+    if a.is_training or b.is_training:
+        raise ValueError(TRAINING)
     compared = compare_sides(side_a, side_b)
-    found = compared.metrics["reward"]
-    scores_a, scores_b = side_a.scores["reward"], side_b.scores["reward"]
+    if metric not in compared.metrics:
+        raise ValueError(f"there is no metric {metric[:80]!r} in these runs")
+    found = compared.metrics[metric]
+    scores_a, scores_b = side_a.scores.get(metric, {}), side_b.scores.get(metric, {})
     groups = (found.lost, found.won, found.tied, found.only_a, found.only_b, found.unscored)
     verdicts = ("lost", "won", "tied", "only in A", "only in B", "without a score")
     rows = [
@@ -39,6 +48,8 @@ def compare(a: RolloutIndex, b: RolloutIndex) -> dict[str, Any]:
     rows.sort(key=lambda row: -abs(row["difference"] or 0.0))
     figures = asdict(found)
     return {
+        "metric": metric,
+        "metric_names": list(compared.metrics),
         "figures": {name: figures[name] for name in _KEPT_FIGURES},
         "verdict": found.verdict_in_words.rstrip(":"),
         "refusal": compared.refusal,
@@ -47,9 +58,46 @@ def compare(a: RolloutIndex, b: RolloutIndex) -> dict[str, Any]:
     }
 
 
-def side_of(index: RolloutIndex) -> Side:
+def compare_many(runs: Sequence[Run], metric: str = "reward") -> dict[str, Any]:
+    """Every run against the first in one metric, with a correction for how many are compared with it at once."""
+    if any(run.is_training for run in runs):
+        raise ValueError(TRAINING)
+    sides = [side_of(run) for run in runs]
+    names = list(dict.fromkeys(name for side in sides for name in side.scores))
+    if metric not in names:
+        raise ValueError(f"there is no metric {metric[:80]!r} in these runs")
+    base, others = sides[0], dict(zip((run.id for run in runs[1:]), sides[1:], strict=True))
+    refusals = {run_id: refusal_of(base, side, _differing(base, side)) for run_id, side in others.items()}
+    tested = [run_id for run_id, refusal in refusals.items() if refusal is None and not stats.is_count(metric)]
+    compared = stats.compare_metrics(
+        dict.fromkeys(others, base.scores.get(metric, {})),
+        {run_id: side.scores.get(metric, {}) for run_id, side in others.items()},
+        tested=tested,
+    )
+    rows = []
+    for run, side in zip(runs, sides, strict=True):
+        row: dict[str, Any] = {"id": run.id, "figures": [_figure(name, side) for name in names]}
+        if run.id in compared:
+            found = asdict(compared[run.id])
+            row |= {
+                "against_first": {name: found[name] for name in _KEPT_FIGURES},
+                "verdict": compared[run.id].verdict_in_words.rstrip(":").replace("B is", "it is"),
+                "refusal": refusals[run.id],
+                "won": len(found["won"]),
+                "lost": len(found["lost"]),
+            }
+        rows.append(row)
+    return {"metric": metric, "metric_names": names, "rows": rows}
+
+
+def side_of(run: Run) -> Side:
     """The scores of a run by metric and example, and what the first rollout of each example was asked."""
-    side = Side()
+    found: Side = run.kept.get(("side", run.index.version), lambda: _read_side(run.index, env_of(run)))
+    return found
+
+
+def _read_side(index: RolloutIndex, env_id: str) -> Side:
+    side = Side(env_id)
     with index.lock:
         columns = {"reward": index.rewards, **{name: index.metric(name) for name in index.metrics}}
         for number, example in enumerate(index.examples):
@@ -60,6 +108,22 @@ def side_of(index: RolloutIndex) -> Side:
             for name, column in columns.items():
                 side.score(name, key, None if is_failed else known(column[number]))
     return side
+
+
+def _differing(a: Side, b: Side) -> list[Any]:
+    return [key for key in a.questions if key in b.questions and a.questions[key] != b.questions[key]]
+
+
+def _figure(name: str, side: Side) -> dict[str, Any]:
+    scores = [(score, example) for example, group in side.scores.get(name, {}).items() for score in group]
+    found = stats.mean_interval([score for score, _ in scores], [example for _, example in scores])
+    is_count = stats.is_count(name)
+    return {
+        "name": name,
+        "mean": found.mean,
+        "low": None if is_count else found.low,
+        "high": None if is_count else found.high,
+    }
 
 
 def _prompt(line: bytes) -> Any:
@@ -85,5 +149,5 @@ def _row(
 
 
 def _mean(rewards: list[float | None]) -> float | None:
-    known = [reward for reward in rewards if reward is not None]
-    return math.fsum(known) / len(known) if known else None
+    scored = [reward for reward in rewards if reward is not None]
+    return math.fsum(scored) / len(scored) if scored else None

@@ -6,21 +6,23 @@ import base64
 import hashlib
 import os
 from collections.abc import Sequence
-from itertools import permutations
+from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from verifiers.viewer import assets
-from verifiers.viewer.comparing import compare
-from verifiers.viewer.figures import run_figures, run_page
+from verifiers.viewer.comparing import compare, compare_many, side_of
+from verifiers.viewer.figures import run_figures, run_page, shares_page, step_counts
 from verifiers.viewer.library import Library, Run
 from verifiers.viewer.records import rollout_page
 from verifiers.viewer.rows import row_of
 
 DEFAULT_LIMIT = 1000  # rollouts of a run that are put into the file
-MAX_COMPARED = 4  # runs of which each pair is compared
+MAX_COMPARED = 6  # runs of which each pair is compared
+MAX_TABLED = 4  # runs of which each choice of more than two is
+OTHER_METRICS = 100  # examples that a comparison in another metric than the reward lists
 
 
 def export_html(library: Library, path: str | os.PathLike[str], *, limit: int = DEFAULT_LIMIT) -> int:
@@ -35,7 +37,7 @@ def export_html(library: Library, path: str | os.PathLike[str], *, limit: int = 
 
 def gather(runs: Sequence[Run], *, limit: int) -> dict[str, Any]:
     """All that the pages of these runs ask a server for."""
-    found: dict[str, Any] = {"runs": [], "figures": {}, "rollouts": {}, "training": {}, "comparisons": {}}
+    found: dict[str, Any] = {"runs": [], "figures": {}, "rollouts": {}, "training": {}, "shares": {}}
     for run in runs:
         run.index.refresh()
         run.metrics.refresh()
@@ -43,17 +45,34 @@ def gather(runs: Sequence[Run], *, limit: int) -> dict[str, Any]:
         total = len(run.index)
         if total > limit:
             about["notices"].append(f"this file holds the first {limit:,} of {total:,} rollouts; figures are over all")
+            about["steps"] = step_counts(run.index.steps[:limit])  # whose samples can be shown
         found["runs"].append({**about, "is_live": False})
         found["figures"][run.id] = run_figures(run.index, run.read_metadata()[0].get("until"))
         found["rollouts"][run.id] = [
             {**row_of(run.index, number), **rollout_page(run, number)} for number in range(min(total, limit))
         ]
+        found["shares"][run.id] = shares_page(run)
         if run.is_training:
             found["training"][run.id] = run.metrics.page()
-    for a, b in permutations(runs[:MAX_COMPARED], 2):
-        compared = compare(a.index, b.index)
-        found["comparisons"][f"{a.id}/{b.id}"] = {**compared, "rows": compared["rows"][:limit]}
+    found |= comparisons_of([run for run in runs if not run.is_training][:MAX_COMPARED], limit)
     return found
+
+
+def comparisons_of(runs: Sequence[Run], limit: int) -> dict[str, Any]:
+    """Each pair of runs in each metric, and tables of more than two: the first, then the others by id."""
+    pairs, tables = {}, {}
+    for a, b in permutations(runs, 2):
+        for metric in side_of(a).scores.keys() | side_of(b).scores.keys():
+            compared = compare(a, b, metric)
+            shown = limit if metric == "reward" else min(limit, OTHER_METRICS)
+            pairs[f"{a.id}/{b.id}/{metric}"] = {**compared, "rows": compared["rows"][:shown]}
+    ordered = sorted(runs[:MAX_TABLED], key=lambda run: run.id)
+    for chosen in (some for n in range(3, len(ordered) + 1) for some in combinations(ordered, n)):
+        for first in chosen:
+            table = [first, *(run for run in chosen if run is not first)]
+            for metric in {name for run in chosen for name in side_of(run).scores}:
+                tables[f"{','.join(run.id for run in table)}/{metric}"] = compare_many(table, metric)
+    return {"comparisons": pairs, "tables": tables}
 
 
 def render(data: dict[str, Any]) -> str:

@@ -8,44 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from verifiers import stats
+from verifiers.viewer.cards import figure, known_column, run_card
 from verifiers.viewer.index import FAILED, STATUSES, Names, RolloutIndex
 from verifiers.viewer.library import Run
 
 MAX_BARS = 12  # distinct values that get a bar each
 RANGES = 24
-SPARKLINE = 60  # steps that the list of runs shows of a training
 SHOWN = 50  # tasks, causes and stop conditions that are listed
-
-
-def run_card(run: Run) -> dict[str, Any]:
-    """A run in the list of runs: what its metadata says, completed by what has been read of its rollouts."""
-    metadata, problem = run.read_metadata()
-    index = run.index
-    is_known = len(index) > 0 and index.share_read == 1.0
-    card: dict[str, Any] = {
-        "id": run.id,
-        "name": run.path.name,
-        "folder": run.path.parent.name,
-        "env_id": _text(metadata.get("env_id")) or run.path.parent.name.partition("--")[0],
-        "model": _text(metadata.get("model")) or run.path.parent.name.partition("--")[2],
-        "date": _text(metadata.get("date")),
-        "changed": run.changed_at() or None,
-        "kind": "training" if run.is_training else "evaluation",
-        "is_live": run.is_live,
-        "is_finished": run.is_finished,
-        "rollouts": len(index) if is_known else _count(metadata.get("num_rollouts")),
-        "failed": index.statuses.count(FAILED) if is_known else _count(metadata.get("num_failed")),
-        "reward": _figure(metadata.get("avg_reward")),
-        "problem": problem,
-    }
-    if card["reward"] is None and is_known:
-        card["reward"] = stats.mean_interval(_known(index.rewards), index.examples).mean
-    if run.is_training:
-        run.metrics.refresh()
-        card["step"] = run.metrics.steps[-1] if run.metrics.steps else None
-        card["reward"] = run.metrics.last("reward") if card["step"] is not None else card["reward"]
-        card["rewards"] = run.metrics.recent("reward", SPARKLINE)
-    return card
 
 
 def run_page(run: Run) -> dict[str, Any]:
@@ -66,7 +35,7 @@ def run_page(run: Run) -> dict[str, Any]:
             "tasks": _counted(index.tasks, index.task_names),
             "stops": _counted(index.stops, index.stop_names),
             "causes": [item for item in _counted(index.causes, index.cause_names) if item[0]],
-            "steps": _step_counts(index.steps),
+            "steps": step_counts(index.steps),
             "metric_names": list(index.metrics),
             "usage": {
                 "prompt_tokens": index.prompt_tokens,
@@ -88,7 +57,7 @@ def notices(run: Run) -> list[str]:
         found.append(str(metadata["until"]["reason"]))
     if index.trouble is not None:
         found.append(f"results.jsonl cannot be read: {index.trouble}")
-    elif not run.results_path.is_file():
+    elif not run.results_path.is_file() and not run.is_training:  # a supervised training samples nothing
         found.append("results.jsonl is missing: no rollout has been finished, or the file was taken away")
     if index.damaged:
         where = ", ".join(f"line {item['line']} ({item['reason']})" for item in index.damaged_lines[:3])
@@ -107,11 +76,11 @@ def run_figures(index: RolloutIndex, until: Any = None) -> dict[str, Any]:
     """Every figure over all rollouts; failed ones count nowhere. ``until`` is what a run kept of its early stop."""
     with index.lock:
         examples = index.examples
-        rewards = _known(index.rewards)
-        columns = {"reward": rewards, **{name: _known(index.metric(name)) for name in index.metrics}}
+        rewards = known_column(index.rewards)
+        columns = {"reward": rewards, **{name: known_column(index.metric(name)) for name in index.metrics}}
         figures = [{"name": name, **_interval(name, column, examples)} for name, column in columns.items()]
-        if isinstance(until, dict) and _figure(until.get("low")) is not None:
-            figures[0] |= {"low": _figure(until["low"]), "high": _figure(until.get("high"))}
+        if isinstance(until, dict) and figure(until.get("low")) is not None:
+            figures[0] |= {"low": figure(until["low"]), "high": figure(until.get("high"))}
         return {
             "version": index.version,
             "figures": figures,
@@ -212,22 +181,31 @@ def _counted(column: Sequence[int], names: Names) -> list[list[Any]]:
     return [[names.texts[code], count] for code, count in Counter(column).most_common(SHOWN)]
 
 
-def _step_counts(steps: Sequence[float]) -> list[list[float]]:
+def step_counts(steps: Sequence[float]) -> list[list[float]]:
     counts = Counter(step for step in steps if not math.isnan(step))
     return [[step, count] for step, count in sorted(counts.items())]
 
 
-def _known(column: Sequence[float]) -> list[float | None]:
-    return [None if value != value else value for value in column]  # NaN alone is not itself
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def _count(value: Any) -> int | None:
-    return value if type(value) is int else None
-
-
-def _figure(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+def shares_page(run: Run) -> dict[str, Any]:
+    """What each reward function adds to the mean reward: its weight times its mean; of a training, step by step."""
+    found = run.metadata.get("reward_weights")
+    weights = found if isinstance(found, dict) else {}
+    weights = {name: value for name, weight in weights.items() if (value := figure(weight)) is not None}
+    if run.is_training:
+        return run.metrics.shares(weights)
+    index = run.index
+    with index.lock:
+        names = [name for name in weights if name in index.metrics]
+        means = {name: stats.mean_interval(known_column(index.metric(name)), index.examples).mean for name in names}
+        reward = stats.mean_interval(known_column(index.rewards), index.examples).mean
+    functions = [
+        {
+            "name": name,
+            "weight": weights[name],
+            "is_scheduled": False,
+            "values": [None if mean is None else weights[name] * mean],
+            "means": [mean],
+        }
+        for name, mean in means.items()
+    ]
+    return {"steps": [], "functions": functions, "reward": [reward]}

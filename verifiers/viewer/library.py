@@ -22,6 +22,7 @@ from verifiers.viewer.training import MetricsLog
 
 DEFAULT_ROOTS = (DEFAULT_ROOT, Path("outputs/train"))
 MAX_OPEN = 8  # runs whose index is kept in memory
+DEPTH = 3  # folders below a root in which runs are looked for
 RECENT_S = 60.0  # a file that changed this recently is being written, where the lock cannot tell
 
 
@@ -168,11 +169,18 @@ def run_id_of(path: Path) -> str:
     return hashlib.blake2b(os.fsencode(path.resolve()), digest_size=6).hexdigest()
 
 
-def _runs_under(root: Path) -> list[Path]:
+def _runs_under(root: Path, depth: int = DEPTH) -> list[Path]:
+    """The runs in a folder: ``vf eval`` makes ``env--model/id``, ``output_dir=`` any place; nothing is in a run."""
+    if is_run_dir(root):
+        return [root]
+    if depth == 0:
+        return []
     try:
-        return [path for path in root.glob("*/*") if is_run_dir(path)]
+        with os.scandir(root) as found:
+            folders = [Path(item.path) for item in found if item.is_dir() and not item.name.startswith(".")]
     except OSError:  # a folder that may not be read, or that went away
         return []
+    return [path for folder in folders for path in _runs_under(folder, depth - 1)]
 
 
 def _mtime(path: Path) -> float:

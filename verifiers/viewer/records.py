@@ -18,7 +18,8 @@ MAX_ITEMS = 5_000  # of one list
 MAX_DEPTH = 40
 MAX_TOKENS = 20_000  # of one turn
 MOST_TOKENIZER = 256 << 20  # bytes
-_OWN = {*CORE_COLUMNS, "trajectory", "step", "advantage"}
+MAX_JUDGED = 200  # questions to judges
+_OWN = {*CORE_COLUMNS, "trajectory", "sampled_tokens", "judge_response", "step", "advantage"}
 
 
 def rollout_page(run: Run, number: int) -> dict[str, Any]:
@@ -35,35 +36,52 @@ def rollout_page(run: Run, number: int) -> dict[str, Any]:
         "generation_ms": _finite(record.get("generation_ms")),
         "scoring_ms": _finite(record.get("scoring_ms")),
         "turns": turns_of(record, run),
+        "judged": judged_of(record.get("judge_response")),
         "columns": {name: shorten(value) for name, value in record.items() if name not in own},
     }
 
 
 def turns_of(record: Record, run: Run) -> list[dict[str, Any]]:
     """The model's turns that have tokens; empty where the run was not saved with its trajectory."""
-    trajectory = record.get("trajectory")
-    if not isinstance(trajectory, list):
-        return []
-    steps = [step if isinstance(step, dict) else {} for step in trajectory[:MAX_ITEMS]]
+    steps = record.get("trajectory")
+    if not isinstance(steps, list):
+        steps = [_as_step(turn) for turn in _list(record.get("sampled_tokens"))]
+    steps = [step if isinstance(step, dict) else {} for step in steps[:MAX_ITEMS]]
     tokenizer = find_tokenizer(run) if any(isinstance(step.get("tokens"), dict) for step in steps) else None
     return [_turn(step, tokenizer) for step in steps]
+
+
+def _as_step(turn: Any) -> Any:
+    """A turn as a training keeps it, in the form of a trajectory's."""
+    if not isinstance(turn, dict):
+        return {}
+    names = {"ids": "completion_ids", "logprobs": "completion_logprobs", "ratios": "ratios", "prompt_tokens": "prompt"}
+    return {"tokens": {name: turn.get(short) for short, name in names.items()}}
 
 
 def _turn(step: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     tokens = step.get("tokens")
     tokens = tokens if isinstance(tokens, dict) else {}
-    ids, logprobs = tokens.get("completion_ids"), tokens.get("completion_logprobs")
-    ids = [value for value in ids if type(value) is int][:MAX_TOKENS] if isinstance(ids, list) else []
-    logprobs = [_finite(value) for value in logprobs][: len(ids)] if isinstance(logprobs, list) else []
+    ids = [value for value in _list(tokens.get("completion_ids")) if type(value) is int][:MAX_TOKENS]
+    prompt = tokens.get("prompt_ids")
     return {
         "ids": ids,
-        "logprobs": logprobs,
+        "logprobs": _numbers(tokens.get("completion_logprobs"), len(ids)),
+        "ratios": _numbers(tokens.get("ratios"), len(ids)),
         "pieces": pieces_of(tokenizer, ids) if tokenizer is not None else None,
-        "prompt_tokens": len(tokens["prompt_ids"]) if isinstance(tokens.get("prompt_ids"), list) else None,
+        "prompt_tokens": len(prompt) if isinstance(prompt, list) else _finite(tokens.get("prompt")),
         "reward": _finite(step.get("reward")),
         "advantage": _finite(step.get("advantage")),
         "is_truncated": step.get("is_truncated") is True,
     }
+
+
+def judged_of(found: Any) -> list[dict[str, Any]]:
+    """What judges were asked about a rollout and what they replied."""
+    if not isinstance(found, dict):
+        return []
+    pairs = list(found.items())[:MAX_JUDGED]
+    return [{"asked": shorten(asked), "replied": shorten(replied)} for asked, replied in pairs]
 
 
 def shorten(value: Any, depth: int = 0) -> Any:
@@ -133,6 +151,14 @@ def pieces_of(tokenizer: Any, ids: list[int]) -> list[str]:
         pieces.append(text)
         pending = []
     return pieces
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _numbers(values: Any, n: int) -> list[float | None]:
+    return [_finite(value) for value in _list(values)[:n]]
 
 
 def _finite(value: Any) -> float | None:

@@ -129,10 +129,10 @@ def _order(index: RolloutIndex, candidates: Sequence[int], query: Query) -> arra
         ordered = sorted(numbers, key=lambda i: _example_order(index, i), reverse=query.is_descending)
         return array("I", ordered)
     column = _column(index, query.sort)
-    known = [number for number in numbers if not math.isnan(column[number])]
+    found = [number for number in numbers if not math.isnan(column[number])]
     missing = [number for number in numbers if math.isnan(column[number])]
-    known.sort(key=column.__getitem__, reverse=query.is_descending)
-    return array("I", known + missing)
+    found.sort(key=column.__getitem__, reverse=query.is_descending)
+    return array("I", found + missing)
 
 
 def _filters(index: RolloutIndex, query: Query) -> list[Callable[[int], bool]]:

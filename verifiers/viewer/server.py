@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,8 +14,9 @@ from aiohttp import web
 from verifiers.clients.hosts import is_loopback, is_own_host
 from verifiers.clients.server_thread import ServerThread
 from verifiers.viewer import assets
-from verifiers.viewer.comparing import VERDICTS, compare
-from verifiers.viewer.figures import run_card, run_figures, run_page
+from verifiers.viewer.cards import Summaries, env_of, run_card, safe_card
+from verifiers.viewer.comparing import VERDICTS, compare, compare_many
+from verifiers.viewer.figures import run_figures, run_page, shares_page
 from verifiers.viewer.library import Library, Run
 from verifiers.viewer.records import rollout_page
 from verifiers.viewer.rows import Query, neighbours, page
@@ -21,6 +24,7 @@ from verifiers.viewer.rows import Query, neighbours, page
 BUDGET_S = 0.25  # of reading or searching, before a page shows what there is so far
 LIST_BUDGET_S = 0.3  # of reading runs that do not say themselves how they went
 MAX_GROUP = 64  # rollouts side by side
+MAX_COMPARED = 8  # runs at once; as many as are kept open
 
 POLICY = "; ".join(
     (
@@ -55,6 +59,7 @@ class ViewerServer(ServerThread):
     def __init__(self, library: Library, *, host: str = "127.0.0.1", port: int = 0) -> None:
         super().__init__(host=host, port=port)
         self.library = library
+        self.summaries = Summaries()
         self._files = assets.load()
 
     @property
@@ -80,6 +85,9 @@ class ViewerServer(ServerThread):
             "/api/runs/{run}/rollouts/{number}": self._rollout,
             "/api/runs/{run}/group": self._group,
             "/api/runs/{run}/training": self._training,
+            "/api/runs/{run}/shares": self._shares,
+            "/api/find": self._find_rollout,
+            "/api/compare": self._compare_many,
             "/api/compare/{a}/{b}": self._compare,
             "/api/compare/{a}/{b}/example": self._compare_example,
         }
@@ -117,16 +125,19 @@ class ViewerServer(ServerThread):
         return web.Response(body=text, content_type=kind, charset="utf-8")
 
     def _runs(self, request: web.Request) -> dict[str, Any]:
-        budget_s, cards = LIST_BUDGET_S, []
-        runs = self.library.runs()
-        for light in runs:
-            run = light
-            if not run.is_finished and budget_s > 0 and run.results_path.is_file():
-                run = self.library.get(light.id) or light
-                run.index.refresh(budget_s / 4)
-                budget_s -= LIST_BUDGET_S / 4
-            cards.append(run_card(run))
+        deadline = time.monotonic() + LIST_BUDGET_S
+        cards = [safe_card(run, partial(self._card, run, deadline)) for run in self.library.runs()]
         return {"runs": cards, "roots": [str(root) for root in self.library.roots]}
+
+    def _card(self, light: Run, deadline: float) -> dict[str, Any]:
+        """A line of the list; rollouts that were not read yet are, while there is time."""
+        run, summary = light, self.summaries.get(light)
+        if summary is None and time.monotonic() < deadline and not run.is_training and run.results_path.is_file():
+            run = self.library.get(light.id) or light
+            run.index.refresh(LIST_BUDGET_S / 4)
+            self.summaries.keep(run)
+            summary = self.summaries.get(run)
+        return run_card(run, summary)
 
     def _run(self, request: web.Request) -> dict[str, Any]:
         run = self._find(request)
@@ -179,14 +190,52 @@ class ViewerServer(ServerThread):
     def _training(self, request: web.Request) -> dict[str, Any]:
         run = self._find(request)
         run.metrics.refresh()
-        return run.metrics.page()
+        bounds = {name: _step(request, name) for name in ("first", "last")}
+        return run.metrics.page(**bounds)
+
+    def _shares(self, request: web.Request) -> dict[str, Any]:
+        run = self._find(request)
+        run.index.refresh(BUDGET_S)
+        run.metrics.refresh()
+        return shares_page(run)
+
+    def _find_rollout(self, request: web.Request) -> dict[str, Any]:
+        """A link that says what a rollout is, not where: the run by its name, the rollout by example and repeat."""
+        name, env_id = request.query.get("run", ""), request.query.get("env")
+        found = [run for run in self.library.runs() if run.path.name == name]
+        run = next((run for run in found if env_id is None or env_of(run) == env_id), None)
+        if run is None:
+            raise LookupError(f"there is no run {name[:80]!r} under the folders that this viewer was given")
+        run = self.library.get(run.id) or run
+        if "example" not in request.query:
+            return {"run": run.id, "number": None}
+        run.index.refresh()
+        repeat = Query.parse({"start": request.query.get("rollout", "0")}).start
+        numbers = run.index.group(_example(request))
+        number = next((number for number in numbers if run.index.repeats[number] == repeat), None)
+        if number is None:
+            raise LookupError("this run has no such rollout; it may have been made again since the link was")
+        return {"run": run.id, "number": number}
+
+    def _compare_many(self, request: web.Request) -> dict[str, Any]:
+        ids = request.query.get("runs", "").split(",")
+        if not 2 <= len(ids) <= MAX_COMPARED:
+            raise ValueError(f"runs= takes from 2 to {MAX_COMPARED} runs, and not {len(ids)}")
+        runs = [self._named(run_id) for run_id in ids]
+        for run in runs:
+            run.index.refresh()
+        metric = request.query.get("metric", "reward")
+        key = ("compare", metric, *((run.id, run.index.version) for run in runs))
+        found = runs[0].kept.get(key, lambda: compare_many(runs, metric))
+        return {**found, "runs": [run_card(run) for run in runs]}
 
     def _compare(self, request: web.Request) -> dict[str, Any]:
         a, b = self._find(request, "a"), self._find(request, "b")
         for run in (a, b):
             run.index.refresh()
-        key = ("compare", a.index.version, b.id, b.index.version)
-        found: dict[str, Any] = a.kept.get(key, lambda: compare(a.index, b.index))
+        metric = request.query.get("metric", "reward")
+        key = ("compare", metric, a.index.version, b.id, b.index.version)
+        found: dict[str, Any] = a.kept.get(key, lambda: compare(a, b, metric))
         query = Query.parse({name: request.query[name] for name in ("start", "n") if name in request.query})
         verdict = request.query.get("verdict")
         if verdict is not None and verdict not in VERDICTS:
@@ -210,7 +259,10 @@ class ViewerServer(ServerThread):
         return {"example_id": example, **sides}
 
     def _find(self, request: web.Request, name: str = "run") -> Run:
-        run = self.library.get(request.match_info[name])
+        return self._named(request.match_info[name])
+
+    def _named(self, run_id: str) -> Run:
+        run = self.library.get(run_id)
         if run is None:
             raise LookupError("there is no such run; it may have been moved or deleted")
         return run
@@ -231,6 +283,10 @@ def _example(request: web.Request) -> int | str:
         return msgspec.json.decode(request.query.get("example", ""), type=int | str)
     except (msgspec.DecodeError, UnicodeEncodeError):
         raise ValueError("example= must be an example id as JSON: a number, or a text in quotes") from None
+
+
+def _step(request: web.Request, name: str) -> float | None:
+    return Query.parse({"step": request.query[name]}).step if name in request.query else None
 
 
 def _in_a_thread(answer: Answer) -> Callable[[web.Request], Awaitable[web.Response]]:

@@ -6,8 +6,9 @@ import math
 import os
 import threading
 from array import array
-from bisect import bisect_left
-from itertools import pairwise
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class MetricsLog:
         self.evaluations: list[dict[str, Any]] = []
         self.notices: list[dict[str, Any]] = []
         self.ratio_histogram: dict[str, Any] | None = None
+        self.weights: dict[str, dict[int, float]] = {}  # of reward functions, by the place from which they hold
         self.damaged = 0
         self._end = 0
 
@@ -77,7 +79,7 @@ class MetricsLog:
             self.damaged += 1
         elif "eval" in line:
             found = line["eval"] if isinstance(line["eval"], dict) else {}
-            self.evaluations = [known for known in self.evaluations if known["step"] < step]
+            self.evaluations = [earlier for earlier in self.evaluations if earlier["step"] < step]
             self.evaluations.append({"step": step, **{key: known(as_number(found.get(key))) for key in _EVAL_KEYS}})
         elif "notice" in line:
             if len(self.notices) < MAX_NOTICES:
@@ -92,6 +94,10 @@ class MetricsLog:
         metrics = named.pop("metrics", None)
         if isinstance(metrics, dict):
             named.update({f"metrics.{name}": value for name, value in metrics.items()})
+        weights = named.pop("reward_weights", None)
+        for name, weight in weights.items() if isinstance(weights, dict) else ():
+            if not math.isnan(as_number(weight)) and (name in self.weights or len(self.weights) < MAX_SERIES):
+                self.weights.setdefault(name, {})[len(self.steps) - 1] = as_number(weight)
         histogram = named.pop("ratio_histogram", None)
         if isinstance(histogram, dict):
             self.ratio_histogram = _histogram(histogram) or self.ratio_histogram
@@ -113,6 +119,50 @@ class MetricsLog:
             del self.steps[keep:]
             for column in self.series.values():
                 del column[keep:]
+            for changes in self.weights.values():
+                for place in [place for place in changes if place >= keep]:
+                    del changes[place]
+
+    def _axes(self) -> Iterator[tuple[str, Sequence[float]]]:
+        """What may stand below a curve beside steps: how much had been sampled, and how long it had taken, by then."""
+        sums = {name: _running(self.series.get(name, ())) for name in ("step_s", "samples", "tokens")}
+        yield "tokens", _filled(self.series.get("total_tokens", ())) or sums["tokens"]
+        yield "seconds", sums["step_s"]
+        yield "samples", sums["samples"]
+
+    def shares(self, weights: Mapping[str, float]) -> dict[str, Any]:
+        """What each reward function adds to the mean reward, step by step: its weight times its mean."""
+        with self.lock:
+            edges = _bucket_edges(len(self.steps), MAX_POINTS)
+            names = [name for name in {**weights, **self.weights} if f"metrics.{name}" in self.series]
+            functions = []
+            for name in names:
+                weight = self._weights_over_time(name, weights.get(name))
+                column = self.series[f"metrics.{name}"]
+                added = [value * counts for value, counts in zip(column, weight, strict=True)]
+                functions.append(
+                    {
+                        "name": name,
+                        "weight": known(weight[-1]) if weight else None,
+                        "is_scheduled": name in self.weights,
+                        "values": [mean(added[start:end]) for start, end in edges],
+                        "means": [mean(column[start:end]) for start, end in edges],
+                    }
+                )
+            reward = self.series.get("reward", array("d", [math.nan] * len(self.steps)))
+            return {
+                "steps": [self.steps[end - 1] for _, end in edges],
+                "functions": functions,
+                "reward": [mean(reward[start:end]) for start, end in edges],
+            }
+
+    def _weights_over_time(self, name: str, at_first: float | None) -> list[float]:
+        now, found = math.nan if at_first is None else at_first, []
+        changes = self.weights.get(name, {})
+        for place in range(len(self.steps)):
+            now = changes.get(place, now)
+            found.append(now)
+        return found
 
     def last(self, name: str) -> float | None:
         column = self.series.get(name)
@@ -122,12 +172,15 @@ class MetricsLog:
         """The last values of one series, for a drawing the size of a word."""
         return [known(value) for value in self.series.get(name, array("d"))[-n:]]
 
-    def page(self) -> dict[str, Any]:
-        """All of it as plain data, thinned to what a chart can show."""
+    def page(self, first: float | None = None, last: float | None = None) -> dict[str, Any]:
+        """All of it as plain data, or the steps from ``first`` to ``last``, thinned to what a chart can show."""
         with self.lock:
-            edges = _bucket_edges(len(self.steps), MAX_POINTS)
+            begin = 0 if first is None else bisect_left(self.steps, first)
+            until = len(self.steps) if last is None else bisect_right(self.steps, last)
+            edges = [(begin + a, begin + b) for a, b in _bucket_edges(max(until - begin, 0), MAX_POINTS)]
             return {
                 "steps": [self.steps[end - 1] for _, end in edges],
+                "axes": {name: [column[end - 1] for _, end in edges] for name, column in self._axes() if len(column)},
                 "series": {
                     name: [mean(column[start:end]) for start, end in edges] for name, column in self.series.items()
                 },
@@ -151,6 +204,24 @@ def _bucket_edges(n: int, most: int) -> list[tuple[int, int]]:
     """
     count = min(n, most)
     return list(pairwise(i * n // count for i in range(count + 1))) if count else []
+
+
+def _running(column: Iterable[float]) -> list[float]:
+    """The sum so far; what is not known adds nothing.
+
+    >>> _running([1.0, math.nan, 2.0])
+    [1.0, 1.0, 3.0]
+    """
+    return list(accumulate(0.0 if math.isnan(value) else value for value in column))
+
+
+def _filled(column: Iterable[float]) -> list[float]:
+    """A count that only grows, with the last that was known where there is none.
+
+    >>> _filled([math.nan, 2.0, math.nan])
+    [0.0, 2.0, 2.0]
+    """
+    return list(accumulate((0.0 if math.isnan(value) else value for value in column), max))
 
 
 def _histogram(found: dict[str, Any]) -> dict[str, Any] | None:

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from verifiers.logs import printable
+from verifiers.notebooks import is_notebook
 from verifiers.progress import Enduring, Tally
+from verifiers.trainers.watch.notebook_panel import NotebookPanel
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -54,6 +56,8 @@ class TrainingDisplay:
         self.phase = "starting"
         self.sampling: Tally | None = None  # of the rollouts that are being made
         self._phase_began = 0.0
+        self.steps: list[Mapping[str, Any]] = []  # what was shown so far, for a picture of it
+        self.evals: list[Mapping[str, Any]] = []
         self._history: dict[str, list[float]] = {}
         self._ends: deque[float] = deque(maxlen=RECENT_STEPS + 1)
         self._began = self._drawn_at = 0.0
@@ -69,7 +73,10 @@ class TrainingDisplay:
         if not self.show:
             return
         stream = Enduring(self.stream or sys.stderr)  # whoever watches may leave
-        if stream.isatty():
+        if self.stream is None and is_notebook():
+            self._live = NotebookPanel(self)
+            self._live.start()
+        elif stream.isatty():
             self._live = _make_live(cast(IO[str], stream), self.panel)
             self._live.start()
         else:
@@ -123,6 +130,7 @@ class TrainingDisplay:
     def eval(self, figures: Mapping[str, Any]) -> None:
         """The figures of an evaluation: ``reward``, ``low``, ``high``, ``n``, ``failed``."""
         self.last_eval = {**figures, "step": self.metrics.get("step")}
+        self.evals.append(self.last_eval)
         if self._live is not None:
             self._draw(force=True)
         else:
@@ -297,6 +305,7 @@ class TrainingDisplay:
 
     def _remember(self, metrics: Mapping[str, Any]) -> None:
         self.metrics = metrics
+        self.steps.append(metrics)
         for key, value in metrics.items():
             if (found := number(value)) is not None:
                 self._history.setdefault(key, []).append(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +18,7 @@ from verifiers.store.disk import append_missing, replace_file
 from verifiers.store.mending import DAMAGED, mend_last_line
 
 METRICS = "metrics.jsonl"
+DIGITS = 5  # of a token's figures: enough to look at
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -140,13 +142,43 @@ class Journal:
         return (line for line in self.lines() if isinstance(line.get("notice"), str))
 
 
-def record_of(step: int, state: Mapping[str, Any], advantage: float | None) -> Record:
-    """A rollout as a line of ``results.jsonl``, but for its number."""
+def record_of(
+    step: int, state: Mapping[str, Any], advantage: float | None, ratios: Sequence[float] | None = None
+) -> Record:
+    """A rollout as a line of ``results.jsonl``, but for its number; ``ratios`` are those of its tokens, end to end."""
     record = to_record(state, rollout=0)
+    if tokens := sampled_tokens(state, ratios):
+        record["sampled_tokens"] = tokens
     # Set afterwards: a state or a metric may use these names for something of its own.
     record["step"] = step
     record["advantage"] = None if advantage is None else float(advantage)
     return record
+
+
+def sampled_tokens(state: Mapping[str, Any], ratios: Sequence[float] | None = None) -> list[dict[str, Any]]:
+    """What was sampled, turn by turn: ids, logprobs, and the ratio that each token had in the update.
+
+    >>> tokens = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "completion_logprobs": [-0.5, -0.25]}
+    >>> sampled_tokens({"trajectory": [{"tokens": tokens}]}, [1.0, 1.5])
+    [{'prompt_tokens': 2, 'ids': [3, 4], 'logprobs': [-0.5, -0.25], 'ratios': [1.0, 1.5]}]
+    """
+    steps = state.get("trajectory")
+    found = [step.get("tokens") if isinstance(step, Mapping) else None for step in steps or ()]
+    turns = [{} if tokens is None else tokens for tokens in found]
+    if not any(turns):
+        return []
+    lengths = [len(tokens.get("completion_ids", ())) for tokens in turns]
+    is_whole = ratios is not None and len(ratios) == sum(lengths)
+    ends = list(accumulate(lengths))
+    return [
+        {
+            "prompt_tokens": len(tokens.get("prompt_ids", ())),
+            "ids": list(tokens.get("completion_ids", ())),
+            "logprobs": [round(value, DIGITS) for value in tokens.get("completion_logprobs", ())],
+            **({"ratios": [round(value, DIGITS) for value in (ratios or ())[end - n : end]]} if is_whole else {}),
+        }
+        for tokens, n, end in zip(turns, lengths, ends, strict=True)
+    ]
 
 
 def is_step_line(line: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from verifiers.engine.files.smollm2 import public_name
 from verifiers.engine.local_model import LocalModel
 from verifiers.kernels import autograd
+from verifiers.notebooks import image_html, page_html, text_html
 from verifiers.progress import Tally
 from verifiers.results import Results
 from verifiers.store import RunDir, safe_name
@@ -63,6 +64,7 @@ class Report:
         own = {name: getattr(trainer, f"_own_{name}", None) for name in ("advantage", "loss")}
         self._own = {name: f"{name_of(one)} (a function)" for name, one in own.items() if one is not None}
         self._watch = Watch(self.config, weights=reward_weights(trainer.env))
+        self._weights = {} if trainer.env is None else trainer.env.rubric.reward_shares()
         self._is_open = False
 
     def _place(self, resume: bool | str | Path) -> tuple[Path | None, Path]:
@@ -111,7 +113,9 @@ class Report:
         else:
             self.run_dir = RunDir.create_at(self.path, env_id=self.env_id, model=self.model, config=stored)
         self.journal = self._resources.enter_context(Journal(self.run_dir))
-        self.run_dir.update_metadata({"kind": "training", "finished": False, "backend": self.backend})
+        self.run_dir.update_metadata(
+            {"kind": "training", "finished": False, "backend": self.backend, "reward_weights": self._weights}
+        )
         self._trackers = trackers(
             self.config.report_to,
             run_name=self.config.run_name or self.path.name,
@@ -193,6 +197,7 @@ class Report:
             "step_s": step_s,
             "tokens_per_s": seen.get("sampled_tokens", 0) / step_s if step_s else None,
             "total_tokens": self._total_tokens,
+            **({"reward_weights": batch.reward_weights} if getattr(trainer, "weight_schedule", None) else {}),
         }
         self.keep_rollouts(trainer.step, batch)
         self.note(figures, view)
@@ -218,9 +223,9 @@ class Report:
         n = self._processes.num_processes
         most = math.ceil(getattr(self.config, "log_rollouts", 0) / n)
         advantages = batch.get("advantages") or [None] * len(batch["completions"])
-        kept = [
-            (reply.state, mean_advantage(advantage))
-            for reply, advantage in zip(batch["completions"], advantages, strict=True)
+        kept: list[tuple[Any, ...]] = [
+            (reply.state, mean_advantage(advantage), batch.ratios.get(place))
+            for place, (reply, advantage) in enumerate(zip(batch["completions"], advantages, strict=True))
             if getattr(reply, "state", None) is not None
         ][:most]
         kept += [(state, None) for state in batch.failed[:most]]
@@ -287,6 +292,13 @@ class Report:
     def picture(self, width: int = 64, height: int = 12) -> str:
         """The reward (of a supervised training: the loss), step by step, as text."""
         return plot_text(self.curve()[1], width, height)
+
+    def _repr_html_(self) -> str:
+        """For a notebook: the curves, what the watch said, and where it all is."""
+        title = f"{self.env_id} · {self.model}"
+        notices = [text_html(f"step {one['step']}: {one['notice']}", "vf-bad") for one in self.notices[-4:]]
+        curves = image_html(plot_svg(self.steps, self.evals, title), "the learning curve") if self.steps else ""
+        return page_html(text_html(repr(self)), curves, *notices)
 
     def __repr__(self) -> str:
         name, values = self.curve()

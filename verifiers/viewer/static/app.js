@@ -1,6 +1,7 @@
 // The address → a page, with what all pages share: the bar at the top, light and dark, keys.
 
-import { isEmbedded } from "./api.js";
+import { ask, isEmbedded } from "./api.js";
+import { embeddedData } from "./embedded.js";
 import { h, icon, replace, visibleText } from "./dom.js";
 import { listen, setKeys, toggleHelp } from "./keys.js";
 import { comparePage } from "./page_compare.js";
@@ -8,6 +9,7 @@ import { groupPage } from "./page_group.js";
 import { rolloutPage } from "./page_rollout.js";
 import { runPage } from "./page_run.js";
 import { runsPage } from "./page_runs.js";
+import { sharesPage } from "./page_shares.js";
 import { trainingPage } from "./page_training.js";
 
 const ROUTES = [
@@ -16,7 +18,9 @@ const ROUTES = [
   [/^run\/(\w+)\/training$/, ["run"], trainingPage],
   [/^run\/(\w+)\/rollout\/(\d+)$/, ["run", "number"], rolloutPage],
   [/^run\/(\w+)\/group$/, ["run"], groupPage],
-  [/^compare\/(\w+)\/(\w+)$/, ["a", "b"], comparePage],
+  [/^run\/(\w+)\/rewards$/, ["run"], sharesPage],
+  [/^compare\/(\w+(?:\/\w+)+)$/, ["runs"], comparePage],
+  [/^link$/, [], linkPage],
 ];
 
 const GENERAL_KEYS = [
@@ -73,6 +77,14 @@ async function show() {
   if (!signal.aborted) document.body.classList.remove("loading");
 }
 
+// A link that names a rollout by what it is → the page of it, wherever its run lies here.
+async function linkPage(context) {
+  const found = await ask("find", context.query);
+  const hash = found.number === null ? `#/run/${found.run}` : `#/run/${found.run}/rollout/${found.number}`;
+  replaceHash(hash);
+  await show();
+}
+
 function firstChild(root) {
   return new Promise((resolve) => {
     const observer = new MutationObserver(() => (observer.disconnect(), resolve()));
@@ -88,7 +100,37 @@ function updateHash(context, changes, { isTyping = false } = {}) {
   }
   const search = new URLSearchParams(context.query);
   const hash = `#/${context.path}${search.size ? `?${search}` : ""}`;
-  if (hash !== location.hash) history[isTyping ? "replaceState" : "pushState"](null, "", hash);
+  if (hash === location.hash) return;
+  if (isTyping) replaceHash(hash);
+  else pushHash(hash);
+}
+
+// Inside a notebook the page has no address of its own that history could change: it has a fragment.
+let isQuiet = false;
+
+function pushHash(hash) {
+  try {
+    history.pushState(null, "", hash);
+  } catch {
+    isQuiet = true;
+    location.hash = hash;
+  }
+}
+
+function replaceHash(hash) {
+  try {
+    history.replaceState(null, "", hash);
+  } catch {
+    pushHash(hash);
+  }
+}
+
+// A link to a fragment belongs to this page, also where the page is part of another one.
+function followLink(event) {
+  const link = event.target instanceof Element ? event.target.closest("a[href^='#']") : null;
+  if (!link || event.defaultPrevented || event.button || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  location.hash = link.getAttribute("href");
 }
 
 function drawCrumbs(parts) {
@@ -166,8 +208,11 @@ function start() {
     page,
   );
   listen(GENERAL_KEYS);
-  window.addEventListener("hashchange", show);
+  document.addEventListener("click", followLink);
+  window.addEventListener("hashchange", () => (isQuiet ? (isQuiet = false) : show()));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawThemeButton);
+  const first = embeddedData()?.first_page;
+  if (first && !location.hash) replaceHash(first);
   show();
 }
 

@@ -1,10 +1,13 @@
 // Messages → a conversation one can read: roles, tool calls, images, reasoning, tokens by logprob.
 
-import { SAFE_IMAGE, appendText, h, visibleText } from "./dom.js";
-import { count, number, percent, plainJson, plural } from "./format.js";
+import { codeBlock } from "./code.js";
+import { SAFE_IMAGE, h } from "./dom.js";
+import { plainJson, plural } from "./format.js";
+import { markdownView, writeTags } from "./markdown.js";
+import { tokensView } from "./tokens.js";
 
 const LONG = 8000; // characters shown before one has to ask for more
-const MARKUP = /<\/?[a-zA-Z_][\w-]{0,40}\/?>/g;
+const LONGEST_JSON = 100_000;
 
 // A prompt or completion of any kind → [{role, blocks: [{kind, text, …}]}]
 export function messagesOf(value, role) {
@@ -75,10 +78,11 @@ function parseJson(text) {
 
 // --- showing ------------------------------------------------------------------------------------------------------------
 
-// marks: where the first difference lies, {message, block, offset}; turns: tokens by assistant message
+// marks: where the first difference lies, {message, block, offset}; turns: tokens by assistant message;
+// view: "rendered", "source", or a figure of tokens ("logprob", "advantage", "ratio")
 export function conversationView(
   messages,
-  { turns = [], mark = null, showTokens = false, find = "", empty = "nothing" } = {},
+  { turns = [], mark = null, view = "rendered", advantage = null, find = "", empty = "nothing" } = {},
 ) {
   let turn = 0;
   if (!messages.length) return h("p.muted.nothing", {}, empty);
@@ -87,18 +91,14 @@ export function conversationView(
     {},
     messages.map((message, i) => {
       const tokens = message.role === "assistant" ? turns[turn++] : undefined;
-      return messageView(message, {
-        tokens: showTokens ? tokens : undefined,
-        mark: mark?.message === i ? mark : null,
-        find,
-      });
+      return messageView(message, { tokens, mark: mark?.message === i ? mark : null, find, view, advantage });
     }),
   );
 }
 
 const ROLES = ["system", "user", "assistant", "tool"];
 
-function messageView(message, { tokens, mark, find }) {
+function messageView(message, { tokens, mark, find, view, advantage }) {
   const style = ROLES.includes(message.role) ? message.role : "other";
   const label = h(
     "header.role",
@@ -107,18 +107,29 @@ function messageView(message, { tokens, mark, find }) {
     message.name ? h("span.role-detail", {}, message.name) : null,
     message.callId ? h("span.role-detail", {}, message.callId) : null,
   );
-  const hasTokens = tokens?.ids?.length > 0;
+  const hasTokens = view !== "rendered" && view !== "source" && tokens?.ids?.length > 0;
+  const isRendered = view !== "source";
+  const isTool = message.role === "tool";
   const blocks = hasTokens
-    ? [tokensView(tokens), message.blocks.filter((block) => block.kind === "tool").map((block) => blockView(block))]
-    : message.blocks.map((block, i) => blockView(block, { offset: mark?.block === i ? mark.offset : null, find }));
+    ? [
+        tokensView(tokens, view, advantage),
+        message.blocks.filter((block) => block.kind === "tool").map((block) => blockView(block)),
+      ]
+    : message.blocks.map((block, i) =>
+        blockView(block, { offset: mark?.block === i ? mark.offset : null, find, isRendered, isTool }),
+      );
   const body = h("div.message-body", {}, message.blocks.length || hasTokens ? blocks : h("p.muted", {}, "(nothing)"));
   if (mark && mark.block === null) body.append(differenceFlag());
   return h(`article.message.${style}`, { class: mark ? "differs" : "" }, label, body);
 }
 
-function blockView(block, { offset = null, find = "" } = {}) {
+function blockView(block, { offset = null, find = "", isRendered = false, isTool = false } = {}) {
   if (block.kind === "image") return h("img.picture", { src: block.url, alt: "an image of the conversation" });
-  const text = textView(block.text, { offset, find, isCode: block.kind !== "text" && block.kind !== "reasoning" });
+  const isProse = block.kind === "text" || block.kind === "reasoning";
+  const text =
+    isProse && isRendered && offset === null
+      ? renderedView(block.text, { find, isTool })
+      : textView(block.text, { offset, find, isCode: !isProse });
   if (block.kind === "reasoning") return h("details.reasoning", { open: true }, h("summary", {}, "reasoning"), text);
   if (block.kind === "tool") {
     return h(
@@ -136,6 +147,20 @@ function blockView(block, { offset = null, find = "" } = {}) {
     );
   }
   return text;
+}
+
+// Text as markdown; what a tool returned as JSON is set as code.
+export function renderedView(text, { find = "", isTool = false } = {}) {
+  const json = isTool && text.length < LONGEST_JSON && /^\s*[[{]/.test(text) ? parseJson(text) : undefined;
+  if (json !== undefined && !find) return codeBlock(plainJson(json), "json");
+  const write = find ? (node, part) => writeHits(node, part, find) : writeTags;
+  const isLong = text.length > LONG * 1.2;
+  const box = markdownView(isLong ? text.slice(0, LONG) : text, { write });
+  if (isLong) {
+    const all = () => box.replaceWith(markdownView(text, { write }));
+    box.append(h("button.more", { onclick: all }, `Show all ${plural(text.length, "character")}`));
+  }
+  return box;
 }
 
 // Text with its markup set off; from an offset on it is marked as different.
@@ -156,11 +181,11 @@ export function textView(text, { offset = null, find = "", isCode = false } = {}
 
 function writeText(box, text, offset, find) {
   if (find) return writeHits(box, text, find);
-  if (offset === null) return writeMarkup(box, text);
-  writeMarkup(box, text.slice(0, offset));
+  if (offset === null) return writeTags(box, text);
+  writeTags(box, text.slice(0, offset));
   box.append(differenceFlag());
   const rest = h("mark.different");
-  writeMarkup(rest, text.slice(offset));
+  writeTags(rest, text.slice(offset));
   return box.append(rest);
 }
 
@@ -169,69 +194,13 @@ function writeHits(box, text, find) {
   const pattern = new RegExp(find.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), "giu");
   let end = 0;
   for (const match of text.matchAll(pattern)) {
-    writeMarkup(box, text.slice(end, match.index));
+    writeTags(box, text.slice(end, match.index));
     box.append(h("mark.hit", {}, match[0]));
     end = match.index + match[0].length;
   }
-  writeMarkup(box, text.slice(end));
+  writeTags(box, text.slice(end));
 }
 
 function differenceFlag() {
   return h("span.difference-flag", { id: "first-difference", title: "the first difference" });
-}
-
-function writeMarkup(box, text) {
-  let end = 0;
-  for (const match of text.matchAll(MARKUP)) {
-    appendText(box, text.slice(end, match.index));
-    box.append(h("span.markup", {}, match[0]));
-    end = match.index + match[0].length;
-  }
-  appendText(box, text.slice(end));
-}
-
-// --- tokens -------------------------------------------------------------------------------------------------------------
-
-function tokensView(turn) {
-  const box = h("div.text.tokens");
-  turn.ids.forEach((id, i) => {
-    const logprob = turn.logprobs[i] ?? null;
-    const piece = turn.pieces?.[i];
-    const words = `${piece === undefined || piece === null ? "" : `${JSON.stringify(visibleText(piece))}  `}id ${id}${logprob === null ? "" : `  logprob ${number(logprob)}  p ${percent(Math.exp(logprob))}`}`;
-    const isId = piece === undefined || piece === null;
-    box.append(
-      h(
-        "span.token",
-        { class: `${logprobStyle(logprob)}${isId ? " id" : ""}`, title: words },
-        isId ? String(id) : piece,
-      ),
-    );
-  });
-  return box;
-}
-
-// The less likely a token was, the stronger its colour; eight steps.
-export function logprobStyle(logprob) {
-  if (logprob === null || logprob === undefined) return "unknown";
-  return `p${Math.min(7, Math.floor((1 - Math.exp(Math.min(logprob, 0))) * 8))}`;
-}
-
-export function tokensLegend(turns) {
-  const logprobs = turns.flatMap((turn) => turn.logprobs).filter((value) => value !== null);
-  const mean = logprobs.reduce((sum, value) => sum + value, 0) / (logprobs.length || 1);
-  return h(
-    "div.tokens-legend",
-    {},
-    h("span", {}, "certain"),
-    [0, 1, 2, 3, 4, 5, 6, 7].map((step) => h("span.token.swatch", { class: `p${step}` }, "  ")),
-    h("span", {}, "unlikely"),
-    h(
-      "span.muted",
-      {},
-      `${count(turns.reduce((sum, turn) => sum + turn.ids.length, 0))} tokens, mean logprob ${number(mean)}`,
-    ),
-    turns.some((turn) => turn.ids.length && !turn.pieces)
-      ? h("span.muted", {}, "shown by id: the model's tokenizer is not on this machine")
-      : null,
-  );
 }

@@ -13,6 +13,8 @@ export function embeddedData() {
 export function answerEmbedded(path, query) {
   const data = embeddedData();
   const [kind, first, second, third] = path.split("/");
+  if (kind === "find") return foundByName(data, query);
+  if (kind === "compare" && !first) return comparedTable(data, query);
   if (kind === "compare")
     return third ? comparedExample(data, first, second, query) : compared(data, first, second, query);
   if (!first) return { runs: data.runs, roots: [] };
@@ -22,6 +24,7 @@ export function answerEmbedded(path, query) {
   if (!second) return about;
   if (second === "figures") return data.figures[first];
   if (second === "training") return data.training[first];
+  if (second === "shares") return data.shares[first];
   if (second === "group") return groupOf(rollouts, JSON.parse(query.example));
   if (third === undefined) return embeddedPage(rollouts, about, query);
   if (!rollouts[Number(third)]) throw new Error("this rollout is not in the file");
@@ -97,12 +100,30 @@ function groupOf(rollouts, example) {
 }
 
 function compared(data, a, b, query) {
-  const found = data.comparisons[`${a}/${b}`];
+  const found = data.comparisons[`${a}/${b}/${query.metric ?? "reward"}`];
   if (!found) throw new Error("these two runs are not compared in this file");
   const rows = found.rows.filter((row) => !query.verdict || row.verdict === query.verdict);
   const start = Number(query.start ?? 0);
   const run = (id) => data.runs.find((about) => about.id === id);
   return { ...found, a: run(a), b: run(b), total: rows.length, rows: rows.slice(start, start + Number(query.n ?? 50)) };
+}
+
+function comparedTable(data, query) {
+  const [first, ...others] = query.runs.split(",");
+  const ids = [first, ...others.sort()];
+  const found = data.tables[`${ids.join(",")}/${query.metric ?? "reward"}`];
+  if (!found) throw new Error("these runs are not compared in this file");
+  return { ...found, runs: ids.map((id) => data.runs.find((about) => about.id === id)) };
+}
+
+function foundByName(data, query) {
+  const run = data.runs.find((about) => about.name === query.run && (!query.env || about.env_id === query.env));
+  if (!run) throw new Error("this run is not in the file");
+  if (query.example === undefined) return { run: run.id, number: null };
+  const [example, repeat] = [JSON.parse(query.example), Number(query.rollout ?? 0)];
+  const rollout = data.rollouts[run.id].find((one) => one.example_id === example && one.rollout === repeat);
+  if (!rollout) throw new Error("this rollout is not in the file");
+  return { run: run.id, number: rollout.number };
 }
 
 function comparedExample(data, a, b, query) {

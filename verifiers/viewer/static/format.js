@@ -52,8 +52,9 @@ export function duration(ms) {
   if (ms < 1) return `${ms.toFixed(2)} ms`;
   if (ms < 1000) return `${ms.toFixed(ms < 10 ? 1 : 0)} ms`;
   if (ms < 60_000) return `${(ms / 1000).toFixed(ms < 10_000 ? 2 : 1)} s`;
-  const minutes = Math.floor(ms / 60_000);
-  if (minutes < 60) return `${minutes} min ${Math.round((ms % 60_000) / 1000)} s`;
+  const seconds = Math.round(ms / 1000);
+  const minutes = Math.floor(seconds / 60);
+  if (minutes < 60) return `${minutes} min ${seconds % 60} s`;
   return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
@@ -85,4 +86,11 @@ export function money(usd) {
 
 export function plainJson(value) {
   return JSON.stringify(value, null, 2) ?? "";
+}
+
+// An interval, with as many digits as the mean beside it has.
+export function between(low, high, digits = 3) {
+  if (low === null || low === undefined || high === null || high === undefined) return "";
+  const text = (value) => (Math.abs(value) < 1000 ? value.toFixed(digits) : number(value)).replace("-", "−");
+  return `${text(low)} – ${text(high)}`;
 }

@@ -7,9 +7,23 @@ import { h, replace } from "./dom.js";
 import { count, number, plural, shortNumber, signed } from "./format.js";
 import { setKeys } from "./keys.js";
 import { rolloutColumn } from "./page_group.js";
+import { overlayPage } from "./page_overlay.js";
+import { metricChoice, tablePage } from "./page_table.js";
 import { PAGE, card, moveSelection, openSelection, pager, tile } from "./table.js";
 
+// Two evaluations example by example, more than two as a table, trainings as curves.
 export async function comparePage(context) {
+  const ids = context.params.runs.split("/").filter(Boolean);
+  const kinds = (await ask("runs")).runs.filter((run) => ids.includes(run.id)).map((run) => run.kind);
+  if (kinds.length && kinds.every((kind) => kind === "training")) return overlayPage(context, ids);
+  if (kinds.includes("training"))
+    throw new Error("A training and an evaluation cannot be compared: choose runs of one kind.");
+  if (ids.length > 2) return tablePage(context, ids);
+  Object.assign(context.params, { a: ids[0], b: ids[1] });
+  return pairPage(context);
+}
+
+async function pairPage(context) {
   const { root, params } = context;
   const path = `compare/${params.a}/${params.b}`;
   const [list, detail] = [h("div"), h("div.main-column")];
@@ -20,9 +34,10 @@ export async function comparePage(context) {
   await open();
 
   async function refresh() {
-    found = await ask(path, { verdict: context.query.verdict, start: context.query.start, n: PAGE });
+    const { verdict, start, metric } = context.query;
+    found = await ask(path, { verdict, start, metric, n: PAGE });
     context.crumbs([["compare", null]]);
-    replace(top, compareHead(found, params));
+    replace(top, compareHead(found, params, metricChoice(found, context, change)));
     replace(
       list,
       card(
@@ -68,7 +83,7 @@ export async function comparePage(context) {
   ]);
 }
 
-function compareHead(found, params) {
+function compareHead(found, params, choice) {
   const { figures } = found;
   const side = (name, run, mean, id) =>
     h(
@@ -81,32 +96,46 @@ function compareHead(found, params) {
   const corrected = figures.metrics > 1 ? `, ${number(figures.adjusted_p)} of ${figures.metrics} metrics` : "";
   const failed = figures.failed_a + figures.failed_b;
   return [
-    h("header.page-head", {}, h("h1", {}, "Two runs")),
+    h("header.page-head", {}, h("h1", {}, "Two runs"), choice),
     h("div.versus-box", {}, side("A", found.a, figures.mean_a, params.a), side("B", found.b, figures.mean_b, params.b)),
     h(
       "div.tiles",
       {},
-      tile(
-        "B − A",
-        signed(figures.difference),
-        figures.low === null ? "no interval" : `${shortNumber(100 * figures.level)}% interval ${signed(figures.low)} to ${signed(figures.high)}`,
-        "main",
-      ),
-      tile(
-        "verdict",
-        figures.difference === null ? "no example has a score in both" : found.verdict,
-        figures.p_value === null ? "" : `p = ${number(figures.p_value)}${corrected}, ${figures.test}`,
-        "words",
-      ),
-      tile("won by B", count(found.counts.won), `of ${plural(figures.examples, "shared example")}`),
-      tile("lost by B", count(found.counts.lost), `${count(found.counts.tied)} tied`),
+      found.refusal === null ? null : tile("verdict", "No verdict", "", "words"),
+      found.refusal !== null
+        ? null
+        : tile(
+            found.metric === "reward" ? "B − A" : `B − A in ${found.metric}`,
+            signed(figures.difference),
+            figures.low === null
+              ? "no interval"
+              : `${shortNumber(Math.round(1000 * figures.level) / 10)}% interval ${signed(figures.low)} to ${signed(figures.high)}`,
+            "main",
+          ),
+      found.refusal !== null
+        ? null
+        : tile(
+            "verdict",
+            figures.difference === null ? "no example has a score in both" : found.verdict,
+            figures.p_value === null ? "" : `p = ${number(figures.p_value)}${corrected}, ${figures.test}`,
+            "words",
+          ),
+      found.refusal !== null
+        ? null
+        : tile("won by B", count(found.counts.won), `of ${plural(figures.examples, "shared example")}`),
+      found.refusal !== null ? null : tile("lost by B", count(found.counts.lost), `${count(found.counts.tied)} tied`),
       tile(
         "not compared",
         count(found.counts["only in A"] + found.counts["only in B"] + found.counts["without a score"]),
         `${count(found.counts["only in A"])} only in A, ${count(found.counts["only in B"])} only in B`,
       ),
       failed
-        ? tile("failed", count(failed), `${count(figures.failed_a)} in A, ${count(figures.failed_b)} in B; left out`, "bad")
+        ? tile(
+            "failed",
+            count(failed),
+            `${count(figures.failed_a)} in A, ${count(figures.failed_b)} in B; left out`,
+            "bad",
+          )
         : null,
     ),
     found.refusal === null ? null : h("p.notice-line", {}, `No verdict: ${found.refusal}.`),
@@ -154,8 +183,17 @@ function exampleTable(found, context, pick) {
       h("td.figure", {}, number(item.mean_b, 2)),
       h(
         "td.figure",
-        { class: item.verdict === "won" ? "good-text" : item.verdict === "lost" ? "bad-text" : "muted" },
-        item.difference === null ? item.verdict : signed(item.difference, 2),
+        {
+          class:
+            found.refusal !== null
+              ? "muted"
+              : item.verdict === "won"
+                ? "good-text"
+                : item.verdict === "lost"
+                  ? "bad-text"
+                  : "muted",
+        },
+        item.difference === null ? item.verdict : signed(Math.abs(item.difference) < 1e-9 ? 0 : item.difference, 2),
       ),
     );
   };

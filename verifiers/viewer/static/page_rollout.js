@@ -1,12 +1,14 @@
 // One rollout: the conversation, what each reward function said, how long it took, and its tokens.
 
 import { ask } from "./api.js";
-import { conversationView, messagesOf, textView, tokensLegend } from "./conversation.js";
+import { copyText } from "./code.js";
+import { conversationView, messagesOf, renderedView, textView } from "./conversation.js";
 import { h, icon, replace } from "./dom.js";
 import { NONE, compact, count, duration, number, plainJson, shortNumber, signed } from "./format.js";
 import { setKeys } from "./keys.js";
 import { address, filtersOf } from "./address.js";
 import { card, rewardCell } from "./table.js";
+import { TOKEN_VIEWS, tokenFigures, tokensLegend } from "./tokens.js";
 
 export async function rolloutPage(context) {
   const { root, params } = context;
@@ -20,14 +22,14 @@ export async function rolloutPage(context) {
     [about.env_id, back],
     [`rollout ${count(rollout.number)}`, null],
   ]);
-  const turns = rollout.turns.filter((turn) => turn.ids.length);
+  const figures = tokenFigures(rollout.turns, rollout.advantage);
   const main = h("div.main-column");
-  const draw = () => drawConversation(main, rollout, turns, context);
+  const draw = () => drawConversation(main, rollout, figures, context);
   const hrefTo = (number) => address(`run/${params.run}/rollout/${number}`, filtersOf(context.query));
   const groupHref = address(`run/${params.run}/group`, { example: JSON.stringify(rollout.example_id) });
   replace(
     root,
-    rolloutHead(rollout, around, found.group, hrefTo, groupHref),
+    rolloutHead(rollout, around, found.group, hrefTo, groupHref, about),
     h("div.with-side", {}, main, side(rollout, about)),
   );
   draw();
@@ -37,14 +39,41 @@ export async function rolloutPage(context) {
     ["g", "its group side by side", () => context.go(groupHref)],
     [
       "t",
-      "text, or tokens by logprob",
-      () => turns.length && (context.update({ tokens: context.query.tokens ? null : "1" }), draw()),
+      "rendered, source, or tokens by a figure",
+      () => {
+        const views = ["rendered", "source", ...figures];
+        const next = views[(views.indexOf(viewOf(context, figures)) + 1) % views.length];
+        context.update({ view: next === "rendered" ? null : next });
+        draw();
+      },
     ],
+    ["y", "copy a link to this rollout", () => root.querySelector("button.share").click()],
     ["Escape u", "back to the run", () => context.go(back)],
   ]);
 }
 
-function rolloutHead(rollout, around, group, hrefTo, groupHref) {
+function viewOf(context, figures) {
+  const { view } = context.query;
+  return view === "source" || figures.includes(view) ? view : "rendered";
+}
+
+// A link that says which rollout it is, wherever the run lies and whatever was appended to it.
+export function rolloutLink(about, rollout) {
+  const words = {
+    env: about.env_id,
+    run: about.name,
+    example: JSON.stringify(rollout.example_id),
+    rollout: rollout.rollout,
+  };
+  return `${location.href.split("#", 1)[0]}${address("link", words)}`;
+}
+
+function rolloutHead(rollout, around, group, hrefTo, groupHref, about) {
+  const share = h(
+    "button.share",
+    { onclick: () => copyText(rolloutLink(about, rollout), share), title: "copy a link to this rollout (y)" },
+    "Copy link",
+  );
   const link = (number, name, words) =>
     h(
       "a.button.icon-button",
@@ -78,6 +107,7 @@ function rolloutHead(rollout, around, group, hrefTo, groupHref) {
     h(
       "div.actions",
       {},
+      share,
       group.length > 1 ? h("a.button", { href: groupHref }, `Group of ${group.length}`) : null,
       link(around.previous, "left", "previous rollout (k)"),
       link(around.next, "right", "next rollout (j)"),
@@ -85,34 +115,66 @@ function rolloutHead(rollout, around, group, hrefTo, groupHref) {
   );
 }
 
-function drawConversation(main, rollout, turns, context) {
-  const showTokens = Boolean(context.query.tokens);
-  const set = (value) => () => (context.update({ tokens: value }), drawConversation(main, rollout, turns, context));
-  const choice = turns.length
-    ? h(
-        "div.choice",
-        { role: "group", "aria-label": "how replies are shown" },
-        h("button", { class: showTokens ? "" : "active", onclick: set(null) }, "Text"),
-        h("button", { class: showTokens ? "active" : "", onclick: set("1") }, "Tokens"),
-      )
-    : null;
+function drawConversation(main, rollout, figures, context) {
+  const view = viewOf(context, figures);
+  const set = (name) => () => {
+    context.update({ view: name === "rendered" ? null : name });
+    drawConversation(main, rollout, figures, context);
+  };
+  const names = { rendered: "Rendered", source: "Source", ...TOKEN_VIEWS };
+  const choice = h(
+    "div.choice",
+    { role: "group", "aria-label": "how messages are shown" },
+    ["rendered", "source", ...figures].map((name) =>
+      h("button", { class: name === view ? "active" : "", onclick: set(name) }, names[name]),
+    ),
+  );
+  const find = context.query.q;
   replace(
     main,
     rollout.error ? errorCard(rollout.error) : null,
-    h("div.section-head", {}, h("h2", {}, "Prompt")),
+    h("div.section-head", {}, h("h2", {}, "Prompt"), choice),
     conversationView(messagesOf(rollout.prompt, "user"), {
-      find: context.query.q,
+      find,
+      view: view === "source" ? view : "rendered",
       empty: "This rollout was saved without its prompt.",
     }),
-    h("div.section-head", {}, h("h2", {}, "Completion"), choice),
-    showTokens ? tokensLegend(turns) : null,
+    h("div.section-head", {}, h("h2", {}, "Completion")),
+    TOKEN_VIEWS[view] ? tokensLegend(rollout.turns, view, rollout.advantage) : null,
     conversationView(messagesOf(rollout.completion, "assistant"), {
       turns: rollout.turns,
-      showTokens,
-      find: context.query.q,
+      view,
+      advantage: rollout.advantage,
+      find,
       empty: "The model said nothing.",
     }),
+    judgedView(rollout.judged, find),
   );
+}
+
+// What judges were asked, and what they replied: the reason behind a reward.
+function judgedView(judged, find) {
+  if (!judged.length) return null;
+  const one = ({ asked, replied }) =>
+    h(
+      "article.message.judge",
+      {},
+      h("header.role", {}, h("span", {}, "judge")),
+      h(
+        "div.message-body",
+        {},
+        typeof replied === "string" ? renderedView(replied, { find }) : textView(plainJson(replied), { isCode: true }),
+        h("details", {}, h("summary", {}, "What it was asked"), textView(asked, { find })),
+      ),
+    );
+  return [
+    h(
+      "div.section-head",
+      {},
+      h("h2", {}, judged.length > 1 ? `${judged.length} replies of judges` : "The judge's reply"),
+    ),
+    h("div.conversation", {}, judged.map(one)),
+  ];
 }
 
 export function errorCard(error) {

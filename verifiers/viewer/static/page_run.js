@@ -3,20 +3,18 @@
 import { FILTERS, address, filtersOf } from "./address.js";
 import { ask, poll } from "./api.js";
 import { h, replace } from "./dom.js";
-import { dateTime, percent, plural } from "./format.js";
+import { dateTime, duration, percent, plural } from "./format.js";
 import { setKeys } from "./keys.js";
-import { statusChip } from "./page_runs.js";
+import { statusChip, tagChips } from "./page_runs.js";
 import { causesCard, distributionCard, metricsCard, rolloutToolbar, runTiles } from "./run_cards.js";
 import { PAGE, moveSelection, notices, openSelection, pager, progressBar, rolloutTable } from "./table.js";
 
 export function runHead(about, active) {
-  const tabs =
-    about.kind === "training"
-      ? [
-          ["training", "Training", `run/${about.id}/training`],
-          ["rollouts", "Rollouts", `run/${about.id}`],
-        ]
-      : [];
+  const tabs = [
+    ...(about.kind === "training" ? [["training", "Training", `run/${about.id}/training`]] : []),
+    ["rollouts", "Rollouts", `run/${about.id}`],
+    ["rewards", "Reward functions", `run/${about.id}/rewards`],
+  ];
   return [
     h(
       "header.page-head",
@@ -30,17 +28,16 @@ export function runHead(about, active) {
           {},
           h("span.model", {}, about.model || "unknown model"),
           ` · ${about.name} · ${dateTime(about.date)}`,
+          about.duration_ms === null ? "" : ` · ${duration(about.duration_ms)}`,
         ),
+        tagChips(about),
+        about.note ? h("p.muted", {}, about.note) : null,
       ),
-      tabs.length
-        ? h(
-            "nav.tabs",
-            {},
-            tabs.map(([name, words, path]) =>
-              h("a", { href: `#/${path}`, class: name === active ? "active" : "" }, words),
-            ),
-          )
-        : null,
+      h(
+        "nav.tabs",
+        {},
+        tabs.map(([name, words, path]) => h("a", { href: `#/${path}`, class: name === active ? "active" : "" }, words)),
+      ),
     ),
     notices(about.notices),
   ];

@@ -1,14 +1,16 @@
-// The list of runs: what there is, how it went, and which two to compare.
+// The list of runs: what there is, how it stands, how it went, and which to compare.
 
 import { ask, poll } from "./api.js";
 import { sparkline } from "./charts.js";
 import { h, icon, replace } from "./dom.js";
-import { ago, count, dateTime, number, percent, plural, shortNumber } from "./format.js";
+import { ago, between, count, dateTime, duration, number, percent, plural, shortNumber } from "./format.js";
 import { setKeys } from "./keys.js";
+import { address } from "./address.js";
 import { moveSelection, openSelection } from "./table.js";
 
 const LIST_EVERY_MS = 3000;
 const SHOWN_RUNS = 400;
+const MOST_COMPARED = 8;
 
 export async function runsPage(context) {
   const { root, signal } = context;
@@ -31,7 +33,9 @@ export async function runsPage(context) {
     const shown = found.runs.filter((run) => isShown(run, context.query));
     replace(
       body,
-      shown.length ? runsTable(shown.slice(0, SHOWN_RUNS), chosen, pick) : nothing(found),
+      shown.length
+        ? runsTable(sorted(shown, context.query).slice(0, SHOWN_RUNS), chosen, pick, context, draw)
+        : nothing(found),
       shown.length > SHOWN_RUNS
         ? h("p.nothing", {}, `and ${plural(shown.length - SHOWN_RUNS, "older run")}: filter to find them`)
         : null,
@@ -46,17 +50,30 @@ export async function runsPage(context) {
   }
 
   function drawBar() {
-    const two = [...chosen];
+    const some = [...chosen];
+    const kinds = new Set(found.runs.filter((run) => chosen.has(run.id)).map((run) => run.kind));
+    const words =
+      some.length < 2
+        ? "choose more to compare them"
+        : kinds.size > 1
+          ? "a training and an evaluation cannot be compared"
+          : some.length > MOST_COMPARED
+            ? `choose up to ${MOST_COMPARED}`
+            : null;
     replace(
       compareBar,
-      two.length
+      some.length
         ? h(
             "div.bar-inner",
             {},
-            `${plural(two.length, "run")} chosen`,
-            two.length === 2
-              ? h("a.button.primary", { href: `#/compare/${two.join("/")}` }, "Compare the two")
-              : h("span.muted", {}, "choose two to compare them"),
+            `${plural(some.length, "run")} chosen`,
+            words === null
+              ? h(
+                  "a.button.primary",
+                  { href: `#/compare/${some.join("/")}` },
+                  some.length === 2 ? "Compare the two" : `Compare ${some.length}`,
+                )
+              : h("span.muted", {}, words),
             h("button", { onclick: () => (chosen.clear(), draw()) }, "Clear"),
           )
         : null,
@@ -83,7 +100,7 @@ export async function runsPage(context) {
       "choose it for a comparison",
       () => body.querySelector(".row.selected") && pick(body.querySelector(".row.selected").dataset.run),
     ],
-    ["c", "compare the two that are chosen", () => compareBar.querySelector("a")?.click()],
+    ["c", "compare those that are chosen", () => compareBar.querySelector("a")?.click()],
     ["/", "filter", () => toolbar.querySelector("input").focus()],
   ]);
 }
@@ -104,10 +121,12 @@ function nothing(found) {
 }
 
 function isShown(run, query) {
-  const words = `${run.env_id} ${run.model} ${run.name}`.toLowerCase();
+  const words = [run.env_id, run.model, run.name, run.note, ...run.tags].join(" ").toLowerCase();
   const wanted = (query.q ?? "").toLowerCase().split(/\s+/).filter(Boolean);
   if (!wanted.every((word) => words.includes(word))) return false;
-  if (query.kind === "live" ? !run.is_live : query.kind && run.kind !== query.kind) return false;
+  if (query.kind && run.kind !== query.kind) return false;
+  if (query.status && run.status !== query.status) return false;
+  if (query.tag && !run.tags.includes(query.tag)) return false;
   return (!query.env || run.env_id === query.env) && (!query.model || run.model === query.model);
 }
 
@@ -133,29 +152,95 @@ function filters(context, runsOf, draw) {
       icon("search"),
       h("input", {
         type: "search",
-        placeholder: "Filter by environment, model or id",
+        placeholder: "Filter by environment, model, id, tag",
         value: context.query.q ?? "",
         oninput: change("q"),
         spellcheck: "false",
       }),
     ),
-    select("kind", "Every kind", ["evaluation", "training", "live"]),
+    select("kind", "Every kind", ["evaluation", "training"]),
+    select("status", "Every status", ["live", "finished", "unfinished", "damaged"]),
     select("env", "Every environment", unique("env_id")),
     select("model", "Every model", unique("model")),
+    runsOf().some((run) => run.tags.length)
+      ? select("tag", "Every tag", [...new Set(runsOf().flatMap((run) => run.tags))].sort())
+      : null,
   );
 }
 
-function runsTable(runs, chosen, pick) {
-  const head = ["", "environment", "model", "run", "reward", "rollouts", "failed", "made"].map((name, i) =>
-    h("th", { scope: "col", class: i >= 4 && i < 7 ? "figure" : "" }, name),
+// Columns of the list: what they are sorted by, and whether the least comes first.
+const COLUMNS = [
+  { name: "environment", key: "env_id", isLowFirst: true },
+  { name: "model", key: "model", isLowFirst: true },
+  { name: "run", key: "name", isLowFirst: true },
+  { name: "status", key: "status", isLowFirst: true },
+  { name: "reward", key: "reward", style: "figure" },
+  { name: "rollouts", key: "size", style: "figure" },
+  { name: "failed", key: "failed", style: "figure" },
+  { name: "duration", key: "duration_ms", style: "figure" },
+  { name: "made", key: "made" },
+];
+
+function madeAt(run) {
+  return run.is_live ? Infinity : (run.changed ?? Date.parse(run.date) / 1000);
+}
+
+function sortKey(run, key) {
+  if (key === "size") return run.step ?? run.rollouts;
+  return key === "made" ? madeAt(run) : run[key];
+}
+
+// Newest first unless a column is chosen; what has no value comes last.
+function sorted(runs, { sort = "made", desc }) {
+  const column = COLUMNS.find((one) => one.key === sort) ?? COLUMNS.at(-1);
+  const isDown = desc === undefined ? !column.isLowFirst : desc === "1";
+  const isMissing = (run) => [null, undefined, ""].includes(sortKey(run, column.key));
+  const order = (a, b) => {
+    const [x, y] = [sortKey(a, column.key), sortKey(b, column.key)];
+    return (isDown ? -1 : 1) * (x < y ? -1 : x > y ? 1 : 0);
+  };
+  const known = runs.filter((run) => !isMissing(run));
+  return [...known.sort(order), ...runs.filter(isMissing)];
+}
+
+function sortHead(column, context, draw) {
+  const { sort = "made", desc } = context.query;
+  const isSorted = sort === column.key;
+  const isDown = desc === undefined ? !column.isLowFirst : desc === "1";
+  const flip = () => {
+    const next = isSorted ? !isDown : !column.isLowFirst;
+    context.update({ sort: column.key, desc: next ? "1" : "0" }, { isTyping: true });
+    draw();
+  };
+  return h(
+    "th",
+    { scope: "col", class: column.style ?? "", "aria-sort": isSorted ? (isDown ? "descending" : "ascending") : "none" },
+    h(
+      "button.sort",
+      { class: isSorted ? "sorted" : "", onclick: flip, title: `sort by ${column.name}` },
+      h("span.sort-name", {}, column.name),
+      isSorted ? icon(isDown ? "down" : "up") : null,
+    ),
   );
+}
+
+function runsTable(runs, chosen, pick, context, draw) {
   return h(
     "div.table-box",
     {},
     h(
       "table.runs",
       {},
-      h("thead", {}, h("tr", {}, head)),
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          h("th", { scope: "col" }, ""),
+          COLUMNS.map((column) => sortHead(column, context, draw)),
+        ),
+      ),
       h(
         "tbody",
         {},
@@ -174,6 +259,8 @@ function runRow(run, chosen, pick) {
   const failed = run.failed
     ? h("span.bad-text", { title: percent(run.failed / (run.rollouts || 1)) }, count(run.failed))
     : count(run.failed);
+  const range = between(run.low, run.high);
+  const isLoss = run.kind === "training" && run.reward === null && typeof run.loss === "number";
   return h(
     "tr.row",
     { "data-run": run.id },
@@ -190,21 +277,33 @@ function runRow(run, chosen, pick) {
     h(
       "td.key",
       {},
-      h("a.open", { href: runHref(run) }, run.env_id || "unknown"),
+      h("a.open", { href: runHref(run), title: run.note || null }, run.env_id || "unknown"),
       run.kind === "training" ? h("span.chip", {}, "training") : null,
-      statusChip(run),
+      tagChips(run),
     ),
-    h("td.word", {}, run.model || "unknown"),
+    h("td.word.model-cell", {}, run.model || "unknown"),
     h("td.id", {}, run.name),
-    h("td.figure", {}, trend, h("b", {}, number(run.reward))),
+    h("td.status-cell", {}, statusChip(run) ?? h("span.muted", {}, "finished")),
+    h(
+      "td.figure.reward-column",
+      {},
+      h("div.reward-line", {}, trend, h("b", {}, isLoss ? `loss ${number(run.loss)}` : number(run.reward))),
+      range ? h("div.range", {}, range) : null,
+    ),
     h(
       "td.figure",
-      {},
+      { "data-name": run.step === undefined || run.step === null ? "rollouts" : null },
       run.step === undefined || run.step === null ? count(run.rollouts) : `step ${shortNumber(run.step)}`,
     ),
-    h("td.figure", {}, failed),
-    h("td.when", { title: dateTime(run.date) }, run.is_live ? "now" : ago(run.changed ?? Date.parse(run.date) / 1000)),
+    h("td.figure", { "data-name": "failed" }, failed),
+    h("td.figure", { "data-name": null }, duration(run.duration_ms)),
+    h("td.when", { title: dateTime(run.date) }, run.is_live ? "now" : ago(madeAt(run))),
   );
+}
+
+// Tags that `vf runs tag` gave it; each is a filter.
+export function tagChips(run) {
+  return run.tags.map((tag) => h("a.chip.tag", { href: address("", { tag }) }, tag));
 }
 
 export function statusChip(run) {

@@ -1,16 +1,18 @@
 // A training as it goes: its curves, what the doctor says, and what the model said at each step.
 
 import { ask, poll } from "./api.js";
-import { clearHover, histogramChart, lineChart } from "./charts.js";
+import { chartControls, chartState, detailed, stepAt, xOfStep, xsOf } from "./chart_controls.js";
+import { histogramChart } from "./charts.js";
 import { h, icon, replace } from "./dom.js";
 import { compact, count, duration, number, percent, plural, shortNumber } from "./format.js";
 import { setKeys } from "./keys.js";
 import { address } from "./address.js";
+import { LINE_STYLES, clearHover, lineChart, smoothed } from "./lines.js";
 import { runHead } from "./page_run.js";
 import { moveSelection, openSelection, rolloutTable, tile } from "./table.js";
 
 // Curves in the order in which one looks at them; a name that is in none of them gets a chart of its own at the end.
-const CHARTS = [
+export const CHARTS = [
   { title: "KL to the reference", lines: [["kl", "KL"]] },
   { title: "Entropy", lines: [["entropy", "entropy"]] },
   {
@@ -50,9 +52,8 @@ const CHARTS = [
     ],
   },
 ];
-const STYLES = ["a", "b", "c", "d", "e"];
 const COUNTS = ["num_turns", "parse_retries"]; // facts of a rollout, on another scale than scores
-const NOT_CURVES = new Set([
+export const NOT_CURVES = new Set([
   "reward",
   "reward_low",
   "reward_high",
@@ -67,6 +68,7 @@ const NOT_CURVES = new Set([
   "reward_sampled_high",
   "sampled",
   "trained_tokens",
+  "sampled_tokens",
 ]);
 
 export async function trainingPage(context) {
@@ -76,18 +78,28 @@ export async function trainingPage(context) {
   context.crumbs([[about.env_id, null]]);
   const [head, curves] = [h("div"), h("div")];
   const samples = samplesBox(context, path, params, signal);
-  replace(root, head, curves, samples.node);
+  const controls = chartControls(context, () => [log], drawCurves);
+  replace(root, head, controls.node, curves, samples.node);
   let stamp = about.stamp;
-  draw();
+  await draw();
   await samples.refresh(about);
 
   function draw() {
-    clearHover();
     replace(head, runHead(about, "training"), trainingTiles(about, log), doctorBox(log.notices));
+    controls.node.hidden = !log.steps.length;
+    return drawCurves();
+  }
+
+  async function drawCurves() {
+    const state = chartState(context, [log]);
+    const shown = await detailed(path, log, state);
+    if (signal.aborted) return;
+    clearHover();
+    const onPick = (x) => samples.pick(stepAt(log, state.axis, x));
     replace(
       curves,
       log.steps.length || log.evaluations.length
-        ? charts(log, (step) => samples.pick(step))
+        ? charts(shown, { ...state, onPick, onZoom: controls.zoom })
         : h("p.nothing", {}, "No step is finished yet."),
     );
   }
@@ -101,7 +113,8 @@ export async function trainingPage(context) {
       stamp = now.stamp;
       [about, log] = await Promise.all([ask(path), ask(`${path}/training`)]);
       if (signal.aborted) return;
-      draw();
+      controls.draw();
+      await draw();
       await samples.refresh(about);
     },
   );
@@ -164,16 +177,35 @@ function doctorBox(list) {
   );
 }
 
-function charts(log, onPick) {
-  const marks = log.notices.map((item) => ({ step: item.step, words: item.notice }));
-  const points = log.evaluations.map((item) => ({
-    step: item.step,
+export function evaluationPoints(log, axis, style) {
+  return log.evaluations.map((item) => ({
+    x: xOfStep(log, axis, item.step),
     value: item.reward,
     low: item.low,
     high: item.high,
+    words: `evaluation after step ${shortNumber(item.step)}`,
+    style,
   }));
-  const line = ([name, words], i) => ({ name: words, values: log.series[name], style: STYLES[i % STYLES.length] });
-  const reward = { ...line(["reward", "reward"], 0), low: log.series.reward_low, high: log.series.reward_high };
+}
+
+// A line of one series, smoothed, with what it was before behind it.
+export function curveOf(log, { name, words, style, axis, weight }) {
+  const values = log.series[name];
+  if (!values) return { name: words, xs: [], values: [], style };
+  return { name: words, xs: xsOf(log, axis), values: smoothed(values, weight), raw: weight ? values : null, style };
+}
+
+function charts(log, { axis, weight, range, onPick, onZoom }) {
+  const marks = log.notices.map((item) => ({
+    x: xOfStep(log, axis, item.step),
+    words: `step ${shortNumber(item.step)}: ${item.notice}`,
+  }));
+  const points = evaluationPoints(log, axis);
+  const line = ([name, words], i) =>
+    curveOf(log, { name, words, axis, weight, style: LINE_STYLES[i % LINE_STYLES.length] });
+  const common = { axis, range, onPick, onZoom };
+  const band = weight ? {} : { low: log.series.reward_low, high: log.series.reward_high };
+  const reward = { ...line(["reward", "reward"], 0), ...band };
   const isFiltered = log.series.reward_sampled?.some((value, i) => value !== log.series.reward?.[i]);
   const sampled = isFiltered ? [line(["reward_sampled", "of all sampled"], 1)] : [];
   const used = new Set(CHARTS.flatMap((chart) => chart.lines.map(([name]) => name)));
@@ -184,7 +216,7 @@ function charts(log, onPick) {
   const metrics = Object.keys(log.series)
     .filter((name) => name.startsWith("metrics."))
     .sort((a, b) => isCount(a) - isCount(b));
-  const together = metrics.filter((name) => !isCount(name)).slice(0, STYLES.length);
+  const together = metrics.filter((name) => !isCount(name)).slice(0, LINE_STYLES.length);
   const all = [
     { title: "Reward functions and metrics", lines: together.map((name) => [name, name.slice(8)]) },
     ...CHARTS,
@@ -192,12 +224,9 @@ function charts(log, onPick) {
     ...others.map((name) => ({ title: name, lines: [[name, name]] })),
   ];
   const small = all
-    .map((chart) => [
-      chart,
-      lineChart({ steps: log.steps, series: chart.lines.map(line), isShare: chart.isShare, onPick }),
-    ])
+    .map((chart) => [chart, lineChart({ ...common, series: chart.lines.map(line), isShare: chart.isShare })])
     .filter(([, node]) => node);
-  const wide = lineChart({ steps: log.steps, series: [reward, ...sampled], points, marks, height: 260, onPick });
+  const wide = lineChart({ ...common, series: [reward, ...sampled], points, marks, height: 260 });
   const every =
     log.steps_a_point > 1
       ? h("span.muted", {}, ` each point is the mean of up to ${plural(log.steps_a_point, "step")}`)

@@ -2,7 +2,7 @@
 
 import { barList, histogramChart, whisker } from "./charts.js";
 import { h, icon, replace } from "./dom.js";
-import { compact, count, duration, money, number, percent, plainJson, plural, shortNumber } from "./format.js";
+import { between, compact, count, duration, money, number, percent, plainJson, plural, shortNumber } from "./format.js";
 import { card, tile } from "./table.js";
 
 export function runTiles(about, known) {
@@ -12,7 +12,9 @@ export function runTiles(about, known) {
   const best = known.pass_at_k.at(-1);
   const ends = known.mean_with_failures;
   const failures = ends ? `, which could be ${number(ends[0])} to ${number(ends[1])}` : "";
-  const few = best?.left_out ? ` of ${count(best.examples)} in ${plural(best.examples + best.left_out, "example")}` : "";
+  const few = best?.left_out
+    ? ` of ${count(best.examples)} in ${plural(best.examples + best.left_out, "example")}`
+    : "";
   const tokens = about.usage.prompt_tokens + about.usage.completion_tokens;
   return h(
     "div.tiles",
@@ -25,13 +27,7 @@ export function runTiles(about, known) {
       about.failed ? `${percent(about.failed / about.rollouts)}, in no mean${failures}` : "none",
       about.failed ? "bad" : "",
     ),
-    best && best.k > 1
-      ? tile(
-          `pass@${best.k}`,
-          number(best.mean),
-          `pass^${best.k} ${number(best.all)}${few}`,
-        )
-      : null,
+    best && best.k > 1 ? tile(`pass@${best.k}`, number(best.mean), `pass^${best.k} ${number(best.all)}${few}`) : null,
     about.truncated
       ? tile(
           "cut off",
@@ -129,7 +125,7 @@ export function metricsCard(context, known, change) {
       h("td.word", {}, name(figure)),
       h("td.figure", {}, number(figure.mean)),
       h("td.whisker-cell", {}, whisker(figure)),
-      h("td.figure.muted", {}, figure.low === null ? "" : `${shortNumber(figure.low)} – ${shortNumber(figure.high)}`),
+      h("td.figure.muted", {}, between(figure.low, figure.high)),
     );
   return card(
     "Reward and metrics",

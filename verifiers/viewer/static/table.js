@@ -34,7 +34,9 @@ export function rolloutTable(found, about, { state, hrefOf, onChange, selected =
         class: `${row.status === "failed" ? "failed" : ""}${row.number === selected ? " selected" : ""}`,
         "data-number": row.number,
       },
-      columns.map((column) => h(`td.${column.style}`, {}, column.cell(row, hrefOf(row), range))),
+      columns.map((column) =>
+        h(`td.${column.style}`, { "data-name": column.name }, column.cell(row, hrefOf(row), range)),
+      ),
     ),
   );
   const body = rows.length
@@ -91,7 +93,7 @@ function columnsOf(found, about) {
       style: "key",
       sort: "example",
       isLowFirst: true,
-      cell: (row) => [h("span", {}, String(row.example_id)), h("span.muted", {}, ` ·${row.rollout}`)],
+      cell: (row, href) => [h("a.example", { href }, String(row.example_id)), h("span.muted", {}, ` ·${row.rollout}`)],
     },
     about.steps.length
       ? { name: "step", style: "figure", sort: "step", isLowFirst: true, cell: (row) => shortNumber(row.step) }
