@@ -75,7 +75,7 @@ def _side(run: RunDir) -> Side:
     from verifiers.store.comparing import COLUMNS, Side
 
     note_damage(run)
-    return Side.of(run.records(COLUMNS))
+    return Side.of(run.records(COLUMNS), env_id=run.metadata.get("env_id"))
 
 
 def _as_data(runs: Sequence[RunDir], found: RunComparison, shown: Mapping[str, Comparison]) -> dict[str, Any]:
