@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -167,3 +169,38 @@ def test_requests_that_ask_for_nothing_special_leave_the_engine_on_its_quick_pat
     future = local.engine.submit([5, 6, 7], plain)[0]
     assert future.result().top_logprobs == []
     assert not local.engine.table.needs_logits[0]  # the first row: nobody else was there
+
+
+@pytest.mark.parametrize("stop_id", [-100_000, -1, 10**9])
+def test_a_stop_id_that_is_no_token_fails_nobody_and_forbids_no_token(local: LocalModel, stop_id: int) -> None:
+    last = local.load().vocabulary - 1
+    said = ask(local, stop_token_ids=[stop_id], min_tokens=3, max_tokens=3, logit_bias={last: 1e9})
+    assert said.tokens is not None
+    assert list(said.tokens.completion_ids) == [last] * 3
+
+
+def test_a_repetition_penalty_next_to_nothing_gives_logprobs_that_are_numbers(local: LocalModel) -> None:
+    said = ask(local, repetition_penalty=1e-45, temperature=0.5, max_tokens=4)
+    assert said.tokens is not None
+    assert all(map(math.isfinite, said.tokens.logprobs))
+
+
+def test_closing_while_grammars_are_compiled_tells_those_who_wait_that_the_model_is_closed() -> None:
+    local = LocalModel(MODULE, TOKENIZER, rows=2, name="tiny")
+    constraints, is_closed = local.load().constraints, threading.Event()
+    slow = constraints.submit(is_closed.wait)
+    request = Request(model="tiny", prompt=USER, sampling={"response_format": FORMAT})
+
+    async def close_meanwhile() -> Any:
+        waiting = asyncio.ensure_future(local.complete(request))
+        await asyncio.sleep(0)
+        local.close()
+        is_closed.set()
+        return await asyncio.gather(waiting, return_exceptions=True)
+
+    (failure,) = asyncio.run(close_meanwhile())
+    assert isinstance(failure, errors.InfraError)
+    assert "closed" in str(failure)
+    assert slow.result(60)
+    with pytest.raises(errors.InfraError, match="closed"):
+        constraints.submit(is_closed.wait)

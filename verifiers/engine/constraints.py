@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from verifiers.chat.codec import Codec
 from verifiers.chat.recent import Recent
 from verifiers.chat.tool_calls import CLOSE, MISTRAL, OPEN, Style
-from verifiers.errors import RequestRefusedError
+from verifiers.errors import InfraError, RequestRefusedError
+
+T = TypeVar("T")
 
 MOST_CHARS = 128 << 10  # of a grammar: OpenAI takes schemas of 120,000 characters
 MOST_DEPTH = 64  # of values within values in a schema
@@ -82,21 +84,36 @@ class Constraint:
 
 
 class Constraints:
-    """Grammars for one model's vocabulary; the last ones are kept. Compiling them is slow: `pool` is where to do it."""
+    """Grammars for one model's vocabulary; the last ones are kept. Compiling them is slow: see `submit`."""
 
     def __init__(self, codec: Codec, *, vocabulary: int, stop_ids: frozenset[int]) -> None:
         self._codec, self._vocabulary, self._stop_ids = codec, vocabulary, stop_ids
         self._recent: Recent[Constraint] = Recent()
         self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._pool_lock = threading.Lock()
+        self._is_closed = False
 
-    @cached_property
-    def pool(self) -> ThreadPoolExecutor:
-        """One thread: whoever sends slow grammars waits for his own, and nothing else does."""
-        return ThreadPoolExecutor(1, thread_name_prefix="verifiers-grammars")
+    def submit(self, work: Callable[..., T], *args: Any) -> Future[T]:
+        """Do what compiles grammars in the one thread for it: whoever sends slow ones waits for his own, and nothing
+        else does."""
+        with self._pool_lock:
+            if self._is_closed:
+                raise InfraError("the model is closed")
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, thread_name_prefix="verifiers-grammars")
+            return self._pool.submit(self._unless_closed, work, *args)
+
+    def _unless_closed(self, work: Callable[..., T], *args: Any) -> T:
+        if self._is_closed:  # whoever waits is told so; a future that is cancelled would look like a task that is
+            raise InfraError("the model is closed")
+        return work(*args)
 
     def close(self) -> None:
-        if "pool" in self.__dict__:
-            self.pool.shutdown(wait=False, cancel_futures=True)
+        with self._pool_lock:
+            self._is_closed = True
+            if self._pool is not None:
+                self._pool.shutdown(wait=False)
 
     def compile(self, grammar: str) -> Constraint:
         """A grammar in llguidance's words (see `schema_grammar`, `call_grammar`), ready to be followed."""

@@ -99,7 +99,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._is_stop = np.zeros(self.vocabulary + 1, bool)
-        self._is_stop[[token for token in stop_ids if token < len(self._is_stop)]] = True
+        self._is_stop[[token for token in stop_ids if 0 <= token < self.vocabulary]] = True
         self._seeds = Seeds()
         self._gathering = 0
         self._cuda: CudaDecoder | None = None

@@ -138,8 +138,7 @@ class LocalModel(OpenAILooks):
         """The request's tokens: made here if it is short, else in a thread, where they hold up nobody."""
         given = (request.prompt, request.tools, request.sampling)
         if wants_grammar(request.sampling):
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(loaded.constraints.pool, self._checked_prompt, loaded, request)
+            return await asyncio.wrap_future(loaded.constraints.submit(self._checked_prompt, loaded, request))
         if not in_thread and chars_in(given, stop_after=SHORT_CHARS) <= SHORT_CHARS:
             return self._prompt(loaded, request)
         return await asyncio.to_thread(self._checked_prompt, loaded, request)

@@ -28,7 +28,7 @@ class LogitsProcessor:
         device: torch.device,
     ) -> None:
         self._min_tokens = sampling.min_tokens
-        self._stop_ids = [token for token in stop_ids | sampling.stop_ids if token < vocabulary]
+        self._stop_ids = [token for token in stop_ids | sampling.stop_ids if 0 <= token < vocabulary]
         self._bias_N: tuple[Tensor, Tensor] | None = None
         if bias := sampling.logit_bias:
             values = torch.tensor(list(bias.values()), device=device, dtype=torch.float32)

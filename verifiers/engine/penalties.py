@@ -9,6 +9,8 @@ from torch import Tensor
 
 from verifiers.engine.sequence import Sampling
 
+HIGHEST = 1e30  # logit that can still be divided by a temperature: logprobs of infinite ones are not numbers
+
 
 class Penalties:
     """Presence and frequency count the reply's tokens, as OpenAI's do; repetition those of the prompt too, as
@@ -31,6 +33,7 @@ class Penalties:
             self._counted = len(ids)
         if self._repetition != 1.0:
             weaker_V = torch.where(logits_V < 0, logits_V * self._repetition, logits_V / self._repetition)
+            weaker_V.clamp_(max=HIGHEST)
             logits_V.copy_(torch.where(self._is_seen_V, weaker_V, logits_V))
         if self._presence or self._frequency:
             logits_V -= self._frequency * self._count_V + self._presence * (self._count_V > 0)
