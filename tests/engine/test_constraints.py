@@ -204,3 +204,13 @@ def test_closing_while_grammars_are_compiled_tells_those_who_wait_that_the_model
     assert slow.result(60)
     with pytest.raises(errors.InfraError, match="closed"):
         constraints.submit(is_closed.wait)
+
+
+def test_what_is_no_part_of_the_prompt_does_not_make_it_too_long() -> None:
+    words = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [f"word{i}" for i in range(900)]}}}
+    with LocalModel(MODULE, TOKENIZER, rows=2, length=64, name="tiny") as local:
+        said = ask(local, extra_body={"response_format": words}, max_tokens=4)
+        assert (said.text or "").startswith('"wor')
+        assert ask(local, stop=["x" * 1000] * 40, logit_bias={str(i): 0.0 for i in range(300)}, max_tokens=4).tokens
+        with pytest.raises(errors.OverlongPromptError, match="characters"):
+            ask(local, chat_template_kwargs={"doc": "word " * 9000}, max_tokens=4)

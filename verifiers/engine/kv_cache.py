@@ -43,8 +43,6 @@ class SlotCache:
     """Keys and values of every layer: ``[layers, 2, rows, kv_heads, length, head_dim]``."""
 
     def __init__(self, shape: Shape, rows: int, length: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.rows = rows
-        self.length = length
         size = (shape.layers, 2, rows, shape.kv_heads, length, shape.head_dim)
         self.store = torch.zeros(size, dtype=dtype, device=device)
         self.layers = [(self.store[i, 0], self.store[i, 1]) for i in range(shape.layers)]

@@ -146,7 +146,9 @@ class LocalModel(OpenAILooks):
     def _checked_prompt(self, loaded: ReadyModel, request: Request) -> Prompt:
         """Refuse by its length what cannot fit, whatever its tokens are: tokenizing it would take seconds."""
         most = loaded.engine.length * loaded.codec.longest_token
-        told = {name: value for name, value in request.sampling.items() if name != "response_format"}
+        further = request.sampling.get("extra_body")
+        args = (request.sampling, further if isinstance(further, Mapping) else {})
+        told = [one.get(name) for one in args for name in ("tools", "chat_template_kwargs")]  # by the template
         found = chars_in((request.prompt, request.tools, told), stop_after=most)
         if found > most:
             raise OverlongPromptError(

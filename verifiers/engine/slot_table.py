@@ -17,7 +17,6 @@ class SlotTable:
     """One entry a slot. Rows below the live count belong to requests; the others may keep the tokens of one gone by."""
 
     def __init__(self, slots: int, length: int, *, least_shared: int = 0) -> None:
-        self.slots = slots
         self.least_shared = least_shared
         self.length = np.zeros(slots, np.int64)
         self.token = np.zeros(slots, np.int64)
