@@ -11,10 +11,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, random_model  # noqa: E402
+from verifiers.engine.logits import LogitsProcessor, processed  # noqa: E402
+from verifiers.engine.sequence import ActiveSequence, Sampling  # noqa: E402
 from verifiers.trainers import target_logprobs, update  # noqa: E402
 from verifiers.trainers.base_config import TrainingConfig  # noqa: E402
 from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.micro_batches import MicroBatch  # noqa: E402
+from verifiers.trainers.sampling import Distribution  # noqa: E402
 
 
 def batch_of(rows: int = 3, tokens: int = 9) -> MicroBatch:
@@ -141,3 +144,17 @@ def test_a_pass_takes_as_many_tokens_as_half_of_the_free_memory_holds(monkeypatc
     assert tokens(2 * 1536) == pytest.approx(tokens() * 2 / 3, abs=1)
     assert tokens(gradient_checkpointing=True) == 131072
     assert tokens(micro_batch_tokens=512) == 512
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_is_added_as_the_sampler_adds_it_whatever_the_type_of_the_logits(dtype: Any) -> None:
+    logits = (torch.randn((1, 64), generator=torch.Generator().manual_seed(0)) * 20).to(dtype)
+    bias = {token: 0.1 + token / 7 for token in range(64)}
+    way = Sampling(logit_bias=bias)
+    sequence = ActiveSequence([1], way, 0)
+    sequence.processor = LogitsProcessor(way, [1], stop_ids=frozenset(), vocabulary=64, device=torch.device("cpu"))
+    drawn = torch.log_softmax(processed(logits, [sequence], [[]]), -1)[0]
+    scored = target_logprobs.score_logits(
+        logits.expand(64, -1), torch.arange(64), Distribution(logit_bias=tuple(bias.items()))
+    )
+    assert torch.allclose(scored.logprob_N, drawn, atol=1e-4)

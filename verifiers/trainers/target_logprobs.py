@@ -75,13 +75,13 @@ def score_logits(
 
     What it drew is kept even where the policy has moved and would now leave it out.
     """
+    scaled_NV = logits_NV.float()
     if drawn_from.logit_bias:
         tokens, values = zip(*drawn_from.logit_bias, strict=True)
-        bias = torch.tensor(values, device=logits_NV.device, dtype=logits_NV.dtype)
-        logits_NV = logits_NV.index_add(
+        bias = torch.tensor(values, device=logits_NV.device)
+        scaled_NV = scaled_NV.index_add(
             1, torch.tensor(tokens, device=logits_NV.device), bias.expand(len(logits_NV), -1)
         )
-    scaled_NV = logits_NV.float()
     if drawn_from.temperature != 1.0:
         scaled_NV = scaled_NV / drawn_from.temperature
     if drawn_from.truncates:
