@@ -288,6 +288,13 @@ def test_a_key_is_asked_for_and_never_repeated(setup: Setup) -> None:
         assert call(f"{server.url}/models", headers={"Authorization": "Bearer sk-right"})[0] == 200
 
 
+@pytest.mark.parametrize("header", ["Authorization", "x-api-key"])
+def test_a_key_that_is_no_text_is_a_wrong_key(setup: Setup, header: str) -> None:
+    with LocalServer(setup.local, api_key="sk-right") as server:
+        status, _, body = call(f"{server.url}/models", headers={header: "\xff\xfe"})  # sent as two bytes, no UTF-8
+    assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+
+
 def test_it_listens_on_this_machine_only_and_not_to_web_pages(setup: Setup) -> None:
     assert setup.server.url.startswith("http://127.0.0.1:")
     body = {"model": "tiny", "messages": USER, "max_tokens": 1}

@@ -96,7 +96,7 @@ class ServedModel:
             return error_reply(http, 421, "invalid_request_error", "unknown_host", said)
         if self.api_key is not None and http.path != "/health":
             given = key_of(http) or ""
-            if not hmac.compare_digest(given.encode(), self.api_key.encode()):
+            if not hmac.compare_digest(given.encode(errors="surrogateescape"), self.api_key.encode()):
                 return error_reply(
                     http, 401, "invalid_request_error", "invalid_api_key", "the API key is wrong or missing"
                 )
