@@ -278,6 +278,17 @@ def test_bad_requests_get_openais_kind_of_error(setup: Setup, path: str, body: A
     assert said["error"]["message"]
 
 
+def test_a_field_in_extra_body_counts_as_one_beside_it(setup: Setup) -> None:
+    further = {"return_token_ids": True, "n": 2}
+    status, _, said = call(
+        f"{setup.server.url}/completions", {"prompt": "hello", "max_tokens": 2, "extra_body": further}
+    )
+    assert (status, len(said["choices"])) == (200, 2)
+    assert all(choice["token_ids"] for choice in said["choices"])
+    status, _, said = call(f"{setup.server.url}/completions", {"prompt": ["a"] * 600, "extra_body": further})
+    assert (status, "at most 1024 replies" in said["error"]["message"]) == (400, True)
+
+
 def test_a_key_is_asked_for_and_never_repeated(setup: Setup) -> None:
     with LocalServer(setup.local, api_key="sk-right") as server:
         assert call(f"{server.root}/health")[0] == 200

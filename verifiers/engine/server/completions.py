@@ -45,13 +45,14 @@ class Completions:
         self, http: web.Request, body: dict[str, Any], prompts: list[Any], message_type: MessageType, tools: Any = None
     ) -> web.StreamResponse:
         is_stream, wants_usage = _stream_settings(body)
-        choices = _choices(body, prompts)
+        said = _said(body)
+        choices = _choices(said, prompts)
         asked = [self._serving.request(p, body, tools=tools, message_type=message_type) for p in prompts]
         async with self._serving.turn(http, choices):
             if is_stream:
                 return await self._stream(http, asked, wants_usage=wants_usage)
             replies = await _together([self._serving.complete(http, request) for request in asked])
-        return json_reply(_merged([reply.raw for reply in replies], with_ids=_wants_ids(body)))
+        return json_reply(_merged([reply.raw for reply in replies], with_ids=_wants_ids(said)))
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
@@ -150,6 +151,14 @@ def _prompts(prompt: Any) -> list[Any]:
     if not isinstance(prompt, list) or not prompt:
         raise errors.RequestRefusedError("'prompt' is missing: a text, a list of token ids, or a list of either")
     return [prompt] if isinstance(prompt[0], int) else prompt
+
+
+def _said(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a body, those in its ``extra_body`` among them."""
+    further = body.get("extra_body")
+    if not isinstance(further, Mapping):
+        return body
+    return {**further, **{name: value for name, value in body.items() if value is not None}}
 
 
 def _choices(body: Mapping[str, Any], prompts: list[Any]) -> int:
