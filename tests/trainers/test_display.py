@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifiers.trainers.watch.display import TrainingDisplay, clean, sparkline, stretches
+from verifiers.trainers.watch.display import TrainingDisplay
+from verifiers.trainers.watch.wording import clean, sparkline, stretches
 
 
 class Terminal(io.StringIO):
