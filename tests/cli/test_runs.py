@@ -358,7 +358,7 @@ def load_environment():
 """
 
 
-def test_figures_of_all_rows_are_compared_with_an_interval_by_example(run, folder):
+def test_figures_of_all_rows_are_compared_with_an_interval_by_example_also_after_scoring_anew(run, folder):
     home = folder / "mine" / "classes"
     home.mkdir(parents=True)
     (home / "classes.py").write_text(CLASSES)
@@ -374,3 +374,6 @@ def test_figures_of_all_rows_are_compared_with_an_interval_by_example(run, folde
     assert re.search(r"balanced_accuracy +0.500 +1.000 +\+0.500 +\[\+0.500, \+0.500\]", shown)
     data = json.loads(run("compare", "lazylazy", "goodgood", "--json").stdout)["aggregates"]
     assert data["balanced_accuracy"]["difference"]["value"] == 0.5
+    assert "balanced_accuracy" in run("rescore", "lazylazy", "-o", "again").stdout
+    again = run("compare", "lazylazy", "again").stdout
+    assert re.search(r"balanced_accuracy +0.500 +0.500 +\+?0.000 ", again), again

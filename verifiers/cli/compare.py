@@ -136,6 +136,7 @@ def compare_aggregates(
     from verifiers.cli.environments import FOLDER
     from verifiers.cli.rescore import environment_of
     from verifiers.results import row_of
+    from verifiers.stats.aggregates import failure
     from verifiers.store import is_failed
 
     if not all(one.get("aggregates") for one in about):
@@ -145,7 +146,11 @@ def compare_aggregates(
     except click.ClickException as error:
         click.echo(f"notice: figures of all rows are left out: {error.message}", err=True)
         return {}
-    a, b = ([row_of(record, env.parser) for record in run.records() if not is_failed(record)] for run in runs)
+    try:
+        a, b = ([row_of(one, env.parsers) for one in run.records() if not is_failed(one)] for run in runs)
+    except BaseException as error:  # foreign code: a parser
+        click.echo(f"notice: figures of all rows are left out: {failure(error)}", err=True)
+        return {}
     return {
         name: (stats.aggregate(a, one), stats.aggregate(b, one), stats.aggregate_difference(a, b, one))
         for name, one in env.aggregates.items()
