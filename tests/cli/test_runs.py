@@ -129,7 +129,14 @@ def test_runs_that_share_nothing_end_with_1(run, runs):
     assert "no verdict: the two runs share no example" in shown
 
 
+def test_runs_of_two_environments_get_no_verdict(run, runs, repeated):
+    refused = run("compare", str(runs[0]), str(repeated), code=1).stdout
+    assert "no verdict: A is a run of toy-runs and B one of sums" in refused
+    assert "p = " not in refused
+
+
 def test_runs_over_different_questions_get_no_verdict_unless_they_are_compared_as_two_samples(run, runs, repeated):
+    RunDir.open(repeated).update_metadata({"env_id": "toy-runs"})
     refused = run("compare", str(runs[0]), str(repeated), code=1).stdout
     assert "no verdict: 6 of the examples that share an id ask something else in B (first: 0)" in refused
     assert "No verdict: B - A = " in refused
