@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import types
 import venv
 from html.parser import HTMLParser
 from pathlib import Path
@@ -147,6 +148,31 @@ def test_a_training_shows_its_curve_and_its_notices(tmp_path):
     assert drawn.tags.count("img") == 1
     assert "step 1/4" in drawn.text
     assert "<i>every reply is cut off</i>" in drawn.text
+
+
+def test_what_a_run_says_and_what_it_does_is_shown_in_a_notebook_too(monkeypatch):
+    pytest.importorskip("torch")
+    cell = types.ModuleType("IPython.display")  # a kernel's
+    cell.display = lambda shown, **_: types.SimpleNamespace(update=lambda shown: None)
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", cell)
+    from verifiers.trainers.watch.display import TrainingDisplay
+    from verifiers.trainers.watch.notebook_panel import NotebookPanel
+
+    display = TrainingDisplay(show=False)
+    display.start(4, "sums")
+    panel = display._live = NotebookPanel(display)
+    display.counted().note("stopping: [bold]rollouts[/] under way are finished")
+    display.say("a line")
+    display.notice("every reply is cut off")
+    display.enter("learning from 16 rollouts")
+    said = Tags(panel.html()).text
+    assert "stopping: [bold]rollouts[/] under way are finished" in said
+    assert "a line" in said
+    assert "! every reply is cut off" in said
+    assert "learning from 16 rollouts" in said
+    display.stop()
+    assert "learning from" not in panel.html()
 
 
 def test_runs_in_a_cell_are_a_frame_that_reaches_nothing(tmp_path):

@@ -11,6 +11,7 @@ from verifiers import stats
 from verifiers.errors import describe
 from verifiers.messages import as_messages, called_functions, content_text, last_reply
 from verifiers.notebooks import figures_html, page_html, samples_html, text_html
+from verifiers.stats.aggregates import failure
 from verifiers.types import ChatMessage, GenerateMetadata, State, Usage
 
 HTML_SAMPLES = 5  # rollouts that a notebook's report can open
@@ -48,7 +49,7 @@ class Results:
         self.rollouts: list[State] = [*rollouts, *_from_columns(columns)]
         self.metadata: GenerateMetadata = dict(metadata or {})  # type: ignore[assignment]
         self.aggregate_functions: dict[str, Any] = {}
-        self.parser: Any = None  # that read the answers, where the run had one
+        self.parsers: dict[str | None, Any] = {}  # that read the answers, by task; None: of all other tasks
         self.scored = [state for state in self.rollouts if state.get("error") is None]
         self.failed = [state for state in self.rollouts if state.get("error") is not None]
 
@@ -148,6 +149,11 @@ class Results:
         metadata = {key: about for key, about in self.metadata.items() if key != "until"}
         return {value: Results(states, metadata) for value, states in parts.items()}
 
+    def judged_by(self, env: Any) -> Results:
+        """These results with the figures of all rows that an environment names."""
+        self.aggregate_functions, self.parsers = dict(getattr(env, "aggregates", {})), env.parsers
+        return self
+
     @cached_property
     def aggregates(self) -> dict[str, stats.Aggregate]:
         """The environment's figures of all rows (balanced accuracy, its own functions), with bootstrap intervals."""
@@ -161,9 +167,9 @@ class Results:
         """
         (found,) = stats.as_aggregates([function]).values()
         try:
-            rows = [row_of(state, self.parser) for state in self.scored]
-        except Exception as error:  # foreign code: a parser
-            return stats.Aggregate(value=None, error=f"{type(error).__name__}: {error}", level=level)
+            rows = [row_of(state, self.parsers) for state in self.scored]
+        except BaseException as error:  # foreign code: a parser
+            return stats.Aggregate(value=None, error=failure(error), level=level)
         return stats.aggregate(rows, found, level=level)
 
     @property
@@ -200,9 +206,9 @@ class Results:
         return f"Results({len(self.scored)} scored, {len(self.failed)} failed)"
 
 
-def row_of(state: Mapping[str, Any], parser: Any = None) -> dict[str, Any]:
+def row_of(state: Mapping[str, Any], parsers: Mapping[str | None, Any]) -> dict[str, Any]:
     """What functions of all rows see of a rollout, or of the record of one."""
-    completion = state.get("completion")
+    completion, parser = state.get("completion"), parsers.get(state.get("task"), parsers.get(None))
     keys = ("example_id", "answer", "reward", "info", "task", "prompt")
     parsed = parser.parse_answer(completion) if parser is not None else last_reply(completion)
     return {

@@ -129,7 +129,14 @@ def test_runs_that_share_nothing_end_with_1(run, runs):
     assert "no verdict: the two runs share no example" in shown
 
 
+def test_runs_of_two_environments_get_no_verdict(run, runs, repeated):
+    refused = run("compare", str(runs[0]), str(repeated), code=1).stdout
+    assert "no verdict: A is a run of toy-runs and B one of sums" in refused
+    assert "p = " not in refused
+
+
 def test_runs_over_different_questions_get_no_verdict_unless_they_are_compared_as_two_samples(run, runs, repeated):
+    RunDir.open(repeated).update_metadata({"env_id": "toy-runs"})
     refused = run("compare", str(runs[0]), str(repeated), code=1).stdout
     assert "no verdict: 6 of the examples that share an id ask something else in B (first: 0)" in refused
     assert "No verdict: B - A = " in refused
@@ -358,7 +365,7 @@ def load_environment():
 """
 
 
-def test_figures_of_all_rows_are_compared_with_an_interval_by_example(run, folder):
+def test_figures_of_all_rows_are_compared_with_an_interval_by_example_also_after_scoring_anew(run, folder):
     home = folder / "mine" / "classes"
     home.mkdir(parents=True)
     (home / "classes.py").write_text(CLASSES)
@@ -374,3 +381,6 @@ def test_figures_of_all_rows_are_compared_with_an_interval_by_example(run, folde
     assert re.search(r"balanced_accuracy +0.500 +1.000 +\+0.500 +\[\+0.500, \+0.500\]", shown)
     data = json.loads(run("compare", "lazylazy", "goodgood", "--json").stdout)["aggregates"]
     assert data["balanced_accuracy"]["difference"]["value"] == 0.5
+    assert "balanced_accuracy" in run("rescore", "lazylazy", "-o", "again").stdout
+    again = run("compare", "lazylazy", "again").stdout
+    assert re.search(r"balanced_accuracy +0.500 +0.500 +\+?0.000 ", again), again

@@ -105,3 +105,44 @@ def test_a_figure_that_cannot_be_had_costs_no_run(tmp_path: Path):
     results = env.evaluate(client=vf.FakeClient("yes"), model="m", results_path=tmp_path / "run", use_tqdm=False)
     assert len(results) == 24
     assert "failed: ZeroDivisionError" in str(results)
+
+
+class LastWord(vf.Parser):
+    def parse_answer(self, completion):
+        return completion[-1]["content"].split()[-1]
+
+
+def rows_of_texts(*answers: str) -> list[dict]:
+    return [{"question": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
+
+
+def always(completion) -> float:
+    return 1.0
+
+
+def test_a_group_has_the_figures_of_its_members_read_by_their_own_parsers():
+    about = {"rubric": vf.Rubric([always]), "aggregates": ["accuracy"]}
+    words = vf.SingleTurnEnv(dataset=rows_of_texts("no", "yes", "no"), parser=LastWord(), **about)
+    plain = vf.SingleTurnEnv(dataset=rows_of_texts("it is no", "no"), **about)
+    inner = vf.EnvGroup([words], ["words"])
+    group = vf.EnvGroup([inner, plain], ["inner", "plain"], aggregates=["accuracy"])
+    results = group.evaluate(vf.FakeClient("it is no"), "fake", use_tqdm=False)
+    found = {name: one.value for name, one in results.aggregates.items()}
+    assert found == {"accuracy": 3 / 5, "inner/words/accuracy": pytest.approx(2 / 3), "plain/accuracy": 1 / 2}
+
+
+def test_a_function_that_exits_or_has_a_figure_of_300_digits_costs_neither_the_run_nor_the_report(tmp_path: Path):
+    def leaves(rows):
+        raise SystemExit(3)
+
+    def long_winded(rows):
+        raise RuntimeError("x" * 5000)
+
+    figures = {"leaves": leaves, "long_winded": long_winded, "huge": lambda rows: -1e300}
+    env = vf.SingleTurnEnv(dataset=rows_of_texts("no", "yes"), rubric=vf.Rubric([always]), aggregates=figures)
+    results = env.evaluate(vf.FakeClient("no"), "fake", results_path=tmp_path / "run", use_tqdm=False)
+    assert results.aggregates["leaves"].error == "EscapedError: it called exit(3)"
+    assert str(results.aggregates["huge"]) == "-1e+300  [-1e+300, -1e+300]"
+    assert max(map(len, str(results).splitlines())) < 300
+    assert results.aggregate(leaves).error is not None
+    assert json.loads((tmp_path / "run" / "metadata.json").read_text())["aggregates"]["huge"]["value"] == -1e300

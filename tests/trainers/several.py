@@ -59,7 +59,7 @@ def imitation(folder: Path, processes: int) -> Any:
     return vf.SFTTrainer(model=tiny.model(tokenizer), tokenizer=tokenizer, dataset=rows, config=config)
 
 
-def half_down(folder: Path, processes: int) -> Any:
+def half_down(folder: Path, processes: int, **more: Any) -> Any:
     """Every rollout of the second process fails, and of the first none."""
 
     def brittle(completion: Any) -> float:
@@ -67,7 +67,13 @@ def half_down(folder: Path, processes: int) -> Any:
             raise ConnectionError("the judge is down")
         return making.share_of_e(completion)
 
-    return online(folder, processes, env=making.environment(rubric=vf.Rubric([brittle])), eval_steps=None)
+    return online(folder, processes, env=making.environment(rubric=vf.Rubric([brittle])), eval_steps=None, **more)
+
+
+def half_down_batch_wide(folder: Path, processes: int) -> Any:
+    """The same where all that is measured over the batch is measured over that of all processes."""
+    settings = {"advantage": "gdpo", "entropy_coef": 0.1, "top_entropy_quantile": 0.5, "num_iterations": 2}
+    return half_down(folder, processes, steps_per_generation=2, num_batches_ahead=1, **settings)
 
 
 def all_down(folder: Path, processes: int) -> Any:
@@ -121,6 +127,7 @@ MADE = {
     "batch_wide": batch_wide,
     "imitation": imitation,
     "half_down": half_down,
+    "half_down_batch_wide": half_down_batch_wide,
     "all_down": all_down,
     "stopped": stopped,
     "half_refused": half_refused,

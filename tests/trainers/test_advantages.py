@@ -91,6 +91,11 @@ def test_per_turn_compares_each_turn_with_the_same_turn_of_the_group():
     assert [pytest.approx(one) for one in found] == [[0.5, second[0] - 1.0, 0.0], [-0.5, 1.0], [0.0, 0.0]]
 
 
+def test_per_turn_compares_rollouts_that_were_saved_without_their_turns_as_a_whole():
+    states = [{"info": {}}, {"trajectory": []}, {"trajectory": [{"reward": None}]}]
+    assert Estimator("per_turn")([1.0, 0.0, 0.5], [0, 0, 0], states) == [0.5, -0.5, [0.0]]
+
+
 def test_the_names_of_scale_rewards_are_names_of_estimators():
     assert {SCALES[name] for name in SCALES} <= ESTIMATORS.keys()
     named = [
@@ -206,6 +211,7 @@ def takes_nothing():
     [
         (lambda rewards, lengths: rewards, "asks for 'lengths'; it can have rewards, states, groups"),
         (takes_nothing, "asks for nothing; it can have rewards"),
+        (lambda rewards, gather: rewards, "asks for gather and not for groups: it would be called once for each"),
         (3, "advantage is a function or a name, not a int"),
     ],
 )

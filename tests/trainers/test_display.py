@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifiers.trainers.watch.display import TrainingDisplay, clean, sparkline, stretches
+from verifiers.trainers.watch.display import TrainingDisplay
+from verifiers.trainers.watch.wording import clean, sparkline, stretches
 
 
 class Terminal(io.StringIO):
@@ -173,13 +174,13 @@ def test_until_the_first_step_ends_the_panel_names_its_phase():
     display = TrainingDisplay(stream=screen)
     display.start(3, "sums")
     display.enter("sampling and scoring 8 rollouts")
-    assert "preparing the sampler, then sampling and scoring 8 rollouts" in display._phase_text()
+    assert "preparing the sampler, then sampling and scoring 8 rollouts" in display.phase_text()
     tally = display.counted()
     tally.start(8, 0)
     tally.done = 3
-    assert "sampling and scoring 8 rollouts: 3 of 8 done, 0 tokens" in display._phase_text()
+    assert "sampling and scoring 8 rollouts: 3 of 8 done, 0 tokens" in display.phase_text()
     display.enter("learning from 8 rollouts")
-    assert display._phase_text().startswith("learning from 8 rollouts, 0:0")
+    assert display.phase_text().startswith("learning from 8 rollouts, 0:0")
     display.stop()
     assert "learning from 8 rollouts" in screen.getvalue()
 

@@ -108,6 +108,14 @@ def test_adapters_failures_and_stopping_in_two_processes(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_process_without_a_scored_rollout_is_not_waited_for_where_estimators_gather(tmp_path):
+    first, second = launch(tmp_path, TORCHRUN, "half_down_batch_wide")
+    found, other = first["half_down_batch_wide"], second["half_down_batch_wide"]
+    assert [step["samples"] for step in found["steps"]] == [8, 8]
+    assert found["weights"] == other["weights"]
+
+
+@pytest.mark.slow
 def test_processes_whose_rollouts_cannot_be_learned_from_go_on_with_the_others_or_stop_together(tmp_path):
     first, second = launch(tmp_path, TORCHRUN, "half_refused", "all_refused")
     assert first["half_refused"]["weights"] == second["half_refused"]["weights"]

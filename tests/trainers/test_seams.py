@@ -332,3 +332,19 @@ def test_a_training_that_stopped_within_a_generation_goes_on_with_the_rows_it_ha
     seen = noted(made)
     made.train(resume=True)
     assert [(step, batch.cursor) for step, batch in seen] == [(1, 4), (2, 6)]
+
+
+def test_a_generation_of_which_a_group_failed_is_not_said_to_have_failed_as_a_whole(tmp_path):
+    def brittle(answer: Any, completion: Any) -> float:
+        if answer == "1":
+            raise ConnectionError("the judge is down")
+        return making.share_of_e(completion)
+
+    env = making.environment(2, rubric=vf.Rubric([brittle]))
+    report = trainer(tmp_path, env=env, steps_per_generation=2, batch_size=4, max_steps=4).train()
+    assert [(step["samples"], step["failed"]) for step in report.steps] == [(4, 4), (0, 0), (4, 4), (0, 0)]
+
+
+def test_the_parts_of_a_generation_say_the_weights_it_was_scored_with(tmp_path):
+    made = trainer(tmp_path, steps_per_generation=2, batch_size=8, max_steps=2, weight_schedule=lambda epochs: [0.5])
+    assert [step["reward_weights"] for step in made.train().steps] == [{"share_of_e": 0.5}] * 2

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from verifiers.cli.telling import told
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
     from verifiers.reruns import Rescored
+    from verifiers.results import Results
     from verifiers.store import RunDir
 
 
@@ -55,6 +57,7 @@ def rescore(
     Exit codes: 0 scored, 1 a rollout could not be scored, 2 wrong usage.
     """
     from verifiers import calls, reruns
+    from verifiers.results import Results
 
     with told(verbose):
         note_damage(run)
@@ -68,8 +71,10 @@ def rescore(
             raise explained(error, f"{run.path} cannot be scored", verbose) from error
         if not found.states:
             raise click.ClickException(f"{run.path} holds nothing to score ({some(found.left_out, 'failed rollout')})")
-        path = _save(env, run, metadata, found, output, rubric)
-        ctx.exit(_report(run, path, found, as_json))
+        results = Results(found.states).judged_by(env)
+        path = _save(env, run, metadata, found, results, output, rubric)
+        results.metadata["path_to_save"] = path
+        ctx.exit(_report(run, results, found, as_json))
 
 
 def environment_of(
@@ -120,9 +125,14 @@ def _needs_nothing(function: Any) -> bool:
 
 
 def _save(
-    env: Environment, run: RunDir, metadata: dict[str, Any], found: Rescored, output: str | None, rubric: str | None
+    env: Environment,
+    run: RunDir,
+    metadata: dict[str, Any],
+    found: Rescored,
+    results: Results,
+    output: str | None,
+    rubric: str | None,
 ) -> Path:
-    from verifiers.results import Results
     from verifiers.store import RunDir
 
     config = {
@@ -146,20 +156,19 @@ def _save(
     made.update_metadata(
         {
             "num_rollouts": len(found.states),
-            "num_failed": sum(state.get("error") is not None for state in found.states),
-            "avg_reward": Results(found.states).mean_reward,
+            "num_failed": len(results.failed),
+            "avg_reward": results.mean_reward,
+            "aggregates": {name: asdict(one) for name, one in results.aggregates.items()},
         }
     )
     return made.path
 
 
-def _report(run: RunDir, path: Path, found: Rescored, as_json: bool) -> int:
+def _report(run: RunDir, results: Results, found: Rescored, as_json: bool) -> int:
     from verifiers import stats
     from verifiers.cli.report import summary
     from verifiers.logs import printable
-    from verifiers.results import Results
 
-    results = Results(found.states, {"path_to_save": path})
     old = list(run.records(("reward", "example_id")))
     before = stats.mean_interval([one["reward"] for one in old], [one["example_id"] for one in old]).mean
     if as_json:
@@ -175,5 +184,5 @@ def _report(run: RunDir, path: Path, found: Rescored, as_json: bool) -> int:
         click.echo(f"the reward was {'–' if before is None else f'{before:.3f}'}; no model was asked to play")
         if found.left_out:
             click.echo(f"left out: {some(found.left_out, 'rollout')} that failed before there was anything to score")
-        click.echo(f"compare with: vf compare {run.path} {path}")
+        click.echo(f"compare with: vf compare {run.path} {results.metadata['path_to_save']}")
     return 1 if results.failed else 0

@@ -11,6 +11,7 @@ from verifiers.envs.calling import Answerer, merge_sampling
 from verifiers.envs.environment import Environment
 from verifiers.envs.rows import Rows
 from verifiers.errors import GraderError
+from verifiers.parsers import Parser
 from verifiers.rollout import note_error
 from verifiers.rubrics import Rubric
 from verifiers.rubrics.score import Score
@@ -93,6 +94,9 @@ class EnvGroup(Environment):
             rubric=EnvGroupRubric(self),
             **kwargs,
         )
+        for name, env in self.env_map.items():
+            for figure, function in env.aggregates.items():
+                self.aggregates[f"{name}/{figure}"] = _of_member(name, function)
 
     def _train_rows(self) -> list[Row]:
         return [row for env in self.envs if env.dataset is not None for row in self._rows_of(env, env.dataset)]
@@ -105,6 +109,13 @@ class EnvGroup(Environment):
         for row in rows:
             task = f"{name}/{row['task']}" if isinstance(env, EnvGroup) else name
             yield {**_without(row, "example_id"), "task": task, "member_task": row.get("member_task", row["task"])}
+
+    @property
+    def parsers(self) -> dict[str | None, Parser]:
+        found: dict[str | None, Parser] = {None: self.parser}
+        for name, env in self.env_map.items():
+            found |= {name if task is None else f"{name}/{task}": one for task, one in env.parsers.items()}
+        return found
 
     def get_env_for_task(self, task: str) -> Environment:
         """The environment that plays a task."""
@@ -169,6 +180,17 @@ class EnvGroup(Environment):
         await super()._close()
 
     close = calls.both(_close)  # type: ignore[arg-type]
+
+
+def _of_member(name: str, function: Any) -> Any:
+    """A member's figure of all rows: of those that are its own, with the tasks that they have there."""
+
+    def aggregate(rows: Sequence[Mapping[str, Any]]) -> float | None:
+        own = [row for row in rows if row["task"] == name or row["task"].startswith(f"{name}/")]
+        own = [row if row["task"] == name else {**row, "task": row["task"][len(name) + 1 :]} for row in own]
+        return function(own) if own else None
+
+    return aggregate
 
 
 def _without(row: Row, name: str) -> Row:

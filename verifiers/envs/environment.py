@@ -401,6 +401,11 @@ class Environment(ClassicHooks, TrainerCalls):
     # --- scoring --------------------------------------------------------------------------------------------------
 
     @property
+    def parsers(self) -> dict[str | None, Parser]:
+        """The parser that reads the answers of a task; None: of all other tasks."""
+        return {None: self.parser}
+
+    @property
     def has_group_rewards(self) -> bool:
         return self.rubric.has_group_rewards and self._hook("score_rollout") is None
 

@@ -190,8 +190,7 @@ async def _run(
         interrupted = Interrupted(signum=run.signum).cause if run.is_interrupted else None
         metadata |= {"interrupted": interrupted, "finished": interrupted is None and run.ended_by is None}
         with long_lived:  # hundreds of thousands of new objects, nearly all of them kept
-            aggregated = (getattr(env, "aggregates", {}), env.parser)
-            results = _assemble(jobs, done, run_dir, kept, metadata, began, aggregated)
+            results = _assemble(env, jobs, done, run_dir, kept, metadata, began)
     if run.is_interrupted:
         where = f"; resume it with resume={str(run_dir.path)!r}" if run_dir is not None else ""
         said = f"stopped after {len(results.rollouts)} of {len(jobs)} rollouts{where}"
@@ -393,13 +392,13 @@ def _fingerprint(jobs: Sequence[Job]) -> str:
 
 
 def _assemble(
+    env: Environment,
     jobs: Sequence[Job],
     done: Sequence[tuple[Job, State]],
     run_dir: RunDir | None,
     kept: set[tuple[Any, int]],
     metadata: dict[str, Any],
     began: float,
-    aggregated: tuple[dict[str, Any], Any],
 ) -> Results:
     keys = [job.key for job in jobs]
     # One good attempt is enough: a saved rollout that could not be scored again with its group stays as it was.
@@ -416,8 +415,7 @@ def _assemble(
         groups.setdefault(state.get("example_id"), []).append(state)
     for group in groups.values():
         write_advantages(group)
-    results = Results(ordered, metadata)
-    results.aggregate_functions, results.parser = aggregated
+    results = Results(ordered, metadata).judged_by(env)
     ids = results["example_id"]
     figures: dict[str, Any] = {
         "time_ms": (time.perf_counter() - began) * 1000,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verifiers.escapes import contained
 from verifiers.stats import labels
 from verifiers.stats.scores import check_share
 
@@ -14,6 +15,8 @@ Function = Callable[[Sequence[Row]], float | None]
 
 RESAMPLES = 1000
 MOST_MISSING = 0.1  # of the resamples; with more, the interval would be that of other data
+SHOWN_CHARS = 200  # of what a function raised
+MOST_IN_FULL = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +33,23 @@ class Aggregate:
 
     def __str__(self) -> str:
         if self.value is None:
-            return f"failed: {self.error}" if self.error else "none"
-        return f"{self.value:.3f}" + ("" if self.low is None else f"  [{self.low:.3f}, {self.high:.3f}]")
+            return f"failed: {self.error[:SHOWN_CHARS]}" if self.error else "none"
+        return _shown(self.value) + ("" if self.low is None else f"  [{_shown(self.low)}, {_shown(self.high)}]")
+
+
+def _shown(value: float | None) -> str:
+    """A figure as one reads it; one with many digits before the point is given by its power of ten.
+
+    >>> _shown(0.5), _shown(1e300)
+    ('0.500', '1e+300')
+    """
+    return "–" if value is None else f"{value:.3f}" if abs(value) < MOST_IN_FULL else f"{value:.4g}"
+
+
+def failure(error: BaseException) -> str:
+    """What foreign code raised, in a line; only what stops the program is raised again."""
+    found = contained(error)
+    return f"{type(found).__name__}: {found}"
 
 
 def _of_labels(function: Callable[..., float | None], **fixed: Any) -> Function:
@@ -98,8 +116,8 @@ def aggregate(
     counts = {"rows": len(rows), "examples": len(groups), "level": level}
     try:
         value = _number(function(rows))
-    except Exception as error:  # foreign code: a figure that cannot be had is none, and says why
-        return Aggregate(value=None, error=f"{type(error).__name__}: {error}", **counts)  # type: ignore[arg-type]
+    except BaseException as error:  # foreign code: a figure that cannot be had is none, and says why
+        return Aggregate(value=None, error=failure(error), **counts)  # type: ignore[arg-type]
     if value is None or len(groups) < 2:
         return Aggregate(value=value, **counts)  # type: ignore[arg-type]
     draws = _resampled(list(groups.values()), function, resamples, seed)
@@ -129,8 +147,8 @@ def aggregate_difference(
     pairs = [{"a": a[key], "b": b[key]} for key in shared]
     try:
         value = difference(pairs) if pairs else None
-    except Exception as error:  # foreign code
-        return Aggregate(value=None, error=f"{type(error).__name__}: {error}", **counts)  # type: ignore[arg-type]
+    except BaseException as error:  # foreign code
+        return Aggregate(value=None, error=failure(error), **counts)  # type: ignore[arg-type]
     if value is None or len(pairs) < 2:
         return Aggregate(value=value, **counts)  # type: ignore[arg-type]
     draws = _resampled([[pair] for pair in pairs], difference, resamples, seed)
@@ -152,7 +170,8 @@ def _resampled(groups: Sequence[Sequence[Row]], function: Function, resamples: i
         rows = [row for group in draw.choices(groups, k=len(groups)) for row in group]
         try:
             value = _number(function(rows))
-        except Exception:  # noqa: S112  foreign code; a draw without one of the labels has no figure
+        except BaseException as error:  # foreign code; a draw without one of the labels has no figure
+            contained(error)
             continue
         if value is not None:
             found.append(value)

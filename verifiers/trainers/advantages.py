@@ -19,7 +19,7 @@ INPUTS = {
     "states": "of the same rollouts",
     "groups": "which group each rollout is of; asking for it means the whole batch in one call",
     "weights": "of the rubric's reward functions, by name",
-    "gather": "a function: a list of this process → that of all processes",
+    "gather": "a function: a list of this process → that of all processes; it goes with groups",
 }
 
 Advantage = float | Sequence[float] | None
@@ -109,11 +109,11 @@ def gdpo(
     return _normalised(total, gather)
 
 
-def per_turn(rewards: Sequence[float], states: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+def per_turn(rewards: Sequence[float], states: Sequence[Mapping[str, Any]]) -> list[list[float] | float]:
     """The reward of each turn less the mean of that turn's in the group, over the rollouts that got so far.
 
     An environment writes it as it goes (``state["trajectory"][-1]["reward"] = …``); a turn without one has that of the
-    rollout.
+    rollout. A rollout that was saved without its turns is compared as a whole.
 
     >>> turns = [{"trajectory": [{"reward": 1.0}, {"reward": 0.0}]}, {"trajectory": [{"reward": 0.0}]}]
     >>> per_turn([0.5, 0.0], turns)
@@ -128,7 +128,7 @@ def per_turn(rewards: Sequence[float], states: Sequence[Mapping[str, Any]]) -> l
         there = [i for i, turns in enumerate(rewards_GT) if len(turns) > turn]
         for i, advantage in zip(there, centered([rewards_GT[i][turn] for i in there]), strict=True):
             found[i].append(advantage)
-    return found
+    return [turns or whole for turns, whole in zip(found, centered(rewards), strict=True)]
 
 
 ESTIMATORS: dict[str, Callable[..., Any]] = {
@@ -154,6 +154,11 @@ class Estimator:
         function = ESTIMATORS[given] if isinstance(given, str) else given
         self.name = name_of(function)
         self._call = Named(function, INPUTS, what="advantage", first="rewards")
+        if "gather" in self._call.wanted and "groups" not in self._call.wanted:
+            raise TypeError(
+                f"advantage {self.name!r} asks for gather and not for groups: it would be called once for each group, "
+                "and processes that have fewer of them would be waited for without end; ask for groups, too"
+            )
 
     def __call__(
         self,

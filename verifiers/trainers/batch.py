@@ -111,16 +111,22 @@ class Batch(dict[str, list[Any]]):
         return Batch(columns, failed=self.failed, cursor=self.cursor, sampled=self.sampled)
 
     def split(self, n: int, first_cursor: int) -> list[Batch]:
-        """``n`` batches of whole groups, about as many in each; rows are counted as taken when their part is used."""
+        """``n`` batches of whole groups, about as many in each; rows are counted as taken when their part is used.
+
+        Where there are too few groups the last parts have none: the first has the rollouts that failed, and a step
+        in which nothing but these is known would end the training.
+        """
         numbers = list(dict.fromkeys(self["groups"]))
+        bounds = [-(-k * len(numbers) // n) for k in range(n + 1)]
         parts = []
         for k in range(n):
-            of_part = set(numbers[k * len(numbers) // n : (k + 1) * len(numbers) // n])
+            of_part = set(numbers[bounds[k] : bounds[k + 1]])
             part = self.keep([i for i, group in enumerate(self["groups"]) if group in of_part])
             part.failed = self.failed if k == 0 else []
             part.sampled = self.sampled[k * len(self.sampled) // n : (k + 1) * len(self.sampled) // n]
             part.cursor = first_cursor + (self.cursor - first_cursor) * (k + 1) // n
             part.seconds = dict(self.seconds) if k == 0 else {}
+            part.reward_weights = self.reward_weights
             parts.append(part)
         return parts
 

@@ -28,7 +28,7 @@ from verifiers.trainers.losses import Loss
 from verifiers.trainers.micro_batches import Trained
 from verifiers.trainers.offline import read_offline
 from verifiers.trainers.prefetch import Prefetch
-from verifiers.trainers.remote_weights import RemoteWeights, remote_weights
+from verifiers.trainers.remote_weights import remote_weights
 from verifiers.trainers.reward_weights import reward_weights, scheduled_weights
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.sampler import (
@@ -154,7 +154,7 @@ class GRPOTrainer(Trainer):
                 report.step(self, batch, figures, waited_s=sampled - began, trained_s=time.perf_counter() - sampled)
                 self.cursor = batch.cursor
                 if self._remote is not None:
-                    self._send_weights(self._remote)
+                    self._remote.send(self.accelerator)
                 self._after_step(report, cursor=self.cursor)
                 self.should_stop = any(processes.gathered(self.accelerator, self.should_stop))
         return report
@@ -271,10 +271,7 @@ class GRPOTrainer(Trainer):
     @property
     def eval_dataloader(self) -> Iterator[dict[str, list[Any]]]:
         """The evaluation rows in batches: ``{"prompts": […], "answers": […], …}``."""
-        rows, size = self.eval_rows, self.config.batch_size
-        for i in range(0, len(rows), size):
-            part = [rows[j] for j in range(i, min(i + size, len(rows)))]
-            yield {f"{name}s": [row.get(name) for row in part] for name in ("prompt", "answer", "task", "info")}
+        return setup.column_batches(self.eval_rows, self.config.batch_size)
 
     # --- rollouts -------------------------------------------------------------------------------------------------
 
@@ -323,11 +320,6 @@ class GRPOTrainer(Trainer):
             return batch
         rewards = call_fitting(self.compute_rewards, batch["completions"], batch["prompts"], self._batch_at[0])
         return batch.rewarded([float(reward) for reward in rewards])
-
-    def _send_weights(self, remote: RemoteWeights) -> None:
-        if self.accelerator.is_main_process:
-            remote.send()
-        self.accelerator.wait_for_everyone()
 
     def _check_scored(self, report: Report, batch: Batch) -> None:
         try:

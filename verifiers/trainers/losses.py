@@ -29,7 +29,6 @@ INPUTS = {
 
 Level = Literal["token", "sequence"]
 MeanOver = Literal["sequences", "tokens", "max_new_tokens"]
-Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 CORRECTIONS: tuple[str, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 

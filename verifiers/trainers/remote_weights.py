@@ -21,7 +21,13 @@ class RemoteWeights:
         self._folder = tempfile.mkdtemp(prefix="verifiers-weights-")
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
-    def send(self) -> None:
+    def send(self, processes: Any) -> None:
+        """Hand the weights over, by the first process; the others wait."""
+        if processes.is_main_process:
+            self._hand_over()
+        processes.wait_for_everyone()
+
+    def _hand_over(self) -> None:
         save_model(self._model, self._tokenizer, self._folder)
         sent = self._server.reload_weights(self._folder)
         if inspect.isawaitable(sent):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +166,14 @@ def eval_rows(env: Environment | None, given: Any) -> Any:
     if env is None:
         return []
     return env.get_eval_dataset() if given is None else as_rows(given, env._format)
+
+
+def column_batches(rows: Any, size: int) -> Iterator[dict[str, list[Any]]]:
+    """Rows, so many at a time, as columns.
+
+    >>> list(column_batches([{"prompt": "2+2?", "answer": "4"}], 8))
+    [{'prompts': ['2+2?'], 'answers': ['4'], 'tasks': [None], 'infos': [None]}]
+    """
+    for i in range(0, len(rows), size):
+        part = [rows[j] for j in range(i, min(i + size, len(rows)))]
+        yield {f"{name}s": [row.get(name) for row in part] for name in ("prompt", "answer", "task", "info")}

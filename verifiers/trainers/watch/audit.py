@@ -13,8 +13,8 @@ from typing import Any
 
 from verifiers.messages import messages_to_printable, role_of, text_of
 from verifiers.stats import mean_interval
-from verifiers.trainers.watch.display import clean, is_filtered, number
 from verifiers.trainers.watch.journal import is_step_line
+from verifiers.trainers.watch.wording import clean, is_filtered, number
 
 SHOWN = 5  # rollouts of each list
 KEPT = 50  # candidates of each list that are held with their text

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import re
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from verifiers.logs import printable
 from verifiers.notebooks import is_notebook
 from verifiers.progress import Enduring, Tally
 from verifiers.trainers.watch.notebook_panel import NotebookPanel
+from verifiers.trainers.watch.wording import clean, clock, is_filtered, named, number, some, sparkline, with_interval
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-SPARK_CHARS = 32
 BAR_CHARS = 24
 RECENT_STEPS = 20  # steps that the time left is judged by
 DRAW_EVERY_S = 0.2
 ECHO_CHARS = 5  # columns beside the panel
-_SPARKS = "▁▂▃▄▅▆▇█"
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
 _PARTS = (
     ("generation", "generation_s", "cyan"),
     ("scoring", "scoring_s", "magenta"),
@@ -113,7 +107,9 @@ class TrainingDisplay:
     def say(self, text: str) -> None:
         """A line above the panel, which stays whole."""
         if self._live is not None:
-            self._live.console.print(text, highlight=False, markup=False)
+            from rich.text import Text
+
+            self._live.console.print(Text(text))
         else:
             self._say(text)
 
@@ -149,19 +145,19 @@ class TrainingDisplay:
         metrics = self.metrics
         parts = [f"step {metrics.get('step', '–')}/{self.total_steps}", self._reward_text(), self._sampled_text()]
         parts += [
-            _named("loss", metrics.get("loss"), ".4f"),
-            _named("kl", metrics.get("kl"), ".4f"),
-            _named("entropy", metrics.get("entropy"), ".2f"),
-            _named("length", metrics.get("completion_tokens"), ".0f"),
-            _named("cut off", _some(metrics.get("truncated")), ".0%"),
-            _named("flat groups", _some(metrics.get("zero_variance")), ".0%"),
-            _named("failed", _some(metrics.get("failed")), ".0f"),
-            _named("not learned from", _some(metrics.get("refused")), ".0f"),
-            _named("", metrics.get("tokens_per_s"), ",.0f", " tokens/s"),
-            _named("", metrics.get("step_s"), ".2f", " s"),
+            named("loss", metrics.get("loss"), ".4f"),
+            named("kl", metrics.get("kl"), ".4f"),
+            named("entropy", metrics.get("entropy"), ".2f"),
+            named("length", metrics.get("completion_tokens"), ".0f"),
+            named("cut off", some(metrics.get("truncated")), ".0%"),
+            named("flat groups", some(metrics.get("zero_variance")), ".0%"),
+            named("failed", some(metrics.get("failed")), ".0f"),
+            named("not learned from", some(metrics.get("refused")), ".0f"),
+            named("", metrics.get("tokens_per_s"), ",.0f", " tokens/s"),
+            named("", metrics.get("step_s"), ".2f", " s"),
         ]
         if self._time_left_s() is not None and len(self._ends) > 2:
-            parts.append(f"{_clock(self._time_left_s())} left")
+            parts.append(f"{clock(self._time_left_s())} left")
         return "  ".join(part for part in parts if part)
 
     def panel(self) -> RenderableType:
@@ -174,7 +170,7 @@ class TrainingDisplay:
         curves = Table.grid(padding=(0, 2))
         for name, value, history in self._curves():
             curves.add_row(Text(name, style="bold" if name == "reward" else ""), Text(value), sparkline(history))
-        rows: list[RenderableType] = [self._progress_row(), Text(self._phase_text(), style="cyan")]
+        rows: list[RenderableType] = [self._progress_row(), Text(self.phase_text(), style="cyan")]
         rows += [curves] if curves.row_count else []
         if counts := self._counts_text():
             rows.append(Text(counts))
@@ -192,8 +188,8 @@ class TrainingDisplay:
         from rich.text import Text
 
         step = number(self.metrics.get("step")) or 0
-        epoch = _named("epoch", self.metrics.get("epoch"), ".2f")
-        gone = f"{_clock(time.monotonic() - self._began)} gone, {_clock(self._time_left_s())} left"
+        epoch = named("epoch", self.metrics.get("epoch"), ".2f")
+        gone = f"{clock(time.monotonic() - self._began)} gone, {clock(self._time_left_s())} left"
         row = Table.grid(padding=(0, 2))
         row.add_row(
             Text(f"step {step:.0f}/{self.total_steps}"),
@@ -215,22 +211,22 @@ class TrainingDisplay:
             ("tokens/s", "tokens_per_s", ",.0f"),
         )
         beside = {
-            "completion_tokens": _named(", longest", self.metrics.get("completion_tokens_max"), ".0f"),
-            "tokens_per_s": _named(",", self.metrics.get("step_s"), ".2f", " s a step"),
+            "completion_tokens": named(", longest", self.metrics.get("completion_tokens_max"), ".0f"),
+            "tokens_per_s": named(",", self.metrics.get("step_s"), ".2f", " s a step"),
         }
         for name, key, form in wanted:
-            value = _named("", self.metrics.get(key), form) or "–"
+            value = named("", self.metrics.get(key), form) or "–"
             shown.append((name, value + beside.get(key, ""), self._history.get(key, [])))
         return [row for row in shown if row[2]]
 
     def _counts_text(self) -> str:
         metrics = self.metrics
         parts = (
-            _named("cut off", metrics.get("truncated"), ".0%"),
-            _named("groups without variance", metrics.get("zero_variance"), ".0%"),
-            _named("clipped", metrics.get("clip_fraction"), ".1%"),
-            _named("failed", metrics.get("failed"), ".0f"),
-            _named("not learned from", _some(metrics.get("refused")), ".0f"),
+            named("cut off", metrics.get("truncated"), ".0%"),
+            named("groups without variance", metrics.get("zero_variance"), ".0%"),
+            named("clipped", metrics.get("clip_fraction"), ".1%"),
+            named("failed", metrics.get("failed"), ".0f"),
+            named("not learned from", some(metrics.get("refused")), ".0f"),
         )
         return "  ".join(part for part in parts if part)
 
@@ -257,8 +253,9 @@ class TrainingDisplay:
 
     # --- the words ----------------------------------------------------------------------------------------------
 
-    def _phase_text(self) -> str:
-        took = f", {_clock(time.monotonic() - self._phase_began)}"
+    def phase_text(self) -> str:
+        """What is being done, and for how long."""
+        took = f", {clock(time.monotonic() - self._phase_began)}"
         tally = self.sampling
         if not self.phase.startswith("sampling"):
             return f"{self.phase}{took}"
@@ -269,7 +266,7 @@ class TrainingDisplay:
 
     def _reward_text(self, label: bool = True) -> str:
         metrics = self.metrics
-        return _with_interval(
+        return with_interval(
             "reward" if label else "", metrics.get("reward"), metrics.get("reward_low"), metrics.get("reward_high")
         )
 
@@ -279,14 +276,14 @@ class TrainingDisplay:
         if not is_filtered(metrics):
             return ""
         names = ("reward_sampled", "reward_sampled_low", "reward_sampled_high")
-        return _with_interval("of all sampled" if label else "", *(metrics.get(name) for name in names))
+        return with_interval("of all sampled" if label else "", *(metrics.get(name) for name in names))
 
     def _eval_text(self) -> str:
         found = self.last_eval or {}
-        reward = _with_interval("reward", found.get("reward"), found.get("low"), found.get("high"))
-        loss = _named("loss", found.get("loss"), ".4f")  # what a supervised training has instead
-        counts = _named(" of", found.get("n"), ".0f", " rollouts" if reward else " examples")
-        counts += _named(",", _some(found.get("failed")), ".0f", " failed")
+        reward = with_interval("reward", found.get("reward"), found.get("low"), found.get("high"))
+        loss = named("loss", found.get("loss"), ".4f")  # what a supervised training has instead
+        counts = named(" of", found.get("n"), ".0f", " rollouts" if reward else " examples")
+        counts += named(",", some(found.get("failed")), ".0f", " failed")
         step = number(found.get("step"))
         return f"evaluation{'' if step is None else f' after step {step:.0f}'}: {reward or loss or 'no reward'}{counts}"
 
@@ -347,103 +344,3 @@ def _make_live(stream: IO[str], picture: Any) -> Any:
         redirect_stdout=sys.stdout.isatty(),
         redirect_stderr=True,
     )
-
-
-def sparkline(values: Iterable[float], width: int = SPARK_CHARS) -> str:
-    """A row of blocks, lowest to highest; more values than room are averaged in stretches.
-
-    >>> sparkline([0, 1, 2, 3])
-    '▁▃▆█'
-    >>> sparkline([5, 5])
-    '▄▄'
-    """
-    means = stretches(list(values), width)
-    if not means:
-        return ""
-    low, high = min(means), max(means)
-    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
-        return _SPARKS[3] * len(means)
-    return "".join(_SPARKS[min(int((value - low) / (high - low) * len(_SPARKS)), len(_SPARKS) - 1)] for value in means)
-
-
-def stretches(values: list[float], count: int) -> list[float]:
-    """At most ``count`` means of equal stretches of a list.
-
-    >>> stretches([1, 3, 5, 7], 2), stretches([1], 2)
-    ([2.0, 6.0], [1.0])
-    """
-    if len(values) <= count:
-        return [float(value) for value in values]
-    bounds = [len(values) * i // count for i in range(count + 1)]
-    return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
-
-
-def clean(text: str) -> str:
-    r"""Text on one line that cannot steer a terminal: escape sequences are taken out, other controls shown.
-
-    >>> clean("a\x1b[31mb\x1b]0;title\x07c\nd\x08")
-    'abc d\\x08'
-    """
-    return printable(" ".join(_ESCAPES.sub("", text).splitlines()))
-
-
-def number(value: Any) -> float | None:
-    """A finite number, or None for anything else.
-
-    >>> number(0.5), number(float("nan")), number(None), number(True)
-    (0.5, None, None, None)
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return value
-
-
-def is_filtered(metrics: Mapping[str, Any]) -> bool:
-    """Was more scored in a step than is learned from, so that the two have rewards of their own?
-
-    >>> is_filtered({"samples": 16, "sampled": 40, "failed": 0, "reward_sampled": 0.1}), is_filtered({"samples": 16})
-    (True, False)
-    """
-    counts = [number(metrics.get(name)) for name in ("sampled", "failed", "samples")]
-    if number(metrics.get("reward_sampled")) is None or any(count is None for count in counts):
-        return False
-    sampled, failed, samples = (int(count or 0) for count in counts)
-    return sampled - failed > samples
-
-
-def _some(value: Any) -> Any:
-    """None for nothing: a count of 0 needs no words in a line."""
-    return value or None
-
-
-def _named(name: str, value: Any, form: str, unit: str = "") -> str:
-    found = number(value)
-    return "" if found is None else f"{name}{' ' * bool(name)}{found:z{form}}{unit}"
-
-
-def _with_interval(name: str, mean: Any, low: Any, high: Any) -> str:
-    """A mean with its interval: ± where it is about in the middle, else from where to where.
-
-    >>> _with_interval("", 0.5, 0.4, 0.6), _with_interval("", 1.0, 0.7, 1.0), _with_interval("", 0.5, None, None)
-    ('0.500 ± 0.100', '1.000 [0.700, 1.000]', '0.500')
-    """
-    text, middle = _named(name, mean, ".3f"), number(mean)
-    below, above = number(low), number(high)
-    if middle is None or below is None or above is None:
-        return text
-    if abs((below + above) / 2 - middle) <= 0.1 * (above - below):
-        return f"{text} ± {(above - below) / 2:.3f}"
-    return f"{text} [{below:.3f}, {above:.3f}]"
-
-
-def _clock(seconds: float | None) -> str:
-    """A time as one reads it.
-
-    >>> _clock(5), _clock(75), _clock(7384), _clock(None)
-    ('0:05', '1:15', '2:03:04', '–')
-    """
-    if seconds is None:
-        return "–"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verifiers.trainers.advantages import flat_groups
-from verifiers.trainers.watch.display import number
+from verifiers.trainers.watch.wording import number
 
 SILENCE = 50  # steps for which a kind of notice, once given, is not repeated
 PATIENCE = 3  # steps in a row before something is more than an accident

@@ -18,6 +18,7 @@ class NotebookPanel:
     def __init__(self, display: TrainingDisplay) -> None:
         self.display = display
         self.notices: list[str] = []
+        self.is_running = True
         self.picture = Picture(self.html, display.line)
 
     @property
@@ -35,6 +36,7 @@ class NotebookPanel:
         self.picture.draw(force=True)
 
     def stop(self) -> None:
+        self.is_running = False
         self.picture.draw(force=True)
 
     def html(self) -> str:
@@ -46,6 +48,7 @@ class NotebookPanel:
         curve = plot_svg(display.steps, display.evals, display.title) if display.steps or display.evals else ""
         return page_html(
             bar_html(step, display.total_steps, words),
+            text_html(display.phase_text()) if self.is_running else "",
             image_html(curve, "the learning curve so far") if curve else "",
             *(text_html(notice, "vf-bad") for notice in self.notices[-SHOWN_NOTICES:]),
         )

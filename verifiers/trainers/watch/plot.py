@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
 
-from verifiers.trainers.watch.display import clean, is_filtered, number, stretches
+from verifiers.trainers.watch.wording import clean, is_filtered, number, stretches
 
 WIDTH, TOP = 760, 44
 LEFT, RIGHT, HEAD, FOOT = 52, 12, 26, 24  # around the drawing of a panel

@@ -26,12 +26,13 @@ from verifiers.trainers.processes import gathered
 from verifiers.trainers.reward_weights import reward_weights
 from verifiers.trainers.stopping import NotFiniteError
 from verifiers.trainers.watch.audit import audit
-from verifiers.trainers.watch.display import TrainingDisplay, is_filtered
+from verifiers.trainers.watch.display import TrainingDisplay
 from verifiers.trainers.watch.doctor import Watch
 from verifiers.trainers.watch.figures import batch_view, joined, rollout_figures
 from verifiers.trainers.watch.journal import Journal, record_of
 from verifiers.trainers.watch.plot import plot_svg, plot_text
 from verifiers.trainers.watch.tracking import trackers
+from verifiers.trainers.watch.wording import is_filtered
 
 if TYPE_CHECKING:
     from verifiers.trainers.base_config import TrainingConfig
@@ -125,8 +126,8 @@ class Report:
         for tracker in self._trackers:
             self._resources.callback(tracker.close)
         self._display = TrainingDisplay(show=self.config.show_progress, logging_steps=self.config.logging_steps)
-        self._display.start(self._total_steps, f"{self.env_id} · {self.model} · {self.backend}")
         self._resources.callback(self._display.stop)
+        self._display.start(self._total_steps, f"{self.env_id} · {self.model} · {self.backend}")
         self._is_open = True
 
     def enter(self, phase: str) -> None:

@@ -1,0 +1,120 @@
+"""Figures of a training → the words, numbers and rows of blocks that show them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from verifiers.logs import printable
+
+SPARK_CHARS = 32
+_SPARKS = "▁▂▃▄▅▆▇█"
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
+
+
+def sparkline(values: Iterable[float], width: int = SPARK_CHARS) -> str:
+    """A row of blocks, lowest to highest; more values than room are averaged in stretches.
+
+    >>> sparkline([0, 1, 2, 3])
+    '▁▃▆█'
+    >>> sparkline([5, 5])
+    '▄▄'
+    """
+    means = stretches(list(values), width)
+    if not means:
+        return ""
+    low, high = min(means), max(means)
+    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
+        return _SPARKS[3] * len(means)
+    return "".join(_SPARKS[min(int((value - low) / (high - low) * len(_SPARKS)), len(_SPARKS) - 1)] for value in means)
+
+
+def stretches(values: list[float], count: int) -> list[float]:
+    """At most ``count`` means of equal stretches of a list.
+
+    >>> stretches([1, 3, 5, 7], 2), stretches([1], 2)
+    ([2.0, 6.0], [1.0])
+    """
+    if len(values) <= count:
+        return [float(value) for value in values]
+    bounds = [len(values) * i // count for i in range(count + 1)]
+    return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
+
+
+def clean(text: str) -> str:
+    r"""Text on one line that cannot steer a terminal: escape sequences are taken out, other controls shown.
+
+    >>> clean("a\x1b[31mb\x1b]0;title\x07c\nd\x08")
+    'abc d\\x08'
+    """
+    return printable(" ".join(_ESCAPES.sub("", text).splitlines()))
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for anything else.
+
+    >>> number(0.5), number(float("nan")), number(None), number(True)
+    (0.5, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return value
+
+
+def is_filtered(metrics: Mapping[str, Any]) -> bool:
+    """Was more scored in a step than is learned from, so that the two have rewards of their own?
+
+    >>> is_filtered({"samples": 16, "sampled": 40, "failed": 0, "reward_sampled": 0.1}), is_filtered({"samples": 16})
+    (True, False)
+    """
+    counts = [number(metrics.get(name)) for name in ("sampled", "failed", "samples")]
+    if number(metrics.get("reward_sampled")) is None or any(count is None for count in counts):
+        return False
+    sampled, failed, samples = (int(count or 0) for count in counts)
+    return sampled - failed > samples
+
+
+def some(value: Any) -> Any:
+    """None for nothing: a count of 0 needs no words in a line."""
+    return value or None
+
+
+def named(name: str, value: Any, form: str, unit: str = "") -> str:
+    """A figure with its name; nothing where there is none.
+
+    >>> named("kl", 0.25, ".2f"), named("kl", None, ".2f")
+    ('kl 0.25', '')
+    """
+    found = number(value)
+    return "" if found is None else f"{name}{' ' * bool(name)}{found:z{form}}{unit}"
+
+
+def with_interval(name: str, mean: Any, low: Any, high: Any) -> str:
+    """A mean with its interval: ± where it is about in the middle, else from where to where.
+
+    >>> with_interval("", 0.5, 0.4, 0.6), with_interval("", 1.0, 0.7, 1.0), with_interval("", 0.5, None, None)
+    ('0.500 ± 0.100', '1.000 [0.700, 1.000]', '0.500')
+    """
+    text, middle = named(name, mean, ".3f"), number(mean)
+    below, above = number(low), number(high)
+    if middle is None or below is None or above is None:
+        return text
+    if abs((below + above) / 2 - middle) <= 0.1 * (above - below):
+        return f"{text} ± {(above - below) / 2:.3f}"
+    return f"{text} [{below:.3f}, {above:.3f}]"
+
+
+def clock(seconds: float | None) -> str:
+    """A time as one reads it.
+
+    >>> clock(5), clock(75), clock(7384), clock(None)
+    ('0:05', '1:15', '2:03:04', '–')
+    """
+    if seconds is None:
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
