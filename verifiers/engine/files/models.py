@@ -205,8 +205,7 @@ def _cpu_prefers_bfloat16() -> bool:
     if not _multiplies_bfloat16():
         return False
     took = [(_multiply_s(torch.float32), _multiply_s(torch.bfloat16)) for _ in range(8)]
-    float32_s, bfloat16_s = map(min, zip(*took, strict=True))
-    return float32_s > 1.3 * bfloat16_s
+    return min(one for one, _ in took) > 1.3 * min(other for _, other in took)
 
 
 def _multiplies_bfloat16() -> bool:
