@@ -56,7 +56,8 @@ def compare(
     from verifiers.store.comparing import compare_sides
 
     runs = (a, b)
-    sides = [_side(run) for run in runs]
+    about = [metadata_of(run) for run in runs]
+    sides = [_side(run, one.get("env_id")) for run, one in zip(runs, about, strict=True)]
     names = ["reward", *dict.fromkeys(name for side in sides for name in side.metrics)]
     if metric is not None and metric not in names:
         raise click.UsageError(f"--metric {metric}: these runs have {', '.join(names)}")
@@ -64,21 +65,23 @@ def compare(
     first = metric or "reward"
     shown = {name: found.metrics[name] for name in (first, *(name for name in names if name != first))}
     if as_json:
-        click.echo(json.dumps(_as_data(runs, found, shown), ensure_ascii=False, default=str))
+        click.echo(json.dumps(_as_data(runs, about, found, shown), ensure_ascii=False, default=str))
     else:
-        click.echo("\n".join(_describe(runs, sides, found, shown, show)))
+        click.echo("\n".join(_describe(runs, about, sides, found, shown, show)))
     if found.refusal is not None or shown[first].difference is None:
         ctx.exit(REFUSED)
 
 
-def _side(run: RunDir) -> Side:
+def _side(run: RunDir, env_id: str | None) -> Side:
     from verifiers.store.comparing import COLUMNS, Side
 
     note_damage(run)
-    return Side.of(run.records(COLUMNS), env_id=run.metadata.get("env_id"))
+    return Side.of(run.records(COLUMNS), env_id=env_id)
 
 
-def _as_data(runs: Sequence[RunDir], found: RunComparison, shown: Mapping[str, Comparison]) -> dict[str, Any]:
+def _as_data(
+    runs: Sequence[RunDir], about: Sequence[dict[str, Any]], found: RunComparison, shown: Mapping[str, Comparison]
+) -> dict[str, Any]:
     import dataclasses
 
     return {
@@ -89,7 +92,7 @@ def _as_data(runs: Sequence[RunDir], found: RunComparison, shown: Mapping[str, C
         "metrics": {name: dataclasses.asdict(one) for name, one in shown.items()},
         "aggregates": {
             name: {key: dataclasses.asdict(one) for key, one in zip(("a", "b", "difference"), three, strict=True)}
-            for name, three in compare_aggregates(runs, [metadata_of(run) for run in runs]).items()
+            for name, three in compare_aggregates(runs, about).items()
         },
     }
 
@@ -98,9 +101,13 @@ def _as_data(runs: Sequence[RunDir], found: RunComparison, shown: Mapping[str, C
 
 
 def _describe(
-    runs: Sequence[RunDir], sides: Sequence[Side], found: RunComparison, shown: Mapping[str, Comparison], show: int
+    runs: Sequence[RunDir],
+    about: Sequence[dict[str, Any]],
+    sides: Sequence[Side],
+    found: RunComparison,
+    shown: Mapping[str, Comparison],
+    show: int,
 ) -> list[str]:
-    about = [metadata_of(run) for run in runs]
     lines = [f"{letter}  {_named(one, run)}" for letter, one, run in zip("AB", about, runs, strict=True)]
     lines += _settings(*about)
     metric, first = next(iter(shown.items()))
