@@ -33,22 +33,18 @@ def environment() -> vf.Environment:
 def main(folder: Path | None = None, *, steps: int = 40) -> Any:
     folder = folder or Path(tempfile.mkdtemp())
     model, tokenizer = vf.tiny_model(VOWELS + CONSONANTS, hidden_size=32, layers=1)
-    trainer = vf.GRPOTrainer(
-        model=model,
-        tokenizer=tokenizer,
-        env=environment(),
-        config=vf.GRPOConfig(
-            batch_size=128,  # rollouts a step
-            group_size=8,  # of each prompt
-            max_new_tokens=4,
-            learning_rate=1e-2,
-            max_steps=steps,
-            eval_strategy="steps",
-            eval_steps=max(steps // 4, 1),
-            output_dir=folder / "vowels",
-            show_progress=False,
-        ),
+    config = vf.GRPOConfig(
+        batch_size=128,  # rollouts a step
+        group_size=8,  # of each prompt
+        max_new_tokens=4,
+        learning_rate=1e-2,
+        max_steps=steps,
+        eval_strategy="steps",
+        eval_steps=max(steps // 4, 1),
+        output_dir=folder / "vowels",
+        show_progress=False,
     )
+    trainer = vf.GRPOTrainer(model=model, tokenizer=tokenizer, env=environment(), config=config)
     before = trainer.evaluate()
     report = trainer.train()
     after = trainer.evaluate()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import random
 import re
+import sys
 
 import verifiers as vf
 
@@ -86,4 +87,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt as stop:  # what was saved is kept; a traceback says nothing more
+        print(f"\n{str(stop) or 'stopped'}", file=sys.stderr)
+        sys.exit(130)

@@ -53,6 +53,26 @@ def test_an_interrupted_run_is_not_finished_and_does_not_look_so(start, run):
     assert json.loads(run("runs", "list", "--json").stdout)[0]["status"] == "interrupted"
 
 
+def test_ctrl_c_among_several_models_names_those_that_were_not_begun(start, run):
+    with vf.FakeServer("x", latency_s=0.2) as server:
+        asked = ("eval", "arithmetic", "-m", "m", "-m", "other", "-b", server.url, "-n", "200", "-r", "1", "-c", "2")
+        process = start(*asked)
+        deadline = time.monotonic() + 60
+        while len(server.requests) < 4 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert stdout.splitlines()[-1] == "not begun: arithmetic with other"
+
+
+def test_a_list_of_runs_has_a_column_for_tags_only_where_there_are_some(run, folder):
+    run("eval", "arithmetic", "-m", "fake", *SMALL)
+    assert "tags and note" not in run("runs").stdout
+    run("runs", "tag", "last", "baseline")
+    assert "tags and note" in run("runs").stdout
+
+
 def test_a_run_that_goes_on_to_its_end_is_finished(run, folder):
     run("eval", "arithmetic", "-m", "fake", *SMALL)
     only_run().update_metadata({"finished": False, "interrupted": "Ctrl-C"})

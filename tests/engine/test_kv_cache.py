@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -191,3 +193,21 @@ def test_an_empty_row_is_taken_before_an_old_one() -> None:
     parked(table, 2, [5, 6])
     assert table.oldest(0) == 1
     assert table.oldest(2) == 2
+
+
+def test_a_cache_for_many_long_conversations_takes_memory_only_as_they_grow() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("memory is read from /proc")
+    before = resident()
+    shape = Shape(layers=8, kv_heads=4, head_dim=64)
+    cache = SlotCache(shape, 32, 1024, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert cache.store.nbytes == 256 * 2**20
+    assert resident() - before < 64 * 2**20
+    assert not cache.store[3, 1, 5].any()
+    cache.store[3, 1, 5] = 1.0
+    cache.move(5, 7, 1024)
+    assert bool(cache.store[3, 1, 7].all())
+    assert not cache.store[2].any()

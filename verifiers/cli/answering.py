@@ -79,7 +79,7 @@ def find_model(wanted: Wanted) -> Found:
         name = BUNDLED if name in LOCAL else name
         check_local(name)
         return Found(
-            model=name, where="in this process", open=lambda: load_local(name), close=lambda model: model.close()
+            model=name, where="in this process", open=lambda: _load_said(name), close=lambda model: model.close()
         )
     return _from_endpoint(name, wanted, known=[*endpoints, FAKE, *LOCAL])
 
@@ -112,6 +112,11 @@ def check_local(name: str) -> None:
         raise click.UsageError(f"there is no model at {name}")
     if any(importlib.util.find_spec(package) is None for package in ("torch", "transformers")):
         raise click.ClickException(LOCAL_EXTRA)
+
+
+def _load_said(name: str) -> LocalModel:
+    click.echo(f"loading {name}", err=True)
+    return load_local(name)
 
 
 def load_local(name: str, /, **settings: Any) -> LocalModel:

@@ -122,8 +122,12 @@ def _several(ctx: click.Context, prepared: list[Prepared]) -> int:
         data = {"evaluations": figures, **overview_data(found)} if len(models) > 1 and found else figures
         click.echo(json.dumps(data, ensure_ascii=False, allow_nan=False, default=str))
     elif not flags.dry_run:
-        click.echo("\n".join(["", *overview(found)]))
+        click.echo("\n".join(["", *overview(found), *map(_not_begun, prepared[len(outcomes) :])]))
     return max(outcome.code for outcome in outcomes)
+
+
+def _not_begun(one: Prepared) -> str:
+    return f"not begun: {one.flags.env_id} with {one.found.model}"
 
 
 def _prepare(flags: Flags, given: Mapping[str, Any]) -> Prepared:

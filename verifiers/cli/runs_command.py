@@ -59,7 +59,10 @@ def list_command(words: tuple[str, ...], root: tuple[str, ...], show_all: bool, 
         return
     shown = wanted if show_all else wanted[:SHOWN_RUNS]
     header = ["id", "environment", "model", "rollouts", "reward", "status", "when", "tags and note"]
-    click.echo("\n".join(table([_row(one) for one in shown], header=header, right=[3, 4])))
+    rows = [_row(one) for one in shown]
+    if not any(row[-1] for row in rows):  # an empty column is not worth the width
+        header, rows = header[:-1], [row[:-1] for row in rows]
+    click.echo("\n".join(table(rows, header=header, right=[3, 4])))
     more = f"; --all shows {len(wanted) - len(shown)} more" if len(wanted) > len(shown) else ""
     click.echo(dim(f"{some(len(wanted), 'run')}{more}; vf view ID looks into one"))
 
@@ -99,7 +102,7 @@ def delete_command(chosen: tuple[RunDir, ...], yes: bool) -> None:
     for run in chosen:
         one = about(run)
         size = sum(path.stat().st_size for path in Path(run.path).rglob("*") if path.is_file())
-        what = f"{run.path} ({printable(_title(one))}, {size / 1e6:,.1f} MB)"
+        what = f"{run.path} ({printable(_title(one))}, {size / 1e3:,.0f} kB)"
         if not yes and not click.confirm(f"delete {what}?", err=True):
             click.echo(f"kept {run.path}")
             continue

@@ -30,7 +30,7 @@ FAILED = 1
 def training_options(command: Any) -> Any:
     """The options of both commands that are no fields of a configuration."""
     options: list[Callable[[Any], Any]] = [
-        click.option("-m", "--model", metavar="MODEL", help="local, a folder, a hub name."),
+        click.option("-m", "--model", metavar="MODEL", help="smollm2, a folder, a hub name."),
         click.option(
             "-a",
             "--env-args",

@@ -6,6 +6,8 @@ prompt that begins like one of them.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,12 +41,20 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.head_dim * int(dtype.itemsize)
 
 
+def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, which on a CPU take memory only where they are written to: most conversations are shorter than planned."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(tuple(size))
+
+
 class SlotCache:
     """Keys and values of every layer: ``[layers, 2, rows, kv_heads, length, head_dim]``."""
 
     def __init__(self, shape: Shape, rows: int, length: int, *, dtype: torch.dtype, device: torch.device) -> None:
         size = (shape.layers, 2, rows, shape.kv_heads, length, shape.head_dim)
-        self.store = torch.zeros(size, dtype=dtype, device=device)
+        self.store = _zeros(size, dtype, device)
         self.layers = [(self.store[i, 0], self.store[i, 1]) for i in range(shape.layers)]
 
     def move(self, source: int, target: int, n: int) -> None:

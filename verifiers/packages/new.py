@@ -83,15 +83,15 @@ LETTERS = "aeinrst"
 
 
 def make_rows(n: int, seed: int) -> list[dict[str, str]]:
-    """Questions with their answers; the same seed gives the same questions."""
+    """Questions with their answers, none of them twice; the same seed gives the same questions."""
     draw = random.Random(seed)
-    rows = []
-    for _ in range(n):
+    rows = {}
+    while len(rows) < n:
         word = "".join(draw.choices(LETTERS, k=draw.randint(4, 12)))
         letter = draw.choice(LETTERS)
         question = f"How often does the letter {letter} occur in {word}?"
-        rows.append({"question": question, "answer": str(word.count(letter))})
-    return rows
+        rows[question] = {"question": question, "answer": str(word.count(letter))}
+    return list(rows.values())
 
 
 def correct(parser: vf.Parser, completion: vf.Messages, answer: str) -> float:
@@ -100,11 +100,12 @@ def correct(parser: vf.Parser, completion: vf.Messages, answer: str) -> float:
 
 
 def load_environment(num_train_examples: int = 500, num_eval_examples: int = 100, seed: int = 0) -> vf.Environment:
-    """Counting letters; the questions are made on the spot, those to evaluate on from another seed."""
+    """Counting letters; the questions are made on the spot, and none is both to train and to evaluate on."""
     parser = vf.XMLParser(["reasoning", "answer"])
+    rows = make_rows(num_eval_examples + num_train_examples, seed)
     return vf.SingleTurnEnv(
-        dataset=make_rows(num_train_examples, seed),
-        eval_dataset=make_rows(num_eval_examples, seed + 1_000_003),
+        dataset=rows[num_eval_examples:],
+        eval_dataset=rows[:num_eval_examples],
         system_prompt=f"Answer in this form, with a whole number as the answer:\\n{parser.get_format_str()}",
         parser=parser,
         rubric=vf.Rubric([correct, parser.get_format_reward_func()], weights=[1.0, 0.1], parser=parser),

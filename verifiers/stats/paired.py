@@ -57,8 +57,8 @@ class Comparison:
             return f"no example has a score in both runs ({unused})"
         lines = [f"{self.verdict_in_words} {_where(self.difference, self.low, self.high, self.level)}"]
         if self.p_value is not None and self.adjusted_p is not None:
-            corrected = f", {self.adjusted_p:.3g} of {self.metrics} metrics (Holm)" if self.metrics > 1 else ""
-            lines.append(f"p = {self.p_value:.3g}{corrected} ({self.test})")
+            among = f"; corrected for {self.metrics} metrics (Holm): {self.adjusted_p:.3g}" if self.metrics > 1 else ""
+            lines.append(f"p = {self.p_value:.3g} ({self.test}){among}")
         means = f"A {self.mean_a:.3f}, B {self.mean_b:.3f}"
         if self.is_paired:
             won = f"(B won {len(self.won)}, lost {len(self.lost)}, tied {len(self.tied)})"
