@@ -92,11 +92,11 @@ def test_the_readmes_first_screen_has_two_commands_and_two_pictures() -> None:
     first = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:16]
     commands = [line for line in first if line.startswith(("pip install", "vf ", "make "))]
     assert len(commands) == 2
-    assert re.findall(r"\((docs/pictures/[\w.-]+)\)", "\n".join(first)) == [
-        "docs/pictures/viewer.png",
-        "docs/pictures/learning-curve.svg",
+    assert re.findall(r"\((docs/images/[\w.-]+)\)", "\n".join(first)) == [
+        "docs/images/viewer-run.png",
+        "docs/images/learning-curve.svg",
     ]
-    assert "<title>reverse-text" in (ROOT / "docs/pictures/learning-curve.svg").read_text(encoding="utf-8")
+    assert "<title>reverse-text" in (ROOT / "docs/images/learning-curve.svg").read_text(encoding="utf-8")
 
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

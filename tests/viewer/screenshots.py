@@ -17,7 +17,6 @@ from verifiers.viewer import Library, ViewerServer
 from verifiers.viewer.library import run_id_of
 
 IMAGES = making.REPO / "docs" / "images"
-PICTURE = making.REPO / "docs" / "pictures" / "viewer.png"  # the README's
 SIZE = {"width": 1280, "height": 800}
 NARROW = {"width": 390, "height": 844}
 SETTLE_MS = 1500
@@ -82,9 +81,6 @@ def main(folder: Path | None) -> None:
                 draw(browser, url, folder / f"{name}-dark.png", size, "dark")
                 draw(browser, url, folder / f"{name}-narrow.png", NARROW, "light")
             browser.close()
-    if folder is None:
-        PICTURE.parent.mkdir(exist_ok=True)
-        shutil.copyfile(IMAGES / "viewer-run.png", PICTURE)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,8 @@ def _describe(
     lines += _settings(*about)
     metric, first = next(iter(shown.items()))
     if found.refusal is not None:
-        lines.append(f"no verdict: {found.refusal}; --unpaired compares them as two samples")
+        are_of_one = sides[0].env_id == sides[1].env_id
+        lines.append(f"no verdict: {found.refusal}" + "; --unpaired compares them as two samples" * are_of_one)
     lines += ["", heading(metric), *str(first).splitlines()]
     if len(shown) > 1:
         lines += ["", *_metric_table(shown)]
