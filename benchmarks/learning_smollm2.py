@@ -1,14 +1,16 @@
-"""What SmolLM2-135M-Instruct learns on one GPU in minutes: held-out accuracy before and after, with its interval.
+"""What SmolLM2-135M-Instruct learns on one GPU in minutes: held-out accuracy before and after, by question.
 
 python benchmarks/learning_smollm2.py                         # arithmetic, LoRA and full
 GSM8K_PATH=folder python benchmarks/learning_smollm2.py gsm8k  # the same on GSM8K (train.jsonl, test.jsonl)
     --model PATH   a folder or GGUF file instead of the embedded model
-    --minutes 2    stop each run after so long
+    --seed 1 2     a run with each of these seeds
+    --minutes 2    stop each run's reinforcement learning after so long
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -23,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import verifiers as vf
+from verifiers.stats import compare
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,16 +39,17 @@ CASES: dict[str, dict[str, Any]] = {
     "gsm8k": {
         "env": {},
         "metric": "correct_answer",
-        "config": {"batch_size": 1024, "group_size": 16, "max_new_tokens": 200, "max_steps": 150},
+        "config": {"batch_size": 1024, "group_size": 32, "max_new_tokens": 200, "max_steps": 400},
         # Right answers are rare: a higher rate settles for a number that is often right, with no steps before it.
         "rates": {"full": 1e-5, "lora": 1e-4},
         # The model as it comes never puts a number into a box: there would be nothing to learn from.
         "warm_up_rates": {"full": 1e-4, "lora": 1e-3},
+        "warm_up_epochs": 3,
     },
 }
 
 
-def run(name: str, how: str, model_name: str, minutes: float) -> dict[str, Any]:
+def run(name: str, how: str, model_name: str, minutes: float, seed: int) -> dict[str, Any]:
     case = CASES[name]
     sys.path.append(str(ROOT / "environments" / name))
     env = vf.load_environment(name, **case["env"])
@@ -67,6 +71,7 @@ def run(name: str, how: str, model_name: str, minutes: float) -> dict[str, Any]:
             **case["config"],
             learning_rate=case["rates"][how],
             warmup_steps=5,
+            seed=seed,
             max_prompt_length=384,
             bf16=torch.cuda.is_available(),
             eval_sampling_args={"temperature": 0.0},
@@ -77,32 +82,40 @@ def run(name: str, how: str, model_name: str, minutes: float) -> dict[str, Any]:
     )
     at_first = trainer.evaluate()
     if "warm_up_rates" in case:
-        warm_up(trainer, env, case["warm_up_rates"][how])
+        warm_up(trainer, env, case["warm_up_rates"][how], case["warm_up_epochs"], seed)
     before = trainer.evaluate()
     metric = case["metric"] if case["metric"] in before.metric_names else before.metric_names[0]
     began = time.perf_counter()
     report = trainer.train()
     seconds = time.perf_counter() - began
     after = trainer.evaluate()
-    print(f"{name}, {how}, {len(report.steps)} steps in {seconds:.0f} s", flush=True)
+    gain = compare(scores(before, metric), scores(after, metric))
+    print(f"{name}, {how}, seed {seed}, {len(report.steps)} steps in {seconds:.0f} s", flush=True)
     print(f"   held-out {metric} as it came {at_first.interval(metric)}", flush=True)
     print(f"   held-out {metric} before {before.interval(metric)}", flush=True)
     print(f"   held-out {metric} after  {after.interval(metric)}", flush=True)
+    print(f"   question by question, A before and B after: {gain}", flush=True)
     return {
         "case": name,
         "how": how,
+        "seed": seed,
         "steps": len(report.steps),
         "seconds": seconds,
         "as_it_came": vars_of(at_first.interval(metric)),
         "before": vars_of(before.interval(metric)),
         "after": vars_of(after.interval(metric)),
+        "paired": {"difference": gain.difference, "low": gain.low, "high": gain.high, "p": gain.p_value},
         "rewards": [round(reward, 4) for reward in report.rewards],
         "sample": str(after["completion"][0])[:600],
     }
 
 
-def warm_up(trainer: Any, env: Any, rate: float) -> None:
-    """One pass over the worked solutions of the training rows: the form, and what supervision can teach."""
+def scores(results: Any, metric: str) -> dict[Any, Any]:
+    return dict(zip(results["example_id"], results[metric], strict=True))
+
+
+def warm_up(trainer: Any, env: Any, rate: float, epochs: int, seed: int) -> None:
+    """Passes over the worked solutions of the training rows: the form, and what supervision can teach."""
     solutions = {}
     for line in Path(os.environ["GSM8K_PATH"], "train.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -120,7 +133,8 @@ def warm_up(trainer: Any, env: Any, rate: float) -> None:
         dataset=rows,
         config=vf.SFTConfig(
             batch_size=64,
-            num_epochs=1,
+            num_epochs=epochs,
+            seed=seed,
             learning_rate=rate,
             lr_scheduler_type="cosine",
             warmup_ratio=0.1,
@@ -141,13 +155,14 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=["arithmetic"], choices=list(CASES))
     parser.add_argument("--how", nargs="*", default=["full", "lora"], choices=["full", "lora"])
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--seed", nargs="*", type=int, default=[0])
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     rows = []
     for name in args.cases:
-        for how in args.how:
-            rows.append(run(name, how, args.model, args.minutes))
+        for how, seed in itertools.product(args.how, args.seed):
+            rows.append(run(name, how, args.model, args.minutes, seed))
             if args.json:
                 args.json.write_text(json.dumps(rows, indent=1))
 
