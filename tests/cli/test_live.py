@@ -33,6 +33,15 @@ def test_the_interval_is_clustered_by_example():
     assert watched.reach == pytest.approx((exact.high - exact.low) / 2, rel=0.05)
 
 
+def test_a_mean_of_examples_that_are_all_alike_has_no_interval_of_width_zero():
+    watched = Watched(at_once=2)
+    watched.start(6, 0)
+    for example in range(3):
+        watched.update(ended(example, 0.1))
+    assert watched.reach is None
+    assert "±" not in watched.line()
+
+
 def test_the_line_tells_what_is_done_failed_and_running_and_at_what_cost():
     watched = Watched(at_once=2)
     watched.start(6, 0)

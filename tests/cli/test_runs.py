@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
 import re
 import shutil
+import struct
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -114,6 +122,24 @@ def test_two_runs_are_compared_example_by_example(run, runs):
     assert re.search(r"example 1 +0\.000 → 1\.000 +say 1", shown)
     assert "B lost no example" in shown
     assert "\x1b" not in shown
+
+
+def test_the_table_of_a_comparison_fits_a_terminal_of_80_columns(runs):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-m", "verifiers", "compare", *map(str, runs)]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # a terminal whose other end is closed cannot be read
+            while part := os.read(ours, 1 << 16):
+                shown += part
+        assert process.wait() == 0
+    os.close(ours)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
+    at = lines.index("exact")
+    assert re.search(r"^ +0\.500 +0\.833 +\+0\.333 .* no difference shown$", lines[at + 1])
+    assert max(map(len, lines[at - 3 :])) <= 80
 
 
 def test_a_comparison_is_one_json_object_for_a_script(run, runs):

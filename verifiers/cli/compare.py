@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from verifiers.cli.runs import RUN, metadata_of, note_damage
-from verifiers.cli.tables import dim, heading, some, table
+from verifiers.cli.tables import dim, heading, some, table, terminal_width
 from verifiers.logs import printable
 
 if TYPE_CHECKING:
@@ -195,7 +196,13 @@ def _metric_table(found: Mapping[str, Comparison]) -> list[str]:
                 one.verdict or "–",
             ]
         )
-    return table(rows, header=["", "A", "B", "B - A", "interval", "p (Holm)", "verdict"], right=[1, 2, 3])
+    header = ["", "A", "B", "B - A", "interval", "p (Holm)", "verdict"]
+    lines = table(rows, header=header, right=[1, 2, 3])
+    if not sys.stdout.isatty() or max(map(len, lines)) <= terminal_width():
+        return lines
+    first, *others = table([row[1:] for row in rows], header=header[1:], right=[0, 1, 2])
+    named = zip(found, others, strict=True)
+    return ["  " + first, *(line for name, figures in named for line in (printable(name), "  " + figures))]
 
 
 def _number(value: float | None, sign: str = "") -> str:

@@ -59,7 +59,9 @@ class Watched(Tally):
         if examples < 2:
             return None
         squares = self._square - self._sum * self._sum / examples
-        return Z95 * math.sqrt(max(squares, 0.0) / (examples - 1) / examples)
+        if squares <= 1e-9 * max(self._square, 1.0):  # all alike so far, which does not mean that the mean is known
+            return None
+        return Z95 * math.sqrt(squares / (examples - 1) / examples)
 
     @property
     def running(self) -> int:
