@@ -1,10 +1,10 @@
 """A model's modules → decoder layers of the common kind: recognised by their parts, proven by their numbers.
 
 The common kind is norm, rotary attention, norm, gated feed-forward, each added to the hidden states (Llama, Qwen,
-Mistral, SmolLM, Gemma 1); queries and keys may be normed head by head (Qwen3). What is recognised is described here once, as plain data, for every backend; and it is run
-here in fewer operations than transformers takes. A layer is tried both ways on the same probe: what it hands to
-attention and what it returns must agree. Any other layer, and any that has a hook, runs as transformers wrote it.
-Parameters and projections are the layer's own, looked up at every step.
+Mistral, SmolLM, Gemma 1); queries and keys may be normed head by head (Qwen3). What is recognised is described here
+once, as plain data, for every backend; and it is run here in fewer operations than transformers takes. A layer is tried
+both ways on the same probe: what it hands to attention and what it returns must agree. Any other layer, and any that
+has a hook, runs as transformers wrote it. Parameters and projections are the layer's own, looked up at every step.
 """
 
 from __future__ import annotations
