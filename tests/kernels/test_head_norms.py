@@ -173,6 +173,26 @@ def test_the_gradients_of_adapters_on_qwen3_are_those_of_transformers_to_1e_5(tr
     assert_same(learned(model), expected(model, sequences()))
 
 
+def check_autocast(model: Any) -> None:
+    """Queries are in half precision then, and the weights of their norms are not: rounding is left to the modules."""
+    kind, heard = next(model.parameters()).device.type, []
+    scorer = TokenScorer(model)
+    assert len(scorer._decoder.layers) == 3
+    batch = packed_batch(scorer)
+    plain = scorer.logprobs(batch)
+    norm = type(model.model.layers[0].self_attn.q_norm)
+    with pytest.MonkeyPatch.context() as patch, torch.autocast(kind, dtype=torch.bfloat16):
+        own = norm.forward
+        patch.setattr(norm, "forward", lambda self, x: heard.append(self) or own(self, x))
+        rounded = scorer.logprobs(batch)
+    assert model.model.layers[0].self_attn.q_norm in heard
+    assert 0 < float((rounded - plain).abs().max()) < 0.2
+
+
+def test_autocast_leaves_the_norms_of_heads_to_their_modules() -> None:
+    check_autocast(qwen3())
+
+
 def test_packed_rows_that_are_computed_again_have_the_same_gradients() -> None:
     model = qwen3().train()
     kept = learned(model)

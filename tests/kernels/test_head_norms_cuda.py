@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from tests.engine.support.exact import assert_exact, expected, prompt_of  # noqa: E402
 from tests.engine.test_cuda import SHAPES, angles_of, heads_of, mixed  # noqa: E402
 from tests.engine.tiny import tokenizer  # noqa: E402
-from tests.kernels.test_head_norms import assert_same, learned, qwen3  # noqa: E402
+from tests.kernels.test_head_norms import assert_same, check_autocast, learned, qwen3  # noqa: E402
 from tests.kernels.test_head_norms import expected as expected_gradients  # noqa: E402
 from tests.trainers import making  # noqa: E402
 from tests.trainers.test_packing import sequences  # noqa: E402
@@ -22,12 +22,11 @@ from tests.trainers.test_training_cuda import DTYPES, assert_as_good, plain_norm
 from verifiers.engine.sequence import Sampling  # noqa: E402
 from verifiers.kernels import autograd, reference  # noqa: E402
 from verifiers.kernels.norms import HeadNorms  # noqa: E402
-from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")]
 
 EPSILON = 1e-5
-WITHIN = 1e-5
+WITHIN = 3e-5  # sums in another order than cuBLAS adds them up
 
 
 @pytest.fixture(autouse=True)
@@ -173,15 +172,7 @@ def test_the_gradients_of_adapters_on_qwen3_on_a_card_are_those_of_transformers(
 
 
 def test_autocast_leaves_the_norms_of_heads_to_their_modules() -> None:
-    model = on_card()
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        scorer = TokenScorer(model)
-        assert scorer.layouts.longest_batched
-        heard: list[int] = []
-        model.model.layers[0].self_attn.q_norm.register_forward_hook(lambda *_: heard.append(1))
-        ours = learned(model)
-    assert heard
-    assert all(torch.isfinite(one).all() for one in ours.values())
+    check_autocast(on_card())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -69,6 +69,8 @@ class DecoderLayer:
         q, k = self.head_norms
         if attention.q_norm is not q or attention.k_norm is not k or is_hooked(q) or is_hooked(k):
             return None
+        if torch.is_autocast_enabled(q.weight.device.type):  # who rounds in between does it as the modules do
+            return None
         return HeadNorms(q.weight, k.weight, q_epsilon, k_epsilon)
 
     @property

@@ -96,7 +96,7 @@ class LearningLayer:
         """The hidden states, and the queries, keys and values of them."""
         attention, norm, epsilon = self.layer.self_attn, self.layer.input_layernorm, self.known.epsilons[0]
         linears = (attention.q_proj, attention.k_proj, attention.v_proj)
-        head_norms = None if torch.is_autocast_enabled(hidden.device.type) else self.known.fusible_head_norms
+        head_norms = self.known.fusible_head_norms
         must_call_norms = self.known.head_norms is not None and head_norms is None
         is_whole = not (must_call_norms or _has_hooks(norm)) and autograd.are_plain(hidden, linears)
         if epsilon is not None and is_whole:
