@@ -47,6 +47,7 @@ class DecoderLayer:
     epsilons: tuple[float | None, float | None]  # of its two norms, where they are RMS norms
     head_norms: tuple[Any, Any] | None  # of queries and keys, head by head (Qwen3)
     head_epsilons: tuple[float | None, float | None]
+    rotates: bool  # every fourth layer of SmolLM3 has no rotary embedding
     scale: float
     window: int | None
     softcap: float | None
@@ -72,6 +73,10 @@ class DecoderLayer:
         if torch.is_autocast_enabled(q.weight.device.type):  # who rounds in between does it as the modules do
             return None
         return HeadNorms(q.weight, k.weight, q_epsilon, k_epsilon)
+
+    def angles(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of this layer: those of no rotation where it has none, which changes no bit."""
+        return rotary if self.rotates else (torch.ones_like(rotary[0]), torch.zeros_like(rotary[1]))
 
     @property
     def heads(self) -> int:
@@ -109,7 +114,7 @@ class DecoderLayer:
         if self.head_norms is not None and norms is None:
             q, k = attention.q_norm(q), attention.k_norm(k)
         out = attend_rotated(
-            self.index, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *rotary,
+            self.index, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *self.angles(rotary),
             norms=norms, scale=self.scale, window=self.window, softcap=self.softcap,
         )  # fmt: skip
         return out.transpose(1, 2).reshape(x.shape[0], -1)
@@ -216,19 +221,20 @@ def recognise(layer: Any, configs: Sequence[Any], epsilons: dict[int, float]) ->
         DecoderLayer, layer, attention.layer_idx, attention.head_dim, _is_silu(layer.mlp.act_fn, weight), norms,
         None if q_norm is None else (q_norm, k_norm), (epsilons.get(id(q_norm)), epsilons.get(id(k_norm))),
     )  # fmt: skip
-    theirs, ours = _Probe(), _Probe()
+    theirs = _Probe()
     hidden, rotary = _probe_input(weight, attention.head_dim)
     try:
         with torch.no_grad(), without_dropout(layer), attending(configs, theirs):
             expected = type(layer).forward(layer, hidden.clone(), position_embeddings=rotary, attention_mask=None)
-        found = described(**theirs.settings)
-        with torch.no_grad(), without_dropout(layer), attending(configs, ours):
-            given = found.forward(hidden.clone(), position_embeddings=rotary)
+        for rotates in (True, False):
+            found, ours = described(rotates, **theirs.settings), _Probe()
+            with torch.no_grad(), without_dropout(layer), attending(configs, ours):
+                given = found.forward(hidden.clone(), position_embeddings=rotary)
+            if theirs.settings == ours.settings and _is_same([*theirs.seen, expected], [*ours.seen, given]):
+                return found
     except Exception as error:  # foreign code, asked in a way it may not know: then it is not the kind we know
         logger.debug("layer %s runs as it is: %r", attention.layer_idx, error)
-        return None
-    is_same = theirs.settings == ours.settings and _is_same([*theirs.seen, expected], [*ours.seen, given])
-    return found if is_same else None
+    return None
 
 
 class _Probe:

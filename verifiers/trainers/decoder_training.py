@@ -82,7 +82,7 @@ class LearningLayer:
     def _run(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         row = packing.current()
         skipped = row.packing.prefix_tokens if row is not None and self.is_last else 0
-        hidden, q, k, v = self._projected(hidden, rotary)
+        hidden, q, k, v = self._projected(hidden, self.known.angles(rotary))
         if row is None:
             out = dense_attention(q, k, v, self.known.scale)
         else:

@@ -46,6 +46,7 @@ class Layer(Structure):
         *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
         ("norms", HeadNorms),
         *((name, c_float) for name in ("before", "after", "scale")),
+        ("rotates", c_int32),
         ("window", c_int64),
     )
 

@@ -221,6 +221,7 @@ class _Matrices:
             _floor(before, known.epsilons[0]),
             _floor(after, known.epsilons[1]),
             known.scale,
+            known.rotates,
             known.window or 0,
         )
 
