@@ -16,6 +16,7 @@ from torch.autograd import gradcheck  # noqa: E402
 from tests.engine.support.exact import assert_exact, prompt_of, random_model  # noqa: E402
 from tests.engine.tiny import tokenizer  # noqa: E402
 from tests.trainers import making  # noqa: E402
+from tests.trainers.test_families import assert_same, expected, learned  # noqa: E402
 from tests.trainers.test_packing import sequences  # noqa: E402
 from verifiers.engine.sequence import Sampling  # noqa: E402
 from verifiers.kernels import autograd, reference  # noqa: E402
@@ -23,7 +24,7 @@ from verifiers.kernels.cpu import learning  # noqa: E402
 from verifiers.kernels.cpu.binding import decode_functions  # noqa: E402
 from verifiers.kernels.norms import HeadNorms  # noqa: E402
 from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
-from verifiers.trainers.micro_batches import Trained, micro_batches  # noqa: E402
+from verifiers.trainers.micro_batches import micro_batches  # noqa: E402
 
 WITHIN = 1e-5
 WAY = Sampling(max_tokens=24, seed=1)
@@ -118,48 +119,17 @@ def packed_batch(scorer: TokenScorer) -> Any:
     return batch.to(next(scorer.model.parameters()).device)
 
 
-def learned(model: Any) -> dict[str, Any]:
-    """Logprobs and gradients as training computes them: packed rows, by our kernels."""
-    model.zero_grad(set_to_none=True)
-    scorer = TokenScorer(model)
+def check_gradients(model: Any, within: float = WITHIN) -> None:
+    """Training by our kernels, in packed rows, against transformers."""
+    scorer, ours = learned(model)
     assert scorer.layouts.fused
+    assert scorer.layouts.longest_packed
     assert len(scorer._decoder.layers) == 3
-    batch = packed_batch(scorer)
-    found = scorer.logprobs(batch)
-    order = torch.argsort(torch.tensor(batch.members, device=found.device)[batch.sequence_N], stable=True)
-    return gathered(model, found[order])
-
-
-def expected(model: Any, trained: list[Trained]) -> dict[str, Any]:
-    """The same by transformers alone, one sequence after the other."""
-    model.zero_grad(set_to_none=True)
-    found, device = [], next(model.parameters()).device
-    for one in trained:
-        prompt, reply = one.sample.prompt_ids, one.sample.completion_ids
-        ids = torch.tensor([[*prompt, *reply]], device=device)
-        logprobs = torch.log_softmax(model(input_ids=ids).logits[0, len(prompt) - 1 : -1], -1)
-        chosen = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
-        found.append(chosen[torch.tensor(one.sample.completion_mask, device=device) == 1])
-    return gathered(model, torch.cat(found))
-
-
-def gathered(model: Any, found: Any) -> dict[str, Any]:
-    (found * torch.arange(1, len(found) + 1, device=found.device)).sum().backward()
-    grads = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
-    return {"logprobs": found.detach(), **grads}
-
-
-def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, one in theirs.items():
-        assert (ours[name] - one).abs().max() <= WITHIN * one.abs().max(), name
+    assert_same(ours, expected(model), within)
 
 
 def test_the_gradients_of_qwen3_are_those_of_transformers_to_1e_5() -> None:
-    model = qwen3()
-    ours = learned(model)
-    assert {name.rsplit(".", 2)[1] for name in ours if "_norm." in name} == {"q_norm", "k_norm"}
-    assert_same(ours, expected(model, sequences()))
+    check_gradients(qwen3())
 
 
 @pytest.mark.parametrize("trains_norms", [False, True], ids=["adapters", "norms-too"])
@@ -169,8 +139,7 @@ def test_the_gradients_of_adapters_on_qwen3_are_those_of_transformers_to_1e_5(tr
         r=4, target_modules=["q_proj", "k_proj", "v_proj", "down_proj"], init_lora_weights=False,
         modules_to_save=["q_norm"] if trains_norms else None,
     )  # fmt: skip
-    model = peft.get_peft_model(qwen3(), config)
-    assert_same(learned(model), expected(model, sequences()))
+    check_gradients(peft.get_peft_model(qwen3(), config))
 
 
 def check_autocast(model: Any) -> None:
@@ -195,9 +164,9 @@ def test_autocast_leaves_the_norms_of_heads_to_their_modules() -> None:
 
 def test_packed_rows_that_are_computed_again_have_the_same_gradients() -> None:
     model = qwen3().train()
-    kept = learned(model)
+    _, kept = learned(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    again = learned(model)
+    _, again = learned(model)
     assert all(torch.equal(again[name], kept[name]) for name in kept)
 
 

@@ -14,10 +14,8 @@ pytest.importorskip("transformers")
 from tests.engine.support.exact import assert_exact, expected, prompt_of  # noqa: E402
 from tests.engine.test_cuda import SHAPES, angles_of, heads_of, mixed  # noqa: E402
 from tests.engine.tiny import tokenizer  # noqa: E402
-from tests.kernels.test_head_norms import assert_same, check_autocast, learned, qwen3  # noqa: E402
-from tests.kernels.test_head_norms import expected as expected_gradients  # noqa: E402
+from tests.kernels.test_head_norms import check_autocast, check_gradients, qwen3  # noqa: E402
 from tests.trainers import making  # noqa: E402
-from tests.trainers.test_packing import sequences  # noqa: E402
 from tests.trainers.test_training_cuda import DTYPES, assert_as_good, plain_norm, randn  # noqa: E402
 from verifiers.engine.sequence import Sampling  # noqa: E402
 from verifiers.kernels import autograd, reference  # noqa: E402
@@ -160,15 +158,13 @@ def test_a_hook_on_a_head_norm_is_heard_on_a_card_too(start: Any) -> None:
 
 
 def test_the_gradients_of_qwen3_on_a_card_are_those_of_transformers() -> None:
-    model = on_card()
-    assert_same(learned(model), expected_gradients(model, sequences()))
+    check_gradients(on_card())
 
 
 def test_the_gradients_of_adapters_on_qwen3_on_a_card_are_those_of_transformers() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "down_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(on_card(), config)
-    assert_same(learned(model), expected_gradients(model, sequences()))
+    check_gradients(peft.get_peft_model(on_card(), config))
 
 
 def test_autocast_leaves_the_norms_of_heads_to_their_modules() -> None:
