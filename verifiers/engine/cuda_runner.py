@@ -24,6 +24,7 @@ from verifiers.kernels.cuda import decode
 from verifiers.kernels.cuda import sampling as cuda_sampling
 from verifiers.kernels.cuda.projections import OWN_FAULTS, nothing_freed
 from verifiers.kernels.devices import host_index, to_device
+from verifiers.kernels.norms import HeadNorms
 from verifiers.kernels.reference import causal_attention
 from verifiers.kernels.sampling import SamplingColumns, sample
 
@@ -86,8 +87,11 @@ class CudaPrefill:
         heads, dim = out.shape[1], out.shape[3]
         return out.transpose(0, 1).reshape(heads, -1, dim).index_select(1, self.inside)[None]
 
-    def rotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **settings: Any) -> Tensor:
-        decode.rotate_(q, k, cos, sin)
+    def rotated(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None,
+        **settings: Any,
+    ) -> Tensor:  # fmt: skip
+        decode.rotate_(q, k, cos, sin, norms)
         return self(layer, q, k, v, **settings)
 
     def _padded(self, x: Tensor) -> Tensor:

@@ -59,7 +59,11 @@ class ModelRunner:
             self.not_in_c = unsupported(self.decoder) if self.device.type == "cpu" else "it is not on the CPU"
         self.cpu = CpuModel(self.decoder) if self.not_in_c is None else None
         self.onednn = OneDNNLinears(module) if OneDNNLinears.helps(module) else None
-        self._norms = [(one, partial(reference.rms_norm, one, epsilon)) for one, epsilon in self.decoder.norms]
+        self._norms = [
+            (one, partial(reference.rms_norm, one, epsilon))
+            for one, epsilon in self.decoder.norms
+            if id(one) not in self.decoder.fused_norms
+        ]
         self._snapshot = ModuleSnapshot(module)
         self._adapters = _adapted(self._snapshot.modules)
         self._seen: tuple[int, Any] = (0, None)

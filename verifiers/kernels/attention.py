@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from verifiers.kernels.norms import HeadNorms
 from verifiers.kernels.reference import rotary
 
 NAME = "verifiers_slots"
@@ -21,7 +22,8 @@ NAME = "verifiers_slots"
 class Attend(Protocol):
     """What one forward does with the queries, keys and values ``[B, heads, T, dim]`` of a layer.
 
-    One that has a method ``rotated`` besides applies the rotary embedding itself (see `attend_rotated`).
+    One that has a method ``rotated`` besides applies the norms of heads and the rotary embedding itself (see
+    `attend_rotated`).
     """
 
     def __call__(
@@ -58,13 +60,14 @@ def slot_attention(
 
 def attend_rotated(
     layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor,
-    *, scale: float, window: int | None, softcap: float | None,
+    *, norms: HeadNorms | None, scale: float, window: int | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """Attention of queries and keys before their rotary embedding, which is fused with it by whoever can."""
+    """Attention of queries and keys before their norms and rotary embedding, which are fused with it by whoever can."""
     attend = _attend()
     rotated: Callable[..., Tensor] | None = getattr(attend, "rotated", None)
     if rotated is not None:
-        return rotated(layer, q, k, v, cos, sin, scale=scale, window=window, softcap=softcap)
+        return rotated(layer, q, k, v, cos, sin, norms=norms, scale=scale, window=window, softcap=softcap)
+    q, k = (q, k) if norms is None else norms.of(q, k)
     q, k = rotary(q, cos, sin), rotary(k, cos, sin)
     return attend(layer, q, k, v, scale=scale, window=window, softcap=softcap)
 
