@@ -38,7 +38,7 @@ class Sample:
 def samples_of(steps: Iterable[Mapping[str, Any]]) -> list[Sample]:
     """The samples of one rollout, from the exact tokens of its turns.
 
-    Turns join into one sample while each turn's prompt repeats the tokens before it, whatever was asked (of a sub-agent)
+    Turns join into one sample while each prompt repeats the tokens before it, whatever was asked (of a sub-agent)
     in between. Where history was rewritten a new sample begins: nothing is re-tokenized and nothing is masked silently.
 
     >>> one = {"prompt_ids": [1, 2], "completion_ids": [3], "completion_logprobs": [-0.5]}
