@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verifiers.messages import as_messages, called_functions, role_of, text_of
@@ -28,7 +29,7 @@ class Branches:
 
     def place(self, prompt: Any, reply: ChatMessage) -> tuple[int, str]:
         """Number and id of the branch that a call goes on with: the longest that its prompt repeats, or a new one."""
-        before = [_said(message) for message in ([] if _is_ids(prompt) else as_messages(prompt))]
+        before = [_said(message) for message in _messages(prompt)]
         found = [n for n, said in enumerate(self._said) if before[: len(said)] == said]
         number = max(found, key=lambda n: len(self._said[n]), default=len(self._said))
         after = [*before, _said(reply)]
@@ -40,8 +41,18 @@ class Branches:
         return number, self._ids[number]
 
 
-def _is_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
+def last_conversation(steps: Sequence[Mapping[str, Any]]) -> tuple[list[ChatMessage], list[ChatMessage]]:
+    """The conversation that the last step ended: what it began with, and all that was said after that."""
+    last = steps[-1]
+    first = next(step for step in steps if step["trajectory_id"] == last["trajectory_id"])
+    prompt = _messages(first["prompt"])
+    after = _messages(last["prompt"])[len(prompt) :]
+    return prompt, [*after, *as_messages(last["completion"], role="assistant")]
+
+
+def _messages(prompt: Any) -> list[ChatMessage]:
+    is_ids = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
+    return [] if is_ids else as_messages(prompt)
 
 
 def _said(message: ChatMessage) -> _Said:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from verifiers import calls
+from verifiers.envs.agent_branches import last_conversation
 from verifiers.envs.agent_calls import AgentCalls
 from verifiers.envs.agent_endpoint import Address, AgentEndpoint
 from verifiers.envs.agent_programs import Output, Program, check_ended
@@ -143,11 +144,14 @@ class AgentEnv(MultiTurnEnv):
     async def _render_completion(self, state: State) -> None:
         """What the agent returned; else what was said after the first prompt of the conversation that it ended with."""
         completion = state.pop("agent_completion", None)
+        steps = state["trajectory"]
         if completion is None:
-            completion = _last_conversation(state)
+            completion = last_conversation(steps)[1] if steps else []
+        if steps and not state.get("oai_tools"):
+            state["oai_tools"] = steps[-1]["extras"].get("tools")
         state["completion"] = completion if self.message_type == "chat" else last_reply(completion)
 
-    render_completion = calls.both(_render_completion)
+    render_completion = calls.both(_render_completion)  # type: ignore[arg-type]
 
     def own_metrics(self, state: State) -> dict[str, float]:
         branches = {step["trajectory_id"] for step in state.get("trajectory") or ()}
@@ -182,16 +186,6 @@ def _as_completion(said: Any) -> list[Any]:
     if messages is None or any(role_of(message) is None for message in messages):
         raise TypeError(f"the agent returned {said!r:.200}; a text, a message, messages or None is a completion")
     return messages
-
-
-def _last_conversation(state: State) -> list[Any]:
-    steps = state["trajectory"]
-    if not steps:
-        return []
-    last = steps[-1]
-    first = next(step for step in steps if step["trajectory_id"] == last["trajectory_id"])
-    before = len(as_messages(first["prompt"]))
-    return [*as_messages(last["prompt"])[before:], *as_messages(last["completion"], role="assistant")]
 
 
 # --- a command line -----------------------------------------------------------------------------------------------
