@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What is public is promised: a name is added or removed here on purpose.
 PUBLIC = [
     "AccessRefusedError",
+    "AgentEnv",
     "AnthropicClient",
     "BadReplyError",
     "BaseRolloutInput",

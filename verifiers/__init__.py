@@ -13,6 +13,7 @@ _NAMES = {
     "load_endpoints",
     "clients.protocol": "Client Completion Request Tokens",
     "envs": "EnvGroup Environment MultiTurnEnv SingleTurnEnv load_environment",
+    "envs.agent_env": "AgentEnv",
     "envs.code_math_env": "CodeMathEnv",
     "envs.double_check_env": "DoubleCheckEnv",
     "envs.example_data": "load_example_dataset",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from verifiers.types import ChatMessage, Messages
@@ -210,3 +210,24 @@ def sanitize_tool_calls(messages: Messages) -> Messages:
             message = {**message, "tool_calls": [msgspec.json.encode(c).decode() for c in dumped]}
         clean.append(message)
     return clean
+
+
+def chars_in(value: Any, *, stop_after: int) -> int:
+    """The characters of all texts in a request, and one for each thing in it; counting ends once there are too many.
+
+    >>> chars_in(["2+2?", {"role": "user"}], stop_after=100), chars_in(["a" * 50, "b" * 50], stop_after=10)
+    (16, 53)
+    """
+    waiting, found = [value], 0
+    while waiting and found <= stop_after:
+        one = waiting.pop()
+        found += 1
+        if isinstance(one, str):
+            found += len(one) - 1
+        elif isinstance(one, Mapping):
+            waiting += one.keys()
+            waiting += one.values()
+        elif isinstance(one, (list, tuple)):
+            found += len(one)
+            waiting += one if found <= stop_after else ()
+    return found

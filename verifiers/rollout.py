@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar, overload
 
 from verifiers.clients.protocol import Tokens
@@ -29,15 +29,22 @@ class Episode(Protocol):
     async def clean_up(self, state: State) -> None: ...
 
 
-async def run_episode(env: Episode, state: State) -> State:
+async def take_turns(env: Episode, state: State) -> None:
+    """The model speaks, the environment answers, until a stop condition is met."""
+    while not await env.ask_completed(state):
+        prompt = await env.next_prompt(state)
+        if state.get("final_env_response") is not None:
+            continue
+        await env.ask_model(state, prompt)
+
+
+async def run_episode(
+    env: Episode, state: State, turns: Callable[[Any, State], Coroutine[Any, Any, None]] = take_turns
+) -> State:
     """Play one rollout to its end. Whatever goes wrong ends up in the state; nothing but cancellation escapes."""
     try:
         state = await env.start(state)
-        while not await env.ask_completed(state):
-            prompt = await env.next_prompt(state)
-            if state.get("final_env_response") is not None:
-                continue
-            await env.ask_model(state, prompt)
+        await turns(env, state)
     except BaseException as error:  # foreign code runs in every step
         try:
             note_error(state, contained(error))

@@ -24,6 +24,7 @@ class Sample:
     is_truncated: bool = False
     # How many completion tokens each stretch has, and what its sampler recorded (None: nothing).
     sampling: tuple[tuple[int, Mapping[str, Any] | None], ...] = ()
+    steps: tuple[int, ...] = ()  # which steps of the trajectory the sampled tokens are of
 
     def __post_init__(self) -> None:
         n = len(self.completion_ids)
@@ -37,8 +38,8 @@ class Sample:
 def samples_of(steps: Iterable[Mapping[str, Any]]) -> list[Sample]:
     """The samples of one rollout, from the exact tokens of its turns.
 
-    Turns join into one sample while each turn's prompt repeats the tokens before it. Where a chat template rewrote
-    history, a new sample begins: nothing is re-tokenized and nothing is masked silently.
+    Turns join into one sample while each prompt repeats the tokens before it, whatever was asked (of a sub-agent)
+    in between. Where history was rewritten a new sample begins: nothing is re-tokenized and nothing is masked silently.
 
     >>> one = {"prompt_ids": [1, 2], "completion_ids": [3], "completion_logprobs": [-0.5]}
     >>> two = {"prompt_ids": [1, 2, 3, 9], "completion_ids": [4], "completion_logprobs": [-0.1]}
@@ -46,19 +47,21 @@ def samples_of(steps: Iterable[Mapping[str, Any]]) -> list[Sample]:
     [([1, 2], [3, 9, 4], [1, 0, 1])]
     """
     samples: list[Sample] = []
-    for step in steps:
+    for number, step in enumerate(steps):
         tokens = step.get("tokens")
         if tokens is None or tokens.get("overlong_prompt"):
             continue
-        joined = _join(samples[-1], tokens) if samples else None
-        if joined is None:
-            samples.append(_first(tokens))
+        for place in range(len(samples) - 1, -1, -1):
+            joined = _join(samples[place], tokens, number)
+            if joined is not None:
+                samples[place] = joined
+                break
         else:
-            samples[-1] = joined
+            samples.append(_first(tokens, number))
     return samples
 
 
-def _first(tokens: TrajectoryStepTokens) -> Sample:
+def _first(tokens: TrajectoryStepTokens, number: int) -> Sample:
     return Sample(
         prompt_ids=list(tokens["prompt_ids"]),
         completion_ids=list(tokens["completion_ids"]),
@@ -66,13 +69,14 @@ def _first(tokens: TrajectoryStepTokens) -> Sample:
         completion_logprobs=list(tokens["completion_logprobs"]),
         is_truncated=bool(tokens.get("is_truncated")),
         sampling=((len(tokens["completion_ids"]), tokens.get("sampling")),),
+        steps=(number,),
     )
 
 
-def _join(before: Sample, tokens: TrajectoryStepTokens) -> Sample | None:
-    seen = len(before.prompt_ids) + len(before.completion_ids)
+def _join(before: Sample, tokens: TrajectoryStepTokens, number: int) -> Sample | None:
+    first, seen = len(before.prompt_ids), len(before.prompt_ids) + len(before.completion_ids)
     prompt = tokens["prompt_ids"]
-    if prompt[:seen] != before.prompt_ids + before.completion_ids:
+    if len(prompt) < seen or prompt[first:seen] != before.completion_ids or prompt[:first] != before.prompt_ids:
         return None
     between = list(prompt[seen:])
     reply = list(tokens["completion_ids"])
@@ -83,6 +87,7 @@ def _join(before: Sample, tokens: TrajectoryStepTokens) -> Sample | None:
         completion_logprobs=before.completion_logprobs + [0.0] * len(between) + list(tokens["completion_logprobs"]),
         is_truncated=before.is_truncated or bool(tokens.get("is_truncated")),
         sampling=(*before.sampling, (len(between) + len(reply), tokens.get("sampling"))),
+        steps=(*before.steps, number),
     )
 
 

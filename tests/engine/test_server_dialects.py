@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("llguidance")
 
 from tests.engine.support.served import NAME, Served
-from verifiers.engine.server.responses import Conversations
+from verifiers.dialects.responses import Conversations
 from verifiers.errors import RequestRefusedError
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

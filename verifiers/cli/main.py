@@ -32,6 +32,7 @@ COMMANDS = {
     "export": ("verifiers.cli.export:export", "Write a run as a table or as training data."),
     "rescore": ("verifiers.cli.rescore:rescore", "Score a saved run anew, without a model."),
     "replay": ("verifiers.cli.replay:replay", "Play a saved run again from its record."),
+    "import": ("verifiers.cli.import_command:import_command", "Make a run of traces that were recorded elsewhere."),
     "train": ("verifiers.cli.train:train", "Train a model on an environment."),
     "sft": ("verifiers.cli.sft:sft", "Train a model to imitate examples."),
     "models": ("verifiers.cli.models:models", "Fetch and list models that run in this process."),

@@ -19,10 +19,11 @@ def as_openai(completion: Completion, message_type: MessageType = "chat") -> Any
     except ImportError:
         return completion
     kind: Any = ChatCompletion if message_type == "chat" else TextCompletion
-    return kind.construct(**_fields(completion, message_type))
+    return kind.construct(**fields_of(completion, message_type))
 
 
-def _fields(completion: Completion, message_type: MessageType) -> dict[str, Any]:
+def fields_of(completion: Completion, message_type: MessageType) -> dict[str, Any]:
+    """A completion in the words of OpenAI's endpoints."""
     raw = completion.raw if isinstance(completion.raw, dict) else {}
     usage = completion.usage
     counted = usage and {

@@ -64,11 +64,16 @@ def record(client: Any, request: Request, replies: Sequence[CallReply]) -> None:
 def record_completion(client: Any, request: Request, completion: Completion) -> Completion:
     """Note the call that gave a completion, all of its choices; gives the completion back."""
     if _recording.get():
-        first = CallReply(message=completion.message, tokens=completion.tokens, is_truncated=completion.is_truncated)
-        choices = completion.raw.get("choices") if isinstance(completion.raw, dict) else None
-        others = [_read(completion.raw, choice, request) for choice in (choices or [])[1:] if isinstance(choice, dict)]
-        record(client, request, [first, *others])
+        record(client, request, replies_of(request, completion))
     return completion
+
+
+def replies_of(request: Request, completion: Completion) -> list[CallReply]:
+    """Every reply of a completion: one, or as many as the request asked for."""
+    first = CallReply(message=completion.message, tokens=completion.tokens, is_truncated=completion.is_truncated)
+    choices = completion.raw.get("choices") if isinstance(completion.raw, dict) else None
+    others = [_read(completion.raw, choice, request) for choice in (choices or [])[1:] if isinstance(choice, dict)]
+    return [first, *others]
 
 
 def _read(response: dict[str, Any], choice: dict[str, Any], request: Request) -> CallReply:

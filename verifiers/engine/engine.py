@@ -34,7 +34,7 @@ from verifiers.engine.sequence import (
     check_tokens,
 )
 from verifiers.engine.sequential import SequentialCache
-from verifiers.errors import InfraError, ModelError, OverlongPromptError
+from verifiers.errors import InfraError, OverlongPromptError, RateLimitError
 from verifiers.kernels.cpu.threads import is_small
 from verifiers.kernels.devices import host_index
 
@@ -54,7 +54,7 @@ PATIENCE_S = 2.0  # without a new request, before those that have gathered begin
 BURST = 32  # tokens at most that each sequence draws in one call of C; how many are, its speed decides
 
 
-class EngineFullError(ModelError):
+class EngineFullError(RateLimitError):
     """More requests are waiting than the engine takes."""
 
 

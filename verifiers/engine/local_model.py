@@ -29,6 +29,7 @@ from verifiers.engine.text.detokenizer import StopWatch
 from verifiers.engine.text.replies import Choice, Prompt, completion_of, read_choice, reply_id
 from verifiers.engine.text.streams import ReplyStream
 from verifiers.errors import DeadlineError, InfraError, ModelError, OverlongPromptError, RequestRefusedError, wrap
+from verifiers.messages import chars_in
 
 if TYPE_CHECKING:
     from verifiers.engine.backends import Backend
@@ -333,27 +334,6 @@ async def _results(futures: Sequence[Future[Generated]], timeout_s: float | None
     finally:
         for future in futures:
             future.cancel()
-
-
-def chars_in(value: Any, *, stop_after: int) -> int:
-    """The characters of all texts in a request, and one for each thing in it; counting ends once there are too many.
-
-    >>> chars_in(["2+2?", {"role": "user"}], stop_after=100), chars_in(["a" * 50, "b" * 50], stop_after=10)
-    (16, 53)
-    """
-    waiting, found = [value], 0
-    while waiting and found <= stop_after:
-        one = waiting.pop()
-        found += 1
-        if isinstance(one, str):
-            found += len(one) - 1
-        elif isinstance(one, Mapping):
-            waiting += one.keys()
-            waiting += one.values()
-        elif isinstance(one, (list, tuple)):
-            found += len(one)
-            waiting += one if found <= stop_after else ()
-    return found
 
 
 def _tools(request: Request, options: Options) -> Sequence[Mapping[str, Any]] | None:

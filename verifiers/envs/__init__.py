@@ -13,6 +13,7 @@ from verifiers.envs.singleturn_env import SingleTurnEnv
 
 # Kinds that bring tools and the sandbox with them are imported when they are asked for.
 _LATER = {
+    "AgentEnv": "agent_env",
     "CodeMathEnv": "code_math_env",
     "DoubleCheckEnv": "double_check_env",
     "GymEnv": "gym_env",
@@ -27,6 +28,7 @@ _LATER = {
 }
 
 __all__ = [
+    "AgentEnv",
     "CodeMathEnv",
     "DoubleCheckEnv",
     "EnvGroup",

@@ -7,9 +7,9 @@ from typing import Any
 from verifiers.envs.multiturn_env import MultiTurnEnv
 
 _INSTEAD = (
-    "it runs a program in a rented container, and reads its calls to the model through a tunnel. Here, a SandboxEnv "
-    "gives the model a shell on this machine, and a `rollout` of your own may start a program that calls the model at "
-    "the address of `vf serve`"
+    "it runs a program in a rented container, and reads its calls to the model through a tunnel. Here, "
+    "vf.AgentEnv(run='…') runs a command line on this machine and records its calls of the model, and a SandboxEnv "
+    "gives the model a shell"
 )
 
 

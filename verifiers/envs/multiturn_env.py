@@ -126,9 +126,12 @@ class MultiTurnEnv(Environment):
 
     async def _add_model_response(self, state: State, prompt_messages: Messages, response: Any) -> None:
         """Keep a reply as a step of the trajectory."""
+        await self.keep_step(state, self.make_step(state, prompt_messages, response))
+
+    def make_step(self, state: State, prompt_messages: Messages, response: Any) -> Step:
         reply = self.read_reply(response)
         tokens = step_tokens(reply.tokens, self.max_seq_len)
-        step = Step(
+        return Step(
             prompt=prompt_messages,
             completion=[reply.message] if self.message_type == "chat" else reply.text,
             response=response,
@@ -139,7 +142,9 @@ class MultiTurnEnv(Environment):
             trajectory_id=state["trajectory_id"],
             extras={},
         )
-        state["responses"].append(response)
+
+    async def keep_step(self, state: State, step: Step) -> None:
+        state["responses"].append(dict.get(step, "response"))
         state["turn"] += 1
         hook = self._hook("add_trajectory_step")
         kept = cast(TrajectoryStep, step)

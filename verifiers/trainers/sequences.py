@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, chain, groupby, pairwise
 from typing import Any
 
 from verifiers.chat import ChatWriter
@@ -94,7 +94,7 @@ def advantages_of_samples(
     if isinstance(advantage, (int, float)):
         return [float(advantage)] * len(samples)
     total = sum(sum(sample.completion_mask) for sample in samples)
-    turns = _turn_lengths(samples, state, total)
+    turns, order = _turn_lengths(samples, state, total)
     if len(advantage) == len(turns):
         advantage = [one for one, length in zip(advantage, turns, strict=True) for _ in range(length)]
     if len(advantage) != total:
@@ -102,17 +102,20 @@ def advantages_of_samples(
             f"{len(advantage)} advantages for a rollout with {len(turns)} turns and {total} sampled tokens; give one "
             "number, or one for each turn or each token"
         )
-    values = iter(advantage)
+    starts = list(accumulate(turns, initial=0))
+    of_turns = [list(advantage[start:end]) for start, end in pairwise(starts)]
+    values = chain.from_iterable(of_turns[number] for number in order)
     return [[next(values) if is_sampled else 0.0 for is_sampled in sample.completion_mask] for sample in samples]
 
 
-def _turn_lengths(samples: Sequence[Sample], state: Mapping[str, Any], total: int) -> list[int]:
-    """How many tokens were sampled in each turn of the trajectory.
+def _turn_lengths(samples: Sequence[Sample], state: Mapping[str, Any], total: int) -> tuple[list[int], Sequence[int]]:
+    """How many tokens were sampled in each turn of the trajectory, and the order in which the samples have the turns.
 
     Samples tokenized from text have other tokens than a trajectory: then each contiguous part of the mask is a turn.
     """
     tokens = [step.get("tokens") for step in state.get("trajectory") or ()]
     turns = [0 if one is None or one.get("overlong_prompt") else len(one["completion_ids"]) for one in tokens]
     if turns and sum(turns) == total:
-        return turns
-    return [len(list(part)) for sample in samples for is_own, part in groupby(sample.completion_mask) if is_own]
+        return turns, [number for sample in samples for number in sample.steps]
+    parts = [len(list(part)) for sample in samples for is_own, part in groupby(sample.completion_mask) if is_own]
+    return parts, range(len(parts))

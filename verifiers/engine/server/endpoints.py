@@ -12,12 +12,12 @@ from aiohttp import web
 
 from verifiers import errors
 from verifiers.clients.hosts import is_own_host
+from verifiers.dialects.completions import Completions
+from verifiers.dialects.http import error_reply, json_reply, key_of, read_body, words_of
+from verifiers.dialects.messages import Messages
+from verifiers.dialects.responses import Responses
 from verifiers.engine.local_model import LocalModel
-from verifiers.engine.server.completions import Completions
-from verifiers.engine.server.http import error_reply, json_reply, read_body, words_of
-from verifiers.engine.server.messages import Messages
-from verifiers.engine.server.responses import Responses
-from verifiers.engine.server.serving import Serving, key_of
+from verifiers.engine.server.serving import Serving
 from verifiers.engine.server.tokens import TokenEndpoints
 
 logger = logging.getLogger("verifiers.engine")

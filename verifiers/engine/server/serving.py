@@ -12,9 +12,10 @@ from typing import Any
 from aiohttp import web
 
 from verifiers.clients.protocol import Completion, Request
+from verifiers.dialects.http import UnknownModelError, key_of
 from verifiers.engine.local_model import SHORT_CHARS, LocalModel
-from verifiers.engine.server.http import UnknownModelError
 from verifiers.engine.server.shares import Shares
+from verifiers.engine.text.streams import ReplyStream
 from verifiers.types import MessageType
 
 WORK_BYTES = 64 << 10  # of a request's body, that count as much as one reply
@@ -68,6 +69,12 @@ class Serving:
         self.count(completion.raw["usage"])
         return completion
 
+    async def stream(self, http: web.Request, request: Request) -> ReplyStream:
+        return await self.model.stream(request)
+
+    async def prompt_ids(self, request: Request) -> list[int]:
+        return await self.model.prompt_ids(request)
+
     def count(self, usage: Mapping[str, Any]) -> None:
         self.counts["done"] += 1
         self.counts["prompt_tokens"] += usage["prompt_tokens"]
@@ -89,10 +96,3 @@ def served_name(name: str) -> str:
 def _client_of(http: web.Request) -> tuple[str | None, str | None]:
     """Whose share a request is part of: an address and a key, so that several on one machine can be told apart."""
     return http.remote, key_of(http)
-
-
-def key_of(http: web.Request) -> str | None:
-    """The key that a request came with, in OpenAI's header or in Anthropic's."""
-    if "Authorization" in http.headers:
-        return http.headers["Authorization"].removeprefix("Bearer ")
-    return http.headers.get("x-api-key")

@@ -8,8 +8,8 @@ from typing import Any
 from aiohttp import web
 
 from verifiers import errors
-from verifiers.engine.server.completions import with_known_role
-from verifiers.engine.server.http import json_reply, read_body
+from verifiers.dialects.completions import with_known_role
+from verifiers.dialects.http import json_reply, read_body
 from verifiers.engine.server.serving import Serving
 
 _TEXT = frozenset(("add_special_tokens", "return_token_strs"))

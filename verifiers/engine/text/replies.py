@@ -145,12 +145,6 @@ def completion_of(prompt: Prompt, choices: Sequence[Choice], codec: Codec) -> Co
     )
 
 
-def usage_of_completion(completion: Completion | None) -> dict[str, Any]:
-    """The usage that a whole reply came with."""
-    usage: dict[str, Any] = completion.raw["usage"] if completion is not None else {}
-    return usage
-
-
 def envelope(prompt: Prompt, *, is_chunk: bool = False) -> dict[str, Any]:
     kind = "text_completion"
     if prompt.message_type == "chat":

@@ -5,30 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.chat.tool_calls import ToolCall, shown_length
+from verifiers.chat.tool_calls import shown_length
 from verifiers.clients.protocol import Completion
+from verifiers.dialects.completions import wants_ids
+from verifiers.dialects.replies import Piece
 from verifiers.engine.ready_model import ReadyModel
-from verifiers.engine.sequence import Alternatives, Answer, Generated, OnToken, PromptLogprob
+from verifiers.engine.sequence import Answer, Generated, OnToken, PromptLogprob
 from verifiers.engine.text.detokenizer import StopWatch, TextStream
-from verifiers.engine.text.replies import Choice, Prompt, completion_of
+from verifiers.engine.text.logprobs import write_logprobs, write_prompt_logprobs
+from verifiers.engine.text.replies import Choice, Prompt, completion_of, envelope
 from verifiers.errors import DeadlineError, ModelError, wrap
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """Some more of one choice: its text, and the tokens sampled since the last piece."""
-
-    index: int
-    text: str = ""
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: Sequence[Alternatives] = ()
-    calls: list[ToolCall] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop: str | None = None
 
 
 class _Half:
@@ -117,6 +105,38 @@ class ReplyStream:
         except RuntimeError:  # the loop is closed: nobody reads this any more
             return False
         return True
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What every chunk of it begins with."""
+        return envelope(self.prompt, is_chunk=True)
+
+    @property
+    def choices(self) -> int:
+        return self.prompt.options.n
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt.ids)
+
+    def extras(self, piece: Piece, *, is_first: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What was asked for beside the text: of this choice, and of the prompt."""
+        prompt, codec = self.prompt, self._loaded.codec
+        of_choice: dict[str, Any] = {}
+        of_prompt: dict[str, Any] = {}
+        if is_first and prompt.message_type == "completion":
+            of_choice["text"] = prompt.echoed + piece.text
+        if prompt.options.logprobs:
+            echoed = self.prompt_logprobs if is_first and prompt.options.echo else None
+            tokens = piece.ids, piece.logprobs, piece.top_logprobs
+            of_choice["logprobs"] = write_logprobs(prompt, *tokens, codec, echoed=echoed)
+        if is_first and prompt.options.prompt_logprobs is not None:
+            of_choice["prompt_logprobs"] = write_prompt_logprobs(self.prompt_logprobs or (), prompt, codec)
+        if wants_ids(lambda name: getattr(prompt.options, name)):
+            of_choice["token_ids"] = piece.ids
+            if is_first:
+                of_prompt["prompt_token_ids"] = prompt.ids
+        return of_choice, of_prompt
 
     @property
     def prompt_logprobs(self) -> Sequence[PromptLogprob] | None:

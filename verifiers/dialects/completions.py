@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
 
 from verifiers import errors
 from verifiers.clients.protocol import Request
-from verifiers.engine.server.http import EventStream, json_reply, read_body
-from verifiers.engine.server.serving import Serving
-from verifiers.engine.text.logprobs import write_logprobs, write_prompt_logprobs
-from verifiers.engine.text.replies import Prompt, envelope, usage_of_completion
-from verifiers.engine.text.streams import Piece, ReplyStream
+from verifiers.dialects.http import EventStream, json_reply, read_body
+from verifiers.dialects.replies import Model, Piece, Reply, usage_of
 from verifiers.types import MessageType
 
 MOST_CHOICES = 1024  # of a request: prompts × n
@@ -24,12 +21,12 @@ _END = b"data: [DONE]\n\n"
 class Completions:
     """The two endpoints over one model."""
 
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
+    def __init__(self, model: Model) -> None:
+        self._model = model
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         body = await read_body(http)
-        self._serving.check_model(body.pop("model", None))
+        self._model.check_model(body.pop("model", None))
         messages = body.pop("messages", None)
         if not isinstance(messages, list):
             raise errors.RequestRefusedError("'messages' is missing: a list of messages")
@@ -38,7 +35,7 @@ class Completions:
 
     async def text(self, http: web.Request) -> web.StreamResponse:
         body = await read_body(http)
-        self._serving.check_model(body.pop("model", None))
+        self._model.check_model(body.pop("model", None))
         return await self._answer(http, body, _prompts(body.pop("prompt", None)), "completion")
 
     async def _answer(
@@ -47,17 +44,17 @@ class Completions:
         is_stream, wants_usage = _stream_settings(body)
         said = _said(body)
         choices = _choices(said, prompts)
-        asked = [self._serving.request(p, body, tools=tools, message_type=message_type) for p in prompts]
-        async with self._serving.turn(http, choices):
+        asked = [self._model.request(p, body, tools=tools, message_type=message_type) for p in prompts]
+        async with self._model.turn(http, choices):
             if is_stream:
                 return await self._stream(http, asked, wants_usage=wants_usage)
-            replies = await _together([self._serving.complete(http, request) for request in asked])
-        return json_reply(_merged([reply.raw for reply in replies], with_ids=_wants_ids(said)))
+            replies = await _together([self._model.complete(http, request) for request in asked])
+        return json_reply(_merged([reply.raw for reply in replies], with_ids=wants_ids(said.get)))
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
     async def _stream(self, http: web.Request, asked: Sequence[Request], *, wants_usage: bool) -> web.StreamResponse:
-        streams = [await self._serving.model.stream(request) for request in asked]
+        streams = [await self._model.stream(http, request) for request in asked]
         events = EventStream(http)
         try:
             for stream in streams:
@@ -73,39 +70,29 @@ class Completions:
             for stream in streams:
                 stream.close()
 
-    async def _chunks(self, streams: Sequence[ReplyStream], *, wants_usage: bool) -> AsyncIterator[dict[str, Any]]:
-        head = {**envelope(streams[0].prompt, is_chunk=True), "model": self._serving.name}
-        codec = (await self._serving.model.ready()).codec
+    async def _chunks(self, streams: Sequence[Reply], *, wants_usage: bool) -> AsyncIterator[dict[str, Any]]:
+        head = {**streams[0].head, "model": self._model.name}
         seen: set[int] = set()
         async for number, piece in together(streams):
             stream = streams[number]
-            prompt = stream.prompt
-            index = number * prompt.options.n + piece.index
+            index = number * stream.choices + piece.index
             is_first = index not in seen
             seen.add(index)
-            choice = {**_delta(prompt, piece, is_first=is_first), "index": index}
+            more, more_of_all = stream.extras(piece, is_first=is_first)
+            choice = {**_delta(head, piece, is_first=is_first), **more, "index": index}
             chunk = {**head, "choices": [choice]}
-            if prompt.options.logprobs:
-                echoed = stream.prompt_logprobs if is_first and prompt.options.echo else None
-                tokens = piece.ids, piece.logprobs, piece.top_logprobs
-                choice["logprobs"] = write_logprobs(prompt, *tokens, codec, echoed=echoed)
-            if is_first and prompt.options.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = write_prompt_logprobs(stream.prompt_logprobs or (), prompt, codec)
-            if _wants_ids(prompt.options):
-                choice["token_ids"] = piece.ids
-                if is_first:
-                    (chunk if len(streams) == 1 else choice)["prompt_token_ids"] = prompt.ids
+            (chunk if len(streams) == 1 else choice).update(more_of_all)
             if wants_usage:
                 chunk["usage"] = None
             yield chunk
-        usages = [usage_of_completion(stream.completion) for stream in streams]
+        usages = [usage_of(stream.completion) for stream in streams]
         for usage in usages:
-            self._serving.count(usage)
+            self._model.count(usage)
         if wants_usage:
             yield {**head, "choices": [], "usage": _total(usages)}
 
 
-async def together(streams: Sequence[ReplyStream]) -> AsyncIterator[tuple[int, Piece]]:
+async def together(streams: Sequence[Reply]) -> AsyncIterator[tuple[int, Piece]]:
     """The pieces of several replies as they come, each with the number of its reply."""
     if len(streams) == 1:
         async for piece in streams[0]:
@@ -113,7 +100,7 @@ async def together(streams: Sequence[ReplyStream]) -> AsyncIterator[tuple[int, P
         return
     queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
 
-    async def pump(number: int, stream: ReplyStream) -> None:
+    async def pump(number: int, stream: Reply) -> None:
         try:
             async for piece in stream:
                 queue.put_nowait((number, piece))
@@ -179,9 +166,8 @@ def _stream_settings(body: dict[str, Any]) -> tuple[bool, bool]:
     return is_stream, bool(settings.get("include_usage"))
 
 
-def _wants_ids(options: Any) -> bool:
+def wants_ids(read: Callable[[str], Any]) -> bool:
     """Token ids come when they are asked for, and with logprobs unless they are declined."""
-    read = options.get if isinstance(options, dict) else lambda name: getattr(options, name)
     wanted = read("return_token_ids")
     logprobs = read("logprobs")
     return bool(wanted) if wanted is not None else logprobs is not None and logprobs is not False
@@ -204,10 +190,12 @@ def _merged(raws: list[dict[str, Any]], *, with_ids: bool) -> dict[str, Any]:
     """One response of one prompt or of several."""
     response = dict(raws[0])
     if len(raws) > 1:
-        choices = [dict(choice, prompt_token_ids=raw["prompt_token_ids"]) for raw in raws for choice in raw["choices"]]
+        choices = [
+            dict(choice, prompt_token_ids=raw.get("prompt_token_ids")) for raw in raws for choice in raw["choices"]
+        ]
         response["choices"] = [dict(choice, index=index) for index, choice in enumerate(choices)]
         response["usage"] = _total([raw["usage"] for raw in raws])
-        del response["prompt_token_ids"]
+        response.pop("prompt_token_ids", None)
     if not with_ids:
         response.pop("prompt_token_ids", None)
         hidden = ("token_ids", "prompt_token_ids")
@@ -226,10 +214,10 @@ def _total(usages: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _delta(prompt: Prompt, piece: Piece, *, is_first: bool) -> dict[str, Any]:
+def _delta(head: Mapping[str, Any], piece: Piece, *, is_first: bool) -> dict[str, Any]:
     choice: dict[str, Any] = {"finish_reason": piece.finish_reason, "logprobs": None}
-    if prompt.message_type == "completion":
-        return {**choice, "text": prompt.echoed + piece.text if is_first else piece.text}
+    if head["object"] == "text_completion":
+        return {**choice, "text": piece.text}
     delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
     if piece.text or is_first:
         delta["content"] = piece.text

@@ -10,13 +10,11 @@ from aiohttp import web
 
 from verifiers import errors
 from verifiers.chat.tool_calls import ToolCall
-from verifiers.engine.local_model import chars_in
-from verifiers.engine.server.http import EventStream, json_reply, read_body, words_of
-from verifiers.engine.server.response_items import read_body as read_response
-from verifiers.engine.server.response_items import write_call, write_message, write_response
-from verifiers.engine.server.serving import Serving
-from verifiers.engine.text.replies import usage_of_completion
-from verifiers.engine.text.streams import ReplyStream
+from verifiers.dialects.http import EventStream, json_reply, read_body, words_of
+from verifiers.dialects.replies import Model, Reply, usage_of
+from verifiers.dialects.response_items import read_body as read_response
+from verifiers.dialects.response_items import write_call, write_message, write_response
+from verifiers.messages import chars_in
 from verifiers.types import unique_id
 
 KEPT_CHARS = 16 << 20  # of conversations that a later request may go on with
@@ -53,31 +51,31 @@ class Conversations:
 class Responses:
     """The endpoint over one model."""
 
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
+    def __init__(self, model: Model) -> None:
+        self._model = model
         self._conversations = Conversations()
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         body = await read_body(http)
-        self._serving.check_model(body.get("model"))
+        self._model.check_model(body.get("model"))
         asked = read_response(body)
         messages = asked.messages
         if asked.previous_id is not None:
             messages = [*self._conversations.find(asked.previous_id), *messages]
         whole = [{"role": "system", "content": asked.instructions}, *messages] if asked.instructions else messages
-        request = self._serving.request(whole, asked.sampling, tools=asked.tools)
+        request = self._model.request(whole, asked.sampling, tools=asked.tools)
         response = {
             **asked.described,
             "id": f"resp_{unique_id()}",
-            "model": self._serving.name,
+            "model": self._model.name,
         }
-        async with self._serving.turn(http):
+        async with self._model.turn(http):
             if asked.is_stream:
-                stream = await self._serving.model.stream(request)
+                stream = await self._model.stream(http, request)
                 written = await self._stream(http, stream, response)
                 message = None if stream.completion is None else stream.completion.message
             else:
-                completion = await self._serving.complete(http, request)
+                completion = await self._model.complete(http, request)
                 message = completion.message
                 choice = completion.raw["choices"][0]
                 output = _output(message, is_cut=completion.is_truncated, logprobs=choice["logprobs"])
@@ -89,7 +87,7 @@ class Responses:
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
-    async def _stream(self, http: web.Request, stream: ReplyStream, response: Mapping[str, Any]) -> web.StreamResponse:
+    async def _stream(self, http: web.Request, stream: Reply, response: Mapping[str, Any]) -> web.StreamResponse:
         events, number = EventStream(http), 0
         try:
             stream.start()  # here, so that a full engine is still a 429
@@ -98,7 +96,7 @@ class Responses:
                 async for event in _events(stream, response):
                     await events.send({**event, "sequence_number": number}, event=event["type"])
                     number += 1
-                self._serving.count(usage_of_completion(stream.completion))
+                self._model.count(usage_of(stream.completion))
             except errors.Error as error:
                 _, _, code = words_of(error)
                 failed = {**response, "status": "failed", "error": {"code": code, "message": str(error)}, "output": []}
@@ -109,7 +107,7 @@ class Responses:
             stream.close()
 
 
-async def _events(stream: ReplyStream, response: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def _events(stream: Reply, response: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
     begun = {**response, "status": "in_progress", "output": [], "usage": None}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
@@ -138,7 +136,7 @@ async def _events(stream: ReplyStream, response: Mapping[str, Any]) -> AsyncIter
         for event in _call_events(call, len(output)):
             yield event
         output.append(write_call(call))
-    usage = usage_of_completion(stream.completion)
+    usage = usage_of(stream.completion)
     yield {"type": f"response.{status}", "response": write_response(response, output, usage, finish_reason=reason)}
 
 

@@ -9,10 +9,9 @@ from aiohttp import web
 
 from verifiers import errors
 from verifiers.clients import wire
-from verifiers.engine.engine import EngineFullError
 
 RETRY_AFTER_S = 1
-ANTHROPIC = "/v1/messages"  # and what is below: errors there are worded as Anthropic's clients read them
+ANTHROPIC = "/v1/messages"  # in a path: errors there are worded as Anthropic's clients read them
 
 
 class UnknownModelError(errors.RequestRefusedError):
@@ -24,7 +23,7 @@ _WORDS: tuple[tuple[type[Exception], int, str, str], ...] = (
     (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
     (errors.OverlongPromptError, 400, "invalid_request_error", "context_length_exceeded"),
     (errors.RequestRefusedError, 400, "invalid_request_error", "invalid_request"),
-    (EngineFullError, 429, "rate_limit_error", "queue_full"),
+    (errors.RateLimitError, 429, "rate_limit_error", "queue_full"),
     (errors.DeadlineError, 504, "server_error", "deadline_exceeded"),
     (errors.InfraError, 503, "server_error", "unavailable"),
     (errors.Error, 500, "server_error", "model_failed"),
@@ -68,7 +67,7 @@ def error_reply(http: web.Request, status: int, kind: str, code: str, message: s
 
 
 def error_body(http: web.Request, status: int, kind: str, code: str, message: str) -> dict[str, Any]:
-    if http.path.startswith(ANTHROPIC):
+    if ANTHROPIC in http.path:
         named = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         return {"type": "error", "error": {"type": named, "message": message}}
     return {"error": {"message": message, "type": kind, "code": code, "param": None}}
@@ -91,7 +90,7 @@ class EventStream:
     async def fail(self, error: errors.Error) -> None:
         """The status is sent: only the stream itself can say it."""
         status, kind, code = words_of(error)
-        event = "error" if self._http.path.startswith(ANTHROPIC) else None
+        event = "error" if ANTHROPIC in self._http.path else None
         await self.send(error_body(self._http, status, kind, code, str(error)), event=event)
 
     async def end(self, *, mark: bytes = b"") -> web.StreamResponse:
@@ -99,3 +98,10 @@ class EventStream:
             await self.response.write(mark)
         await self.response.write_eof()
         return self.response
+
+
+def key_of(http: web.Request) -> str | None:
+    """The key that a request came with, in OpenAI's header or in Anthropic's."""
+    if "Authorization" in http.headers:
+        return http.headers["Authorization"].removeprefix("Bearer ")
+    return http.headers.get("x-api-key")

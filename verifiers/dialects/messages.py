@@ -10,11 +10,9 @@ from aiohttp import web
 from verifiers import errors
 from verifiers.clients.dialects import arguments_of
 from verifiers.clients.protocol import Request
-from verifiers.engine.server.http import EventStream, json_reply, read_body
-from verifiers.engine.server.message_blocks import read_request
-from verifiers.engine.server.serving import Serving
-from verifiers.engine.text.replies import usage_of_completion
-from verifiers.engine.text.streams import ReplyStream
+from verifiers.dialects.http import EventStream, json_reply, read_body
+from verifiers.dialects.message_blocks import read_request
+from verifiers.dialects.replies import Model, Reply, usage_of
 from verifiers.types import unique_id
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -23,17 +21,17 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 class Messages:
     """The endpoint over one model, and the one that counts tokens."""
 
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
+    def __init__(self, model: Model) -> None:
+        self._model = model
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         body = await read_body(http)
         is_stream = body.pop("stream", None) is True
         request = self._request(body)
-        async with self._serving.turn(http):
+        async with self._model.turn(http):
             if is_stream:
-                return await self._stream(http, await self._serving.model.stream(request))
-            completion = await self._serving.complete(http, request)
+                return await self._stream(http, await self._model.stream(http, request))
+            completion = await self._model.complete(http, request)
         choice = completion.raw["choices"][0]
         blocks = _blocks(completion.text, completion.message.get("tool_calls") or ())
         return json_reply(
@@ -47,28 +45,28 @@ class Messages:
 
     async def count_tokens(self, http: web.Request) -> web.Response:
         request = self._request(await read_body(http), needs_limit=False)
-        async with self._serving.turn(http):
-            ids = await self._serving.model.prompt_ids(request)
+        async with self._model.turn(http):
+            ids = await self._model.prompt_ids(request)
         return json_reply({"input_tokens": len(ids)})
 
     def _request(self, body: dict[str, Any], *, needs_limit: bool = True) -> Request:
-        self._serving.check_model(body.pop("model", None))
+        self._model.check_model(body.pop("model", None))
         if needs_limit and "max_tokens" not in body:
             raise errors.RequestRefusedError("'max_tokens' is missing: how long the reply may be")
         messages, tools, sampling = read_request(body)
-        return self._serving.request(messages, sampling, tools=tools)
+        return self._model.request(messages, sampling, tools=tools)
 
     def _head(self) -> dict[str, Any]:
         return {
             "id": f"msg_{unique_id()}",
             "type": "message",
             "role": "assistant",
-            "model": self._serving.name,
+            "model": self._model.name,
         }
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
-    async def _stream(self, http: web.Request, stream: ReplyStream) -> web.StreamResponse:
+    async def _stream(self, http: web.Request, stream: Reply) -> web.StreamResponse:
         events = EventStream(http)
         try:
             stream.start()  # here, so that a full engine is still a 429
@@ -76,7 +74,7 @@ class Messages:
             try:
                 async for event in _events(stream, self._head()):
                     await events.send(event, event=event["type"])
-                self._serving.count(usage_of_completion(stream.completion))
+                self._model.count(usage_of(stream.completion))
             except errors.Error as error:
                 await events.fail(error)
             return await events.end()
@@ -84,8 +82,8 @@ class Messages:
             stream.close()
 
 
-async def _events(stream: ReplyStream, head: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    usage = {"input_tokens": len(stream.prompt.ids), "output_tokens": 0}
+async def _events(stream: Reply, head: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    usage = {"input_tokens": stream.prompt_tokens, "output_tokens": 0}
     begun = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield {"type": "message_start", "message": begun}
     index, last = 0, None
@@ -107,7 +105,7 @@ async def _events(stream: ReplyStream, head: Mapping[str, Any]) -> AsyncIterator
         yield {"type": "content_block_stop", "index": index}
         index += 1
     ended = _end(None if last is None else last.finish_reason, None if last is None else last.stop)
-    yield {"type": "message_delta", "delta": ended, "usage": _usage(usage_of_completion(stream.completion))}
+    yield {"type": "message_delta", "delta": ended, "usage": _usage(usage_of(stream.completion))}
     yield {"type": "message_stop"}
 
 

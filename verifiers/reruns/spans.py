@@ -1,0 +1,281 @@
+"""Files of OpenTelemetry spans → the calls of a model in them, as the GenAI conventions say them, old and new.
+
+OTLP/JSON (whole, or an object a line, as collectors write it) and the JSON of the SDKs' own spans are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verifiers.messages import as_messages, text_of
+from verifiers.types import ChatMessage
+
+_CALLS = ("chat", "completion", "generate_content", "text_completion")
+_INDEXED = {"input": ("gen_ai.prompt.", "llm.prompts."), "output": ("gen_ai.completion.", "llm.completions.")}
+_KINDS = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """One span, in whatever form it came."""
+
+    trace: str
+    id: str
+    parent: str
+    name: str
+    start: float | str
+    attributes: dict[str, Any]
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call of a model; ``reply`` is None where there was none, or where the trace was recorded without content."""
+
+    span: Span
+    prompt: list[ChatMessage]
+    reply: ChatMessage | None
+    finish_reason: str | None
+    tools: list[dict[str, Any]] | None
+
+
+# --- spans --------------------------------------------------------------------------------------------------------
+
+
+def read_spans(text: str) -> list[Span]:
+    """Every span of a file's text."""
+    return [span for value in _values(text) for span in _spans_in(value)]
+
+
+def _values(text: str) -> Iterator[Any]:
+    """JSON values one after the other: a file may be one, or one a line, or several in a row."""
+    decoder, at = json.JSONDecoder(), 0
+    while True:
+        while at < len(text) and text[at] in " \t\r\n,\ufeff":
+            at += 1
+        if at == len(text):
+            return
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            line = text.count("\n", 0, at) + 1
+            raise ValueError(f"line {line} is not JSON: {error}") from error
+        yield value
+
+
+def _spans_in(value: Any) -> Iterator[Span]:
+    if isinstance(value, list):
+        for one in value:
+            yield from _spans_in(one)
+        return
+    if not isinstance(value, dict):
+        raise ValueError(f"a span is an object, not {value!r:.80}")
+    if "resourceSpans" in value:
+        for resource in value["resourceSpans"]:
+            for scope in resource.get("scopeSpans") or resource.get("instrumentationLibrarySpans") or ():
+                yield from map(_of_otlp, scope.get("spans") or ())
+    elif "spanId" in value:
+        yield _of_otlp(value)
+    elif isinstance(value.get("context"), dict) and "trace_id" in value["context"]:
+        yield _of_sdk(value)
+    else:
+        raise ValueError(f"an object with {', '.join(list(value)[:5]) or 'nothing'} is no OTLP/JSON and no span")
+
+
+def _of_otlp(span: Mapping[str, Any]) -> Span:
+    status = span.get("status") or {}
+    return Span(
+        trace=str(span.get("traceId")),
+        id=str(span.get("spanId")),
+        parent=str(span.get("parentSpanId") or ""),
+        name=str(span.get("name") or ""),
+        start=float(span.get("startTimeUnixNano") or 0),
+        attributes=_attributes(span.get("attributes")),
+        events=[(str(one.get("name")), _attributes(one.get("attributes"))) for one in span.get("events") or ()],
+        error=(status.get("message") or "it failed") if status.get("code") in (2, "STATUS_CODE_ERROR") else None,
+    )
+
+
+def _of_sdk(span: Mapping[str, Any]) -> Span:
+    status = span.get("status") or {}
+    return Span(
+        trace=str(span["context"]["trace_id"]),
+        id=str(span["context"].get("span_id")),
+        parent=str(span.get("parent_id") or ""),
+        name=str(span.get("name") or ""),
+        start=str(span.get("start_time") or ""),
+        attributes=dict(span.get("attributes") or {}),
+        events=[(str(one.get("name")), dict(one.get("attributes") or {})) for one in span.get("events") or ()],
+        error=(status.get("description") or "it failed") if status.get("status_code") == "ERROR" else None,
+    )
+
+
+def _attributes(pairs: Any) -> dict[str, Any]:
+    """
+    >>> _attributes([{"key": "n", "value": {"intValue": "4"}}, {"key": "who", "value": {"stringValue": "me"}}])
+    {'n': 4, 'who': 'me'}
+    """
+    return {str(pair["key"]): _value(pair.get("value") or {}) for pair in pairs or ()}
+
+
+def _value(value: Mapping[str, Any]) -> Any:
+    for kind, said in value.items():
+        if kind == "intValue":
+            return int(said)
+        if kind == "arrayValue":
+            return [_value(one) for one in said.get("values") or ()]
+        return _attributes(said.get("values")) if kind == "kvlistValue" else said
+    return None
+
+
+# --- calls --------------------------------------------------------------------------------------------------------
+
+
+def call_in(span: Span) -> Call | None:
+    """The call of a model that a span is; None for all others (tools, agents, HTTP)."""
+    about = dict(span.attributes)
+    for name, attributes in span.events:
+        if name == "gen_ai.client.inference.operation.details":
+            about |= attributes
+    is_named = about.get("gen_ai.operation.name") in _CALLS or "llm.request.type" in about
+    if not is_named and not any(name.startswith(("gen_ai.prompt.", "gen_ai.completion.")) for name in about):
+        return None
+    prompt = [*_instructions(about), *_said(about, span, "input")]
+    replies = [one for one in _said(about, span, "output") if one.get("role") == "assistant"]
+    stated = _json(about.get("gen_ai.response.finish_reasons"))
+    reasons = stated if isinstance(stated, list) and stated else [one.get("finish_reason") for one in replies]
+    for message in (*prompt, *replies):
+        message.pop("finish_reason", None)
+    return Call(
+        span=span,
+        prompt=prompt,
+        reply=replies[0] if replies else None,
+        finish_reason=_reason(reasons[0] if reasons else None),
+        tools=_tools(about.get("gen_ai.tool.definitions")),
+    )
+
+
+def _reason(reason: Any) -> str | None:
+    return {"tool_call": "tool_calls", "max_tokens": "length"}.get(str(reason), str(reason)) if reason else None
+
+
+def _said(about: Mapping[str, Any], span: Span, side: str) -> list[ChatMessage]:
+    """The messages of one side of a call, in the first of the forms that it has."""
+    stated = _json(about.get(f"gen_ai.{side}.messages"))
+    if isinstance(stated, list):
+        return [message for one in stated for message in _of_parts(one)]
+    events = list(_of_events(span, side))
+    return events or _of_indexes(about, _INDEXED[side])
+
+
+def _instructions(about: Mapping[str, Any]) -> list[ChatMessage]:
+    stated = _json(about.get("gen_ai.system_instructions"))
+    parts = stated if isinstance(stated, list) else [{"type": "text", "content": stated}] if stated else []
+    text = "\n".join(str(part.get("content")) for part in parts if part.get("content"))
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _of_parts(message: Any) -> Iterator[ChatMessage]:
+    """A message of the conventions (a role and parts) as messages of a chat.
+
+    >>> list(_of_parts({"role": "user", "parts": [{"type": "text", "content": "2+2?"}]}))
+    [{'role': 'user', 'content': '2+2?'}]
+    """
+    if not isinstance(message, dict):
+        return
+    if "parts" not in message:
+        yield from as_messages(message)
+        return
+    parts = [part for part in message["parts"] if isinstance(part, dict)]
+    for part in parts:
+        if part.get("type") == "tool_call_response":
+            answer = part.get("response", part.get("result"))
+            yield {"role": "tool", "tool_call_id": part.get("id"), "content": _text(answer)}
+    text = "".join(str(part.get("content") or "") for part in parts if part.get("type") == "text")
+    calls = [_call(part) for part in parts if part.get("type") == "tool_call"]
+    if text or calls or not parts:
+        said: ChatMessage = {"role": message.get("role"), "content": text}
+        said |= {"tool_calls": calls} if calls else {}
+        yield said | ({"finish_reason": message["finish_reason"]} if message.get("finish_reason") else {})
+
+
+def _of_events(span: Span, side: str) -> Iterator[ChatMessage]:
+    """An event for each message: the form before the one of today."""
+    for name, about in span.events:
+        if side == "output" and name == "gen_ai.choice":
+            said = _json(about.get("message"))
+            message = said if isinstance(said, dict) else {"content": about.get("content") or said}
+            reason = {"finish_reason": about["finish_reason"]} if about.get("finish_reason") else {}
+            yield {"role": "assistant", **_chat_fields(message), **reason}
+        elif side == "input" and name.startswith("gen_ai.") and name.endswith(".message"):
+            role = _KINDS.get(name.split(".")[1])
+            if role is not None:
+                called = {"tool_call_id": about["id"]} if role == "tool" and "id" in about else {}
+                yield {"role": role, **_chat_fields(about), **called}
+
+
+def _of_indexes(about: Mapping[str, Any], prefixes: tuple[str, ...]) -> list[ChatMessage]:
+    """An attribute for each field of each message (``gen_ai.prompt.0.content``), as OpenLLMetry writes them."""
+    found: dict[int, dict[str, Any]] = {}
+    for name, value in about.items():
+        prefix = next((one for one in prefixes if name.startswith(one)), None)
+        number, _, key = name.removeprefix(prefix or "").partition(".")
+        if prefix is not None and number.isdigit() and key:
+            found.setdefault(int(number), {})[key] = value
+    messages = []
+    for _, fields in sorted(found.items()):
+        calls: dict[str, dict[str, Any]] = {}
+        for key, value in fields.items():
+            if key.startswith("tool_calls."):
+                _, number, part = key.split(".", 2)
+                calls.setdefault(number, {})[part] = value
+        message: ChatMessage = {
+            "role": fields.get("role") or "assistant",
+            "content": _text(fields.get("content") or ""),
+        }
+        message |= {"tool_calls": [_call(calls[number]) for number in sorted(calls, key=int)]} if calls else {}
+        named = ("tool_call_id", "finish_reason")
+        messages.append({**message, **{name: fields[name] for name in named if fields.get(name)}})
+    return messages
+
+
+def _chat_fields(about: Mapping[str, Any]) -> ChatMessage:
+    content, calls = _json(about.get("content")), _json(about.get("tool_calls"))
+    text = content if isinstance(content, str) else text_of({"content": content}) or _text(content or "")
+    return {"content": text, **({"tool_calls": [_call(one) for one in calls]} if isinstance(calls, list) else {})}
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    about = call.get("function") or call
+    arguments = _text(about.get("arguments") or "{}")
+    return {"id": call.get("id"), "type": "function", "function": {"name": about.get("name"), "arguments": arguments}}
+
+
+def _tools(stated: Any) -> list[dict[str, Any]] | None:
+    tools = _json(stated)
+    if not isinstance(tools, list) or not tools:
+        return None
+    kept = ("name", "description", "parameters")
+    return [
+        tool if "function" in tool else {"type": "function", "function": {k: tool[k] for k in kept if k in tool}}
+        for tool in tools
+        if isinstance(tool, dict)
+    ]
+
+
+def _json(value: Any) -> Any:
+    """Structured values are written as JSON texts where attributes cannot hold them."""
+    if not isinstance(value, str) or value[:1] not in ("[", "{"):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
