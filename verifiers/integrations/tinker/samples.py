@@ -137,7 +137,7 @@ def _stops(given: Any, ready: ReadyModel) -> tuple[frozenset[int] | None, tuple[
     ids = {one for one in stops if isinstance(one, int)}
     texts = tuple(one for one in stops if isinstance(one, str))
     for text in texts:
-        found = ready.codec.encode(text)
+        found = ready.codec.encode(text, special=False)
         ids |= set(found) if len(found) == 1 else set()
     return frozenset(ids), texts
 
