@@ -94,7 +94,8 @@ class TokenScorer:
             return self.score_outputs(out, batch.target_N, kinds[0], with_entropy)
         places = [(batch.drawn_from_N == i).nonzero()[:, 0] for i in range(len(kinds))]
         parts = [
-            self.score_outputs(out[at], batch.target_N[at], kind, with_entropy) for at, kind in zip(places, kinds, strict=True)
+            self.score_outputs(out[at], batch.target_N[at], kind, with_entropy)
+            for at, kind in zip(places, kinds, strict=True)
         ]
         order = torch.cat(places)
         return Scored(

@@ -58,7 +58,7 @@ class Snapshot:
 
 
 class Adapters:
-    """A base model under LoRA layers, one adapter in force at a time; whoever runs it says which, and holds its turn."""
+    """A base model under LoRA layers, one adapter in force at a time; whoever has the turn says which."""
 
     def __init__(self, base: Any) -> None:
         from peft import get_peft_model
@@ -126,7 +126,9 @@ class Adapters:
     def write(self, name: str, snapshot: Snapshot) -> None:
         """Make an adapter what a copy is; ValueError where the two do not fit."""
         live = self._state(name)
-        if odd := [key for key in live.keys() | snapshot.tensors.keys() if _size(live, key) != _size(snapshot.tensors, key)]:
+        if odd := [
+            key for key in live.keys() | snapshot.tensors.keys() if _size(live, key) != _size(snapshot.tensors, key)
+        ]:
             raise ValueError(f"these weights are of another model: {min(odd)} does not fit")
         with torch.no_grad():
             for key, one in live.items():
@@ -157,7 +159,13 @@ def _layers(base: Any) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {flag: [] for flag in FLAGS}
     for name, module in base.named_modules():
         if isinstance(module, torch.nn.Linear):
-            kind = "train_unembed" if module is head else "train_attn" if "attn" in name or "attention" in name else "train_mlp"
+            kind = (
+                "train_unembed"
+                if module is head
+                else "train_attn"
+                if "attn" in name or "attention" in name
+                else "train_mlp"
+            )
             found[kind].append(name)
     return found
 

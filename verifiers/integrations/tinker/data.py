@@ -1,4 +1,4 @@
-"""Bodies of training requests → checked data, and what was computed → bodies: protobuf, or the JSON of older clients."""
+"""Bodies of training requests → checked data, and what was computed → bodies: protobuf, or older clients' JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verifiers.errors import RequestRefusedError
 from verifiers.integrations.tinker import wire
 
 _DTYPES = {wire.FLOAT32: np.dtype(np.float32), wire.INT64: np.dtype(np.int64), wire.INT32: np.dtype(np.int32)}
-_NAMED = {"float32": np.dtype(np.float32), "int64": np.dtype(np.int64)}
+_NAMED: dict[str, Any] = {"float32": np.dtype(np.float32), "int64": np.dtype(np.int64)}
 MOST_CELLS = 1 << 26  # of one tensor, once a sparse one is written out
 
 
@@ -67,8 +67,10 @@ class TrainingRequest:
             if odd := one.inputs.keys() ^ self.data[0].inputs.keys():
                 raise RequestRefusedError(f"datum 0 and datum {i} do not have the same arrays: {min(odd)}")
             for what, ids in (("model_input", one.ids_T), ("target_tokens", one.targets)):
-                if ids.dtype.kind != "i" or (ids.size and not (0 <= int(ids.min()) and int(ids.max()) < vocabulary)):
-                    raise RequestRefusedError(f"datum {i}: {what} holds no tokens of this model, which has {vocabulary}")
+                if ids.dtype.kind != "i" or (ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary)):
+                    raise RequestRefusedError(
+                        f"datum {i}: {what} holds no tokens of this model, which has {vocabulary}"
+                    )
             for name, values in one.inputs.items():
                 _check_input(i, name, values, one.targets.shape, n)
 
@@ -206,11 +208,12 @@ def json_tensor(name: str, value: Any) -> Any:
     shape = None if value.get("shape") is None else tuple(value["shape"])
     try:
         flat = np.array(value["data"], dtype)
-        sparse = [np.array(value[key], np.int64) for key in ("sparse_crow_indices", "sparse_col_indices")] if value.get(
-            "sparse_crow_indices") is not None else None  # fmt: skip
+        if value.get("sparse_crow_indices") is None:
+            return _shaped(name, flat, shape)
+        rows, columns = (np.array(value[key], np.int64) for key in ("sparse_crow_indices", "sparse_col_indices"))
     except (ValueError, OverflowError) as error:
         raise RequestRefusedError(f"{name} holds something else than numbers: {error}") from error
-    return _shaped(name, flat, shape) if sparse is None else _dense(name, flat, *sparse, shape or ())
+    return _dense(name, flat, rows, columns, shape or ())
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The service → the endpoints that Tinker's SDK calls; futures as protobuf, or as JSON for those who do not ask for it."""
+"""The service → the endpoints that Tinker's SDK calls; futures as protobuf, or as JSON where it is not asked for."""
 
 from __future__ import annotations
 
@@ -119,7 +119,9 @@ class Endpoints:
     def _refusal(self, http: web.Request) -> web.Response | None:
         named = http.headers.get("Host")
         if named is not None and not is_own_host(named, self.host, self.allow_hosts):
-            return _error(421, f"this server is not called {named!r:.200}; the names it was given are (--allow-host NAME)")
+            return _error(
+                421, f"this server is not called {named!r:.200}; the names it was given are (--allow-host NAME)"
+            )
         if self.api_key is not None and http.path != f"{API}/healthz":
             given = http.headers.get("X-API-Key") or key_of(http) or ""
             if not hmac.compare_digest(given.encode(errors="surrogateescape"), self.api_key.encode()):
@@ -218,7 +220,9 @@ class Endpoints:
         try:
             found = await self.service.futures.result(request_id)
         except KeyError:
-            return _error(410, f"there is no request {request_id!r:.80}; it was fetched long ago, or its session is over")
+            return _error(
+                410, f"there is no request {request_id!r:.80}; it was fetched long ago, or its session is over"
+            )
         except TimeoutError:
             waiting = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
             return web.json_response(waiting, status=408)

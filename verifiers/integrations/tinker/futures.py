@@ -39,9 +39,7 @@ class Futures:
     def known(self, key: Hashable) -> Pending | None:
         return self._by_key.get(key)
 
-    def add(
-        self, kind: str, future: Future[Any], *, key: Hashable = None, owner: str = "", **told: Any
-    ) -> Pending:
+    def add(self, kind: str, future: Future[Any], *, key: Hashable = None, owner: str = "", **told: Any) -> Pending:
         one = Pending(f"{kind}:{uuid.uuid4().hex}", future, told, owner, key)
         self._all[one.id] = one
         if key is not None:

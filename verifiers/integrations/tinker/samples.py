@@ -107,7 +107,9 @@ def _sampling(
     if not isinstance(given, Mapping):
         raise RequestRefusedError("sampling_params is an object")
     if unknown := given.keys() - _PARAMS:
-        raise RequestRefusedError(f"there is no sampling parameter {min(unknown)!r}; there are {', '.join(sorted(_PARAMS))}")
+        raise RequestRefusedError(
+            f"there is no sampling parameter {min(unknown)!r}; there are {', '.join(sorted(_PARAMS))}"
+        )
     ids, texts = _stops(given.get("stop"), ready)
     top_k, seed = given.get("top_k", -1), given.get("seed")
     wanted = room if given.get("max_tokens") is None else _whole(given, "max_tokens", room, least=1)

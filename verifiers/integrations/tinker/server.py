@@ -22,7 +22,7 @@ DEFAULT_FOLDER = "outputs/tinker"
 
 
 class TinkerServer(ServerThread):
-    """A server while the block lasts: ``with TinkerServer("smollm2") as server: tinker.ServiceClient(base_url=server.url)``.
+    """A server while the block lasts: ``with TinkerServer("smollm2") as server: …``; its ``url`` is the SDK's base_url.
 
     ``model`` is a name, a folder, or a module with its ``tokenizer``; its weights stay as they are, and what is trained
     are LoRA adapters over it. ``folder`` is where they are saved.
@@ -53,7 +53,7 @@ class TinkerServer(ServerThread):
         base = models.get_model(model) if isinstance(model, str | Path) else model
         if hasattr(base, "peft_config"):
             raise ValueError("this model has adapters already: merge them, and serve the result")
-        where = str(getattr(tokenizer, "name_or_path", "") or getattr(base.config, "_name_or_path", "") or model)
+        where = getattr(tokenizer, "name_or_path", "") or getattr(base.config, "_name_or_path", "") or None
         tokenizer = models.get_tokenizer(base) if tokenizer is None else tokenizer
         sizes = {label: value for label, value in (("rows", rows), ("length", length)) if value is not None}
         self.service = Service(

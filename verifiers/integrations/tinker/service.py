@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Service:
     """The model and all that clients have made of it. Methods are called from the server's event loop."""
 
     def __init__(
-        self, base: Any, tokenizer: Any, *, name: str, tokenizer_id: str, folder: str | Path, **sizes: int
+        self, base: Any, tokenizer: Any, *, name: str, tokenizer_id: str | None, folder: str | Path, **sizes: Any
     ) -> None:
         self.name, self.store = name, Store(folder)
         self.adapters = Adapters(base)
@@ -108,7 +109,7 @@ class Service:
             self.samplers.pop(sampler, None)
         for model_id in session.models:
             self.models.pop(model_id, None)
-            self._alone(lambda model_id=model_id: self._learners.pop(model_id).close())
+            self._alone(partial(self._drop, model_id))
         self.futures.forget(session_id)
 
     # --- trainings ------------------------------------------------------------------------------------------------
@@ -151,11 +152,12 @@ class Service:
         del self.models[model_id]
         session.models.discard(model_id)
 
-        def drop() -> dict[str, Any]:
-            self._learners.pop(model_id).close()
-            return {"type": "unload_model", "model_id": model_id}
+        return self._submit("unload_model", partial(self._drop, model_id), session, None)
 
-        return self._submit("unload_model", drop, session, None)
+    def _drop(self, model_id: str) -> dict[str, Any]:
+        if (learner := self._learners.pop(model_id, None)) is not None:
+            learner.close()
+        return {"type": "unload_model", "model_id": model_id}
 
     def learn(self, request: TrainingRequest) -> Pending:
         session = self.session_of(request.model_id)
@@ -184,7 +186,9 @@ class Service:
         model_id = body.get("model_id")
         session, given = self.session_of(model_id), body.get("adam_params") or body.get("optimizer_params") or {}
         if not isinstance(given, Mapping) or given.get("type", "adam") not in ("adam", "adamw"):
-            raise RequestRefusedError(f"this server has the optimizer adamw; a step takes adam_params, not {given!r:.80}")
+            raise RequestRefusedError(
+                f"this server has the optimizer adamw; a step takes adam_params, not {given!r:.80}"
+            )
         read_adam(given)
         return self._in_order(
             "optim_step", body, session, lambda one: {"type": "optim_step", "metrics": one.step(given)}
@@ -244,9 +248,7 @@ class Service:
 
         return self._in_order("save_weights_for_sampler", body, session, snapshot)
 
-    def _write(
-        self, place: Place, one: Learner, body: Mapping[str, Any], ttl_s: int | None, state: Any = None
-    ) -> None:
+    def _write(self, place: Place, one: Learner, body: Mapping[str, Any], ttl_s: int | None, state: Any = None) -> None:
         self.store.save(
             place,
             one.snapshot(),
@@ -294,7 +296,9 @@ class Service:
     def sampler(self, sampler_id: Any) -> Sampler:
         found = self.samplers.get(sampler_id)
         if found is None:
-            raise NotHereError(f"there is no sampling session {sampler_id!r:.200}; its weights were not saved, and it was too old")
+            raise NotHereError(
+                f"there is no sampling session {sampler_id!r:.200}; its weights were not saved, and it was too old"
+            )
         return found
 
     def sample(self, body: Mapping[str, Any]) -> Pending:

@@ -1,8 +1,8 @@
 """Work on one model → whose turn it is: trainings one after the other, samples of one adapter side by side.
 
-The model has one adapter in force at a time. A job that trains, saves or loads has the model to itself. Jobs that sample
-from the same snapshot run together: those that wait when its turn comes, and those that come while it lasts, unless
-somebody else waits. So snapshots never mix, and nobody waits longer than for those who were there before.
+The model has one adapter in force at a time. A job that trains, saves or loads has the model to itself. Jobs that
+sample from the same snapshot run together: those that wait when its turn comes, and those that come while it lasts,
+unless somebody else waits. So snapshots never mix, and nobody waits longer than for those who were there before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Job:
 
 
 class Turns:
-    """A thread that runs jobs. A job with a key returns a `Future` of its own, and its turn lasts until that is done."""
+    """A thread that runs jobs. A job with a key returns a `Future`, and its turn lasts until that is done."""
 
     def __init__(self, prepare: Callable[[Any], None]) -> None:
         self._prepare = prepare  # puts the snapshot of a key in force
