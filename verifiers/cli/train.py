@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 @click.argument("env_id", metavar="[ENV]", required=False, shell_complete=complete_environments)
 @training_options
 @click.option("--eval-before-after", is_flag=True, help="Evaluate before the first and after the last step.")
+@click.option(
+    "--backend",
+    type=click.Choice(["local", "tinker"]),
+    default="local",
+    show_default=True,
+    help="Where the model is: in this process, or at Tinker (key in TINKER_API_KEY), which trains a LoRA.",
+)
+@click.option("--base-url", metavar="URL", help="Where Tinker is; a server of your own is vf tinker-serve.")
 @knob_options(GRPOConfig)
 @click.pass_context
 def train(ctx: click.Context, /, **given: Any) -> None:
@@ -33,6 +41,7 @@ def train(ctx: click.Context, /, **given: Any) -> None:
     vf train @ config.toml --eval-before-after      everything from a file
     vf train … --dry-run                            what would be done
     vf train … --resume outputs/train/…             go on with a run that was stopped
+    vf train gsm8k -m Qwen/Qwen3-8B --backend tinker --lora-r 32 --max-steps 50
 
     The file may hold any of the keys below, at the top or under [train], and env, model, [env] (with id and the
     arguments of load_environment) and [lora]. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
@@ -43,7 +52,10 @@ def train(ctx: click.Context, /, **given: Any) -> None:
         env = job.environment()
         if env is None:
             raise click.UsageError("which environment is it to be trained on? give ENV, or env in the file")
-        trainer = job.build(lambda: _trainer(job, model, env))
+        is_remote = given["backend"] == "tinker"
+        if given["base_url"] and not is_remote:
+            raise click.UsageError("--base-url says where Tinker is; it goes with --backend tinker")
+        trainer = job.build(lambda: (_tinker_trainer if is_remote else _trainer)(job, model, env))
         if given["dry_run"]:
             job.show_plan(trainer, _plan(trainer))
             return
@@ -58,6 +70,16 @@ def _trainer(job: Job, model: str, env: Any) -> Any:
     from verifiers.trainers import GRPOTrainer
 
     return GRPOTrainer(model=model, env=env, config=job.config(), peft_config=job.lora())
+
+
+def _tinker_trainer(job: Job, model: str, env: Any) -> Any:
+    from verifiers.integrations.tinker import TinkerTrainer
+
+    rank = job.given["lora_r"] or (job.settings.lora or {}).get("r")
+    if job.given["lora_alpha"] or "alpha" in (job.settings.lora or {}):
+        raise click.UsageError("--lora-alpha is Tinker's to decide; leave it out")
+    where = job.given["base_url"]
+    return TinkerTrainer(model, env, job.config(), base_url=where, **({} if rank is None else {"rank": rank}))
 
 
 def _plan(trainer: Any) -> Mapping[str, Any]:

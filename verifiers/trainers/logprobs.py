@@ -91,10 +91,11 @@ class TokenScorer:
         out = self.outputs(batch)
         kinds = batch.distributions if temperature is None else (Distribution(temperature=temperature),)
         if len(kinds) == 1 or batch.drawn_from_N is None:
-            return self._score(out, batch.target_N, kinds[0], with_entropy)
+            return self.score_outputs(out, batch.target_N, kinds[0], with_entropy)
         places = [(batch.drawn_from_N == i).nonzero()[:, 0] for i in range(len(kinds))]
         parts = [
-            self._score(out[at], batch.target_N[at], kind, with_entropy) for at, kind in zip(places, kinds, strict=True)
+            self.score_outputs(out[at], batch.target_N[at], kind, with_entropy)
+            for at, kind in zip(places, kinds, strict=True)
         ]
         order = torch.cat(places)
         return Scored(
@@ -103,7 +104,10 @@ class TokenScorer:
             recomputes=any(one.recomputes for one in parts),
         )
 
-    def _score(self, out: Tensor, target_N: Tensor, drawn_from: Distribution, with_entropy: bool) -> Scored:
+    def score_outputs(
+        self, out: Tensor, target_N: Tensor, drawn_from: Distribution, with_entropy: bool = False
+    ) -> Scored:
+        """The same, of what the model made of the places: `outputs`, or some of its rows several times."""
         if not self._is_split:
             return score_logits(out, target_N, drawn_from, with_entropy=with_entropy)
         head, is_ours = (

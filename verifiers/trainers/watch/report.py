@@ -311,6 +311,8 @@ class Report:
 
 def _backend_of(trainer: Trainer) -> str:
     """What samples from the model and what it learns with, and why these are not the quickest, if so."""
+    if (named := getattr(trainer, "backend", None)) is not None:  # a model elsewhere
+        return str(named)
     client, learns = getattr(trainer, "client", None), f"learns {autograd.describe(trainer.model)}"
     return f"sampled {client.backend}, {learns}" if isinstance(client, LocalModel) else learns
 

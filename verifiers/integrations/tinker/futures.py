@@ -1,0 +1,83 @@
+"""Requests under way and done, by the ids that clients ask for them with."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from verifiers import errors
+
+MOST_FETCHED = 256  # results that were fetched and are kept, should the reply have been lost
+WAIT_S = 20.0  # before a client is told to ask again; it gives up a connection after 45
+
+
+@dataclass(eq=False, slots=True)
+class Pending:
+    """One request: its id, what it will give, and what the submission said beside."""
+
+    id: str
+    future: Future[Any]
+    told: dict[str, Any] = field(default_factory=dict)
+    owner: str = ""
+    key: Hashable = None
+    cancel: Callable[[], Any] | None = None
+
+
+class Futures:
+    """What was submitted. A submission that is made again (its reply was lost) gives the same request."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, Pending] = {}
+        self._fetched: OrderedDict[str, None] = OrderedDict()
+        self._by_key: dict[Hashable, Pending] = {}
+
+    def known(self, key: Hashable) -> Pending | None:
+        return self._by_key.get(key)
+
+    def add(self, kind: str, future: Future[Any], *, key: Hashable = None, owner: str = "", **told: Any) -> Pending:
+        one = Pending(f"{kind}:{uuid.uuid4().hex}", future, told, owner, key)
+        self._all[one.id] = one
+        if key is not None:
+            self._by_key[key] = one
+        one.told["request_id"] = one.id
+        return one
+
+    async def result(self, request_id: Any) -> Any:
+        """What a request gave; TimeoutError if it takes longer than a client waits; KeyError if there is none."""
+        one = self._all[request_id]
+        await asyncio.wait([asyncio.wrap_future(one.future)], timeout=WAIT_S)
+        if not one.future.done():
+            raise TimeoutError
+        self._fetched[request_id] = None
+        self._fetched.move_to_end(request_id)
+        while len(self._fetched) > MOST_FETCHED:
+            self._drop(next(iter(self._fetched)))
+        return one.future.result()
+
+    def cancel(self, request_id: Any) -> None:
+        one = self._all.get(request_id)
+        if one is not None and one.cancel is not None:
+            one.cancel()
+
+    def forget(self, owner: str) -> None:
+        """Drop all of a session."""
+        for request_id in [one.id for one in self._all.values() if one.owner == owner]:
+            self._drop(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        self._fetched.pop(request_id, None)
+        one = self._all.pop(request_id)
+        self._by_key.pop(one.key, None)
+
+
+def failure(error: BaseException) -> dict[str, str]:
+    """What a request that failed gives: whose fault it was, and what was wrong."""
+    is_users = isinstance(error, errors.RequestRefusedError | ValueError | errors.OverlongPromptError)
+    if isinstance(error, errors.Error | ValueError):
+        return {"error": str(error), "category": "user" if is_users else "server"}
+    return {"error": f"{type(error).__name__}: {error}", "category": "server"}

@@ -1,0 +1,214 @@
+"""Training requests → gradients, updates and logprobs, of one adapter over the shared model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verifiers.errors import RequestRefusedError
+from verifiers.integrations.tinker.adapters import Adapters, LoraShape, Snapshot
+from verifiers.integrations.tinker.custom_losses import CustomLoss
+from verifiers.integrations.tinker.data import Datum, TrainingRequest
+from verifiers.integrations.tinker.losses import LOSSES
+from verifiers.trainers.base_config import TrainingConfig
+from verifiers.trainers.logprobs import TokenScorer
+from verifiers.trainers.micro_batches import MicroBatch, balanced
+from verifiers.trainers.sampling import PLAIN
+from verifiers.trainers.threads import sensible_threads
+from verifiers.trainers.update import micro_batch_tokens
+from verifiers.trainers.weights import Weights
+
+ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+
+
+class Scoring:
+    """The logprobs of any targets under the adapter in force: what learning and scoring share."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.scorer = TokenScorer(model)
+        self._longest_batched = self.scorer.layouts.limits().get("longest_batched", math.inf)
+        self._tokens = micro_batch_tokens(TrainingConfig(), model)
+
+    def batches(self, data: Sequence[Datum]) -> list[list[int]]:
+        """Which data are computed together: those of about the same length, so many as memory allows."""
+        lengths = np.array([len(one.ids_T) for one in data])
+        order = np.argsort(-lengths, kind="stable")
+        sizes = lengths[order].tolist()
+
+        def end(i: int, cost: int) -> int:
+            return i + 1 if sizes[i] > self._longest_batched else min(len(sizes), i + cost // sizes[i])
+
+        return [order[i:j].tolist() for i, j in balanced(len(sizes), end, self._tokens)]
+
+    def logprobs(self, data: Sequence[Datum]) -> tuple[Tensor, Tensor]:
+        """The logprob of each target, end to end, and which datum each is of."""
+        batch, row_N = _micro_batch(data)
+        batch = batch.to(self.device)
+        out = self.scorer.outputs(batch)
+        if row_N is not None:  # several targets at a place
+            out = out.index_select(0, row_N.to(self.device))
+        return self.scorer.score_outputs(out, batch.target_N, PLAIN).logprob_N, batch.sequence_N
+
+
+class Learner:
+    """One training: an adapter, its gradients so far, and its optimizer."""
+
+    def __init__(self, adapters: Adapters, scoring: Scoring, shape: LoraShape, seed: int | None = None) -> None:
+        self.shape = shape
+        self._adapters, self._scoring = adapters, scoring
+        self.adapter = adapters.add(shape, seed)
+        adapters.use(self.adapter)
+        self._config = TrainingConfig(max_grad_norm=None)
+        self.weights = Weights(adapters.model, self._config)
+
+    def learn(self, request: TrainingRequest, custom: CustomLoss | None) -> tuple[list[Any], dict[str, float]]:
+        """The logprobs of each datum's targets, and figures; the gradients are added to those of the next step."""
+        self._adapters.use(self.adapter)
+        found: list[Any] = [None] * len(request.data)
+        figures: dict[str, float] = {"loss:sum": 0.0}
+        with sensible_threads(self._adapters.model), torch.set_grad_enabled(not request.forward_only):
+            for members in self._scoring.batches(request.data):
+                data = [request.data[i] for i in members]
+                logprob_N, sequence_N = self._scoring.logprobs(data)
+                loss, more = _loss(request, custom, data, logprob_N, sequence_N)
+                if not request.forward_only:
+                    self.weights.backward(loss)
+                figures["loss:sum"] += float(loss.detach())
+                for name, value in more.items():
+                    figures[name] = figures.get(name, 0.0) + value
+                _keep(found, members, data, logprob_N.detach().cpu().numpy())
+        return found, {
+            name: value / len(request.data) if name.endswith(":mean") else value for name, value in figures.items()
+        }
+
+    def step(self, given: Mapping[str, Any]) -> dict[str, float]:
+        """Move the adapter by AdamW; the gradients begin anew."""
+        adam = read_adam(given)
+        self._adapters.use(self.adapter)
+        for group in self.weights.optimizer.param_groups:
+            group.update(betas=(adam["beta1"], adam["beta2"]), eps=adam["eps"], weight_decay=adam["weight_decay"])
+        self._config.max_grad_norm = adam["grad_clip_norm"] if adam["grad_clip_norm"] > 0 else None
+        return {"grad_norm": self.weights.step(adam["learning_rate"])}
+
+    # --- what is saved --------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        return self._adapters.read(self.adapter, self.shape)
+
+    def state(self) -> dict[str, Any]:
+        """The optimizer, and the float32 copies of weights in half precision."""
+        return {
+            "optimizer": self.weights.optimizer.state_dict(),
+            "masters": [one.detach() for one in self.weights.masters],
+        }
+
+    def restore(self, snapshot: Snapshot, state: Mapping[str, Any] | None) -> None:
+        """Become what was saved; without a state the optimizer begins anew."""
+        if snapshot.shape != self.shape:
+            raise RequestRefusedError(f"this training has the LoRA {self.shape}, and the weights {snapshot.shape}")
+        self._adapters.write(self.adapter, snapshot)
+        self._adapters.use(self.adapter)
+        self.weights = Weights(self._adapters.model, self._config)
+        if state is None:
+            return
+        with torch.no_grad():
+            for master, saved in zip(self.weights.masters, state["masters"], strict=True):
+                master.copy_(saved)
+        self.weights.publish()
+        self.weights.optimizer.load_state_dict(state["optimizer"])
+
+    def close(self) -> None:
+        self._adapters.remove(self.adapter)
+
+
+def read_adam(given: Mapping[str, Any]) -> dict[str, float]:
+    """The settings of one step, checked.
+
+    >>> read_adam({"learning_rate": 0.001})["beta2"]
+    0.95
+    """
+    if unknown := given.keys() - {*ADAM, "type"}:
+        raise RequestRefusedError(f"Adam has no setting {min(unknown)!r}; it has {', '.join(ADAM)}")
+    read = {name: given.get(name, usual) for name, usual in ADAM.items()}
+    for name, value in read.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 0 or (name.startswith("beta") and value >= 1):
+            raise RequestRefusedError(f"{name} of a step is no such number: {value!r:.80}")
+    return {name: float(value) for name, value in read.items()}
+
+
+def _loss(
+    request: TrainingRequest, custom: CustomLoss | None, data: Sequence[Datum], logprob_N: Tensor, sequence_N: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    """The sum over a micro-batch, and what a custom loss measured."""
+    if custom is not None:
+        return _custom_loss(custom, data, logprob_N)
+    inputs = {name: _column(data, name, logprob_N.device) for name in data[0].inputs if name != "target_tokens"}
+    return LOSSES[request.loss_fn][0](logprob_N, inputs, request.config, sequence_N).sum(), {}
+
+
+def _custom_loss(custom: CustomLoss, data: Sequence[Datum], logprob_N: Tensor) -> tuple[Tensor, dict[str, float]]:
+    total, figures = logprob_N.new_zeros(()), dict[str, float]()
+    parts = logprob_N.split([one.targets.size for one in data])
+    for one, part in zip(data, parts, strict=True):
+        inputs = {name: torch.from_numpy(np.array(value)).to(part.device) for name, value in one.inputs.items()}
+        try:
+            loss, more = custom(part.view(one.targets.shape), inputs)
+        except RequestRefusedError:
+            raise
+        except Exception as error:  # the client's own function
+            raise RequestRefusedError(f"loss {custom.name!r} failed: {type(error).__name__}: {error}") from error
+        total = total + loss
+        for name, value in more.items():
+            figures[name] = figures.get(name, 0.0) + value
+    return total, figures
+
+
+def _column(data: Sequence[Datum], name: str, device: torch.device) -> Tensor:
+    """One array of all data, end to end, a value for each target."""
+    parts = []
+    for one in data:
+        values, shape = np.asarray(one.inputs[name], np.float32), one.targets.shape
+        if values.ndim == 1 and len(shape) == 2:
+            values = values[:, None]
+        parts.append(np.broadcast_to(values, shape).reshape(-1))
+    return torch.from_numpy(np.concatenate(parts)).to(device)
+
+
+def _keep(found: list[Any], members: Sequence[int], data: Sequence[Datum], logprobs: Any) -> None:
+    ends = np.cumsum([one.targets.size for one in data])
+    for i, one, part in zip(members, data, np.split(logprobs, ends[:-1]), strict=True):
+        found[i] = part.reshape(one.targets.shape)
+
+
+def _micro_batch(data: Sequence[Datum]) -> tuple[MicroBatch, Tensor | None]:
+    """A rectangle padded on the right, and the place of each target in it; which place, where one has several."""
+    lengths = np.array([len(one.ids_T) for one in data])
+    each = np.array([one.targets[0].size for one in data])
+    width = int(lengths.max())
+    ids_BT = np.zeros((len(data), width), np.int64)
+    for row, one in enumerate(data):
+        ids_BT[row, : len(one.ids_T)] = one.ids_T
+    place_P = np.concatenate([row * width + np.arange(n) for row, n in enumerate(lengths)])
+    target_N = np.concatenate([one.targets.reshape(-1) for one in data]).astype(np.int64)
+    unused_N = torch.zeros(0)
+    batch = MicroBatch(
+        ids_BT=torch.from_numpy(ids_BT),
+        place_N=torch.from_numpy(place_P),
+        target_N=torch.from_numpy(target_N),
+        sequence_N=torch.from_numpy(np.repeat(np.arange(len(data)), lengths * each)),
+        old_N=unused_N,
+        advantage_N=unused_N,
+        weight_N=unused_N,
+        members=tuple(range(len(data))),
+    )
+    if each.max() == 1:
+        return batch, None
+    return batch, torch.from_numpy(np.repeat(np.arange(len(place_P)), np.repeat(each, lengths)))

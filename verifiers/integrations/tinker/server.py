@@ -1,0 +1,82 @@
+"""A model → a Tinker server in front of it, in a thread of its own or until the process is told to stop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from verifiers.clients.hosts import is_loopback
+from verifiers.clients.server_thread import ServerThread
+from verifiers.engine.files import models
+from verifiers.engine.ready_model import name_of
+from verifiers.engine.server.serving import served_name
+from verifiers.integrations.tinker import wire
+from verifiers.integrations.tinker.endpoints import Endpoints
+from verifiers.integrations.tinker.service import Service
+
+DEFAULT_FOLDER = "outputs/tinker"
+
+
+class TinkerServer(ServerThread):
+    """A server while the block lasts: ``with TinkerServer("smollm2") as server: …``; its ``url`` is the SDK's base_url.
+
+    ``model`` is a name, a folder, or a module with its ``tokenizer``; its weights stay as they are, and what is trained
+    are LoRA adapters over it. ``folder`` is where they are saved.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        name: str | None = None,
+        folder: str | Path = DEFAULT_FOLDER,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        api_key: str | None = None,
+        allow_hosts: Sequence[str] = (),
+        insecure: bool = False,
+        rows: int | None = None,
+        length: int | None = None,
+    ) -> None:
+        super().__init__(host=host, port=port)
+        if not is_loopback(host) and api_key is None and not insecure:
+            raise ValueError(
+                f"on {host or 'every address'} without an API key, whoever reaches this machine can train and read: "
+                "set a key, or say that this is meant (--insecure, insecure=True)"
+            )
+        wire.message("Chunk")  # a package that is missing is found before a model is loaded
+        base = models.get_model(model) if isinstance(model, str | Path) else model
+        if hasattr(base, "peft_config"):
+            raise ValueError("this model has adapters already: merge them, and serve the result")
+        where = getattr(tokenizer, "name_or_path", "") or getattr(base.config, "_name_or_path", "") or None
+        tokenizer = models.get_tokenizer(base) if tokenizer is None else tokenizer
+        sizes = {label: value for label, value in (("rows", rows), ("length", length)) if value is not None}
+        self.service = Service(
+            base, tokenizer, name=name or served_name(name_of(model)), tokenizer_id=where, folder=folder, **sizes
+        )
+        self._endpoints = Endpoints(self.service, api_key=api_key, host=host, allow_hosts=allow_hosts)
+
+    @property
+    def url(self) -> str:
+        """What clients are given as ``base_url``, or in TINKER_BASE_URL."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def make_runner(self) -> web.AppRunner:
+        return web.AppRunner(self._endpoints.app(), access_log=None, shutdown_timeout=0.1)
+
+    def stop(self) -> None:
+        super().stop()
+        self.service.close()
+
+
+def serve(server: TinkerServer, on_ready: Callable[[str], None]) -> None:
+    """Serve until the process is told to stop; ``on_ready`` gets the URL once it listens."""
+    with server:
+        on_ready(server.url)
+        threading.Event().wait()

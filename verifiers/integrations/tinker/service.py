@@ -1,0 +1,400 @@
+"""What a Tinker client asks for, done on one model: sessions, trainings, samplers, and what they save."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verifiers.engine.local_model import LocalModel
+from verifiers.errors import RequestRefusedError
+from verifiers.integrations.tinker.adapters import Adapters, LoraShape, Snapshot
+from verifiers.integrations.tinker.custom_losses import CustomLoss
+from verifiers.integrations.tinker.data import Datum, TrainingRequest, Written, forward_backward_output
+from verifiers.integrations.tinker.futures import Futures, Pending
+from verifiers.integrations.tinker.learner import Learner, Scoring, read_adam
+from verifiers.integrations.tinker.losses import check_loss
+from verifiers.integrations.tinker.samples import SampleRequest, gathered, reply_logprobs, sample_response
+from verifiers.integrations.tinker.store import Place, Store, check_name, read_ttl
+from verifiers.integrations.tinker.turns import Turns
+
+SILENT_S = 3600.0  # without a heartbeat, before a session is over; a client sends one every 10 seconds
+MOST_UNSAVED = 64  # samplers of a session whose weights have no name and are in memory alone; the oldest go
+MOST_RECORDED = 1 << 16  # sampled sequences whose logprobs can be found again
+
+
+class NotHereError(RequestRefusedError):
+    """Something was asked for by a name that nothing here has."""
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One client: its trainings and samplers go when it does."""
+
+    id: str
+    seen: float = field(default_factory=time.monotonic)
+    models: set[str] = field(default_factory=set)
+    samplers: set[str] = field(default_factory=set)
+    unsaved: list[str] = field(default_factory=list)
+    losses: dict[str, CustomLoss] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """What a sampling session samples from."""
+
+    snapshot: Snapshot | None
+    path: str | None = None
+
+
+class Service:
+    """The model and all that clients have made of it. Methods are called from the server's event loop."""
+
+    def __init__(
+        self, base: Any, tokenizer: Any, *, name: str, tokenizer_id: str | None, folder: str | Path, **sizes: Any
+    ) -> None:
+        self.name, self.store = name, Store(folder)
+        self.adapters = Adapters(base)
+        self.local = LocalModel(self.adapters.model, tokenizer, name=name, **sizes)
+        self.ready = self.local.load()
+        self.tokenizer_id = tokenizer_id
+        with self.ready.engine.lock:
+            self.scoring = Scoring(self.adapters.model)
+        self.turns = Turns(self._put_in_force)
+        self.futures = Futures()
+        self.sessions: dict[str, Session] = {}
+        self.samplers: dict[str, Sampler] = {}
+        self.models: dict[str, Session] = {}
+        self._learners: dict[str, Learner] = {}
+        self._recorded: OrderedDict[str, Any] = OrderedDict()
+
+    def close(self) -> None:
+        self.local.close()
+        self.turns.close()
+
+    @property
+    def length(self) -> int:
+        return self.ready.engine.length
+
+    # --- sessions -------------------------------------------------------------------------------------------------
+
+    def open_session(self) -> str:
+        for one in [one for one in self.sessions.values() if time.monotonic() - one.seen > SILENT_S]:
+            self.end_session(one.id)
+        session = Session(uuid.uuid4().hex)
+        self.sessions[session.id] = session
+        return session.id
+
+    def session(self, session_id: Any) -> Session:
+        found = self.sessions.get(session_id)
+        if found is None:
+            raise NotHereError(f"there is no session {session_id!r:.80}; it is over, or the server was started anew")
+        found.seen = time.monotonic()
+        return found
+
+    def end_session(self, session_id: str) -> None:
+        session = self.sessions.pop(session_id, None)
+        if session is None:
+            return
+        for sampler in session.samplers:
+            self.samplers.pop(sampler, None)
+        for model_id in session.models:
+            self.models.pop(model_id, None)
+            self._alone(partial(self._drop, model_id))
+        self.futures.forget(session_id)
+
+    # --- trainings ------------------------------------------------------------------------------------------------
+
+    def create_model(self, body: Mapping[str, Any]) -> Pending:
+        session, number = self.session(body.get("session_id")), body.get("model_seq_id")
+        model_id = f"{session.id}:train:{number}"
+        if known := self.futures.known(("create", model_id)):
+            return known
+        self.check_base(body.get("base_model"))
+        kind = (body.get("optimizer_config") or {}).get("type", "adamw")
+        if kind != "adamw":
+            raise RequestRefusedError(f"this server has the optimizer adamw, not {kind!r:.80}")
+        lora = body.get("lora_config")
+        shape, seed = LoraShape.read(lora), lora.get("seed") if isinstance(lora, Mapping) else None
+        if seed is not None and type(seed) is not int:
+            raise RequestRefusedError(f"seed is a number, not {seed!r:.80}")
+        self.store.add_run(model_id, base_model=self.name, shape=shape, metadata=body.get("user_metadata"))
+        session.models.add(model_id)
+        self.models[model_id] = session
+
+        def make() -> dict[str, Any]:
+            self._learners[model_id] = Learner(self.adapters, self.scoring, shape, seed)
+            return {"type": "create_model", "model_id": model_id}
+
+        return self._submit("create_model", make, session, ("create", model_id), model_id=model_id)
+
+    def check_base(self, name: Any) -> None:
+        if name != self.name:
+            raise NotHereError(f"the model {name!r:.200} is not served here; {self.name!r} is")
+
+    def session_of(self, model_id: Any) -> Session:
+        found = self.models.get(model_id)
+        if found is None:
+            raise NotHereError(f"there is no training {model_id!r:.200}; it was unloaded, or the server started anew")
+        return found
+
+    def unload(self, model_id: str) -> Pending:
+        session = self.session_of(model_id)
+        del self.models[model_id]
+        session.models.discard(model_id)
+
+        return self._submit("unload_model", partial(self._drop, model_id), session, None)
+
+    def _drop(self, model_id: str) -> dict[str, Any]:
+        if (learner := self._learners.pop(model_id, None)) is not None:
+            learner.close()
+        return {"type": "unload_model", "model_id": model_id}
+
+    def learn(self, request: TrainingRequest) -> Pending:
+        session = self.session_of(request.model_id)
+        key = (request.model_id, request.seq_id)
+        if request.seq_id is not None and (known := self.futures.known(key)):
+            return known
+        request.check(vocabulary=self.ready.vocabulary, length=self.length)
+        custom = None
+        if request.loss_fn == "custom":
+            custom = session.losses.get(str(request.config.get("loss_id")))
+            if custom is None:
+                raise NotHereError(f"there is no custom loss {request.config.get('loss_id')!r:.80} in this session")
+        else:
+            if request.loss_fn == "stable_reinforce":
+                request = replace(request, data=[self._with_recorded(i, one) for i, one in enumerate(request.data)])
+            for i, one in enumerate(request.data):
+                check_loss(request.loss_fn, one.inputs, request.config, f"datum {i}")
+
+        def run() -> Written:
+            return forward_backward_output(*self._learner(request.model_id).learn(request, custom))
+
+        wanted = key if request.seq_id is not None else None
+        return self._submit("forward_backward", run, session, wanted, model_id=request.model_id)
+
+    def optim_step(self, body: Mapping[str, Any]) -> Pending:
+        model_id = body.get("model_id")
+        session, given = self.session_of(model_id), body.get("adam_params") or body.get("optimizer_params") or {}
+        if not isinstance(given, Mapping) or given.get("type", "adam") not in ("adam", "adamw"):
+            raise RequestRefusedError(
+                f"this server has the optimizer adamw; a step takes adam_params, not {given!r:.80}"
+            )
+        read_adam(given)
+        return self._in_order(
+            "optim_step", body, session, lambda one: {"type": "optim_step", "metrics": one.step(given)}
+        )
+
+    def _with_recorded(self, i: int, one: Datum) -> Datum:
+        """A datum with the logprobs that its tokens were sampled with here, as its spans say."""
+        if not one.spans:
+            return one
+        logprobs = np.zeros(len(one.ids_T), np.float32)
+        at = 0
+        for span in one.spans:
+            if span.sequence_id is not None:
+                known = self._recorded.get(span.sequence_id)
+                if known is None or span.offset + span.length > len(known):
+                    raise RequestRefusedError(
+                        f"datum {i}: {span.length} tokens of the sequence {span.sequence_id!r:.80} were not recorded; "
+                        "sample with record_stability_info=True"
+                    )
+                logprobs[at : at + span.length] = known[span.offset : span.offset + span.length]
+            at += span.length
+        if at != len(logprobs):
+            raise RequestRefusedError(f"datum {i}: its spans cover {at} of {len(logprobs)} tokens")
+        return replace(one, inputs={**one.inputs, "logprobs": logprobs})
+
+    # --- saving and loading ---------------------------------------------------------------------------------------
+
+    def save(self, body: Mapping[str, Any]) -> Pending:
+        place = Place(run=str(body.get("model_id")), kind="weights", name=check_name(body.get("path")))
+        session, ttl_s = self.session_of(body.get("model_id")), read_ttl(body.get("ttl_seconds"))
+
+        def run(one: Learner) -> dict[str, Any]:
+            self._write(place, one, body, ttl_s, state=one.state())
+            return {"type": "save_weights", "path": str(place)}
+
+        return self._in_order("save_weights", body, session, run)
+
+    def save_for_sampler(self, body: Mapping[str, Any]) -> Pending:
+        session, ttl_s = self.session_of(body.get("model_id")), read_ttl(body.get("ttl_seconds"))
+        if body.get("path") is not None:
+            name = check_name(body["path"])
+            place = Place(run=str(body["model_id"]), kind="sampler_weights", name=name)
+
+            def keep(one: Learner) -> dict[str, Any]:
+                self._write(place, one, body, ttl_s)
+                return {"type": "save_weights_for_sampler", "path": str(place)}
+
+            return self._in_order("save_weights_for_sampler", body, session, keep)
+        sampler_id = f"{session.id}:sample:{body.get('sampling_session_seq_id')}"
+
+        def snapshot(one: Learner) -> dict[str, Any]:
+            self._add_sampler(session, sampler_id, Sampler(one.snapshot()))
+            session.unsaved.append(sampler_id)
+            while len(session.unsaved) > MOST_UNSAVED:
+                self.samplers.pop(session.unsaved.pop(0), None)
+            return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
+
+        return self._in_order("save_weights_for_sampler", body, session, snapshot)
+
+    def _write(self, place: Place, one: Learner, body: Mapping[str, Any], ttl_s: int | None, state: Any = None) -> None:
+        self.store.save(
+            place,
+            one.snapshot(),
+            self.adapters.config_of(one.shape),
+            state=state,
+            ttl_s=ttl_s,
+            overwrite=bool(body.get("overwrite")),
+            metadata=body.get("user_metadata"),
+        )
+
+    def load(self, body: Mapping[str, Any]) -> Pending:
+        session, place = self.session_of(body.get("model_id")), self.place(body.get("path"))
+
+        def run(one: Learner) -> dict[str, Any]:
+            state = self.store.load_state(place) if body.get("optimizer") else None
+            one.restore(self.store.load(place), state)
+            return {"type": "load_weights", "path": str(place), "model_id": body.get("model_id")}
+
+        return self._in_order("load_weights", body, session, run)
+
+    def place(self, path: Any) -> Place:
+        """A checkpoint that there is, of a model like this one."""
+        place = Place.read(path)
+        self.store.find(place)
+        base = self.store.run(place.run)["base_model"]
+        if base != self.name:
+            raise RequestRefusedError(f"{place} was trained on {base!r:.200}, and {self.name!r} is served here")
+        return place
+
+    # --- sampling -------------------------------------------------------------------------------------------------
+
+    def open_sampler(self, body: Mapping[str, Any]) -> str:
+        session, path = self.session(body.get("session_id")), body.get("model_path")
+        if path is None:
+            self.check_base(body.get("base_model"))
+        snapshot = None if path is None else self.store.load(self.place(path))
+        sampler_id = f"{session.id}:sample:{body.get('sampling_session_seq_id')}"
+        self._add_sampler(session, sampler_id, Sampler(snapshot, path))
+        return sampler_id
+
+    def _add_sampler(self, session: Session, sampler_id: str, sampler: Sampler) -> None:
+        session.samplers.add(sampler_id)
+        self.samplers[sampler_id] = sampler
+
+    def sampler(self, sampler_id: Any) -> Sampler:
+        found = self.samplers.get(sampler_id)
+        if found is None:
+            raise NotHereError(
+                f"there is no sampling session {sampler_id!r:.200}; its weights were not saved, and it was too old"
+            )
+        return found
+
+    def sample(self, body: Mapping[str, Any]) -> Pending:
+        sampler_id, seq_id = body.get("sampling_session_id"), body.get("seq_id")
+        sampler = self._sampler_of(body)
+        session = str(sampler_id).partition(":")[0]
+        key = None if seq_id is None or sampler_id is None else ("sample", sampler_id, seq_id)
+        if key is not None and (known := self.futures.known(key)):
+            return known
+        asked = SampleRequest.read(body, self.ready)
+        names = [uuid.uuid4().hex for _ in range(asked.n)]
+        answers: list[Any] = []
+        done: Future[Any] = Future()
+
+        def start() -> Future[Any]:
+            scores = None if asked.targets is None else self._score(asked)
+            answers.extend(asked.submit(self.ready))
+            drawing = gathered(answers)
+            drawing.add_done_callback(lambda drawn: _finish(done, lambda: self._drawn(asked, drawn, names, scores)))
+            return done
+
+        future = self.turns.submit(start, key=(sampler.snapshot,))
+        pending = self.futures.add("sample", future, key=key, owner=session, sample_sequence_ids=names)
+        pending.cancel = lambda: [answer.cancel() for answer in answers]
+        return pending
+
+    def _sampler_of(self, body: Mapping[str, Any]) -> Sampler:
+        """By the session, or, as older clients say it, by a path or the base model."""
+        if body.get("sampling_session_id") is not None:
+            return self.sampler(body["sampling_session_id"])
+        if body.get("model_path") is not None:
+            return self._by_path(str(body["model_path"]))
+        self.check_base(body.get("base_model"))
+        return Sampler(None)
+
+    def _by_path(self, path: str) -> Sampler:
+        if path not in self.samplers:
+            self.samplers[path] = Sampler(self.store.load(self.place(path)), path)
+        return self.samplers[path]
+
+    def _score(self, asked: SampleRequest) -> Any:
+        with self.ready.engine.lock, torch.no_grad():
+            logprobs = self.scoring.logprobs([asked.target_datum])[0].cpu().numpy().reshape(asked.targets.shape)
+        return np.where(asked.targets < 0, 0.0, logprobs)
+
+    def _drawn(self, asked: SampleRequest, drawn: Future[Any], names: list[str], scores: Any) -> Written:
+        found = drawn.result()
+        if asked.records:
+            for name, one in zip(names, found, strict=True):
+                self._recorded[name] = np.array(reply_logprobs(asked, one), np.float32)
+            while len(self._recorded) > MOST_RECORDED:
+                self._recorded.popitem(last=False)
+        return sample_response(asked, found, scores)
+
+    def _put_in_force(self, key: tuple[Snapshot | None]) -> None:
+        with self.ready.engine.lock:
+            self.adapters.use_snapshot(key[0])
+
+    # --- one after the other --------------------------------------------------------------------------------------
+
+    def _alone(self, run: Callable[[], Any]) -> Future[Any]:
+        def locked() -> Any:
+            with self.ready.engine.lock:
+                return run()
+
+        return self.turns.submit(locked)
+
+    def _submit(self, kind: str, run: Callable[[], Any], session: Session, key: Any, **told: Any) -> Pending:
+        session.seen = time.monotonic()
+        return self.futures.add(kind, self._alone(run), key=key, owner=session.id, **told)
+
+    def settled(self, kind: str, session: Session, result: Any) -> Pending:
+        """A request that is done already."""
+        done: Future[Any] = Future()
+        done.set_result(result)
+        return self.futures.add(kind, done, owner=session.id)
+
+    def _in_order(
+        self, kind: str, body: Mapping[str, Any], session: Session, run: Callable[[Learner], dict[str, Any]]
+    ) -> Pending:
+        """Work on a training; the same request sent again is the same work."""
+        model_id, seq_id = str(body.get("model_id")), body.get("seq_id")
+        key = None if seq_id is None else (model_id, seq_id)
+        if key is not None and (known := self.futures.known(key)):
+            return known
+        return self._submit(kind, lambda: run(self._learner(model_id)), session, key, model_id=model_id)
+
+    def _learner(self, model_id: str) -> Learner:
+        found = self._learners.get(model_id)
+        if found is None:
+            raise NotHereError(f"the training {model_id!r} could not be made")
+        return found
+
+
+def _finish(done: Future[Any], run: Callable[[], Any]) -> None:
+    try:
+        done.set_result(run())
+    except BaseException as error:  # handed to whoever waits for it
+        done.set_exception(error)

@@ -1,0 +1,213 @@
+"""Saved adapters ↔ folders: what a training saves is there after a restart, and peft can load it.
+
+``FOLDER/RUN/run.json`` says what was trained; ``FOLDER/RUN/weights/NAME`` is a training's state, and
+``FOLDER/RUN/sampler_weights/NAME`` an adapter to sample from. A client names both by ``tinker://RUN/weights/NAME``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verifiers.errors import RequestRefusedError
+from verifiers.files import open_regular, read_regular
+from verifiers.integrations.tinker.adapters import LoraShape, Snapshot
+
+SCHEME = "tinker://"
+KINDS = {"weights": "training", "sampler_weights": "sampler"}
+RUN, CHECKPOINT, ADAPTER, STATE = "run.json", "checkpoint.json", "adapter_model.safetensors", "optimizer.pt"
+SHORTEST_S, LONGEST_S = 3600, 10 * 366 * 86400  # that a checkpoint may be kept for
+MOST_JSON = 1 << 20  # bytes
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a checkpoint is."""
+
+    run: str
+    kind: str  # one of KINDS
+    name: str
+
+    @classmethod
+    def read(cls, path: Any) -> Place:
+        """Of the path that a client has.
+
+        >>> Place.read("tinker://run-1/weights/final").name
+        'final'
+        """
+        parts = path.removeprefix(SCHEME).split("/") if isinstance(path, str) and path.startswith(SCHEME) else []
+        if len(parts) != 3 or parts[1] not in KINDS or not all(map(_NAME.fullmatch, (parts[0], parts[2]))):
+            raise RequestRefusedError(
+                f"{path!r:.200} is no path of saved weights; it is tinker://RUN/weights/NAME or …/sampler_weights/NAME"
+            )
+        return cls(run=parts[0], kind=parts[1], name=parts[2])
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.run}/{self.kind}/{self.name}"
+
+
+class Store:
+    """The folder of a server."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    # --- runs -----------------------------------------------------------------------------------------------------
+
+    def add_run(self, run: str, *, base_model: str, shape: LoraShape, metadata: Any) -> None:
+        told = {"base_model": base_model, "lora": shape.as_dict(), "user_metadata": metadata, "began": time.time()}
+        (self.folder / run).mkdir(exist_ok=True)
+        _write_json(self.folder / run / RUN, told)
+
+    def run(self, run: str) -> dict[str, Any]:
+        if not _NAME.fullmatch(run) or not (self.folder / run / RUN).is_file():
+            raise RequestRefusedError(f"there is no training run {run!r:.200} here")
+        return _read_json(self.folder / run / RUN)
+
+    def runs(self) -> list[str]:
+        """Those that there are, the newest first."""
+        found = [one.parent for one in self.folder.glob(f"*/{RUN}")]
+        return [one.name for one in sorted(found, key=lambda one: one.stat().st_mtime, reverse=True)]
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        place: Place,
+        snapshot: Snapshot,
+        peft_config: Any,
+        *,
+        state: Mapping[str, Any] | None = None,
+        ttl_s: int | None = None,
+        overwrite: bool = False,
+        metadata: Any = None,
+    ) -> None:
+        """Write a checkpoint, whole or not at all."""
+        from safetensors.torch import save_file
+
+        path = self._path(place)
+        if path.exists() and not overwrite and not self._is_expired(path):
+            raise RequestRefusedError(f"{place} is there already; take another name, or overwrite=True")
+        parts = path.with_name(f".{place.name}.{os.getpid()}")
+        shutil.rmtree(parts, ignore_errors=True)
+        try:
+            parts.mkdir(parents=True)
+            save_file({name: one.contiguous().cpu() for name, one in snapshot.tensors.items()}, parts / ADAPTER)
+            peft_config.save_pretrained(parts)
+            if state is not None:
+                torch.save(dict(state), parts / STATE)
+            now = time.time()
+            expires = None if ttl_s is None else now + ttl_s
+            _write_json(
+                parts / CHECKPOINT,
+                {"lora": snapshot.shape.as_dict(), "time": now, "expires": expires, "user_metadata": metadata},
+            )
+            shutil.rmtree(path, ignore_errors=True)
+            parts.rename(path)
+        except BaseException:
+            shutil.rmtree(parts, ignore_errors=True)
+            raise
+
+    def load(self, place: Place) -> Snapshot:
+        from safetensors.torch import load_file
+
+        path = self.find(place)
+        told = _read_json(path / CHECKPOINT)
+        return Snapshot(LoraShape(**told["lora"]), load_file(path / ADAPTER))
+
+    def load_state(self, place: Place) -> dict[str, Any]:
+        path = self.find(place)
+        if not (path / STATE).is_file():
+            raise RequestRefusedError(f"{place} was saved for sampling, without the state of an optimizer")
+        with open_regular(path / STATE) as file:
+            state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        return state
+
+    def find(self, place: Place) -> Path:
+        """The folder of a checkpoint that is there and has not expired."""
+        path = self._path(place)
+        if path.exists() and self._is_expired(path):
+            shutil.rmtree(path, ignore_errors=True)
+        if not (path / CHECKPOINT).is_file():
+            raise RequestRefusedError(f"there are no saved weights {place} here")
+        return path
+
+    def delete(self, place: Place) -> None:
+        shutil.rmtree(self.find(place))
+
+    def keep_for(self, place: Place, ttl_s: int | None) -> None:
+        path = self.find(place) / CHECKPOINT
+        _write_json(path, {**_read_json(path), "expires": None if ttl_s is None else time.time() + ttl_s})
+
+    def checkpoints(self, run: str) -> list[dict[str, Any]]:
+        """Those of a run, as clients read them, the newest first."""
+        return sorted(self._described(run), key=lambda one: str(one["time"]), reverse=True)
+
+    def _described(self, run: str) -> Iterator[dict[str, Any]]:
+        for kind, named in KINDS.items():
+            for path in (self.folder / run / kind).glob(f"[!.]*/{CHECKPOINT}"):
+                told, folder = _read_json(path), path.parent
+                if told["expires"] is not None and told["expires"] < time.time():
+                    shutil.rmtree(folder, ignore_errors=True)
+                    continue
+                yield {
+                    "checkpoint_id": f"{kind}/{folder.name}",
+                    "checkpoint_type": named,
+                    "time": as_time(told["time"]),
+                    "tinker_path": str(Place(run=run, kind=kind, name=folder.name)),
+                    "size_bytes": sum(one.stat().st_size for one in folder.iterdir()),
+                    "public": False,
+                    "user_metadata": told["user_metadata"],
+                    "expires_at": None if told["expires"] is None else as_time(told["expires"]),
+                }
+
+    def _path(self, place: Place) -> Path:
+        return self.folder / place.run / place.kind / place.name
+
+    def _is_expired(self, path: Path) -> bool:
+        if not (path / CHECKPOINT).is_file():
+            return False
+        expires = _read_json(path / CHECKPOINT)["expires"]
+        return expires is not None and expires < time.time()
+
+
+def read_ttl(value: Any) -> int | None:
+    """For how many seconds something is kept; None: for ever."""
+    if value is None:
+        return None
+    if type(value) is not int or not SHORTEST_S <= value <= LONGEST_S:
+        raise RequestRefusedError(f"ttl_seconds is from {SHORTEST_S} to {LONGEST_S}, not {value!r:.80}")
+    return value
+
+
+def as_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def check_name(name: Any) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise RequestRefusedError(f"a checkpoint's name is of letters, digits, '.', '_', ':' and '-', not {name!r:.80}")
+    return name
+
+
+def _write_json(path: Path, told: Mapping[str, Any]) -> None:
+    parts = path.with_name(f".{path.name}.{os.getpid()}")
+    parts.write_text(json.dumps(told, indent=1))
+    parts.replace(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(read_regular(path, most=MOST_JSON))
+    return told

@@ -1,0 +1,179 @@
+"""An environment → a model trained by Tinker: rollouts, scores and advantages here, sampling and learning there."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verifiers.integrations.tinker.client import DEFAULT_LENGTH, TinkerClient
+from verifiers.integrations.tinker.update import TinkerUpdate, check_config
+from verifiers.trainers import processes, sampling, setup
+from verifiers.trainers.advantages import Estimator
+from verifiers.trainers.config import GRPOConfig
+from verifiers.trainers.functions import own_function
+from verifiers.trainers.grpo_trainer import Function, GRPOTrainer, RowSampler, WeightSchedule
+from verifiers.trainers.row_stream import RowStream
+from verifiers.trainers.sampler import usual_sampling
+from verifiers.trainers.watch.tracking import check_report_to
+
+PATHS = "tinker.json"
+
+
+class RemotePolicy(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
+    """What stands for a model whose weights are at Tinker: it can be saved and loaded, by the paths they have there."""
+
+    def __init__(self, service: Any, training: Any, name: str) -> None:
+        super().__init__()
+        self.service, self.training_client, self.name_or_path = service, training, name
+        self.nothing = torch.nn.Parameter(torch.zeros(0))  # trainers ask a model for its device
+        self.names: list[str] = []
+        self.masters: list[Any] = []
+        self.scale = 1.0
+        self.paths: dict[str, str] = {}
+
+    @property
+    def optimizer(self) -> RemotePolicy:
+        return self
+
+    def check_finite(self, when: str) -> None:
+        """Tinker looks after its weights."""
+
+    def publish(self) -> None:
+        """There is no copy here."""
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Save the weights at Tinker, to sample from and to go on with; their paths go into a file."""
+        name = f"vf-{uuid.uuid4().hex[:12]}"
+        state = self.training_client.save_state(name)
+        sampler = self.training_client.save_weights_for_sampler(name)
+        self.paths = {"state_path": state.result().path, "sampler_path": sampler.result().path}
+        Path(path).mkdir(parents=True, exist_ok=True)
+        (Path(path) / PATHS).write_text(json.dumps({"base_model": self.name_or_path, **self.paths}, indent=1))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return dict(self.paths)
+
+    def load_state_dict(self, saved: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Go on from where a checkpoint was saved."""
+        path = saved["state_path"]
+        self.training_client = self.service.create_training_client_from_state_with_optimizer(path)
+
+
+class FreshWeights:
+    """After each update the next rollouts are sampled from the new weights."""
+
+    def __init__(self, policy: RemotePolicy, client: TinkerClient) -> None:
+        self._policy, self._client = policy, client
+
+    def send(self, _: Any = None) -> None:
+        self._client.remote.sampling = self._policy.training_client.save_weights_and_get_sampling_client()
+
+
+class TinkerTrainer(GRPOTrainer):
+    """As `GRPOTrainer`, with the model at Tinker: ``TinkerTrainer("Qwen/Qwen3-8B", env, config).train()``.
+
+    ``base_url`` is where (by default TINKER_BASE_URL, or Tinker's own), the key is in TINKER_API_KEY. What is trained
+    is a LoRA of this rank. Tokens are drawn at temperature 1, because the loss is of the model's own distribution.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        env: Any = None,
+        config: Any = None,
+        *,
+        rank: int = 32,
+        base_url: str | None = None,
+        tokenizer: Any = None,
+        eval_dataset: Any = None,
+        callbacks: Sequence[Any] = (),
+        row_sampler: RowSampler | None = None,
+        weight_schedule: WeightSchedule | None = None,
+        advantage: str | Function | None = None,
+        loss: str | Callable[..., Any] | None = None,
+    ) -> None:
+        self.config = GRPOConfig.of(config)
+        self._own_loss = own_function(self.config, "loss", "loss_type", loss)
+        self._own_advantage = own_function(self.config, "advantage", "advantage", advantage)
+        self.accelerator = processes.accelerator()
+        self.config.check(self.accelerator.num_processes)
+        check_config(self.config, self.accelerator.num_processes)
+        Estimator(self._own_advantage or self.config.estimator)
+        check_report_to(self.config.report_to)
+        setup.check_env(env)
+        self.env, self.offline, self._writer = env, None, None
+        check_sampling(usual_sampling(self.config, env))
+        service = _service(base_url)
+        self.backend = f"Tinker at {base_url or 'its service'}"
+        length = _context_of(service, model)
+        training = service.create_lora_training_client(base_model=model, rank=rank, seed=self.config.seed)
+        self.tokenizer = training.get_tokenizer() if tokenizer is None else tokenizer
+        setup.check_template(self.tokenizer, env)
+        self.model = self.weights = policy = RemotePolicy(service, training, model)
+        self.optimizer = policy
+        sampler = training.save_weights_and_get_sampling_client()
+        self.client = TinkerClient(sampler, self.tokenizer, name=model, length=length)
+        self._remote = FreshWeights(policy, self.client)  # type: ignore[assignment]
+        rows, self.dropped_prompts = setup.short_enough(setup.rows_of(env, None), self.tokenizer, self.config, env)
+        self.rows = RowStream(rows, seed=self.config.seed, shard=(0, 1))
+        self.eval_rows = setup.eval_rows(env, eval_dataset)
+        self.callbacks = list(callbacks)
+        self.row_sampler, self.weight_schedule = row_sampler, weight_schedule
+        self.step, self.epoch, self.cursor, self.should_stop, self.report = 0, 0, 0, False, None
+        self._parts, self._batch_at = deque(), (0, 0)
+        asked = sampling.flat(usual_sampling(self.config, env))
+        self._update = TinkerUpdate(  # type: ignore[assignment]
+            policy, self.config, max_new_tokens=int(asked["max_tokens"]), loss=self._own_loss
+        )
+
+    def save_model(self, path: str | Path) -> None:
+        """Save the weights at Tinker; the folder has their paths there (tinker.json) and the tokenizer."""
+        self.model.save_pretrained(path)
+        self.tokenizer.save_pretrained(path)
+
+    def train(self, resume: bool | str | Path = False) -> Any:
+        if resume:  # the sampler is of the weights before they were loaded
+            self.callbacks.append(_Resumed(self._remote))
+        return super().train(resume)
+
+
+class _Resumed:
+    def __init__(self, fresh: Any) -> None:
+        self._fresh = fresh
+
+    def on_train_begin(self, trainer: Any) -> None:
+        self._fresh.send()
+
+
+def check_sampling(args: Mapping[str, Any]) -> None:
+    """Refuse arguments with which Tinker's logprobs are of another distribution than what was drawn from."""
+    drawn = sampling.read_distribution(args, "the configuration")
+    if drawn.temperature != 1.0:
+        raise ValueError(f"temperature must be 1.0 with Tinker, got {drawn.temperature!r}: its losses know no other")
+    if replace(drawn, temperature=1.0) != sampling.PLAIN:
+        raise ValueError(
+            "with Tinker tokens are drawn from the whole distribution: leave out top_p, top_k, min_p and bias"
+        )
+
+
+def _service(base_url: str | None) -> Any:
+    try:
+        import tinker
+    except ImportError:
+        raise ImportError("--backend tinker needs: pip install 'verifiers[tinker]'") from None
+    return tinker.ServiceClient(**({} if base_url is None else {"base_url": base_url}))
+
+
+def _context_of(service: Any, model: str) -> int:
+    served = {one.model_name: one for one in service.get_server_capabilities().supported_models}
+    if model not in served:
+        names = ", ".join(sorted(str(name) for name in served)[:20])
+        raise ValueError(f"Tinker has no model {model!r}; it has {names}")
+    return int(served[model].max_context_length or DEFAULT_LENGTH)
