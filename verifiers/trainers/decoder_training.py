@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -142,11 +142,17 @@ class DecoderTraining:
     """
 
     def __init__(self, model: Any) -> None:
-        self._norms = [(one, partial(autograd.normed, one, epsilon)) for one, epsilon in fusible_norms(model)]
-        self.layers = recognised(model)
-        self._configs = _configs(model)
+        self._model, self._configs = model, _configs(model)
         self._checkpointing = [one for one in model.modules() if hasattr(one, "gradient_checkpointing")]
         self._is_on = False
+
+    @cached_property
+    def layers(self) -> list[LearningLayer]:
+        return recognised(self._model)
+
+    @cached_property
+    def _norms(self) -> list[tuple[Any, Callable[..., Any]]]:
+        return [(one, partial(autograd.normed, one, epsilon)) for one, epsilon in fusible_norms(self._model)]
 
     @contextmanager
     def learning(self, row: Row | None = None, *, fused: bool = True) -> Iterator[None]:
