@@ -88,8 +88,13 @@ def _with_deepspeed(is_cpu: bool) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
-    # DeepSpeed takes NCCL unless another backend is named.
-    handlers = [InitProcessGroupKwargs(backend="gloo")] if is_cpu else []
+    handlers = []
+    if is_cpu:
+        import deepspeed
+
+        # It would take NCCL, and compile shared memory for several processes when they are already started.
+        handlers = [InitProcessGroupKwargs(backend="gloo")]
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with _hidden("ACCELERATE_MIXED_PRECISION"):  # the dtype of the model decides
         return Accelerator(kwargs_handlers=handlers)
 
