@@ -395,5 +395,6 @@ class GRPOTrainer(Trainer):
             except RunInterruptedError:  # Ctrl-C among rollouts: the weights are those of the last whole step
                 report.checkpoint(self, cursor=self.cursor)
                 raise
+            self.weights.finish()
             call_callbacks(self, "on_train_end")
             report.finish()

@@ -96,7 +96,13 @@ def _with_deepspeed(is_cpu: bool) -> Any:
         handlers = [InitProcessGroupKwargs(backend="gloo")]
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with _hidden("ACCELERATE_MIXED_PRECISION"):  # the dtype of the model decides
-        return Accelerator(kwargs_handlers=handlers)
+        made = Accelerator(kwargs_handlers=handlers)
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    # transformers would shard every model that it makes from here on; ours are whole until their twins are sharded.
+    made.state.deepspeed_plugin.zero3_init_flag = False
+    unset_hf_deepspeed_config()
+    return made
 
 
 def _is_on(variable: str) -> bool:

@@ -194,5 +194,6 @@ class SFTTrainer(Trainer):
             call_callbacks(self, "on_train_begin")
             yield report
             self.weights.module.eval()
+            self.weights.finish()
             call_callbacks(self, "on_train_end")
             report.finish()

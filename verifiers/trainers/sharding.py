@@ -93,6 +93,16 @@ class ShardedWeights(Weights):
                     self._whole[i].copy_(tensor)
         self._versions = [one._version for one in self._whole]
 
+    def finish(self) -> None:
+        self.publish_now(everywhere=True)
+
+    def frozen(self) -> dict[str, Tensor]:
+        """The parameters that are not trained, for whoever exports a checkpoint; none of a model with adapters."""
+        if hasattr(self.whole, "peft_config"):
+            return {}
+        found = self.whole.named_parameters()
+        return {f"frozen.{name}": one.detach() for name, one in found if not one.requires_grad}
+
     def refresh(self) -> None:
         """Take over what others wrote to the whole model, which must be the same in all processes."""
         if not self._is_sampled:
@@ -157,15 +167,13 @@ class FSDPWeights(ShardedWeights):
         return distribute_tensor(whole, self._mesh, placements, src_data_rank=None).to_local()  # type: ignore[no-any-return]
 
     def spread(self, i: int, part: Tensor) -> Tensor:
+        """As PyTorch writes and reads it: each process its part."""
         from torch.distributed.tensor import DTensor
 
         live = self.live[i]
         return DTensor.from_local(  # type: ignore[no-any-return]
             part, self._mesh, live.placements, run_check=False, shape=live.shape, stride=live.stride()
         )
-
-    def frozen(self) -> dict[str, Tensor]:
-        return {name: one.detach() for name, one in self.module.named_parameters() if not one.requires_grad}
 
     def _master(self, parameter: Any) -> Tensor:
         return parameter.detach().to_local().requires_grad_()  # type: ignore[no-any-return]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -131,6 +132,9 @@ class Weights:
         for one in self.masters:
             one.grad = None
 
+    def finish(self) -> None:
+        """Have the model that was handed in hold the weights, wherever it is, at the end of a training."""
+
     def publish(self) -> None:
         """Round the float32 copies into the parameters that everyone reads."""
         pairs = [(live, master) for live, master in zip(self.live, self.masters, strict=True) if live is not master]
@@ -143,6 +147,43 @@ class Weights:
         if parameter.dtype == torch.float32:
             return parameter
         return parameter.detach().float().clone().requires_grad_()
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The trained parameters by name, and their shapes, of which a process may hold a part."""
+        return {name: tuple(one.shape) for name, one in zip(self.names, self.live, strict=True)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights and the optimizer's state by name (see `verifiers.trainers.shards`), to be written or read."""
+        found = {}
+        for i, (name, master) in enumerate(zip(self.names, self.masters, strict=True)):
+            found[f"weights.{name}"] = self.spread(i, master.detach())
+            for key, value in self.optimizer.state.get(master, {}).items():
+                found[f"optimizer.{name}.{key}"] = self.spread(i, value) if value.shape == master.shape else value
+        return found
+
+    def spread(self, i: int, part: Tensor) -> Tensor:
+        """What this process holds of a tensor of the shape of a parameter, as a part of the whole."""
+        return part
+
+    def make_room(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Have an optimizer's state with these entries; their values are taken afterwards."""
+        is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
+        for name, master, live in zip(self.names, self.masters, self.live, strict=True):
+            prefix = f"optimizer.{name}."
+            for entry in [one for one in shapes if one.startswith(prefix)]:
+                is_whole = shapes[entry] == tuple(live.shape) and shapes[entry] != ()
+                number = torch.zeros((), device=master.device if is_fused else "cpu")
+                room = torch.zeros_like(master, requires_grad=False) if is_whole else number
+                self.optimizer.state[master][entry.removeprefix(prefix)] = room
+
+    def take(self, read: Callable[[dict[str, Tensor]], Any]) -> None:
+        """Have a function fill the tensors, and go on with what it put there."""
+        with torch.no_grad():
+            read(self.tensors())
+        self.publish()
 
     def _rescale(self, is_sound: bool) -> None:
         """Float16 gradients are scaled up so that small ones are not lost; overflow halves the scale."""

@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from verifiers.trainers.processes import gathered
 from verifiers.trainers.sharding import Root, ShardedWeights, Whole, twin_of
 
 NOT_OURS = ("optimizer", "scheduler")  # sections of DeepSpeed's configuration whose place ours takes
+AVERAGES = ("exp_avg", "exp_avg_sq")  # that AdamW keeps of each parameter
 
 
 class ZeroWeights(ShardedWeights):
@@ -82,10 +83,10 @@ class ZeroWeights(ShardedWeights):
         self.root.optimizer.zero_grad()
 
     def gather(self) -> Iterator[tuple[int, Tensor]]:
-        from deepspeed.zero import GatheredParameters
+        import deepspeed
 
         for i, live in enumerate(self.live):
-            with GatheredParameters([live], enabled=self.stage == 3):
+            with deepspeed.zero.GatheredParameters([live], enabled=self.stage == 3):
                 yield i, live.detach()
 
     def scatter(self, i: int, whole: Tensor) -> None:
@@ -110,6 +111,52 @@ class ZeroWeights(ShardedWeights):
         if self.stage == 3:
             super().refresh()
 
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(one.shape) for name, one in zip(self.names, self._whole, strict=True)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Whole parameters in turn: each process gets all of them, and keeps those that it is to write."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        found = {}
+        for i, (name, live) in enumerate(zip(self.names, self.live, strict=True)):
+            whole = {f"weights.{name}": safe_get_full_fp32_param(live)}
+            for key in AVERAGES:
+                whole[f"optimizer.{name}.{key}"] = safe_get_full_optimizer_state(live, key)
+            if i % self.processes.num_processes == self.processes.process_index:
+                found.update({entry: one.detach().cpu().clone() for entry, one in whole.items()})
+                found[f"optimizer.{name}.step"] = torch.tensor(float(self._steps))
+        return found
+
+    @property
+    def _steps(self) -> float:
+        return max((float(state["step"]) for state in self._inner.state.values() if "step" in state), default=0.0)
+
+    def make_room(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """DeepSpeed has it from the beginning."""
+        self._was_stepped = any(shapes)
+
+    def take(self, read: Callable[[dict[str, Tensor]], Any]) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        for name, live, whole in zip(self.names, self.live, self._whole, strict=True):
+            wanted = {f"weights.{name}": torch.empty(whole.shape)}
+            if self._was_stepped:
+                wanted |= {f"optimizer.{name}.{key}": torch.empty(whole.shape) for key in AVERAGES}
+                wanted[f"optimizer.{name}.step"] = torch.zeros(())
+            read(wanted)
+            safe_set_full_fp32_param(live, wanted.pop(f"weights.{name}"))
+            step = wanted.pop(f"optimizer.{name}.step", None)
+            for entry, value in wanted.items():
+                safe_set_full_optimizer_state(live, value, entry.rpartition(".")[2])
+        if step is not None:
+            for state in self._inner.state.values():
+                state["step"] = torch.full_like(state["step"], float(step))
+        self.publish()
+
     def _master(self, parameter: Any) -> Tensor:
         return parameter  # type: ignore[no-any-return]
 
@@ -125,7 +172,9 @@ def settings_of(model: Any, config: TrainingConfig, processes: Any) -> dict[str,
     settings: dict[str, Any] = copy.deepcopy(processes.state.deepspeed_plugin.deepspeed_config)
     for name in NOT_OURS:
         if settings.pop(name, None) is not None:
-            warnings.warn(f"{name} of DeepSpeed's configuration has no effect here: say it in the trainer's", stacklevel=6)
+            warnings.warn(
+                f"{name} of DeepSpeed's configuration has no effect here: say it in the trainer's", stacklevel=6
+            )
     _check_batch(settings, config, processes.num_processes)
     zero = settings["zero_optimization"]
     if int(zero.get("stage", 0)) not in (1, 2, 3):
