@@ -9,7 +9,7 @@ import random
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ import torch
 from verifiers.engine.files.gguf_model import quietly
 from verifiers.files import open_regular, read_regular
 from verifiers.store.disk import sync_folder
+from verifiers.trainers import shards
+from verifiers.trainers.processes import gathered
 from verifiers.trainers.reference import Reference
+from verifiers.trainers.sharding import ShardedWeights
 from verifiers.trainers.weights import Weights
 
 STATE, TENSORS, REFERENCE = "trainer.json", "trainer.pt", "reference.pt"
@@ -77,21 +80,92 @@ def save(
     with _whole_or_not_at_all(parts, path, "checkpoint"):
         parts.mkdir(parents=True)
         _write_model(model, tokenizer, parts)
-        torch.save(_tensors(weights), parts / TENSORS)
-        if reference is not None:
-            _save_reference(reference, parts / REFERENCE)
-        (parts / STATE).write_text(json.dumps({**state, "step": step, "python_rng": _python_rng()}, indent=1))
-        for file in parts.iterdir():
+        torch.save({**_tensors(weights), **_numbers(weights)}, parts / TENSORS)
+        _write_rest(parts, path, step, state, reference)
+    _saved(root, path, keep, reference)
+    return path
+
+
+def save_sharded(
+    root: Path,
+    *,
+    step: int,
+    model: Any,
+    tokenizer: Any,
+    weights: ShardedWeights,
+    state: Mapping[str, Any],
+    keep: int | None,
+    reference: Reference | None = None,
+) -> Path:
+    """The same for weights of which each process writes its part: all of them call this together."""
+    processes = weights.processes
+    is_main, name = processes.is_main_process, f".step-{step:06d}.{os.getpid()}"
+    root, parts = (Path(one) for one in gathered(processes, (str(root), str(root / name)))[0])
+    path = checkpoint_path(root, step)
+    with _whole_or_not_at_all(parts, path, "checkpoint") if is_main else nullcontext():
+        with _together(processes):
+            if is_main:
+                parts.mkdir(parents=True)
+        shards.write(weights, parts)
+        if hasattr(model, "peft_config"):
+            weights.publish_now()
+        with _together(processes):
+            if is_main:
+                _write_frame(model, tokenizer, parts)
+                torch.save(_numbers(weights), parts / TENSORS)
+                _write_rest(parts, path, step, state, reference)
+    if is_main:
+        _saved(root, path, keep, reference)
+    processes.wait_for_everyone()
+    return path
+
+
+@contextmanager
+def _together(processes: Any) -> Iterator[None]:
+    """What fails in one process fails in all of them: none waits for another that is gone."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as found:
+        error = found
+    failed = [one for one in gathered(processes, None if error is None else str(error)) if one]
+    if error is not None:
+        raise error
+    if failed:
+        raise OSError(failed[0])
+
+
+def _write_frame(model: Any, tokenizer: Any, parts: Path) -> None:
+    """What a folder of a model has beside its weights; adapters, which are small, with theirs."""
+    if hasattr(model, "peft_config"):
+        _write_model(model, tokenizer, parts)
+        return
+    model.config.dtype = next(model.parameters()).dtype
+    model.config.save_pretrained(parts)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(parts)
+    tokenizer.save_pretrained(parts)
+
+
+def _write_rest(parts: Path, path: Path, step: int, state: Mapping[str, Any], reference: Reference | None) -> None:
+    """The state, and with it the checkpoint is whole."""
+    if reference is not None:
+        _save_reference(reference, parts / REFERENCE)
+    (parts / STATE).write_text(json.dumps({**state, "step": step, "python_rng": _python_rng()}, indent=1))
+    for file in parts.rglob("*"):
+        if file.is_file():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
-        shutil.rmtree(path, ignore_errors=True)
-        parts.rename(path)
+    shutil.rmtree(path, ignore_errors=True)
+    parts.rename(path)
+
+
+def _saved(root: Path, path: Path, keep: int | None, reference: Reference | None) -> None:
     sync_folder(root)
     if reference is not None:
         reference.saved = (reference.version, path / REFERENCE)
     for old in checkpoints(root)[: -keep if keep else 0]:
         shutil.rmtree(old)
-    return path
 
 
 def _save_reference(reference: Reference, path: Path) -> None:
@@ -160,6 +234,11 @@ def _tensors(weights: Weights) -> dict[str, Any]:
         "names": weights.names,
         "masters": [one.detach() for one in weights.masters],
         "optimizer": weights.optimizer.state_dict(),
+    }
+
+
+def _numbers(weights: Weights) -> dict[str, Any]:
+    return {
         "scale": weights.scale,
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -179,19 +258,24 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
             tensors = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"{path} is no checkpoint: it has no {STATE} and {TENSORS}") from None
-    shapes = dict(zip(weights.names, (tuple(one.shape) for one in weights.masters), strict=True))
-    saved = dict(zip(tensors["names"], (tuple(one.shape) for one in tensors["masters"]), strict=True))
+    is_sharded = "masters" not in tensors
+    shapes, saved = weights.shapes, _shapes(path) if is_sharded else _shapes_of(tensors)
     if shapes != saved:
         odd = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
         raise ValueError(
             f"{path} is a checkpoint of another model: {odd[0]} is {_shape(saved.get(odd[0]))} there and "
             f"{_shape(shapes.get(odd[0]))} here ({len(odd)} parameters differ)"
         )
-    with torch.no_grad():
-        for master, value in zip(weights.masters, tensors["masters"], strict=True):
-            master.copy_(value)
-    weights.publish()
-    weights.optimizer.load_state_dict(tensors["optimizer"])
+    if is_sharded:
+        shards.read(weights, path)
+    elif weights.is_sharded:
+        shards.read_whole(weights, tensors)
+    else:
+        with torch.no_grad():
+            for master, value in zip(weights.masters, tensors["masters"], strict=True):
+                master.copy_(value)
+        weights.publish()
+        weights.optimizer.load_state_dict(tensors["optimizer"])
     weights.scale = tensors["scale"]
     torch.set_rng_state(tensors["torch_rng"])
     if tensors["cuda_rng"] and torch.cuda.is_available():
@@ -199,6 +283,15 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
     version, internal, gauss = state.pop("python_rng")
     random.setstate((version, tuple(internal), gauss))
     return state
+
+
+def _shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return dict(zip(tensors["names"], (tuple(one.shape) for one in tensors["masters"]), strict=True))
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    found = shards.shapes_of(path).items()
+    return {name.removeprefix("weights."): shape for name, shape in found if name.startswith("weights.")}
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -146,16 +146,22 @@ class DecoderTraining:
     """
 
     def __init__(self, model: Any) -> None:
-        self.layers = recognised(model)
-        fused = {id(norm) for one in self.layers for norm in one.known.head_norms or ()}
-        self._norms = [
-            (one, partial(autograd.normed, one, epsilon))
-            for one, epsilon in fusible_norms(model)
-            if id(one) not in fused
-        ]
-        self._configs = _configs(model)
+        self._model, self._configs = model, _configs(model)
         self._checkpointing = [one for one in model.modules() if hasattr(one, "gradient_checkpointing")]
         self._is_on = False
+
+    @cached_property
+    def layers(self) -> list[LearningLayer]:
+        return recognised(self._model)
+
+    @cached_property
+    def _norms(self) -> list[tuple[Any, Callable[..., Any]]]:
+        fused = {id(norm) for one in self.layers for norm in one.known.head_norms or ()}
+        return [
+            (one, partial(autograd.normed, one, epsilon))
+            for one, epsilon in fusible_norms(self._model)
+            if id(one) not in fused
+        ]
 
     @contextmanager
     def learning(self, row: Row | None = None, *, fused: bool = True) -> Iterator[None]:

@@ -40,12 +40,13 @@ from verifiers.trainers.sampler import (
     usual_sampling,
 )
 from verifiers.trainers.sequences import trained_sequences
+from verifiers.trainers.sharding import Whole, make_weights
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.update import PolicyUpdate
 from verifiers.trainers.watch.report import Report
 from verifiers.trainers.watch.tracking import check_report_to
-from verifiers.trainers.weights import Weights, learning_rate
+from verifiers.trainers.weights import learning_rate
 from verifiers.types import Row
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class GRPOTrainer(Trainer):
         self._own_loss = own_function(self.config, "loss", "loss_type", loss)
         self._own_advantage = own_function(self.config, "advantage", "advantage", advantage)
         tokenizer = setup.one_of("tokenizer", tokenizer, "processing_class", processing_class)
-        self.accelerator = processes.accelerator()
+        self.accelerator, kind = processes.accelerator(), processes.sharding()
         self.config.check(self.accelerator.num_processes)
         if self._own_advantage is not None and (self.config.advantage or self.config.scale_rewards is not None):
             raise TypeError("advantage= is a function, and the configuration names another estimator; pass one of them")
@@ -109,8 +110,8 @@ class GRPOTrainer(Trainer):
         setup.check_template(self.tokenizer, env)
         setup.check_reference(self.model, self.config)
         sampling.check(self.sampling, "this environment with this configuration")
-        processes.same_weights(self.accelerator, self.model)
-        self.weights = Weights(self.model, self.config)
+        whole: Whole = "sampled" if client is None or self.config.kl_coef else "sent"
+        self.weights = make_weights(self.model, self.config, self.accelerator, kind, whole=whole)
         self.optimizer = self.weights.optimizer
         self._remote = remote_weights(client, weight_server, self.model, self.tokenizer)
         self.client = make_sampler(self.model, self.tokenizer, self.config, env) if client is None else client
@@ -394,5 +395,6 @@ class GRPOTrainer(Trainer):
             except RunInterruptedError:  # Ctrl-C among rollouts: the weights are those of the last whole step
                 report.checkpoint(self, cursor=self.cursor)
                 raise
+            self.weights.finish()
             call_callbacks(self, "on_train_end")
             report.finish()

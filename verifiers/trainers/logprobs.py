@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -34,13 +35,27 @@ class TokenScorer:
     The body is run once for a micro-batch; the head only where a token is trained, in chunks. A model whose head does
     more than multiply (scales or caps its logits) is recognised by its logits, and its own forward is used whole. What
     lies between the multiplications is done by kernels and functions of our own, where they give the same numbers.
+
+    ``may_fuse=False``: by the model's own layers alone. A model whose parameters are sharded can not be tried out: it
+    is ``like`` a scorer of the same model while it was whole, and ``run`` calls a function within its forward pass.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: Any,
+        *,
+        may_fuse: bool = True,
+        like: TokenScorer | None = None,
+        run: Callable[..., Any] | None = None,
+    ) -> None:
+        self.model, self.may_fuse = model, may_fuse
+        self._run = run or _call
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._body: Any = getattr(self._base, getattr(self._base, "base_model_prefix", ""), None)
         self._head: Any = self._base.get_output_embeddings()
+        if like is not None:
+            self._is_split, self.layouts = like._is_split, like.layouts
+            return
         self._is_split = self._body is not None and self._head is not None and self._head_is_plain()
 
     @cached_property
@@ -88,6 +103,15 @@ class TokenScorer:
 
     def score(self, batch: MicroBatch, temperature: float | None = None, *, with_entropy: bool = False) -> Scored:
         """The same, and the entropies of what the tokens were drawn from."""
+        return Scored(*self._run(self._scored, batch, temperature, with_entropy))
+
+    def _scored(
+        self, batch: MicroBatch, temperature: float | None, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None, bool]:
+        found = self._score_batch(batch, temperature, with_entropy)
+        return found.logprob_N, found.entropy_N, found.recomputes
+
+    def _score_batch(self, batch: MicroBatch, temperature: float | None, with_entropy: bool) -> Scored:
         out = self.outputs(batch)
         kinds = batch.distributions if temperature is None else (Distribution(temperature=temperature),)
         if len(kinds) == 1 or batch.drawn_from_N is None:
@@ -134,6 +158,10 @@ class TokenScorer:
 
     def _learning(self, ids_BT: Tensor, row: Row | None, fused: bool) -> AbstractContextManager[None]:
         return self._decoder.learning(row, fused=fused and _is_ours(ids_BT))
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 def _in_order(parts: list[Any], order: Tensor) -> Tensor:

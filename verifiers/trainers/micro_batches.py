@@ -215,6 +215,13 @@ def _packs(columns: Columns) -> _Plan:
     return _Plan(order, end)
 
 
+def idle_batch(pad_id: int) -> MicroBatch:
+    """What a process computes because others have more to compute: a pass over a sharded model is one of all."""
+    sample = Sample(prompt_ids=[pad_id], completion_ids=[pad_id], completion_mask=[1], completion_logprobs=[0.0])
+    (made,) = micro_batches([Trained(sample=sample, advantage=0.0, weight=0.0)], max_tokens=ANY_LENGTH)
+    return made
+
+
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 

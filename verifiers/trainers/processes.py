@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from verifiers.files import read_regular
 
 T = TypeVar("T")
 
@@ -18,21 +23,24 @@ _RANKS = {
     "PMI_RANK": "PMI_SIZE",
     "MV2_COMM_WORLD_RANK": "MV2_COMM_WORLD_SIZE",
 }
-_SHARDING = {
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+_REFUSED = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism configuration",
 }
 _WITHOUT_EFFECT = {
-    "ACCELERATE_MIXED_PRECISION": ("mixed_precision", ("no",), "say bf16=True or fp16=True in the configuration"),
     "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", ("no",), "models are not compiled in training"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
         "gradient_accumulation_steps",
-        ("1",),
+        ("1", "auto"),
         "say gradient_accumulation_steps in the configuration",
     ),
+    "FSDP_ACTIVATION_CHECKPOINTING": (
+        "fsdp_activation_checkpointing",
+        ("false",),
+        "say gradient_checkpointing=True in the configuration",
+    ),
 }
+FSDP, DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
 
 
 def accelerator() -> Any:
@@ -43,14 +51,73 @@ def accelerator() -> Any:
         raise ImportError("training needs: pip install 'verifiers[train]'") from None
     _check_settings()
     started = _started()
-    # On a CPU no launcher but its own tells Accelerate that processes belong together.
-    made = Accelerator(cpu=True) if started > 1 and not torch.accelerator.is_available() else Accelerator()
+    is_cpu = not torch.accelerator.is_available()
+    if _is_on(DEEPSPEED):
+        made = _with_deepspeed(is_cpu)
+    else:
+        # On a CPU no launcher but its own tells Accelerate that processes belong together. The model is sharded by us:
+        # Accelerate's FSDP on a CPU trains one model in each process and says nothing.
+        with _hidden(FSDP):
+            made = Accelerator(cpu=True) if started > 1 and is_cpu else Accelerator()
     if made.num_processes != started:
         raise ValueError(
             f"{started} processes were started (WORLD_SIZE), and Accelerate sees {made.num_processes}: each would "
             "train a model of its own; start them with torchrun or accelerate launch, or one process alone"
         )
     return made
+
+
+def sharding() -> str:
+    """How the processes were asked to hold a model: ``none`` (each all of it), ``fsdp2`` or ``zero``."""
+    if _is_on(DEEPSPEED):
+        return "zero"
+    return "fsdp2" if _is_on(FSDP) and _started() > 1 else "none"
+
+
+def mixed_precision() -> str | None:
+    """The precision that a launcher's configuration asks for: ``bf16``, ``fp16`` or None."""
+    said = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if said not in ("no", "bf16", "fp16"):
+        raise ValueError(f"mixed_precision={said} of Accelerate is not known here: take bf16, fp16 or no")
+    return None if said == "no" else said
+
+
+def _with_deepspeed(is_cpu: bool) -> Any:
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ImportError("DeepSpeed is asked for, and it is not installed: pip install 'verifiers[deepspeed]'")
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    handlers = []
+    if is_cpu:
+        import deepspeed
+
+        # It would take NCCL, and compile shared memory for several processes when they are already started.
+        handlers = [InitProcessGroupKwargs(backend="gloo")]
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with _hidden("ACCELERATE_MIXED_PRECISION"):  # the dtype of the model decides
+        made = Accelerator(kwargs_handlers=handlers)
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    # transformers would shard every model that it makes from here on; ours are whole until their twins are sharded.
+    made.state.deepspeed_plugin.zero3_init_flag = False
+    unset_hf_deepspeed_config()
+    return made
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() in ("1", "true")
+
+
+@contextmanager
+def _hidden(variable: str) -> Iterator[None]:
+    """While this lasts a variable of the environment is not there."""
+    before = os.environ.pop(variable, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[variable] = before
 
 
 def _started() -> int:
@@ -67,17 +134,66 @@ def _started() -> int:
 
 
 def _check_settings() -> None:
-    for variable, name in _SHARDING.items():
-        if os.environ.get(variable, "false").lower() in ("1", "true"):
+    for variable, name in _REFUSED.items():
+        if _is_on(variable):
             raise ValueError(
-                f"{name} is asked for ({variable}), and this trainer does not shard: each process holds the whole "
-                "model; start it with torchrun or accelerate launch --multi_gpu, or train adapters "
-                "(peft_config=vf.lora_defaults())"
+                f"{name} is asked for ({variable}), and this trainer has DDP, FSDP2 and DeepSpeed ZeRO: take one of "
+                "configs/ddp.yaml, fsdp2.yaml, zero2.yaml, zero3.yaml"
             )
+    if _is_on(FSDP) and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise ValueError(
+            "this configuration is for FSDP 1 (fsdp_version), and models are sharded by FSDP 2 here: say "
+            "fsdp_version: 2, as configs/fsdp2.yaml does"
+        )
     for variable, (name, neutral, instead) in _WITHOUT_EFFECT.items():
         value = os.environ.get(variable, "").lower()
         if value and value not in neutral:
             warnings.warn(f"{name}={value} of Accelerate has no effect here: {instead}", stacklevel=4)
+    if not _is_on(DEEPSPEED):
+        _warn_of_ignored_sections()
+
+
+def _warn_of_ignored_sections() -> None:
+    """Accelerate ignores a section of its configuration that is for another ``distributed_type``, without a word."""
+    path = _config_file()
+    if path is None or _rank() != 0:
+        return
+    try:
+        import yaml
+
+        said = yaml.safe_load(read_regular(path, most=1 << 20))
+    except (OSError, ValueError, yaml.YAMLError):
+        return
+    kind = str(said.get("distributed_type", "NO")).upper() if isinstance(said, dict) else ""
+    for section, wanted in (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP")):
+        if kind and kind != wanted and said.get(section):
+            warnings.warn(
+                f"{path} has a section {section}, and Accelerate ignores it because it says distributed_type: {kind}; "
+                f"say distributed_type: {wanted} to shard the model",
+                stacklevel=5,
+            )
+
+
+def _config_file() -> Path | None:
+    """The configuration that ``accelerate launch`` was given, which is among the processes above this one."""
+    import psutil
+
+    try:
+        lines = [one.cmdline() for one in psutil.Process().parents()]
+    except psutil.Error:
+        return None
+    for line in lines:
+        if not any("accelerate" in word for word in line[:4]):
+            continue
+        for i, word in enumerate(line):
+            name, _, value = word.partition("=")
+            if name in ("--config-file", "--config_file"):
+                return Path(value or (line[i + 1] if i + 1 < len(line) else ""))
+    return None
+
+
+def _rank() -> int:
+    return next((int(os.environ[rank]) for rank in _RANKS if rank in os.environ), 0)
 
 
 def gathered(processes: Any, value: T) -> list[T]:
@@ -88,6 +204,11 @@ def gathered(processes: Any, value: T) -> list[T]:
 
     found: list[T] = gather_object([value])
     return found
+
+
+def lacking(processes: Any, count: int) -> int:
+    """How many fewer a process has than the one that has most."""
+    return max(gathered(processes, count)) - count
 
 
 def sum_gradients(processes: Any, masters: Sequence[Tensor]) -> None:

@@ -100,7 +100,8 @@ class _Proof:
                 f"{type(self._base).__name__} is not causal: what comes later changes the numbers of tokens before it, "
                 "so it cannot learn to predict them"
             )
-        fused = next((one for one in (True, False) if self._agrees(self._batch(self._trained), None, one)), None)
+        ways = (True, False) if self._scorer.may_fuse else (False,)
+        fused = next((one for one in ways if self._agrees(self._batch(self._trained), None, one)), None)
         if fused is None:
             return Layouts()
         batched = next((bound for bound in self._bounds if not self._agrees_past(bound, fused)), ANY_LENGTH)

@@ -18,6 +18,7 @@ from verifiers.messages import tools_of
 from verifiers.rubrics import Rubric
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.config import GRPOConfig
+from verifiers.trainers.processes import mixed_precision
 from verifiers.types import Row
 
 TRAINED_BYTES = 16  # a trained parameter's gradient, and Adam's two averages, and a float32 copy of it
@@ -59,9 +60,10 @@ def _in_precision(model: Any, config: TrainingConfig, device: torch.device) -> A
     parameter = next(model.parameters())
     if getattr(model, "hf_device_map", None) and len(set(model.hf_device_map.values())) > 1:
         raise ValueError("this model is spread over several devices; load it onto one, without device_map")
-    if config.fp16 and device.type == "cpu":
+    said = "fp16" if config.fp16 else "bf16" if config.bf16 else mixed_precision()
+    if said == "fp16" and device.type == "cpu":
         raise ValueError("fp16=True needs a GPU: on a CPU leave it out, and training is in float32")
-    wanted = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else parameter.dtype
+    wanted = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(said or "", parameter.dtype)
     if parameter.device.type == "meta":
         raise ValueError("this model has no weights yet (they are on the meta device); load them first")
     return model.to(device=device, dtype=wanted)

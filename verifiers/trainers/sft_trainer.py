@@ -15,15 +15,16 @@ from verifiers.trainers import processes, setup
 from verifiers.trainers.config import SFTConfig
 from verifiers.trainers.functions import call_callbacks
 from verifiers.trainers.logprobs import TokenScorer
-from verifiers.trainers.micro_batches import Trained, micro_batches
+from verifiers.trainers.micro_batches import Trained, idle_batch, micro_batches
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.sft_rows import Imitated, read_samples
+from verifiers.trainers.sharding import make_weights
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.update import micro_batch_tokens
 from verifiers.trainers.watch.report import Report
 from verifiers.trainers.watch.tracking import check_report_to
-from verifiers.trainers.weights import Weights, learning_rate
+from verifiers.trainers.weights import learning_rate
 
 
 class SFTTrainer(Trainer):
@@ -62,14 +63,13 @@ class SFTTrainer(Trainer):
         self.config.check()
         check_report_to(self.config.report_to)
         self.env = env
-        self.accelerator = processes.accelerator()
+        self.accelerator, kind = processes.accelerator(), processes.sharding()
         self.model, self.tokenizer = setup.model_and_tokenizer(
             model, tokenizer, self.config, self.accelerator.device, peft_config
         )
         self.examples = self._read(dataset)
         self.eval_samples: list[Sample] = [] if eval_dataset is None else self._read(eval_dataset).samples
-        processes.same_weights(self.accelerator, self.model)
-        self.weights = Weights(self.model, self.config)
+        self.weights = make_weights(self.model, self.config, self.accelerator, kind, whole="saved")
         self.optimizer = self.weights.optimizer
         shard = (self.accelerator.process_index, self.accelerator.num_processes)
         self.rows = RowStream(self.examples.samples, seed=self.config.seed, shard=shard)
@@ -104,11 +104,11 @@ class SFTTrainer(Trainer):
         own = sum(sum(sample.completion_mask) for sample in batch)
         count = sum(processes.gathered(self.accelerator, own))
         total = 0.0
-        self.model.train()
-        for loss in self._losses(batch):
-            self.weights.backward(loss.sum() / max(count, 1))
-            total += float(loss.detach().sum())
-        processes.sum_gradients(self.accelerator, self.weights.masters)
+        self.weights.module.train()
+        for loss, is_last in self._losses(batch):
+            self.weights.backward(loss / max(count, 1), is_last=is_last)
+            total += float(loss.detach())
+        self.weights.collect()
         norm = self.weights.step(rate)
         return {
             "loss": sum(processes.gathered(self.accelerator, total)) / max(count, 1),
@@ -122,10 +122,10 @@ class SFTTrainer(Trainer):
         """The loss over ``eval_dataset`` with the model as it is now."""
         if not self.eval_samples:
             raise ValueError("there is nothing to evaluate on; pass eval_dataset=")
-        self.model.eval()
+        self.weights.module.eval()
         count = sum(sum(sample.completion_mask) for sample in self.eval_samples)
         with torch.no_grad(), sensible_threads(self.model):
-            total = sum(float(loss.sum()) for loss in self._losses(self.eval_samples))
+            total = sum(float(loss) for loss, _ in self._losses(self.eval_samples))
         return {"loss": total / max(count, 1), "n": len(self.eval_samples)}
 
     # --- sizes ----------------------------------------------------------------------------------------------------
@@ -151,18 +151,24 @@ class SFTTrainer(Trainer):
         most = min((n for n in (self.config.max_seq_length, longest) if n is not None), default=None)
         return read_samples(dataset, self.tokenizer, env=self.env, min_reward=self.config.min_reward, max_length=most)
 
-    def _losses(self, batch: Sequence[Sample]) -> Iterator[torch.Tensor]:
-        """The loss of each trained token, micro-batch by micro-batch."""
+    def _losses(self, batch: Sequence[Sample]) -> Iterator[tuple[torch.Tensor, bool]]:
+        """The sum of the losses of the trained tokens, micro-batch by micro-batch, and whether it is the last."""
         if self._scorer is None:
-            self._scorer = TokenScorer(self.accelerator.unwrap_model(self.model))
-        made = micro_batches(
-            [Trained(sample=sample, advantage=1.0) for sample in batch],
-            max_tokens=micro_batch_tokens(self.config, self.model),
-            pad_id=self.tokenizer.pad_token_id,
-            **self._scorer.layouts.limits(),
+            self._scorer = self.weights.scorer()
+        pad_id = self.tokenizer.pad_token_id
+        made = list(
+            micro_batches(
+                [Trained(sample=sample, advantage=1.0) for sample in batch],
+                max_tokens=micro_batch_tokens(self.config, self.weights.module),
+                pad_id=pad_id,
+                **self._scorer.layouts.limits(),
+            )
         )
-        for one in made:
-            yield -self._scorer.logprobs(one.to(self.weights.live[0].device))
+        if self.weights.is_sharded:
+            made += [idle_batch(pad_id)] * processes.lacking(self.accelerator, len(made))
+        for i, one in enumerate(made, 1):
+            on_device = one.to(self.weights.live[0].device)
+            yield -(self._scorer.logprobs(on_device) * on_device.weight_N).sum(), i == len(made)
 
     def _line(self, figures: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The figures of a step as they are written down."""
@@ -187,6 +193,7 @@ class SFTTrainer(Trainer):
                 self._total_tokens = int(report.steps[-1].get("total_tokens") or 0) if report.steps else 0
             call_callbacks(self, "on_train_begin")
             yield report
-            self.model.eval()
+            self.weights.module.eval()
+            self.weights.finish()
             call_callbacks(self, "on_train_end")
             report.finish()

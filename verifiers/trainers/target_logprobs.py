@@ -56,7 +56,7 @@ def chunked_logprobs(
         found = score_logits(head(hidden_ND), target_N, drawn_from, with_entropy=with_entropy)
         return found.logprob_N, found.entropy_N
 
-    n, vocabulary = len(hidden_ND), head.weight.shape[0]
+    n, vocabulary = len(hidden_ND), getattr(head, "out_features", None) or head.weight.shape[0]
     copies = 1 if drawn_from.is_tempered and not with_entropy else NARROWED_COPIES
     if n * vocabulary * copies <= FREE_LOGITS:
         return Scored(*score(hidden_ND, target_N))

@@ -10,6 +10,7 @@ from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.checkpoints import save_model
 from verifiers.trainers.functions import call_callbacks
 from verifiers.trainers.row_stream import RowStream
+from verifiers.trainers.sharding import ShardedWeights
 from verifiers.trainers.weights import Weights
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class Trainer:
 
     def save_model(self, path: str | Path) -> None:
         """Write the model (with LoRA: its adapter) and its tokenizer as a folder of safetensors."""
+        if isinstance(self.weights, ShardedWeights):
+            self.weights.publish_now()
         if self.accelerator.is_main_process:
             save_model(self.accelerator.unwrap_model(self.model), self.tokenizer, path)
         self.accelerator.wait_for_everyone()

@@ -15,10 +15,9 @@ from verifiers.engine.fair_lock import steady
 from verifiers.engine.plan import free_memory
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.config import GRPOConfig
-from verifiers.trainers.logprobs import TokenScorer
 from verifiers.trainers.losses import Loss, TokenLosses, sampler_correction, token_weights
-from verifiers.trainers.micro_batches import MicroBatch, Trained, micro_batches
-from verifiers.trainers.processes import gathered, sum_gradients
+from verifiers.trainers.micro_batches import MicroBatch, Trained, idle_batch, micro_batches
+from verifiers.trainers.processes import gathered, lacking
 from verifiers.trainers.reference import Reference
 from verifiers.trainers.target_logprobs import Scored
 from verifiers.trainers.update_figures import UpdateFigures, together
@@ -48,7 +47,7 @@ class PolicyUpdate:
         self.model, self.weights, self.config = model, weights, config
         self.loss = Loss(config.objective, loss)
         with lock:  # both run the model, and a batch may be being sampled ahead
-            self.scorer = TokenScorer(model)
+            self.scorer = weights.scorer()
             self.reference = Reference(model) if config.kl_coef > 0 else None
             scorers = [self.scorer] if self.reference is None else [self.scorer, self.reference.scorer]
             self._limits = scorers[0].layouts.limits(*(one.layouts for one in scorers[1:]))
@@ -64,22 +63,28 @@ class PolicyUpdate:
         matter, tokens = self._weighed(sequences)
         made = micro_batches(matter, max_tokens=self._tokens, pad_id=self._pad_id, **self._limits)
         batches = [_Prepared(batch, self.device) for batch in made]
+        if self.weights.is_sharded:
+            idle = lacking(self._processes, len(batches))
+            batches += [_Prepared(idle_batch(self._pad_id), self.device, is_idle=True) for _ in range(idle)]
         figures = UpdateFigures()
         with self._lock:
             self.weights.refresh()
         config = self.config
         drops, recomputes = not config.disable_dropout, config.gradient_checkpointing
-        with learning_mode(self.model, lock=self._lock, drops=drops, recomputes=recomputes):
+        with learning_mode(self.weights.module, lock=self._lock, drops=drops, recomputes=recomputes):
             for iteration in range(config.num_iterations):
                 if config.top_entropy_quantile < 1.0:
                     tokens = self._keep_uncertain(batches)
                 self._last_pass = []
-                for batch in batches:
-                    ratio_N = self._learn(batch, figures, tokens, is_first=iteration == 0)
+                for i, batch in enumerate(batches, 1):
+                    losses, loss, entropy_N = self._learn(batch, tokens, is_last=i == len(batches))
+                    if batch.is_idle:
+                        continue
+                    figures.add(loss, losses, entropy_N, is_first=iteration == 0)
                     if not self._limits.get("rope_bounds"):  # sequences that are split there have no order of their own
                         owners = [matter[member].rollout for member in batch.batch.members]
-                        self._last_pass.append((owners, batch.batch.sequence_N, ratio_N))
-                sum_gradients(self._processes, self.weights.masters)
+                        self._last_pass.append((owners, batch.batch.sequence_N, losses.ratio_T))
+                self.weights.collect()
                 with self._lock:
                     figures.grad_norm = self.weights.step(learning_rate)
         return together(gathered(self._processes, figures.read()))
@@ -121,6 +126,7 @@ class PolicyUpdate:
         """Note which tokens have an entropy in the upper ``top_entropy_quantile`` of the step's, and count them."""
         with torch.no_grad(), self._lock:
             found = [self.scorer.score(one.batch, with_entropy=True).entropy_N for one in batches]
+        found = [None if one.is_idle else entropy_N for one, entropy_N in zip(batches, found, strict=True)]
         measured = gathered(self._processes, [value for one in found if one is not None for value in one.tolist()])
         everyone = [value for part in measured for value in part]
         least = (
@@ -132,21 +138,20 @@ class PolicyUpdate:
             batch.is_uncertain_N = None if entropy_N is None else entropy_N >= least
         return sum(value >= least for value in everyone)
 
-    def _learn(self, prepared: _Prepared, figures: UpdateFigures, tokens: int, *, is_first: bool) -> Tensor:
+    def _learn(self, prepared: _Prepared, tokens: int, *, is_last: bool) -> tuple[TokenLosses, Tensor, Tensor | None]:
         with steady(self._lock):
             with self._lock:
                 losses, scored = self._forward(prepared)
                 loss = (losses.loss_T * prepared.batch.weight_N).sum()
-                if self.config.entropy_coef and scored.entropy_N is not None:
+                if self.config.entropy_coef and scored.entropy_N is not None and not prepared.is_idle:
                     bonus = prepared.counted(scored.entropy_N).sum() / max(tokens, 1)
                     loss = loss - self.config.entropy_coef * bonus
                 recomputes = self.config.gradient_checkpointing or scored.recomputes
                 if recomputes:
-                    self.weights.backward(loss)
+                    self.weights.backward(loss, is_last=is_last)
             if not recomputes:  # then no module is run in the backward pass, and the sampler may go on meanwhile
-                self.weights.backward(loss)
-        figures.add(loss.detach(), losses, scored.entropy_N, is_first=is_first)
-        return losses.ratio_T
+                self.weights.backward(loss, is_last=is_last)
+        return losses, loss.detach(), scored.entropy_N
 
     def _forward(self, prepared: _Prepared) -> tuple[TokenLosses, Scored]:
         batch = prepared.batch
@@ -176,7 +181,10 @@ class PolicyUpdate:
     def _check_logprobs(self, batch: MicroBatch, new_N: Tensor, old_N: Tensor) -> None:
         """Refuse a server whose logprobs leave out the temperature; the first tokens of a training tell."""
         self._are_logprobs_known = True
-        if not any(one.is_asked and one.temperature != 1.0 for one in batch.distributions):
+        is_open = any(one.is_asked and one.temperature != 1.0 for one in batch.distributions)
+        if self.weights.is_sharded:  # then all processes compute it, or none
+            is_open = any(gathered(self._processes, is_open))
+        if not is_open:
             return
         with torch.no_grad():
             raw_N = self.scorer.logprobs(batch, 1.0)
@@ -191,7 +199,8 @@ class PolicyUpdate:
 class _Prepared:
     """A micro-batch on the device, and what is found out about its tokens once."""
 
-    def __init__(self, batch: MicroBatch, device: torch.device) -> None:
+    def __init__(self, batch: MicroBatch, device: torch.device, *, is_idle: bool = False) -> None:
+        self.is_idle = is_idle
         is_known = not bool(batch.old_N.isnan().any())  # logprobs that were not recorded are measured
         self.batch = batch.to(device)
         self.old_N: Tensor | None = self.batch.old_N if is_known else None

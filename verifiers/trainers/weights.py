@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verifiers.trainers.base_config import TrainingConfig
+from verifiers.trainers.logprobs import TokenScorer
+from verifiers.trainers.processes import sum_gradients
 from verifiers.trainers.stopping import NotFiniteError
 
 LARGEST_SCALE, SCALE_GROWS_AFTER = 2.0**16, 200
@@ -19,16 +22,20 @@ class Weights:
 
     A parameter in half precision is too coarse for small steps: it has a float32 copy, which collects the gradients and
     is what the optimizer moves; the parameter, which the sampler reads, is rounded from it after each step.
+
+    Here each of several processes holds all of them; `verifiers.trainers.sharding` has those that hold a part.
     """
 
-    def __init__(self, model: Any, config: TrainingConfig) -> None:
-        self.config = config
+    is_sharded = False  # whether a forward or backward pass is one of all processes together
+
+    def __init__(self, model: Any, config: TrainingConfig, processes: Any = None) -> None:
+        self.module, self.config, self.processes = model, config, processes
         named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
         if not named:
             raise ValueError("no parameter of this model asks for a gradient: there is nothing to train")
         self.names = [name for name, _ in named]
         self.live = [one for _, one in named]
-        self.masters = [_master(one) for one in self.live]
+        self.masters = [self._master(one) for one in self.live]
         self.check_finite("before training")
         self._versions = [one._version for one in self.live]
         self.scale = LARGEST_SCALE if any(one.dtype == torch.float16 for one in self.live) else 1.0
@@ -47,12 +54,17 @@ class Weights:
         """Take over parameters that were written since the last step by others: another trainer, a warm-up."""
         with torch.no_grad():
             for live, master, version in zip(self.live, self.masters, self._versions, strict=True):
-                if live is not master and live._version != version:
+                is_changed = live is not master and live._version != version
+                if is_changed and not torch.equal(master.to(live.dtype), live):  # a proof puts back what it changes
                     master.copy_(live)
         self._versions = [one._version for one in self.live]
 
-    def backward(self, loss: Tensor) -> None:
-        """Add a micro-batch's gradients to those of the step."""
+    def scorer(self) -> TokenScorer:
+        """What computes logprobs with the parameters that are trained."""
+        return TokenScorer(self.module)
+
+    def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
+        """Add a micro-batch's gradients to those of the step; ``is_last``: there are no more."""
         (loss * self.scale if self.scale != 1.0 else loss).backward()
         halves = [
             (live, master)
@@ -71,6 +83,10 @@ class Weights:
         for live, _ in halves:
             live.grad = None
 
+    def collect(self) -> None:
+        """Add up the gradients of all processes, once all of a step are there."""
+        sum_gradients(self.processes, self.masters)
+
     def gradients(self) -> list[Tensor]:
         return [master.grad for master in self.masters if master.grad is not None]
 
@@ -79,8 +95,7 @@ class Weights:
         gradients = self.gradients()
         if self.scale != 1.0 and gradients:
             torch._foreach_div_(gradients, self.scale)
-        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros(())]
-        norm = float(torch.linalg.vector_norm(torch.stack([one.float() for one in norms])))
+        norm = self._norm(gradients)
         is_sound = math.isfinite(norm)
         if is_sound:
             most = self.config.max_grad_norm
@@ -95,18 +110,30 @@ class Weights:
         self.check_finite("after a step")
         return norm
 
+    def _norm(self, gradients: list[Tensor]) -> float:
+        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros(())]
+        return float(torch.linalg.vector_norm(torch.stack([one.float() for one in norms])))
+
     def check_finite(self, when: str) -> None:
         """Stop a training at the first weight that is NaN or infinite."""
-        worst = torch.stack([one.float() for one in torch._foreach_norm(self.live, torch.inf)])
-        if bool(worst.isfinite().all()):
+        wrong = self._not_finite()
+        if not wrong:
             return
-        wrong = [name for name, is_sound in zip(self.names, worst.isfinite().tolist(), strict=True) if not is_sound]
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise NotFiniteError(f"weights are not finite {when}: {wrong[0]}{more}")
+
+    def _not_finite(self) -> list[str]:
+        worst = torch.stack([one.float() for one in torch._foreach_norm(self.live, torch.inf)])
+        if bool(worst.isfinite().all()):
+            return []
+        return [name for name, is_sound in zip(self.names, worst.isfinite().tolist(), strict=True) if not is_sound]
 
     def clear(self) -> None:
         for one in self.masters:
             one.grad = None
+
+    def finish(self) -> None:
+        """Have the model that was handed in hold the weights, wherever it is, at the end of a training."""
 
     def publish(self) -> None:
         """Round the float32 copies into the parameters that everyone reads."""
@@ -115,6 +142,48 @@ class Weights:
             with torch.no_grad():
                 torch._foreach_copy_([live for live, _ in pairs], [master for _, master in pairs])
         self._versions = [one._version for one in self.live]
+
+    def _master(self, parameter: Tensor) -> Tensor:
+        if parameter.dtype == torch.float32:
+            return parameter
+        return parameter.detach().float().clone().requires_grad_()
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The trained parameters by name, and their shapes, of which a process may hold a part."""
+        return {name: tuple(one.shape) for name, one in zip(self.names, self.live, strict=True)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights and the optimizer's state by name (see `verifiers.trainers.shards`), to be written or read."""
+        found = {}
+        for i, (name, master) in enumerate(zip(self.names, self.masters, strict=True)):
+            found[f"weights.{name}"] = self.spread(i, master.detach())
+            for key, value in self.optimizer.state.get(master, {}).items():
+                found[f"optimizer.{name}.{key}"] = self.spread(i, value) if value.shape == master.shape else value
+        return found
+
+    def spread(self, i: int, part: Tensor) -> Tensor:
+        """What this process holds of a tensor of the shape of a parameter, as a part of the whole."""
+        return part
+
+    def make_room(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Have an optimizer's state with these entries; their values are taken afterwards."""
+        is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
+        for name, master, live in zip(self.names, self.masters, self.live, strict=True):
+            prefix = f"optimizer.{name}."
+            for entry in [one for one in shapes if one.startswith(prefix)]:
+                is_whole = shapes[entry] == tuple(live.shape) and shapes[entry] != ()
+                number = torch.zeros((), device=master.device if is_fused else "cpu")
+                room = torch.zeros_like(master, requires_grad=False) if is_whole else number
+                self.optimizer.state[master][entry.removeprefix(prefix)] = room
+
+    def take(self, read: Callable[[dict[str, Tensor]], Any]) -> None:
+        """Have a function fill the tensors, and go on with what it put there."""
+        with torch.no_grad():
+            read(self.tensors())
+        self.publish()
 
     def _rescale(self, is_sound: bool) -> None:
         """Float16 gradients are scaled up so that small ones are not lost; overflow halves the scale."""
@@ -125,12 +194,6 @@ class Weights:
             self.scale = max(self.scale / 2, 2.0)
         elif self._good_steps % SCALE_GROWS_AFTER == 0:
             self.scale = min(self.scale * 2, LARGEST_SCALE)
-
-
-def _master(parameter: Tensor) -> Tensor:
-    if parameter.dtype == torch.float32:
-        return parameter
-    return parameter.detach().float().clone().requires_grad_()
 
 
 def _empty_as(masters: list[Tensor]) -> list[Tensor]:

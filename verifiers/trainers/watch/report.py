@@ -24,6 +24,7 @@ from verifiers.trainers.batch import Batch, as_batch
 from verifiers.trainers.functions import name_of
 from verifiers.trainers.processes import gathered
 from verifiers.trainers.reward_weights import reward_weights
+from verifiers.trainers.sharding import ShardedWeights
 from verifiers.trainers.stopping import NotFiniteError
 from verifiers.trainers.watch.audit import audit
 from verifiers.trainers.watch.display import TrainingDisplay
@@ -167,6 +168,8 @@ class Report:
         state: dict[str, Any] = {"step": 0, "cursor": 0}
         if self.from_checkpoint is not None:
             state = checkpoints.load(self.from_checkpoint, trainer.weights)
+            # Rows are counted in each process: of another number of processes each has taken more or fewer.
+            state["cursor"] = state["cursor"] * state.get("processes", 1) // self._processes.num_processes
             if trainer.reference is not None:
                 checkpoints.load_reference(self.from_checkpoint, trainer.reference)
         if self._is_open:
@@ -247,19 +250,23 @@ class Report:
 
     def checkpoint(self, trainer: Trainer, *, cursor: int) -> Path | None:
         """Write a checkpoint of where the training is now."""
-        if not self._is_open:
+        weights = trainer.weights
+        if not self._is_open and not weights.is_sharded:
             return None
-        trainer.weights.check_finite("where they were to be saved")
-        return checkpoints.save(
-            self.path / "checkpoints",
-            step=trainer.step,
-            model=trainer.accelerator.unwrap_model(trainer.model),
-            tokenizer=trainer.tokenizer,
-            weights=trainer.weights,
-            state={"cursor": cursor, "config": trainer.config.to_dict()},
-            keep=self.config.save_total_limit,
-            reference=trainer.reference,
-        )
+        weights.check_finite("where they were to be saved")
+        processes = trainer.accelerator.num_processes
+        given: dict[str, Any] = {
+            "step": trainer.step,
+            "model": trainer.accelerator.unwrap_model(trainer.model),
+            "tokenizer": trainer.tokenizer,
+            "state": {"cursor": cursor, "processes": processes, "config": trainer.config.to_dict()},
+            "keep": self.config.save_total_limit,
+            "reference": trainer.reference,
+        }
+        root = self.path / "checkpoints"
+        if isinstance(weights, ShardedWeights):
+            return checkpoints.save_sharded(root, weights=weights, **given)
+        return checkpoints.save(root, weights=weights, **given)
 
     def finish(self) -> None:
         """The picture and the audit, for a person to look at."""

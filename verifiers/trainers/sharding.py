@@ -1,0 +1,228 @@
+"""A model and several processes → weights of which each holds a part, and a whole model that is sampled from.
+
+The module that a trainer was given stays whole. A twin of it learns, sharded by PyTorch's `fully_shard` (FSDP2) or by
+DeepSpeed (`verifiers.trainers.zero`). After each update the twin's parameters are gathered into the whole module, one
+after the other: the engine, a server elsewhere and whoever saves the model read them there.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from verifiers.trainers.base_config import TrainingConfig
+from verifiers.trainers.logprobs import TokenScorer
+from verifiers.trainers.processes import gathered, same_weights
+from verifiers.trainers.weights import Weights
+
+Whole = Literal["sampled", "sent", "saved"]
+
+
+def make_weights(model: Any, config: TrainingConfig, processes: Any, kind: str, *, whole: Whole) -> Weights:
+    """The trained parameters of a model, held as the processes were started: ``kind`` is `processes.sharding()`'s.
+
+    The whole model is ``sampled`` (read on its device after every step, by every process), ``sent`` (read after every
+    step by the first) or ``saved`` (read by the first when it is saved).
+    """
+    same_weights(processes, model)
+    if kind == "none":
+        return Weights(model, config, processes)
+    if next(model.parameters()).dtype == torch.float16:
+        raise ValueError("fp16=True does not go with a sharded model: take bf16=True")
+    if kind == "fsdp2":
+        return FSDPWeights(model, config, processes, whole=whole)
+    from verifiers.trainers.zero import ZeroWeights
+
+    return ZeroWeights(model, config, processes, whole=whole)
+
+
+class Root(nn.Module):  # type: ignore[misc]  # torch is not typed here
+    """What is sharded: a model, and in one forward pass whatever a function computes with it.
+
+    Parts of a sharded model have their parameters only within a forward pass of the whole.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+
+class ShardedWeights(Weights):
+    """Trained parameters of which each process holds a part, and the whole model that they are gathered into."""
+
+    is_sharded = True
+    root: Any
+
+    def __init__(self, model: Any, twin: Any, config: TrainingConfig, processes: Any, *, whole: Whole) -> None:
+        self.whole, self._is_sampled, self._publishes = model, whole == "sampled", whole != "saved"
+        super().__init__(twin, config, processes)
+        parameters = dict(model.named_parameters())
+        self._whole = [parameters[name] for name in self.names]
+        self._versions = [one._version for one in self._whole]
+
+    def scorer(self) -> TokenScorer:
+        return TokenScorer(self.module, like=self._proven, run=self.root)
+
+    def gather(self) -> Iterator[tuple[int, Tensor]]:
+        """The trained parameters, whole, one after the other; all processes go through them together."""
+        raise NotImplementedError
+
+    def scatter(self, i: int, whole: Tensor) -> None:
+        """Take this process's part of a whole parameter."""
+        raise NotImplementedError
+
+    def publish(self) -> None:
+        """Gather the parameters into the whole model, where it is read after every step."""
+        if self._publishes:
+            self.publish_now()
+
+    def publish_now(self, *, everywhere: bool = False) -> None:
+        """Gather the parameters into the whole model, of the processes that read it or of all."""
+        with torch.no_grad():
+            for i, tensor in self.gather():
+                if everywhere or self._is_sampled or self.processes.is_main_process:
+                    self._whole[i].copy_(tensor)
+        self._versions = [one._version for one in self._whole]
+
+    def finish(self) -> None:
+        self.publish_now(everywhere=True)
+
+    def frozen(self) -> dict[str, Tensor]:
+        """The parameters that are not trained, for whoever exports a checkpoint; none of a model with adapters."""
+        if hasattr(self.whole, "peft_config"):
+            return {}
+        found = self.whole.named_parameters()
+        return {f"frozen.{name}": one.detach() for name, one in found if not one.requires_grad}
+
+    def refresh(self) -> None:
+        """Take over what others wrote to the whole model, which must be the same in all processes."""
+        if not self._is_sampled:
+            return
+        changed = [i for i, one in enumerate(self._whole) if one._version != self._versions[i]]
+        everywhere = set(changed).intersection(*gathered(self.processes, changed))
+        if everywhere:
+            with torch.no_grad():
+                for i, tensor in self.gather():
+                    if i in everywhere and not torch.equal(tensor.to(self._whole[i].dtype), self._whole[i]):
+                        self.scatter(i, self._whole[i])
+        self._versions = [one._version for one in self._whole]
+
+    def _prove(self, model: Any) -> None:
+        """Find out, while the model is whole, in which layouts its own forward learns exactly."""
+        self._proven = TokenScorer(model, may_fuse=False)
+        self._proven.layouts  # noqa: B018  # measured when it is first asked
+
+
+class FSDPWeights(ShardedWeights):
+    """Parameters sharded by `fully_shard`, a decoder layer at a time, on any device.
+
+    They are float32 and the very ones that the optimizer moves; what is gathered for a layer is in the model's dtype.
+    """
+
+    def __init__(self, model: Any, config: TrainingConfig, processes: Any, *, whole: Whole) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self._prove(model)
+        parameter = next(model.parameters())
+        device, dtype = parameter.device, parameter.dtype
+        twin = twin_of(model, device if whole == "sampled" else torch.device("cpu"))
+        for one in twin.parameters():
+            if one.requires_grad:
+                one.data = one.data.float()
+        self._mesh = init_device_mesh(device.type, (processes.num_processes,))
+        self.root = _fully_sharded(twin, self._mesh, dtype)
+        super().__init__(model, twin, config, processes, whole=whole)
+
+    def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
+        (loss * self.processes.num_processes).backward()  # gradients are averaged, and we want their sum
+
+    def collect(self) -> None:
+        """Sums are made as each layer's gradient is there: what is left is to hand them to the optimizer."""
+        for live, master in zip(self.live, self.masters, strict=True):
+            master.grad = None if live.grad is None else live.grad.to_local()
+            live.grad = None
+
+    def gather(self) -> Iterator[tuple[int, Tensor]]:
+        for i, live in enumerate(self.live):
+            yield i, live.detach().to(self._whole[i].dtype).full_tensor()
+
+    def scatter(self, i: int, whole: Tensor) -> None:
+        self.masters[i].copy_(self.part(i, whole))
+
+    def part(self, i: int, whole: Tensor) -> Tensor:
+        """This process's part of a tensor of the shape of a parameter."""
+        from torch.distributed.tensor import distribute_tensor
+
+        placements = self.live[i].placements
+        whole = whole.to(self.masters[i].device)
+        return distribute_tensor(whole, self._mesh, placements, src_data_rank=None).to_local()  # type: ignore[no-any-return]
+
+    def spread(self, i: int, part: Tensor) -> Tensor:
+        """As PyTorch writes and reads it: each process its part."""
+        from torch.distributed.tensor import DTensor
+
+        live = self.live[i]
+        return DTensor.from_local(  # type: ignore[no-any-return]
+            part, self._mesh, live.placements, run_check=False, shape=live.shape, stride=live.stride()
+        )
+
+    def _master(self, parameter: Any) -> Tensor:
+        return parameter.detach().to_local().requires_grad_()  # type: ignore[no-any-return]
+
+    def _norm(self, gradients: list[Tensor]) -> float:
+        squares = torch.tensor(super()._norm(gradients) ** 2, dtype=torch.float64, device=self.masters[0].device)
+        torch.distributed.all_reduce(squares)
+        return math.sqrt(float(squares)) if math.isfinite(float(squares)) else float(squares)
+
+    def _not_finite(self) -> list[str]:
+        own = [
+            name
+            for name, one in zip(self.names, self.masters, strict=True)
+            if one.numel() and not bool(one.isfinite().all())
+        ]
+        found = {name for part in gathered(self.processes, own) for name in part}
+        return [name for name in self.names if name in found]
+
+
+def twin_of(model: Any, keep_on: torch.device) -> Any:
+    """A copy of a model on the CPU, to be sharded from there; the model itself goes to ``keep_on``."""
+    model.to("cpu")
+    twin = copy.deepcopy(model)
+    model.to(keep_on)
+    return twin
+
+
+def _fully_sharded(twin: Any, mesh: Any, dtype: torch.dtype) -> Root:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    is_half = dtype != torch.float32
+    policy = (
+        MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False) if is_half else MixedPrecisionPolicy()
+    )
+    offloads = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() in ("1", "true")
+    reshards = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() not in ("0", "false")
+    settings = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "offload_policy": CPUOffloadPolicy() if offloads and mesh.device_type != "cpu" else OffloadPolicy(),
+    }
+    for layer in decoder_layers(twin):
+        fully_shard(layer, reshard_after_forward=reshards, **settings)
+    return fully_shard(Root(twin), **settings)  # type: ignore[no-any-return]
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """The modules that transformers keeps whole on a device, or else the members of every module list."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    names = set(getattr(base, "_no_split_modules", None) or ())
+    found = [one for one in base.modules() if type(one).__name__ in names]
+    return found or [layer for one in base.modules() if isinstance(one, nn.ModuleList) for layer in one]

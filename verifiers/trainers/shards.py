@@ -1,0 +1,106 @@
+"""Sharded weights ↔ a folder to which each process writes its part, and from which any number of processes read theirs.
+
+The folder is one of PyTorch's distributed checkpoints. Its entries: ``weights.NAME`` (trained, in float32),
+``optimizer.NAME.STATE``, and, unless adapters are trained, ``frozen.NAME``.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from verifiers.trainers.sharding import ShardedWeights
+from verifiers.trainers.weights import Weights
+
+FOLDER = "shards"
+
+
+def write(weights: ShardedWeights, path: Path) -> None:
+    """Write the parts of all processes, which call this together."""
+    with _quietly():
+        dcp.save({**weights.tensors(), **weights.frozen()}, checkpoint_id=path / FOLDER)
+
+
+def read(weights: Weights, path: Path) -> None:
+    """Put weights and optimizer back from the parts that were written by however many processes."""
+    shapes = shapes_of(path)
+    weights.make_room({name: shape for name, shape in shapes.items() if name.startswith("optimizer.")})
+    with _quietly():
+        weights.take(lambda wanted: dcp.load(wanted, checkpoint_id=path / FOLDER, no_dist=True))
+
+
+def read_whole(weights: ShardedWeights, saved: Mapping[str, Any]) -> None:
+    """The same from a checkpoint of one process, in which everything is whole."""
+    whole = {f"weights.{name}": one for name, one in zip(saved["names"], saved["masters"], strict=True)}
+    for i, state in saved["optimizer"]["state"].items():
+        whole |= {f"optimizer.{saved['names'][i]}.{key}": value for key, value in state.items()}
+
+    def fill(wanted: dict[str, Tensor]) -> None:
+        for name, one in wanted.items():
+            if isinstance(one, DTensor):
+                value = whole[name].to(one.device)
+                part = distribute_tensor(value, one.device_mesh, one.placements, src_data_rank=None)
+                one.to_local().copy_(part.to_local())
+            else:
+                one.copy_(whole[name])
+
+    weights.make_room({name: tuple(one.shape) for name, one in whole.items() if name.startswith("optimizer.")})
+    weights.take(fill)
+
+
+def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
+    """What is in a folder: names of entries → their shapes."""
+    found: Mapping[str, Any] = dcp.FileSystemReader(path / FOLDER).read_metadata().state_dict_metadata
+    return {name: tuple(one.size) for name, one in found.items()}
+
+
+def whole_weights(path: Path) -> dict[str, Tensor]:
+    """The parameters of a folder, whole, in this process."""
+    wanted = {
+        name: torch.empty(shape) for name, shape in shapes_of(path).items() if name.startswith(("weights.", "frozen."))
+    }
+    with _quietly():
+        dcp.load(wanted, checkpoint_id=path / FOLDER, no_dist=True)
+    return {name.partition(".")[2]: one for name, one in wanted.items()}
+
+
+def export_checkpoint(checkpoint: str | Path, path: str | Path) -> Path:
+    """A sharded checkpoint → a folder of safetensors that transformers (of adapters: peft) loads."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from verifiers.trainers.checkpoints import save_model
+
+    checkpoint, path = Path(checkpoint), Path(path)
+    if not (checkpoint / FOLDER / ".metadata").is_file():
+        raise ValueError(f"{checkpoint} is no sharded checkpoint: it has no {FOLDER}")
+    if (checkpoint / "adapter_config.json").is_file():  # adapters are small: they are beside their shards
+        shutil.copytree(checkpoint, path, ignore=shutil.ignore_patterns(FOLDER, "trainer.*", "reference.pt"))
+        return path
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    config = AutoConfig.from_pretrained(checkpoint)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    weights = whole_weights(checkpoint)
+    dtype = config.dtype or torch.float32
+    model.load_state_dict({name: one.to(dtype) for name, one in weights.items()}, strict=False, assign=True)
+    model.tie_weights()
+    if missing := [name for name, one in model.named_parameters() if one.is_meta]:
+        raise ValueError(f"{checkpoint} is a checkpoint of another model: it has no {missing[0]}")
+    save_model(model, tokenizer, path)
+    return path
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch, about its own functions
+        yield

@@ -1,0 +1,219 @@
+"""A model and DeepSpeed → weights sharded by ZeRO: optimizer and gradients (stages 1 and 2), parameters too (stage 3)."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from verifiers.trainers.base_config import TrainingConfig
+from verifiers.trainers.processes import gathered
+from verifiers.trainers.sharding import Root, ShardedWeights, Whole, twin_of
+
+NOT_OURS = ("optimizer", "scheduler")  # sections of DeepSpeed's configuration whose place ours takes
+AVERAGES = ("exp_avg", "exp_avg_sq")  # that AdamW keeps of each parameter
+
+
+class ZeroWeights(ShardedWeights):
+    """Trained parameters in the hands of DeepSpeed, which keeps their float32 copies and moves them.
+
+    Up to stage 2 the parameters themselves are whole in every process, and it is they that are sampled from.
+    """
+
+    def __init__(self, model: Any, config: TrainingConfig, processes: Any, *, whole: Whole) -> None:
+        import deepspeed
+
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        self._prove(model)
+        parameter = next(model.parameters())
+        device, settings = parameter.device, settings_of(model, config, processes)
+        self.stage = int(settings["zero_optimization"]["stage"])
+        keep_on = device if whole == "sampled" else torch.device("cpu")
+        twin = twin_of(model, keep_on) if self.stage == 3 else model
+        super().__init__(model, twin, config, processes, whole=whole)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0  # DeepSpeed makes a step of its own, to have the optimizer's state
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of DeepSpeed, about versions of torch
+            if self.stage == 3:
+                deepspeed.zero.Init(module=twin, config_dict_or_path=settings)
+            self.root, *_ = deepspeed.initialize(
+                model=Root(twin), optimizer=self.optimizer, model_parameters=self.live, config=settings
+            )
+        self.optimizer = self.root.optimizer
+        for state in self._inner.state.values():
+            if "step" in state:
+                state["step"] = state["step"] * 0
+        self._has_gradients = False
+
+    @property
+    def _inner(self) -> Any:
+        """The optimizer within DeepSpeed's."""
+        return self.root.optimizer.optimizer
+
+    def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
+        self.root.set_gradient_accumulation_boundary(is_last)
+        self.root.backward(loss * self.processes.num_processes)  # gradients are averaged, and we want their sum
+        self._has_gradients = True
+
+    def collect(self) -> None:
+        """Sums were made in the backward passes."""
+
+    def step(self, learning_rate: float) -> float:
+        if not self._has_gradients:
+            return 0.0
+        for group in self.root.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.root.step()
+        self._has_gradients = False
+        norm = self.root.get_global_grad_norm()
+        norm = 0.0 if norm is None else float(norm)
+        self.publish()
+        self.check_finite("after a step")
+        return norm if norm >= 0 else math.inf  # -1: it overflowed, and nothing was moved
+
+    def clear(self) -> None:
+        self.root.optimizer.zero_grad()
+
+    def gather(self) -> Iterator[tuple[int, Tensor]]:
+        import deepspeed
+
+        for i, live in enumerate(self.live):
+            with deepspeed.zero.GatheredParameters([live], enabled=self.stage == 3):
+                yield i, live.detach()
+
+    def scatter(self, i: int, whole: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        safe_set_full_fp32_param(self.live[i], whole.float())
+
+    def publish(self) -> None:
+        if self.stage == 3:
+            super().publish()
+        else:
+            self.publish_now()
+
+    def publish_now(self, *, everywhere: bool = False) -> None:
+        if self.stage == 3:
+            super().publish_now(everywhere=everywhere)
+            return
+        increment_version(self.live)  # they are written to where PyTorch does not count
+        self._versions = [one._version for one in self._whole]
+
+    def refresh(self) -> None:
+        if self.stage == 3:
+            super().refresh()
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(one.shape) for name, one in zip(self.names, self._whole, strict=True)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Whole parameters in turn: each process gets all of them, and keeps those that it is to write."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        found = {}
+        for i, (name, live) in enumerate(zip(self.names, self.live, strict=True)):
+            whole = {f"weights.{name}": safe_get_full_fp32_param(live)}
+            for key in AVERAGES:
+                whole[f"optimizer.{name}.{key}"] = safe_get_full_optimizer_state(live, key)
+            if i % self.processes.num_processes == self.processes.process_index:
+                found.update({entry: one.detach().cpu().clone() for entry, one in whole.items()})
+                found[f"optimizer.{name}.step"] = torch.tensor(float(self._steps))
+        return found
+
+    @property
+    def _steps(self) -> float:
+        return max((float(state["step"]) for state in self._inner.state.values() if "step" in state), default=0.0)
+
+    def make_room(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """DeepSpeed has it from the beginning."""
+        self._was_stepped = any(shapes)
+
+    def take(self, read: Callable[[dict[str, Tensor]], Any]) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        for name, live, whole in zip(self.names, self.live, self._whole, strict=True):
+            wanted = {f"weights.{name}": torch.empty(whole.shape)}
+            if self._was_stepped:
+                wanted |= {f"optimizer.{name}.{key}": torch.empty(whole.shape) for key in AVERAGES}
+                wanted[f"optimizer.{name}.step"] = torch.zeros(())
+            read(wanted)
+            safe_set_full_fp32_param(live, wanted.pop(f"weights.{name}"))
+            step = wanted.pop(f"optimizer.{name}.step", None)
+            for entry, value in wanted.items():
+                safe_set_full_optimizer_state(live, value, entry.rpartition(".")[2])
+        if step is not None:
+            for state in self._inner.state.values():
+                state["step"] = torch.full_like(state["step"], float(step))
+        self.publish()
+
+    def _master(self, parameter: Any) -> Tensor:
+        return parameter  # type: ignore[no-any-return]
+
+    def _not_finite(self) -> list[str]:
+        parts = [getattr(one, "ds_tensor", one) for one in self.live]
+        own = [name for name, one in zip(self.names, parts, strict=True) if not bool(one.isfinite().all())]
+        found = {name for part in gathered(self.processes, own) for name in part}
+        return [name for name in self.names if name in found]
+
+
+def settings_of(model: Any, config: TrainingConfig, processes: Any) -> dict[str, Any]:
+    """DeepSpeed's configuration as the launcher was given it, with what the trainer decides."""
+    settings: dict[str, Any] = copy.deepcopy(processes.state.deepspeed_plugin.deepspeed_config)
+    for name in NOT_OURS:
+        if settings.pop(name, None) is not None:
+            warnings.warn(
+                f"{name} of DeepSpeed's configuration has no effect here: say it in the trainer's", stacklevel=6
+            )
+    _check_batch(settings, config, processes.num_processes)
+    zero = settings["zero_optimization"]
+    if int(zero.get("stage", 0)) not in (1, 2, 3):
+        raise ValueError(
+            f"zero_stage: {zero.get('stage', 0)} shards nothing: take 2 or 3 (configs/zero2.yaml, zero3.yaml), or "
+            "configs/ddp.yaml"
+        )
+    hidden = model.config.get_text_config().hidden_size
+    auto = {
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+    zero.update({name: value for name, value in auto.items() if zero.get(name) == "auto"})
+    is_half = next(model.parameters()).dtype == torch.bfloat16
+    for name in ("fp16", "amp", "train_batch_size"):
+        settings.pop(name, None)
+    return {
+        **settings,
+        "train_micro_batch_size_per_gpu": 1,  # micro-batches are ours: as many tokens as fit
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.max_grad_norm or 0.0,
+        "bf16": {"enabled": is_half},
+        **({"data_types": {"grad_accum_dtype": "fp32"}} if is_half else {}),
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # ours will do where the optimizer is offloaded
+    }
+
+
+def _check_batch(settings: dict[str, Any], config: TrainingConfig, processes: int) -> None:
+    """Sizes that DeepSpeed's configuration gives must be those of the trainer's."""
+    own = {
+        "train_batch_size": config.batch_size * config.gradient_accumulation_steps * processes,
+        "train_micro_batch_size_per_gpu": config.batch_size,
+    }
+    for name, value in own.items():
+        said = settings.get(name, "auto")
+        if said not in ("auto", value):
+            raise ValueError(
+                f"{name} of DeepSpeed's configuration is {said}, and batch_size = {config.batch_size} of each of "
+                f"{processes} processes makes {value}: say auto there"
+            )
