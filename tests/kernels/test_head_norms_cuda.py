@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,24 +108,9 @@ def test_norms_and_a_rotation_and_their_way_back(shape: Any, dtype: Any) -> None
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., Any]]:
-    from verifiers.engine.engine import Engine
-
-    made: list[Engine] = []
-
-    def start(model: Any) -> Engine:
-        made.append(Engine(model, rows=8, length=250))
-        return made[-1]
-
-    yield start
-    for engine in made:
-        engine.close()
-
-
 def test_the_logprobs_of_qwen3_sampled_on_a_card_are_those_of_transformers(start: Any) -> None:
     model = on_card()
-    engine = start(model)
+    engine = start(model, rows=8, length=250)
     assert str(engine.backend) == "batched, by Triton kernels"
     requests = mixed(24)
     answers = [future.result(120) for future in [engine.submit(prompt, way)[0] for prompt, way in requests]]
@@ -135,7 +120,7 @@ def test_the_logprobs_of_qwen3_sampled_on_a_card_are_those_of_transformers(start
 
 def test_half_precision_logprobs_are_those_of_transformers_to_rounding(start: Any) -> None:
     model = on_card(dtype=torch.bfloat16)
-    engine = start(model)
+    engine = start(model, rows=8, length=250)
     way, gaps = Sampling(max_tokens=40, seed=1), []
     for answer in engine.generate([prompt_of(n, seed=n) for n in (1, 20, 90)], way, n=4):
         _, raw = expected(model, answer, way)
@@ -147,7 +132,7 @@ def test_half_precision_logprobs_are_those_of_transformers_to_rounding(start: An
 
 def test_a_hook_on_a_head_norm_is_heard_on_a_card_too(start: Any) -> None:
     model = on_card()
-    engine, heard = start(model), []
+    engine, heard = start(model, rows=8, length=250), []
     model.model.layers[1].self_attn.q_norm.register_forward_hook(lambda _, __, out: heard.append(1) or out * 1.5)
     way = Sampling(max_tokens=10, seed=1)
     assert_exact(model, engine.generate([prompt_of(20)], way)[0], way, within=WITHIN)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -38,24 +39,43 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def slot_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a layer asks of attention besides its queries, keys and values."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    dropout: float
+    mask: Tensor | None
+    is_causal: bool
+
+
+def as_called(
+    attend: Callable[[Any, Tensor, Tensor, Tensor, Asked], Tensor],
+) -> Callable[..., tuple[Tensor, None]]:
+    """A function of a module and its queries, keys and values ``[B, heads, T, dim]`` → as transformers calls it."""
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+        scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+        softcap: float | None = None, **more: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        if more.get("s_aux") is not None:
+            raise NotImplementedError("attention sinks are not supported")
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        is_causal = more.get("is_causal", getattr(module, "is_causal", True)) is not False
+        asked = Asked(scale, sliding_window, softcap, dropout, attention_mask, is_causal)
+        return attend(module, query, key, value, asked), None
+
+    return attention
+
+
+@as_called
+def slot_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
     """The attention function that transformers calls while a block of `attending` lasts."""
-    if kwargs.get("s_aux") is not None:
-        raise NotImplementedError("attention sinks are not supported by the local engine")
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    output = _attend()(module.layer_idx, query, key, value, scale=scale, window=sliding_window, softcap=softcap)
-    return output.transpose(1, 2).contiguous(), None  # some models take a view of it
+    out = _attend()(module.layer_idx, q, k, v, scale=asked.scale, window=asked.window, softcap=asked.softcap)
+    return out.transpose(1, 2).contiguous()  # some models take a view of it
 
 
 def attend_rotated(

@@ -47,6 +47,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-MoE": ("Qwen3Moe", {"head_dim": 16, "num_experts": 4, **EXPERTS}),
     "Mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
 }
+MIXTURES = {"Qwen3-MoE", "Mixtral"}  # which expert a token goes to may turn on the last bit in half precision
 
 
 def random_model(family: str = "Llama", *, dtype: Any = None, seed: int = 0, **more: Any) -> Any:
