@@ -66,6 +66,7 @@ PUBLIC = [
     "ModelError",
     "ModelResponse",
     "MultiTurnEnv",
+    "OpenEnv",
     "OverlongPromptError",
     "Parser",
     "ProcessedOutputs",

@@ -30,6 +30,7 @@ _NAMES = {
     "EndpointDownError Error GraderError HookError InfraError JudgeError ModelError OverlongPromptError RateLimitError "
     "RequestRefusedError RolloutCancelledError RunDeadlineError SandboxError ServerError ToolCallError ToolError "
     "ToolParseError WorkerError",
+    "integrations.openenv.env": "OpenEnv",
     "logs": "print_prompt_completions_sample setup_logging",
     "parsers": "JSONParser MaybeThinkParser Parser ThinkParser XMLParser extract_boxed_answer extract_hash_answer",
     "results": "Results",
