@@ -16,11 +16,11 @@ from verifiers.trainers.config import SFTConfig
 from verifiers.trainers.functions import call_callbacks
 from verifiers.trainers.logprobs import TokenScorer
 from verifiers.trainers.micro_batches import Trained, micro_batches
+from verifiers.trainers.planning import Job
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.sft_rows import Imitated, read_samples
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
-from verifiers.trainers.update import micro_batch_tokens
 from verifiers.trainers.watch.report import Report
 from verifiers.trainers.watch.tracking import check_report_to
 from verifiers.trainers.weights import Weights, learning_rate
@@ -63,13 +63,17 @@ class SFTTrainer(Trainer):
         check_report_to(self.config.report_to)
         self.env = env
         self.accelerator = processes.accelerator()
-        self.model, self.tokenizer = setup.model_and_tokenizer(
-            model, tokenizer, self.config, self.accelerator.device, peft_config
+        job = Job(
+            config=self.config,
+            device=self.accelerator.device,
+            adapters=peft_config,
+            processes=self.accelerator.num_processes,
         )
+        self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, job)
         self.examples = self._read(dataset)
         self.eval_samples: list[Sample] = [] if eval_dataset is None else self._read(eval_dataset).samples
         processes.same_weights(self.accelerator, self.model)
-        self.weights = Weights(self.model, self.config)
+        self.weights = Weights(self.model, self.config, takes_each=self.memory.takes_each)
         self.optimizer = self.weights.optimizer
         shard = (self.accelerator.process_index, self.accelerator.num_processes)
         self.rows = RowStream(self.examples.samples, seed=self.config.seed, shard=shard)
@@ -157,7 +161,7 @@ class SFTTrainer(Trainer):
             self._scorer = TokenScorer(self.accelerator.unwrap_model(self.model))
         made = micro_batches(
             [Trained(sample=sample, advantage=1.0) for sample in batch],
-            max_tokens=micro_batch_tokens(self.config, self.model),
+            max_tokens=self.memory.micro_batch_tokens,
             pad_id=self.tokenizer.pad_token_id,
             **self._scorer.layouts.limits(),
         )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verifiers.trainers.base_config import TrainingConfig
+from verifiers.trainers.optimizers import OPTIMIZERS, make_optimizer
 from verifiers.trainers.stopping import NotFiniteError
 
 LARGEST_SCALE, SCALE_GROWS_AFTER = 2.0**16, 200
@@ -18,30 +22,26 @@ class Weights:
     """Trained parameters and the optimizer that moves them.
 
     A parameter in half precision is too coarse for small steps: it has a float32 copy, which collects the gradients and
-    is what the optimizer moves; the parameter, which the sampler reads, is rounded from it after each step.
+    is what the optimizer moves; the parameter, which the sampler reads, is rounded from it after each step. With
+    ``optim="cpu_offload"`` copies, gradients and the optimizer are on the host. ``takes_each`` gradient as soon as it
+    is there: a launch for each parameter, and no moment at which there are two of all.
     """
 
-    def __init__(self, model: Any, config: TrainingConfig) -> None:
+    def __init__(self, model: Any, config: TrainingConfig, *, takes_each: bool = False) -> None:
         self.config = config
+        on_host = OPTIMIZERS[config.optim].on_host
+        self.takes_each = takes_each or on_host
         named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
         if not named:
             raise ValueError("no parameter of this model asks for a gradient: there is nothing to train")
         self.names = [name for name, _ in named]
         self.live = [one for _, one in named]
-        self.masters = [_master(one) for one in self.live]
+        self.masters = [_master(one, on_host) for one in self.live]
         self.check_finite("before training")
         self._versions = [one._version for one in self.live]
         self.scale = LARGEST_SCALE if any(one.dtype == torch.float16 for one in self.live) else 1.0
         self._good_steps = 0
-        device = self.live[0].device.type
-        self.optimizer = torch.optim.AdamW(
-            self.masters,
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            fused=device in ("cuda", "cpu"),
-        )
+        self.optimizer = make_optimizer(self.masters, config)
 
     def refresh(self) -> None:
         """Take over parameters that were written since the last step by others: another trainer, a warm-up."""
@@ -53,7 +53,12 @@ class Weights:
 
     def backward(self, loss: Tensor) -> None:
         """Add a micro-batch's gradients to those of the step."""
-        (loss * self.scale if self.scale != 1.0 else loss).backward()
+        scaled = loss * self.scale if self.scale != 1.0 else loss
+        if self.takes_each:
+            with self._taking():
+                scaled.backward()
+            return
+        scaled.backward()
         halves = [
             (live, master)
             for live, master in zip(self.live, self.masters, strict=True)
@@ -70,6 +75,17 @@ class Weights:
             torch._foreach_add_([master.grad for _, master in further], [live.grad for live, _ in further])
         for live, _ in halves:
             live.grad = None
+
+    @contextmanager
+    def _taking(self) -> Iterator[None]:
+        """While this lasts a parameter's gradient is added to its copy's at once, and let go of."""
+        pairs = [(live, master) for live, master in zip(self.live, self.masters, strict=True) if live is not master]
+        hooks = [live.register_post_accumulate_grad_hook(partial(_take, master)) for live, master in pairs]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def gradients(self) -> list[Tensor]:
         return [master.grad for master in self.masters if master.grad is not None]
@@ -127,10 +143,21 @@ class Weights:
             self.scale = min(self.scale * 2, LARGEST_SCALE)
 
 
-def _master(parameter: Tensor) -> Tensor:
+def _master(parameter: Tensor, on_host: bool) -> Tensor:
+    if on_host:
+        return parameter.detach().to("cpu", torch.float32, copy=True).requires_grad_()
     if parameter.dtype == torch.float32:
         return parameter
     return parameter.detach().float().clone().requires_grad_()
+
+
+def _take(master: Tensor, live: Tensor) -> None:
+    grad = live.grad.to(master.device)  # in its own precision: half the way between card and host
+    if master.grad is None:
+        master.grad = grad.float()
+    else:
+        master.grad.add_(grad)
+    live.grad = None
 
 
 def _empty_as(masters: list[Tensor]) -> list[Tensor]:

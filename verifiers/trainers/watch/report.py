@@ -312,6 +312,8 @@ class Report:
 def _backend_of(trainer: Trainer) -> str:
     """What samples from the model and what it learns with, and why these are not the quickest, if so."""
     client, learns = getattr(trainer, "client", None), f"learns {autograd.describe(trainer.model)}"
+    if trainer.memory.told:
+        learns += f"; to fit into memory: {', '.join(trainer.memory.told)}"
     return f"sampled {client.backend}, {learns}" if isinstance(client, LocalModel) else learns
 
 
