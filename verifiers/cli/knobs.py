@@ -102,7 +102,7 @@ def knob_options(kind: type[Config], *, without: Sequence[str] = ()) -> Callable
         for name, spelled in reversed(names.items()):
             dashed = [f"--{one.replace('_', '-')}" for one in spelled]
             spellings = dict.fromkeys([*dashed, *(f"--{one}" for one in spelled)])
-            is_switch = hints[name] is bool
+            is_switch = hints[name] in (bool, bool | None)
             also = f" (also {', '.join(dashed[1:])})" if dashed[1:] else ""
             default = getattr(defaults, name)
             command = click.option(

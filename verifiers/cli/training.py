@@ -150,18 +150,15 @@ class Job:
 
     def show_plan(self, trainer: Any, plan: Mapping[str, Any]) -> None:
         """What a dry run prints."""
-        from verifiers.trainers.setup import TRAINED_BYTES
-
         model = trainer.model
         trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-        size = sum(one.numel() * one.element_size() for one in model.parameters())
         first = next(model.parameters())
         shown = {
             **plan,
             "steps": f"{trainer.total_steps} ({trainer.num_steps_per_epoch} an epoch)",
             "model": f"{self.model()}, {str(first.dtype).removeprefix('torch.')} on {first.device}",
             "trained": f"{trained:,} of {sum(one.numel() for one in model.parameters()):,} parameters",
-            "memory": f"about {(size + trained * TRAINED_BYTES) / 1e9:.2f} GB, and activations",
+            "memory": trainer.memory,
             "configuration": trainer.config,
         }
         width = max(map(len, shown))

@@ -19,6 +19,7 @@ from torch import Tensor
 from verifiers.engine.fair_lock import steady
 from verifiers.engine.sequence import ActiveSequence, Generated, Sampling
 from verifiers.kernels import prove
+from verifiers.kernels.modules import is_quantised
 
 if TYPE_CHECKING:
     from verifiers.engine.engine import Engine
@@ -93,6 +94,8 @@ def choose_backend(engine: Engine) -> Backend:
 
 def _candidates(engine: Engine) -> list[str]:
     """The backends that could run the model, quickest first."""
+    if is_quantised(engine.model):
+        return [MODULES, SEQUENTIAL, UNCACHED]
     if engine.device.type == "cuda":
         return [CUDA, MODULES, SEQUENTIAL, UNCACHED]
     in_c = [CPU] if engine.runner.cpu is not None else []
@@ -102,6 +105,8 @@ def _candidates(engine: Engine) -> list[str]:
 def _slower_because(engine: Engine, backend: str) -> str:
     """Why the first candidate is not the quickest backend that there is."""
     decoder = engine.runner.decoder
+    if is_quantised(engine.model):
+        return "its weights are quantised"
     if backend == TORCH:
         return f"not in C: {engine.runner.not_in_c}"
     if backend == CUDA and not decoder.layers:

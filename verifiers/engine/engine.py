@@ -36,7 +36,7 @@ from verifiers.engine.sequence import (
 from verifiers.engine.sequential import SequentialCache
 from verifiers.errors import InfraError, OverlongPromptError, RateLimitError
 from verifiers.kernels.cpu.threads import is_small
-from verifiers.kernels.devices import host_index
+from verifiers.kernels.devices import free_unused, host_index
 
 if TYPE_CHECKING:
     from verifiers.engine.cuda_runner import CudaDecoder
@@ -103,6 +103,7 @@ class Engine:
         self._seeds = Seeds()
         self._gathering = 0
         self._cuda: CudaDecoder | None = None
+        self._has_cache = False
         self.backend: Backend = choose_backend(self)
 
     @property
@@ -123,6 +124,7 @@ class Engine:
         """Make what a backend needs: the slot cache and the device's graphs, or caches of the model's own."""
         self._cuda = self.scheduler.cuda = None
         self.table.forget(0)
+        self._has_cache = True
         if backend not in BATCHED:
             self.scheduler.cache = SequentialCache(self.model, uses_cache=backend == SEQUENTIAL)
             self.table.least_shared = NOTHING_SHARED
@@ -202,10 +204,11 @@ class Engine:
             self._gathering = count
 
     def close(self) -> None:
-        """Fail what is under way and end the thread."""
+        """Fail what is under way, end the thread, and give the KV cache back."""
         self.stop()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        self.release_cache()
 
     def stop(self) -> None:
         """As `close`, without waiting for the thread: safe wherever garbage is collected."""
@@ -218,6 +221,18 @@ class Engine:
         with self.lock:
             self.table.forget(len(self.live))
             self.runner.forget()  # slots of running sequences are not to be reused later, nor copies of weights
+
+    def release_cache(self) -> None:
+        """Give the KV cache and its graphs back, if nothing is running; the next request takes them again."""
+        with self.lock:
+            if self.live:
+                return
+            self._cuda = self.scheduler.cuda = None
+            self.scheduler.cache = SequentialCache(self.model, uses_cache=False)  # in its place, and empty
+            self.table.forget(0)
+            self.runner.forget()
+            self._has_cache = False
+        free_unused(self.device)
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -263,6 +278,8 @@ class Engine:
 
     def _step(self) -> None:
         """Admit what fits, then one token for every running sequence."""
+        if not self._has_cache:
+            self.run_by(self.backend.name)
         has_changed, has_moved = self.runner.notice(is_idle=not self.live)
         if has_changed:
             self.table.forget(len(self.live))

@@ -86,6 +86,7 @@ class LocalModel(OpenAILooks):
         self._loaded: ReadyModel | None = None
         self._failure: Exception | None = None
         self._is_closed = False
+        self._ending: weakref.finalize[Any, Any] | None = None  # stops the engine if nobody closes it
         self._merges = 0
 
     def __repr__(self) -> str:
@@ -248,7 +249,8 @@ class LocalModel(OpenAILooks):
                     stop_ids=self._stop_ids,
                 )
                 if self._loaded.engine is not self._source:
-                    weakref.finalize(self, self._loaded.engine.stop).atexit = False
+                    self._ending = weakref.finalize(self, self._loaded.engine.stop)
+                    self._ending.atexit = False
             return self._loaded
 
     @property
@@ -262,14 +264,26 @@ class LocalModel(OpenAILooks):
         return self.engine.backend
 
     def close(self) -> None:
-        """Fail what is under way and give the memory back; an engine that was handed in is left running."""
+        """Fail what is under way and give the memory back: the KV cache, graphs, and weights that were loaded here.
+
+        An engine that was handed in is left running, and a module that was handed in is its owner's.
+        """
         with self._lock:
             self._is_closed = True
             loaded, self._loaded = self._loaded, None
-        if loaded is not None:
-            loaded.constraints.close()
-        if loaded is not None and loaded.engine is not self._source:
-            loaded.engine.close()
+        if loaded is None:
+            return
+        loaded.constraints.close()
+        if loaded.engine is self._source:
+            return
+        loaded.engine.close()
+        if self._ending is not None:
+            self._ending.detach()  # it refers to the engine, and so to the weights
+        device = loaded.engine.device
+        del loaded
+        from verifiers.kernels.devices import free_unused  # torch, which this module does without
+
+        free_unused(device)
 
     def __enter__(self) -> LocalModel:
         return self
@@ -301,9 +315,15 @@ class LocalModel(OpenAILooks):
     @contextmanager
     def merge_adapters(self) -> Iterator[None]:
         """While this lasts, LoRA adapters (peft) are merged into the weights: sampling is as quick as without them."""
+        from verifiers.kernels.modules import is_quantised
+
         engine = self.engine
         if not callable(getattr(engine.model, "merge_adapter", None)):
             raise TypeError(f"a {type(engine.model).__name__} has no adapters to merge; hand in a peft model")
+        if is_quantised(engine.model):
+            raise TypeError(
+                "adapters on quantised weights are not merged: their sum would be rounded to few bits"
+            )
         self._merge(engine, +1)
         try:
             yield

@@ -186,8 +186,10 @@ def free_memory(device: str | torch.device) -> int:
     """Bytes that can still be taken: of the GPU, or of this machine within the limits of its container."""
     device = torch.device(device)
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+        free, total = torch.cuda.mem_get_info(device)
+        taken = torch.cuda.memory_allocated(device)
+        share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+        return int(max(0, min(free + torch.cuda.memory_reserved(device), share * total) - taken))
     within = _container_free()
     return min(_machine_free(), within) if within is not None else _machine_free()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,3 +19,10 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
 def host_index(values: Sequence[int], device: torch.device) -> Tensor:
     """Whole numbers as a tensor on a device."""
     return to_device(np.array(values, np.int64), device)
+
+
+def free_unused(device: torch.device) -> None:
+    """Give back to a card what nobody refers to: what refers to itself, and what its allocator keeps for later."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -22,6 +22,11 @@ def is_plain_linear(linear: Any) -> bool:
     return type(linear) is nn.Linear and not is_hooked(linear)
 
 
+def is_quantised(model: Any) -> bool:
+    """Are some of its weights packed into fewer bits than any floating-point number has?"""
+    return any(not one.is_floating_point() for one in model.parameters())
+
+
 def linear_parameters(model: Any) -> int:
     """Parameters in a model's linear layers: the work of one token, in multiplications."""
     return sum(module.weight.numel() for module in model.modules() if type(module) is nn.Linear)

@@ -10,6 +10,8 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from verifiers.trainers.optimizers import OPTIMIZERS, SPELLINGS
+
 SCHEDULES = ("constant", "linear", "cosine")
 STRATEGIES = ("no", "steps", "epoch")
 
@@ -116,7 +118,9 @@ class TrainingConfig(Config):
     # memory and precision
     fp16: bool = False
     bf16: bool = False
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | None = None
+    optim: str = "adamw"
+    load_in_4bit: bool = False
     micro_batch_tokens: int | None = None
 
     # reporting, evaluation, checkpoints
@@ -165,6 +169,8 @@ class TrainingConfig(Config):
             self._require(f"{name}_strategy", said is None or said in STRATEGIES, f"one of {', '.join(STRATEGIES)}")
             if self.strategy(name) == "steps" and getattr(self, f"{name}_steps") is None:
                 raise ValueError(f"{name}_strategy='steps' needs {name}_steps")
+        self.optim = SPELLINGS.get(self.optim, self.optim)
+        self._require_one_of("optim", OPTIMIZERS)
         if self.fp16 and self.bf16:
             raise ValueError("fp16 and bf16 are two precisions; choose one")
 

@@ -27,6 +27,7 @@ from verifiers.trainers.functions import call_callbacks, call_fitting, own_funct
 from verifiers.trainers.losses import Loss
 from verifiers.trainers.micro_batches import Trained
 from verifiers.trainers.offline import read_offline
+from verifiers.trainers.planning import Job
 from verifiers.trainers.prefetch import Prefetch
 from verifiers.trainers.remote_weights import remote_weights
 from verifiers.trainers.reward_weights import reward_weights, scheduled_weights
@@ -104,17 +105,25 @@ class GRPOTrainer(Trainer):
         self.env, self.offline = env, None if dataset is None else read_offline(dataset)
         if self.offline is None:
             setup.check_env(env)
-        self.model, self.tokenizer = setup.model_and_tokenizer(
-            model, tokenizer, self.config, self.accelerator.device, peft_config
+        job = Job(
+            config=self.config,
+            device=self.accelerator.device,
+            env=env,
+            adapters=peft_config,
+            samples=client is None,
+            processes=self.accelerator.num_processes,
         )
+        self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, job)
         setup.check_template(self.tokenizer, env)
         setup.check_reference(self.model, self.config)
         sampling.check(self.sampling, "this environment with this configuration")
         whole: Whole = "sampled" if client is None or self.config.kl_coef else "sent"
-        self.weights = make_weights(self.model, self.config, self.accelerator, kind, whole=whole)
+        self.weights = make_weights(self.model, self.config, self.accelerator, kind, whole=whole, plan=self.memory)
         self.optimizer = self.weights.optimizer
         self._remote = remote_weights(client, weight_server, self.model, self.tokenizer)
-        self.client = make_sampler(self.model, self.tokenizer, self.config, env) if client is None else client
+        self.client = (
+            make_sampler(self.model, self.tokenizer, self.config, env, self.memory) if client is None else client
+        )
         rows: Any = self.offline.groups() if self.offline is not None else setup.rows_of(env, dataset)
         self.dropped_prompts = 0
         if self.offline is None:
@@ -208,6 +217,8 @@ class GRPOTrainer(Trainer):
         rate = learning_rate(self.config, self.step, self.total_steps)
         trained = self.sequences(batch)
         refused = refusals(batch, trained, self.accelerator)
+        if self.memory.releases_cache and isinstance(self.client, Sampler):
+            self.client.engine.release_cache()
         figures = self.update.run(trained, rate)
         batch.ratios = self.update.ratios_of(self.config.log_rollouts)
         if self.config.sync_ref_model and (self.step + 1) % self.config.ref_model_sync_steps == 0:
@@ -365,6 +376,7 @@ class GRPOTrainer(Trainer):
                 self.accelerator.unwrap_model(self.model),
                 self.weights,
                 self.config,
+                self.memory,
                 lock=self.client.engine.lock if isinstance(self.client, Sampler) else nullcontext(),
                 pad_id=self.tokenizer.pad_token_id,
                 max_new_tokens=int(asked["max_tokens"]),

@@ -6,26 +6,28 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verifiers.clients import HTTPClient, as_client
 from verifiers.clients.exact import exact_tokens
 from verifiers.clients.protocol import Completion, Request, Tokens
 from verifiers.engine.local_model import LocalModel
-from verifiers.engine.plan import plan
+from verifiers.engine.plan import LEFT_FREE, plan
 from verifiers.envs.env_group import EnvGroup
 from verifiers.envs.environment import Environment
-from verifiers.envs.singleturn_env import SingleTurnEnv
 from verifiers.messages import as_messages
 from verifiers.rollout import step_tokens
 from verifiers.samples import Sample, samples_of
+from verifiers.trainers.planning import length_asked, slots_wanted
 from verifiers.trainers.sampling import flat, merged, names
 from verifiers.types import ChatMessage
 
 if TYPE_CHECKING:
     from verifiers.trainers.config import GRPOConfig
+    from verifiers.trainers.memory import MemoryPlan
 
-MOST_SLOTS = {"cpu": 64, "cuda": 1024}  # rollouts that are sampled at once
+ROUNDING = 1.001  # what two ways of counting the same bytes may differ by
 
 
 class Sampler(LocalModel):
@@ -99,18 +101,21 @@ def _key(prompt: Any, reply: Any) -> tuple[str, str]:
 # --- for a training ----------------------------------------------------------------------------------------------
 
 
-def make_sampler(model: Any, tokenizer: Any, config: GRPOConfig, env: Environment | None) -> Sampler:
-    """The model as a client with a KV cache slot for each rollout of a generation, as far as memory allows."""
+def make_sampler(
+    model: Any, tokenizer: Any, config: GRPOConfig, env: Environment | None, memory: MemoryPlan
+) -> Sampler:
+    """The model as a client with a KV cache slot for each rollout of a generation, as far as the plan has room."""
     parameter = next(model.parameters())
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     asked = usual_sampling(config, env)
-    length = config.max_seq_length
-    if length is None and config.max_prompt_length is not None and isinstance(env, SingleTurnEnv):
-        length = config.max_prompt_length + int(flat(asked)["max_tokens"])
-    if length is not None and longest is not None:
-        length = min(length, longest)
-    fits = plan(model.config, length=length, dtype=parameter.dtype, device=parameter.device, weights_loaded=True)
-    wanted = min(config.rollouts_per_generation, MOST_SLOTS.get(parameter.device.type, 64))
+    length, wanted = length_asked(config, env, longest), slots_wanted(config, parameter.device.type)
+    room = int(memory.cache_room * ROUNDING / (1 - LEFT_FREE))
+    planned = partial(
+        plan, model.config, dtype=parameter.dtype, device=parameter.device, weights_loaded=True, free_bytes=room
+    )
+    fits = planned(length=length)
+    if fits.rows < memory.slots:  # rather all of them than longer ones
+        fits = planned(rows=memory.slots, length=memory.asked.length)
     rows = min(wanted, fits.rows)
     return Sampler(model, tokenizer, rows=rows, length=fits.length, remembers=8 * wanted, usual=asked)
 

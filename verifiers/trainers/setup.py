@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,21 @@ import torch
 
 from verifiers.chat import ChatWriter
 from verifiers.engine.files import models
-from verifiers.engine.plan import free_memory
 from verifiers.envs.env_group import EnvGroup, environment_of
 from verifiers.envs.environment import Environment
 from verifiers.envs.rows import Rows, as_rows
+from verifiers.kernels.modules import is_quantised
 from verifiers.messages import tools_of
 from verifiers.rubrics import Rubric
-from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.config import GRPOConfig
+from verifiers.trainers.memory import MemoryPlan, ModelSize
+from verifiers.trainers.optimizers import bitsandbytes, check_optimizer
+from verifiers.trainers.planning import Job
 from verifiers.trainers.processes import mixed_precision
+from verifiers.trainers.quantized import in_4_bit
 from verifiers.types import Row
 
-TRAINED_BYTES = 16  # a trained parameter's gradient, and Adam's two averages, and a float32 copy of it
+logger = logging.getLogger("verifiers.trainers")
 
 
 def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
@@ -34,30 +38,56 @@ def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
 # --- the model ----------------------------------------------------------------------------------------------------
 
 
-def model_and_tokenizer(
-    model: Any, tokenizer: Any, config: TrainingConfig, device: torch.device, peft_config: Any
-) -> tuple[Any, Any]:
-    """The module to train, on its device and in its precision, and a tokenizer that can do what is asked of it."""
+def model_and_tokenizer(model: Any, tokenizer: Any, job: Job) -> tuple[Any, Any, MemoryPlan]:
+    """The module to train, on its device and in its precision; a tokenizer for it; and what memory it will take."""
     if model is None:
         raise ValueError("there is no model to train; pass model='smollm2', a folder, a hub name or a module")
+    config, device = job.config, job.device
+    check_optimizer(config.optim, device.type, job.processes)
+    if config.load_in_4bit:
+        _check_4_bit(model, job)
     if isinstance(model, (str, Path)):
-        model = models.get_model(model)
+        model = _loaded(model, job)
     if tokenizer is None or isinstance(tokenizer, (str, Path)):
         tokenizer = models.get_tokenizer(model if tokenizer is None else tokenizer)
     _check_pad(tokenizer)
-    model = _in_precision(model, config, device)
-    if peft_config is not None:
-        model = with_adapters(model, peft_config)
-    _check_memory(model)
-    if config.gradient_checkpointing:
+    model, dtype = _in_precision(model, job)
+    if job.adapters is not None:
+        model = with_adapters(model, job.adapters)
+    memory = job.plan_module(model, dtype=dtype, is_whole=True)
+    if memory.told:
+        logger.warning("to fit into %s: %s", device, ", ".join(memory.told))
+    if memory.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if hasattr(model, "enable_input_require_grads"):
             model.enable_input_require_grads()
-    return model, tokenizer
+    return model, tokenizer, memory
 
 
-def _in_precision(model: Any, config: TrainingConfig, device: torch.device) -> Any:
-    parameter = next(model.parameters())
+def _loaded(name: str | Path, job: Job) -> Any:
+    """The model of a name, if there is memory for what is to be done with it; one for 4 bits is loaded on the host."""
+
+    def check(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        job.plan(ModelSize.of(config), weight_bytes=dtype.itemsize)
+
+    if not job.config.load_in_4bit:
+        return models.get_model(name, before_weights=check)
+    dtype = torch.bfloat16 if job.device.type == "cuda" else None
+    return models.get_model(name, device="cpu", dtype=dtype, before_weights=check)
+
+
+def _check_4_bit(model: Any, job: Job) -> None:
+    if job.adapters is None and not hasattr(model, "peft_config"):
+        raise ValueError(
+            "load_in_4bit=True keeps the weights as they are, so that there is nothing to train: train adapters on "
+            "them (peft_config=vf.lora_defaults(), --lora)"
+        )
+    bitsandbytes("load_in_4bit=True")
+
+
+def _in_precision(model: Any, job: Job) -> tuple[Any, torch.dtype]:
+    """The module on the device, in the dtype that it computes in."""
+    parameter, config, device = next(model.parameters()), job.config, job.device
     if getattr(model, "hf_device_map", None) and len(set(model.hf_device_map.values())) > 1:
         raise ValueError("this model is spread over several devices; load it onto one, without device_map")
     said = "fp16" if config.fp16 else "bf16" if config.bf16 else mixed_precision()
@@ -66,7 +96,12 @@ def _in_precision(model: Any, config: TrainingConfig, device: torch.device) -> A
     wanted = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(said or "", parameter.dtype)
     if parameter.device.type == "meta":
         raise ValueError("this model has no weights yet (they are on the meta device); load them first")
-    return model.to(device=device, dtype=wanted)
+    if is_quantised(model):
+        return model, parameter.dtype
+    job.plan_module(model, dtype=wanted, is_whole=job.adapters is None)
+    if config.load_in_4bit:
+        return in_4_bit(model, device, wanted), wanted
+    return model.to(device=device, dtype=wanted), wanted
 
 
 def with_adapters(model: Any, peft_config: Any) -> Any:
@@ -77,7 +112,12 @@ def with_adapters(model: Any, peft_config: Any) -> Any:
         raise ImportError("LoRA needs: pip install 'verifiers[train]'") from None
     if hasattr(model, "peft_config"):
         raise ValueError("this model has adapters already; leave out peft_config")
-    return get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+    dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
+    adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+    for one in adapted.parameters():
+        if one.requires_grad:  # on weights in 4 bits they are float32
+            one.data = one.data.to(dtype)
+    return adapted
 
 
 def lora_defaults(r: int = 8, alpha: int = 16, **kwargs: Any) -> Any:
@@ -108,18 +148,6 @@ def check_template(tokenizer: Any, env: Environment | None) -> None:
 def check_reference(model: Any, config: GRPOConfig) -> None:
     if config.sync_ref_model and hasattr(model, "disable_adapter"):
         raise ValueError("sync_ref_model needs a copy of the model, and with LoRA the reference is the base model")
-
-
-def _check_memory(model: Any) -> None:
-    parameter = next(model.parameters())
-    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    needed, free = trained * TRAINED_BYTES, free_memory(parameter.device)
-    if needed > free:
-        raise ValueError(
-            f"training {trained:,} parameters needs about {needed / 1e9:.1f} GB beside the model, and "
-            f"{free / 1e9:.1f} GB are free on {parameter.device}; train adapters instead "
-            "(peft_config=vf.lora_defaults()), or a smaller model"
-        )
 
 
 # --- rows ---------------------------------------------------------------------------------------------------------

@@ -16,12 +16,12 @@ from verifiers.trainers.config import SFTConfig
 from verifiers.trainers.functions import call_callbacks
 from verifiers.trainers.logprobs import TokenScorer
 from verifiers.trainers.micro_batches import Trained, idle_batch, micro_batches
+from verifiers.trainers.planning import Job
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.sft_rows import Imitated, read_samples
 from verifiers.trainers.sharding import make_weights
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
-from verifiers.trainers.update import micro_batch_tokens
 from verifiers.trainers.watch.report import Report
 from verifiers.trainers.watch.tracking import check_report_to
 from verifiers.trainers.weights import learning_rate
@@ -64,12 +64,16 @@ class SFTTrainer(Trainer):
         check_report_to(self.config.report_to)
         self.env = env
         self.accelerator, kind = processes.accelerator(), processes.sharding()
-        self.model, self.tokenizer = setup.model_and_tokenizer(
-            model, tokenizer, self.config, self.accelerator.device, peft_config
+        job = Job(
+            config=self.config,
+            device=self.accelerator.device,
+            adapters=peft_config,
+            processes=self.accelerator.num_processes,
         )
+        self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, job)
         self.examples = self._read(dataset)
         self.eval_samples: list[Sample] = [] if eval_dataset is None else self._read(eval_dataset).samples
-        self.weights = make_weights(self.model, self.config, self.accelerator, kind, whole="saved")
+        self.weights = make_weights(self.model, self.config, self.accelerator, kind, whole="saved", plan=self.memory)
         self.optimizer = self.weights.optimizer
         shard = (self.accelerator.process_index, self.accelerator.num_processes)
         self.rows = RowStream(self.examples.samples, seed=self.config.seed, shard=shard)
@@ -159,7 +163,7 @@ class SFTTrainer(Trainer):
         made = list(
             micro_batches(
                 [Trained(sample=sample, advantage=1.0) for sample in batch],
-                max_tokens=micro_batch_tokens(self.config, self.weights.module),
+                max_tokens=self.memory.micro_batch_tokens,
                 pad_id=pad_id,
                 **self._scorer.layouts.limits(),
             )

@@ -18,13 +18,16 @@ from torch import Tensor, nn
 
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.logprobs import TokenScorer
+from verifiers.trainers.memory import MemoryPlan
 from verifiers.trainers.processes import gathered, same_weights
 from verifiers.trainers.weights import Weights
 
 Whole = Literal["sampled", "sent", "saved"]
 
 
-def make_weights(model: Any, config: TrainingConfig, processes: Any, kind: str, *, whole: Whole) -> Weights:
+def make_weights(
+    model: Any, config: TrainingConfig, processes: Any, kind: str, *, whole: Whole, plan: MemoryPlan
+) -> Weights:
     """The trained parameters of a model, held as the processes were started: ``kind`` is `processes.sharding()`'s.
 
     The whole model is ``sampled`` (read on its device after every step, by every process), ``sent`` (read after every
@@ -32,7 +35,12 @@ def make_weights(model: Any, config: TrainingConfig, processes: Any, kind: str, 
     """
     same_weights(processes, model)
     if kind == "none":
-        return Weights(model, config, processes)
+        return Weights(model, config, processes, takes_each=plan.takes_each)
+    if config.optim != "adamw":
+        raise ValueError(
+            f"optim={config.optim!r} is for weights that each process holds whole: leave it out, {kind} shares the "
+            "optimizer out among the processes"
+        )
     if next(model.parameters()).dtype == torch.float16:
         raise ValueError("fp16=True does not go with a sharded model: take bf16=True")
     if kind == "fsdp2":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.checkpoints import save_model
 from verifiers.trainers.functions import call_callbacks
+from verifiers.trainers.memory import MemoryPlan
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.sharding import ShardedWeights
 from verifiers.trainers.weights import Weights
@@ -27,6 +28,7 @@ class Trainer:
     tokenizer: Any
     accelerator: Any
     weights: Weights
+    memory: MemoryPlan
     rows: RowStream
     step: int
 

@@ -12,21 +12,15 @@ import torch
 from torch import Tensor
 
 from verifiers.engine.fair_lock import steady
-from verifiers.engine.plan import free_memory
-from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.losses import Loss, TokenLosses, sampler_correction, token_weights
+from verifiers.trainers.memory import MemoryPlan
 from verifiers.trainers.micro_batches import MicroBatch, Trained, idle_batch, micro_batches
 from verifiers.trainers.processes import gathered, lacking
 from verifiers.trainers.reference import Reference
 from verifiers.trainers.target_logprobs import Scored
 from verifiers.trainers.update_figures import UpdateFigures, together
 from verifiers.trainers.weights import Weights
-
-MOST_TOKENS = {"cpu": 4096, "cuda": 131072}
-# Activations that a forward and backward pass keeps of each token in each layer, in elements of the weights' dtype: so
-# many for each unit of the hidden size, and for each of the feed-forward's.
-KEPT_OF_HIDDEN, KEPT_OF_INNER = 12.0, 4.5
 
 
 class PolicyUpdate:
@@ -37,6 +31,7 @@ class PolicyUpdate:
         model: Any,
         weights: Weights,
         config: GRPOConfig,
+        memory: MemoryPlan,
         *,
         lock: AbstractContextManager[Any],
         pad_id: int = 0,
@@ -55,7 +50,7 @@ class PolicyUpdate:
         self._lock, self._pad_id, self._processes = lock, pad_id, processes
         self._are_logprobs_known = False
         self._max_new_tokens = config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        self._tokens = micro_batch_tokens(config, model)
+        self._tokens, self._recomputes = memory.micro_batch_tokens, memory.gradient_checkpointing
         self._last_pass: list[tuple[list[int | None], Tensor, Tensor]] = []
 
     def run(self, sequences: Sequence[Trained], learning_rate: float) -> dict[str, Any]:
@@ -70,8 +65,8 @@ class PolicyUpdate:
         with self._lock:
             self.weights.refresh()
         config = self.config
-        drops, recomputes = not config.disable_dropout, config.gradient_checkpointing
-        with learning_mode(self.weights.module, lock=self._lock, drops=drops, recomputes=recomputes):
+        drops = not config.disable_dropout
+        with learning_mode(self.weights.module, lock=self._lock, drops=drops, recomputes=self._recomputes):
             for iteration in range(config.num_iterations):
                 if config.top_entropy_quantile < 1.0:
                     tokens = self._keep_uncertain(batches)
@@ -146,7 +141,7 @@ class PolicyUpdate:
                 if self.config.entropy_coef and scored.entropy_N is not None and not prepared.is_idle:
                     bonus = prepared.counted(scored.entropy_N).sum() / max(tokens, 1)
                     loss = loss - self.config.entropy_coef * bonus
-                recomputes = self.config.gradient_checkpointing or scored.recomputes
+                recomputes = self._recomputes or scored.recomputes
                 if recomputes:
                     self.weights.backward(loss, is_last=is_last)
             if not recomputes:  # then no module is run in the backward pass, and the sampler may go on meanwhile
@@ -256,16 +251,3 @@ def _without_dropout(module: Any) -> list[tuple[Any, str, Any]]:
     for _, name, _ in found:
         setattr(module, name, 0.0)
     return found
-
-
-def micro_batch_tokens(config: TrainingConfig, model: Any) -> int:
-    """How many tokens one forward pass takes: as configured, or as half of the free memory can hold."""
-    if config.micro_batch_tokens is not None:
-        return config.micro_batch_tokens
-    parameter = next(model.parameters())
-    text = model.config.get_text_config()
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    kept = text.num_hidden_layers * (KEPT_OF_HIDDEN * text.hidden_size + KEPT_OF_INNER * inner)
-    token_bytes = kept * parameter.element_size() / (8 if config.gradient_checkpointing else 1)
-    most = MOST_TOKENS.get(parameter.device.type, 8192)
-    return int(max(256, min(most, free_memory(parameter.device) / 2 / token_bytes)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.logprobs import TokenScorer
+from verifiers.trainers.optimizers import OPTIMIZERS, make_optimizer
 from verifiers.trainers.processes import sum_gradients
 from verifiers.trainers.stopping import NotFiniteError
 
@@ -21,15 +24,19 @@ class Weights:
     """Trained parameters and the optimizer that moves them.
 
     A parameter in half precision is too coarse for small steps: it has a float32 copy, which collects the gradients and
-    is what the optimizer moves; the parameter, which the sampler reads, is rounded from it after each step.
+    is what the optimizer moves; the parameter, which the sampler reads, is rounded from it after each step. With
+    ``optim="cpu_offload"`` copies, gradients and the optimizer are on the host. ``takes_each`` gradient as soon as it
+    is there: a launch for each parameter, and no moment at which there are two of all.
 
     Here each of several processes holds all of them; `verifiers.trainers.sharding` has those that hold a part.
     """
 
     is_sharded = False  # whether a forward or backward pass is one of all processes together
 
-    def __init__(self, model: Any, config: TrainingConfig, processes: Any = None) -> None:
+    def __init__(self, model: Any, config: TrainingConfig, processes: Any = None, *, takes_each: bool = False) -> None:
         self.module, self.config, self.processes = model, config, processes
+        self._is_on_host = OPTIMIZERS[config.optim].on_host
+        self.takes_each = takes_each or self._is_on_host
         named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
         if not named:
             raise ValueError("no parameter of this model asks for a gradient: there is nothing to train")
@@ -40,22 +47,16 @@ class Weights:
         self._versions = [one._version for one in self.live]
         self.scale = LARGEST_SCALE if any(one.dtype == torch.float16 for one in self.live) else 1.0
         self._good_steps = 0
-        device = self.live[0].device.type
-        self.optimizer = torch.optim.AdamW(
-            self.masters,
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            fused=device in ("cuda", "cpu"),
-        )
+        self.optimizer = make_optimizer(self.masters, config)
 
     def refresh(self) -> None:
         """Take over parameters that were written since the last step by others: another trainer, a warm-up."""
         with torch.no_grad():
             for live, master, version in zip(self.live, self.masters, self._versions, strict=True):
                 is_changed = live is not master and live._version != version
-                if is_changed and not torch.equal(master.to(live.dtype), live):  # a proof puts back what it changes
+                if is_changed and not torch.equal(
+                    master.to(live.device, live.dtype), live
+                ):  # a proof puts back what it changes
                     master.copy_(live)
         self._versions = [one._version for one in self.live]
 
@@ -65,7 +66,12 @@ class Weights:
 
     def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
         """Add a micro-batch's gradients to those of the step; ``is_last``: there are no more."""
-        (loss * self.scale if self.scale != 1.0 else loss).backward()
+        scaled = loss * self.scale if self.scale != 1.0 else loss
+        if self.takes_each:
+            with self._taking():
+                scaled.backward()
+            return
+        scaled.backward()
         halves = [
             (live, master)
             for live, master in zip(self.live, self.masters, strict=True)
@@ -86,6 +92,17 @@ class Weights:
     def collect(self) -> None:
         """Add up the gradients of all processes, once all of a step are there."""
         sum_gradients(self.processes, self.masters)
+
+    @contextmanager
+    def _taking(self) -> Iterator[None]:
+        """While this lasts a parameter's gradient is added to its copy's at once, and let go of."""
+        pairs = [(live, master) for live, master in zip(self.live, self.masters, strict=True) if live is not master]
+        hooks = [live.register_post_accumulate_grad_hook(partial(_take, master)) for live, master in pairs]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def gradients(self) -> list[Tensor]:
         return [master.grad for master in self.masters if master.grad is not None]
@@ -144,6 +161,8 @@ class Weights:
         self._versions = [one._version for one in self.live]
 
     def _master(self, parameter: Tensor) -> Tensor:
+        if self._is_on_host:
+            return parameter.detach().to("cpu", torch.float32, copy=True).requires_grad_()
         if parameter.dtype == torch.float32:
             return parameter
         return parameter.detach().float().clone().requires_grad_()
@@ -194,6 +213,15 @@ class Weights:
             self.scale = max(self.scale / 2, 2.0)
         elif self._good_steps % SCALE_GROWS_AFTER == 0:
             self.scale = min(self.scale * 2, LARGEST_SCALE)
+
+
+def _take(master: Tensor, live: Tensor) -> None:
+    grad = live.grad.to(master.device)  # in its own precision: half the way between card and host
+    if master.grad is None:
+        master.grad = grad.float()
+    else:
+        master.grad.add_(grad)
+    live.grad = None
 
 
 def _empty_as(masters: list[Tensor]) -> list[Tensor]:

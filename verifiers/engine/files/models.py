@@ -73,9 +73,13 @@ def get_model(
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    before_weights: Callable[[Any, torch.dtype, torch.device], object] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A model to train: every weight takes gradients, ``save_pretrained`` works; float32 unless on a GPU."""
+    """A model to train: every weight takes gradients, ``save_pretrained`` works; float32 unless on a GPU.
+
+    ``before_weights`` is as in `load`.
+    """
     if use_liger:
         warnings.warn("use_liger has no effect here: the model's own layers are used", stacklevel=2)
     options = {**(model_kwargs or {}), **kwargs}
@@ -87,7 +91,10 @@ def get_model(
     if (config := _config(place, options)) is not None:
         _check_decodes(place, config)
     target = _device(device)
-    return _model(place, target, _dtype(dtype) or _training_dtype(target), options)
+    wanted = _dtype(dtype) or _training_dtype(target)
+    if config is not None and before_weights is not None:
+        before_weights(config, wanted, target)
+    return _model(place, target, wanted, options)
 
 
 def get_tokenizer(name: Any) -> Any:

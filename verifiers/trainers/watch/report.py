@@ -321,6 +321,8 @@ def _backend_of(trainer: Trainer) -> str:
     if (named := getattr(trainer, "backend", None)) is not None:  # a model elsewhere
         return str(named)
     client, learns = getattr(trainer, "client", None), f"learns {autograd.describe(trainer.model)}"
+    if trainer.memory.told:
+        learns += f"; to fit into memory: {', '.join(trainer.memory.told)}"
     return f"sampled {client.backend}, {learns}" if isinstance(client, LocalModel) else learns
 
 

@@ -1,0 +1,61 @@
+"""A training in a process of its own → the memory that its plan says, and the memory that the process took."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def status(name: str) -> int:
+    """A figure of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(name)
+
+
+def model_of(hidden: int, layers: int, vocabulary: int) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=4, vocab_size=vocabulary, max_position_embeddings=4096, tie_word_embeddings=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def trained(folder: Path, sizes: dict[str, int], lora: bool, **settings: Any) -> Any:
+    """A supervised training on sequences of one length: what is measured is what is planned."""
+    import verifiers as vf
+    from tests.engine import tiny
+
+    words = tiny.tokenizer()
+    rows = [{"prompt": "a", "completion": "b" * (settings["max_seq_length"] - 3)} for _ in range(settings["batch_size"])]
+    return vf.SFTTrainer(
+        model=model_of(**sizes),
+        tokenizer=words,
+        dataset=rows,
+        config={"max_steps": 2, "show_progress": False, "output_dir": folder, **settings},
+        peft_config=vf.lora_defaults() if lora else None,
+    )
+
+
+def main(folder: Path, asked: dict[str, Any]) -> None:
+    trained(folder / "first", {"hidden": 64, "layers": 1, "vocabulary": 256}, False, batch_size=2, max_seq_length=32).train()
+    sizes = {name: asked.pop(name) for name in ("hidden", "layers", "vocabulary")}
+    before = status("VmRSS")
+    trainer = trained(folder / "second", sizes, asked.pop("lora", False), **asked)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    trainer.train()
+    measured = status("VmHWM") - before
+    memory = trainer.memory
+    parts = {name: round(size / 1e6) for name, size in memory.parts.items()}
+    print(json.dumps({"planned": memory.peak, "measured": measured, "parts": parts, "tokens": memory.micro_batch_tokens, "ckpt": memory.gradient_checkpointing}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,102 @@
+"""A trainer's model and configuration → its memory plan, before anything is allocated for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verifiers.engine.plan import free_memory
+from verifiers.envs.singleturn_env import SingleTurnEnv
+from verifiers.trainers.base_config import TrainingConfig
+from verifiers.trainers.config import GRPOConfig
+from verifiers.trainers.memory import Device, MemoryPlan, ModelSize, Training, check_fits, plan_memory
+from verifiers.trainers.sampling import flat, merged
+
+logger = logging.getLogger("verifiers.trainers")
+
+MOST_SLOTS = {"cpu": 64, "cuda": 1024}  # rollouts that are sampled at once
+MOST_SLOTS_ELSEWHERE = 64
+USUAL_PROMPT = 1024  # tokens, where nobody says how long prompts are
+USUAL_LENGTH = 8192  # of conversations, likewise
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What a training is made of, as far as its memory goes."""
+
+    config: TrainingConfig
+    device: torch.device
+    env: Any = None
+    adapters: Any = None  # settings of LoRA
+    samples: bool = False  # from the model in this process
+    processes: int = 1
+
+    def plan(self, size: ModelSize, *, weight_bytes: int, trained: int | None = None, loaded: float = 0) -> MemoryPlan:
+        """The plan, or one sentence; ``loaded`` bytes of weights are on the device already."""
+        config = self.config
+        if trained is None:
+            trained = size.parameters if self.adapters is None else size.adapters(getattr(self.adapters, "r", 8))
+        length = longest_sequence(config, self.env, size.longest)
+        asked = Training(
+            size=size,
+            trained=trained,
+            length=length,
+            weight_bytes=weight_bytes,
+            optim=config.optim,
+            in_4_bit=config.load_in_4bit,
+            slots=slots_wanted(config, self.device.type) if self.samples else 0,
+            has_reference=bool(getattr(config, "kl_coef", 0.0)),
+            samples_ahead=bool(getattr(config, "num_batches_ahead", 0)),
+            gradient_checkpointing=config.gradient_checkpointing,
+            micro_batch_tokens=config.micro_batch_tokens,
+            step_tokens=length * config.batch_size * config.gradient_accumulation_steps,
+        )
+        is_cpu = self.device.type == "cpu"
+        capacity = free_memory(self.device) + loaded
+        host = capacity if is_cpu else free_memory("cpu") / _local(self.processes)
+        found = plan_memory(asked, Device(kind=self.device.type, capacity=capacity, host=host))
+        check_fits(found, str(self.device))
+        return found
+
+    def plan_module(self, model: Any, *, dtype: torch.dtype, is_whole: bool) -> MemoryPlan:
+        """For a module: ``is_whole`` once it has its adapters, if any, and is where it will be trained."""
+        parameters = list(model.parameters())
+        here = sum(one.numel() * one.element_size() for one in parameters if one.device.type == self.device.type)
+        trained = sum(one.numel() for one in parameters if one.requires_grad) if is_whole else None
+        return self.plan(ModelSize.of(model), weight_bytes=dtype.itemsize, trained=trained, loaded=here)
+
+
+def _local(processes: int) -> int:
+    """Processes that share this host, at most."""
+    return min(processes, max(int(torch.cuda.device_count()), 1))
+
+
+def slots_wanted(config: Any, device_type: str) -> int:
+    """Rollouts of a generation, as far as so many are sampled at once on such a device."""
+    return int(min(config.rollouts_per_generation, MOST_SLOTS.get(device_type, MOST_SLOTS_ELSEWHERE)))
+
+
+def length_asked(config: TrainingConfig, env: Any, longest: int | None) -> int | None:
+    """The most tokens of a sequence, where the configuration says it."""
+    length: int | None = getattr(config, "max_seq_length", None)
+    if length is None and isinstance(config, GRPOConfig) and isinstance(env, SingleTurnEnv):
+        length = None if config.max_prompt_length is None else config.max_prompt_length + _new_tokens(config, env)
+    return length if length is None or longest is None else min(length, longest)
+
+
+def longest_sequence(config: TrainingConfig, env: Any, longest: int | None) -> int:
+    """The tokens of the longest sequence to be learned from: as configured, or what is usual."""
+    length = length_asked(config, env, longest)
+    if length is None:
+        is_single = isinstance(config, GRPOConfig) and isinstance(env, SingleTurnEnv)
+        length = USUAL_PROMPT + _new_tokens(config, env) if is_single else USUAL_LENGTH
+    return int(length if longest is None or longest < 1 else min(length, longest))
+
+
+def _new_tokens(config: Any, env: Any) -> int:
+    asked: Mapping[str, Any] = merged(config, None if env is None else env.sampling_args)
+    return int(flat(asked)["max_tokens"])

@@ -1,0 +1,51 @@
+"""A model → the same with its linear layers in 4 bits (NF4, as QLoRA has them), for adapters to be trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from verifiers.trainers.optimizers import bitsandbytes
+
+
+def in_4_bit(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Put every linear layer but the head into 4 bits, one by one, on the device; the rest goes there in this dtype."""
+    library = bitsandbytes("load_in_4bit=True")
+    head = model.get_output_embeddings()
+    found = [(name, one) for name, one in model.named_modules() if type(one) is nn.Linear and one is not head]
+    if not found:
+        raise ValueError(f"a {type(model).__name__} has no linear layer that load_in_4bit=True could put into 4 bits")
+    for name, one in found:
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, _linear(library, one, device, dtype))
+    _to(model, device, dtype)
+    model.is_loaded_in_4bit = True  # peft asks
+    return model
+
+
+def _linear(library: Any, linear: nn.Linear, device: torch.device, dtype: torch.dtype) -> Any:
+    made = library.nn.Linear4bit(
+        linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=dtype, quant_type="nf4",
+        device="meta",
+    )  # fmt: skip
+    weight = linear.weight.detach().to(dtype)
+    made.weight = library.nn.Params4bit(weight, requires_grad=False, quant_type="nf4").to(device)
+    if linear.bias is not None:
+        made.bias = nn.Parameter(linear.bias.detach().to(device, dtype), requires_grad=False)
+    # On some CPUs it would lay its weights out anew for sampling, and round otherwise than in learning.
+    made.support_avx512bf16_for_cpu = False
+    made.train(linear.training)
+    return made
+
+
+def _to(model: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Move what is not in 4 bits; transformers refuses to move such a model as a whole."""
+    for module in model.modules():
+        for one in module.parameters(recurse=False):
+            if one.is_floating_point():
+                one.data = one.detach().to(device, dtype)
+                one.requires_grad_(False)
+        for name, one in module.named_buffers(recurse=False):
+            module._buffers[name] = one.to(device)
