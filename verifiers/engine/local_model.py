@@ -291,6 +291,7 @@ class LocalModel(OpenAILooks):
         with engine.lock:
             count = load_into(engine.model, path)
             engine.forget()
+            engine.runner.name_next()
         return count
 
     def forget(self) -> None:

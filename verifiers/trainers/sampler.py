@@ -19,6 +19,7 @@ from verifiers.envs.singleturn_env import SingleTurnEnv
 from verifiers.messages import as_messages
 from verifiers.rollout import step_tokens
 from verifiers.samples import Sample, samples_of
+from verifiers.trainers.samplers import Samplers
 from verifiers.trainers.sampling import flat, merged, names
 from verifiers.types import ChatMessage
 
@@ -110,7 +111,9 @@ def make_sampler(model: Any, tokenizer: Any, config: GRPOConfig, env: Environmen
     if length is not None and longest is not None:
         length = min(length, longest)
     fits = plan(model.config, length=length, dtype=parameter.dtype, device=parameter.device, weights_loaded=True)
-    wanted = min(config.rollouts_per_generation, MOST_SLOTS.get(parameter.device.type, 64))
+    wanted = min(
+        config.rollouts_per_generation * (1 + config.num_batches_ahead), MOST_SLOTS.get(parameter.device.type, 64)
+    )
     rows = min(wanted, fits.rows)
     return Sampler(model, tokenizer, rows=rows, length=fits.length, remembers=8 * wanted, usual=asked)
 
@@ -133,7 +136,9 @@ def _members(env: Any) -> Iterator[Any]:
 
 def exact_sampling(sampling: dict[str, Any], client: Any, env: Environment) -> dict[str, Any]:
     """Sampling arguments with which a served model too gives the tokens it sampled; without them nothing is learned."""
-    is_served = not isinstance(client, Sampler) and isinstance(as_client(client), HTTPClient)
+    is_served = isinstance(client, Samplers) or (
+        not isinstance(client, Sampler) and isinstance(as_client(client), HTTPClient)
+    )
     return exact_tokens(sampling, message_type=env.message_type) if is_served else sampling
 
 
