@@ -1,4 +1,4 @@
-"""Weights from one process's memory into a served model: vLLM's endpoints on our server, and versions on every token."""
+"""Weights from one process's memory into a served model: vLLM's endpoints on our server, versions on every token."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def off_by(model: Any, completion: Completion) -> float:
     tokens = completion.tokens
     assert tokens is not None
     with torch.no_grad():
-        logits = model(torch.tensor([tokens.prompt_ids + tokens.completion_ids])).logits[0, len(tokens.prompt_ids) - 1 :]
+        logits = model(torch.tensor([tokens.prompt_ids + tokens.completion_ids])).logits[
+            0, len(tokens.prompt_ids) - 1 :
+        ]
     found = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(tokens.completion_ids)[:, None])[:, 0]
     return float((found - torch.tensor(tokens.logprobs)).abs().max())
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-import verifiers as vf  # noqa: E402
-from tests.trainers import making  # noqa: E402
-from verifiers.trainers.pipeline import Pipeline  # noqa: E402
-from verifiers.trainers.row_stream import RowStream  # noqa: E402
-from verifiers.trainers.staleness import versions_of  # noqa: E402
+import verifiers as vf
+from tests.trainers import making
+from verifiers.trainers.pipeline import Pipeline
+from verifiers.trainers.row_stream import RowStream
+from verifiers.trainers.staleness import versions_of
 
 
 class Finishing(Future[tuple[int, int]]):

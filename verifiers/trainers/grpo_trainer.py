@@ -420,16 +420,19 @@ class GRPOTrainer(Trainer):
     @contextmanager
     def _training(self, resume: bool | str | Path) -> Iterator[Report]:
         with ExitStack() as stack:
+            if self._remote is not None:
+                stack.callback(self._remote.close)
+                if not resume:  # before there is a run: a sampler that does not fit leaves none
+                    self._remote.begin(self.accelerator, self.step)
             self.report = report = stack.enter_context(Report(self, resume))
             if resume:
                 state = report.resume(self)
                 self.step, self.cursor = state["step"], state["cursor"]
                 self.rows.go_on(self.cursor, state.get("learned", ()))
                 self._parts.clear()
+                if self._remote is not None:
+                    self._remote.begin(self.accelerator, self.step)
             self._name_weights(self.step)
-            if self._remote is not None:
-                stack.callback(self._remote.close)
-                self._remote.begin(self.accelerator, self.step)
             stack.enter_context(sensible_threads(self.model))
             call_callbacks(self, "on_train_begin")
             try:
