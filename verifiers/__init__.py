@@ -50,7 +50,7 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 _EXTRA_NAMES = {
     "envs.agent_stand_ins": "CliAgentEnv HarborEnv",
     "engine": "LocalModel LocalServer get_model get_model_and_tokenizer get_tokenizer",
-    "trainers": "GRPOConfig GRPOTrainer SFTConfig SFTTrainer grpo_defaults lora_defaults tiny_model",
+    "trainers": "GRPOConfig GRPOTrainer Samplers SFTConfig SFTTrainer grpo_defaults lora_defaults tiny_model",
     "rl.trainer": "RLConfig RLTrainer",
     "types": "AsyncOpenAI ChatCompletion ChatCompletionMessageParam ChatCompletionMessageToolCall ChatCompletionRole "
     "ChatCompletionToolParam FunctionDefinition FunctionParameters",

@@ -170,6 +170,8 @@ def step_tokens(tokens: Tokens | None, max_seq_len: int | None = None) -> Trajec
     }
     if tokens.sampling is not None:
         step["sampling"] = dict(tokens.sampling)
+    if tokens.weight_versions:
+        step["weight_versions"] = [one for one in tokens.weight_versions if one.start < len(reply)]
     return step
 
 

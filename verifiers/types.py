@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypedDict
 
 from verifiers.errors import Error
 
@@ -28,6 +28,14 @@ RewardFunc = IndividualRewardFunc | GroupRewardFunc
 JsonPrimitive = Literal["string", "number", "integer", "boolean", "array", "object"]
 
 
+class VersionSpan(NamedTuple):
+    """Tokens ``start`` to ``end`` of a reply were sampled from the weights of this version."""
+
+    version: str
+    start: int
+    end: int
+
+
 class TrajectoryStepTokens(TypedDict):
     """Ids, masks and sampling logprobs of one turn, exactly as the engine produced them."""
 
@@ -39,6 +47,7 @@ class TrajectoryStepTokens(TypedDict):
     overlong_prompt: bool
     is_truncated: bool
     sampling: NotRequired[dict[str, Any]]  # how the tokens were drawn, where that is known
+    weight_versions: NotRequired[list[VersionSpan]]  # of the weights that the tokens were sampled from, where known
 
 
 class TrajectoryStep(TypedDict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import click
 
@@ -48,6 +49,7 @@ def serve(
             "--api-key-var NAME, or --insecure if that is meant"
         )
     check_local(model)
+    _check_port(host, port)
     if name == "":
         raise click.UsageError("--name is empty")
     setup_logging("WARNING")
@@ -72,6 +74,17 @@ def serve(
         raise click.ClickException(f"{host}:{port} cannot be listened on: {error}") from error
     finally:
         local_model.close()
+
+
+def _check_port(host: str, port: int) -> None:
+    """A port that is in use is heard of before the model is loaded."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(found[0], socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(found[4])
+    except OSError as error:
+        raise click.ClickException(f"{host}:{port} cannot be listened on: {error}") from error
 
 
 def _say(model: str, url: str) -> None:

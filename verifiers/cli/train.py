@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     help="Where the model is: in this process, or at Tinker (key in TINKER_API_KEY), which trains a LoRA.",
 )
 @click.option("--base-url", metavar="URL", help="Where Tinker is; a server of your own is vf tinker-serve.")
+@click.option(
+    "--sampler", multiple=True, metavar="URL", help="Sample there: vf serve, vf-vllm; a file of URLs (repeat)."
+)
+@click.option("--sampler-key-var", metavar="NAME", help="Environment variable with the key of the samplers.")
 @knob_options(GRPOConfig)
 @click.pass_context
 def train(ctx: click.Context, /, **given: Any) -> None:
@@ -39,6 +44,7 @@ def train(ctx: click.Context, /, **given: Any) -> None:
     vf train reverse-text -m smollm2 --max-steps 100 --learning-rate 1e-5
     vf train gsm8k -m Qwen/Qwen3-0.6B --lora --batch-size 64 --group-size 16
     vf train @ config.toml --eval-before-after      everything from a file
+    vf train … --sampler http://gpu2:8000/v1        another process samples, and gets each update's weights
     vf train … --dry-run                            what would be done
     vf train … --resume outputs/train/…             go on with a run that was stopped
     vf train gsm8k -m Qwen/Qwen3-8B --backend tinker --lora-r 32 --max-steps 50
@@ -67,9 +73,15 @@ def train(ctx: click.Context, /, **given: Any) -> None:
 
 
 def _trainer(job: Job, model: str, env: Any) -> Any:
-    from verifiers.trainers import GRPOTrainer
+    from verifiers.trainers import GRPOTrainer, Samplers
 
-    return GRPOTrainer(model=model, env=env, config=job.config(), peft_config=job.lora())
+    servers, variable = job.given["sampler"], job.given["sampler_key_var"]
+    key = None if variable is None else os.environ.get(variable)
+    if variable is not None and not (key and servers):
+        lacks = "there is no --sampler" if key else "this environment variable is not set"
+        raise click.UsageError(f"--sampler-key-var {variable}: {lacks}")
+    client = Samplers(*servers, api_key=key) if servers else None
+    return GRPOTrainer(model=model, env=env, config=job.config(), peft_config=job.lora(), client=client)
 
 
 def _tinker_trainer(job: Job, model: str, env: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from verifiers.types import ChatMessage, MessageType, Usage
+from verifiers.types import ChatMessage, MessageType, Usage, VersionSpan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,12 +26,14 @@ class Tokens:
     """Ids and sampling logprobs of one reply, exactly as the engine produced them.
 
     ``sampling`` is how they were drawn: as the engine recorded it, or ``{"asked": the request's arguments}``.
+    ``weight_versions`` says which version of the weights each of them was sampled from, where the engine does.
     """
 
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float]
     sampling: Mapping[str, Any] | None = None
+    weight_versions: tuple[VersionSpan, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.completion_ids) != len(self.logprobs):

@@ -10,7 +10,7 @@ import msgspec
 
 from verifiers.clients.protocol import Completion, Tokens
 from verifiers.errors import BadReplyError, EmptyModelResponseError
-from verifiers.types import ChatMessage, MessageType, Usage
+from verifiers.types import ChatMessage, MessageType, Usage, VersionSpan
 
 Prices = Mapping[str, float]
 
@@ -217,7 +217,22 @@ def read_tokens(response: Any, choice: Any) -> Tokens | None:
         raise BadReplyError(f"the reply has {len(completion_ids)} token ids but {len(values)} logprobs")
     drawn = field(response, "sampling")  # our own engine says how it drew
     sampling = drawn if isinstance(drawn, dict) else None
-    return Tokens(prompt_ids=prompt_ids, completion_ids=completion_ids, logprobs=values, sampling=sampling)
+    return Tokens(
+        prompt_ids=prompt_ids,
+        completion_ids=completion_ids,
+        logprobs=values,
+        sampling=sampling,
+        weight_versions=_version_spans(field(choice, "weight_versions"), len(values)),
+    )
+
+
+def _version_spans(spans: Any, tokens: int) -> tuple[VersionSpan, ...]:
+    """Which weights each token is from, as our engine says it, and vLLM where it gives token ids."""
+    found = [[field(one, name) for name in VersionSpan._fields] for one in spans] if isinstance(spans, list) else []
+    if not all(isinstance(one[0], str) and type(one[1]) is type(one[2]) is int for one in found):
+        return ()
+    whole = sum(end - start for _, start, end in found) == tokens
+    return tuple(VersionSpan(*one) for one in found) if whole else ()
 
 
 def _read_nemo_tokens(message: Any) -> Tokens | None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from verifiers.clients.protocol import Completion, Request, Tokens
-from verifiers.types import Usage
+from verifiers.types import Usage, VersionSpan
 
 # They change how a request travels, never what it asks; and they are where keys are found.
 UNRECORDED = frozenset(("extra_headers", "headers", "api_key", "timeout"))
@@ -63,6 +63,7 @@ def completion_record(completion: Completion) -> dict[str, Any]:
             "completion_ids": tokens.completion_ids,
             "logprobs": [x if math.isfinite(x) else repr(x) for x in tokens.logprobs],
             **({} if tokens.sampling is None else {"sampling": tokens.sampling}),
+            **({"weight_versions": list(map(list, tokens.weight_versions))} if tokens.weight_versions else {}),
         }
     if usage is not None:
         record["usage"] = {
@@ -96,6 +97,7 @@ def _read_tokens(tokens: dict[str, Any]) -> Tokens:
         completion_ids=list(tokens["completion_ids"]),
         logprobs=[float(x) for x in tokens["logprobs"]],
         sampling=tokens.get("sampling"),
+        weight_versions=tuple(VersionSpan(*span) for span in tokens.get("weight_versions") or ()),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ from verifiers.engine.sequence import (
     check_tokens,
 )
 from verifiers.engine.sequential import SequentialCache
-from verifiers.errors import InfraError, OverlongPromptError, RateLimitError
+from verifiers.errors import InfraError, ModelError, OverlongPromptError, RateLimitError
 from verifiers.kernels.cpu.threads import is_small
 from verifiers.kernels.devices import free_unused, host_index
 
@@ -51,6 +52,9 @@ NOTHING_SHARED = 1 << 62
 SPAN_STEP = 32
 PREFILL, PREFILL_CUDA = 1024, 32768  # tokens of prompts run at once
 PATIENCE_S = 2.0  # without a new request, before those that have gathered begin without the others
+PAUSES = ("abort", "wait", "keep")
+ASK_AGAIN_S = 0.005
+ABORTED = "the request was aborted: the server was paused, for new weights perhaps; ask again"
 BURST = 32  # tokens at most that each sequence draws in one call of C; how many are, its speed decides
 
 
@@ -102,6 +106,10 @@ class Engine:
         self._is_stop[[token for token in stop_ids if 0 <= token < self.vocabulary]] = True
         self._seeds = Seeds()
         self._gathering = 0
+        self._is_paused = False
+        self._held: list[ActiveSequence] | None = None  # requests that came since those before them were to end
+        self._aborts: Exception | None = None
+        self._version = runner.weight_version
         self._cuda: CudaDecoder | None = None
         self._has_cache = False
         self.backend: Backend = choose_backend(self)
@@ -173,7 +181,7 @@ class Engine:
             if len(self.waiting) + n > self.max_waiting:
                 raise EngineFullError(f"{len(self.waiting)} requests are waiting already; try again in a moment")
             is_first = not self.waiting
-            self.waiting.extend(sequences)
+            (self.waiting if self._held is None else self._held).extend(sequences)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="verifiers-engine", daemon=True)
                 self._thread.start()
@@ -203,6 +211,36 @@ class Engine:
         with self._wake:
             self._gathering = count
 
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused
+
+    def pause(self, mode: str = "keep") -> None:
+        """Sample nothing until `resume`: requests under way stop where they are (``keep``), end first (``wait``) or
+        fail (``abort``); later ones wait."""
+        if mode not in PAUSES:
+            raise ValueError(f"there is no way {mode!r} to pause; there are {', '.join(PAUSES)}")
+        with self._wake:
+            if mode == "wait" and self._held is None:
+                self._held = []
+        while mode == "wait" and (self.waiting or self.live) and not self._is_closed:
+            time.sleep(ASK_AGAIN_S)
+        with self._wake:
+            self._is_paused = True
+            self._aborts = ModelError(ABORTED) if mode == "abort" and self._thread is not None else None
+            self._wake.notify_all()
+        while self._aborts is not None and not self._is_closed:
+            time.sleep(ASK_AGAIN_S)
+        with self.lock:  # the step that is under way has ended
+            return
+
+    def resume(self) -> None:
+        """Go on where `pause` stopped."""
+        with self._wake:
+            self.waiting.extend(self._held or ())
+            self._held, self._is_paused = None, False
+            self._wake.notify_all()
+
     def close(self) -> None:
         """Fail what is under way, end the thread, and give the KV cache back."""
         self.stop()
@@ -215,6 +253,11 @@ class Engine:
         with self._wake:
             self._is_closed = True
             self._wake.notify()
+
+    def name_weights(self, version: int | str) -> None:
+        """What is sampled from here on says that it is from this version of the weights."""
+        with self.lock:
+            self.runner.name_weights(version)
 
     def forget(self) -> None:
         """Drop every key and value kept for reuse (they were made by other weights, say)."""
@@ -241,6 +284,7 @@ class Engine:
             self._run()
         finally:
             self._is_closed = True
+            self.waiting.extend(self._held or ())
             self.scheduler.fail(InfraError("the engine was closed"), waiting=True)
 
     def _run(self) -> None:
@@ -248,12 +292,16 @@ class Engine:
             torch.set_num_threads(1)
         while True:
             with self._wake:
-                while not self._is_closed and not self.waiting and not self.live:
+                while not self._is_closed and self._aborts is None and self._has_nothing_to_do:
                     self._wake.wait()
-                if self._gathering:
+                if self._gathering and not self._is_paused:
                     self._wait_for_all()
                 if self._is_closed:
                     break
+            if self._aborts is not None:
+                self.scheduler.fail(self._aborts, waiting=True)
+                self._aborts = None
+                continue
             try:
                 with self.lock, torch.inference_mode(), self.runner.evaluating():
                     self._step()
@@ -261,6 +309,10 @@ class Engine:
                 logger.exception("the engine's step failed")
                 self.scheduler.fail(error)
             self.scheduler.deliver()
+
+    @property
+    def _has_nothing_to_do(self) -> bool:
+        return self._is_paused or not (self.waiting or self.live)
 
     def step(self) -> None:
         """One step on the caller's thread, who holds the lock: for a proof, before the engine's own thread is there."""
@@ -283,6 +335,8 @@ class Engine:
         has_changed, has_moved = self.runner.notice(is_idle=not self.live)
         if has_changed:
             self.table.forget(len(self.live))
+        if self._version != self.runner.weight_version:
+            self._note_version()
         if has_moved and self._cuda is not None:
             self._cuda.drop_graphs()  # they read from where the parameters were
         if self._cuda is not None:
@@ -294,6 +348,14 @@ class Engine:
             self._prefill(admitted)
         if self.live:
             self._decode()
+
+    def _note_version(self) -> None:
+        """Running sequences go on with other weights: what they sample from here on is of another version."""
+        while self._cuda is not None and self._cuda.in_flight:  # these tokens are of the weights before
+            self._collect(self._cuda)
+        self._version = self.runner.weight_version
+        for sequence in self.live:
+            sequence.note_version(self._version, int(self.table.steps[sequence.slot]))
 
     def _step_ahead(self, cuda: CudaDecoder) -> None:
         """As above, but the host reads a step only when the next ones have been launched."""

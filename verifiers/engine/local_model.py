@@ -306,6 +306,7 @@ class LocalModel(OpenAILooks):
         with engine.lock:
             count = load_into(engine.model, path)
             engine.forget()
+            engine.runner.name_next()
         return count
 
     def forget(self) -> None:
@@ -321,9 +322,7 @@ class LocalModel(OpenAILooks):
         if not callable(getattr(engine.model, "merge_adapter", None)):
             raise TypeError(f"a {type(engine.model).__name__} has no adapters to merge; hand in a peft model")
         if is_quantised(engine.model):
-            raise TypeError(
-                "adapters on quantised weights are not merged: their sum would be rounded to few bits"
-            )
+            raise TypeError("adapters on quantised weights are not merged: their sum would be rounded to few bits")
         self._merge(engine, +1)
         try:
             yield

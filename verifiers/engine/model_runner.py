@@ -54,6 +54,8 @@ class ModelRunner:
         # Held while the model runs: whoever runs it besides, or updates its weights, takes it.
         self.lock = _locks.setdefault(id(config), FairLock())
         self.version = 0
+        self.weight_version = "0"  # as their owner calls the weights; where nobody does, the changes are counted
+        self._is_named = False
         with self.lock:
             self.decoder = CommonDecoder(module, self._configs)
             self.not_in_c = unsupported(self.decoder) if self.device.type == "cpu" else "it is not on the CPU"
@@ -169,8 +171,19 @@ class ModelRunner:
         has_moved = now[1] != self._seen[1]
         self._seen = now
         self.version += 1
+        if self.version > 1 and not self._is_named:
+            self.weight_version = str(self.version - 1)
         self._drop_copies()
         return True, has_moved
+
+    def name_weights(self, version: int | str) -> None:
+        """Call the weights so from the next token on; whoever has changed them says it, holding the lock."""
+        self.weight_version, self._is_named = str(version), True
+
+    def name_next(self) -> None:
+        """The weights were replaced by some without a name: one more than those before, if these were counted."""
+        if self._is_named and self.weight_version.isdecimal():
+            self.weight_version = str(int(self.weight_version) + 1)
 
     def forget(self) -> None:
         """Whatever was made from the weights so far counts as made from others."""

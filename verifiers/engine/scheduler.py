@@ -115,6 +115,7 @@ class Scheduler:
 
     def _start(self, sequence: ActiveSequence) -> None:
         sequence.weights = self._runner.version
+        sequence.note_version(self._runner.weight_version, 0)
         if sequence.sampling.changes_logits:
             sequence.processor = LogitsProcessor(
                 sequence.sampling,

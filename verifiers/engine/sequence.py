@@ -16,6 +16,8 @@ from itertools import count
 from secrets import randbits
 from typing import TYPE_CHECKING
 
+from verifiers.types import VersionSpan
+
 if TYPE_CHECKING:
     from verifiers.engine.constraints import Constraint
     from verifiers.engine.logits import LogitsProcessor
@@ -97,8 +99,8 @@ class Generated:
 
     ``logprobs`` are under the distribution each token was drawn from (tempered, truncated, biased); ``raw_logprobs``
     under the model's own. ``top_logprobs`` has the alternatives of each token, under the distribution it was drawn
-    from, where they were asked for. ``weights`` counts the updates of the weights it was sampled from, at its start
-    and end.
+    from, where they were asked for. ``weights`` counts the changes of the weights that were noticed up to its start
+    and its end; ``weight_versions`` are the versions that its tokens were sampled from, in order.
     """
 
     prompt_ids: list[int]
@@ -108,6 +110,7 @@ class Generated:
     finish_reason: str
     reused: int = 0
     weights: tuple[int, int] = (0, 0)
+    weight_versions: tuple[VersionSpan, ...] = ()
     top_logprobs: Sequence[Alternatives] = ()
     prompt_logprobs: Sequence[PromptLogprob] | None = None
 
@@ -205,12 +208,30 @@ class ActiveSequence:
     slot: int = -1  # of the KV cache; -1: none
     reused: int = 0
     weights: int = 0
+    versions: list[tuple[int, str]] = field(default_factory=list)  # (first token, version of the weights) of each span
     processor: LogitsProcessor | None = None
     failure: Exception | None = None  # of what was asked for, found out between two tokens
 
     @property
     def is_cancelled(self) -> bool:
         return self.future.is_unwanted
+
+    def note_version(self, version: str, tokens: int) -> None:
+        """What is sampled after so many tokens is of this version of the weights."""
+        if self.versions and self.versions[-1][0] == tokens:
+            self.versions.pop()
+        self.versions.append((tokens, version))
+
+    def version_spans(self, tokens: int) -> tuple[VersionSpan, ...]:
+        """The versions that so many tokens were sampled from.
+
+        >>> sequence = ActiveSequence([1], Sampling(), 0, versions=[(0, "3"), (2, "4")])
+        >>> [(span.version, span.start, span.end) for span in sequence.version_spans(5)]
+        [('3', 0, 2), ('4', 2, 5)]
+        """
+        starts = [start for start, _ in self.versions[1:]] + [tokens]
+        spans = zip(self.versions, starts, strict=True)
+        return tuple(VersionSpan(version=name, start=start, end=end) for (start, name), end in spans if start < end)
 
 
 def in_order(sequences: Iterable[ActiveSequence]) -> list[ActiveSequence]:

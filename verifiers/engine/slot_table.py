@@ -115,6 +115,7 @@ class SlotTable:
             finish_reason=finish_reason,
             reused=sequence.reused,
             weights=(sequence.weights, version),
+            weight_versions=sequence.version_spans(int(n)),
             top_logprobs=sequence.future.top_logprobs,
             prompt_logprobs=sequence.future.prompt_logprobs,
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verifiers.trainers.config import GRPOConfig, SFTConfig, grpo_defaults
     from verifiers.trainers.grpo_trainer import GRPOTrainer
+    from verifiers.trainers.samplers import Samplers
     from verifiers.trainers.setup import lora_defaults
     from verifiers.trainers.sft_trainer import SFTTrainer
     from verifiers.trainers.tiny import tiny_model
@@ -17,12 +18,22 @@ _HOME = {
     "GRPOTrainer": "grpo_trainer",
     "SFTConfig": "config",
     "SFTTrainer": "sft_trainer",
+    "Samplers": "samplers",
     "grpo_defaults": "config",
     "lora_defaults": "setup",
     "tiny_model": "tiny",
 }
 
-__all__ = ["GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer", "grpo_defaults", "lora_defaults", "tiny_model"]
+__all__ = [
+    "GRPOConfig",
+    "GRPOTrainer",
+    "SFTConfig",
+    "SFTTrainer",
+    "Samplers",
+    "grpo_defaults",
+    "lora_defaults",
+    "tiny_model",
+]
 
 
 def __getattr__(name: str) -> Any:

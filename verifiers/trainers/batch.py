@@ -60,8 +60,8 @@ class Batch(dict[str, list[Any]]):
     """Columns of scored rollouts, all of one length: prompts, completions, rewards, groups, answers, advantages.
 
     Failed rollouts are not in it; ``failed`` holds them. ``refused`` says why rollouts of it were not learned from.
-    ``cursor`` is how far into the rows it got. ``sampled`` is the example and the reward of every rollout that was
-    scored for it, those that it does not keep too.
+    ``cursor`` is how far into the rows it got; ``places`` which rows each group took, where that is not in order.
+    ``sampled`` is the example and the reward of every rollout that was scored for it, those that it does not keep too.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Batch(dict[str, list[Any]]):
         super().__init__(columns)
         self.failed = list(failed)
         self.cursor = cursor
+        self.places: dict[int, list[int]] = {}
         self.refused: list[str] = []  # why rollouts were not learned from, one reason each
         self.sampled = list(zip(self.examples, self["rewards"], strict=True)) if sampled is None else list(sampled)
         self.seconds: dict[str, float] = {}
@@ -95,6 +96,11 @@ class Batch(dict[str, list[Any]]):
         return cls(columns, failed=[state for state in states if state.get("error") is not None], **kwargs)
 
     @property
+    def rows_taken(self) -> list[int]:
+        """The places of all rows that were taken for it."""
+        return [place for places in self.places.values() for place in places]
+
+    @property
     def examples(self) -> list[Any]:
         """Which example each rollout is of: groups of the same row are of one."""
         states = (getattr(reply, "state", None) or {} for reply in self["completions"])
@@ -104,7 +110,9 @@ class Batch(dict[str, list[Any]]):
     def __add__(self, other: Batch) -> Batch:
         columns = {name: self[name] + other[name] for name in self}
         failed, cursor = self.failed + other.failed, max(self.cursor, other.cursor)
-        return Batch(columns, failed=failed, cursor=cursor, sampled=self.sampled + other.sampled)
+        both = Batch(columns, failed=failed, cursor=cursor, sampled=self.sampled + other.sampled)
+        both.places = {**self.places, **other.places}
+        return both
 
     def keep(self, places: Sequence[int]) -> Batch:
         columns = {name: [values[i] for i in places] for name, values in self.items()}
@@ -123,6 +131,8 @@ class Batch(dict[str, list[Any]]):
             of_part = set(numbers[bounds[k] : bounds[k + 1]])
             part = self.keep([i for i, group in enumerate(self["groups"]) if group in of_part])
             part.failed = self.failed if k == 0 else []
+            gone = self.places.keys() - set(numbers) if k == 0 else set()  # groups of which nothing is left
+            part.places = {group: self.places[group] for group in self.places if group in of_part | gone}
             part.sampled = self.sampled[k * len(self.sampled) // n : (k + 1) * len(self.sampled) // n]
             part.cursor = first_cursor + (self.cursor - first_cursor) * (k + 1) // n
             part.seconds = dict(self.seconds) if k == 0 else {}

@@ -37,6 +37,7 @@ class GRPOConfig(TrainingConfig):
     sampling_args: dict[str, Any] = field(default_factory=dict)
     max_concurrent: int = -1
     num_batches_ahead: int = 0
+    max_staleness: int | None = None
 
     # the objective
     loss_type: str = "dr_grpo"
@@ -103,6 +104,13 @@ class GRPOConfig(TrainingConfig):
         return (self.steps_per_generation or self.gradient_accumulation_steps) // self.gradient_accumulation_steps
 
     @property
+    def generations_late(self) -> int:
+        """How many generations after the one that was learned from when it began a rollout is learned from, at most."""
+        least = (self.num_batches_ahead + 1) * self.updates_per_generation - 1
+        most = least if self.max_staleness is None else self.max_staleness
+        return (most - self.updates_per_generation + 1) // self.updates_per_generation
+
+    @property
     def estimator(self) -> str:
         """The name of the advantage estimator: as given, or that of ``scale_rewards``, or the method's own."""
         if self.advantage is not None:
@@ -150,6 +158,7 @@ class GRPOConfig(TrainingConfig):
         for name in ("num_batches_ahead", "max_resamples", "log_rollouts", "top_k"):
             self._require(name, isinstance(getattr(self, name), int) and getattr(self, name) >= 0, "0 or more")
         self._check_sizes(processes)
+        self._check_staleness()
         self._require("temperature", is_finite(self.temperature) and self.temperature > 0, "above 0: training samples")
         self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         self._require("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
@@ -185,6 +194,20 @@ class GRPOConfig(TrainingConfig):
             raise ValueError(
                 f"steps_per_generation must be a multiple of gradient_accumulation_steps = {accumulated}, got "
                 f"{steps!r}: rollouts are sampled for so many batches of batch_size, and an update takes whole ones"
+            )
+
+    def _check_staleness(self) -> None:
+        if self.max_staleness is None:
+            return
+        self._require("max_staleness", self.max_staleness >= 0, "0 or more")
+        ahead, updates = self.num_batches_ahead, self.updates_per_generation
+        if not ahead:
+            raise ValueError("max_staleness is for rollouts that are sampled ahead: set num_batches_ahead, too")
+        if self.max_staleness < (least := (ahead + 1) * updates - 1):
+            raise ValueError(
+                f"max_staleness={self.max_staleness} updates cannot be kept with num_batches_ahead={ahead}"
+                + (f" and {updates} updates a generation" if updates > 1 else "")
+                + f": these are {least} behind; take at least {least}, or fewer batches ahead"
             )
 
     def _check_objective(self) -> None:

@@ -7,7 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,11 +24,11 @@ from verifiers.trainers.advantages import Estimator, flat_groups
 from verifiers.trainers.batch import Batch, Reply, as_batch, refusals, with_advantages
 from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.functions import call_callbacks, call_fitting, own_function
+from verifiers.trainers.generations import Generations
 from verifiers.trainers.losses import Loss
 from verifiers.trainers.micro_batches import Trained
 from verifiers.trainers.offline import read_offline
 from verifiers.trainers.planning import Job
-from verifiers.trainers.prefetch import Prefetch
 from verifiers.trainers.remote_weights import remote_weights
 from verifiers.trainers.reward_weights import reward_weights, scheduled_weights
 from verifiers.trainers.row_stream import RowStream
@@ -40,8 +40,10 @@ from verifiers.trainers.sampler import (
     seed_of,
     usual_sampling,
 )
+from verifiers.trainers.samplers import Samplers
 from verifiers.trainers.sequences import trained_sequences
 from verifiers.trainers.sharding import Whole, make_weights
+from verifiers.trainers.staleness import staleness_figures
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.update import PolicyUpdate
@@ -145,8 +147,7 @@ class GRPOTrainer(Trainer):
 
     def train(self, resume: bool | str | Path = False) -> Report:
         """Train for ``max_steps`` steps, or ``num_epochs`` times through the rows; the report says how it went."""
-        ahead, stride = self.config.num_batches_ahead, self.config.updates_per_generation
-        with self._training(resume) as report, Prefetch(self._generate_batch, ahead, stride) as generations:
+        with self._training(resume) as report, Generations(self, whole=self._makes_whole_batches) as generations:
             while self.step < self.total_steps and not self.should_stop:
                 if self.step % self.num_steps_per_epoch == 0:
                     self.epoch = self.step // self.num_steps_per_epoch
@@ -160,11 +161,12 @@ class GRPOTrainer(Trainer):
                 self._check_scored(report, batch)
                 report.enter(f"learning from {len(batch['rewards'])} rollouts")
                 figures = self.train_step(batch) or {}
+                figures |= staleness_figures(batch, self.step) if self._may_be_stale else {}
                 self.step += 1
                 report.step(self, batch, figures, waited_s=sampled - began, trained_s=time.perf_counter() - sampled)
-                self.cursor = batch.cursor
+                self.cursor = self.rows.note_learned(batch.rows_taken) if batch.places else batch.cursor
                 if self._remote is not None:
-                    self._remote.send(self.accelerator)
+                    self._remote.send(self.accelerator, self.step)
                 self._after_step(report, cursor=self.cursor)
                 self.should_stop = any(processes.gathered(self.accelerator, self.should_stop))
         return report
@@ -287,10 +289,23 @@ class GRPOTrainer(Trainer):
 
     # --- rollouts -------------------------------------------------------------------------------------------------
 
-    def _next_batch(self, generations: Prefetch[Batch]) -> Batch:
+    @property
+    def _makes_whole_batches(self) -> bool:
+        """Is a batch made in one go, in a way that groups on their own cannot be?"""
+        hooks = ("get_batch", "sample_batch")
+        is_own = any(
+            getattr(type(self), hook) is not getattr(GRPOTrainer, hook) or hook in vars(self) for hook in hooks
+        )
+        return is_own or bool(self.row_sampler or self.weight_schedule or self.offline)
+
+    @property
+    def _may_be_stale(self) -> bool:
+        return bool(self.config.num_batches_ahead) or self._remote is not None
+
+    def _next_batch(self, generations: Generations) -> Batch:
         """The batch of this step: of a generation for several updates, the next part."""
         if not self._parts:
-            batch, n = generations.take(self.step, self.total_steps), self.config.updates_per_generation
+            batch, n = generations.take(self.step), self.config.updates_per_generation
             self._parts.extend([batch] if n == 1 else self._with_advantages(batch).split(n, self.cursor))
         return self._parts.popleft()
 
@@ -314,21 +329,32 @@ class GRPOTrainer(Trainer):
 
     def _rollouts(self, rows: Sequence[Row], first_group: int = 0) -> Batch:
         """Groups of rollouts of these rows, scored by the run as they finish, or by one's own `compute_rewards`."""
-        size, scores_itself = self.config.group_size, type(self).compute_rewards is not GRPOTrainer.compute_rewards
+        size = self.config.group_size
         self._start_sampling(self.rows.taken, len(rows) * size, is_apart=self.rows.is_apart)
         self.rows.is_apart = False
-        results: Results = self.env.generate_sync(
-            inputs=list(rows),
-            client=self.client,
-            rollouts_per_example=size,
-            sampling_args=exact_sampling(self.sampling, self.client, self.env),
-            max_concurrent=self.config.max_concurrent,
-            use_tqdm=Tally() if self.report is None else self.report.counted(),
-            score=not scores_itself,
-        )
+        tally = Tally() if self.report is None else self.report.counted()
+        results: Results = self.env.generate_sync(**self._rollouts_of(rows, tally))
         groups = [first_group + i for i in range(len(rows)) for _ in range(size)]
-        batch = Batch.of_states(results.rollouts, groups, cursor=self.rows.cursor)
-        if not scores_itself:
+        return self._rewarded(Batch.of_states(results.rollouts, groups, cursor=self.rows.cursor))
+
+    def _rollouts_of(self, rows: Sequence[Row], tally: Tally) -> dict[str, Any]:
+        """What is asked of the environment for groups of these rows."""
+        return {
+            "inputs": list(rows),
+            "client": self.client,
+            "rollouts_per_example": self.config.group_size,
+            "sampling_args": exact_sampling(self.sampling, self.client, self.env),
+            "max_concurrent": self.config.max_concurrent,
+            "use_tqdm": tally,
+            "score": not self._scores_itself,
+        }
+
+    @property
+    def _scores_itself(self) -> bool:
+        return type(self).compute_rewards is not GRPOTrainer.compute_rewards
+
+    def _rewarded(self, batch: Batch) -> Batch:
+        if not self._scores_itself:
             return batch
         rewards = call_fitting(self.compute_rewards, batch["completions"], batch["prompts"], self._batch_at[0])
         return batch.rewarded([float(reward) for reward in rewards])
@@ -377,13 +403,26 @@ class GRPOTrainer(Trainer):
                 self.weights,
                 self.config,
                 self.memory,
-                lock=self.client.engine.lock if isinstance(self.client, Sampler) else nullcontext(),
+                lock=self._weights_lock,
                 pad_id=self.tokenizer.pad_token_id,
                 max_new_tokens=int(asked["max_tokens"]),
                 processes=self.accelerator,
                 loss=self._own_loss,
+                after_step=lambda: self._name_weights(self.step + 1),
             )
         return self._update
+
+    @property
+    def _weights_lock(self) -> AbstractContextManager[Any]:
+        """Held by whoever changes the weights, or reads them beside the trainer's own thread."""
+        if isinstance(self.client, Samplers):
+            return self.client.lock
+        return self.client.engine.lock if isinstance(self.client, Sampler) else nullcontext()
+
+    def _name_weights(self, version: int) -> None:
+        """Tokens that are sampled in this process from here on are of the weights after so many updates."""
+        if isinstance(self.client, Sampler) and self.offline is None:
+            self.client.engine.name_weights(version)
 
     @property
     def reference(self) -> Reference | None:
@@ -394,12 +433,19 @@ class GRPOTrainer(Trainer):
     @contextmanager
     def _training(self, resume: bool | str | Path) -> Iterator[Report]:
         with ExitStack() as stack:
+            if self._remote is not None:
+                stack.callback(self._remote.close)
+                if not resume:  # before there is a run: a sampler that does not fit leaves none
+                    self._remote.begin(self.accelerator, self.step)
             self.report = report = stack.enter_context(Report(self, resume))
             if resume:
                 state = report.resume(self)
                 self.step, self.cursor = state["step"], state["cursor"]
-                self.rows.cursor = self.cursor
+                self.rows.go_on(self.cursor, state.get("learned", ()))
                 self._parts.clear()
+                if self._remote is not None:
+                    self._remote.begin(self.accelerator, self.step)
+            self._name_weights(self.step)
             stack.enter_context(sensible_threads(self.model))
             call_callbacks(self, "on_train_begin")
             try:

@@ -76,8 +76,9 @@ def _local(processes: int) -> int:
 
 
 def slots_wanted(config: Any, device_type: str) -> int:
-    """Rollouts of a generation, as far as so many are sampled at once on such a device."""
-    return int(min(config.rollouts_per_generation, MOST_SLOTS.get(device_type, MOST_SLOTS_ELSEWHERE)))
+    """Rollouts that are under way, as far as so many are sampled at once on such a device."""
+    under_way = config.rollouts_per_generation * (1 + config.num_batches_ahead)
+    return int(min(under_way, MOST_SLOTS.get(device_type, MOST_SLOTS_ELSEWHERE)))
 
 
 def length_asked(config: TrainingConfig, env: Any, longest: int | None) -> int | None:

@@ -1,4 +1,4 @@
-"""The weights after each step → the server that samples from them."""
+"""The weights after each step → the servers that sample from them: memory to memory, or as a folder they read."""
 
 from __future__ import annotations
 
@@ -6,14 +6,26 @@ import inspect
 import shutil
 import tempfile
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 from verifiers import calls
 from verifiers.trainers.checkpoints import save_model
 from verifiers.trainers.sampler import Sampler
+from verifiers.trainers.samplers import Samplers
+from verifiers.trainers.weight_sender import parameters_of
 
 
-class RemoteWeights:
+class RemoteWeights(Protocol):
+    """How a model that is served elsewhere gets its weights; ``version`` counts the updates they have had."""
+
+    def begin(self, processes: Any, version: int) -> None: ...
+
+    def send(self, processes: Any, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FolderWeights:
     """The weights as a folder that a server reads after each step."""
 
     def __init__(self, server: Any, model: Any, tokenizer: Any) -> None:
@@ -21,7 +33,12 @@ class RemoteWeights:
         self._folder = tempfile.mkdtemp(prefix="verifiers-weights-")
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
-    def send(self, processes: Any) -> None:
+    def begin(self, processes: Any, version: int) -> None:
+        """A server that was started with the model has its weights, unless the training goes on from later ones."""
+        if version:
+            self.send(processes, version)
+
+    def send(self, processes: Any, version: int) -> None:
         """Hand the weights over, by the first process; the others wait."""
         if processes.is_main_process:
             self._hand_over()
@@ -33,6 +50,36 @@ class RemoteWeights:
         if inspect.isawaitable(sent):
             calls.run(lambda: _awaited(sent))
 
+    def close(self) -> None:
+        """Nothing is held between two steps."""
+
+
+class TransferredWeights:
+    """The weights sent from this process's memory to that of the servers."""
+
+    def __init__(self, samplers: Samplers, model: Any, tokenizer: Any) -> None:
+        self._samplers, self._model, self._tokenizer = samplers, model, tokenizer
+
+    def begin(self, processes: Any, version: int) -> None:
+        if processes.is_main_process:
+            self._samplers.start(self._model, self._tokenizer, version)
+        processes.wait_for_everyone()
+        if not processes.is_main_process:
+            self._samplers.start(self._model, self._tokenizer, version, is_sender=False)
+
+    def send(self, processes: Any, version: int) -> None:
+        """The first process sends; the others help to gather what is spread over all of them."""
+        if processes.is_main_process:
+            self._samplers.send(version)
+        else:
+            self._samplers.version = version
+            for parameter in parameters_of(self._model):
+                parameter.read()
+        processes.wait_for_everyone()
+
+    def close(self) -> None:
+        self._samplers.close()
+
 
 async def _awaited(value: Any) -> Any:
     return await value
@@ -42,10 +89,13 @@ def remote_weights(client: Any, server: Any, model: Any, tokenizer: Any) -> Remo
     """How a model that is served elsewhere gets its new weights; None where it is this very one."""
     if client is None or isinstance(client, Sampler) or getattr(client, "engine_model", None) is model:
         return None
+    if isinstance(client, Samplers) and server is None:
+        return TransferredWeights(client, model, tokenizer)
     server = server if server is not None else client if hasattr(client, "reload_weights") else None
     if server is None:
         raise ValueError(
-            "client answers from elsewhere, and would go on with the old weights; pass weight_server= (VLLMServer, or "
-            "any object with reload_weights(folder)), or leave client out to sample in this process"
+            "client answers from elsewhere, and would go on with the old weights; pass client=vf.Samplers(url) for "
+            "servers that can be sent weights (`vf serve`, `vf-vllm`), or weight_server= (VLLMServer, or any object "
+            "with reload_weights(folder)), or leave client out to sample in this process"
         )
-    return RemoteWeights(server, model, tokenizer)
+    return FolderWeights(server, model, tokenizer)

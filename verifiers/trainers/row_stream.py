@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
 class RowStream:
     """The rows of a training. ``cursor`` is how many have been taken: with the seed it is the whole state.
 
-    ``is_apart``: no other process was given any of the rows that were taken last.
+    ``is_apart``: no other process was given any of the rows that were taken last. Where rows are not learned from in
+    the order they are taken in, ``low`` is how many have been without a gap, and ``beyond`` which ones after these: a
+    stream that goes on at ``low`` takes no row of ``beyond`` again.
 
     >>> stream = RowStream(["a", "b", "c"], seed=1)
     >>> first = stream.take(4)
@@ -26,7 +29,9 @@ class RowStream:
         self.all: Sequence[Any] = rows
         self.seed = seed
         self.cursor = 0
+        self.low, self.beyond = 0, set[int]()
         self.is_apart = False
+        self._guard = threading.Lock()  # rows are taken by the trainer, and by rollouts that are made ahead
         self._index, self._shards = shard
         self._order: tuple[int, list[int]] = (-1, [])
 
@@ -40,10 +45,35 @@ class RowStream:
 
     def take(self, n: int) -> list[Any]:
         """The next rows; of several processes each takes its own."""
-        places = [(self.cursor + i) * self._shards + self._index for i in range(n)]
-        first, self.cursor = self.cursor * self._shards, self.cursor + n
+        first = self.cursor * self._shards
+        rows = [self.take_one()[1] for _ in range(n)]
         self.is_apart = first // len(self) == (self.cursor * self._shards - 1) // len(self)
-        return [self._at(place) for place in places]
+        return rows
+
+    def take_one(self) -> tuple[int, Any]:
+        """The next row, and its place in the stream."""
+        with self._guard:
+            while self.cursor in self.beyond:
+                self.cursor += 1
+            place, self.cursor = self.cursor, self.cursor + 1
+            return place, self._at(place * self._shards + self._index)
+
+    def note_learned(self, places: Iterable[int]) -> int:
+        """Rows at these places have been learned from; how many have been without a gap.
+
+        >>> stream = RowStream(["a", "b", "c"])
+        >>> stream.note_learned([1]), stream.note_learned([0]), stream.beyond
+        (0, 2, set())
+        """
+        self.beyond.update(places)
+        while self.low in self.beyond:
+            self.beyond.remove(self.low)
+            self.low += 1
+        return self.low
+
+    def go_on(self, low: int, beyond: Iterable[int] = ()) -> None:
+        """Begin where another stream over the same rows was left."""
+        self.cursor, self.low, self.beyond = low, low, set(beyond)
 
     def choose(self, pool: Sequence[Any], n: int) -> list[Any]:
         """``n`` rows of a pool at random (one comes twice only if there are too few); all of it if it has just that."""

@@ -20,6 +20,7 @@ from verifiers.messages import as_messages
 from verifiers.rollout import step_tokens
 from verifiers.samples import Sample, samples_of
 from verifiers.trainers.planning import length_asked, slots_wanted
+from verifiers.trainers.samplers import Samplers
 from verifiers.trainers.sampling import flat, merged, names
 from verifiers.types import ChatMessage
 
@@ -138,7 +139,9 @@ def _members(env: Any) -> Iterator[Any]:
 
 def exact_sampling(sampling: dict[str, Any], client: Any, env: Environment) -> dict[str, Any]:
     """Sampling arguments with which a served model too gives the tokens it sampled; without them nothing is learned."""
-    is_served = not isinstance(client, Sampler) and isinstance(as_client(client), HTTPClient)
+    is_served = isinstance(client, Samplers) or (
+        not isinstance(client, Sampler) and isinstance(as_client(client), HTTPClient)
+    )
     return exact_tokens(sampling, message_type=env.message_type) if is_served else sampling
 
 

@@ -38,6 +38,7 @@ class PolicyUpdate:
         max_new_tokens: int | None = None,
         processes: Any = None,
         loss: Callable[..., Any] | None = None,
+        after_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.model, self.weights, self.config = model, weights, config
         self.loss = Loss(config.objective, loss)
@@ -48,6 +49,7 @@ class PolicyUpdate:
             self._limits = scorers[0].layouts.limits(*(one.layouts for one in scorers[1:]))
         self.device = weights.live[0].device
         self._lock, self._pad_id, self._processes = lock, pad_id, processes
+        self._after_step = after_step
         self._are_logprobs_known = False
         self._max_new_tokens = config.max_new_tokens if max_new_tokens is None else max_new_tokens
         self._tokens, self._recomputes = memory.micro_batch_tokens, memory.gradient_checkpointing
@@ -82,6 +84,7 @@ class PolicyUpdate:
                 self.weights.collect()
                 with self._lock:
                     figures.grad_norm = self.weights.step(learning_rate)
+                    self._after_step()  # before anyone samples from the new weights
         return together(gathered(self._processes, figures.read()))
 
     def ratios_of(self, rollouts: int) -> dict[int, list[float]]:

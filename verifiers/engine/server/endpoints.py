@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,12 +12,13 @@ from aiohttp import web
 from verifiers import errors
 from verifiers.clients.hosts import is_own_host
 from verifiers.dialects.completions import Completions
-from verifiers.dialects.http import error_reply, json_reply, key_of, read_body, words_of
+from verifiers.dialects.http import error_reply, json_reply, key_of, words_of
 from verifiers.dialects.messages import Messages
 from verifiers.dialects.responses import Responses
 from verifiers.engine.local_model import LocalModel
 from verifiers.engine.server.serving import Serving
 from verifiers.engine.server.tokens import TokenEndpoints
+from verifiers.engine.server.weights import WeightEndpoints
 
 logger = logging.getLogger("verifiers.engine")
 
@@ -45,6 +45,7 @@ class ServedModel:
     def app(self) -> web.Application:
         completions, tokens = Completions(self.serving), TokenEndpoints(self.serving)
         responses, messages = Responses(self.serving), Messages(self.serving)
+        weights = WeightEndpoints(self.model)
         app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._guard])
         app.add_routes(
             [
@@ -59,10 +60,10 @@ class ServedModel:
                 web.post("/v1/messages/count_tokens", messages.count_tokens),
                 web.post("/tokenize", tokens.tokenize),
                 web.post("/detokenize", tokens.detokenize),
-                web.post("/update_weights", self._update_weights),
-                web.post("/reset_prefix_cache", self._reset_prefix_cache),
+                *weights.routes(),
             ]
         )
+        app.on_cleanup.append(weights.close)
         return app
 
     # --- every request --------------------------------------------------------------------------------------------
@@ -157,17 +158,3 @@ class ServedModel:
             for name, kind, text, value in values
         ]
         return web.Response(text="".join(lines), content_type="text/plain", charset="utf-8")
-
-    async def _update_weights(self, http: web.Request) -> web.Response:
-        path = (await read_body(http)).get("path")
-        if not isinstance(path, str) or not path:
-            raise errors.RequestRefusedError("'path' is missing: a folder of safetensors on the server's machine")
-        try:
-            count = await asyncio.to_thread(self.model.update_weights, path)
-        except (ValueError, OSError) as error:
-            raise errors.RequestRefusedError(f"these weights were not loaded: {error}") from error
-        return json_reply({"status": "ok", "tensors": count})
-
-    async def _reset_prefix_cache(self, http: web.Request) -> web.Response:
-        await asyncio.to_thread(self.model.forget)
-        return json_reply({"status": "ok"})

@@ -68,6 +68,7 @@ class Choice:
             completion_ids=sampled.ids,
             logprobs=sampled.logprobs,
             sampling=self.sampling,
+            weight_versions=sampled.weight_versions,
         )
 
     @property
@@ -111,7 +112,8 @@ def read_choice(prompt: Prompt, generated: Generated, codec: Codec) -> Choice:
 
 def without_tokens(generated: Generated) -> Generated:
     """A reply of which nothing was wanted but what is known of its prompt."""
-    return replace(generated, ids=[], logprobs=[], raw_logprobs=[], top_logprobs=[], finish_reason="length")
+    nothing: dict[str, Any] = {"ids": [], "logprobs": [], "raw_logprobs": [], "top_logprobs": []}
+    return replace(generated, **nothing, weight_versions=(), finish_reason="length")
 
 
 def usage_of(prompt: Prompt, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -169,6 +171,7 @@ def _written(prompt: Prompt, choice: Choice, index: int, codec: Codec) -> dict[s
         "stop_reason": choice.stop,
         "token_ids": generated.ids,
         "weights": list(generated.weights),
+        "weight_versions": [span._asdict() for span in generated.weight_versions],
     }
     if prompt.options.raw_logprobs:
         written["raw_logprobs"] = generated.raw_logprobs

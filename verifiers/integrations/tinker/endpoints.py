@@ -11,7 +11,7 @@ from aiohttp import web
 
 from verifiers import errors
 from verifiers.clients.hosts import is_own_host
-from verifiers.engine.server.http import json_reply, read_body
+from verifiers.dialects.http import json_reply, read_body
 from verifiers.engine.server.serving import key_of
 from verifiers.integrations.tinker import wire
 from verifiers.integrations.tinker.custom_losses import CustomLoss

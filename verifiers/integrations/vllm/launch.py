@@ -6,11 +6,13 @@ import difflib
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 import click
@@ -18,6 +20,7 @@ import click
 MODULE = "vllm.entrypoints.openai.api_server"
 HELP_TIMEOUT_S = 300.0
 INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
+WORKER, WORKER_FOLDER = "verifiers_gloo.Worker", Path(__file__).parent / "worker"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 USAGE = """\
 Usage: vf-vllm --model MODEL [--python PATH] [FLAGS OF VLLM]
@@ -65,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         sys.exit(0 if flags else 2)
     try:
         python, flags = take_python(flags)
-        flags, notices = prepare(flags, ask_options(python))
+        known = ask_options(python)
+        check_port(flags)
+        may_have_card = "--weight-transfer-config" not in (known or ()) or has_card(python)
+        flags, notices = prepare(flags, known, has_card=may_have_card)
     except LaunchError as error:
         click.echo(f"vf-vllm: {error}", err=True)
         sys.exit(2)
@@ -106,7 +112,41 @@ def ask_options(python: str) -> set[str] | None:
     return None if asked.returncode else set(re.findall(r"(?<![\w-])--[a-z0-9][\w-]*", asked.stdout))
 
 
-def prepare(flags: Sequence[str], known: AbstractSet[str] | None) -> tuple[list[str], list[str]]:
+def names_of(flags: Sequence[str]) -> set[str]:
+    return {_name(flag) for flag in flags if flag.startswith("--")}
+
+
+def has_card(python: str) -> bool:
+    """Does PyTorch see a card there? A vLLM for CPUs does not, and cannot be sent weights by NCCL."""
+    code = "import torch; print(torch.cuda.is_available())"
+    try:
+        asked = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, timeout=HELP_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{python} cannot import torch: {error}") from error
+    return "False" not in asked.stdout
+
+
+def check_port(flags: Sequence[str]) -> None:
+    """Refuse a port that is in use, before a model is loaded for minutes."""
+    if "--config" in names_of(flags) or value_of("--uds", flags) is not None:
+        return
+    host, port = value_of("--host", flags) or LOOPBACK[0], value_of("--port", flags) or "8000"
+    if not port.isdecimal() or port == "0":
+        return
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(found[0], socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(found[4])
+    except OSError as error:
+        raise LaunchError(f"{host}:{port} cannot be listened on: {error.strerror or error}") from error
+
+
+def prepare(
+    flags: Sequence[str], known: AbstractSet[str] | None, *, has_card: bool = True
+) -> tuple[list[str], list[str]]:
     """The flags as the installed vLLM spells them, with our defaults, and what there is to say about that.
 
     >>> known = {"--model", "--host", "--no-enable-log-requests"}
@@ -116,7 +156,7 @@ def prepare(flags: Sequence[str], known: AbstractSet[str] | None) -> tuple[list[
     >>> notices
     ['this vLLM no longer knows --disable-log-requests; it is started with --no-enable-log-requests instead']
     """
-    names = {_name(flag) for flag in flags if flag.startswith("--")}
+    names = names_of(flags)
     if "--help" in names:
         return list(flags), []
     if not names & {"--model", "--config"}:
@@ -133,7 +173,19 @@ def prepare(flags: Sequence[str], known: AbstractSet[str] | None) -> tuple[list[
             ready += ["--host", "127.0.0.1"]
         if "--logprobs-mode" in (known or ()) and "--logprobs-mode" not in names:
             ready += ["--logprobs-mode", "processed_logprobs"]  # of the distribution that the token was drawn from
+        ready += _transfer(names, known or set(), has_card=has_card)
     return ready, notices
+
+
+def _transfer(names: AbstractSet[str], known: AbstractSet[str], *, has_card: bool) -> list[str]:
+    """How a trainer's weights come: by vLLM's own NCCL on cards, else by gloo, which a worker learns from us."""
+    if "--weight-transfer-config" in names or "--weight-transfer-config" not in known:
+        return []
+    if has_card:
+        return ["--weight-transfer-config", '{"backend": "nccl"}']
+    if "--worker-extension-cls" in names:  # somebody's own, which we must not replace
+        return []
+    return ["--weight-transfer-config", '{"backend": "gloo"}', "--worker-extension-cls", WORKER]
 
 
 def environment(flags: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
@@ -145,7 +197,10 @@ def environment(flags: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
     wanted = {"VLLM_SERVER_DEV_MODE": "1"}
     if any(_name(flag) == "--enable-lora" for flag in flags):
         wanted["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    return {**wanted, **env}
+    found = {**wanted, **env}
+    if WORKER in flags:  # the worker's Python may not have this package
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(WORKER_FOLDER), env.get("PYTHONPATH")]))
+    return found
 
 
 def exposure(flags: Sequence[str], env: Mapping[str, str]) -> str | None:

@@ -259,7 +259,12 @@ class Report:
             "step": trainer.step,
             "model": trainer.accelerator.unwrap_model(trainer.model),
             "tokenizer": trainer.tokenizer,
-            "state": {"cursor": cursor, "processes": processes, "config": trainer.config.to_dict()},
+            "state": {
+                "cursor": cursor,
+                "learned": sorted(trainer.rows.beyond),
+                "processes": processes,
+                "config": trainer.config.to_dict(),
+            },
             "keep": self.config.save_total_limit,
             "reference": trainer.reference,
         }

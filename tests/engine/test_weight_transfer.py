@@ -1,0 +1,257 @@
+"""Weights from one process's memory into a served model: vLLM's endpoints on our server, versions on every token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import verifiers as vf  # noqa: E402
+from tests.engine import tiny  # noqa: E402
+from verifiers import errors  # noqa: E402
+from verifiers.clients.control import ServerControl  # noqa: E402
+from verifiers.clients.exact import exact_tokens  # noqa: E402
+from verifiers.clients.http import HTTPClient  # noqa: E402
+from verifiers.clients.protocol import Completion, Request  # noqa: E402
+from verifiers.engine.engine import Engine  # noqa: E402
+from verifiers.engine.sequence import Sampling  # noqa: E402
+from verifiers.engine.server.server import LocalServer  # noqa: E402
+from verifiers.trainers.weight_sender import WeightChannel, parameters_of, send  # noqa: E402
+
+CHAT: list[Any] = [{"role": "user", "content": "hello world, the answer is"}]
+
+
+@dataclass
+class Served:
+    server: LocalServer
+    local: Any
+    tokenizer: Any
+
+    @property
+    def root(self) -> str:
+        return self.server.url.removesuffix("/v1")
+
+    async def ask(self, **sampling: Any) -> Completion:
+        args = exact_tokens({"temperature": 1.0, "max_tokens": 8, **sampling})
+        return await HTTPClient(self.server.url, max_retries=0).complete(
+            Request(model="tiny", prompt=CHAT, sampling=args)
+        )
+
+    async def channel(self) -> WeightChannel:
+        made = WeightChannel(ServerControl(self.server.url, timeout_s=30))
+        await made.open()
+        return made
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    tokenizer = tiny.tokenizer()
+    local = vf.LocalModel(tiny.model(tokenizer), tokenizer, name="tiny")
+    with LocalServer(local) as server:
+        yield Served(server, local, tokenizer)
+    local.close()
+
+
+def off_by(model: Any, completion: Completion) -> float:
+    """How far the logprobs of a reply are from those of a model."""
+    tokens = completion.tokens
+    assert tokens is not None
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens.prompt_ids + tokens.completion_ids])).logits[
+            0, len(tokens.prompt_ids) - 1 :
+        ]
+    found = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(tokens.completion_ids)[:, None])[:, 0]
+    return float((found - torch.tensor(tokens.logprobs)).abs().max())
+
+
+def post(url: str, body: Any = None) -> tuple[int, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data=data, method="POST", headers={"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.status, json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_weights_go_from_memory_to_memory_and_the_next_tokens_say_their_version(served: Served) -> None:
+    new = tiny.model(served.tokenizer, seed=7)
+
+    async def story() -> None:
+        before = await served.ask()
+        assert before.tokens is not None
+        assert [tuple(span) for span in before.tokens.weight_versions] == [("0", 0, len(before.tokens.logprobs))]
+        again = await served.ask()
+        assert again.raw["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        channel = await served.channel()
+        assert await send(parameters_of(new), [channel], 7) == [None]
+        after = await served.ask()
+        assert after.raw["usage"]["prompt_tokens_details"]["cached_tokens"] == 0  # dropped with the weights
+        assert after.tokens is not None
+        assert {span.version for span in after.tokens.weight_versions} == {"7"}
+        assert off_by(new, before) > 0.01
+        assert off_by(new, after) < 1e-4
+        assert (await channel.control.ask("GET", "/weight_info"))["weight_version"] == "7"
+        assert await send(parameters_of(new), [channel], 8) == [None]  # the group is opened once
+        channel.close()
+
+    asyncio.run(story())
+
+
+def test_adapters_are_sent_as_what_they_make_of_the_weights(served: Served) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(tiny.model(served.tokenizer), lora).eval()
+
+    async def story() -> Completion:
+        channel = await served.channel()
+        assert await send(parameters_of(adapted), [channel], 1) == [None]
+        return await served.ask()
+
+    assert off_by(adapted, asyncio.run(story())) < 1e-4
+
+
+def test_a_request_in_flight_goes_on_with_the_new_weights_and_says_where(served: Served) -> None:
+    new = tiny.model(served.tokenizer, seed=7)
+
+    async def story() -> Completion:
+        channel = await served.channel()
+        await channel.control.ask("POST", "/pause?mode=keep")
+        asked = asyncio.create_task(served.ask(max_tokens=200, ignore_eos=True))
+        served.local.engine.resume()
+        while not served.local.engine.tokens:
+            await asyncio.sleep(0)
+        assert await send(parameters_of(new), [channel], 3) == [None]
+        return await asked
+
+    tokens = asyncio.run(story()).tokens
+    assert tokens is not None
+    assert [span.version for span in tokens.weight_versions] in (["0", "3"], ["3"])
+    assert tokens.weight_versions[-1].end == 200 == len(tokens.logprobs)
+
+
+def test_a_sequence_that_crosses_an_update_in_this_process_has_two_versions() -> None:
+    model = tiny.model(tiny.tokenizer())
+    engine = Engine(model, rows=2, length=400)
+    seen: list[int] = []
+
+    def change(token: int, _: float) -> bool:
+        seen.append(token)
+        if len(seen) == 3:  # between two steps, as a trainer that holds the lock does it
+            with torch.no_grad():
+                next(model.parameters()).mul_(1.01)
+            engine.name_weights(5)
+        return False
+
+    engine.name_weights(4)
+    (answer,) = engine.submit([1, 2, 3], Sampling(max_tokens=20, ignore_eos=True), on_token=change)
+    generated = answer.result(60)
+    assert [tuple(span) for span in generated.weight_versions] == [("4", 0, 3), ("5", 3, 20)]
+    (later,) = engine.submit([1, 2, 3], Sampling(max_tokens=4, ignore_eos=True))
+    assert [tuple(span) for span in later.result(60).weight_versions] == [("5", 0, 4)]
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_a_paused_engine_samples_nothing_until_it_goes_on(mode: str) -> None:
+    engine = Engine(tiny.model(tiny.tokenizer()), rows=2, length=400)
+    (answer,) = engine.submit([1, 2, 3], Sampling(max_tokens=300, ignore_eos=True))
+    while not engine.tokens:
+        time.sleep(0.001)
+    engine.pause(mode)
+    assert engine.is_paused
+    if mode == "abort":
+        with pytest.raises(errors.ModelError, match="paused"):
+            answer.result(30)
+    (later,) = engine.submit([1, 2], Sampling(max_tokens=2, ignore_eos=True))
+    drawn = engine.tokens
+    assert answer.done() is (mode != "keep") or drawn >= 300
+    time.sleep(0.05)
+    assert engine.tokens == drawn
+    assert not later.done()
+    engine.resume()
+    assert len(later.result(30).ids) == 2
+    if mode != "abort":
+        assert len(answer.result(30).ids) == 300
+    engine.close()
+
+
+def test_another_model_is_refused_in_a_sentence_and_nothing_is_changed(served: Served) -> None:
+    deeper = tiny.model(served.tokenizer, layers=3)
+    before = {name: one.clone() for name, one in served.local.engine.model.named_parameters()}
+
+    async def story() -> list[Any]:
+        return await send(parameters_of(deeper), [await served.channel()], 1)
+
+    (error,) = asyncio.run(story())
+    assert "the sampler has another model: it has no parameter 'model.layers.2" in str(error)
+    for name, one in served.local.engine.model.named_parameters():
+        assert torch.equal(one, before[name])
+
+
+def test_weights_of_two_versions_are_never_sampled_from(served: Served) -> None:
+    """A trainer that is killed in the middle of a transfer leaves a server that waits for whole weights."""
+    new = tiny.model(served.tokenizer, seed=7)
+
+    async def story() -> None:
+        channel = await served.channel()
+        await channel.begin()
+        parameters = parameters_of(new)
+        update = {
+            "names": [one.name for one in parameters],
+            "dtype_names": ["float32"] * len(parameters),
+            "shapes": [list(one.shape) for one in parameters],
+        }
+        asked = asyncio.create_task(channel.control.ask("POST", "/update_weights", {"update_info": update}))
+        await asyncio.to_thread(channel.take, parameters[0].read())
+        await asyncio.sleep(0.2)
+        channel.close()
+        with pytest.raises(errors.RequestRefusedError, match="broke off"):
+            await asked
+        with pytest.raises(errors.RequestRefusedError, match="of two versions"):
+            await channel.control.ask("POST", "/resume")
+        whole = await served.channel()
+        assert await send(parameters, [whole], 2) == [None]
+        assert off_by(new, await served.ask()) < 1e-4
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/pause?mode=sideways", None, "'mode' is one of abort, wait, keep"),
+        ("/init_weight_transfer_engine", {}, "'init_info' is missing"),
+        ("/init_weight_transfer_engine", {"init_info": {"world_size": 3}}, "world_size 2"),
+        ("/init_weight_transfer_engine", {"init_info": {"world_size": 2}}, "master_address"),
+        ("/start_weight_update", None, "no trainer is known"),
+        ("/update_weights", {}, "give 'update_info'"),
+        ("/update_weights", {"update_info": {"names": []}}, "POST /start_weight_update first"),
+        ("/finish_weight_update", None, "no update to finish"),
+        ("/finish_weight_update", {"weight_version": 7}, "is a text"),
+        ("/update_weight_version", {}, "'new_version' is missing"),
+    ],
+)
+def test_a_body_that_is_not_vllms_is_refused_in_a_sentence(served: Served, path: str, body: Any, said: str) -> None:
+    status, reply = post(served.root + path, body)
+    assert status == 400
+    assert said in reply["error"]["message"]
+
+
+def test_weights_from_a_folder_count_as_the_next_version(served: Served, tmp_path: Any) -> None:
+    tiny.model(served.tokenizer, seed=3).save_pretrained(tmp_path)
+    assert post(f"{served.root}/update_weight_version", {"new_version": "4"})[0] == 200
+    assert post(f"{served.root}/update_weights", {"path": str(tmp_path)})[0] == 200
+    tokens = asyncio.run(served.ask()).tokens
+    assert tokens is not None
+    assert {span.version for span in tokens.weight_versions} == {"5"}

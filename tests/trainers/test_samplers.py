@@ -1,0 +1,306 @@
+"""A sampler in another process: weights after each update, versions on every token, and servers that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import verifiers as vf  # noqa: E402
+from tests.engine import tiny  # noqa: E402
+from tests.trainers import making, serving  # noqa: E402
+from tests.trainers.serving import Server, Vllm, until  # noqa: E402
+from verifiers.clients.protocol import Request  # noqa: E402
+from verifiers.engine.server.server import LocalServer  # noqa: E402
+from verifiers.errors import EndpointDownError  # noqa: E402
+
+ASKED = Request(model="", prompt=[{"role": "user", "content": "hello"}], sampling={"max_tokens": 4, "logprobs": True})
+
+
+@contextmanager
+def served(tokenizer: Any = None, *, port: int = 0, **kwargs: Any) -> Iterator[Any]:
+    tokenizer = tokenizer or tiny.tokenizer()
+    local = vf.LocalModel(tiny.model(tokenizer, **kwargs), tokenizer, name="tiny", rows=16)
+    with LocalServer(local, port=port) as server:
+        yield server
+    local.close()
+
+
+# --- one server ------------------------------------------------------------------------------------------------------
+
+
+def test_a_training_with_a_sampler_elsewhere_is_on_policy_at_every_step(tmp_path):
+    with served(seed=9) as server:  # other weights: it gets the trainer's before the first step
+        report = making.trainer(tmp_path, client=vf.Samplers(server.url), max_steps=3).train()
+    assert [line["ratio_mean"] for line in report.steps] == pytest.approx([1.0] * 3, abs=1e-4)
+    assert [line["clip_fraction"] for line in report.steps] == [0.0] * 3
+    assert [line["staleness_max"] for line in report.steps] == [0, 0, 0]
+
+
+def test_vllms_endpoints_are_asked_in_vllms_order_with_vllms_bodies(tmp_path):
+    """A stand-in that refuses what vLLM 0.32 would; the real one is in tests/integrations/test_vllm_real.py."""
+    with Vllm(seed=9) as server:
+        report = making.trainer(tmp_path, client=vf.Samplers(server.url), max_steps=2).train()
+    assert [line["ratio_mean"] for line in report.steps] == pytest.approx([1.0] * 2, abs=1e-4)
+    assert [line["staleness_max"] for line in report.steps] == [0, 0]  # it does not say: when it was asked counts
+    one_update = [
+        "/pause?mode=keep",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/reset_prefix_cache?reset_running_requests=true",
+        "/resume",
+    ]
+    assert server.asked == ["/init_weight_transfer_engine", *one_update * 3]
+    assert server.versions == ["0", "1", "2"]
+
+
+def test_adapters_are_trained_with_a_sampler_elsewhere(tmp_path):
+    pytest.importorskip("peft")
+    lora = vf.lora_defaults(r=4)
+    with served() as server:
+        made = making.trainer(tmp_path, client=vf.Samplers(server.url), peft_config=lora, learning_rate=0.05)
+        report = made.train()
+    assert [line["ratio_mean"] for line in report.steps] == pytest.approx([1.0] * 3, abs=1e-3)
+
+
+def test_batches_ahead_of_a_sampler_elsewhere_stay_within_the_bound(tmp_path):
+    with served() as server:
+        settings: dict[str, Any] = {"num_batches_ahead": 1, "max_staleness": 2, "max_steps": 5, "batch_size": 8}
+        report = making.trainer(tmp_path, client=vf.Samplers(server.url), **settings).train()
+    assert max(line["staleness_max"] for line in report.steps) in (1, 2)
+    assert any(line["clip_fraction"] > 0 for line in report.steps[1:])
+
+
+# --- what cannot be trained with: one sentence, before the first step -----------------------------------------------
+
+
+def refused(tmp_path: Path, *servers: str, **kwargs: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        making.trainer(tmp_path, client=vf.Samplers(*servers), **kwargs).train()
+    assert not (tmp_path / "run").exists()  # nothing was begun
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("layers", "said"), [(1, "has another model"), (3, "parameters have not come")])
+def test_a_sampler_of_another_model_is_refused(tmp_path, layers, said):
+    with served(layers=layers) as server:
+        assert said in refused(tmp_path, server.url)
+
+
+def test_a_sampler_with_another_tokenizer_is_refused(tmp_path):
+    with served(tiny.tokenizer(tiny.CHATML.replace("<|im_start|>", "<|im_end|>"))) as server:
+        assert "has another tokenizer or chat template" in refused(tmp_path, server.url)
+
+
+def test_a_sampler_that_keeps_its_own_weights_is_refused(tmp_path):
+    """It says that it has taken them; its logprobs say otherwise."""
+    with Vllm(seed=9, takes_weights=False) as server:
+        assert "samples from other weights than it was sent" in refused(tmp_path, server.url)
+
+
+@pytest.mark.parametrize(
+    ("version", "config", "said"),
+    [
+        ({"version": "0.11.2"}, {"backend": "nccl"}, "is vLLM 0.11.2, which cannot be sent weights in this way"),
+        ({"version": "0.32.0"}, None, "takes no weights by gloo or NCCL"),
+        ({"version": "0.32.0"}, {"backend": "ipc"}, "takes no weights by gloo or NCCL"),
+        (None, None, "is an endpoint that takes no weights"),
+    ],
+)
+def test_a_vllm_that_does_not_fit_is_refused(tmp_path, version, config, said):
+    with Vllm(version=version, config=config) as server:
+        assert said in refused(tmp_path, server.url)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here NCCL is there")
+def test_a_sampler_that_takes_nccl_only_is_refused_by_a_trainer_without_a_card(tmp_path):
+    with Vllm(config={"backend": "nccl"}) as server:
+        assert "takes weights by NCCL, and this trainer is not on CUDA" in refused(tmp_path, server.url)
+
+
+def test_a_sampler_that_is_not_there_is_refused(tmp_path):
+    assert "is the server at http://127.0.0.1:9 running?" in refused(tmp_path, "http://127.0.0.1:9/v1")
+
+
+def test_a_port_in_use_is_one_sentence_before_the_model_is_loaded(tmp_path):
+    with served() as server:
+        port = server.url.removesuffix("/v1").rsplit(":", 1)[1]
+        ended = serving.start("-m", "verifiers", "serve", "local", "--port", port)
+        assert f"127.0.0.1:{port} cannot be listened on" in ended.communicate(timeout=200)[1]
+        assert ended.returncode == 1
+
+
+# --- several servers --------------------------------------------------------------------------------------------------
+
+
+def test_requests_go_to_the_least_busy_and_a_dead_server_is_passed_over(tmp_path):
+    tokenizer = tiny.tokenizer()
+    with served() as one, served() as other:
+        samplers = vf.Samplers(one.url, other.url, patience_s=30)
+        samplers.start(tiny.model(tokenizer), tokenizer, 4)
+
+        async def many() -> list[Any]:
+            return await asyncio.gather(*(samplers.complete(ASKED) for _ in range(24)))
+
+        before = [reply.tokens.weight_versions[0].version for reply in asyncio.run(many())]
+        assert set(before) == {"4"}
+        one.stop()
+        assert len(asyncio.run(many())) == 24  # all of them from the other
+        samplers.close()
+
+
+def test_a_server_that_comes_back_gets_the_newest_weights_before_any_request(tmp_path):
+    tokenizer = tiny.tokenizer()
+    listed = tmp_path / "samplers.txt"
+    with served() as first:
+        listed.write_text(f"{first.url}  # the first\n")
+        samplers = vf.Samplers(listed, patience_s=60)
+        samplers.start(tiny.model(tokenizer), tokenizer, 0)
+        samplers.send(1)
+        with served(seed=9) as second:  # added to the file while the training runs
+            listed.write_text(f"{first.url}\n{second.url}\n")
+            samplers.send(2)
+            until(lambda: sum(one.is_up for one in samplers._samplers.values()) == 2)
+
+            async def many() -> list[Any]:
+                return await asyncio.gather(*(samplers.complete(ASKED) for _ in range(16)))
+
+            found = asyncio.run(many())
+            assert {reply.tokens.weight_versions[0].version for reply in found} == {"2"}
+        samplers.close()
+
+
+def test_without_any_server_requests_wait_and_then_say_so():
+    samplers = vf.Samplers("http://127.0.0.1:9/v1", patience_s=0.2)
+    with pytest.raises(EndpointDownError, match="no sampler is there"):
+        asyncio.run(samplers.complete(ASKED))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: vf.Samplers(), "at least one server"),
+        (lambda: vf.Samplers("http://a/v1", patience_s=0), "patience_s"),
+        (lambda: vf.Samplers("ftp://a/v1"), "base_url must look like"),
+    ],
+)
+def test_samplers_that_make_no_sense_are_refused(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+# --- real processes, killed ------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys, pathlib
+import verifiers as vf
+from tests.trainers import making, test_samplers
+folder, servers, how = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+client = vf.Samplers(*servers.split(","), patience_s=400) if servers else None
+made = making.trainer(folder, env=test_samplers.environment(folder), client=client, max_steps=10, save_steps=1,
+                      batch_size=8, num_batches_ahead=1, max_staleness=3, save_total_limit=2)
+step = made.train_step
+def noting(batch):
+    figures = step(batch)
+    with open(folder / "learned.jsonl", "a") as file:
+        file.write(f"{made.step} {[state['example_id'] for state in batch.states]}\\n")
+    return figures
+made.train_step = noting
+made.train(resume=how == "resume")
+"""
+
+
+@vf.cpu_bound
+def graded(completion: Any, info: Any) -> float:
+    """Scored in a worker process, which says who it is."""
+    folder = Path(info["folder"])
+    (folder / f"worker-{os.getpid()}").touch()
+    return making.share_of_e(completion)
+
+
+def environment(folder: Path) -> Any:
+    rows = [{"question": f"say {i}", "answer": str(i), "info": {"folder": str(folder)}} for i in range(40)]
+    return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([graded]))
+
+
+class Training:
+    """A trainer in a process of its own."""
+
+    def __init__(self, folder: Path, servers: str = "", how: str = "new") -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        self.process = serving.start("-c", SCRIPT, str(folder), servers, how)
+
+    def after(self, steps: int) -> None:
+        """Wait until so many steps have been made."""
+        path = self.folder / "run" / "metrics.jsonl"
+        until(lambda: path.exists() and path.read_text().count('"loss"') >= steps, self.process)
+
+    def end(self) -> None:
+        said = self.process.communicate(timeout=serving.START_S)[1]
+        assert self.process.returncode == 0, said
+
+    def check_counted_once(self) -> None:
+        """Each step is there once, and no row was learned from twice by what the model is now."""
+        lines = [json.loads(line) for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if "loss" in line] == list(range(1, 11))
+        assert max(line["staleness_max"] for line in lines if "loss" in line) <= 3
+        learned = {}
+        for line in (self.folder / "learned.jsonl").read_text().splitlines():
+            step, _, examples = line.partition(" ")
+            learned[int(step)] = json.loads(examples)  # a step that was made again counts as it was made last
+        groups = [one for examples in learned.values() for one in sorted(set(examples))]
+        assert len(learned) == 10
+        assert len(groups) == len(set(groups))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_sampler_that_is_killed_is_done_without_and_one_that_joins_takes_part(tmp_path):
+    model = serving.save_model(tmp_path / "model")
+    with Server(model) as first, Server(model) as second:
+        training = Training(tmp_path / "a", f"{first.url},{second.url}")
+        training.after(2)
+        port = first.port
+        first.kill()
+        training.after(4)
+        with Server(model, port) as third:  # in its place: it gets the newest weights, then requests
+            assert third.url
+            training.end()
+    training.check_counted_once()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_trainer_that_is_killed_goes_on_with_the_same_sampler(tmp_path):
+    with Server(serving.save_model(tmp_path / "model")) as server:
+        killed = Training(tmp_path / "a", server.url)
+        killed.after(4)
+        killed.process.send_signal(signal.SIGKILL)
+        killed.process.communicate()
+        resumed = Training(tmp_path / "a", server.url, "resume")
+        resumed.end()
+    resumed.check_counted_once()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_worker_of_the_environment_that_is_killed_costs_its_own_rollouts_at_most(tmp_path):
+    training = Training(tmp_path / "a")
+    training.after(2)
+    worker = int(next((tmp_path / "a").glob("worker-*")).name.removeprefix("worker-"))
+    os.kill(worker, signal.SIGKILL)
+    training.end()
+    training.check_counted_once()

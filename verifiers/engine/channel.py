@@ -1,0 +1,173 @@
+"""Tensors of one process → the same tensors in others, memory to memory: by gloo, or by NCCL where all have it.
+
+A channel is no part of `torch.distributed`'s default group: it is opened and closed beside it. This file imports
+nothing of the package, so that a vLLM worker in an environment of its own can read it, too.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import socket
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, distributed
+
+LOOPBACK = "127.0.0.1"
+ID_BYTES = 128
+# Numbers of NCCL's types; what else there is goes as bytes.
+_NCCL_TYPES = {torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9, torch.int64: 4, torch.int32: 2}
+_NCCL_BYTES, _NCCL_SUM = 1, 0
+
+
+class Channel(Protocol):
+    """The sender is rank 0; each `broadcast` is one tensor, which the others fill with what the sender has."""
+
+    device: torch.device
+
+    def broadcast(self, tensor: Tensor) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def backend_here() -> str:
+    """What this process sends and receives by: NCCL on CUDA, else gloo."""
+    return "nccl" if torch.cuda.is_available() and _library() is not None else "gloo"
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine that a host reaches it at."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
+class GlooChannel:
+    """A group of CPU tensors. ``port`` 0: the sender takes a free one, which `port` then says."""
+
+    def __init__(self, address: str, port: int, *, rank: int, world_size: int, timeout_s: float) -> None:
+        self.device = torch.device("cpu")
+        limit = timedelta(seconds=timeout_s)
+        self._store = distributed.TCPStore(
+            address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False
+        )
+        self.port: int = self._store.port
+        self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
+        self._address = address
+        self._group: Any = None
+
+    def join(self) -> None:
+        """Wait until all are there."""
+        options = distributed.ProcessGroupGloo._Options()
+        here = self._address if self._rank == 0 else address_towards(self._address)
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=here)]
+        options._timeout = timedelta(seconds=self._timeout_s)
+        store = distributed.PrefixStore("weights", self._store)
+        self._group = distributed.ProcessGroupGloo(store, self._rank, self._world_size, options)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self._group.broadcast([tensor], distributed.BroadcastOptions()).wait()
+
+    def close(self) -> None:
+        self._group = None
+        self._store = None
+
+
+class NcclChannel:
+    """A group of CUDA tensors, over the NCCL library that PyTorch has loaded. ``unique_id`` is the sender's, as base64.
+
+    Its members enter `join` at once. A sum over one number follows, as vLLM's workers expect it.
+    """
+
+    def __init__(self, unique_id: str, *, rank: int, world_size: int) -> None:
+        library = _library()
+        if library is None:
+            raise ValueError("NCCL is not there: PyTorch was installed without CUDA; use gloo")
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._nccl, self._rank, self._world_size = library, rank, world_size
+        self._id = _UniqueId.from_buffer_copy(base64.b64decode(unique_id))
+        self._comm = ctypes.c_void_p()
+
+    def join(self) -> None:
+        _check(
+            self._nccl, self._nccl.ncclCommInitRank(ctypes.byref(self._comm), self._world_size, self._id, self._rank)
+        )
+        one = torch.zeros(1, device=self.device)
+        where = ctypes.c_void_p(one.data_ptr())
+        _check(
+            self._nccl,
+            self._nccl.ncclAllReduce(
+                where, where, ctypes.c_size_t(1), _NCCL_TYPES[torch.float32], _NCCL_SUM, self._comm, self._stream
+            ),
+        )
+        torch.cuda.synchronize(self.device)
+
+    @property
+    def _stream(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        kind = _NCCL_TYPES.get(tensor.dtype, _NCCL_BYTES)
+        count = tensor.numel() if tensor.dtype in _NCCL_TYPES else tensor.numel() * tensor.element_size()
+        where = ctypes.c_void_p(tensor.data_ptr())
+        _check(
+            self._nccl,
+            self._nccl.ncclBroadcast(where, where, ctypes.c_size_t(count), kind, 0, self._comm, self._stream),
+        )
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def close(self) -> None:
+        comm, self._comm = self._comm, ctypes.c_void_p()
+        if comm.value:
+            self._nccl.ncclCommAbort(comm)
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_byte * ID_BYTES)]
+
+
+def new_unique_id() -> str:
+    """What the members of a new NCCL group know one another by."""
+    library, made = _library(), _UniqueId()
+    if library is None:
+        raise ValueError("NCCL is not there: PyTorch was installed without CUDA")
+    _check(library, library.ncclGetUniqueId(ctypes.byref(made)))
+    return base64.b64encode(bytes(made)).decode()
+
+
+def _library() -> Any:
+    try:
+        library = ctypes.CDLL("libnccl.so.2")
+    except OSError:
+        return None
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    pointer, count = ctypes.c_void_p, ctypes.c_size_t
+    library.ncclCommInitRank.argtypes = [pointer, ctypes.c_int, _UniqueId, ctypes.c_int]
+    library.ncclAllReduce.argtypes = [pointer, pointer, count, ctypes.c_int, ctypes.c_int, pointer, pointer]
+    library.ncclBroadcast.argtypes = [pointer, pointer, count, ctypes.c_int, ctypes.c_int, pointer, pointer]
+    library.ncclCommAbort.argtypes = [pointer]
+    return library
+
+
+def _check(library: Any, code: int) -> None:
+    if code:
+        raise RuntimeError(f"NCCL failed: {library.ncclGetErrorString(code).decode()}")
+
+
+def opened(init: dict[str, Any], *, rank: int, timeout_s: float) -> GlooChannel | NcclChannel:
+    """The channel that the body of ``/init_weight_transfer_engine`` describes, joined by a receiver."""
+    made: GlooChannel | NcclChannel
+    if init.get("nccl_unique_id_b64"):
+        made = NcclChannel(init["nccl_unique_id_b64"], rank=rank, world_size=init["world_size"])
+    else:
+        made = GlooChannel(
+            init["master_address"],
+            init["master_port"],
+            rank=rank,
+            world_size=init["world_size"],
+            timeout_s=timeout_s,
+        )
+    made.join()
+    return made

@@ -1,0 +1,283 @@
+"""Servers elsewhere → the policy as one client: requests go to those with the newest weights, and on if one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verifiers import calls
+from verifiers.chat import ChatWriter
+from verifiers.clients.control import ServerControl
+from verifiers.clients.exact import exact_tokens
+from verifiers.clients.http import HTTPClient
+from verifiers.clients.protocol import Completion, Request, Tokens
+from verifiers.engine.fair_lock import FairLock
+from verifiers.errors import ConnectionFailedError, EndpointDownError, Error, RequestRefusedError, ServerError
+from verifiers.trainers.weight_sender import WeightChannel, parameters_of, send
+from verifiers.types import VersionSpan
+
+logger = logging.getLogger("verifiers.trainers")
+
+LOOK_S = 1.0  # between two looks at whether servers are there
+LOOK_FOR_LOST_S = 0.5  # between two looks at whether the server of a request has been given up
+WORDS = "Count from one to ten."
+MOST_OFF, MOST_OFF_HALF = 0.05, 0.5  # nats by which a token's logprob may differ; in half precision
+
+
+@dataclass(slots=True, eq=False)
+class _Sampler:
+    client: HTTPClient
+    channel: WeightChannel
+    in_flight: int = 0
+    is_up: bool = False
+    is_known: bool = False  # it has been seen to be this model with this tokenizer
+    reason: str = ""
+
+
+class Samplers:
+    """One or more servers (`vf serve`, `vf-vllm`) that sample for a trainer and get its weights after each update.
+
+    ``servers`` are URLs, or a file with one on each line, which is read again and again: a server that is added to it
+    joins. One that dies is passed over, and what it was asked is asked of another; when it is back it gets the newest
+    weights, then requests. While none is there, requests wait, ``patience_s`` at most.
+    """
+
+    needs_no_model = True
+
+    def __init__(
+        self,
+        *servers: str | Path,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        patience_s: float = 600.0,
+    ) -> None:
+        if not servers:
+            raise ValueError("name at least one server: Samplers('http://127.0.0.1:8000/v1')")
+        if not patience_s > 0:
+            raise ValueError(f"patience_s must be above 0, not {patience_s!r}")
+        self._api_key, self._timeout_s, self.patience_s = api_key, timeout_s, patience_s
+        self._files = [Path(one) for one in servers if "://" not in str(one)]
+        self._samplers: dict[str, _Sampler] = {}
+        for url in (str(one) for one in servers if "://" in str(one)):
+            self._add(url)
+        self.lock = FairLock()  # held while the weights are changed, and while they are read to be sent
+        self.version = 0
+        self._guard = threading.Lock()  # held while a server joins, or all get weights
+        self._model: Any = None
+        self._tokenizer: Any = None
+        self._thread: threading.Thread | None = None
+        self._ends = threading.Event()
+
+    @property
+    def base_url(self) -> str:
+        return ",".join(one.channel.where for one in self._samplers.values())
+
+    @property
+    def api_key(self) -> str:
+        return self._api_key or ""
+
+    def __repr__(self) -> str:
+        return f"Samplers({self.base_url!r})"
+
+    # --- asking ---------------------------------------------------------------------------------------------------
+
+    async def complete(self, request: Request) -> Completion:
+        """The completion of the least busy server; of another one if that is lost before it has answered."""
+        end = time.monotonic() + (self.patience_s if request.timeout_s is None else request.timeout_s)
+        while True:
+            sampler = await self._least_busy(end)
+            version = self.version
+            sampler.in_flight += 1
+            try:
+                completion = await self._ask(sampler, replace(request, model=sampler.channel.model))
+            except (ConnectionFailedError, ServerError, EndpointDownError) as error:
+                self._lose(sampler, str(error))
+                continue
+            finally:
+                sampler.in_flight -= 1
+            if completion is not None:
+                return _with_versions(completion, version)
+
+    async def _least_busy(self, end: float) -> _Sampler:
+        while True:
+            up = [one for one in self._samplers.values() if one.is_up]
+            if up:
+                return min(up, key=lambda one: one.in_flight)
+            if time.monotonic() > end:
+                reasons = "; ".join(f"{one.channel.where}: {one.reason}" for one in self._samplers.values())
+                raise EndpointDownError(f"no sampler is there ({reasons})")
+            await asyncio.sleep(LOOK_FOR_LOST_S / 5)
+
+    async def _ask(self, sampler: _Sampler, request: Request) -> Completion | None:
+        """The reply, or None once the server has been given up: one that hangs does not answer."""
+        asked = asyncio.ensure_future(sampler.client.complete(request))
+        try:
+            while not asked.done() and sampler.is_up:
+                await asyncio.wait((asked,), timeout=LOOK_FOR_LOST_S)
+            return asked.result() if asked.done() else None
+        finally:
+            asked.cancel()
+
+    def _lose(self, sampler: _Sampler, reason: str) -> None:
+        if sampler.is_up:
+            logger.warning("the sampler %s is passed over: %s", sampler.channel.where, reason)
+        sampler.is_up, sampler.reason = False, reason
+
+    # --- weights --------------------------------------------------------------------------------------------------
+
+    def start(self, model: Any, tokenizer: Any, version: int, *, is_sender: bool = True) -> None:
+        """Give every server the weights, and check that it is this model; then watch over them until `close`."""
+        self._model, self._tokenizer, self.version = model, tokenizer, version
+        self._read_files()
+        if not self._samplers:
+            raise ValueError(f"{self._files[0]} names no server; write one URL on each line")
+        if not is_sender:
+            calls.run(self._find_models)
+            return
+        for sampler in self._samplers.values():
+            error = self._join(sampler)
+            if error is not None:
+                self.close()
+                raise ValueError(f"the sampler {sampler.channel.where} cannot be trained with: {error}") from error
+        self._ends.clear()
+        self._thread = threading.Thread(target=self._watch, name="verifiers-samplers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching, and leave the groups."""
+        self._ends.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        for sampler in self._samplers.values():
+            sampler.channel.close()
+
+    def send(self, version: int) -> None:
+        """Hand the weights to every server that is there. One that fails is passed over until it is back."""
+        with self._guard:
+            self.version = version
+            there = [one for one in self._samplers.values() if one.is_up]
+            channels = [one.channel for one in there]
+            parameters = parameters_of(self._model)
+            with self.lock:
+                errors = calls.run(lambda: send(parameters, channels, version))
+            for sampler, error in zip(there, errors, strict=True):
+                if error is not None:
+                    self._lose(sampler, str(error))
+
+    def _join(self, sampler: _Sampler) -> Error | None:
+        """Give a server that is new, or back, the newest weights; only then is it asked anything."""
+        with self._guard:
+            try:
+                calls.run(sampler.channel.open)
+                with self.lock:
+                    parameters = parameters_of(self._model)
+                    (error,) = calls.run(lambda: send(parameters, [sampler.channel], self.version))
+                    if error is None and not sampler.is_known:
+                        calls.run(lambda: self._check(sampler))
+                        sampler.is_known = True
+            except Error as found:
+                error = found
+            if error is None:
+                sampler.is_up, sampler.reason = True, ""
+            return error
+
+    async def _check(self, sampler: _Sampler) -> None:
+        """Refuse a server with another tokenizer, or one whose logprobs are not those of the weights it was sent."""
+        writer = ChatWriter(self._tokenizer)
+        is_chat = bool(getattr(self._tokenizer, "chat_template", None))
+        prompt: Any = [{"role": "user", "content": WORDS}] if is_chat else WORDS
+        kind: Any = "chat" if is_chat else "completion"
+        asked = exact_tokens({"temperature": 1.0, "max_tokens": 8}, message_type=kind)
+        request = Request(model=sampler.channel.model, prompt=prompt, sampling=asked, message_type=kind)
+        tokens = (await sampler.client.complete(request)).tokens
+        if tokens is None:
+            raise RequestRefusedError("it gives no token ids and logprobs; nothing can be learned from its replies")
+        ours = (writer.prompt(prompt) if is_chat else writer.text_prompt(prompt))[1]
+        if tokens.prompt_ids != ours:
+            raise RequestRefusedError(
+                f"it has another tokenizer or chat template: {WORDS!r} is {len(tokens.prompt_ids)} tokens there "
+                f"({tokens.prompt_ids[:8]}…) and {len(ours)} here ({ours[:8]}…)"
+            )
+        off, most = self._distance(tokens), self._most_off()
+        if off is not None and off > most:
+            raise RequestRefusedError(
+                f"it samples from other weights than it was sent: the logprobs of its tokens are {off:.2g} away from "
+                f"this model's, and {most:g} is the most that rounding explains"
+            )
+
+    def _distance(self, tokens: Tokens) -> float | None:
+        if any(hasattr(one, "full_tensor") for one in self._model.parameters()):
+            return None  # no process can run it alone
+        device, start = next(self._model.parameters()).device, len(tokens.prompt_ids) - 1
+        with torch.no_grad():
+            ids = torch.tensor([tokens.prompt_ids + tokens.completion_ids], device=device)
+            logprob_TV = torch.log_softmax(self._model(input_ids=ids).logits[0, start:-1].float(), -1)
+        found = logprob_TV.gather(1, torch.tensor(tokens.completion_ids, device=device)[:, None])[:, 0]
+        return float((found.cpu() - torch.tensor(tokens.logprobs)).abs().mean())
+
+    def _most_off(self) -> float:
+        return MOST_OFF if next(self._model.parameters()).dtype == torch.float32 else MOST_OFF_HALF
+
+    # --- who is there ---------------------------------------------------------------------------------------------
+
+    def _add(self, url: str) -> None:
+        client = HTTPClient(
+            url if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1",
+            self._api_key,
+            timeout_s=self._timeout_s,
+            max_retries=0,
+            down_after_s=float("inf"),
+        )
+        control = ServerControl(url, self._api_key, timeout_s=self._timeout_s)
+        self._samplers.setdefault(control.base_url, _Sampler(client, WeightChannel(control)))
+
+    def _read_files(self) -> None:
+        for path in self._files:
+            try:
+                lines: Iterable[str] = path.read_text().splitlines()
+            except OSError as error:
+                raise ValueError(f"the list of samplers cannot be read: {error}") from error
+            for line in (one.split("#")[0].strip() for one in lines):
+                if line and ServerControl(line).base_url not in self._samplers:
+                    self._add(line)
+
+    async def _find_models(self) -> None:
+        for sampler in self._samplers.values():
+            listed = await sampler.channel.control.ask("GET", "/v1/models")
+            sampler.channel.model, sampler.is_up = listed["data"][0]["id"], True
+
+    def _watch(self) -> None:
+        while not self._ends.wait(LOOK_S):
+            try:
+                self._read_files()
+            except ValueError as unread:
+                logger.warning("%s", unread)
+            for sampler in list(self._samplers.values()):
+                is_there = calls.run(sampler.channel.control.health)
+                if sampler.is_up and not is_there:
+                    self._lose(sampler, "it is not healthy")
+                elif is_there and not sampler.is_up and not self._ends.is_set():
+                    error = self._join(sampler)
+                    if error is None:
+                        logger.warning("the sampler %s has joined", sampler.channel.where)
+                    elif sampler.reason != str(error):
+                        sampler.reason = str(error)
+                        logger.warning("the sampler %s cannot join: %s", sampler.channel.where, error)
+
+
+def _with_versions(completion: Completion, version: int) -> Completion:
+    """A reply of a server that does not say what weights it is from: at the oldest those of when it was asked."""
+    tokens = completion.tokens
+    if tokens is None or tokens.weight_versions:
+        return completion
+    span = VersionSpan(str(version), 0, len(tokens.completion_ids))
+    return replace(completion, tokens=replace(tokens, weight_versions=(span,)))

@@ -1,0 +1,237 @@
+"""The weights of a model → servers that sample from them, memory to memory, by vLLM's weight transfer endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verifiers.clients.control import ServerControl
+from verifiers.engine.channel import (
+    GlooChannel,
+    NcclChannel,
+    address_towards,
+    backend_here,
+    new_unique_id,
+)
+from verifiers.errors import ConnectionFailedError, Error, RequestRefusedError
+
+OLDEST_VLLM = (0, 32)
+ADAPTER, BASE = re.compile(r"\.lora_|\.modules_to_save\."), ".base_layer"
+NEW_CACHE = "/reset_prefix_cache?reset_running_requests=true"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """One tensor of a model: what it is, and a way to read it whole."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+def parameters_of(model: Any) -> list[Parameter]:
+    """The tensors that the model on its own has, by its own names: adapters (LoRA) are added to what they adapt.
+
+    Reading a tensor that is spread over processes gathers it: each of them has to read all, in this order.
+    """
+    layers = {name: one for name, one in model.named_modules() if hasattr(one, "get_delta_weight")}
+    found = []
+    for name, parameter in model.named_parameters():
+        if ADAPTER.search(name):
+            continue
+        adapted = layers.get(name.partition(BASE)[0]) if name.endswith(f"{BASE}.weight") else None
+        found.append(
+            Parameter(
+                name=name.replace(BASE, "").removeprefix("base_model.model."),
+                dtype=parameter.dtype,
+                shape=tuple(parameter.shape),
+                read=partial(_read, parameter, adapted),
+            )
+        )
+    return found
+
+
+def _read(parameter: Any, layer: Any) -> Tensor:
+    with torch.no_grad():
+        full = getattr(parameter, "full_tensor", None)
+        tensor: Tensor = full() if callable(full) else parameter.detach()
+        if layer is not None and not layer.merged and not layer.disable_adapters:
+            for adapter in layer.active_adapters:
+                tensor = tensor + layer.get_delta_weight(adapter).to(tensor.dtype)
+    return tensor
+
+
+class WeightChannel:
+    """One server that takes weights: what it can do, and the group that it and this process are in."""
+
+    def __init__(self, control: ServerControl) -> None:
+        self.control = control
+        self.model = ""
+        self.is_ours = False
+        self.failure: Error | None = None
+        self._channel: GlooChannel | NcclChannel | None = None
+
+    @property
+    def where(self) -> str:
+        return self.control.shown(self.control.base_url)
+
+    async def open(self) -> None:
+        """Look at what the server is, and join a group with its processes; RequestRefusedError if that cannot be."""
+        await self._check_version()
+        backend = await self._backend()
+        if backend == "nccl" and backend_here() != "nccl":
+            raise RequestRefusedError(
+                f"{self.where} takes weights by NCCL, and this trainer is not on CUDA; start it with "
+                '`vf-vllm … --weight-transfer-config \'{"backend": "gloo"}\'`'
+            )
+        listed = await self.control.ask("GET", "/v1/models")
+        self.model = listed["data"][0]["id"]
+        world_size = 1 + (await self.control.ask("GET", "/get_world_size"))["world_size"]
+        self.close()
+        timeout_s = self.control.timeout_s
+        init: dict[str, Any] = {"rank_offset": 1, "world_size": world_size, "packed": False}
+        if backend == "nccl":
+            init["nccl_unique_id_b64"] = new_unique_id()
+            made: GlooChannel | NcclChannel = NcclChannel(init["nccl_unique_id_b64"], rank=0, world_size=world_size)
+        else:
+            address = address_towards(self.control.host)
+            made = GlooChannel(address, 0, rank=0, world_size=world_size, timeout_s=timeout_s)
+            init |= {"master_address": address, "master_port": made.port}
+        body = {"init_info": init}
+        await _both(self.control.ask("POST", "/init_weight_transfer_engine", body), made.join, made.close)
+        self._channel = made
+
+    async def _check_version(self) -> None:
+        status, text = await self.control.send("GET", "/version", None, self.control.timeout_s)
+        if status in (404, 405):
+            raise RequestRefusedError(
+                f"{self.where} is an endpoint that takes no weights; sample with `vf serve` or `vf-vllm`, or pass "
+                "weight_server=, an object with reload_weights(folder)"
+            )
+        self.control.check("GET", "/version", status, text)
+        said = await self.control.ask("GET", "/version")
+        self.is_ours = said.get("server") == "verifiers"
+        number = tuple(int(part) for part in re.findall(r"\d+", str(said.get("version")))[:2])
+        if not self.is_ours and number < OLDEST_VLLM:
+            raise RequestRefusedError(
+                f"{self.where} is vLLM {said.get('version')}, which cannot be sent weights in this way; 0.32 or later "
+                "can (pip install -U vllm)"
+            )
+
+    async def _backend(self) -> str:
+        info = await self.control.ask("GET", "/server_info?config_format=json")
+        config = (info.get("vllm_config") or {}).get("weight_transfer_config") if isinstance(info, dict) else None
+        backend = config.get("backend") if isinstance(config, dict) else None
+        if backend not in ("gloo", "nccl"):
+            raise RequestRefusedError(
+                f"{self.where} takes no weights by gloo or NCCL (weight_transfer_config: {config}); start it with "
+                '`vf-vllm`, which says so to vLLM, or with --weight-transfer-config \'{"backend": "nccl"}\''
+            )
+        return str(backend)
+
+    @property
+    def is_open(self) -> bool:
+        return self._channel is not None
+
+    async def begin(self) -> None:
+        """Requests under way stop where they are, until `end`."""
+        self.failure = None
+        await self.control.ask("POST", "/pause?mode=keep")
+        await self.control.ask("POST", "/start_weight_update")
+
+    def take(self, tensor: Tensor) -> None:
+        """Send one tensor; a server that has gone is passed over, and `failure` says why."""
+        channel = self._channel
+        if channel is None:
+            return
+        try:
+            channel.broadcast(tensor.to(channel.device).contiguous())
+        except RuntimeError as error:  # whatever gloo or NCCL say: the other side is gone
+            self.failure = ConnectionFailedError(f"{self.where} was lost: {str(error).splitlines()[0][:300]}")
+            self.close()
+
+    async def end(self, version: int) -> None:
+        """The weights have come whole: this is their version; what was computed with those before is dropped."""
+        await self.control.ask("POST", "/finish_weight_update", {"weight_version": str(version)})
+        await self.control.ask("POST", NEW_CACHE)
+        await self.control.ask("POST", "/resume")
+
+    def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+
+async def send(parameters: Sequence[Parameter], channels: Sequence[WeightChannel], version: int) -> list[Error | None]:
+    """Give every server these weights, each tensor read once; for each what went wrong, if anything did."""
+    update = {
+        "names": [one.name for one in parameters],
+        "dtype_names": [str(one.dtype).removeprefix("torch.") for one in parameters],
+        "shapes": [list(one.shape) for one in parameters],
+    }
+    ready = asyncio.Event()
+    left = len(channels)
+
+    def broadcast() -> None:
+        for parameter in parameters:
+            tensor = parameter.read()
+            for channel in channels:
+                channel.take(tensor)
+
+    async def one(channel: WeightChannel) -> Error | None:
+        nonlocal left
+        begun: Error | None = None
+        try:
+            await channel.begin()
+        except Error as error:
+            channel.close()
+            begun = error
+        left -= 1
+        if not left:
+            ready.set()
+        if begun is not None:
+            return begun
+        try:
+            await channel.control.ask("POST", "/update_weights", {"update_info": update})
+            if channel.failure is not None:
+                raise channel.failure
+            await channel.end(version)
+        except Error as error:
+            channel.close()
+            return error
+        return None
+
+    async def work() -> None:
+        await ready.wait()
+        await asyncio.to_thread(broadcast)
+
+    *errors, _ = await asyncio.gather(*map(one, channels), work())
+    return errors
+
+
+async def _both(request: Any, work: Any, close: Any) -> None:
+    """A request that is answered when the server has done its part, and our part of it, in a thread."""
+    asked = asyncio.ensure_future(request)
+    worked = asyncio.ensure_future(asyncio.to_thread(work))
+    await asyncio.wait((asked, worked), return_when=asyncio.FIRST_EXCEPTION)
+    if asked.done() and (error := asked.exception()) is not None:
+        close()  # the other side will not come
+        worked.add_done_callback(lambda one: one.cancelled() or one.exception())
+        raise error
+    if worked.done() and (failed := worked.exception()) is not None:
+        close()
+        try:
+            await asyncio.wait_for(asked, 5.0)  # what the server says of it is the better reason
+        except TimeoutError:
+            pass
+        raise RequestRefusedError(f"the weights were not sent: {str(failed).splitlines()[0][:300]}") from failed
+    await asked
+    await worked
