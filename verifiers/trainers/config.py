@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from verifiers.envs.remote.workers import check_workers
 from verifiers.trainers import sampling
 from verifiers.trainers.advantages import ESTIMATORS, SCALES
 from verifiers.trainers.base_config import TrainingConfig, is_count, is_finite
@@ -37,6 +38,7 @@ class GRPOConfig(TrainingConfig):
     sampling_args: dict[str, Any] = field(default_factory=dict)
     max_concurrent: int = -1
     num_batches_ahead: int = 0
+    workers: str | None = None
 
     # the objective
     loss_type: str = "dr_grpo"
@@ -150,6 +152,7 @@ class GRPOConfig(TrainingConfig):
         for name in ("num_batches_ahead", "max_resamples", "log_rollouts", "top_k"):
             self._require(name, isinstance(getattr(self, name), int) and getattr(self, name) >= 0, "0 or more")
         self._check_sizes(processes)
+        check_workers(self.workers)
         self._require("temperature", is_finite(self.temperature) and self.temperature > 0, "above 0: training samples")
         self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         self._require("min_p", 0 <= self.min_p <= 1, "between 0 and 1")

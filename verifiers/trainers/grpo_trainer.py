@@ -16,6 +16,7 @@ from verifiers.chat import ChatWriter
 from verifiers.clients import as_client
 from verifiers.clients.protocol import Request
 from verifiers.envs.evaluation import score_states
+from verifiers.envs.remote.workers import Workers, as_workers
 from verifiers.messages import as_messages
 from verifiers.progress import Tally
 from verifiers.runner import RunInterruptedError
@@ -126,6 +127,7 @@ class GRPOTrainer(Trainer):
         self.step, self.epoch, self.cursor, self.should_stop = 0, 0, 0, False
         self.report: Report | None = None
         self._update: PolicyUpdate | None = None
+        self._workers: Workers | None = None  # while training: one connection for all steps
         self._parts: deque[Batch] = deque()  # of the last generation, not learned from yet
         self._batch_at = (0, 0)  # the epoch that a batch is made for, and the step of it
         # Saved rollouts are texts: they are tokenized where their tokens were not saved. Rollouts of this policy never.
@@ -230,6 +232,7 @@ class GRPOTrainer(Trainer):
             sampling_args=asked,
             max_concurrent=self.config.max_concurrent,
             use_tqdm=False,
+            workers=self._workers or self.config.workers,
         )
         return results
 
@@ -313,6 +316,7 @@ class GRPOTrainer(Trainer):
             max_concurrent=self.config.max_concurrent,
             use_tqdm=Tally() if self.report is None else self.report.counted(),
             score=not scores_itself,
+            workers=self._workers or self.config.workers,
         )
         groups = [first_group + i for i in range(len(rows)) for _ in range(size)]
         batch = Batch.of_states(results.rollouts, groups, cursor=self.rows.cursor)
@@ -388,6 +392,9 @@ class GRPOTrainer(Trainer):
                 self.rows.cursor = self.cursor
                 self._parts.clear()
             stack.enter_context(sensible_threads(self.model))
+            if self.config.workers is not None:
+                self._workers = stack.enter_context(as_workers(self.config.workers))
+                stack.callback(setattr, self, "_workers", None)
             call_callbacks(self, "on_train_begin")
             try:
                 yield report

@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from verifiers.clients.protocol import Completion, Request
+from verifiers.clients.server_access import key_of
 from verifiers.engine.local_model import SHORT_CHARS, LocalModel
 from verifiers.engine.server.http import UnknownModelError
 from verifiers.engine.server.shares import Shares
@@ -89,10 +90,3 @@ def served_name(name: str) -> str:
 def _client_of(http: web.Request) -> tuple[str | None, str | None]:
     """Whose share a request is part of: an address and a key, so that several on one machine can be told apart."""
     return http.remote, key_of(http)
-
-
-def key_of(http: web.Request) -> str | None:
-    """The key that a request came with, in OpenAI's header or in Anthropic's."""
-    if "Authorization" in http.headers:
-        return http.headers["Authorization"].removeprefix("Bearer ")
-    return http.headers.get("x-api-key")
