@@ -27,7 +27,7 @@ def load_environment(env_id: str, *, environments_dir: str | Path = "environment
 
     The URL of an environment server (``vf env-serve``) gives a `RemoteEnv`.
     """
-    if env_id.startswith(("http://", "https://")):
+    if is_url(env_id):
         from verifiers.envs.remote.env import RemoteEnv
 
         return RemoteEnv(env_id, **env_args)
@@ -43,6 +43,11 @@ def load_environment(env_id: str, *, environments_dir: str | Path = "environment
     env.env_id = env.env_id or name
     env.env_args = env.env_args or env_args
     return env
+
+
+def is_url(env_id: str) -> bool:
+    """Is this the address of an environment server?"""
+    return str(env_id).startswith(("http://", "https://"))
 
 
 def split_id(env_id: str) -> tuple[str, str | None]:

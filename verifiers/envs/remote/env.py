@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -127,6 +128,11 @@ class RemoteEnv(Environment):
             raise ValueError("the weights of a remote environment's rewards are the server's; they cannot be set here")
         return self if is_scored else _Unscored(self)
 
+    def set_kwargs(self, **kwargs: Any) -> None:
+        """Attributes are those of the server's environment: here they would change nothing."""
+        if kwargs:
+            raise ValueError(f"{sorted(kwargs)} cannot be set on a remote environment; set them where it is served")
+
     # --- rollouts -------------------------------------------------------------------------------------------------
 
     async def run_row(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs) -> State:
@@ -184,7 +190,10 @@ class RemoteEnv(Environment):
     async def _answer(self, number: str, asked: Any, answerer: Answerer) -> None:
         """Ask the model for the server, and tell it what came."""
         try:
-            completion = await answerer.client.complete(read_request(asked))
+            request = read_request(asked)
+            if self.timeout is not None:
+                request = replace(request, timeout_s=self.timeout)
+            completion = await answerer.client.complete(request)
             if completion.usage is not None:
                 note_reply(completion.usage.completion_tokens)
             said = {"completion": plain(sendable(completion))}
