@@ -28,21 +28,21 @@ from verifiers.trainers.simulation import Setup, simulate
 
 ALONE, FULL, SLOTS = 40.0, 240.0, 12  # tokens a second of one sequence, of all together, and sequences at once
 TICK_S = 0.1
-STEPS = 5
+STEPS = 4
 SETUP = Setup(
     parameters=0,
     sampler_gpus=1,
     slots=SLOTS,
     turns=2,
-    tokens_a_turn=20,
+    tokens_a_turn=40,
     tokens_sigma=0.4,
-    env_s=0.6,
+    env_s=1.2,
     env_sigma=0.6,
     score_s=0,
     trainer_gpus=1,
     batch=24,
-    train_s=1.0,
-    sync_latency_s=0.3,
+    train_s=2.0,
+    sync_latency_s=0.6,
     steps=40,
 )
 
@@ -181,9 +181,9 @@ def measure_one() -> tuple[float, float]:
 
     async def main(client: HTTPClient) -> tuple[float, float]:
         await ask(client, "tokens 1")
-        alone = statistics.median([20 / await ask(client, "tokens 20") for _ in range(5)])
-        together = [await asyncio.gather(*(ask(client, "tokens 20") for _ in range(SLOTS))) for _ in range(3)]
-        return alone, SLOTS * 20 / statistics.median([statistics.mean(one) for one in together])
+        alone = statistics.median([40 / await ask(client, "tokens 40") for _ in range(5)])
+        together = [await asyncio.gather(*(ask(client, "tokens 40") for _ in range(SLOTS))) for _ in range(3)]
+        return alone, SLOTS * 40 / statistics.median([statistics.mean(one) for one in together])
 
     with samplers(1) as (client,):
         return asyncio.run(main(client))
