@@ -21,6 +21,7 @@ _NAMES = {
     "envs.mcp_env": "MCPEnv",
     "envs.python_env": "PythonEnv",
     "envs.reasoning_gym_env": "ReasoningGymEnv",
+    "envs.remote.env": "RemoteEnv",
     "envs.sandbox_env": "SandboxEnv",
     "envs.smol_tool_env": "SmolToolEnv",
     "envs.stateful_tool_env": "StatefulToolEnv",

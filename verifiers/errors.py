@@ -16,6 +16,7 @@ class Error(Exception):
     """
 
     blame: ClassVar[Blame] = "infrastructure"
+    described: dict[str, Any] | None = None  # by the process that it was raised in, where that is another one
 
 
 class Interrupted(KeyboardInterrupt):
@@ -153,6 +154,8 @@ def describe(error: BaseException) -> dict[str, Any]:
     >>> describe(GraderError("no score"))["blame"]
     'grader'
     """
+    if isinstance(error, Error) and error.described is not None:
+        return dict(error.described)
     cause = error.__cause__ or error.__context__
     return {
         "type": type(error).__name__,

@@ -52,6 +52,10 @@ class RunInterruptedError(Interrupted):
         self.results = results
 
 
+class NotBegunError(Exception):
+    """A job was taken back before anyone began to play it; it is run when the run is resumed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One rollout to make: which row, and the how-manieth of it; with an error where the row cannot be read."""
@@ -123,8 +127,10 @@ class Run:
         deadline_s: float | None = None,
         fail: Fail | None = None,
         stop: Stop | None = None,
+        withdraw: Callable[[], None] | None = None,
     ) -> None:
         self.jobs = jobs
+        self.withdraw = withdraw  # takes back jobs that wait elsewhere: `generate` raises NotBegunError for them
         self.stop = stop
         self.has_enough = False
         self._begun: set[Any] = set()
@@ -260,7 +266,10 @@ class Run:
         return group.has_begun
 
     async def _run_job(self, job: Job) -> None:
-        state = await _through(self._generation, self.generate, job)
+        try:
+            state = await _through(self._generation, self.generate, job)
+        except NotBegunError:
+            return
         score = Score()
         if self.score_alone is not None and state.get("error") is None:
             began = time.perf_counter()
@@ -311,6 +320,8 @@ class Run:
             self.progress.note(
                 "stopping: rollouts under way are finished and saved; press Ctrl-C again to stop at once"
             )
+            if self.withdraw is not None:
+                self.withdraw()
             return
         self._cut_short()
 

@@ -155,6 +155,8 @@ def _load(flags: Flags) -> tuple[Environment, Defaults]:
         env.set_kwargs(**flags.extra_env_kwargs)
         if flags.timeout is not None:
             env.timeout = flags.timeout
+        if loading.is_url(flags.env_id):
+            return env, Defaults()
         module = loading.find_module(*split_path(flags.env_id, flags.env_dir_path))
         return env, read_defaults(module.__name__)
     except Exception as error:  # foreign code

@@ -58,6 +58,7 @@ class Flags:
     reward_timeout: float | None
     hook_timeout: float | None
     deadline: float | None
+    workers: str | None
     down_after: float | None
     max_reply_bytes: int | None
     as_json: bool
@@ -99,6 +100,7 @@ class Flags:
             "reward_timeout_s": self.reward_timeout,
             "hook_timeout_s": self.hook_timeout,
             "until": self.until,
+            "workers": self.workers,
             "reward_range": None if self.reward_range is None else tuple(map(float, self.reward_range.split(","))),
         }
 
@@ -196,6 +198,11 @@ OPTIONS: list[Callable[..., Any]] = [
     click.option("--reward-timeout", type=SECONDS, metavar="S", help="Seconds a reward function may take (600)."),
     click.option("--hook-timeout", type=SECONDS, metavar="S", help="Seconds a hook may take (default 3600)."),
     click.option("--deadline", type=SECONDS, metavar="S", help="Seconds for the whole run; what is done is kept."),
+    click.option(
+        "--workers",
+        metavar="ray[:ADDRESS]",
+        help="Play and score rollouts on the workers of a Ray cluster: the one here, a new one, or that at HOST:PORT.",
+    ),
     click.option(
         "--down-after",
         type=SECONDS,

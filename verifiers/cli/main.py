@@ -38,6 +38,8 @@ COMMANDS = {
     "models": ("verifiers.cli.models:models", "Fetch and list models that run in this process."),
     "serve": ("verifiers.cli.serve:serve", "Serve a local model to OpenAI clients."),
     "tinker-serve": ("verifiers.cli.tinker_serve:tinker_serve", "Serve a local model to Tinker's SDK, to train it."),
+    "env-serve": ("verifiers.cli.env_serve:env_serve", "Serve an environment to trainers elsewhere."),
+    "simulate": ("verifiers.cli.simulate:simulate", "Predict how well a large run would use its GPUs."),
     "doctor": ("verifiers.cli.doctor:doctor", "Show what is installed and what this machine can do."),
 }
 

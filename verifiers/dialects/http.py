@@ -98,10 +98,3 @@ class EventStream:
             await self.response.write(mark)
         await self.response.write_eof()
         return self.response
-
-
-def key_of(http: web.Request) -> str | None:
-    """The key that a request came with, in OpenAI's header or in Anthropic's."""
-    if "Authorization" in http.headers:
-        return http.headers["Authorization"].removeprefix("Bearer ")
-    return http.headers.get("x-api-key")

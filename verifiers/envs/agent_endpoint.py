@@ -15,7 +15,8 @@ from aiohttp import web
 
 from verifiers import errors
 from verifiers.clients.hosts import is_own_host
-from verifiers.dialects.http import error_reply, json_reply, key_of, words_of
+from verifiers.clients.server_access import key_of
+from verifiers.dialects.http import error_reply, json_reply, words_of
 from verifiers.envs.agent_calls import AgentCalls, RolloutOverError
 from verifiers.types import unique_id
 

@@ -45,6 +45,7 @@ from verifiers.stats import as_aggregates
 from verifiers.types import Messages, MessageType, Row, SamplingArgs, State
 
 if TYPE_CHECKING:
+    from verifiers.envs.run_steps import Player
     from verifiers.results import Results
 
 
@@ -446,6 +447,10 @@ class Environment(ClassicHooks, TrainerCalls):
         return await Rubric._score_rollout(self.rubric, state)
 
     score_rollout = calls.both(_score_rollout)
+
+    def player(self, *, is_scored: bool) -> Player:
+        """Who plays and scores the rollouts of a run in this process."""
+        return self
 
     # --- many rollouts --------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AsyncExitStack, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,8 +19,9 @@ from verifiers.clients.activity import Activity, count_here
 from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
 from verifiers.envs.jobs import jobs_of, jobs_of_inputs
+from verifiers.envs.remote.workers import check_workers, open_player
 from verifiers.envs.rows import RowFormat, Rows
-from verifiers.envs.run_steps import RunSteps, key_of, score_alone, score_group
+from verifiers.envs.run_steps import Player, RunSteps, key_of, score_alone, score_group
 from verifiers.envs.saved_state import SavedState
 from verifiers.envs.states import restored_state
 from verifiers.envs.stopping import EarlyStop, bounds_of
@@ -66,6 +67,7 @@ class Options:
     hook_timeout_s: float | None = None
     until: float | None = None
     reward_range: tuple[float, float] | None = None
+    workers: Any = None
 
     def __post_init__(self) -> None:
         for name in ("deadline_s", "reward_timeout_s", "hook_timeout_s"):
@@ -76,6 +78,7 @@ class Options:
             raise ValueError("reward_range goes with until=…, the half width of the interval to stop at")
         if self.save_every > 0:
             warnings.warn("save_every has no effect: every rollout is saved as soon as it is done", stacklevel=4)
+        check_workers(self.workers)
 
 
 _OPTION_NAMES = tuple(field.name for field in fields(Options))
@@ -167,10 +170,13 @@ async def _run(
         stop = _early_stop(env, jobs, run_dir, kept - restored.keys(), options)
         if stop is not None:
             todo = stop.arranged(stop.without_more(jobs, kept - restored.keys(), _failed_before(run_dir)))
-        with ExitStack() as stack:
+        async with AsyncExitStack() as stack:
+            is_scored = env.score_rollouts if options.score is None else options.score
+            player = await stack.enter_async_context(open_player(env, answerer, sampling, options, is_scored=is_scored))
             appender = stack.enter_context(run_dir.appender()) if run_dir is not None else None
             progress = make_progress(options.use_tqdm)
-            run = _make_run(todo, _steps(env, answerer, sampling, options, appender, restored), options, progress, stop)
+            steps = _steps(env, player, answerer, sampling, options, appender, restored, is_scored=is_scored)
+            run = _make_run(todo, steps, options, progress, stop)
             activity = Activity()
             count_here(activity)
             if isinstance(progress, Tally):
@@ -201,10 +207,11 @@ async def _run(
 def _make_run(
     jobs: Sequence[Job], steps: RunSteps, options: Options, progress: Progress, stop: EarlyStop | None
 ) -> Run:
+    is_elsewhere = hasattr(steps.player, "withdraw")  # it is played in chunks there, and limited there
     limits = Limits(
-        max_concurrent=options.max_concurrent if stop is None else stop.at_once,
-        generation=options.max_concurrent_generation,
-        scoring=options.max_concurrent_scoring,
+        max_concurrent=stop.at_once if stop is not None else -1 if is_elsewhere else options.max_concurrent,
+        generation=None if is_elsewhere else options.max_concurrent_generation,
+        scoring=None if is_elsewhere else options.max_concurrent_scoring,
     )
     return Run(
         jobs,
@@ -217,21 +224,25 @@ def _make_run(
         deadline_s=options.deadline_s,
         fail=steps.fail,
         stop=stop,
+        withdraw=getattr(steps.player, "withdraw", None),
     )
 
 
 def _steps(
     env: Environment,
+    player: Player,
     answerer: Answerer,
     sampling: SamplingArgs,
     options: Options,
     appender: Appender | None,
     restored: Mapping[tuple[Any, int], State],
+    *,
+    is_scored: bool,
 ) -> RunSteps:
-    is_scored = env.score_rollouts if options.score is None else options.score
     scores_groups = is_scored and env.has_group_rewards and not options.independent_scoring
     return RunSteps(
         env=env,
+        player=player,
         answerer=answerer,
         sampling=sampling,
         is_scored=is_scored,

@@ -23,7 +23,14 @@ _ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?([A-Za-z0-9][\w-]*(?:\.[\w-]+)*)(?:@(
 
 
 def load_environment(env_id: str, *, environments_dir: str | Path = "environments", **env_args: Any) -> Environment:
-    """Load ``name``, ``org/name`` or ``org/name@version`` and call its ``load_environment(**env_args)``."""
+    """Load ``name``, ``org/name`` or ``org/name@version`` and call its ``load_environment(**env_args)``.
+
+    The URL of an environment server (``vf env-serve``) gives a `RemoteEnv`.
+    """
+    if is_url(env_id):
+        from verifiers.envs.remote.env import RemoteEnv
+
+        return RemoteEnv(env_id, **env_args)
     name, version = split_id(env_id)
     module = find_module(env_id, environments_dir)
     if version is not None:
@@ -36,6 +43,11 @@ def load_environment(env_id: str, *, environments_dir: str | Path = "environment
     env.env_id = env.env_id or name
     env.env_args = env.env_args or env_args
     return env
+
+
+def is_url(env_id: str) -> bool:
+    """Is this the address of an environment server?"""
+    return str(env_id).startswith(("http://", "https://"))
 
 
 def split_id(env_id: str) -> tuple[str, str | None]:

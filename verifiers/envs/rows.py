@@ -132,6 +132,12 @@ class Rows(Sequence[Row]):
             self._loaded = raw, _check(raw, self._format)
         return self._loaded
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy in another process: what can be read once only is read here."""
+        if self._loaded is None and not (callable(self._given) or isinstance(self._given, str | Path)):
+            self._source()
+        return {**vars(self), "_given": self._given if self._loaded is None else self._loaded[0]}
+
     def __len__(self) -> int:
         return len(self._source()[0]) if self._picks is None else len(self._picks)
 

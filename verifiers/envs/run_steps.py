@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verifiers.clients.asking_for import ask_for, asking_for, name_rollout
 from verifiers.envs.calling import Answerer
@@ -12,12 +12,22 @@ from verifiers.envs.large_replies import Place, is_large, lighten
 from verifiers.errors import Error, GraderError, HookError, wrap
 from verifiers.escapes import contained
 from verifiers.rubrics.score import Score
-from verifiers.runner import Job
+from verifiers.runner import Job, NotBegunError
 from verifiers.store import Appender, Record, ResultsGoneError, to_record
-from verifiers.types import SamplingArgs, State
+from verifiers.types import Row, SamplingArgs, State
 
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
+
+
+class Player(Protocol):
+    """Who plays and scores the rollouts of a run: the environment itself, or copies of it in other processes."""
+
+    async def run_row(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs) -> State: ...
+
+    async def score_alone(self, state: State) -> Score: ...
+
+    async def add_group_scores(self, states: Sequence[State], scores: Sequence[Score]) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +35,7 @@ class RunSteps:
     """The steps of one run; `verifiers.runner.Run` says when each is taken."""
 
     env: Environment
+    player: Player
     answerer: Answerer
     sampling: SamplingArgs
     is_scored: bool
@@ -42,18 +53,20 @@ class RunSteps:
         if job.error is not None:
             return self.env.failed_state(job.row, self.answerer, self.sampling, job.error)
         try:
-            return await self.env.run_row(job.row, self.answerer, self.sampling)
+            return await self.player.run_row(job.row, self.answerer, self.sampling)
+        except NotBegunError:
+            raise
         except BaseException as error:  # foreign code that no one on the way looked at
             return self.env.failed_state(job.row, self.answerer, self.sampling, contained(error))
 
     async def score_alone(self, state: State) -> Score:
-        score = await score_alone(self.env, state)
+        score = await score_alone(self.player, state)
         if self.scores_each_as_a_group and score.error is None:
             await self.score_group([state], [score])
         return score
 
     async def score_group(self, states: Sequence[State], scores: Sequence[Score]) -> None:
-        await score_group(self.env, states, scores)
+        await score_group(self.player, states, scores)
 
     def fail(self, job: Job, cause: Error) -> State:
         """A rollout that is not begun any more."""
@@ -75,19 +88,19 @@ class RunSteps:
             raise
 
 
-async def score_alone(env: Environment, state: State) -> Score:
+async def score_alone(player: Player, state: State) -> Score:
     """What can be said of one rollout; whatever a rubric of one's own raises is the error of this one."""
     try:
-        return await env.score_alone(state)
+        return await player.score_alone(state)
     except BaseException as error:  # foreign code
         return Score(error=wrap(contained(error), GraderError, "scoring"))
 
 
-async def score_group(env: Environment, states: Sequence[State], scores: Sequence[Score]) -> None:
+async def score_group(player: Player, states: Sequence[State], scores: Sequence[Score]) -> None:
     """Add what only the whole group can say, or the error that kept it from being said."""
     try:
         with asking_for(name_rollout(states[0].get("example_id") if states else None, None)):
-            await env.add_group_scores(states, scores)
+            await player.add_group_scores(states, scores)
     except BaseException as error:  # foreign code
         failure = wrap(contained(error), GraderError, "scoring the group")
         for score in scores:

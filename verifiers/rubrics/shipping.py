@@ -133,6 +133,11 @@ def _without_live(value: Any) -> Any:
     return value
 
 
+def prune(value: Any) -> Any:
+    """A value without the parts that cannot be pickled."""
+    return _prune(value, "", [])
+
+
 def _prune(value: Any, where: str, left_out: list[str]) -> Any:
     """The value without the parts that cannot be pickled; `_ABSENT` where nothing of it can be."""
     if can_be_sent(value):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from verifiers.envs.remote.workers import check_workers
 from verifiers.trainers import sampling
 from verifiers.trainers.advantages import ESTIMATORS, SCALES
 from verifiers.trainers.base_config import TrainingConfig, is_count, is_finite
@@ -38,6 +39,7 @@ class GRPOConfig(TrainingConfig):
     max_concurrent: int = -1
     num_batches_ahead: int = 0
     max_staleness: int | None = None
+    workers: str | None = None
 
     # the objective
     loss_type: str = "dr_grpo"
@@ -159,6 +161,7 @@ class GRPOConfig(TrainingConfig):
             self._require(name, isinstance(getattr(self, name), int) and getattr(self, name) >= 0, "0 or more")
         self._check_sizes(processes)
         self._check_staleness()
+        check_workers(self.workers)
         self._require("temperature", is_finite(self.temperature) and self.temperature > 0, "above 0: training samples")
         self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         self._require("min_p", 0 <= self.min_p <= 1, "between 0 and 1")

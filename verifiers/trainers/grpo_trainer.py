@@ -16,6 +16,7 @@ from verifiers.chat import ChatWriter
 from verifiers.clients import as_client
 from verifiers.clients.protocol import Request
 from verifiers.envs.evaluation import score_states
+from verifiers.envs.remote.workers import Workers, as_workers
 from verifiers.messages import as_messages
 from verifiers.progress import Tally
 from verifiers.runner import RunInterruptedError
@@ -138,6 +139,7 @@ class GRPOTrainer(Trainer):
         self.step, self.epoch, self.cursor, self.should_stop = 0, 0, 0, False
         self.report: Report | None = None
         self._update: PolicyUpdate | None = None
+        self._workers: Workers | None = None  # while training: one connection for all steps
         self._parts: deque[Batch] = deque()  # of the last generation, not learned from yet
         self._batch_at = (0, 0)  # the epoch that a batch is made for, and the step of it
         # Saved rollouts are texts: they are tokenized where their tokens were not saved. Rollouts of this policy never.
@@ -244,6 +246,7 @@ class GRPOTrainer(Trainer):
             sampling_args=asked,
             max_concurrent=self.config.max_concurrent,
             use_tqdm=False,
+            workers=self._workers or self.config.workers,
         )
         return results
 
@@ -347,6 +350,7 @@ class GRPOTrainer(Trainer):
             "max_concurrent": self.config.max_concurrent,
             "use_tqdm": tally,
             "score": not self._scores_itself,
+            "workers": self._workers or self.config.workers,
         }
 
     @property
@@ -447,6 +451,9 @@ class GRPOTrainer(Trainer):
                     self._remote.begin(self.accelerator, self.step)
             self._name_weights(self.step)
             stack.enter_context(sensible_threads(self.model))
+            if self.config.workers is not None:
+                self._workers = stack.enter_context(as_workers(self.config.workers))
+                stack.callback(setattr, self, "_workers", None)
             call_callbacks(self, "on_train_begin")
             try:
                 yield report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 from aiohttp import web
 
 from verifiers import errors
-from verifiers.clients.hosts import is_own_host
+from verifiers.clients.server_access import refusal
 from verifiers.dialects.completions import Completions
-from verifiers.dialects.http import error_reply, json_reply, key_of, words_of
+from verifiers.dialects.http import error_reply, json_reply, words_of
 from verifiers.dialects.messages import Messages
 from verifiers.dialects.responses import Responses
 from verifiers.engine.local_model import LocalModel
@@ -91,21 +90,8 @@ class ServedModel:
             return error_reply(http, 500, "server_error", "internal_error", f"{type(error).__name__}: {error}")
 
     def _refuse(self, http: web.Request) -> web.Response | None:
-        named = http.headers.get("Host")
-        if named is not None and not is_own_host(named, self.host, self.allow_hosts):
-            said = f"this server is not called {named!r:.200}; the names it was given are (--allow-host NAME)"
-            return error_reply(http, 421, "invalid_request_error", "unknown_host", said)
-        if self.api_key is not None and http.path != "/health":
-            given = key_of(http) or ""
-            if not hmac.compare_digest(given.encode(errors="surrogateescape"), self.api_key.encode()):
-                return error_reply(
-                    http, 401, "invalid_request_error", "invalid_api_key", "the API key is wrong or missing"
-                )
-        elif http.method == "POST" and "Origin" in http.headers:  # a page in a browser: anyone's, without a key
-            return error_reply(
-                http, 403, "invalid_request_error", "forbidden", "web pages need a server with an API key"
-            )
-        return None
+        found = refusal(http, api_key=self.api_key, host=self.host, allow_hosts=self.allow_hosts)
+        return found and error_reply(http, found.status, "invalid_request_error", found.code, found.message)
 
     def _said(self, http: web.Request, error: errors.Error) -> web.Response:
         status, kind, code = words_of(error)

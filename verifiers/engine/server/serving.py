@@ -12,7 +12,8 @@ from typing import Any
 from aiohttp import web
 
 from verifiers.clients.protocol import Completion, Request
-from verifiers.dialects.http import UnknownModelError, key_of
+from verifiers.clients.server_access import key_of
+from verifiers.dialects.http import UnknownModelError
 from verifiers.engine.local_model import SHORT_CHARS, LocalModel
 from verifiers.engine.server.shares import Shares
 from verifiers.engine.text.streams import ReplyStream

@@ -11,8 +11,8 @@ from aiohttp import web
 
 from verifiers import errors
 from verifiers.clients.hosts import is_own_host
+from verifiers.clients.server_access import key_of
 from verifiers.dialects.http import json_reply, read_body
-from verifiers.engine.server.serving import key_of
 from verifiers.integrations.tinker import wire
 from verifiers.integrations.tinker.custom_losses import CustomLoss
 from verifiers.integrations.tinker.data import TrainingRequest, Written, read_json, read_protobuf

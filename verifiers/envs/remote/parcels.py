@@ -1,0 +1,130 @@
+"""States, errors, requests and completions ↔ what of them travels to another process and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from verifiers.clients.protocol import Completion, Request
+from verifiers.envs.calling import Answerer
+from verifiers.errors import Error, InfraError, describe, ending_cause
+from verifiers.rubrics.score import Score
+from verifiers.rubrics.shipping import LIVE
+from verifiers.store.plain import plain
+from verifiers.types import State, Usage
+
+Plain = dict[str, Any]
+
+
+# --- states -------------------------------------------------------------------------------------------------------
+
+
+def detached(state: State, score: Score | None = None) -> tuple[Plain, Plain | None]:
+    """A finished rollout and its score without live objects: no client, no raw replies, errors as data."""
+    fields = {key: value for key, value in state.items() if key not in LIVE}
+    if isinstance(steps := fields.get("trajectory"), list):
+        fields["trajectory"] = [{**step, "response": None} if isinstance(step, Mapping) else step for step in steps]
+    fields["error"] = told(fields.get("error"))
+    if reason := getattr(state, "not_sampled", None):
+        fields["_not_sampled"] = reason
+    return fields, None if score is None else score_fields(score)
+
+
+def attached(fields: Mapping[str, Any], score: Mapping[str, Any] | None, answerer: Answerer | None) -> State:
+    """The state of a rollout that was played elsewhere, with the client that this process has."""
+    state = State(fields)
+    if reason := state.pop("_not_sampled", None):
+        state.not_sampled = reason
+    state["error"] = retold(state.get("error"))
+    if isinstance(used := state.get("usage"), Mapping):
+        state["usage"] = msgspec.convert(used, Usage)
+    if answerer is not None:
+        state["client"], state["responses"] = answerer.given, []
+        state.answerer = answerer
+    if score is not None:
+        state.remote_score = read_score(score)
+    return state
+
+
+def score_fields(score: Score) -> Plain:
+    return {"reward": score.reward, "metrics": score.metrics, "error": told(score.error)}
+
+
+def read_score(fields: Mapping[str, Any]) -> Score:
+    error = retold(fields.get("error"))
+    reward = fields["reward"]
+    return Score(0.0 if reward is None else reward, dict(fields["metrics"]), error)
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+def told(error: Any) -> Plain | None:
+    """An error as data: its record, and that of the cause that ends the whole run, where there is one."""
+    if not isinstance(error, BaseException):
+        return None if error is None else {"record": plain(error)}
+    ending = ending_cause(error)
+    return {"record": describe(error), "ending": None if ending is None else describe(ending)}
+
+
+def retold(told_error: Any) -> Any:
+    """The error that another process told, of the same class and with the traceback it had there.
+
+    >>> from verifiers.errors import JudgeError
+    >>> retold(told(JudgeError("the judge is down")))
+    JudgeError('the judge is down')
+    """
+    if not isinstance(told_error, Mapping):
+        return None
+    record, ending = told_error.get("record"), told_error.get("ending")
+    if not isinstance(record, Mapping) or "blame" not in record:
+        return record
+    error = _error_of(record)
+    if isinstance(ending, Mapping) and ending != record:
+        error.__cause__ = _error_of(ending)
+    return error
+
+
+def _error_of(record: Mapping[str, Any]) -> Error:
+    kind = _classes().get(record["type"])
+    if kind is None or kind.blame != record["blame"]:
+        kind = type(str(record["type"]), (Error,), {"blame": record["blame"]})
+    error = Exception.__new__(kind, str(record["message"]))  # a class of someone else's may ask for more
+    error.args = (str(record["message"]),)
+    error.described = dict(record)
+    return error
+
+
+def _classes() -> dict[str, type[Error]]:
+    found: dict[str, type[Error]] = {}
+    below: list[type[Error]] = [Error]
+    while below:
+        kind = below.pop()
+        found.setdefault(kind.__name__, kind)
+        below += kind.__subclasses__()
+    return found
+
+
+# --- what is asked of a model, and what it said -------------------------------------------------------------------
+
+
+def sendable(completion: Completion) -> Completion:
+    """A completion without objects of an SDK; an endpoint's own JSON stays."""
+    return completion if isinstance(completion.raw, dict) else replace(completion, raw=None)
+
+
+def read_request(fields: Any) -> Request:
+    try:
+        return msgspec.convert(fields, Request)
+    except msgspec.ValidationError as error:
+        raise InfraError(f"a request for the model cannot be read: {error}") from error
+
+
+def read_completion(fields: Any) -> Completion:
+    try:
+        return msgspec.convert(fields, Completion)
+    except msgspec.ValidationError as error:
+        raise InfraError(f"a completion cannot be read: {error}") from error

@@ -1,0 +1,397 @@
+"""An environment → an HTTP service that plays and scores its rollouts for any caller.
+
+A rollout is one POST whose reply is a stream of lines: what is asked of the model, and at last the scored state. The
+caller answers for the model (`/answers`), or names an endpoint that this server can reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from verifiers.clients import wire
+from verifiers.clients.hosts import is_loopback
+from verifiers.clients.protocol import Client, Completion, Request
+from verifiers.clients.resolve import http_client
+from verifiers.clients.server_access import refusal
+from verifiers.clients.server_thread import ServerThread
+from verifiers.envs.calling import Answerer
+from verifiers.envs.remote.host import CallersClient, Host, Terms
+from verifiers.envs.remote.parcels import attached, detached, read_completion, read_score, retold, score_fields
+from verifiers.errors import DeadlineError, Error, RequestRefusedError
+from verifiers.foreign import guarded_tasks
+from verifiers.store.plain import plain, to_json
+
+if TYPE_CHECKING:
+    from verifiers.envs.environment import Environment
+
+logger = logging.getLogger("verifiers.envs")
+
+PROTOCOL = 1
+RETRY_AFTER_S = 1
+ALIVE_S = 10.0  # between two signs of life of a stream, so that whoever is gone is noticed on both sides
+MOST_ROWS = 500  # of one page
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """Rollouts at once, those that may wait for a turn, seconds that one may take, and bytes of a request."""
+
+    at_once: int = 64
+    waiting: int = 1024
+    deadline_s: float | None = 3600.0
+    body_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        if self.at_once < 1 or self.waiting < 0 or self.body_bytes < 1:
+            raise ValueError(f"at_once and body_bytes must be 1 or more and waiting 0 or more; got {self}")
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise ValueError(f"deadline_s={self.deadline_s!r} must be above 0, or None for no limit")
+
+
+class ServedEnvironment:
+    """The endpoints over one environment; `app` is what aiohttp runs."""
+
+    def __init__(
+        self,
+        env: Environment,
+        *,
+        limits: ServerLimits,
+        api_key: str | None = None,
+        host: str = "127.0.0.1",
+        allow_hosts: Sequence[str] = (),
+    ) -> None:
+        self.env, self.limits = env, limits
+        self.api_key, self.bound, self.allow_hosts = api_key, host, tuple(allow_hosts)
+        self.is_stopping = False
+        self.waiting = self.playing = self.done = 0
+        self._asked: dict[str, asyncio.Future[Completion]] = {}
+        self._host: Host | None = None
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=self.limits.body_bytes, middlewares=[self._guard])
+        app.cleanup_ctx.append(self._alive)
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/environment", self._environment),
+                web.get("/rows", self._rows),
+                web.post("/rollouts", self._rollouts),
+                web.post("/answers/{number}", self._answers),
+                web.post("/scores", self._scores),
+            ]
+        )
+        return app
+
+    async def _alive(self, app: web.Application) -> AsyncIterator[None]:
+        with guarded_tasks():
+            self._host = Host(self.env, at_once=self.limits.at_once)
+            yield
+            await self.env._close()
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        found = refusal(request, api_key=self.api_key, host=self.bound, allow_hosts=self.allow_hosts)
+        if found is not None:
+            return _refused(found.status, found.code, found.message)
+        try:
+            return await handler(request)
+        except web.HTTPRequestEntityTooLarge:
+            most = self.limits.body_bytes
+            return _refused(413, "too_large", f"a request may have {most} bytes here (--max-body-mb)")
+        except web.HTTPException as error:
+            return _refused(error.status, "invalid_request", f"{request.method} {request.path}: {error.reason}")
+        except RequestRefusedError as error:
+            return _refused(400, "invalid_request", str(error))
+        except ConnectionError:
+            raise
+        except Exception as error:
+            logger.exception("%s %s failed", request.method, request.path)
+            return _refused(500, "internal_error", f"{type(error).__name__}: {error}")
+
+    # --- what it is -----------------------------------------------------------------------------------------------
+
+    async def _health(self, http: web.Request) -> web.Response:
+        status = "stopping" if self.is_stopping else "ok"
+        counts = {"playing": self.playing, "waiting": self.waiting, "done": self.done}
+        shown = {"status": status, "environment": self._name(), **counts, "at_once": self.limits.at_once}
+        return _reply(shown, status=503 if self.is_stopping else 200)
+
+    def _name(self) -> str:
+        return self.env.env_id or type(self.env).__name__
+
+    async def _environment(self, http: web.Request) -> web.Response:
+        env, rubric = self.env, self.env.rubric
+        return _reply(
+            {
+                "protocol": PROTOCOL,
+                "name": self._name(),
+                "env_id": env.env_id,
+                "env_args": env.env_args,
+                "message_type": env.message_type,
+                "system_prompt": env.system_prompt,
+                "few_shot": list(env._format.few_shot),
+                "sampling_args": env.sampling_args,
+                "max_seq_len": env.max_seq_len,
+                "score_rollouts": env.score_rollouts,
+                "has_group_rewards": env.has_group_rewards,
+                "rewards": list(map(str, rubric._get_reward_func_names())),
+                "weights": list(map(float, rubric._get_reward_weights())),
+                "splits": await asyncio.to_thread(self._splits),
+                "limits": asdict(self.limits),
+            }
+        )
+
+    def _splits(self) -> dict[str, int]:
+        found = {"train": self.env.dataset, "eval": self.env.eval_dataset}
+        return {name: len(rows) for name, rows in found.items() if rows is not None}
+
+    async def _rows(self, http: web.Request) -> web.Response:
+        rows = {"train": self.env.dataset, "eval": self.env.eval_dataset}.get(http.query.get("split", "train"))
+        if rows is None:
+            raise RequestRefusedError(f"there is no split {http.query.get('split')!r:.100}; there are {self._splits()}")
+        try:
+            start, count = int(http.query.get("start", 0)), int(http.query.get("count", MOST_ROWS))
+        except ValueError:
+            raise RequestRefusedError("start and count are whole numbers") from None
+        page = await asyncio.to_thread(lambda: rows[start : start + min(count, MOST_ROWS)].to_list())
+        return _reply({"rows": plain(page)})
+
+    # --- rollouts -------------------------------------------------------------------------------------------------
+
+    async def _rollouts(self, http: web.Request) -> web.StreamResponse:
+        if self.is_stopping:
+            return _refused(503, "stopping", "this server is stopping")
+        if self.waiting >= self.limits.waiting and self.playing >= self.limits.at_once:
+            return _refused(429, "queue_full", f"{self.playing} rollouts are under way and {self.waiting} wait")
+        self.waiting += 1
+        is_waiting = True
+
+        def begin() -> None:
+            nonlocal is_waiting
+            if is_waiting:
+                is_waiting = False
+                self.waiting -= 1
+                self.playing += 1
+
+        try:
+            body = await _body(http)
+            row, terms = self.env.formatted(_mapping(body, "row")), _terms(body)
+            stream = _Lines(http)
+            await stream.start()
+            await self._play(stream, row, body.get("name"), terms, begin)
+            return await stream.end()
+        finally:
+            self.done += 1
+            if is_waiting:
+                self.waiting -= 1
+            else:
+                self.playing -= 1
+
+    async def _play(
+        self, stream: _Lines, row: dict[str, Any], name: str | None, terms: Terms, begin: Callable[[], None]
+    ) -> None:
+        assert self._host is not None
+
+        async def ask(request: Request) -> Completion:
+            number = secrets.token_urlsafe(16)
+            future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+            self._asked[number] = future
+            try:
+                await stream.send({"event": "ask", "id": number, "request": plain(request)})
+                return await future
+            finally:
+                self._asked.pop(number, None)
+
+        alive = asyncio.create_task(stream.keep_alive())
+        try:
+            async with asyncio.timeout(None) as limit:
+
+                def on_begin() -> None:
+                    begin()
+                    if self.limits.deadline_s is not None:
+                        limit.reschedule(asyncio.get_running_loop().time() + self.limits.deadline_s)
+
+                state, score = await self._host.play(row, name, terms, ask, on_begin)
+        except TimeoutError:
+            late = DeadlineError(f"the rollout took longer than this server allows ({self.limits.deadline_s:g} s)")
+            client = CallersClient(ask, terms.model)
+            state, score = self.env.failed_state(row, Answerer(client, client, terms.model), {}, late), None
+        finally:
+            alive.cancel()
+        fields, scored = detached(state, score)
+        await stream.send({"event": "done", "state": fields, "score": scored})
+
+    async def _answers(self, http: web.Request) -> web.Response:
+        body = await _body(http)
+        future = self._asked.get(http.match_info["number"])
+        if future is None or future.done():
+            return _refused(404, "not_asked", "nobody waits for this answer any more")
+        if "completion" in body:
+            future.set_result(read_completion(body["completion"]))
+        else:
+            error = retold(body.get("error"))
+            future.set_exception(error if isinstance(error, Error) else Error("the caller gave no answer"))
+        return _reply({"status": "ok"})
+
+    async def _scores(self, http: web.Request) -> web.Response:
+        assert self._host is not None
+        body = await _body(http)
+        terms, given = _terms(body), body.get("scores")
+        if not isinstance(states := body.get("states"), list):
+            raise RequestRefusedError("'states' is missing: a list of finished rollouts")
+        here = [attached(fields, None, None) for fields in states]
+        if given is None:
+            scores = list(await asyncio.gather(*(self._host.score(state, terms) for state in here)))
+        else:
+            scores = [read_score(one) for one in given]
+            await self._host.score_together(here, scores, terms)
+        return _reply({"scores": [score_fields(one) for one in scores]})
+
+
+class _Lines:
+    """A reply of JSON lines."""
+
+    def __init__(self, http: web.Request) -> None:
+        self._http = http
+        self._response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        self._writing = asyncio.Lock()
+
+    async def start(self) -> None:
+        await self._response.prepare(self._http)
+
+    async def send(self, event: Mapping[str, Any]) -> None:
+        async with self._writing:
+            await self._response.write(to_json(event) + b"\n")
+
+    async def keep_alive(self) -> None:
+        with suppress(ConnectionError):
+            while True:
+                await asyncio.sleep(ALIVE_S)
+                await self.send({"event": "alive"})
+
+    async def end(self) -> web.StreamResponse:
+        await self._response.write_eof()
+        return self._response
+
+
+def _reply(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=to_json(body), status=status, content_type="application/json")
+
+
+def _refused(status: int, code: str, message: str) -> web.Response:
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else None
+    body = to_json({"error": {"code": code, "message": message}})
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
+async def _body(http: web.Request) -> dict[str, Any]:
+    try:
+        body = wire.decode(await http.read())
+    except ValueError as error:
+        raise RequestRefusedError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestRefusedError("the body is not a JSON object")
+    return body
+
+
+def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = body.get(name)
+    if not isinstance(value, Mapping):
+        raise RequestRefusedError(f"{name!r} is missing, or no object")
+    return value
+
+
+_TERMS = ("model", "sampling", "is_scored", "reward_timeout_s", "hook_timeout_s")
+
+
+def _terms(body: Mapping[str, Any]) -> Terms:
+    """What a request says of its rollouts; a name that is not known is refused."""
+    given = dict(_mapping(body, "terms"))
+    endpoint = given.pop("endpoint", None)
+    if unknown := set(given) - set(_TERMS):
+        raise RequestRefusedError(f"terms has {sorted(unknown)}; it can have endpoint, {', '.join(_TERMS)}")
+    if not isinstance(given.get("model"), str):
+        raise RequestRefusedError("terms needs the name of a model")
+    return Terms(**given, client=None if endpoint is None else _client(endpoint))
+
+
+def _client(endpoint: Any) -> Client:
+    try:
+        headers = tuple(sorted((endpoint.pop("headers", None) or {}).items()))
+        return http_client(**endpoint, headers=headers)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RequestRefusedError(f"the endpoint cannot be used: {type(error).__name__}: {error}") from error
+
+
+# --- running it ---------------------------------------------------------------------------------------------------
+
+
+class EnvServer(ServerThread):
+    """An environment served in a thread of its own: ``with EnvServer(env) as server: vf.RemoteEnv(server.url)``.
+
+    To listen beyond this machine without an ``api_key`` it must be told that this is meant: ``insecure=True``.
+    """
+
+    def __init__(
+        self,
+        env: Environment,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        api_key: str | None = None,
+        allow_hosts: Sequence[str] = (),
+        insecure: bool = False,
+        limits: ServerLimits | None = None,
+    ) -> None:
+        super().__init__(host=host, port=port)
+        if not is_loopback(host) and api_key is None and not insecure:
+            raise ValueError(
+                f"on {host or 'every address'} without an API key, whoever reaches this machine can run the "
+                "environment: set a key, or say that this is meant (--insecure, insecure=True)"
+            )
+        self.served = ServedEnvironment(
+            env, limits=limits or ServerLimits(), api_key=api_key, host=host, allow_hosts=allow_hosts
+        )
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def make_runner(self) -> web.AppRunner:
+        # Cancelling the handler when its caller hangs up is what ends the rollout.
+        return web.AppRunner(self.served.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+
+    def drain(self, grace_s: float) -> bool:
+        """Take no more rollouts and wait for those under way; tells whether all of them ended."""
+        self.served.is_stopping = True
+        end = time.monotonic() + grace_s
+        while self.served.playing + self.served.waiting and time.monotonic() < end:
+            time.sleep(0.02)
+        return not self.served.playing + self.served.waiting
+
+
+def serve(
+    server: EnvServer, *, grace_s: float, on_ready: Callable[[str], None], on_stop: Callable[[int], None]
+) -> None:
+    """Serve until the process is told to stop, then finish what is under way; a second time ends at once."""
+    with server:
+        on_ready(server.url)
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            on_stop(server.served.playing + server.served.waiting)
+            with suppress(KeyboardInterrupt):
+                server.drain(grace_s)

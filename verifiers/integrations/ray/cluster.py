@@ -1,0 +1,91 @@
+"""An address → a connection to a Ray cluster, or a sentence about why there is none."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+import threading
+from typing import Any
+
+OLDEST = (2, 40)
+ANSWER_S = 5.0
+
+
+class ClusterError(ValueError):
+    """There is no cluster to work with."""
+
+
+def import_ray() -> Any:
+    """The package, if it is there and new enough."""
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError as error:
+        raise ImportError("workers='ray' needs Ray: pip install 'verifiers[ray]'") from error
+    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if version < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ClusterError(
+            f"Ray {ray.__version__} is too old, {oldest} or newer is needed: pip install 'verifiers[ray]'"
+        )
+    return ray
+
+
+def connect(ray: Any, address: str | None) -> bool:
+    """Connect this process, unless it is connected; tells whether it was this that connected it.
+
+    Without an address: the cluster that RAY_ADDRESS names, one that runs on this machine, or a new one here.
+    """
+    if address is not None:
+        check_address(address)
+    if ray.is_initialized():
+        _check_same(ray, address)
+        return False
+    if address is None and (named := os.environ.get("RAY_ADDRESS")):
+        check_address(named)
+    before = _sigterm()
+    try:
+        ray.init(address=address, logging_level="ERROR", log_to_driver=False, include_dashboard=_dashboard(address))
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError, OSError) as error:
+        ray.shutdown()
+        said = " ".join(str(error).split())
+        where = "a new cluster on this machine" if address is None else f"the Ray cluster at {address}"
+        raise ClusterError(f"{where} cannot be used: {said:.600}") from error
+    finally:
+        if before is not None:  # Ray's own would end the process before what is under way is saved
+            signal.signal(signal.SIGTERM, before)
+    return True
+
+
+def _dashboard(address: str | None) -> bool | None:
+    return False if address is None and not os.environ.get("RAY_ADDRESS") else None
+
+
+def _sigterm() -> Any:
+    is_main = threading.current_thread() is threading.main_thread()
+    return signal.getsignal(signal.SIGTERM) if is_main else None
+
+
+def check_address(address: str) -> None:
+    """Refuse an address where nothing answers: Ray itself would wait for a minute, and may end the process."""
+    if address in ("auto", "local"):
+        return
+    if "://" in address:
+        raise ClusterError(
+            f"{address} is the address of a Ray client or a job server; give that of the cluster itself, HOST:6379, "
+            "and run this on one of its machines (ray job submit does)"
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ClusterError(f"{address!r} is no address of a Ray cluster; it looks like HOST:6379, or is left out")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+    except OSError as error:
+        raise ClusterError(f"no Ray cluster answers at {address} ({error}); ray start --head begins one") from error
+
+
+def _check_same(ray: Any, address: str | None) -> None:
+    here = ray.get_runtime_context().gcs_address
+    if address not in (None, "auto", "local", here):
+        raise ClusterError(f"this process is connected to the Ray cluster at {here} already, not to {address}")
