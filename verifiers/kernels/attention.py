@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verifiers.kernels.reference import rotary
 
-NAME = "verifiers_slots"
+NAME = "verifiers_blocks"
 
 
 class Attend(Protocol):
@@ -36,7 +36,7 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def slot_attention(
+def paged_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -79,7 +79,7 @@ def register() -> None:
     """Make the attention function known to transformers; doing it twice changes nothing."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, slot_attention)
+    ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
 
 
 @contextmanager

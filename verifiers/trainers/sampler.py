@@ -25,7 +25,7 @@ from verifiers.types import ChatMessage
 if TYPE_CHECKING:
     from verifiers.trainers.config import GRPOConfig
 
-MOST_SLOTS = {"cpu": 64, "cuda": 1024}  # rollouts that are sampled at once
+MOST_ROWS = {"cpu": 64, "cuda": 1024}  # rollouts that are sampled at once
 
 
 class Sampler(LocalModel):
@@ -100,7 +100,7 @@ def _key(prompt: Any, reply: Any) -> tuple[str, str]:
 
 
 def make_sampler(model: Any, tokenizer: Any, config: GRPOConfig, env: Environment | None) -> Sampler:
-    """The model as a client with a KV cache slot for each rollout of a generation, as far as memory allows."""
+    """The model as a client with a row for each rollout of a generation, and as large a KV cache as memory allows."""
     parameter = next(model.parameters())
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     asked = usual_sampling(config, env)
@@ -110,9 +110,12 @@ def make_sampler(model: Any, tokenizer: Any, config: GRPOConfig, env: Environmen
     if length is not None and longest is not None:
         length = min(length, longest)
     fits = plan(model.config, length=length, dtype=parameter.dtype, device=parameter.device, weights_loaded=True)
-    wanted = min(config.rollouts_per_generation, MOST_SLOTS.get(parameter.device.type, 64))
+    wanted = min(config.rollouts_per_generation, MOST_ROWS.get(parameter.device.type, 64))
     rows = min(wanted, fits.rows)
-    return Sampler(model, tokenizer, rows=rows, length=fits.length, remembers=8 * wanted, usual=asked)
+    return Sampler(
+        model, tokenizer, rows=rows, length=fits.length, cache_tokens=fits.cache_tokens, remembers=8 * wanted,
+        usual=asked,
+    )  # fmt: skip
 
 
 def usual_sampling(config: GRPOConfig, env: Environment | None) -> dict[str, Any]:
