@@ -66,7 +66,7 @@ class BlockManager:
         self._unheld: OrderedDict[int, None] = OrderedDict()  # blocks that keep something, the longest unused first
         self._kept: dict[int, _Kept] = {}
         self._by_key: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._after: dict[int, dict[int, None]] = {}  # serial number → the blocks that follow it
+        self._after: dict[tuple[int, int], dict[int, None]] = {}  # a block's serial number and a token → what follows
         self._ids = np.zeros((blocks, BLOCK), np.int32)
         self._serials = count(_ROOT + 1)
 
@@ -127,7 +127,7 @@ class BlockManager:
         """Note which tokens the keys and values of a sequence's blocks belong to: from here on they can be reused."""
         if self.least_shared is None:
             return
-        before = _ROOT
+        before, new = _ROOT, list[int]()
         for i, block in enumerate(blocks[: blocks_for(len(ids))]):
             key = before, tuple(ids[i * BLOCK : (i + 1) * BLOCK])
             kept = self._kept.get(block)
@@ -137,10 +137,12 @@ class BlockManager:
             if kept is None and key not in self._by_key:
                 kept = self._kept[block] = _Kept(next(self._serials), key)
                 self._by_key[key] = block
-                self._after.setdefault(before, {})[block] = None
-                self._ids[block, : len(key[1])] = key[1]
-                self._ids[block, len(key[1]) :] = -1
+                self._after.setdefault((before, key[1][0]), {})[block] = None
+                new.append(i)
             before = self._kept[self._by_key[key]].serial
+        padded = np.full(blocks_for(len(ids)) * BLOCK, -1, np.int32)
+        padded[: len(ids)] = ids
+        self._ids[[blocks[i] for i in new]] = padded.reshape(-1, BLOCK)[new]
 
     def longest_prefix(self, ids: Sequence[int]) -> Prefix:
         """The longest beginning of a prompt that any blocks keep; its last token has to be run for its logits."""
@@ -152,20 +154,23 @@ class BlockManager:
                 break
             blocks.append(block)
             before = self._kept[block].serial
+        least = self.least_shared or most + 1
+        if (len(blocks) + 1) * BLOCK <= least:
+            return Prefix([])
         found = Prefix(blocks, *self._longest_start(before, ids[len(blocks) * BLOCK : most]))
-        return found if found.tokens >= (self.least_shared or most + 1) else Prefix([])
+        return found if found.tokens >= least else Prefix([])
 
     def _longest_start(self, before: int, ids: Sequence[int]) -> tuple[int, int]:
         """Of the blocks that follow one, that which begins with most of these tokens, and how many."""
-        after = self._after.get(before)
-        ids = ids[:BLOCK]
-        if not after or not ids:
+        after = self._after.get((before, ids[0])) if ids else None
+        if not after:
             return NOBODYS, 0
+        ids = ids[:BLOCK]
         blocks = np.fromiter(after, np.int64, len(after))
         same = self._ids[blocks, : len(ids)] == np.array(ids, np.int32)
         shared = np.where(same.all(1), len(ids), same.argmin(1))
         best = int(shared.argmax())
-        return (int(blocks[best]), int(shared[best])) if shared[best] else (NOBODYS, 0)
+        return int(blocks[best]), int(shared[best])
 
     def forget(self) -> None:
         """Drop all that is kept: it was made by other weights, say."""
@@ -175,10 +180,10 @@ class BlockManager:
             kept.clear()
 
     def _drop(self, block: int) -> None:
-        serial, key = self._kept.pop(block)
+        """Its serial number is gone with it: those after it cannot be found any more, and are given away in turn."""
+        before, ids = key = self._kept.pop(block).key
         del self._by_key[key]
-        siblings = self._after.get(key[0], {})
-        siblings.pop(block, None)
+        siblings = self._after[before, ids[0]]
+        del siblings[block]
         if not siblings:
-            self._after.pop(key[0], None)
-        self._after.pop(serial, None)  # those after it cannot be found any more, and are given away in their turn
+            del self._after[before, ids[0]]

@@ -172,9 +172,10 @@ class CudaDecoder:
     def collect(self) -> tuple[list[ActiveSequence], bool, Drawn]:
         """Wait for the oldest step in flight; gives the sequences that still run, with their tokens (their first?)."""
         step = self._launched.popleft()
-        step.arrived.synchronize()
         keep = [i for i, sequence in enumerate(step.sequences) if sequence.row >= 0]
         sequences = [step.sequences[i] for i in keep]
+        if sequences:  # nobody waits for what was run on beyond the end
+            step.arrived.synchronize()
         values = [buffer.numpy()[keep] for buffer in (step.token, step.logprob, step.raw)]
         self._spare.append((step.token, step.logprob, step.raw))
         return sequences, step.is_first, (values[0], values[1], values[2])

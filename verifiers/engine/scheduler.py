@@ -244,11 +244,10 @@ class Scheduler:
                     settle = None
                 else:
                     self._preempt_youngest()
-        rows: list[int] = np.flatnonzero(missing_N > 0).tolist()
-        for row in rows:
-            more = self.blocks.allocate(int(missing_N[row]))
-            self.running[row].blocks += more
-            self.table.add_blocks(row, more)
+        rows: list[int] = np.repeat(np.arange(len(missing_N)), missing_N.clip(0)).tolist()
+        for row, block in zip(rows, self.blocks.allocate(len(rows)), strict=True):
+            self.running[row].blocks.append(block)
+            self.table.add_blocks(row, [block])
         return steps, rows
 
     def trim(self) -> None:

@@ -13,17 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 PER_MULTIPROCESSOR = 4  # programs: enough for the ends of long and short ones to even out
-MOST = 32
+LEVELS = (1, 4, 32)  # a kernel is compiled for each
 
 
 def splits_for(programs: int, multiprocessors: int) -> int:
-    """Parts of each history, a power of two, so that every multiprocessor has several programs.
+    """Parts of each history, so that every multiprocessor has several programs.
 
     >>> [splits_for(rows * heads, 132) for rows, heads in ((1, 2), (128, 2), (256, 3), (1024, 3))]
     [32, 4, 1, 1]
     """
     wanted = -(-PER_MULTIPROCESSOR * multiprocessors // programs)
-    return min(MOST, 1 << (wanted - 1).bit_length())
+    return next((level for level in LEVELS if level >= wanted), LEVELS[-1])
 
 
 @cache
