@@ -1,29 +1,13 @@
-"""Engines that a test starts are closed after it."""
+"""Engines and servers that tests ask are closed after them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 from tests.engine.support.served import NAME, Served, save_model, serving
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Any]]:
-    """Start an engine over a model: a few rows, and enough room for a short conversation."""
-    from verifiers.engine.engine import Engine
-
-    made: list[Engine] = []
-
-    def start(model: Any) -> Engine:
-        made.append(Engine(model, rows=4, length=160))
-        return made[-1]
-
-    yield start
-    for engine in made:
-        engine.close()
+from tests.engine.support.started import start as start  # a fixture
 
 
 @pytest.fixture(scope="session")

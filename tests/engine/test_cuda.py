@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.engine.support.exact import FAMILIES, assert_exact, expected, prompt_of, random_model  # noqa: E402
+from tests.engine.support.exact import FAMILIES, MIXTURES, assert_exact, expected, prompt_of, random_model  # noqa: E402
 from verifiers.engine.block_manager import BLOCK, blocks_for  # noqa: E402
 from verifiers.engine.engine import LEAST_SHARED_CUDA, Engine  # noqa: E402
 from verifiers.engine.kv_cache import Decode, KVCache, Prefill, Segment, Shape  # noqa: E402
@@ -90,6 +90,19 @@ def test_bf16_logprobs_are_those_of_the_forward_pass_to_rounding(start: Any, fam
     gaps.sort()
     assert gaps[len(gaps) // 2] < 0.02
     assert gaps[-1] < 0.3
+
+
+@pytest.mark.parametrize("family", sorted(MIXTURES))
+def test_mixtures_of_experts_in_bf16_are_those_of_the_forward_pass_but_for_tokens_at_the_edge(
+    start: Any, family: str
+) -> None:
+    model = on_card(family, dtype=torch.bfloat16, hidden_size=128, initializer_range=0.05)
+    requests = mixed(32)
+    gaps = []
+    for answer, (_, way) in zip(answers_of(start(model), requests), requests, strict=True):
+        _, raw = expected(model, answer, way)
+        gaps += [abs(a - b) for a, b in zip(answer.raw_logprobs, raw, strict=True)]
+    assert sorted(gaps)[len(gaps) // 2] < 0.02
 
 
 def test_greedy_tokens_are_those_of_generate(start: Any) -> None:
@@ -488,7 +501,8 @@ def test_conversations_side_by_side_reuse_what_they_said(start: Any, family: str
             texts[i] = [*texts[i], *answer.ids, *prompt_of(5 + 20 * i, seed=turn)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# In float32 experts are multiplied one after the other, by counts that the host has to know: no graph can hold that.
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in MIXTURES])
 def test_a_few_tokens_are_run_by_a_graph_and_exact(start: Any, family: str) -> None:
     model = on_card(family, max_position_embeddings=1024)
     engine = start(model, rows=8, length=900)

@@ -71,7 +71,7 @@ def test_a_shape_is_read_off_any_family() -> None:
     for family in FAMILIES:
         config = random_model(family).config
         heads = 4 if family.startswith("GPT") else 2
-        wide = 16 if family in ("Qwen3", "Gemma", "Gemma2", "Gemma3") else 8
+        wide = 16 if family in ("Qwen3", "Qwen3-MoE", "Gemma", "Gemma2", "Gemma3") else 8
         assert Shape.of(config) == Shape(layers=3, kv_heads=heads, head_dim=wide), family
     assert SHAPE.bytes_per_token(torch.float32) == 2 * 2 * 2 * 4 * 4
 

@@ -20,7 +20,7 @@ from verifiers.kernels.cpu.model import CpuModel  # noqa: E402
 
 pytestmark = pytest.mark.skipif(decode_functions() is None, reason="there is no C compiler here")
 WAY = Sampling(max_tokens=12, seed=1)
-IN_C = {"Llama", "Llama-tied", "Qwen2", "Qwen2-window", "Mistral"}
+IN_C = {"Llama", "Llama-tied", "Qwen2", "Qwen2-window", "Qwen3", "SmolLM3", "Mistral"}
 
 
 @pytest.fixture
@@ -80,10 +80,10 @@ def test_prompts_and_steps_are_exact(start: Any, runs: list[int], family: str, e
 @pytest.mark.parametrize(
     ("family", "more", "reason"),
     [
-        ("Qwen3", {}, "q/k norms"),
         ("Gemma", {}, "another activation than SiLU"),
         ("GPT2", {}, "its layers are of another kind"),
-        ("SmolLM3", {}, "2 of its layers are of the common kind"),
+        ("Phi3", {}, "its layers are of another kind"),
+        ("Qwen3-MoE", {"decoder_sparse_step": 2}, "2 of its layers are of the common kind"),
         ("Llama", {"dtype": torch.bfloat16}, "weights that are not float32"),
         ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary angles"),
     ],

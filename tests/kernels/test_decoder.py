@@ -14,8 +14,7 @@ from verifiers.engine.model_runner import ModelRunner  # noqa: E402
 from verifiers.engine.sequence import Sampling  # noqa: E402
 
 WAY = Sampling(max_tokens=12, seed=1)
-COMMON = dict.fromkeys(("Llama", "Llama-tied", "Qwen2", "Qwen2-window", "Qwen3", "Gemma", "Mistral"), 3)
-COMMON["SmolLM3"] = 2  # its middle layer has no rotary embedding
+COMMON = dict.fromkeys(("Llama", "Llama-tied", "Qwen2", "Qwen2-window", "Qwen3", "SmolLM3", "Gemma", "Mistral"), 3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -19,8 +19,27 @@ from verifiers.trainers.micro_batches import MicroBatch, Trained, micro_batches 
 from verifiers.trainers.proof import ANY_LENGTH  # noqa: E402
 from verifiers.trainers.reference import Reference  # noqa: E402
 
-PACKED = ("Llama", "Llama-tied", "Qwen2", "Qwen3", "SmolLM3", "Gemma", "GPT2", "GPTNeoX", "Olmo2")
-SHORT = ("Qwen2-window", "Gemma2", "Gemma3", "Mistral", "Phi3")  # windows shorter than the probe, or capped scores
+PACKED = (
+    "Llama",
+    "Llama-tied",
+    "Qwen2",
+    "Qwen3",
+    "SmolLM3",
+    "Gemma",
+    "GPT2",
+    "GPTNeoX",
+    "Phi4-mini",
+    "Olmo2",
+    "Qwen3-MoE",
+)
+SHORT = (
+    "Qwen2-window",
+    "Gemma2",
+    "Gemma3",
+    "Mistral",
+    "Phi3",
+    "Mixtral",
+)  # windows shorter than the probe, or capped scores
 
 
 def sequences(*, is_even: bool = False) -> list[Trained]:

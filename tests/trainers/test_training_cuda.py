@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 import torch.nn.functional as F  # noqa: E402
 
-from tests.engine.support.exact import FAMILIES, random_model  # noqa: E402
+from tests.engine.support.exact import FAMILIES, MIXTURES, random_model  # noqa: E402
 from tests.trainers.test_packing import sequences  # noqa: E402
 from verifiers.kernels import reference  # noqa: E402
 from verifiers.kernels.autograd import projected  # noqa: E402
@@ -349,7 +349,7 @@ def assert_learns_the_same(model: Any) -> TokenScorer:
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("Gemma2", "GPT2")])
 def test_float32_gradients_are_those_of_the_plain_path(family: str) -> None:
     scorer = assert_learns_the_same(on_card(family, head_dim=16 if family.startswith("Gemma") else None))
-    due = {"Llama": 3, "Llama-tied": 3, "Qwen2": 3, "Qwen3": 3, "Mistral": 3, "Gemma": 3}
+    due = {"Llama": 3, "Llama-tied": 3, "Qwen2": 3, "Qwen3": 3, "SmolLM3": 3, "Mistral": 3, "Gemma": 3}
     assert len(scorer._decoder.layers) >= due.get(family, 0)
 
 
@@ -451,7 +451,19 @@ def learned_in(scorer: TokenScorer, batch: MicroBatch) -> dict[str, Any]:
     return {"logprobs": found.detach(), **grads}
 
 
-PACKED = ["Llama", "Llama-tied", "Qwen2", "Qwen3", "SmolLM3", "Gemma", "GPT2", "GPTNeoX", "Olmo2"]
+PACKED = [
+    "Llama",
+    "Llama-tied",
+    "Qwen2",
+    "Qwen3",
+    "SmolLM3",
+    "Gemma",
+    "GPT2",
+    "GPTNeoX",
+    "Phi4-mini",
+    "Olmo2",
+    "Qwen3-MoE",
+]
 
 
 @pytest.mark.parametrize("family", PACKED)
@@ -464,7 +476,7 @@ def test_packed_rows_learn_the_same_in_float32(family: str) -> None:
         assert apart(ours[name], theirs[name]) < 1e-4, name
 
 
-@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize("family", [name for name in PACKED if name not in MIXTURES])
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_packed_rows_are_as_near_to_float32_as_rectangles(family: str, dtype: Any) -> None:
     head_dim = 16 if family == "Gemma" else None

@@ -53,8 +53,8 @@ class UnsupportedModelError(ValueError):
 class Backend:
     """How a model is run: its ``name``, and ``why`` not in a quicker way (empty where there is none).
 
-    >>> str(Backend("torch", "not in C: q/k norms"))
-    'batched, in PyTorch (not in C: q/k norms)'
+    >>> str(Backend("torch", "not in C: capped scores"))
+    'batched, in PyTorch (not in C: capped scores)'
     """
 
     name: str

@@ -18,6 +18,7 @@ from verifiers.kernels.cuda import decode
 from verifiers.kernels.cuda.extend import extend, queries_at_once, store
 from verifiers.kernels.cuda.splits import multiprocessors, splits_for
 from verifiers.kernels.devices import to_device
+from verifiers.kernels.norms import HeadNorms
 
 if TYPE_CHECKING:
     from verifiers.engine.cuda_runner import CudaDecoder
@@ -55,8 +56,11 @@ class CudaExtend:
         store(k, v, keys, values, self.tables, self.row_T, self.position_T)
         return extend(q, keys, values, self.tables, self.blocks, splits=self.splits, **settings)
 
-    def rotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **settings: Any) -> Tensor:
-        decode.rotate_(q, k, cos, sin)
+    def rotated(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None,
+        **settings: Any,
+    ) -> Tensor:  # fmt: skip
+        decode.rotate_(q, k, cos, sin, norms)
         return self(layer, q, k, v, **settings)
 
 

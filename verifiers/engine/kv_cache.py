@@ -17,6 +17,7 @@ from torch import Tensor
 
 from verifiers.engine.block_manager import BLOCK, blocks_for
 from verifiers.kernels.devices import host_index, to_device
+from verifiers.kernels.norms import HeadNorms
 from verifiers.kernels.reference import causal_attention
 
 
@@ -155,8 +156,12 @@ class Decode:
             scores = torch.tanh(torch.bmm(q, k_seen.transpose(1, 2)) * (scale / softcap)) * softcap + mask
         return torch.bmm(torch.softmax(scores, -1), v_seen).view(batch, heads, 1, dim)
 
-    def rotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **settings: Any) -> Tensor:
+    def rotated(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None,
+        **settings: Any,
+    ) -> Tensor:  # fmt: skip
         """Queries and keys are turned together, by angles that are the same in every layer."""
+        q, k = (q, k) if norms is None else norms.of(q, k)
         half = q.shape[-1] // 2
         if self._angles is None or self._angles[0] is not cos:
             self._angles = cos, cos[:, None], torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]

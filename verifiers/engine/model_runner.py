@@ -59,7 +59,11 @@ class ModelRunner:
             self.not_in_c = unsupported(self.decoder) if self.device.type == "cpu" else "it is not on the CPU"
         self.cpu = CpuModel(self.decoder) if self.not_in_c is None else None
         self.onednn = OneDNNLinears(module) if OneDNNLinears.helps(module) else None
-        self._norms = [(one, partial(reference.rms_norm, one, epsilon)) for one, epsilon in self.decoder.norms]
+        self._norms = [
+            (one, partial(reference.rms_norm, one, epsilon))
+            for one, epsilon in self.decoder.norms
+            if id(one) not in self.decoder.fused_norms
+        ]
         self._snapshot = ModuleSnapshot(module)
         self._adapters = _adapted(self._snapshot.modules)
         self._seen: tuple[int, Any] = (0, None)
@@ -136,8 +140,8 @@ class ModelRunner:
             self._run_module(ids, ids, 0)
         return found
 
-    def count_step(self, slots: int) -> None:
-        """After some steps on the same weights it pays to copy them in C's layout, or oneDNN's for so many slots."""
+    def count_step(self, rows: int) -> None:
+        """After some steps on the same weights it pays to copy them in C's layout, or oneDNN's for so many rows."""
         self._steps += 1
         has_copies = (self.uses_c and self.cpu is not None) or self.onednn is not None
         if self.uses_modules or not has_copies or self._steps != LAY_OUT_AFTER or not self._has_room():
@@ -145,7 +149,7 @@ class ModelRunner:
         if self.uses_c and self.cpu is not None and self.cpu.is_unchanged:
             self.cpu.lay_out()
         elif self.onednn is not None:
-            self.onednn.lay_out(slots)
+            self.onednn.lay_out(rows)
 
     def _has_room(self) -> bool:
         """Is there memory for a copy of the weights, and as much again for everybody else?"""

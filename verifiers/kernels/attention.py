@@ -9,10 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from verifiers.kernels.norms import HeadNorms
 from verifiers.kernels.reference import rotary
 
 NAME = "verifiers_blocks"
@@ -21,7 +23,8 @@ NAME = "verifiers_blocks"
 class Attend(Protocol):
     """What one forward does with the queries, keys and values ``[B, heads, T, dim]`` of a layer.
 
-    One that has a method ``rotated`` besides applies the rotary embedding itself (see `attend_rotated`).
+    One that has a method ``rotated`` besides applies the norms of heads and the rotary embedding itself (see
+    `attend_rotated`).
     """
 
     def __call__(
@@ -36,35 +39,55 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def paged_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a layer asks of attention besides its queries, keys and values."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    dropout: float
+    mask: Tensor | None
+    is_causal: bool
+
+
+def as_called(
+    attend: Callable[[Any, Tensor, Tensor, Tensor, Asked], Tensor],
+) -> Callable[..., tuple[Tensor, None]]:
+    """A function of a module and its queries, keys and values ``[B, heads, T, dim]`` → as transformers calls it."""
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+        scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+        softcap: float | None = None, **more: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        if more.get("s_aux") is not None:
+            raise NotImplementedError("attention sinks are not supported")
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        is_causal = more.get("is_causal", getattr(module, "is_causal", True)) is not False
+        asked = Asked(scale, sliding_window, softcap, dropout, attention_mask, is_causal)
+        return attend(module, query, key, value, asked), None
+
+    return attention
+
+
+@as_called
+def paged_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
     """The attention function that transformers calls while a block of `attending` lasts."""
-    if kwargs.get("s_aux") is not None:
-        raise NotImplementedError("attention sinks are not supported by the local engine")
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    output = _attend()(module.layer_idx, query, key, value, scale=scale, window=sliding_window, softcap=softcap)
-    return output.transpose(1, 2).contiguous(), None  # some models take a view of it
+    out = _attend()(module.layer_idx, q, k, v, scale=asked.scale, window=asked.window, softcap=asked.softcap)
+    return out.transpose(1, 2).contiguous()  # some models take a view of it
 
 
 def attend_rotated(
     layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor,
-    *, scale: float, window: int | None, softcap: float | None,
+    *, norms: HeadNorms | None, scale: float, window: int | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """Attention of queries and keys before their rotary embedding, which is fused with it by whoever can."""
+    """Attention of queries and keys before their norms and rotary embedding, which are fused with it by whoever can."""
     attend = _attend()
     rotated: Callable[..., Tensor] | None = getattr(attend, "rotated", None)
     if rotated is not None:
-        return rotated(layer, q, k, v, cos, sin, scale=scale, window=window, softcap=softcap)
+        return rotated(layer, q, k, v, cos, sin, norms=norms, scale=scale, window=window, softcap=softcap)
+    q, k = (q, k) if norms is None else norms.of(q, k)
     q, k = rotary(q, cos, sin), rotary(k, cos, sin)
     return attend(layer, q, k, v, scale=scale, window=window, softcap=softcap)
 

@@ -20,6 +20,9 @@ from verifiers.kernels.cpu import learning as cpu
 from verifiers.kernels.cpu.build import why_none
 from verifiers.kernels.cpu.learning import Segments
 from verifiers.kernels.modules import is_plain_linear
+from verifiers.kernels.norms import HeadNorms
+
+NO_NORMS = (None, None, 0.0, 0.0)  # of heads
 
 
 def kernels_for(x: Tensor) -> Any:
@@ -62,9 +65,14 @@ def normed(module: Any, epsilon: float, x: Tensor) -> Tensor:
     return result.view(x.shape)
 
 
-def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of queries and keys ``[B, T, heads, dim]``, by angles ``[B or 1, T, dim]``."""
-    q, k = _Rotated.apply(q, k, cos.contiguous(), sin.contiguous())
+def rotated(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rotary embedding of queries and keys ``[B, T, heads, dim]``, by angles ``[B or 1, T, dim]``.
+
+    With ``norms`` each head is normed before.
+    """
+    q, k = _Rotated.apply(q, k, cos.contiguous(), sin.contiguous(), *(norms or NO_NORMS))
     return q, k
 
 
@@ -88,14 +96,16 @@ def are_plain(x: Tensor, linears: Sequence[Any]) -> bool:
 
 
 def projected_heads(
-    x: Tensor, weight: Tensor, epsilon: float, linears: Sequence[Any], head_dim: int, rotary: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, epsilon: float, linears: Sequence[Any], head_dim: int, rotary: tuple[Tensor, Tensor],
+    norms: HeadNorms | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``x`` itself, and rotated queries, rotated keys and values ``[B, T, heads, dim]`` of its norm.
 
-    The layers are plain. Whoever goes on with ``x`` takes the one that is given back: then gradients meet in the norm.
+    With ``norms`` each head of queries and keys is normed before it is rotated. The layers are plain. Whoever goes on
+    with ``x`` takes the one that is given back: then gradients meet in the norm.
     """
     cos, sin = (one.contiguous() for one in rotary)
-    x, q, k, v = _ProjectedHeads.apply(x, weight, epsilon, head_dim, cos, sin, *_weights(linears))
+    x, q, k, v = _ProjectedHeads.apply(x, weight, epsilon, head_dim, cos, sin, *(norms or NO_NORMS), *_weights(linears))
     return x, q, k, v
 
 
@@ -147,17 +157,47 @@ class _AddNorm(Function):  # type: ignore[misc]  # torch is not typed here
         return grad_ND, grad_ND if ctx.adds else None, grad_weight, None
 
 
+def _rotate(kernels: Any, both: Sequence[Tensor], cos: Tensor, sin: Tensor, norms: Any) -> tuple[Any, list[Any]]:
+    """Queries and keys, normed if there are norms, and rotated; and what the way back has to know of them."""
+    q, k, q_epsilon, k_epsilon = norms
+    if q is None:
+        return kernels.rotate(*both, cos, sin), []
+    normed, kept = [], []
+    for x, weight, epsilon in zip(both, (q, k), (q_epsilon, k_epsilon), strict=True):
+        _, one, scale_N = kernels.norm(_flat(x), None, weight, epsilon)
+        normed.append(one.view(x.shape))
+        kept += [x, weight, scale_N]
+    return kernels.rotate(*normed, cos, sin), kept
+
+
+def _rotate_back(
+    kernels: Any, grads: Sequence[Tensor], cos: Tensor, sin: Tensor, kept: Sequence[Tensor], learns: Sequence[bool]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Gradients of queries and keys, and of the weights of their norms."""
+    back = kernels.rotate(*(one.contiguous() for one in grads), cos, sin, back=True)
+    if not kept:
+        return list(back), [None, None]
+    found, weights = [], []
+    for grad, x, weight, scale_N, is_learned in zip(back, kept[::3], kept[1::3], kept[2::3], learns, strict=True):
+        one, grad_weight = kernels.norm_back(_flat(x), weight, scale_N, None, _flat(grad), learns=is_learned)
+        found.append(one.view(x.shape))
+        weights.append(grad_weight)
+    return found, weights
+
+
 class _Rotated(Function):  # type: ignore[misc]  # torch is not typed here
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        turned: tuple[Tensor, Tensor] = kernels_for(q).rotate(q.contiguous(), k.contiguous(), cos, sin)
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *norms: Any) -> tuple[Tensor, Tensor]:
+        turned: tuple[Tensor, Tensor]
+        turned, kept = _rotate(kernels_for(q), (q.contiguous(), k.contiguous()), cos, sin, norms)
+        ctx.save_for_backward(cos, sin, *kept)
         return turned
 
     @staticmethod
     def backward(ctx: Any, q: Tensor, k: Tensor) -> tuple[Any, ...]:
-        back = kernels_for(q).rotate(q.contiguous(), k.contiguous(), *ctx.saved_tensors, back=True)
-        return *back, None, None
+        cos, sin, *kept = ctx.saved_tensors
+        back, norms = _rotate_back(kernels_for(q), (q, k), cos, sin, kept, ctx.needs_input_grad[4:6])
+        return *back, None, None, *norms, None, None
 
 
 class _Gated(Function):  # type: ignore[misc]  # torch is not typed here
@@ -206,7 +246,7 @@ class _ProjectedHeads(Function):  # type: ignore[misc]  # torch is not typed her
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, norm: Tensor, epsilon: float, head_dim: int, cos: Tensor, sin: Tensor,
-        *weights: Tensor | None,
+        q_norm: Tensor | None, k_norm: Tensor | None, q_epsilon: float, k_epsilon: float, *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         kernels, x_ND = kernels_for(x), _flat(x)
         _, normed_ND, scale_N = kernels.norm(x_ND, None, norm, epsilon)
@@ -215,20 +255,21 @@ class _ProjectedHeads(Function):  # type: ignore[misc]  # torch is not typed her
             linear(normed_ND, weight, bias).view(shape)
             for weight, bias in zip(weights[::2], weights[1::2], strict=True)
         )
-        ctx.save_for_backward(x_ND, normed_ND, scale_N, norm, cos, sin, *weights[::2])
-        return x, *kernels.rotate(q, k, cos, sin), v
+        turned, kept = _rotate(kernels, (q, k), cos, sin, (q_norm, k_norm, q_epsilon, k_epsilon))
+        ctx.save_for_backward(x_ND, normed_ND, scale_N, norm, cos, sin, *weights[::2], *kept)
+        return x, *turned, v
 
     @staticmethod
     def backward(ctx: Any, past: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-        x_ND, normed_ND, scale_N, norm, cos, sin, *weights = ctx.saved_tensors
-        kernels = kernels_for(x_ND)
-        q, k = kernels.rotate(q.contiguous(), k.contiguous(), cos, sin, back=True)
+        x_ND, normed_ND, scale_N, norm, cos, sin, *more = ctx.saved_tensors
+        kernels, weights, kept = kernels_for(x_ND), more[:3], more[3:]
+        (q, k), head_norms = _rotate_back(kernels, (q, k), cos, sin, kept, ctx.needs_input_grad[6:8])
         grads = [one.flatten(-2) for one in (q, k, v)]
-        total_ND, found = _projected_back(normed_ND, weights, grads, ctx.needs_input_grad[6:], needs_x=True)
+        total_ND, found = _projected_back(normed_ND, weights, grads, ctx.needs_input_grad[10:], needs_x=True)
         total_ND, grad_norm = kernels.norm_back(
             x_ND, norm, scale_N, _flat(past), total_ND, learns=ctx.needs_input_grad[1]
         )
-        return total_ND.view(past.shape), grad_norm, None, None, None, None, *found
+        return total_ND.view(past.shape), grad_norm, None, None, None, None, *head_norms, None, None, *found
 
 
 class _FedForward(Function):  # type: ignore[misc]  # torch is not typed here

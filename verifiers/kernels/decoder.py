@@ -1,10 +1,10 @@
 """A model's modules → decoder layers of the common kind: recognised by their parts, proven by their numbers.
 
 The common kind is norm, rotary attention, norm, gated feed-forward, each added to the hidden states (Llama, Qwen,
-Mistral, SmolLM, Gemma 1). What is recognised is described here once, as plain data, for every backend; and it is run
-here in fewer operations than transformers takes. A layer is tried both ways on the same probe: what it hands to
-attention and what it returns must agree. Any other layer, and any that has a hook, runs as transformers wrote it.
-Parameters and projections are the layer's own, looked up at every step.
+Mistral, SmolLM, Gemma 1); queries and keys may be normed head by head (Qwen3). What is recognised is described here
+once, as plain data, for every backend; and it is run here in fewer operations than transformers takes. A layer is tried
+both ways on the same probe: what it hands to attention and what it returns must agree. Any other layer, and any that
+has a hook, runs as transformers wrote it. Parameters and projections are the layer's own, looked up at every step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from verifiers.kernels.attention import attend_rotated, attending
 from verifiers.kernels.cuda import projections
 from verifiers.kernels.modules import is_hooked, is_plain_linear, without_dropout
-from verifiers.kernels.norms import fusible_norms
+from verifiers.kernels.norms import HeadNorms, fusible_norms
 from verifiers.kernels.prove import agree, says_something
 
 logger = logging.getLogger("verifiers.kernels")
@@ -43,9 +43,11 @@ class DecoderLayer:
     layer: Any
     index: int
     head_dim: int
-    has_head_norms: bool  # queries and keys are normed, head by head (Qwen3)
     is_silu: bool
     epsilons: tuple[float | None, float | None]  # of its two norms, where they are RMS norms
+    head_norms: tuple[Any, Any] | None  # of queries and keys, head by head (Qwen3)
+    head_epsilons: tuple[float | None, float | None]
+    rotates: bool  # every fourth layer of SmolLM3 has no rotary embedding
     scale: float
     window: int | None
     softcap: float | None
@@ -58,6 +60,23 @@ class DecoderLayer:
     @property
     def norms(self) -> tuple[Any, Any]:
         return self.layer.input_layernorm, self.layer.post_attention_layernorm
+
+    @property
+    def fusible_head_norms(self) -> HeadNorms | None:
+        """The norms of queries and keys as numbers; None where there are none, or they must be called as modules."""
+        attention, (q_epsilon, k_epsilon) = self.layer.self_attn, self.head_epsilons
+        if self.head_norms is None or q_epsilon is None or k_epsilon is None:
+            return None
+        q, k = self.head_norms
+        if attention.q_norm is not q or attention.k_norm is not k or is_hooked(q) or is_hooked(k):
+            return None
+        if torch.is_autocast_enabled(q.weight.device.type):  # who rounds in between does it as the modules do
+            return None
+        return HeadNorms(q.weight, k.weight, q_epsilon, k_epsilon)
+
+    def angles(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of this layer: those of no rotation where it has none, which changes no bit."""
+        return rotary if self.rotates else (torch.ones_like(rotary[0]), torch.zeros_like(rotary[1]))
 
     @property
     def heads(self) -> int:
@@ -91,11 +110,12 @@ class DecoderLayer:
         attention = self.layer.self_attn
         shape = (*shape, -1, self.head_dim)
         q, k, v = (one.view(shape) for one in projections.project(x, self.qkv))
-        if self.has_head_norms:
+        norms = self.fusible_head_norms
+        if self.head_norms is not None and norms is None:
             q, k = attention.q_norm(q), attention.k_norm(k)
         out = attend_rotated(
-            self.index, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *rotary,
-            scale=self.scale, window=self.window, softcap=self.softcap,
+            self.index, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *self.angles(rotary),
+            norms=norms, scale=self.scale, window=self.window, softcap=self.softcap,
         )  # fmt: skip
         return out.transpose(1, 2).reshape(x.shape[0], -1)
 
@@ -146,6 +166,11 @@ class CommonDecoder:
         return self.is_whole and not is_hooked(self.model) and not is_hooked(self.model.model)
 
     @property
+    def fused_norms(self) -> set[int]:
+        """Identities of the norms that are no longer called as modules, unless somebody wants to hear them."""
+        return {id(norm) for layer in self.layers for norm in layer.head_norms or ()}
+
+    @property
     def forwards(self) -> list[tuple[Any, Callable[..., Any]]]:
         return [(one.layer, one.forward) for one in self.layers]
 
@@ -189,26 +214,27 @@ class CommonDecoder:
 def recognise(layer: Any, configs: Sequence[Any], epsilons: dict[int, float]) -> DecoderLayer | None:
     """A layer as one of the common kind, if that gives the layer's own numbers."""
     attention = layer.self_attn
-    has_head_norms = attention._modules.keys() >= HEAD_NORMS
     weight = layer.input_layernorm.weight
     norms = epsilons.get(id(layer.input_layernorm)), epsilons.get(id(layer.post_attention_layernorm))
+    q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     described = partial(
-        DecoderLayer, layer, attention.layer_idx, attention.head_dim, has_head_norms,
-        _is_silu(layer.mlp.act_fn, weight), norms,
+        DecoderLayer, layer, attention.layer_idx, attention.head_dim, _is_silu(layer.mlp.act_fn, weight), norms,
+        None if q_norm is None else (q_norm, k_norm), (epsilons.get(id(q_norm)), epsilons.get(id(k_norm))),
     )  # fmt: skip
-    theirs, ours = _Probe(), _Probe()
+    theirs = _Probe()
     hidden, rotary = _probe_input(weight, attention.head_dim)
     try:
         with torch.no_grad(), without_dropout(layer), attending(configs, theirs):
             expected = type(layer).forward(layer, hidden.clone(), position_embeddings=rotary, attention_mask=None)
-        found = described(**theirs.settings)
-        with torch.no_grad(), without_dropout(layer), attending(configs, ours):
-            given = found.forward(hidden.clone(), position_embeddings=rotary)
+        for rotates in (True, False):
+            found, ours = described(rotates, **theirs.settings), _Probe()
+            with torch.no_grad(), without_dropout(layer), attending(configs, ours):
+                given = found.forward(hidden.clone(), position_embeddings=rotary)
+            if theirs.settings == ours.settings and _is_same([*theirs.seen, expected], [*ours.seen, given]):
+                return found
     except Exception as error:  # foreign code, asked in a way it may not know: then it is not the kind we know
         logger.debug("layer %s runs as it is: %r", attention.layer_idx, error)
-        return None
-    is_same = theirs.settings == ours.settings and _is_same([*theirs.seen, expected], [*ours.seen, given])
-    return found if is_same else None
+    return None
 
 
 class _Probe:

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verifiers.kernels.modules import is_hooked
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of queries and keys, head by head, before their rotary embedding (Qwen3): weights and epsilons."""
+
+    q: Tensor
+    k: Tensor
+    q_epsilon: float
+    k_epsilon: float
+
+    def of(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys ``[..., head_dim]``, normed."""
+        return (
+            F.rms_norm(q, self.q.shape, self.q, self.q_epsilon),
+            F.rms_norm(k, self.k.shape, self.k, self.k_epsilon),
+        )
 
 
 def fusible_norms(model: nn.Module) -> list[tuple[nn.Module, float]]:

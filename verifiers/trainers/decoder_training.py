@@ -82,7 +82,7 @@ class LearningLayer:
     def _run(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         row = packing.current()
         skipped = row.packing.prefix_tokens if row is not None and self.is_last else 0
-        hidden, q, k, v = self._projected(hidden, rotary)
+        hidden, q, k, v = self._projected(hidden, self.known.angles(rotary))
         if row is None:
             out = dense_attention(q, k, v, self.known.scale)
         else:
@@ -96,15 +96,19 @@ class LearningLayer:
         """The hidden states, and the queries, keys and values of them."""
         attention, norm, epsilon = self.layer.self_attn, self.layer.input_layernorm, self.known.epsilons[0]
         linears = (attention.q_proj, attention.k_proj, attention.v_proj)
-        is_whole = not (self.known.has_head_norms or _has_hooks(norm)) and autograd.are_plain(hidden, linears)
+        head_norms = self.known.fusible_head_norms
+        must_call_norms = self.known.head_norms is not None and head_norms is None
+        is_whole = not (must_call_norms or _has_hooks(norm)) and autograd.are_plain(hidden, linears)
         if epsilon is not None and is_whole:
-            return autograd.projected_heads(hidden, norm.weight, epsilon, linears, self.known.head_dim, rotary)
+            return autograd.projected_heads(
+                hidden, norm.weight, epsilon, linears, self.known.head_dim, rotary, head_norms
+            )
         hidden, normed = _add_norm(hidden, None, norm, epsilon)
         shape = (*normed.shape[:-1], -1, self.known.head_dim)
         q, k, v = (one.view(shape) for one in autograd.projected(normed, linears))
-        if self.known.has_head_norms:
+        if must_call_norms:
             q, k = attention.q_norm(q), attention.k_norm(k)
-        return hidden, *autograd.rotated(q, k, *rotary), v
+        return hidden, *autograd.rotated(q, k, *rotary, head_norms), v
 
     def _fed_forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """What attention and the feed-forward add to the hidden states, added."""
@@ -142,8 +146,13 @@ class DecoderTraining:
     """
 
     def __init__(self, model: Any) -> None:
-        self._norms = [(one, partial(autograd.normed, one, epsilon)) for one, epsilon in fusible_norms(model)]
         self.layers = recognised(model)
+        fused = {id(norm) for one in self.layers for norm in one.known.head_norms or ()}
+        self._norms = [
+            (one, partial(autograd.normed, one, epsilon))
+            for one, epsilon in fusible_norms(model)
+            if id(one) not in fused
+        ]
         self._configs = _configs(model)
         self._checkpointing = [one for one in model.modules() if hasattr(one, "gradient_checkpointing")]
         self._is_on = False

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verifiers.kernels.attention import implemented_by
+from verifiers.kernels.attention import Asked, as_called, implemented_by
 from verifiers.kernels.autograd import attended
 from verifiers.kernels.cpu import learning as cpu
 from verifiers.kernels.cpu.learning import Segments
@@ -231,26 +231,14 @@ def computing(configs: Sequence[Any], row: Row) -> Iterator[None]:
             _current.row = None
 
 
-def shared_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+@as_called
+def shared_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
     """The attention function that transformers calls while a packed row is computed."""
     row = _current.row
     if row is None:
         raise RuntimeError("a trainer learns with this model just now: run it once the step is over")
-    is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
-    if attention_mask is not None or kwargs.get("s_aux") is not None or is_causal is False or len(query) != 1:
-        raise NotImplementedError("packed rows have causal attention, without masks and sinks")
+    if asked.mask is not None or not asked.is_causal or len(query) != 1:
+        raise NotImplementedError("packed rows have causal attention, without masks")
     q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = row.attend(q, k, v, scale=scale, window=sliding_window, softcap=softcap, dropout=dropout)
-    return out[None], None
+    settings: dict[str, Any] = {"scale": asked.scale, "window": asked.window, "softcap": asked.softcap}
+    return row.attend(q, k, v, **settings, dropout=asked.dropout)[None]

@@ -27,6 +27,7 @@ SMALL = {
     "eos_token_id": 2,
 }
 SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {}),
     "Llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -41,8 +42,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT2": ("GPT2", {"num_key_value_heads": None}),
     "GPTNeoX": ("GPTNeoX", {"num_key_value_heads": None}),
     "Phi3": ("Phi3", {"sliding_window": WINDOW}),
+    "Phi4-mini": ("Phi3", {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
     "Olmo2": ("Olmo2", {}),
+    "Qwen3-MoE": ("Qwen3Moe", {"head_dim": 16, "num_experts": 4, **EXPERTS}),
+    "Mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
 }
+MIXTURES = {"Qwen3-MoE", "Mixtral"}  # which expert a token goes to may turn on the last bit in half precision
 
 
 def random_model(family: str = "Llama", *, dtype: Any = None, seed: int = 0, **more: Any) -> Any:

@@ -30,12 +30,23 @@ class Matrix(Structure):
     _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("columns", c_int64))
 
 
+class HeadNorms(Structure):
+    """RMS norms of each head of queries and keys; no weights: none."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "k")),
+        *((name, c_float) for name in ("q_floor", "k_floor")),
+    )
+
+
 class Layer(Structure):
     """A decoder layer."""
 
     _fields_ = (
         *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        ("norms", HeadNorms),
         *((name, c_float) for name in ("before", "after", "scale")),
+        ("rotates", c_int32),
         ("window", c_int64),
     )
 

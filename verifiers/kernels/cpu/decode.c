@@ -10,9 +10,16 @@
 #include "simd.h"
 
 typedef struct {
+    const float *q, *k; /* weights of the norms of each head of queries and keys, times √dim; no such norms: NULL */
+    float q_floor, k_floor; /* epsilon · dim */
+} HeadNorms;
+
+typedef struct {
     Matrix qkv, out, gate_up, down;
+    HeadNorms norms;
     float before, after; /* epsilon · width of the two norms: what is added to a sum of squares */
     float scale;
+    int32_t rotates; /* 0: queries and keys have no rotary embedding */
     int64_t window; /* positions that a token attends to; 0: all */
 } Layer;
 
@@ -162,15 +169,25 @@ static void attend(
     }
 }
 
-/* Rotate the queries and keys of some tokens, and put keys and values into their sequences' blocks. */
+/* The RMS norm of each head. */
+static void norm_heads(float *x, int64_t heads, int64_t dim, const float *weight, float floor) {
+    normed(x, x, heads, dim, floor);
+    for (int64_t h = 0; h < heads; h++, x += dim)
+        for (int64_t i = 0; i < dim; i++) x[i] *= weight[i];
+}
+
+/* Norm and rotate the queries and keys of some tokens, and put keys and values into their sequences' blocks. */
 static void store(
-    const Heads *heads, const Cache *cache, Part tokens, float *qkv, const int64_t *sequence, const int64_t *position,
-    float *keys, float *values) {
+    const Heads *heads, const Cache *cache, const Layer *layer, Part tokens, float *qkv, const int64_t *sequence,
+    const int64_t *position, float *keys, float *values) {
+    const HeadNorms *norms = &layer->norms;
     int64_t dim = heads->dim, kv_heads = heads->kv_heads, across = (heads->heads + 2 * kv_heads) * dim;
     for (int64_t i = tokens.first; i < tokens.end; i++) {
         const float *cos = heads->cos + position[i] * dim, *sin = heads->sin + position[i] * dim;
         float *q = qkv + i * across, *k = q + heads->heads * dim, *v = k + kv_heads * dim;
-        for (int64_t h = 0; h < heads->heads + kv_heads; h++) rotate(q + h * dim, cos, sin, dim);
+        if (norms->q) norm_heads(q, heads->heads, dim, norms->q, norms->q_floor);
+        if (norms->k) norm_heads(k, kv_heads, dim, norms->k, norms->k_floor);
+        for (int64_t h = 0; layer->rotates && h < heads->heads + kv_heads; h++) rotate(q + h * dim, cos, sin, dim);
         for (int64_t g = 0; g < kv_heads; g++) {
             int64_t block = cache->tables[sequence[i] * cache->width + position[i] / cache->block];
             int64_t at = ((block * kv_heads + g) * cache->block + position[i] % cache->block) * dim;
@@ -250,7 +267,7 @@ void run(
         barrier(team);
         multiply(&layer->qkv, m, x, y, 0, part, team);
         barrier(team);
-        store(heads, cache, rows, y, sequence, position, keys, values);
+        store(heads, cache, layer, rows, y, sequence, position, keys, values);
         barrier(team);
         attend_blocks(heads, cache, rows, y, sequence, position, layer, keys, values, scores, x);
         barrier(team);

@@ -18,7 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verifiers.kernels.cpu.binding import Cache, CSampling, Heads, Layer, Matrix, Model, decode_functions
+from verifiers.kernels.cpu.binding import (
+    Cache,
+    CSampling,
+    HeadNorms,
+    Heads,
+    Layer,
+    Matrix,
+    Model,
+    decode_functions,
+)
 from verifiers.kernels.cpu.build import why_none
 from verifiers.kernels.cpu.threads import ThreadTeam, is_small, threads_for
 from verifiers.kernels.decoder import CommonDecoder, DecoderLayer
@@ -39,9 +48,9 @@ def unsupported(decoder: CommonDecoder) -> str | None:
             "its layers are of another kind"
         )  # fmt: skip
     linears = [model.lm_head, *(one for layer in layers for one in (*layer.qkv, *_others(layer)))]
-    norms = [decoder.epsilons.get(id(model.model.norm)), *(one for layer in layers for one in layer.epsilons)]
+    norms = [decoder.epsilons.get(id(model.model.norm))]
+    norms += [one for layer in layers for one in (*layer.epsilons, *(layer.head_epsilons if layer.head_norms else ()))]
     kinds = {
-        "q/k norms": any(one.has_head_norms for one in layers),
         "capped scores": any(one.softcap is not None for one in layers),
         "another activation than SiLU": not all(one.is_silu for one in layers),
         "norms of another kind than RMS": any(epsilon is None for epsilon in norms),
@@ -160,6 +169,7 @@ class _Matrices:
         inner, layers = decoder.model.model, decoder.layers
         self._embedding, self._angles = inner.embed_tokens, _Angles(inner)
         self._panels: list[_Panels] = []
+        self._head_norms: list[_HeadNorms] = []
         self._layers = (Layer * len(layers))(*map(self._layer, layers))  # held: the structure below points to it
         head = self._matrix([decoder.model.lm_head], inner.norm)
         floor = _floor(inner.norm, decoder.epsilons.get(id(inner.norm)))
@@ -172,6 +182,8 @@ class _Matrices:
         """Copy the parameters as they are now."""
         self._embedded = self._embedding.weight.detach().contiguous()
         self.team.share([partial(one.lay_out, self._functions) for one in self._panels])
+        for norms in self._head_norms:
+            norms.lay_out()
 
     def run(
         self, ids_T: Tensor, sequence_T: np.ndarray, position_T: np.ndarray, keep_N: np.ndarray, cache: Paged
@@ -220,11 +232,19 @@ class _Matrices:
             self._matrix([out]),
             self._matrix([gate, up], after),
             self._matrix([down]),
+            self._normed(known),
             _floor(before, known.epsilons[0]),
             _floor(after, known.epsilons[1]),
             known.scale,
+            known.rotates,
             known.window or 0,
         )
+
+    def _normed(self, known: DecoderLayer) -> HeadNorms:
+        if known.head_norms is None:
+            return HeadNorms()
+        self._head_norms.append(_HeadNorms(known.head_norms, known.head_epsilons))
+        return self._head_norms[-1].norms
 
     def _matrix(self, linears: Sequence[nn.Linear], norm: Any = None) -> Matrix:
         self._panels.append(_Panels(linears, norm, self._functions))
@@ -255,6 +275,20 @@ class _Panels:
             if one.bias is not None and self._bias is not None:
                 self._bias[first:end] = one.bias.detach().numpy()
             first = end
+
+
+class _HeadNorms:
+    """Norms of the heads of queries and of keys: their weights, with the root of the width as in `_Panels`."""
+
+    def __init__(self, norms: Sequence[Any], epsilons: Sequence[float | None]) -> None:
+        self._norms = norms
+        self._weights = np.empty((2, norms[0].weight.shape[0]), np.float32)
+        q, k = (one.ctypes.data for one in self._weights)
+        self.norms = HeadNorms(q, k, *map(_floor, norms, epsilons))
+
+    def lay_out(self) -> None:
+        for to, norm in zip(self._weights, self._norms, strict=True):
+            to[:] = (norm.weight.detach() * len(to) ** 0.5).numpy()
 
 
 class _Angles:

@@ -1,4 +1,4 @@
-"""Triton: attention of one new token a sequence, rotary embedding, gating.
+"""Triton: attention of one new token a sequence, norms of heads, rotary embedding, gating.
 
 They exist because a benchmark showed the need: attention that reads only the positions a sequence has filled, through
 its block table, needs neither masks nor a captured graph for each length, and the rotary embedding by plain operations
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from verifiers.kernels.cuda.splits import merge, partial_sums
+from verifiers.kernels.norms import HeadNorms
 
 BLOCK_S, WARPS, STAGES = 64, 4, 3
 SHARED_BYTES = 160 << 10  # what a block of threads may hold of keys and values on every card we aim at
@@ -28,11 +29,28 @@ def _rotate_pair(x, partner, cos, sin):
 
 
 @triton.jit
+def _inverse_rms(squares, epsilon, DIM: tl.constexpr):
+    """One over the root mean square, from the sum of squares."""
+    return tl.rsqrt(squares / DIM + epsilon)
+
+
+@triton.jit
+def _normed(x, scale, weight):
+    return (x.to(tl.float32) * scale * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _squares(x):
+    return x.to(tl.float32) * x.to(tl.float32)
+
+
+@triton.jit
 def _attend(
-    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, out_ptr, length_ptr, scale, softcap,
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_epsilon, k_epsilon,
+    keys_ptr, values_ptr, out_ptr, length_ptr, scale, softcap,
     q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row,
     table_ptr, part_ptr, sum_ptr, table_row, cache_block, cache_head, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-    ROTATES: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr,
+    NORMS: tl.constexpr, ROTATES: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr,
     PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -63,6 +81,13 @@ def _attend(
         sin = tl.load(sin_ptr + row * sin_row + d, mask=in_dim, other=0.0).to(tl.float32) * sign
         k_partner = tl.load(k_ptr + row * k_row + group * k_head + partner, mask=in_dim, other=0.0)
         q_partner = tl.load(q_heads + partner[None, :], mask=is_q, other=0.0)
+        if NORMS:
+            k_scale = _inverse_rms(tl.sum(_squares(k_new), 0), k_epsilon, DIM)
+            q_scale = _inverse_rms(tl.sum(_squares(q), 1), q_epsilon, DIM)[:, None]
+            k_new = _normed(k_new, k_scale, tl.load(k_norm_ptr + d, mask=in_dim, other=0.0))
+            k_partner = _normed(k_partner, k_scale, tl.load(k_norm_ptr + partner, mask=in_dim, other=0.0))
+            q = _normed(q, q_scale, tl.load(q_norm_ptr + d, mask=in_dim, other=0.0)[None, :])
+            q_partner = _normed(q_partner, q_scale, tl.load(q_norm_ptr + partner, mask=in_dim, other=0.0)[None, :])
         k_new = _rotate_pair(k_new, k_partner, cos, sin)
         q = _rotate_pair(q, q_partner, cos[None, :], sin[None, :])
     table = table_ptr + row * table_row
@@ -124,12 +149,13 @@ def block_of(row_bytes: int) -> tuple[int, int]:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tables: Tensor, length: Tensor, splits: int = 1,
     *, scale: float, window: int | None, softcap: float | None, rotary: tuple[Tensor, Tensor] | None = None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:  # fmt: skip
     """Write the new keys and values behind each sequence's, and attend to all of them; ``[B, heads, 1, dim]``.
 
     ``keys`` and ``values`` are blocks ``[blocks, kv_heads, page, dim]``, ``tables`` names those of each sequence.
 
-    With ``rotary`` (cosines and sines, ``[B, 1, dim]``) queries and keys are rotated first.
+    With ``rotary`` (cosines and sines, ``[B, 1, dim]``) queries and keys are rotated first, and before that normed.
     """
     batch, heads, _, dim = q.shape
     groups, page = keys.shape[1:3]
@@ -141,11 +167,11 @@ def attend(
     parts, sums = partial_sums(batch * groups, splits, queries, padded, out)
     cos, sin = (x.expand(batch, -1, -1) for x in rotary) if rotary is not None else (q, q)
     _attend[(batch, groups, splits)](
-        q, k, v, cos, sin, keys, values, out, length, scale, softcap or 1.0,
+        q, k, v, cos, sin, *(norms or (q, k, 0.0, 0.0)), keys, values, out, length, scale, softcap or 1.0,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cos.stride(0), sin.stride(0), tables, parts, sums, tables.stride(0), keys.stride(0), keys.stride(1),
         PAGE=page, SPLITS=splits,
-        ROTATES=rotary is not None, WINDOW=window or 0, CAPPED=softcap is not None,
+        NORMS=norms is not None, ROTATES=rotary is not None, WINDOW=window or 0, CAPPED=softcap is not None,
         HEADS=share, PADDED_HEADS=queries,
         DIM=dim, PADDED_DIM=padded, BLOCK=block, num_warps=WARPS, num_stages=stages,
     )  # fmt: skip
@@ -156,8 +182,8 @@ def attend(
 
 @triton.jit
 def _rotate_heads(
-    x_ptr, stride_head, cos_1, cos_2, sin_1, sin_2, HEADS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
-    PADDED_HALF: tl.constexpr,
+    x_ptr, stride_head, cos_1, cos_2, sin_1, sin_2, norm_ptr, epsilon,
+    NORMS: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, PADDED_HALF: tl.constexpr,
 ):  # fmt: skip
     head = tl.arange(0, PADDED)[:, None]
     i = tl.arange(0, PADDED_HALF)[None, :]
@@ -165,6 +191,10 @@ def _rotate_heads(
     inside = (head < HEADS) & (i < HALF)
     one = tl.load(at, mask=inside, other=0.0)
     two = tl.load(at + HALF, mask=inside, other=0.0)
+    if NORMS:
+        scale = _inverse_rms(tl.sum(_squares(one) + _squares(two), 1), epsilon, 2 * HALF)[:, None]
+        one = _normed(one, scale, tl.load(norm_ptr + i, mask=i < HALF, other=0.0))
+        two = _normed(two, scale, tl.load(norm_ptr + HALF + i, mask=i < HALF, other=0.0))
     tl.store(at, _rotate_pair(one, two, cos_1, -sin_1), mask=inside)
     tl.store(at + HALF, _rotate_pair(two, one, cos_2, sin_2), mask=inside)
 
@@ -172,8 +202,8 @@ def _rotate_heads(
 @triton.jit
 def _rotate(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_row, q_head, q_token, k_row, k_head, k_token,
-    cos_row, cos_token, sin_row, sin_token,
-    Q_HEADS: tl.constexpr, Q_PADDED: tl.constexpr, K_HEADS: tl.constexpr, K_PADDED: tl.constexpr,
+    cos_row, cos_token, sin_row, sin_token, q_norm_ptr, k_norm_ptr, q_epsilon, k_epsilon,
+    NORMS: tl.constexpr, Q_HEADS: tl.constexpr, Q_PADDED: tl.constexpr, K_HEADS: tl.constexpr, K_PADDED: tl.constexpr,
     HALF: tl.constexpr, PADDED_HALF: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -185,18 +215,25 @@ def _rotate(
     sin_1, sin_2 = tl.load(sin, mask=i < HALF, other=0.0), tl.load(sin + HALF, mask=i < HALF, other=0.0)
     q = q_ptr + row * q_row + token * q_token
     k = k_ptr + row * k_row + token * k_token
-    _rotate_heads(q, q_head, cos_1, cos_2, sin_1, sin_2, Q_HEADS, Q_PADDED, HALF, PADDED_HALF)
-    _rotate_heads(k, k_head, cos_1, cos_2, sin_1, sin_2, K_HEADS, K_PADDED, HALF, PADDED_HALF)
+    _rotate_heads(
+        q, q_head, cos_1, cos_2, sin_1, sin_2, q_norm_ptr, q_epsilon, NORMS, Q_HEADS, Q_PADDED, HALF, PADDED_HALF
+    )
+    _rotate_heads(
+        k, k_head, cos_1, cos_2, sin_1, sin_2, k_norm_ptr, k_epsilon, NORMS, K_HEADS, K_PADDED, HALF, PADDED_HALF
+    )
 
 
-def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotary embedding of queries and keys ``[B, heads, T, dim]``, in place, by angles ``[B or 1, T, dim]``."""
+def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> None:
+    """Rotary embedding of queries and keys ``[B, heads, T, dim]``, in place, by angles ``[B or 1, T, dim]``.
+
+    With ``norms`` each head is normed before.
+    """
     batch, heads, tokens, dim = q.shape
     half = dim // 2
     cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
     _rotate[(tokens, batch)](
         q, k, cos, sin, *q.stride()[:3], *k.stride()[:3], *cos.stride()[:2], *sin.stride()[:2],
-        Q_HEADS=heads, Q_PADDED=triton.next_power_of_2(heads),
+        *(norms or (q, k, 0.0, 0.0)), NORMS=norms is not None, Q_HEADS=heads, Q_PADDED=triton.next_power_of_2(heads),
         K_HEADS=k.shape[1], K_PADDED=triton.next_power_of_2(k.shape[1]),
         HALF=half, PADDED_HALF=triton.next_power_of_2(half), num_warps=4,
     )  # fmt: skip
