@@ -16,14 +16,16 @@ import numpy as np
 import torch
 import transformers
 
-from verifiers.engine.kv_cache import Shape, SlotCache
+from verifiers.engine.block_manager import blocks_for
+from verifiers.engine.kv_cache import KVCache, Shape
 from verifiers.engine.model_runner import ModelRunner
 from verifiers.kernels import reference
 from verifiers.kernels.cpu import learning, threads
 from verifiers.kernels.cpu.binding import decode_functions
+from verifiers.kernels.cpu.model import Paged
 
 SIZES = {"0.8M": (128, 4), "3.5M": (256, 5), "7M": (384, 4), "25M": (576, 6)}  # hidden size, layers
-SLOTS, LENGTH = 16, 128
+SEQUENCES, LENGTH = 16, 128
 ROWS = (16, 256, 4096)
 WIDTH = 576
 ROUNDS = 40
@@ -40,7 +42,7 @@ def best_ms(work: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 
 def decode_ms(width: int, layers: int, parts: int) -> tuple[int, float]:
-    """Parameters, and milliseconds of one step for all slots by so many threads."""
+    """Parameters, and milliseconds of one step for all sequences by so many threads."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=2048, hidden_size=width, intermediate_size=8 * width // 3, num_hidden_layers=layers,
@@ -53,11 +55,13 @@ def decode_ms(width: int, layers: int, parts: int) -> tuple[int, float]:
     threads.PARAMETERS_PER_THREAD = threads.parameters_of(model) // parts
     torch.set_num_threads(parts)
     runner.cpu.lay_out()
-    cache = SlotCache(Shape.of(config), SLOTS, LENGTH, dtype=torch.float32, device=torch.device("cpu"))
-    ids, slot = torch.arange(SLOTS), np.arange(SLOTS)
-    position = np.full(SLOTS, LENGTH // 2)
+    each = blocks_for(LENGTH)
+    cache = KVCache(Shape.of(config), SEQUENCES * each, LENGTH, dtype=torch.float32, device=torch.device("cpu"))
+    paged = Paged(cache.store, np.arange(SEQUENCES * each, dtype=np.int32).reshape(SEQUENCES, each), LENGTH)
+    ids, which = torch.arange(SEQUENCES), np.arange(SEQUENCES)
+    position = np.full(SEQUENCES, LENGTH // 2)
     with torch.inference_mode():
-        took = best_ms(lambda: runner.cpu.run(ids, slot, position, slot, cache.store))  # type: ignore[union-attr]
+        took = best_ms(lambda: runner.cpu.run(ids, which, position, which, paged))  # type: ignore[union-attr]
     return threads.parameters_of(model), took
 
 

@@ -2,6 +2,8 @@
 
 python benchmarks/engine.py               # on CUDA if there is a card, else on the CPU
 python benchmarks/engine.py --model PATH  # a real model instead of SmolLM2-135M's shape with random weights
+python benchmarks/engine.py --only ours   # on CUDA: the engine alone, without `generate` beside it
+python benchmarks/engine.py --only memory # what the KV cache holds beside the tokens that are there
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from verifiers.engine.block_manager import BLOCK
 from verifiers.engine.engine import Engine
 from verifiers.engine.sequence import Sampling
 
@@ -112,7 +115,7 @@ def compare(name: str, prompts: Callable[[], list[list[int]]], ours: Work, their
     print(line, flush=True)
 
 
-def on_cuda(model: Any, label: str, rows: int) -> None:
+def on_cuda(model: Any, label: str, rows: int, *, is_alone: bool = False) -> None:
     vocabulary = model.config.vocab_size
     engine = Engine(model, rows=rows, length=512, prefill_tokens=32768)
     limits = [random.randint(64, 256) for _ in range(rows)]
@@ -120,7 +123,7 @@ def on_cuda(model: Any, label: str, rows: int) -> None:
         f"{label}: {rows} requests at once, 32–96 + 64–256 tokens",
         lambda: prompts_of(rows, 32, 96, vocabulary),
         lambda asked: by_engine(engine, asked, limits),
-        lambda asked: by_generate_mixed(model, asked, limits),
+        None if is_alone else lambda asked: by_generate_mixed(model, asked, limits),
         rounds=3,
     )
     more = [random.randint(64, 256) for _ in range(4 * rows)]
@@ -156,6 +159,65 @@ def on_cpu(model: Any, label: str, tokens: int) -> None:
     engine.close()
 
 
+def long_replies(model: Any, label: str, rows: int, low: int, high: int) -> None:
+    """Replies of reasoning models: few rows, long histories."""
+    engine = Engine(model, rows=rows, length=high + 128)
+    limits = [random.randint(low, high) for _ in range(rows)]
+    compare(
+        f"{label}: {rows} replies of {low:,}–{high:,} tokens",
+        lambda: prompts_of(rows, 32, 96, model.config.vocab_size),
+        lambda asked: by_engine(engine, asked, limits),
+        None,
+        rounds=1,
+    )
+    engine.close()
+    torch.cuda.empty_cache()
+
+
+def first_answer(name: str, label: str, family: str = "Llama") -> None:
+    """Seconds from a model in memory to the first token of its first answer, and of the first full batch."""
+    model = make(name, "cuda" if torch.cuda.is_available() else "cpu", family)
+    began = time.perf_counter()
+    engine = Engine(model, rows=256, length=512)
+    ready = time.perf_counter() - began
+    by_engine(engine, prompts_of(1, 32, 96, model.config.vocab_size), [8])
+    first = time.perf_counter() - began
+    by_engine(engine, prompts_of(256, 32, 96, model.config.vocab_size), [64] * 256)
+    whole = time.perf_counter() - began
+    engine.close()
+    print(
+        f"{label}: engine ready after {ready:.1f} s, first answer {first:.1f} s, first 256 answers {whole:.1f} s",
+        flush=True,
+    )
+
+
+def memory_held(model: Any, label: str, rows: int, n: int, low: int, high: int) -> None:
+    """Blocks that are held beside the tokens that are there: the most at any step, and on average."""
+    engine = Engine(model, rows=rows, length=high + 200)
+    ratios, step = list[tuple[float, float]](), engine._step
+
+    def measured() -> None:
+        step()
+        lengths = engine.table.length[: len(engine.live)]
+        if len(lengths) == rows:
+            held = engine.scheduler.blocks.held * BLOCK
+            own = {id(one): one.blocks for one in engine.live}
+            shared = sum(map(len, own.values())) - len({block for blocks in own.values() for block in blocks})
+            there = int(lengths.sum())
+            ratios.append((held / (there - shared * BLOCK), held / there))
+
+    engine._step = measured  # type: ignore[method-assign]
+    prompts = prompts_of(rows // n, 100, 160, model.config.vocab_size)
+    by_engine(engine, prompts, [random.randint(low, high) for _ in prompts], n=n)
+    engine.close()
+    distinct, each = zip(*ratios, strict=True)
+    print(
+        f"{label}: {rows // n} prompts × {n}, {low}–{high} tokens: memory held ÷ tokens there "
+        f"{max(distinct):.3f} at most, {median(distinct):.3f} typically; ÷ tokens of all sequences {median(each):.3f}",
+        flush=True,
+    )
+
+
 def second_turn(model: Any, label: str, length: int) -> None:
     """Time to the first token of a second turn, with the history's keys and without."""
     engine = Engine(model, rows=4, length=length + 200)
@@ -179,10 +241,15 @@ def second_turn(model: Any, label: str, length: int) -> None:
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--model")
-    options.add_argument("--only", choices=["smollm2", "tiny"], help="on a CPU: one of the two models")
+    only = ["smollm2", "tiny", "ours", "memory"]
+    options.add_argument("--only", choices=only, help="one of the two models; the engine alone; its memory")
     args = options.parse_args()
     random.seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.only == "memory":
+        for n in (1, 8):
+            memory_held(make("tiny", device), "0.9M parameters", 32, n, 64, 256)
+        return
     if args.model:
         from verifiers.engine.files.models import load
 
@@ -190,12 +257,16 @@ def main() -> None:
     else:
         model = make("smollm2", device)
     if device == "cuda":
-        on_cuda(model, "SmolLM2-135M", 256)
-        on_cuda(model, "SmolLM2-135M", 1024)
-        second_turn(model, "SmolLM2-135M", 2000)
+        if not args.model:
+            first_answer("smollm2", "SmolLM2-135M")
+        is_alone = args.only == "ours"
         larger = make("qwen2-1.5b", device, "Qwen2")
+        for rows in (1024, 256):
+            on_cuda(model, "SmolLM2-135M", rows, is_alone=is_alone)
+        second_turn(model, "SmolLM2-135M", 2000)
+        on_cuda(larger, "Qwen2-shaped 1.5B", 256, is_alone=is_alone)
+        long_replies(larger, "Qwen2-shaped 1.5B", 128, 1024, 4096)
         second_turn(larger, "Qwen2-shaped 1.5B", 2000)
-        on_cuda(larger, "Qwen2-shaped 1.5B", 256)
         return
     if args.only != "tiny":
         on_cpu(model, "SmolLM2-135M", 64)

@@ -12,11 +12,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, MIXTURES, assert_exact, expected, prompt_of, random_model  # noqa: E402
+from verifiers.engine.block_manager import BLOCK, blocks_for  # noqa: E402
 from verifiers.engine.engine import LEAST_SHARED_CUDA, Engine  # noqa: E402
-from verifiers.engine.kv_cache import Decode, Segment  # noqa: E402
+from verifiers.engine.kv_cache import Decode, KVCache, Prefill, Segment, Shape  # noqa: E402
 from verifiers.engine.sequence import Generated, Sampling  # noqa: E402
 from verifiers.errors import ModelError  # noqa: E402
-from verifiers.kernels.reference import causal_attention  # noqa: E402
 from verifiers.kernels.reference import rotary as plain_rotary  # noqa: E402
 from verifiers.kernels.sampling import SamplingColumns, sample  # noqa: E402
 
@@ -133,37 +133,48 @@ def angles_of(batch: int, tokens: int, dim: int, dtype: Any) -> tuple[Any, Any]:
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
+def blocks_of_sequences(lengths: list[int], groups: int, dim: int, dtype: Any) -> tuple[Any, Any, KVCache]:
+    """Tables (on the host, and on the card) of sequences whose blocks lie anywhere, and a cache of one layer."""
+    counts = [blocks_for(length) for length in lengths]
+    order = torch.randperm(sum(counts)).add(1).int().split(counts)
+    tables = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True)
+    cache = KVCache(Shape(1, groups, dim), sum(counts) + 1, 0, dtype=dtype, device=torch.device("cuda"))
+    cache.store.normal_()
+    return tables.numpy(), tables.cuda(), cache
+
+
+def copy_of(cache: KVCache) -> KVCache:
+    layers, _, blocks, groups, _, dim = cache.store.shape
+    made = KVCache(Shape(layers, groups, dim), blocks, 0, dtype=cache.store.dtype, device=cache.store.device)
+    made.store.copy_(cache.store)
+    return made
+
+
+@pytest.mark.parametrize("splits", [1, 2, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rotation_within_attention_is_rotation_before_it(shape: Any, dtype: Any) -> None:
+def test_rotation_within_attention_is_rotation_before_it(shape: Any, dtype: Any, splits: int) -> None:
     from verifiers.kernels.cuda import decode
 
     batch, heads, groups, dim = shape
     torch.manual_seed(0)
     q, k, v = (heads_of(batch, 1, n, dim, dtype) for n in (heads, groups, groups))
-    cache = torch.randn((2, batch, groups, 90, dim), device="cuda").to(dtype)
-    other = cache.clone()
-    length = torch.randint(0, 90, (batch,), device="cuda")
+    length = torch.randint(0, 900, (batch,), device="cuda")
     length[0] = 0
+    tables, tables_there, cache = blocks_of_sequences((length + 1).tolist(), groups, dim, dtype)
+    other = copy_of(cache)
     rotary = angles_of(batch, 1, dim, dtype)
     settings: Any = {"scale": 0.2, "window": None, "softcap": None}
-    one = decode.attend(q, k, v, *cache, length, rotary=rotary, **settings)
+    one = decode.attend(q, k, v, *cache.layers[0], tables_there, length, splits, rotary=rotary, **settings)
     rotated = [plain_rotary(x, *rotary) for x in (q, k)]
-    two = decode.attend(*rotated, v, *other, length, **settings)
+    two = decode.attend(*rotated, v, *other.layers[0], tables_there, length, splits, **settings)
     within = 1e-5 if dtype is torch.float32 else 2e-2  # the last bit of a rotated number
     assert torch.allclose(one, two, rtol=within, atol=within)
-    assert torch.allclose(cache, other, rtol=within, atol=within)
-    plain = Decode(SlotsOf(*other), torch.arange(batch, device="cuda"), length, 90)
+    assert torch.allclose(cache.store, other.store, rtol=within, atol=within)
+    plain = Decode(other, tables, length, tables.shape[1] * BLOCK)
     three = plain(0, *rotated, v, **settings)
     within = 5e-3 if dtype is torch.float32 else 3e-2
     assert torch.allclose(one, three, rtol=within, atol=within)
-
-
-class SlotsOf:
-    """A cache of one layer."""
-
-    def __init__(self, keys: Any, values: Any) -> None:
-        self.layers = [(keys, values)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -447,28 +458,33 @@ def test_sampling_leaves_a_module_that_can_be_trained(start: Any) -> None:
     ("window", "softcap", "splits"), [(None, None, 1), (None, None, 8), (40, None, 8), (None, 2.0, 3)]
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_new_tokens_see_their_row_up_to_themselves(
+def test_new_tokens_see_their_sequence_up_to_themselves(
     shape: Any, window: Any, softcap: Any, splits: int, dtype: Any
 ) -> None:
-    from verifiers.engine.prefix_extension import blocks_of
-    from verifiers.kernels.cuda.extend import extend
+    from verifiers.engine.cuda_prefill import blocks_of
+    from verifiers.kernels.cuda.extend import extend, store
 
     _, heads, groups, dim = shape
     torch.manual_seed(0)
-    keys, values = torch.randn((2, 4, groups, 300, dim), device="cuda").to(dtype)
     sizes = [(2, 50, 30), (0, 0, 170), (3, 299, 1), (1, 64, 7)]
     ends = [sum(n for *_, n in sizes[: i + 1]) for i in range(4)]
-    segments = [Segment(end - n, end, row, past) for (row, past, n), end in zip(sizes, ends, strict=True)]
-    q = heads_of(1, ends[-1], heads, dim, dtype)
+    segments = [Segment(end - n, end, table, past) for (table, past, n), end in zip(sizes, ends, strict=True)]
+    lengths = [past + n for _, past, n in sorted(sizes)]
+    tables, tables_there, cache = blocks_of_sequences(lengths, groups, dim, dtype)
+    other = copy_of(cache)
+    q, k, v = (heads_of(1, ends[-1], n, dim, dtype) for n in (heads, groups, groups))
+    table_T, position_T = (
+        torch.cat([torch.full((n,), table) for table, _, n in sizes]).cuda(),
+        torch.cat([torch.arange(past, past + n) for _, past, n in sizes]).cuda(),
+    )
+    store(k, v, *cache.layers[0], tables_there, table_T, position_T)
     blocks = torch.from_numpy(blocks_of(segments, heads // groups)).cuda()
-    out = extend(q, keys, values, blocks, scale=0.2, window=window, softcap=softcap, splits=splits)
+    way: Any = {"scale": 0.2, "window": window, "softcap": softcap}
+    out = extend(q, *cache.layers[0], tables_there, blocks, splits=splits, **way)
+    due = Prefill(other, tables, segments)(0, q, k, v, **way)
+    assert torch.equal(cache.store, other.store)
     within = 5e-3 if dtype is torch.float32 else 3e-2
-    for one in segments:
-        row, end = slice(one.slot, one.slot + 1), one.past + one.end - one.start
-        new = q[:, :, one.start : one.end].float()
-        seen = (keys[row, :, :end].float(), values[row, :, :end].float())
-        expected_out = causal_attention(new, *seen, one.past, 0.2, window, softcap)
-        assert torch.allclose(out[:, :, one.start : one.end].float(), expected_out, rtol=within, atol=within)
+    assert torch.allclose(out.float(), due.float(), rtol=within, atol=within)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "GPT2", "Mistral"])
@@ -495,7 +511,7 @@ def test_a_few_tokens_are_run_by_a_graph_and_exact(start: Any, family: str) -> N
         several = [prompt_of(3 + 5 * i + j, seed=10 * i + j) for j in range(1 + i % 3)]
         for answer in answers_of(engine, [(prompt, way) for prompt in several]):
             assert_exact(model, answer, way, within=5e-3)
-    graphs = engine._cuda._extender._graphs
+    graphs = engine._cuda._prefill._graphs
     assert graphs
     with torch.no_grad():
         for parameter in model.parameters():
@@ -540,3 +556,40 @@ def test_nan_logits_fail_their_request_only(start: Any) -> None:
     biased = Sampling(max_tokens=5, seed=1, logit_bias={96: -100.0})  # by plain operations, which read stale positions
     for answer in engine.generate([[5, 6], [7]], biased, n=3):
         assert_exact(model, answer, biased, within=5e-3)
+
+
+# --- blocks ---------------------------------------------------------------------------------------------------------
+
+
+def test_when_blocks_run_out_the_youngest_is_run_again_and_every_token_is_exact(start: Any) -> None:
+    model = on_card()
+    engine = start(model, rows=12, cache_tokens=600)
+    requests = [(prompt_of(20 + i, seed=i), Sampling(max_tokens=120, seed=i)) for i in range(30)]
+    answers = answers_of(engine, requests)
+    assert engine.scheduler.preempted > 0
+    for answer, (_, way) in zip(answers, requests, strict=True):
+        assert len(answer.ids) == way.max_tokens
+        assert_exact(model, answer, way, within=5e-3)
+    assert engine.scheduler.blocks.held == 0
+
+
+def test_others_go_on_while_a_long_prompt_is_run_in_chunks(start: Any) -> None:
+    model = on_card(max_position_embeddings=4096)
+    engine = start(model, rows=4, length=4000, prefill_tokens=256)
+    heard: list[int] = []
+    told = engine.submit(prompt_of(9), Sampling(max_tokens=300, seed=1), on_token=lambda *_: heard.append(1) or False)
+    while len(heard) < 5:
+        pass
+    before = len(heard)
+    long = engine.submit(prompt_of(3500), Sampling(max_tokens=1, seed=1))[0]
+    assert_exact(model, long.result(60), Sampling(), within=2e-2)
+    assert len(heard) - before >= 10  # one for each chunk but those the host is behind
+    assert_exact(model, told[0].result(60), Sampling(), within=5e-3)
+
+
+def test_few_sequences_with_long_histories_are_exact_by_split_attention(start: Any) -> None:
+    model = on_card(max_position_embeddings=4096)
+    engine = start(model, rows=4, length=4000)
+    way = Sampling(max_tokens=40, seed=1)
+    for answer in answers_of(engine, [(prompt_of(n, seed=n), way) for n in (3000, 1500, 700)]):
+        assert_exact(model, answer, way, within=2e-2)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -502,13 +503,25 @@ def test_requests_that_share_a_prefill_do_not_drive_out_a_conversation_while_row
 
 
 def test_the_conversation_longest_unused_gives_way(make: Any) -> None:
-    engine = make(rows=3)
+    engine = make(rows=3, length=33, cache_tokens=96)  # room for three
     way = Sampling(max_tokens=2, seed=0)
-    talks = [prompt_of(30, seed=i) for i in range(4)]
+    talks = [prompt_of(30, seed=i) for i in range(5)]
     for talk in (talks[0], talks[1], talks[2], talks[0], talks[3]):  # 1 is the oldest when 3 comes
         engine.generate([talk], way)
     assert [bool(engine.generate([talks[i]], way)[0].reused) for i in (0, 2, 3)] == [True] * 3
+    engine.generate([talks[4]], way)
     assert engine.generate([talks[1]], way)[0].reused == 0
+
+
+def test_a_prompt_is_shared_with_one_that_is_still_running(make: Any) -> None:
+    engine = make(PRECISE)
+    prompt, heard = prompt_of(40), list[int]()
+    first = engine.submit(prompt, Sampling(max_tokens=150, seed=1), on_token=lambda *_: bool(heard.append(1)))[0]
+    wait_for(lambda: len(heard) > 2)
+    second = engine.generate([prompt], Sampling(max_tokens=5, seed=2))[0]
+    assert second.reused == 32  # its full blocks
+    for answer in (first.result(20), second):
+        assert_exact(PRECISE, answer, Sampling(), within=1e-5)
 
 
 def test_rows_overwritten_by_others_are_never_reused(make: Any) -> None:
@@ -527,6 +540,142 @@ def test_rows_overwritten_by_others_are_never_reused(make: Any) -> None:
         reused += answer.reused > 0
         assert_exact(MODEL, answer, Sampling())
     assert reused > 20
+
+
+# --- blocks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache_tokens", [130, 160, 220])
+def test_when_blocks_run_out_the_youngest_is_run_again_and_every_token_stays_the_same(
+    make: Any, cache_tokens: int
+) -> None:
+    requests = [
+        (prompt, replace(way, max_tokens=30 + i, stop_ids=frozenset()))
+        for i, (prompt, way) in enumerate(some_requests(20, seed=6))
+    ]
+    plenty = make(PRECISE, rows=8)
+    due = [future.result(60) for future in [plenty.submit(*request)[0] for request in requests]]
+    engine = make(PRECISE, rows=8, length=130, cache_tokens=cache_tokens)
+    futures = [engine.submit(*request)[0] for request in requests]
+    for future, wanted in zip(futures, due, strict=True):
+        answer = future.result(60)
+        assert answer.ids == wanted.ids
+        assert answer.finish_reason == wanted.finish_reason
+        assert answer.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
+        assert answer.raw_logprobs == pytest.approx(wanted.raw_logprobs, abs=1e-5)
+    assert engine.scheduler.preempted > 0
+    assert engine.scheduler.blocks.held == 0
+
+
+def test_a_request_that_was_preempted_hears_each_token_once_and_keeps_its_alternatives(make: Any) -> None:
+    engine = make(PRECISE, rows=4, length=90, cache_tokens=100)
+    heard: list[list[int]] = [[] for _ in range(4)]
+    ways = [
+        Sampling(max_tokens=50, seed=1),
+        Sampling(max_tokens=50, seed=2, top_logprobs=2),
+        Sampling(max_tokens=50, seed=3, presence_penalty=0.5, frequency_penalty=0.5),
+        Sampling(max_tokens=50, seed=4, prompt_logprobs=1, repetition_penalty=1.3),
+    ]
+    futures = [
+        engine.submit(prompt_of(20, seed=i), way, on_token=lambda token, _, i=i: bool(heard[i].append(token)))[0]
+        for i, way in enumerate(ways)
+    ]
+    answers = [future.result(60) for future in futures]
+    assert engine.scheduler.preempted > 0
+    alone = make(PRECISE, rows=1)
+    for i, (answer, way) in enumerate(zip(answers, ways, strict=True)):
+        assert heard[i] == answer.ids
+        due = alone.generate([prompt_of(20, seed=i)], way)[0]
+        assert answer.ids == due.ids
+        assert len(answer.top_logprobs) == len(due.top_logprobs)
+        assert len(answer.prompt_logprobs or ()) == len(due.prompt_logprobs or ())
+
+
+def test_the_oldest_request_is_never_preempted(make: Any, slow: Slow) -> None:
+    engine = make(rows=3, length=80, cache_tokens=90)
+    futures = [engine.submit(prompt_of(20, seed=i), Sampling(max_tokens=55, seed=i))[0] for i in range(3)]
+    ended: list[int] = []
+    for i, future in enumerate(futures):
+        future.add_done_callback(lambda _, i=i: ended.append(i))
+    slow.go.set()
+    assert [len(future.result(60).ids) for future in futures] == [55] * 3
+    wait_for(lambda: len(ended) == 3)
+    assert ended == [0, 1, 2]
+    assert engine.scheduler.preempted > 0
+
+
+def test_a_prompt_longer_than_the_whole_cache_is_refused_in_a_sentence(make: Any) -> None:
+    engine = make(rows=4, length=200, cache_tokens=64)
+    with pytest.raises(OverlongPromptError, match=r"has 70 tokens, and the context is 64, all that the KV cache holds"):
+        engine.submit(prompt_of(70))
+    answer = engine.generate([prompt_of(50)], Sampling(max_tokens=100, seed=0))[0]
+    assert (len(answer.ids), answer.finish_reason) == (14, "length")
+    assert_exact(MODEL, answer, Sampling())
+
+
+def test_memory_held_is_at_most_a_tenth_more_than_the_tokens_that_are_there(make: Any) -> None:
+    engine = make(rows=8, length=250)
+    ratios, step = list[float](), engine._step
+
+    def measured() -> None:
+        step()
+        lengths = engine.table.length[: len(engine.live)]
+        if len(lengths) == 8 and lengths.min() >= 150:
+            ratios.append(engine.scheduler.blocks.held * 16 / lengths.sum())
+
+    engine._step = measured
+    futures = [
+        engine.submit(prompt_of(100 + 5 * i, seed=i), Sampling(max_tokens=100, seed=i), on_token=lambda *_: False)[0]
+        for i in range(8)
+    ]
+    assert all(future.result(60) for future in futures)
+    assert len(ratios) > 20
+    assert 1.0 <= max(ratios) <= 1.1
+    assert engine.scheduler.blocks.held == 0
+
+
+def test_a_group_holds_its_prompt_once(make: Any, slow: Slow) -> None:
+    engine = make(rows=8, length=250)
+    futures = engine.submit(prompt_of(200), Sampling(max_tokens=20, seed=0), n=8)
+    slow.go.set()
+    most = 0
+    while not all(future.done() for future in futures):
+        most = max(most, engine.scheduler.blocks.held)
+    assert most <= 200 // 16 + 8 * 3
+    for future in futures:
+        assert_exact(MODEL, future.result(), Sampling())
+
+
+def test_others_get_a_token_for_each_chunk_of_a_long_prompt(make: Any) -> None:
+    model = random_model(max_position_embeddings=2048)
+    engine = make(model, rows=3, length=2000, prefill_tokens=64)
+    heard: list[int] = []
+
+    def hear(*_: Any) -> bool:
+        heard.append(len(engine.prefilling))
+        return False
+
+    short = engine.submit(prompt_of(5), Sampling(max_tokens=150, seed=1), on_token=hear)[0]
+    wait_for(lambda: len(heard) > 3)
+    long = engine.submit(prompt_of(1600), Sampling(max_tokens=3, seed=2))[0]
+    assert_exact(model, long.result(60), Sampling())
+    assert sum(heard) >= 1600 // 64 - 1  # while the long one was being run
+    assert_exact(model, short.result(60), Sampling())
+
+
+def test_a_long_prompt_that_is_cancelled_half_way_leaves_nothing(make: Any) -> None:
+    engine = make(rows=3, length=200, prefill_tokens=8)
+    started = engine.submit(prompt_of(150), Sampling(max_tokens=5, seed=1), n=2)
+    wait_for(lambda: bool(engine.prefilling))
+    for future in started:
+        future.cancel()
+    for future in started:
+        with pytest.raises(CancelledError):
+            future.result(20)
+    wait_for(lambda: not engine.prefilling)
+    assert engine.scheduler.blocks.held == 0
+    answer = engine.generate([prompt_of(150)], Sampling(max_tokens=5, seed=1))[0]
+    assert_exact(MODEL, answer, Sampling())
 
 
 # --- what it costs --------------------------------------------------------------------------------------------------

@@ -44,8 +44,9 @@ def planned(config: Any = SMOLLM2, **options: Any) -> Plan:
 
 def test_what_was_asked_for_is_planned_and_counted() -> None:
     made = planned(rows=4, length=1024)
-    assert (made.rows, made.length) == (4, 1024)
+    assert (made.rows, made.length, made.cache_tokens) == (4, 1024, 4 * 1024)
     assert made.cache_bytes == 4 * 1024 * PER_TOKEN
+    assert planned(rows=4, length=1024, cache_tokens=2000).cache_bytes == 2000 * PER_TOKEN
     assert made.weights_bytes == 134_515_008 * 4
     assert made.free_bytes == 16 * GB
 
@@ -61,14 +62,22 @@ def test_a_model_that_unties_its_embeddings_counts_both() -> None:
     assert weights_bytes(config, torch.float32) == (134_515_008 + 49152 * 576) * 4
 
 
+def test_the_cache_is_shared_so_that_many_long_rows_are_planned_where_few_would_fit_at_once() -> None:
+    made = planned(rows=256, length=8192, free_bytes=6_100_000_000)
+    assert (made.rows, made.length) == (256, 8192)
+    assert 8192 <= made.cache_tokens < 8 * 8192
+    assert made.cache_bytes == made.cache_tokens * PER_TOKEN < 6_100_000_000
+
+
 def test_what_will_not_fit_is_refused_with_numbers_and_a_suggestion_that_fits() -> None:
     with pytest.raises(WillNotFitError) as caught:
-        planned(rows=32, length=8192, free_bytes=6_100_000_000)
+        planned(rows=128, length=8192, free_bytes=500_000_000)
     assert str(caught.value) == (
-        "32 rows × 8,192 tokens need 12.1 GB for keys and values; 6.1 GB are free on cpu: use rows=8 or length=2048"
+        "keys and values of 8,192 tokens need 0.4 GB, and the logits of 128 rows 0.1 GB; 0.5 GB are free on cpu: "
+        "use rows=64 or length=4096"
     )
-    planned(rows=8, length=8192, free_bytes=6_100_000_000)
-    planned(rows=32, length=2048, free_bytes=6_100_000_000)
+    planned(rows=64, length=8192, free_bytes=500_000_000)
+    planned(rows=128, length=4096, free_bytes=500_000_000)
 
 
 def test_weights_that_are_still_to_be_loaded_are_counted() -> None:
@@ -76,22 +85,24 @@ def test_weights_that_are_still_to_be_loaded_are_counted() -> None:
     with pytest.raises(WillNotFitError, match=r"weights need 0\.5 GB as float32, and 0\.1 GB are free.*smaller model"):
         planned(rows=1, length=128, free_bytes=GB // 10, weights_loaded=False)
     with pytest.raises(WillNotFitError, match=r"beside 0\.5 GB of weights"):
-        planned(rows=32, length=8192, free_bytes=6 * GB, weights_loaded=False)
+        planned(rows=32, length=8192, free_bytes=GB, weights_loaded=False)
 
 
 def test_left_to_itself_it_takes_a_share_and_leaves_the_rest() -> None:
     made = planned()
-    assert (made.rows, made.length) == (32, 4096)
+    assert (made.rows, made.length) == (32, 8192)
+    assert made.length < made.cache_tokens < 32 * 8192
     assert made.cache_bytes < 16 * GB / 2
-    assert (planned(TINY).rows, planned(TINY).length) == (32, 512)
-    assert (planned(free_bytes=64 * GB).rows, planned(free_bytes=64 * GB).length) == (32, 8192)
+    assert (planned(TINY).rows, planned(TINY).length, planned(TINY).cache_tokens) == (32, 512, 32 * 512)
+    assert planned(free_bytes=64 * GB).cache_tokens == 32 * 8192
 
 
-def test_one_number_given_the_other_is_chosen() -> None:
-    assert planned(rows=64).length == 2048
-    assert planned(length=512).rows == 32
+def test_one_number_given_the_others_are_chosen() -> None:
+    assert (planned(rows=64).length, planned(length=512).rows) == (8192, 32)
     assert planned(rows=3, free_bytes=GB).rows == 3
-    assert planned(length=8192, free_bytes=GB).rows == 1
+    assert planned(length=8192, free_bytes=GB).rows == 32
+    assert planned(free_bytes=GB // 2).length == 4096
+    assert planned(free_bytes=GB // 10).rows == 4
 
 
 @given(
@@ -106,6 +117,7 @@ def test_no_plan_takes_more_than_there_is(free: int, rows: int | None, length: i
     except WillNotFitError:
         assert rows is not None  # what it chooses itself always fits a model so small
         return
+    assert made.length <= made.cache_tokens <= made.rows * made.length
     assert made.rows == rows or rows is None
     assert made.length == length or length is None
     assert made.cache_bytes + (0 if is_loaded else made.weights_bytes) <= free

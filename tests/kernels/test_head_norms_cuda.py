@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import assert_exact, expected, prompt_of  # noqa: E402
-from tests.engine.test_cuda import SHAPES, angles_of, heads_of, mixed  # noqa: E402
+from tests.engine.test_cuda import SHAPES, angles_of, blocks_of_sequences, copy_of, heads_of, mixed  # noqa: E402
 from tests.engine.tiny import tokenizer  # noqa: E402
 from tests.kernels.test_head_norms import check_autocast, check_gradients, qwen3  # noqa: E402
 from tests.trainers import making  # noqa: E402
@@ -56,15 +56,16 @@ def test_norms_within_attention_are_norms_before_it(shape: Any, dtype: Any) -> N
     batch, heads, groups, dim = shape
     torch.manual_seed(0)
     q, k, v = (heads_of(batch, 1, n, dim, dtype) for n in (heads, groups, groups))
-    cache = torch.randn((2, batch, groups, 90, dim), device="cuda").to(dtype)
-    other, length = cache.clone(), torch.randint(0, 90, (batch,), device="cuda")
+    length = torch.randint(0, 90, (batch,), device="cuda")
+    _, tables, cache = blocks_of_sequences((length + 1).tolist(), groups, dim, dtype)
+    other = copy_of(cache)
     rotary, norms = angles_of(batch, 1, dim, dtype), norms_of(dim, dtype)
     settings: Any = {"scale": 0.2, "window": None, "softcap": None, "rotary": rotary}
-    one = decode.attend(q, k, v, *cache, length, norms=norms, **settings)
-    two = decode.attend(*norms.of(q, k), v, *other, length, **settings)
+    one = decode.attend(q, k, v, *cache.layers[0], tables, length, norms=norms, **settings)
+    two = decode.attend(*norms.of(q, k), v, *other.layers[0], tables, length, **settings)
     within = 1e-5 if dtype is torch.float32 else 4e-2  # the last bit of a normed number
     assert torch.allclose(one, two, rtol=within, atol=within)
-    assert torch.allclose(cache, other, rtol=within, atol=within)
+    assert torch.allclose(cache.store, other.store, rtol=within, atol=within)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,6 +1,6 @@
 """Prompts → completions: requests join and leave between steps (continuous batching), and their tokens are exact.
 
-The story of a token: `submit` queues a sequence, the scheduler gives it a slot of the KV cache, the model runner runs
+The story of a token: `submit` queues a sequence, the scheduler gives it blocks of the KV cache, the model runner runs
 its prompt and then one token a step, the sampler draws, and the scheduler hands it out when it has finished.
 """
 
@@ -19,12 +19,13 @@ from torch import Tensor
 
 from verifiers.engine import threads
 from verifiers.engine.backends import BATCHED, CPU, MODULES, SEQUENTIAL, Backend, choose_backend
+from verifiers.engine.block_manager import BLOCK, BlockManager, blocks_for
 from verifiers.engine.finished import ends
-from verifiers.engine.kv_cache import Decode, Prefill, Segment, Shape, SlotCache
+from verifiers.engine.kv_cache import Decode, KVCache, Prefill, Segment, Shape
 from verifiers.engine.model_runner import ModelRunner
 from verifiers.engine.prompt_scores import score_prompt
 from verifiers.engine.sampler import draw
-from verifiers.engine.scheduler import Group, Scheduler
+from verifiers.engine.scheduler import Chunk, Scheduler
 from verifiers.engine.sequence import (
     ActiveSequence,
     Answer,
@@ -36,6 +37,7 @@ from verifiers.engine.sequence import (
 )
 from verifiers.engine.sequential import SequentialCache
 from verifiers.errors import InfraError, ModelError, OverlongPromptError, RateLimitError
+from verifiers.kernels.cpu.model import Paged
 from verifiers.kernels.cpu.threads import is_small
 from verifiers.kernels.devices import free_unused, host_index
 
@@ -47,9 +49,9 @@ logger = logging.getLogger("verifiers.engine")
 AHEAD = 2  # steps in flight on CUDA before the host reads the first of them
 ADMIT_SHARE = 16  # on CUDA, new requests are taken in when a 16th of the rows is free: each time empties the pipeline
 
-LEAST_SHARED, LEAST_SHARED_CUDA = 16, 64  # tokens: reusing fewer is not worth moving them
-NOTHING_SHARED = 1 << 62
-SPAN_STEP = 32
+LEAST_SHARED, LEAST_SHARED_CUDA = 16, 64  # tokens: reusing fewer is not worth its while
+SPAN_STEP = 2 * BLOCK
+LOOK_AHEAD = 4  # tokens for which blocks are taken at once on CUDA: telling the device takes as long for many
 PREFILL, PREFILL_CUDA = 1024, 32768  # tokens of prompts run at once
 PATIENCE_S = 2.0  # without a new request, before those that have gathered begin without the others
 PAUSES = ("abort", "wait", "keep")
@@ -71,6 +73,7 @@ class Engine:
         *,
         rows: int = 32,
         length: int | None = None,
+        cache_tokens: int | None = None,
         prefill_tokens: int | None = None,
         max_waiting: int = 65536,
         stop_ids: Sequence[int] = (),
@@ -80,8 +83,9 @@ class Engine:
         text = runner.text_config
         longest = getattr(text, "max_position_embeddings", None) or 2048
         longest = longest if longest > 0 else 2048  # some say -1 for no limit
-        self.length = min(length or longest, longest)
+        self.length = min(length or longest, longest, cache_tokens or longest)
         self.rows = rows
+        self.cache_tokens = min(cache_tokens or rows * self.length, rows * self.length)
         self.prefill_tokens = prefill_tokens or (PREFILL_CUDA if runner.device.type == "cuda" else PREFILL)
         self.max_waiting = max_waiting
         self.device, self.dtype = runner.device, runner.dtype
@@ -89,7 +93,7 @@ class Engine:
         self.vocabulary = int(text.vocab_size)
         self.scheduler = Scheduler(
             runner,
-            slots=rows,
+            rows=rows,
             length=self.length,
             prefill_tokens=self.prefill_tokens,
             vocabulary=self.vocabulary,
@@ -116,39 +120,44 @@ class Engine:
 
     @property
     def waiting(self) -> deque[ActiveSequence]:
-        """Requests that have no slot yet."""
+        """Requests that have no blocks yet."""
         return self.scheduler.waiting
 
     @property
     def live(self) -> list[ActiveSequence]:
-        """Requests that have one."""
+        """Requests that decode."""
         return self.scheduler.running
 
     @property
-    def cache(self) -> SlotCache | SequentialCache:
+    def prefilling(self) -> list[ActiveSequence]:
+        """Requests whose prompt is being run."""
+        return [sequence for group in self.scheduler.prefilling for sequence in group.members]
+
+    @property
+    def cache(self) -> KVCache | SequentialCache:
         return self.scheduler.cache
 
     def run_by(self, backend: str) -> None:
-        """Make what a backend needs: the slot cache and the device's graphs, or caches of the model's own."""
+        """Make what a backend needs: the KV cache and the device's graphs, or caches of the model's own."""
         self._cuda = self.scheduler.cuda = None
-        self.table.forget(0)
         self._has_cache = True
         if backend not in BATCHED:
             self.scheduler.cache = SequentialCache(self.model, uses_cache=backend == SEQUENTIAL)
-            self.table.least_shared = NOTHING_SHARED
+            self.scheduler.blocks = BlockManager(self.rows * (blocks_for(self.length) + 1) + 1, least_shared=None)
             return
         self.runner.uses_c, self.runner.uses_modules = backend == CPU, backend == MODULES
-        self.table.least_shared = LEAST_SHARED_CUDA if self.device.type == "cuda" else LEAST_SHARED
-        shape = Shape.of(self.model.config)
+        least = LEAST_SHARED_CUDA if self.device.type == "cuda" else LEAST_SHARED
+        # One that is nobody's, and one that a prefix is copied from while a sequence has all others.
+        blocks = blocks_for(self.cache_tokens) + 2
+        self.scheduler.blocks = BlockManager(blocks, least_shared=least)
         with torch.inference_mode(False):  # made by a proof, and written to by whoever comes later
-            # One position more than is promised: where rows that are not live write on CUDA.
-            cache = SlotCache(shape, self.rows, self.length + 1, dtype=self.dtype, device=self.device)
+            cache = KVCache(Shape.of(self.model.config), blocks, self.length, dtype=self.dtype, device=self.device)
             self.scheduler.cache = cache
             self._cuda = self.scheduler.cuda = _cuda_decoder(self, cache) if self.device.type == "cuda" else None
 
     def start_afresh(self) -> None:
         """Forget all that was run so far."""
-        self.table.forget(0)
+        self.scheduler.blocks.forget()
         self.runner.start_afresh()
         self.steps = self.tokens = 0
 
@@ -168,7 +177,11 @@ class Engine:
         if not prompt:
             raise ValueError("the prompt is empty: give at least one token")
         if len(prompt) >= self.length:
-            raise OverlongPromptError(f"the prompt has {len(prompt)} tokens, and the context is {self.length}")
+            holds = f", all that the KV cache holds (cache_tokens={self.cache_tokens})"
+            raise OverlongPromptError(
+                f"the prompt has {len(prompt)} tokens, and the context is {self.length}"
+                f"{holds if self.length == self.cache_tokens else ''}"
+            )
         check_tokens((*prompt, *sampling.logit_bias), self.vocabulary)
         first = sampling.seed if sampling.seed is not None else self._seeds.draw(prompt)
         told = list(on_token) if isinstance(on_token, Sequence) else [on_token] * n
@@ -262,17 +275,17 @@ class Engine:
     def forget(self) -> None:
         """Drop every key and value kept for reuse (they were made by other weights, say)."""
         with self.lock:
-            self.table.forget(len(self.live))
-            self.runner.forget()  # slots of running sequences are not to be reused later, nor copies of weights
+            self.scheduler.blocks.forget()
+            self.runner.forget()
 
     def release_cache(self) -> None:
         """Give the KV cache and its graphs back, if nothing is running; the next request takes them again."""
         with self.lock:
-            if self.live:
+            if self.live or self.scheduler.prefilling:
                 return
             self._cuda = self.scheduler.cuda = None
             self.scheduler.cache = SequentialCache(self.model, uses_cache=False)  # in its place, and empty
-            self.table.forget(0)
+            self.scheduler.blocks.forget()
             self.runner.forget()
             self._has_cache = False
         free_unused(self.device)
@@ -312,7 +325,7 @@ class Engine:
 
     @property
     def _has_nothing_to_do(self) -> bool:
-        return self._is_paused or not (self.waiting or self.live)
+        return self._is_paused or not (self.waiting or self.live or self.scheduler.prefilling)
 
     def step(self) -> None:
         """One step on the caller's thread, who holds the lock: for a proof, before the engine's own thread is there."""
@@ -329,12 +342,13 @@ class Engine:
         self.scheduler.sort_waiting()
 
     def _step(self) -> None:
-        """Admit what fits, then one token for every running sequence."""
+        """A chunk of the prompts that are being run, then one token for every sequence that decodes."""
         if not self._has_cache:
             self.run_by(self.backend.name)
-        has_changed, has_moved = self.runner.notice(is_idle=not self.live)
+        is_idle = not self.live and not self.scheduler.prefilling
+        has_changed, has_moved = self.runner.notice(is_idle=is_idle)
         if has_changed:
-            self.table.forget(len(self.live))
+            self.scheduler.blocks.forget()
         if self._version != self.runner.weight_version:
             self._note_version()
         if has_moved and self._cuda is not None:
@@ -343,9 +357,8 @@ class Engine:
             self._step_ahead(self._cuda)
             return
         self.scheduler.drop_cancelled()
-        admitted = self.scheduler.admit()
-        if admitted:
-            self._prefill(admitted)
+        if chunks := self.scheduler.admit():
+            self._prefill(chunks)
         if self.live:
             self._decode()
 
@@ -355,131 +368,157 @@ class Engine:
             self._collect(self._cuda)
         self._version = self.runner.weight_version
         for sequence in self.live:
-            sequence.note_version(self._version, int(self.table.steps[sequence.slot]))
+            sequence.note_version(self._version, int(self.table.steps[sequence.row]))
 
     def _step_ahead(self, cuda: CudaDecoder) -> None:
         """As above, but the host reads a step only when the next ones have been launched."""
-        free = self.rows - len(self.live)
-        wants_in = bool(self.waiting) and (free * ADMIT_SHARE >= self.rows or not self.live)
-        if wants_in or self.scheduler.has_cancelled:
-            while cuda.in_flight:
-                self._collect(cuda)
-            self.scheduler.drop_cancelled()
-            while admitted := self.scheduler.admit():
-                self._prefill(admitted)
+        self.scheduler.drop_cancelled()
+        wants_in = bool(self.waiting) and (self.scheduler.free_rows * ADMIT_SHARE >= self.rows or not self.live)
+        if (wants_in or self.scheduler.prefilling) and (chunks := self.scheduler.admit()):
+            self._prefill(chunks)
         if self.table.needs_logits[: len(self.live)].any():
-            while cuda.in_flight:
-                self._collect(cuda)
-            self._decode()  # what is changed differs between sequences and steps: not worth a graph
-            cuda.assign(np.arange(len(self.live)))
+            self._settle()
+            if self.live:
+                self._decode()  # what is changed differs between sequences and steps: not worth a graph
+                cuda.assign(np.arange(len(self.live)))
         elif self.live:
+            _, rows = self.scheduler.reserve(LOOK_AHEAD, self._settle)
+            cuda.add_blocks(rows)
             cuda.launch()
             self.steps += 1
         while cuda.in_flight > (AHEAD if self.live else 0):
             self._collect(cuda)
 
+    def _settle(self) -> None:
+        """Read all that was launched."""
+        while self._cuda is not None and self._cuda.in_flight:
+            self._collect(self._cuda)
+
     def _collect(self, cuda: CudaDecoder) -> None:
         """Read the oldest step that was launched."""
-        sequences, token_N, logprob_N, raw_N = cuda.collect()
+        sequences, is_first, drawn = cuda.collect()
         if not sequences:
             return
-        self.table.length[[sequence.slot for sequence in sequences]] += 1
-        self._record(sequences, token_N, logprob_N, raw_N)
+        rows = [sequence.row for sequence in sequences]
+        if not is_first:
+            self.table.length[rows] += 1
+            self.table.ahead[rows] -= 1
+        self._record(sequences, *drawn, is_first=is_first)
 
     # --- tokens ------------------------------------------------------------------------------------------------
 
-    def _prefill(self, groups: Sequence[Group]) -> None:
-        """Run prompts through the model, and draw the first token of each sequence."""
-        segments: list[Segment] = []
-        ids: list[int] = []
-        positions: list[int] = []
-        last: list[int] = []
-        self.scheduler.prefilling = [sequence for one, copies in groups for sequence in (one, *copies)]
-        for sequence, _ in groups:
-            self.scheduler.assign(sequence)
-            past = sequence.reused
-            if sequence.sampling.prompt_logprobs is not None:
-                past, sequence.reused = score_prompt(self, sequence), 0
-            fresh = sequence.prompt_ids[past:]
-            segments.append(Segment(len(ids), len(ids) + len(fresh), sequence.slot, past))
-            ids += fresh
-            positions += range(past, len(sequence.prompt_ids))
-            last.append(len(ids) - 1)
-        logits_NV = self.run_prompts(ids, positions, last, segments)
-        order = list(range(len(groups)))
-        for i, (sequence, copies) in enumerate(groups):
-            self.scheduler.assign_copies(sequence, copies)
-            order += [i] * len(copies)
-        sequences = [sequence for sequence, _ in groups] + [copy for _, copies in groups for copy in copies]
-        self.scheduler.prefilling = []
-        self._draw(logits_NV[host_index(order, self.device)], sequences)
-        started = np.array([sequence.slot for sequence in sequences if sequence.slot >= 0], np.int64)
-        if self._cuda is not None and len(started):
-            self._cuda.assign(started)
+    def _prefill(self, chunks: Sequence[Chunk]) -> None:
+        """Run tokens of prompts, and draw a token of each sequence whose prompt is complete."""
+        logits_NV = self._run_chunks(chunks)
+        started = self.scheduler.start(chunks)
+        if not started:
+            return
+        sequences, order = [sequence for sequence, _ in started], [i for _, i in started]
+        logits_NV = logits_NV[host_index(order, self.device)]
+        if self._cuda is not None and not any(one.sampling.needs_logits for one in sequences):
+            self._cuda.launch_first(logits_NV, sequences)
+            return
+        rows_N = np.array([sequence.row for sequence in sequences])
+        self._record(sequences, *draw(logits_NV, sequences, rows_N, self.table, self._cuda), is_first=True)
+        if self._cuda is not None and (begun := [sequence.row for sequence in sequences if sequence.row >= 0]):
+            self._cuda.assign(np.array(begun))
 
-    def run_prompts(self, ids: list[int], positions: list[int], last: list[int], segments: list[Segment]) -> Tensor:
-        """The logits behind the tokens at ``last``, of prompts laid end to end; their keys and values are kept."""
+    def _run_chunks(self, chunks: Sequence[Chunk]) -> Tensor:
+        """The logits behind the last token of each chunk; those before it too where a prompt is to be scored."""
+        sequences = [chunk.group.first for chunk in chunks]
         if isinstance(self.cache, SequentialCache):
-            return self.cache.prefill(ids, segments)
+            for one in sequences:
+                if one.is_to_be_scored:
+                    score_prompt(one, 0, self.cache.logits(one.prompt_ids))
+            return self.cache.prefill(sequences)
+        segments, ids, positions, kept = [], list[int](), list[int](), list[int]()
+        for i, (sequence, (_, start, end)) in enumerate(zip(sequences, chunks, strict=True)):
+            segments.append(Segment(len(ids), len(ids) + end - start, i, start))
+            ids += sequence.tokens[start:end]
+            positions += range(start, end)
+            kept += range(segments[-1].start, len(ids)) if sequence.is_to_be_scored else [len(ids) - 1]
+        tables = np.zeros((len(chunks), max(len(one.blocks) for one in sequences)), np.int32)
+        for table, sequence in zip(tables, sequences, strict=True):
+            table[: len(sequence.blocks)] = sequence.blocks
+        logits_NV = self._run_prompts(ids, positions, kept, segments, tables, self.cache)
+        last, n = [], 0
+        for sequence, (_, start, end) in zip(sequences, chunks, strict=True):
+            if sequence.is_to_be_scored:
+                score_prompt(sequence, start, logits_NV[n : n + end - start])
+                n += end - start - 1
+            last.append(n)
+            n += 1
+        return logits_NV if n == len(last) else logits_NV[host_index(last, self.device)]
+
+    def _run_prompts(
+        self, ids: list[int], positions: list[int], kept: list[int], segments: list[Segment], tables: np.ndarray,
+        cache: KVCache,
+    ) -> Tensor:  # fmt: skip
+        """The logits behind the tokens at ``kept``, of prompts laid end to end; their keys and values are stored."""
         if self._cuda is not None:
-            return self._cuda.prefill(ids, positions, last, segments)
-        ids_T, positions_T, last_N = (torch.tensor(values) for values in (ids, positions, last))
-        attend = Prefill(self.cache, segments)
-        return self.runner.forward(ids_T[None], positions_T[None], attend, last_N)[0]
+            return self._cuda.prefill(ids, positions, kept, segments, tables)
+        ids_T, positions_T, kept_N = (torch.tensor(values) for values in (ids, positions, kept))
+        attend = Prefill(cache, tables, segments)
+        return self.runner.forward(ids_T[None], positions_T[None], attend, kept_N)[0]
 
     def _decode(self) -> None:
         """One token for every running sequence; several, where none of them has to be looked at before the next."""
-        n, table = len(self.live), self.table
+        table = self.table
         if isinstance(self.cache, SequentialCache):
-            logits_BV = self.cache.decode(table.token[:n].tolist())
+            logits_BV = self.cache.decode(self.live, table.token[: len(self.live)].tolist())
         else:
             self.runner.count_step(self.rows)
-            if self._decode_several(min(table.room(n, self.length), BURST), self.cache):
+            room = min(table.room(len(self.live), self.length), BURST)
+            burst = self.runner.burst(room, len(self._is_stop)) if room > 1 else 0
+            steps, _ = self.scheduler.reserve(max(burst, 1))
+            if burst:
+                self._decode_several(steps, self.cache)
                 return
-            logits_BV = self._run_step(n, self.cache)
-        table.length[:n] += 1
+            logits_BV = self._run_step(self.cache)
+        sequences = list(self.live)
+        rows_N = np.arange(len(sequences))
+        table.length[rows_N] += 1
         self.steps += 1
-        self._draw(logits_BV, list(self.live))
+        self._record(sequences, *draw(logits_BV, sequences, rows_N, table, self._cuda))
 
-    def _run_step(self, n: int, cache: SlotCache) -> Tensor:
-        table = self.table
+    def _run_step(self, cache: KVCache) -> Tensor:
+        table, n = self.table, len(self.live)
         length_B = torch.from_numpy(table.length[:n]).to(self.device)
-        span = min(self.length, (int(table.length[:n].max()) // SPAN_STEP + 1) * SPAN_STEP)
-        attend = Decode(cache, torch.arange(n, device=self.device), length_B, span)
+        span = (int(table.length[:n].max()) // SPAN_STEP + 1) * SPAN_STEP
+        attend = Decode(cache, table.blocks[:n], length_B, min(span, blocks_for(self.length) * BLOCK))
         ids = torch.from_numpy(table.token[:n]).to(self.device)[:, None]
         return self.runner.forward(ids, length_B[:, None], attend)[:, 0]
 
-    def _decode_several(self, most: int, cache: SlotCache) -> bool:
+    def _decode_several(self, most: int, cache: KVCache) -> None:
         rows = len(self.live)
-        columns = self.table.decode_columns(rows)
-        drawn = self.runner.decode(columns, most, self._is_stop, cache.store) if most > 1 else None
-        if drawn is None:
-            return False
+        drawn = self.runner.decode(
+            self.table.decode_columns(rows), most, self._is_stop, Paged(cache.store, self.table.blocks, cache.length)
+        )
         steps = (drawn.token_KB, drawn.logprob_KB, drawn.raw_KB)
         self.table.record_steps(*(one[:-1] for one in steps))
         self.table.length[:rows] += 1
         self.steps += len(drawn.token_KB)
         self.tokens += drawn.token_KB[:-1].size
         self._record(list(self.live), *(one[-1] for one in steps))
-        return True
-
-    def _draw(self, logits_NV: Tensor, sequences: Sequence[ActiveSequence]) -> None:
-        """Draw a token for each sequence, keep it, and let go of those that are done."""
-        slots_N = np.array([sequence.slot for sequence in sequences])
-        self._record(sequences, *draw(logits_NV, sequences, slots_N, self.table, self._cuda))
+        if len(drawn.token_KB) < most:
+            self.scheduler.trim()
 
     def _record(
-        self, sequences: Sequence[ActiveSequence], token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray
-    ) -> None:
+        self, sequences: Sequence[ActiveSequence], token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray,
+        *, is_first: bool = False,
+    ) -> None:  # fmt: skip
         """Keep what was drawn, and finish the sequences for which it was the last."""
-        table, slots_N = self.table, np.array([sequence.slot for sequence in sequences])
-        table.record(slots_N, token_N, logprob_N, raw_N)
+        table, rows_N = self.table, np.array([sequence.row for sequence in sequences])
+        table.record(rows_N, token_N, logprob_N, raw_N)
         self.tokens += len(sequences)
-        is_full_N, is_watched_N = table.is_full(slots_N, self.length), table.is_watched[slots_N]
+        is_full_N, is_watched_N = table.is_full(rows_N, self.length), table.is_watched[rows_N]
         self.scheduler.finish(ends(sequences, token_N, logprob_N, raw_N, is_full_N, self._is_stop, is_watched_N))
+        if is_first:
+            for sequence in sequences:
+                self.scheduler.keep_prompt(sequence)
 
 
-def _cuda_decoder(engine: Engine, cache: SlotCache) -> CudaDecoder:
+def _cuda_decoder(engine: Engine, cache: KVCache) -> CudaDecoder:
     from verifiers.engine.cuda_runner import CudaDecoder
 
     return CudaDecoder(engine, cache)

@@ -1,7 +1,6 @@
-"""The KV cache: a slot for each sequence, and what prefill and decode do with keys and values in PyTorch.
+"""The KV cache: blocks of keys and values, and what prefill and decode do with them in PyTorch.
 
-Slots of running sequences come first. Behind them lie slots that keep the keys and values of finished ones, for a
-prompt that begins like one of them.
+Position t of a sequence lies in the block that its table names at t // BLOCK (see block_manager.py).
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verifiers.kernels.devices import host_index
+from verifiers.engine.block_manager import BLOCK, blocks_for
+from verifiers.kernels.devices import host_index, to_device
 from verifiers.kernels.norms import HeadNorms
 from verifiers.kernels.reference import causal_attention
 
@@ -50,87 +50,83 @@ def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return torch.frombuffer(pages, dtype=dtype).view(tuple(size))
 
 
-class SlotCache:
-    """Keys and values of every layer: ``[layers, 2, rows, kv_heads, length, head_dim]``."""
+class KVCache:
+    """Keys and values of every layer: ``[layers, 2, blocks, kv_heads, BLOCK, head_dim]``."""
 
-    def __init__(self, shape: Shape, rows: int, length: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        size = (shape.layers, 2, rows, shape.kv_heads, length, shape.head_dim)
-        self.store = _zeros(size, dtype, device)
+    def __init__(self, shape: Shape, blocks: int, length: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.length = length  # of a sequence, at most
+        self.store = _zeros((shape.layers, 2, blocks, shape.kv_heads, BLOCK, shape.head_dim), dtype, device)
         self.layers = [(self.store[i, 0], self.store[i, 1]) for i in range(shape.layers)]
 
-    def move(self, source: int, target: int, n: int) -> None:
-        """Copy the first ``n`` positions of a row over another."""
-        if source != target:
-            self.store[:, :, target, :, :n] = self.store[:, :, source, :, :n]
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy blocks over others."""
+        source, target = (host_index(blocks, self.store.device) for blocks in (sources, targets))
+        self.store[:, :, target] = self.store[:, :, source]
 
-    def swap(self, one: int, other: int, n_one: int, n_other: int) -> None:
-        if one == other:
-            return
-        n = max(n_one, n_other)
-        kept = self.store[:, :, one, :, :n].clone()
-        self.store[:, :, one, :, :n] = self.store[:, :, other, :, :n]
-        self.store[:, :, other, :, :n] = kept
-
-    def clear(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self.store[:, :, row] = 0
-
-    def spread(self, source: int, targets: Sequence[int], n: int) -> None:
-        """Copy a row to several others at once."""
-        index = host_index(targets, self.store.device)
-        self.store[:, :, index, :, :n] = self.store[:, :, source : source + 1, :, :n]
+    def clear(self, blocks: Sequence[int]) -> None:
+        if blocks:
+            self.store[:, :, host_index(blocks, self.store.device)] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One request's part of a packed prefill: tokens ``[start, end)`` go to a slot that holds ``past`` already."""
+    """One prompt's part of a packed prefill: tokens ``[start, end)`` go to a sequence that holds ``past`` already.
+
+    ``table`` is the number of its block table.
+    """
 
     start: int
     end: int
-    slot: int
+    table: int
     past: int
 
 
 @dataclass(slots=True)
 class Prefill:
-    """Several prompts side by side in one row of tokens; each attends to itself and to its row's past."""
+    """Several prompts side by side in one row of tokens; each attends to itself and to its sequence's past."""
 
-    cache: SlotCache
+    cache: KVCache
+    tables: np.ndarray
     segments: list[Segment]
+    _at: tuple[Tensor, Tensor] | None = None  # block and offset of each token
 
-    def slots_of_tokens(self) -> np.ndarray:
-        """Which slot of the cache each token goes to."""
-        rows, lengths = zip(*((one.slot, one.end - one.start) for one in self.segments), strict=True)
-        return np.repeat(np.array(rows, np.int64), lengths)
+    def tables_of_tokens(self) -> np.ndarray:
+        """Which block table each token belongs to."""
+        tables, lengths = zip(*((one.table, one.end - one.start) for one in self.segments), strict=True)
+        return np.repeat(np.array(tables, np.int64), lengths)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         keys, values = self.cache.layers[layer]
+        if self._at is None:
+            position_T = np.concatenate([np.arange(s.end - s.start) + s.past for s in self.segments])
+            block_T = self.tables[self.tables_of_tokens(), position_T // BLOCK].astype(np.int64)
+            self._at = to_device(block_T, q.device), to_device(position_T % BLOCK, q.device)
+        block_T, offset_T = self._at
+        keys[block_T, :, offset_T] = k[0].transpose(0, 1)
+        values[block_T, :, offset_T] = v[0].transpose(0, 1)
         outputs = []
-        for segment in self.segments:
-            part = slice(segment.start, segment.end)
-            q_part, k_part, v_part = q[:, :, part], k[:, :, part], v[:, :, part]
-            end = segment.past + segment.end - segment.start
-            keys[segment.slot, :, segment.past : end] = k_part[0]
-            values[segment.slot, :, segment.past : end] = v_part[0]
-            if segment.past:
-                row = slice(segment.slot, segment.slot + 1)
-                k_part, v_part = keys[row, :, :end], values[row, :, :end]
-            outputs.append(causal_attention(q_part, k_part, v_part, segment.past, scale, window, softcap))
+        for one in self.segments:
+            part, end = slice(one.start, one.end), one.past + one.end - one.start
+            k_part, v_part = k[:, :, part], v[:, :, part]
+            if one.past:
+                read = to_device(self.tables[one.table, : blocks_for(end)].astype(np.int64), q.device)
+                k_part, v_part = (x[read].transpose(0, 1).flatten(1, 2)[None, :, :end] for x in (keys, values))
+            outputs.append(causal_attention(q[:, :, part], k_part, v_part, one.past, scale, window, softcap))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
 @dataclass(slots=True)
 class Decode:
-    """One new token for each of the first B rows; ``length_B`` positions of each are filled before it."""
+    """One new token for each of B sequences; ``length_B`` positions of each are filled before it."""
 
-    cache: SlotCache
-    slots_B: Tensor
+    cache: KVCache
+    tables: np.ndarray  # [B, at least the blocks that are read]
     length_B: Tensor
-    span: int
+    span: int  # positions that are read: a multiple of BLOCK
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
-    _index: Tensor | None = None
+    _at: tuple[Tensor, Tensor, Tensor] | None = None  # blocks that are read; block and offset of the new tokens
     _angles: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __call__(
@@ -138,14 +134,20 @@ class Decode:
     ) -> Tensor:
         keys, values = self.cache.layers[layer]
         batch, heads, _, dim = q.shape
-        groups, length = keys.shape[1], keys.shape[2]
-        if self._index is None:
-            group_G = torch.arange(groups, device=q.device)
-            self._index = ((self.slots_B[:, None] * groups + group_G) * length + self.length_B[:, None]).view(-1)
-        keys.view(-1, dim).index_copy_(0, self._index, k.reshape(-1, dim))
-        values.view(-1, dim).index_copy_(0, self._index, v.reshape(-1, dim))
-        k_seen = keys.view(-1, length, dim)[: batch * groups, : self.span]
-        v_seen = values.view(-1, length, dim)[: batch * groups, : self.span]
+        groups = keys.shape[1]
+        if self._at is None:
+            read = to_device(self.tables[:, : self.span // BLOCK].astype(np.int64), q.device)
+            last_B1 = self.length_B[:, None] // BLOCK
+            # Behind the last block the first one is read: NaN of another sequence, times a weight of 0, is NaN.
+            read = read.where(torch.arange(read.shape[1], device=q.device) <= last_B1, read[:, :1])
+            self._at = read.view(-1), read.gather(1, last_B1)[:, 0], self.length_B % BLOCK
+        read, block_B, offset_B = self._at
+        keys[block_B, :, offset_B] = k[:, :, 0]
+        values[block_B, :, offset_B] = v[:, :, 0]
+        k_seen, v_seen = (
+            one.index_select(0, read).view(batch, -1, groups, BLOCK, dim).transpose(1, 2).reshape(-1, self.span, dim)
+            for one in (keys, values)
+        )
         q = q.reshape(batch * groups, heads // groups, dim)
         mask = self._mask(window, q.dtype, groups)
         if softcap is None:

@@ -45,7 +45,7 @@ class LocalModel(OpenAILooks):
     ``model`` is the embedded one's name, a folder, a GGUF file, a name on the hub, or a live module with its
     ``tokenizer``, whose parameters are then read where they are: after an optimizer step the next token comes from the
     new weights. Nothing is loaded before the first request. ``rows`` requests run at once, each of at most ``length``
-    tokens; ``stop`` are texts or token ids that end every reply.
+    tokens; they share a KV cache of ``cache_tokens``. ``stop`` are texts or token ids that end every reply.
     """
 
     needs_no_model = True
@@ -59,6 +59,7 @@ class LocalModel(OpenAILooks):
         *,
         rows: int | None = None,
         length: int | None = None,
+        cache_tokens: int | None = None,
         device: Any = None,
         dtype: Any = None,
         stop: Iterable[str | int] = (),
@@ -68,7 +69,12 @@ class LocalModel(OpenAILooks):
         stops: list[Any] = [stop] if isinstance(stop, (str, int)) else list(stop)
         if wrong := [one for one in stops if one == "" or type(one) not in (str, int)]:
             raise ValueError(f"stop holds {wrong[0]!r}; it takes texts and token ids")
-        sizes: dict[str, Any] = {"rows": rows, "length": length, "max_waiting": max_waiting}
+        sizes: dict[str, Any] = {
+            "rows": rows,
+            "length": length,
+            "cache_tokens": cache_tokens,
+            "max_waiting": max_waiting,
+        }
         for label, value in sizes.items():
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{label} must be at least 1, got {value!r}")

@@ -23,7 +23,7 @@ from verifiers.engine.kv_cache import Decode, Prefill
 from verifiers.engine.plan import free_memory
 from verifiers.kernels import reference
 from verifiers.kernels.attention import Attend, attending, register
-from verifiers.kernels.cpu.model import CpuModel, DecodeColumns, Drawn, unsupported
+from verifiers.kernels.cpu.model import CpuModel, DecodeColumns, Drawn, Paged, unsupported
 from verifiers.kernels.decoder import CommonDecoder
 from verifiers.kernels.modules import ModuleSnapshot, linear_parameters, replaced_forwards
 from verifiers.kernels.onednn import OneDNNLinears
@@ -82,12 +82,17 @@ class ModelRunner:
         logits = self._run_in_c(ids, positions, attend, keep)
         return self._run(ids, positions, attend, keep) if logits is None else logits
 
-    def decode(self, columns: DecodeColumns, steps: int, is_end_V: np.ndarray, cache: Tensor) -> Drawn | None:
-        """Several tokens for each of the first slots, drawn one after the other; None if that cannot be done in C."""
-        if not (self.uses_c and self.cpu is not None and self.cpu.is_usable and len(is_end_V) >= self.cpu.vocabulary):
-            return None
+    def burst(self, steps: int, vocabulary: int) -> int:
+        """How many tokens `decode` is to draw at once, of so many that could be; 0: it cannot be done in C."""
+        if not (self.uses_c and self.cpu is not None and self.cpu.is_usable and vocabulary >= self.cpu.vocabulary):
+            return 0
+        return max(1, min(steps, int(BURST_S / self._step_s)))
+
+    def decode(self, columns: DecodeColumns, steps: int, is_end_V: np.ndarray, cache: Paged) -> Drawn:
+        """Several tokens for each of some sequences, drawn one after the other in C."""
+        assert self.cpu is not None
         began = time.perf_counter()
-        drawn = self.cpu.decode(columns, max(1, min(steps, int(BURST_S / self._step_s))), is_end_V, cache)
+        drawn = self.cpu.decode(columns, steps, is_end_V, cache)
         self._step_s = max((time.perf_counter() - began) / len(drawn.token_KB), 1e-6)
         return drawn
 
@@ -95,14 +100,16 @@ class ModelRunner:
         if not (self.uses_c and self.cpu is not None and self.cpu.is_usable):
             return None
         if isinstance(attend, Decode):
-            slot_B, length_B = attend.slots_B.numpy(), attend.length_B.numpy()
-            return self.cpu.run(ids[:, 0], slot_B, length_B, slot_B, attend.cache.store)[:, None]
+            sequence_B, length_B = np.arange(len(ids)), attend.length_B.numpy()
+            cache = Paged(attend.cache.store, attend.tables, attend.cache.length)
+            return self.cpu.run(ids[:, 0], sequence_B, length_B, sequence_B, cache)[:, None]
         if not isinstance(attend, Prefill) or isinstance(keep, int):
             return None
         position_T = positions[0].numpy()
         if position_T.mean() > MOST_SEEN_IN_C:
             return None
-        return self.cpu.run(ids[0], attend.slots_of_tokens(), position_T, keep.numpy(), attend.cache.store)[None]
+        cache = Paged(attend.cache.store, attend.tables, attend.cache.length)
+        return self.cpu.run(ids[0], attend.tables_of_tokens(), position_T, keep.numpy(), cache)[None]
 
     def _run(self, ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor | int) -> Tensor:
         """By the model's forward, its norms and the layers that were recognised in fewer operations."""
@@ -135,8 +142,8 @@ class ModelRunner:
             self._run_module(ids, ids, 0)
         return found
 
-    def count_step(self, slots: int) -> None:
-        """After some steps on the same weights it pays to copy them in C's layout, or oneDNN's for so many slots."""
+    def count_step(self, rows: int) -> None:
+        """After some steps on the same weights it pays to copy them in C's layout, or oneDNN's for so many rows."""
         self._steps += 1
         has_copies = (self.uses_c and self.cpu is not None) or self.onednn is not None
         if self.uses_modules or not has_copies or self._steps != LAY_OUT_AFTER or not self._has_room():
@@ -144,7 +151,7 @@ class ModelRunner:
         if self.uses_c and self.cpu is not None and self.cpu.is_unchanged:
             self.cpu.lay_out()
         elif self.onednn is not None:
-            self.onednn.lay_out(slots)
+            self.onednn.lay_out(rows)
 
     def _has_room(self) -> bool:
         """Is there memory for a copy of the weights, and as much again for everybody else?"""

@@ -1,6 +1,7 @@
-"""A model's configuration and the free memory become a number of rows and a length that fit, before anything is loaded.
+"""A model's configuration and the free memory become rows, a length and a KV cache that fit, before anything is loaded.
 
-Keys and values are what grows: rows × length × the bytes that one token takes in every layer.
+Keys and values are what grows: the tokens that are there × the bytes that one takes in every layer. Requests share the
+cache block by block, so it need not have room for all rows at their full length; for one of them it must.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ from verifiers.kernels.prove import rope_bounds, text_config
 ROWS = {"cuda": 1024}
 ROWS_ELSEWHERE = 32
 LENGTH = 8192
-MIDDLING = 4096
-SHORT = 2048
-SHORTEST = 128
+SHORTEST = 128  # tokens that each row should have room for, where nobody asked for a size
 LEFT_FREE = 0.1  # of what is free now: activations, the allocator's leftovers, other programs
 CHOSEN_SHARE = {"cuda": 0.9}  # of what may be used, where nobody asked for a size
 CHOSEN_SHARE_ELSEWHERE = 0.5
@@ -28,15 +27,19 @@ LOGIT_COPIES = 4  # float32 tables [rows, vocabulary] that sampling has alive at
 
 
 class WillNotFitError(ValueError):
-    """The model, rows and length asked for need more memory than is free."""
+    """The model, rows, length and cache asked for need more memory than is free."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How many requests run at once (``rows``), of how many tokens each (``length``), and what that takes."""
+    """How many requests run at once (``rows``), of how many tokens each at most (``length``), and what that takes.
+
+    ``cache_tokens`` is how many tokens' keys and values there is room for, those of all requests together.
+    """
 
     rows: int
     length: int
+    cache_tokens: int
     weights_bytes: int
     cache_bytes: int
     free_bytes: int
@@ -55,11 +58,9 @@ class _Memory:
         """Bytes for rows, after the weights."""
         return (self.free * (1 - LEFT_FREE) - self.weights) * share
 
-    def rows_at(self, length: int, share: float = 1.0) -> int:
-        return max(0, int(self.room(share) // (length * self.per_token + self.per_row)))
-
-    def length_at(self, rows: int, share: float = 1.0) -> int:
-        return max(0, int((self.room(share) / rows - self.per_row) // self.per_token))
+    def tokens_at(self, rows: int, share: float = 1.0) -> int:
+        """How many tokens' keys and values fit beside the logits of so many rows."""
+        return max(0, int((self.room(share) - rows * self.per_row) // self.per_token))
 
 
 def plan(
@@ -67,12 +68,13 @@ def plan(
     *,
     rows: int | None = None,
     length: int | None = None,
+    cache_tokens: int | None = None,
     dtype: torch.dtype,
     device: str | torch.device,
     weights_loaded: bool,
     free_bytes: int | None = None,
 ) -> Plan:
-    """Rows and length that fit: those asked for, or a ``WillNotFitError`` with the numbers; the rest is chosen.
+    """Sizes that fit: those asked for, or a ``WillNotFitError`` with the numbers; the rest is chosen.
 
     ``weights_loaded`` says that the weights are counted in what is taken already. ``free_bytes`` is measured if not
     given.
@@ -80,7 +82,7 @@ def plan(
     device = torch.device(device)
     text = text_config(config)
     longest = getattr(text, "max_position_embeddings", None)
-    _check(rows, length, longest)
+    _check(longest, rows=rows, length=length, cache_tokens=cache_tokens)
     weights = weights_bytes(config, dtype)
     memory = _Memory(
         free=free_memory(device) if free_bytes is None else free_bytes,
@@ -96,12 +98,16 @@ def plan(
     # Past a bound of the rotary embedding sequences could not be run side by side: only who asks for it goes there.
     aim = min([LENGTH, *([] if longest is None else [longest]), *rope_bounds(config)])
     share = CHOSEN_SHARE.get(device.type, CHOSEN_SHARE_ELSEWHERE)
-    most_rows = ROWS.get(device.type, ROWS_ELSEWHERE)
-    chosen = _choose(memory, rows, length, aim=aim, most_rows=most_rows, share=share)
-    cache = chosen[0] * chosen[1] * memory.per_token
-    if chosen[0] > memory.rows_at(chosen[1]):
-        raise WillNotFitError(_refusal(memory, *chosen, cache, device))
-    return Plan(rows=chosen[0], length=chosen[1], weights_bytes=weights, cache_bytes=cache, free_bytes=memory.free)
+    rows = rows or _choose_rows(memory, ROWS.get(device.type, ROWS_ELSEWHERE), share)
+    fits = memory.tokens_at(rows, share) or memory.tokens_at(rows)
+    length = length or min(aim, max(_power_of_two(fits), min(SHORTEST, aim)))
+    tokens = min(cache_tokens or max(fits, length), rows * length)
+    if tokens > memory.tokens_at(rows):
+        raise WillNotFitError(_refusal(memory, rows, tokens, device))
+    return Plan(
+        rows=rows, length=length, cache_tokens=tokens, weights_bytes=weights,
+        cache_bytes=tokens * memory.per_token, free_bytes=memory.free,
+    )  # fmt: skip
 
 
 def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
@@ -111,45 +117,32 @@ def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
         return 1
 
 
-def _check(rows: int | None, length: int | None, longest: int | None) -> None:
-    for name, value in (("rows", rows), ("length", length)):
+def _check(longest: int | None, **asked: int | None) -> None:
+    for name, value in asked.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value!r}")
+    length = asked["length"]
     if length is not None and longest is not None and length > longest:
         raise ValueError(f"length={length:,} is more than the {longest:,} positions that the model knows")
 
 
-def _choose(
-    memory: _Memory, rows: int | None, length: int | None, *, aim: int, most_rows: int, share: float
-) -> tuple[int, int]:
-    """Fill in what was not asked for, in powers of two: all the rows as long as they are of a good length."""
-    if rows is not None and length is not None:
-        return rows, length
-    if rows is not None:
-        fits = _power_of_two(memory.length_at(rows, share)) or _power_of_two(memory.length_at(rows))
-        return rows, min(aim, max(fits, min(SHORTEST, aim)))
-    if length is not None:
-        return max(1, min(most_rows, _power_of_two(memory.rows_at(length, share)))), length
-    for fewest, shortest in ((most_rows, MIDDLING), (most_rows // 4, SHORT), (1, SHORTEST)):
-        tried = aim
-        while tried >= min(shortest, aim):
-            fits = min(most_rows, _power_of_two(memory.rows_at(tried, share)))
-            if fits >= fewest:
-                return fits, tried
-            tried //= 2
-    return 1, min(SHORTEST, aim)
+def _choose_rows(memory: _Memory, rows: int, share: float) -> int:
+    """As many as have room for a short conversation each."""
+    while rows > 1 and memory.tokens_at(rows, share) < rows * SHORTEST:
+        rows //= 2
+    return rows
 
 
-def _refusal(memory: _Memory, rows: int, length: int, cache: int, device: torch.device) -> str:
-    fewer = _power_of_two(memory.rows_at(length))
-    shorter = _power_of_two(memory.length_at(rows))
+def _refusal(memory: _Memory, rows: int, tokens: int, device: torch.device) -> str:
+    fewer = next((n for n in (_power_of_two(rows) >> i for i in range(1, 64)) if memory.tokens_at(n) >= tokens), 0)
+    shorter = _power_of_two(memory.tokens_at(rows))
     ways = [f"rows={fewer}"] if fewer else []
     ways += [f"length={shorter}"] if shorter >= SHORTEST else []
     advice = f"use {' or '.join(ways)}" if ways else "take a smaller model, or both fewer rows and a shorter length"
     weights = f" beside {_gb(memory.weights)} of weights" if memory.weights else ""
     return (
-        f"{rows:,} rows × {length:,} tokens need {_gb(cache)} for keys and values{weights}; "
-        f"{_gb(memory.free)} are free on {device}: {advice}"
+        f"keys and values of {tokens:,} tokens need {_gb(tokens * memory.per_token)}, and the logits of {rows:,} rows "
+        f"{_gb(rows * memory.per_row)}{weights}; {_gb(memory.free)} are free on {device}: {advice}"
     )
 
 

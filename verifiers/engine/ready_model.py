@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from verifiers.engine.engine import Engine
 
 
+PLANNED = ("rows", "length", "cache_tokens")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyModel:
     """What `LocalModel` has once it has loaded."""
@@ -45,7 +48,7 @@ def load(
     dtype: Any = None,
     stop_ids: frozenset[int] = frozenset(),
 ) -> ReadyModel:
-    """Make a name, a module or an engine ready; ``sizes`` may hold rows, length and max_waiting, the rest is planned.
+    """Make a name, a module or an engine ready; ``sizes`` may hold rows, length, cache_tokens and max_waiting.
 
     Raises ValueError or OSError, with what is missing, where a model cannot be had or does not fit into memory.
     """
@@ -71,8 +74,7 @@ def _check_fits(sizes: Mapping[str, int], config: Any, dtype: Any, device: Any) 
     """Refuse what will not fit before the weights are read."""
     from verifiers.engine.plan import plan
 
-    rows, length = sizes.get("rows"), sizes.get("length")
-    plan(config, rows=rows, length=length, dtype=dtype, device=device, weights_loaded=False)
+    plan(config, **_planned(sizes), dtype=dtype, device=device, weights_loaded=False)
 
 
 def _engine(model: Any, sizes: Mapping[str, int], stop_ids: frozenset[int]) -> Engine:
@@ -82,13 +84,17 @@ def _engine(model: Any, sizes: Mapping[str, int], stop_ids: frozenset[int]) -> E
     parameter = next(model.parameters())
     fits = plan(
         model.config,
-        rows=sizes.get("rows"),
-        length=sizes.get("length"),
+        **_planned(sizes),
         dtype=parameter.dtype,
         device=parameter.device,
         weights_loaded=True,
     )
-    return Engine(model, **{**sizes, "rows": fits.rows, "length": fits.length}, stop_ids=sorted(stop_ids))
+    chosen = {name: getattr(fits, name) for name in PLANNED}
+    return Engine(model, **{**sizes, **chosen}, stop_ids=sorted(stop_ids))
+
+
+def _planned(sizes: Mapping[str, int]) -> dict[str, int | None]:
+    return {name: sizes.get(name) for name in PLANNED}
 
 
 def name_of(model: Any) -> str:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verifiers.engine.batch_table import BatchTable
 from verifiers.engine.logits import note_alternatives, processed
 from verifiers.engine.sequence import ActiveSequence
-from verifiers.engine.slot_table import SlotTable
 from verifiers.kernels.sampling import sample
 
 if TYPE_CHECKING:
@@ -24,23 +24,23 @@ Drawn = tuple[np.ndarray, np.ndarray, np.ndarray]
 def draw(
     logits_NV: Tensor,
     sequences: Sequence[ActiveSequence],
-    slots_N: np.ndarray,
-    table: SlotTable,
+    rows_N: np.ndarray,
+    table: BatchTable,
     cuda: CudaDecoder | None = None,
 ) -> Drawn:
     """A token for each sequence, by its own settings and random numbers."""
     raw_NV = logits_NV
-    needs_logits = bool(table.needs_logits[slots_N].any())
+    needs_logits = bool(table.needs_logits[rows_N].any())
     if needs_logits:
         logits_NV = processed(
-            logits_NV, sequences, [[] if one.processor is None else table.reply(one.slot).tolist() for one in sequences]
+            logits_NV, sequences, [[] if one.processor is None else table.reply(one.row).tolist() for one in sequences]
         )
-    columns = table.columns(slots_N, logits_NV.device)
-    truncates = bool(table.truncates[slots_N].any())
+    columns = table.columns(rows_N, logits_NV.device)
+    truncates = bool(table.truncates[rows_N].any())
     if cuda is not None and not truncates:
         token_N, logprob_N, raw_N = cuda.sample(logits_NV, columns)
     else:
-        is_plain = not truncates and bool((table.temperature[slots_N] == 1.0).all())
+        is_plain = not truncates and bool((table.temperature[rows_N] == 1.0).all())
         token_N, logprob_N, raw_N = sample(logits_NV, columns, truncates=truncates, is_plain=is_plain)
     if raw_NV is not logits_NV:
         raw_N = torch.log_softmax(raw_NV.float(), -1).gather(1, token_N[:, None])[:, 0]

@@ -1,58 +1,88 @@
-"""Requests → slots: who waits, who is admitted, whose prefix is reused, and who has finished.
+"""Requests → blocks and rows: who waits, whose prompt is run, who decodes, who is preempted, and who has finished.
 
-Running sequences have the first slots, without gaps, so that a step reads one block of the cache. The slots behind them
-keep the keys and values of finished sequences, as a prefix cache, until somebody needs the slot.
+A request that is admitted gets blocks for its prompt, less those of a prefix that is kept. When its prompt has been
+run, chunk by chunk between the steps of others, it gets a row of the batch that decodes. When blocks run out, the
+request admitted last gives its own back and waits; what it has sampled is kept, and run again as part of its prompt.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from verifiers.engine.kv_cache import SlotCache
+from verifiers.engine.batch_table import BatchTable
+from verifiers.engine.block_manager import BLOCK, BlockManager, OutOfBlocksError, Prefix, blocks_for
+from verifiers.engine.kv_cache import KVCache
 from verifiers.engine.logits import LogitsProcessor
 from verifiers.engine.model_runner import ModelRunner
+from verifiers.engine.prompt_scores import CHUNK
 from verifiers.engine.sequence import ActiveSequence, Generated, delivery, in_order
 from verifiers.engine.sequential import SequentialCache
-from verifiers.engine.slot_table import SlotTable
 
 if TYPE_CHECKING:
     from verifiers.engine.cuda_runner import CudaDecoder
 
-Group = tuple[ActiveSequence, list[ActiveSequence]]
-"""A sequence whose prompt is run, and those with the same prompt, which get a copy of its keys and values."""
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """A sequence whose tokens are run, and those with the same tokens, which will share its blocks."""
+
+    first: ActiveSequence
+    copies: list[ActiveSequence] = field(default_factory=list)
+
+    @property
+    def members(self) -> list[ActiveSequence]:
+        return [self.first, *self.copies]
+
+    @property
+    def left(self) -> int:
+        """Tokens that are still to be run."""
+        return len(self.first.tokens) - self.first.computed
+
+
+class Chunk(NamedTuple):
+    """Tokens ``[start, end)`` of a group, to be run in this step."""
+
+    group: Group
+    start: int
+    end: int
 
 
 class Scheduler:
-    """The queues of an engine, and its slots. ``wake`` guards ``waiting``, which any thread may add to."""
+    """The queues of an engine, its blocks and its rows. ``wake`` guards ``waiting``, which any thread may add to."""
 
-    cache: SlotCache | SequentialCache
+    cache: KVCache | SequentialCache
+    blocks: BlockManager
     cuda: CudaDecoder | None = None  # has a copy of the table on the device
 
     def __init__(
         self,
         runner: ModelRunner,
         *,
-        slots: int,
+        rows: int,
         length: int,
         prefill_tokens: int,
         vocabulary: int,
         stop_ids: frozenset[int],
     ) -> None:
-        self._runner, self._slots, self._length = runner, slots, length
+        self._runner, self._rows = runner, rows
         self._prefill_tokens = prefill_tokens
         self._vocabulary, self._stop_ids = vocabulary, stop_ids
-        self.table = SlotTable(slots, length)
+        self.table = BatchTable(rows, length)
         self.waiting: deque[ActiveSequence] = deque()
+        self.prefilling: list[Group] = []
         self.running: list[ActiveSequence] = []
-        self.prefilling: list[ActiveSequence] = []
+        self.preempted = 0  # how often a request was
         self.wake = threading.Condition()
         self.has_cancelled = False
+        self._orders = count()
         self._finished: list[tuple[ActiveSequence, Generated | BaseException]] = []
 
     def sort_waiting(self) -> None:
@@ -63,60 +93,124 @@ class Scheduler:
         """A request was cancelled, on whichever thread."""
         self.has_cancelled = True
 
-    # --- admission ------------------------------------------------------------------------------------------------
+    # --- prompts --------------------------------------------------------------------------------------------------
 
-    def admit(self) -> list[Group]:
-        """Waiting requests that fit now, as many as have a slot and as the tokens of a prefill allow."""
-        groups: dict[tuple[int | None, ...], Group] = {}
-        room, budget = self._slots - len(self.running), self._prefill_tokens
+    @property
+    def free_rows(self) -> int:
+        return self._rows - len(self.running) - sum(len(group.members) for group in self.prefilling)
+
+    def admit(self) -> list[Chunk]:
+        """The tokens of prompts to run in this step: those under way go on, then waiting requests that fit come in."""
+        groups = {_key(group.first): group for group in self.prefilling}
+        room, budget = self.free_rows, self._prefill_tokens - sum(group.left for group in self.prefilling)
         while self.waiting and room > 0:
             sequence = self.waiting[0]
-            key = (sequence.sampling.prompt_logprobs, *sequence.prompt_ids)
-            same = groups.get(key)
-            if same is None and groups and budget < len(sequence.prompt_ids):
+            key = _key(sequence)
+            group = groups.get(key)
+            if group is None and (budget <= 0 or not self._take_blocks(sequence)):
                 break
             self.waiting.popleft()
-            if not sequence.future.set_running_or_notify_cancel():
-                continue
-            if sequence.is_cancelled:  # after it was marked as running: it is told so as one that ran
-                self._finished.append((sequence, CancelledError()))
+            if not self._begin(sequence):
+                self._give_blocks(sequence)
                 continue
             room -= 1
-            if same is not None:
-                same[1].append(sequence)
-            else:
-                groups[key] = (sequence, [])
-                budget -= len(sequence.prompt_ids)
-        return list(groups.values())
+            if group is not None:
+                group.copies.append(sequence)
+                continue
+            groups[key] = Group(sequence)
+            self.prefilling.append(groups[key])
+            budget -= groups[key].left
+        return self._chunks()
 
-    def assign(self, sequence: ActiveSequence) -> None:
-        """Give a sequence the next slot, holding as much of its prompt as any slot of the prefix cache has."""
-        slot = len(self.running)
-        cached, shared = self.table.longest_prefix(sequence.prompt_ids, slot)
-        if shared:
-            self.cache.swap(cached, slot, shared, int(self.table.cached_length(slot)))
-            self.table.swap_cached(cached, slot)
-        else:
-            self._evict(slot)
-        sequence.slot, sequence.reused = slot, shared
-        self._start(sequence)
+    def _chunks(self) -> list[Chunk]:
+        """As many tokens as are run at once, the oldest prompt's first."""
+        chunks, budget, scored = [], self._prefill_tokens, CHUNK
+        is_whole = isinstance(self.cache, SequentialCache)
+        for group in self.prefilling:
+            n = group.left if is_whole else min(group.left, budget)
+            if group.first.is_to_be_scored and not is_whole:
+                n = min(n, scored)
+                scored -= n
+            if n > 0:
+                chunks.append(Chunk(group, group.first.computed, group.first.computed + n))
+                budget -= n
+        return chunks
 
-    def assign_copies(self, sequence: ActiveSequence, copies: Sequence[ActiveSequence]) -> None:
-        """Give slots to sequences with the prompt of another, and copy its keys and values to them."""
-        if not copies:
-            return
-        first = len(self.running)
-        for i, copy in enumerate(copies):
-            self._evict(first + i)
-            copy.slot, copy.reused = first + i, len(sequence.prompt_ids)
-            copy.future.prompt_logprobs = sequence.future.prompt_logprobs
-            self._start(copy)
-        self.cache.spread(sequence.slot, range(first, len(self.running)), len(sequence.prompt_ids))
+    def _begin(self, sequence: ActiveSequence) -> bool:
+        """Is a request that waited still wanted? From here on it cannot be cancelled as one that waits."""
+        future = sequence.future
+        if not (future.running() or future.set_running_or_notify_cancel()):
+            return False
+        if sequence.is_cancelled:  # after it was marked as running: it is told so as one that ran
+            self._finished.append((sequence, CancelledError()))
+            return False
+        if sequence.order < 0:
+            sequence.order, sequence.weights = next(self._orders), self._runner.version
+        return True
+
+    def _take_blocks(self, sequence: ActiveSequence) -> bool:
+        """Blocks for all tokens of a sequence and the next one, those of a kept prefix among them; False: not now.
+
+        A block is left for each sequence under way, or it would be preempted again before long.
+        """
+        blocks, tokens = self.blocks, sequence.tokens
+        prefix = Prefix([]) if sequence.is_to_be_scored else blocks.longest_prefix(tokens)
+        shared = [*prefix.blocks, *([prefix.source] if prefix.rest else [])]
+        blocks.hold(shared)
+        n = blocks_for(len(tokens) + 1) - len(prefix.blocks)
+        under_way = len(self.running) + len(self.prefilling)
+        if n + under_way > blocks.available:
+            blocks.release(shared)
+            return False
+        own = blocks.allocate(n)
+        if prefix.rest and isinstance(self.cache, KVCache):
+            self.cache.copy([prefix.source], own[:1])
+            blocks.release([prefix.source])
+        sequence.blocks = [*prefix.blocks, *own]
+        sequence.computed, sequence.kept_version = prefix.tokens, blocks.version
+        if sequence.order < 0:
+            sequence.reused = prefix.tokens
+        return True
+
+    def start(self, chunks: Sequence[Chunk]) -> list[tuple[ActiveSequence, int]]:
+        """Note that chunks were run: rows for those whose prompt is complete, with the number of the chunk.
+
+        Sequences with the same tokens share the full blocks, and get a copy of the last one.
+        """
+        started, sources, targets = list[tuple[ActiveSequence, int]](), list[int](), list[int]()
+        for i, (group, _, end) in enumerate(chunks):
+            first = group.first
+            first.computed = end
+            if group.left:
+                continue
+            self.prefilling.remove(group)
+            self._start(first)
+            started.append((first, i))
+            whole, rest = divmod(end, BLOCK)
+            for n, copy in enumerate(group.copies):
+                if rest and not self.blocks.available:
+                    self._wait_again(group.copies[n:])
+                    break
+                copy.blocks, copy.kept_version = first.blocks[:whole], first.kept_version
+                self.blocks.hold(copy.blocks)
+                if rest:
+                    copy.blocks += self.blocks.allocate(1)
+                    sources.append(first.blocks[whole])
+                    targets.append(copy.blocks[-1])
+                if not copy.sampled[0]:
+                    copy.reused = len(copy.prompt_ids)
+                copy.future.prompt_logprobs = first.future.prompt_logprobs
+                self._start(copy)
+                started.append((copy, i))
+            if isinstance(self.cache, SequentialCache):
+                self.cache.fork(first, group.copies)
+        if targets and isinstance(self.cache, KVCache):
+            self.cache.copy(sources, targets)
+        return started
 
     def _start(self, sequence: ActiveSequence) -> None:
-        sequence.weights = self._runner.version
-        sequence.note_version(self._runner.weight_version, 0)
-        if sequence.sampling.changes_logits:
+        sequence.note_version(self._runner.weight_version, len(sequence.sampled[0]))
+        if sequence.sampling.changes_logits and sequence.processor is None:
             sequence.processor = LogitsProcessor(
                 sequence.sampling,
                 sequence.prompt_ids,
@@ -124,22 +218,78 @@ class Scheduler:
                 vocabulary=self._vocabulary,
                 device=self._runner.device,
             )
+        sequence.row = len(self.running)
         self.running.append(sequence)
         self.table.assign(sequence)
 
-    def _evict(self, slot: int) -> None:
-        """Before a slot is used, what it keeps is moved to the slot that is least worth keeping."""
-        if not self.table.cached[slot]:
+    def keep_prompt(self, sequence: ActiveSequence) -> None:
+        """Let others share the full blocks of a prompt that has been run, and whose numbers are good."""
+        if sequence.row >= 0 and sequence.kept_version == self.blocks.version:
+            n = len(sequence.tokens) // BLOCK
+            self.blocks.keep(sequence.blocks[:n], sequence.tokens[: n * BLOCK])
+
+    # --- blocks for the next tokens ---------------------------------------------------------------------------------
+
+    def reserve(self, steps: int, settle: Callable[[], object] | None = None) -> tuple[int, list[int]]:
+        """Blocks for the next tokens of all that run: for how many tokens of each, and which rows got some.
+
+        Where there are too few for so many it is one; where there are too few for that the youngest is preempted,
+        after ``settle`` has read all that the device was given.
+        """
+        missing_N = self.table.missing_blocks(len(self.running), steps)
+        if missing_N.clip(0).sum() > self.blocks.available:
+            steps = 1
+            while (missing_N := self.table.missing_blocks(len(self.running), 1)).clip(0).sum() > self.blocks.available:
+                if settle is not None:
+                    settle()
+                    settle = None
+                else:
+                    self._preempt_youngest()
+        rows: list[int] = np.repeat(np.arange(len(missing_N)), missing_N.clip(0)).tolist()
+        for row, block in zip(rows, self.blocks.allocate(len(rows)), strict=True):
+            self.running[row].blocks.append(block)
+            self.table.add_blocks(row, [block])
+        return steps, rows
+
+    def trim(self) -> None:
+        """Give back blocks that were reserved for tokens which did not come."""
+        for row in np.flatnonzero(self.table.missing_blocks(len(self.running), 1) < 0).tolist():
+            sequence, n = self.running[row], blocks_for(int(self.table.length[row]) + 1)
+            self.blocks.release(sequence.blocks[n:])
+            del sequence.blocks[n:]
+            self.table.blocks[row, n:] = 0
+            self.table.n_blocks[row] = n
+
+    def _preempt_youngest(self) -> None:
+        """The request that was admitted last gives its blocks back, and is run again when there are enough."""
+        running = max(self.running, key=lambda one: one.order)
+        group = max(self.prefilling, key=lambda one: one.first.order, default=None)
+        if group is not None and group.first.order > running.order:
+            self.prefilling.remove(group)
+            self._give_blocks(group.first)
+            self._wait_again(group.members)
             return
-        oldest = self.table.oldest(slot)
-        if oldest != slot:
-            self.cache.move(slot, oldest, self.table.cached_length(slot))
-            self.table.swap_cached(oldest, slot)
+        if len(self.running) == 1:
+            raise OutOfBlocksError("one sequence alone needs more blocks than there are")
+        running.sampled = self.table.sampled(running.row)
+        running.tokens = [*running.prompt_ids, *running.sampled[0]]
+        self.preempted += 1
+        self._leave([running])
+        self._wait_again([running])
+
+    def _wait_again(self, sequences: Sequence[ActiveSequence]) -> None:
+        with self.wake:
+            self.waiting.extendleft(reversed(sequences))
+
+    def _give_blocks(self, sequence: ActiveSequence) -> list[int]:
+        emptied = self.blocks.release(sequence.blocks)
+        sequence.blocks, sequence.computed = [], 0
+        return emptied
 
     # --- the end of a sequence ------------------------------------------------------------------------------------
 
     def finish(self, ended: Sequence[tuple[ActiveSequence, str | Exception]]) -> None:
-        """Free the slots of sequences that have ended; what they gave is handed out by `deliver`."""
+        """Free the blocks of sequences that have ended; what they gave is handed out by `deliver`."""
         if not ended:
             return
         for sequence, reason in ended:
@@ -148,59 +298,60 @@ class Scheduler:
             else:
                 self._finished.append((sequence, self.table.output(sequence, reason, self._runner.version)))
         failed = [sequence for sequence, reason in ended if isinstance(reason, Exception)]
-        self._free([sequence for sequence, _ in ended], failed=failed)
+        self._leave([sequence for sequence, _ in ended], failed=failed)
 
     def drop_cancelled(self) -> None:
-        """Free the slots of running requests that were cancelled, and forget those that wait."""
+        """Free the blocks of requests under way that were cancelled, and forget those that wait."""
         if not self.has_cancelled:
             return
         self.has_cancelled = False
         dropped = [sequence for sequence in self.running if sequence.is_cancelled]
         if dropped:
-            self._free(dropped)
-        self._finished += [(sequence, CancelledError()) for sequence in dropped]
+            self._leave(dropped)
+        for group in list(self.prefilling):
+            gone = [one for one in group.members if one.is_cancelled]
+            if len(gone) == len(group.members):
+                self.prefilling.remove(group)
+                self._give_blocks(group.first)
+            elif group.first in gone:  # the others need what it has begun: it leaves when that is done
+                self.has_cancelled = True
+                gone.remove(group.first)
+            group.copies = [one for one in group.copies if one not in gone]
+            dropped += gone
         with self.wake:
-            gone = [sequence for sequence in self.waiting if sequence.future.cancelled()]
-            if gone:
-                self.waiting = deque(sequence for sequence in self.waiting if not sequence.future.cancelled())
-        for sequence in gone:
-            sequence.future.set_running_or_notify_cancel()
+            left = [sequence for sequence in self.waiting if sequence.is_cancelled]
+            if left:
+                self.waiting = deque(sequence for sequence in self.waiting if not sequence.is_cancelled)
+        for sequence in left:
+            if sequence.future.running() or sequence.future.set_running_or_notify_cancel():
+                dropped.append(sequence)
+        self._finished += [(sequence, CancelledError()) for sequence in dropped]
 
-    def _free(self, sequences: Sequence[ActiveSequence], *, failed: Sequence[ActiveSequence] = ()) -> None:
-        """Take sequences out of the running ones, which stay without gaps; their slots join the prefix cache."""
+    def _leave(self, sequences: Sequence[ActiveSequence], *, failed: Sequence[ActiveSequence] = ()) -> None:
+        """Take sequences out of the running ones, which stay without gaps; their blocks join the prefix cache."""
         for sequence in sequences:
-            is_good = sequence not in failed and sequence.weights == self._runner.version
-            is_long = self.table.length[sequence.slot] >= self.table.least_shared
-            self.table.keep_prefix(sequence, keep=is_good and is_long)
-        self.cache.clear([sequence.slot for sequence in failed])  # NaN times a weight of 0 is NaN
-        gone = {sequence.slot for sequence in sequences}
+            if sequence not in failed and sequence.kept_version == self.blocks.version:
+                ids = [*sequence.prompt_ids, *self.table.reply(sequence.row).tolist()]
+                self.blocks.keep(sequence.blocks, ids[: self.table.length[sequence.row]])
+            emptied = self._give_blocks(sequence)
+            if isinstance(self.cache, SequentialCache):
+                self.cache.drop(sequence)
+            elif sequence in failed:
+                self.cache.clear(emptied)  # NaN times a weight of 0 is NaN
+        gone = {sequence.row for sequence in sequences}
         n = len(self.running) - len(gone)
-        holes = sorted(slot for slot in gone if slot < n)
-        movers = [slot for slot in range(n, len(self.running)) if slot not in gone]
-        self._close_gaps(holes, movers)
-        del self.running[n:]
-        for sequence in sequences:
-            sequence.slot = -1
-        if self.cuda is not None:
-            self.cuda.free(holes, movers, n, n + len(gone))
-        if isinstance(self.cache, SequentialCache):
-            self.cache.keep_first(n)
-
-    def _close_gaps(self, holes: Sequence[int], movers: Sequence[int]) -> None:
-        """Move the last running sequences into the slots that became free."""
-        if not holes:
-            return
-        ahead = 0 if self.cuda is None else self.cuda.in_flight + 1  # positions that the device has filled meanwhile
-        for hole, mover in zip(holes, movers, strict=True):
-            filled = min(int(self.table.length[mover]) + ahead, self._length)
-            if self.table.cached[hole]:
-                self.cache.swap(hole, mover, int(self.table.cached[hole]), filled)
-            else:
-                self.cache.move(mover, hole, filled)
-        self.table.exchange(np.array([holes, movers]))
+        holes = sorted(row for row in gone if row < n)
+        movers = [row for row in range(n, len(self.running)) if row not in gone]
+        if holes:
+            self.table.move(holes, movers)
         for hole, mover in zip(holes, movers, strict=True):
             self.running[hole] = self.running[mover]
-            self.running[hole].slot = hole
+            self.running[hole].row = hole
+        del self.running[n:]
+        for sequence in sequences:
+            sequence.row = -1
+        if self.cuda is not None:
+            self.cuda.free(holes, movers, n, n + len(gone))
 
     def deliver(self) -> None:
         """Hand out what has ended, now that the model is again as its owner left it."""
@@ -215,22 +366,30 @@ class Scheduler:
                     sequence.future.set_exception(outcome)
 
     def fail(self, error: Exception, *, waiting: bool = False) -> None:
-        """Fail what is running; those that wait too if asked to, or if nothing that runs could be at fault."""
+        """Fail what is under way; those that wait too if asked to, or if nothing under way could be at fault."""
         with self.wake:
-            sequences = list(dict.fromkeys([*self.running, *self.prefilling]))
+            sequences = [*self.running, *(one for group in self.prefilling for one in group.members)]
             if waiting or not sequences:
                 sequences += self.waiting
                 self.waiting.clear()
-            n = len(self.running)
             self.running.clear()
             self.prefilling.clear()
         self.deliver()
+        self.blocks.forget()
+        emptied = [block for sequence in sequences for block in self._give_blocks(sequence)]
+        if isinstance(self.cache, KVCache):
+            self.cache.clear(emptied)
         for sequence in sequences:
-            future = sequence.future
+            if isinstance(self.cache, SequentialCache):
+                self.cache.drop(sequence)
+            sequence.row, future = -1, sequence.future
             # One that waits may be cancelled at any moment: from here on it cannot.
             if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
                 future.set_exception(error)
-        self.table.forget(0)
-        self.cache.clear(range(n))
         if self.cuda is not None:
             self.cuda.reset()
+
+
+def _key(sequence: ActiveSequence) -> tuple[int | None, ...]:
+    """What sequences must have in common for one to share the other's blocks."""
+    return (sequence.sampling.prompt_logprobs, *sequence.tokens)

@@ -115,19 +115,22 @@ class Generated:
     prompt_logprobs: Sequence[PromptLogprob] | None = None
 
 
+Sampled = tuple[Sequence[int], Sequence[float], Sequence[float]]
+"""Tokens, their logprobs under what they were drawn from, and under the model's own distribution."""
+
 OnToken = Callable[[int, float], bool]
 """Told of each token as it comes; returns True to end the request there."""
 
 
 class Answer(Future[Generated]):
-    """What a request will give. Cancelling it while it is under way frees its slot before the next token."""
+    """What a request will give. Cancelling it while it is under way frees its blocks before the next token."""
 
     is_unwanted = False
     on_cancel: Callable[[], None] | None = None
-    prompt_logprobs: Sequence[PromptLogprob] | None = None
 
     def __init__(self) -> None:
         super().__init__()
+        self.prompt_logprobs: list[PromptLogprob] = []
         self.top_logprobs: list[Alternatives] = []  # of the tokens so far, where they were asked for
 
     def cancel(self) -> bool:
@@ -205,12 +208,26 @@ class ActiveSequence:
     seed: int
     on_token: OnToken | None = None
     future: Answer = field(default_factory=Answer)
-    slot: int = -1  # of the KV cache; -1: none
+    row: int = -1  # of the batch that decodes; -1: none
+    blocks: list[int] = field(default_factory=list)  # of the KV cache
+    sampled: Sampled = ((), (), ())  # before it was preempted, the last time
+    tokens: list[int] = field(default_factory=list)  # those to run before the next one is drawn: the prompt, then these
+    computed: int = 0  # of them have keys and values
+    order: int = -1  # in which sequences were first admitted
     reused: int = 0
     weights: int = 0
     versions: list[tuple[int, str]] = field(default_factory=list)  # (first token, version of the weights) of each span
+    kept_version: int = -1  # of the prefix cache, when its keys were begun
     processor: LogitsProcessor | None = None
     failure: Exception | None = None  # of what was asked for, found out between two tokens
+
+    def __post_init__(self) -> None:
+        self.tokens = self.prompt_ids
+
+    @property
+    def is_to_be_scored(self) -> bool:
+        """Are logprobs of the prompt's tokens asked for, and not all there yet?"""
+        return self.sampling.prompt_logprobs is not None and len(self.future.prompt_logprobs) < len(self.prompt_ids)
 
     @property
     def is_cancelled(self) -> bool:

@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verifiers.engine.kv_cache import Segment
+from verifiers.engine.sequence import ActiveSequence
 from verifiers.kernels.prove import rope_bounds
 
 NO_CACHE = {"loss", "logits", "hidden_states", "attentions", "cross_attentions", "router_logits", "aux_loss"}
 
 
 @dataclass(slots=True)
-class _Sequence:
-    """The tokens of a row so far, and the cache that the model made of all but the newest."""
+class _State:
+    """The tokens of a sequence so far, and the cache that the model made of all but the newest."""
 
     ids: list[int]
     cache: dict[str, Any] = field(default_factory=dict)
 
 
 class SequentialCache:
-    """The rows of an engine whose model keeps its own state: attention, convolutions, recurrences.
+    """The sequences of an engine whose model keeps its own state: attention, convolutions, recurrences.
 
-    It takes the place of the slot cache. A model whose cache does not give the numbers of its plain forward is run
+    It takes the place of the KV cache. A model whose cache does not give the numbers of its plain forward is run
     without one (``uses_cache=False``): every token then costs a forward over the whole sequence.
     """
 
@@ -37,67 +37,53 @@ class SequentialCache:
         self._accepted = set(inspect.signature(_base(module).forward).parameters)
         self._more = {"logits_to_keep": 1} if "logits_to_keep" in self._accepted else {}
         self._resets = rope_bounds(module.config)
-        self._rows: dict[int, _Sequence] = {}
+        self._states: dict[ActiveSequence, _State] = {}
 
-    def prefill(self, ids: Sequence[int], segments: Sequence[Segment]) -> Tensor:
-        """The logits behind each prompt, ``[N, vocabulary]``."""
+    def prefill(self, sequences: Sequence[ActiveSequence]) -> Tensor:
+        """The logits behind the tokens of each, ``[N, vocabulary]``."""
         logits = []
-        for segment in segments:
-            row = self._rows[segment.slot] = _Sequence(list(ids[segment.start : segment.end]))
-            logits.append(self._run(row, row.ids))
+        for sequence in sequences:
+            state = self._states[sequence] = _State(list(sequence.tokens))
+            logits.append(self._run(state, state.ids))
         return torch.cat(logits)
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """The logits behind each of these tokens, ``[T, vocabulary]``; no row is touched."""
+        """The logits behind each of these tokens, ``[T, vocabulary]``; no state is touched."""
         device = next(self._module.parameters()).device
         tensor = torch.tensor([list(ids)], device=device)
         logits: Tensor = self._module(input_ids=tensor, use_cache=False, return_dict=True).logits[0]
         return logits
 
-    def decode(self, tokens: Sequence[int]) -> Tensor:
-        """The logits behind one new token for each of the first rows, which are the live ones."""
+    def decode(self, sequences: Sequence[ActiveSequence], tokens: Sequence[int]) -> Tensor:
+        """The logits behind one new token of each."""
         logits = []
-        for i, token in enumerate(tokens):
-            row = self._rows[i]
-            row.ids.append(int(token))
-            if any(len(row.ids) == bound + 1 for bound in self._resets):
-                row.cache = {}
-            logits.append(self._run(row, row.ids[-1:] if row.cache else row.ids))
+        for sequence, token in zip(sequences, tokens, strict=True):
+            state = self._states[sequence]
+            state.ids.append(int(token))
+            if any(len(state.ids) == bound + 1 for bound in self._resets):
+                state.cache = {}
+            logits.append(self._run(state, state.ids[-1:] if state.cache else state.ids))
         return torch.cat(logits)
 
-    def _run(self, row: _Sequence, ids: Sequence[int]) -> Tensor:
+    def _run(self, state: _State, ids: Sequence[int]) -> Tensor:
         device = next(self._module.parameters()).device
         tensor = torch.tensor([list(ids)], device=device)
         out = self._module(
-            input_ids=tensor, use_cache=self._uses_cache, return_dict=True, **row.cache, **self._more
+            input_ids=tensor, use_cache=self._uses_cache, return_dict=True, **state.cache, **self._more
         )  # fmt: skip
         if self._uses_cache:
             made = {name: out[name] for name in out if name not in NO_CACHE and name in self._accepted}
-            row.cache = {name: value for name, value in made.items() if value is not None}
+            state.cache = {name: value for name, value in made.items() if value is not None}
         logits: Tensor = out.logits[:, -1]
         return logits
 
-    # --- as the slot cache --------------------------------------------------------------------------------------------
-
-    def move(self, source: int, target: int, n: int) -> None:
-        if source != target and source in self._rows:
-            self._rows[target] = self._rows.pop(source)
-
-    def swap(self, one: int, other: int, n_one: int, n_other: int) -> None:
-        here, there = self._rows.pop(one, None), self._rows.pop(other, None)
-        self._rows |= {row: found for row, found in ((one, there), (other, here)) if found is not None}
-
-    def clear(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self._rows.pop(row, None)
-
-    def keep_first(self, n: int) -> None:
-        """Let go of all rows but the first ones, which are live: a cache takes memory."""
-        self._rows = {row: one for row, one in self._rows.items() if row < n}
-
-    def spread(self, source: int, targets: Sequence[int], n: int) -> None:
+    def fork(self, source: ActiveSequence, targets: Sequence[ActiveSequence]) -> None:
         for target in targets:
-            self._rows[target] = copy.deepcopy(self._rows[source])
+            self._states[target] = copy.deepcopy(self._states[source])
+
+    def drop(self, sequence: ActiveSequence) -> None:
+        """Let go of a sequence's state: it takes memory."""
+        self._states.pop(sequence, None)
 
 
 def _base(module: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from verifiers.kernels.norms import HeadNorms
 from verifiers.kernels.reference import rotary
 
-NAME = "verifiers_slots"
+NAME = "verifiers_blocks"
 
 
 class Attend(Protocol):
@@ -72,7 +72,7 @@ def as_called(
 
 
 @as_called
-def slot_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
+def paged_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
     """The attention function that transformers calls while a block of `attending` lasts."""
     out = _attend()(module.layer_idx, q, k, v, scale=asked.scale, window=asked.window, softcap=asked.softcap)
     return out.transpose(1, 2).contiguous()  # some models take a view of it
@@ -102,7 +102,7 @@ def register() -> None:
     """Make the attention function known to transformers; doing it twice changes nothing."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, slot_attention)
+    ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
 
 
 @contextmanager

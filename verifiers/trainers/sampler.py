@@ -6,7 +6,6 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verifiers.clients import HTTPClient, as_client
@@ -105,20 +104,28 @@ def _key(prompt: Any, reply: Any) -> tuple[str, str]:
 def make_sampler(
     model: Any, tokenizer: Any, config: GRPOConfig, env: Environment | None, memory: MemoryPlan
 ) -> Sampler:
-    """The model as a client with a KV cache slot for each rollout of a generation, as far as the plan has room."""
+    """The model as a client: a row for each rollout of a generation, and the KV cache that the plan has room for."""
     parameter = next(model.parameters())
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     asked = usual_sampling(config, env)
-    length, wanted = length_asked(config, env, longest), slots_wanted(config, parameter.device.type)
-    room = int(memory.cache_room * ROUNDING / (1 - LEFT_FREE))
-    planned = partial(
-        plan, model.config, dtype=parameter.dtype, device=parameter.device, weights_loaded=True, free_bytes=room
+    fits = plan(
+        model.config,
+        rows=memory.slots,
+        length=length_asked(config, env, longest),
+        dtype=parameter.dtype,
+        device=parameter.device,
+        weights_loaded=True,
+        free_bytes=int(memory.cache_room * ROUNDING / (1 - LEFT_FREE)),
     )
-    fits = planned(length=length)
-    if fits.rows < memory.slots:  # rather all of them than longer ones
-        fits = planned(rows=memory.slots, length=memory.asked.length)
-    rows = min(wanted, fits.rows)
-    return Sampler(model, tokenizer, rows=rows, length=fits.length, remembers=8 * wanted, usual=asked)
+    return Sampler(
+        model,
+        tokenizer,
+        rows=fits.rows,
+        length=fits.length,
+        cache_tokens=fits.cache_tokens,
+        remembers=8 * slots_wanted(config, parameter.device.type),
+        usual=asked,
+    )
 
 
 def usual_sampling(config: GRPOConfig, env: Environment | None) -> dict[str, Any]:

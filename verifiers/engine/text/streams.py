@@ -141,7 +141,7 @@ class ReplyStream:
     @property
     def prompt_logprobs(self) -> Sequence[PromptLogprob] | None:
         """Those of the prompt's tokens, where they were asked for; there with the first piece."""
-        return next((future.prompt_logprobs for future in self._futures if future.prompt_logprobs is not None), None)
+        return next((future.prompt_logprobs for future in self._futures if future.prompt_logprobs), None)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         if not self._futures:

@@ -60,8 +60,19 @@ class Heads(Structure):
     )
 
 
+class Cache(Structure):
+    """Where the blocks of the KV cache are, and the table of blocks of each sequence."""
+
+    _fields_ = (
+        ("store", c_void_p),
+        *((name, c_int64) for name in ("blocks", "block")),
+        ("tables", c_void_p),
+        ("width", c_int64),
+    )
+
+
 class Model(Structure):
-    """All layers, the head, and where the KV cache is."""
+    """All layers, the head, and the KV cache."""
 
     _fields_ = (
         ("layers", POINTER(Layer)),
@@ -69,8 +80,7 @@ class Model(Structure):
         ("last", c_float),
         *((name, c_int64) for name in ("n_layers", "width", "inner")),
         ("heads", Heads),
-        ("cache", c_void_p),
-        ("slots", c_int64),
+        ("cache", Cache),
     )
 
 

@@ -24,9 +24,17 @@ typedef struct {
 } Layer;
 
 typedef struct {
-    int64_t heads, kv_heads, dim, length; /* the last: positions of a slot of the cache */
+    int64_t heads, kv_heads, dim, length; /* the last: positions of a sequence, at most */
     const float *cos, *sin;             /* [positions, dim] */
 } Heads;
+
+/* The KV cache: position t of a sequence is position t % block of the block that its table names at t / block. */
+typedef struct {
+    float *store; /* [layers, 2, blocks, kv_heads, block, dim] */
+    int64_t blocks, block;
+    const int32_t *tables; /* [sequences, width] */
+    int64_t width;
+} Cache;
 
 typedef struct {
     const Layer *layers;
@@ -34,9 +42,22 @@ typedef struct {
     float last; /* as `before`, for the norm before the head */
     int64_t n_layers, width, inner;
     Heads heads;
-    float *cache; /* [layers, 2, slots, kv_heads, length, dim] */
-    int64_t slots;
+    Cache cache;
 } Model;
+
+/* Keys (or values) of one head of a sequence, at positions from `first` on; a block's are contiguous. */
+typedef struct {
+    const float *at; /* of the head in block 0 */
+    const int32_t *table;
+    int64_t stride, block, dim, first;
+} Paged;
+
+/* Those from position `t` on to the end of its block: where they are; how many, `*n` at most, is put there. */
+static inline const float *run_of(const Paged *paged, int64_t t, int64_t *n) {
+    int64_t position = paged->first + t, offset = position % paged->block;
+    if (*n > paged->block - offset) *n = paged->block - offset;
+    return paged->at + paged->table[position / paged->block] * paged->stride + offset * paged->dim;
+}
 
 /* --- attention, gating ------------------------------------------------------------------------------------------ */
 
@@ -57,27 +78,35 @@ static inline float sum_of(Lanes x) {
     return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
-/* Some vectors of the sum of `n` values by their weights, added to what is there. */
+/* Some vectors, from the `d`th number on, of the sum of values `t` to `end` by their weights, added to what is there. */
 static inline __attribute__((always_inline)) void weighted(
-    int vectors, int64_t n, int64_t dim, const float *weights, const float *values, float *out) {
+    int vectors, int64_t d, int64_t t, int64_t end, int64_t dim, const float *weights, const Paged *values, float *out) {
     Lanes seen[4];
-    for (int j = 0; j < vectors; j++) seen[j] = *(const Lanes *)(out + j * LANES);
-    for (int64_t t = 0; t < n; t++)
+    for (int j = 0; j < vectors; j++) seen[j] = *(const Lanes *)(out + d + j * LANES);
+    for (int64_t n; t < end; t += n) {
+        n = end - t;
+        const float *value = run_of(values, t, &n) + d;
+        for (int64_t i = 0; i < n; i++, value += dim)
 #pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++) seen[j] += weights[t] * *(const Lanes *)(values + t * dim + j * LANES);
-    for (int j = 0; j < vectors; j++) *(Lanes *)(out + j * LANES) = seen[j];
+            for (int j = 0; j < vectors; j++) seen[j] += weights[t + i] * *(const Lanes *)(value + j * LANES);
+    }
+    for (int j = 0; j < vectors; j++) *(Lanes *)(out + d + j * LANES) = seen[j];
 }
 
-/* The scores of `n` keys. */
+/* The scores of keys `t` to `end`. */
 static inline __attribute__((always_inline)) void score(
-    int64_t dim, const float *q, const float *keys, int64_t n, float scale, float *scores) {
+    int64_t dim, const float *q, const Paged *keys, int64_t t, int64_t end, float scale, float *scores) {
     int64_t whole = dim / LANES * LANES;
-    for (int64_t t = 0; t < n; t++, keys += dim) {
-        Lanes sums = {0};
-        for (int64_t d = 0; d < whole; d += LANES) sums += *(const Lanes *)(q + d) * *(const Lanes *)(keys + d);
-        float dot = sum_of(sums);
-        for (int64_t d = whole; d < dim; d++) dot += q[d] * keys[d];
-        scores[t] = dot * scale;
+    for (int64_t n; t < end; t += n) {
+        n = end - t;
+        const float *key = run_of(keys, t, &n);
+        for (int64_t i = 0; i < n; i++, key += dim) {
+            Lanes sums = {0};
+            for (int64_t d = 0; d < whole; d += LANES) sums += *(const Lanes *)(q + d) * *(const Lanes *)(key + d);
+            float dot = sum_of(sums);
+            for (int64_t d = whole; d < dim; d++) dot += q[d] * key[d];
+            scores[t + i] = dot * scale;
+        }
     }
 }
 
@@ -100,33 +129,37 @@ static void softmax(float *scores, int64_t n) {
 }
 
 static inline __attribute__((always_inline)) void add_values(
-    int64_t dim, const float *weights, const float *values, int64_t n, float *out) {
+    int64_t dim, const float *weights, const Paged *values, int64_t t, int64_t end, float *out) {
     int64_t d = 0;
-    for (; dim - d >= 4 * LANES; d += 4 * LANES) weighted(4, n, dim, weights, values + d, out + d);
-    for (; dim - d >= 2 * LANES; d += 2 * LANES) weighted(2, n, dim, weights, values + d, out + d);
-    for (; dim - d >= LANES; d += LANES) weighted(1, n, dim, weights, values + d, out + d);
-    for (; d < dim; d++)
-        for (int64_t t = 0; t < n; t++) out[d] += weights[t] * values[t * dim + d];
+    for (; dim - d >= 4 * LANES; d += 4 * LANES) weighted(4, d, t, end, dim, weights, values, out);
+    for (; dim - d >= 2 * LANES; d += 2 * LANES) weighted(2, d, t, end, dim, weights, values, out);
+    for (; dim - d >= LANES; d += LANES) weighted(1, d, t, end, dim, weights, values, out);
+    for (int64_t n; d < dim && t < end; t += n) {
+        n = end - t;
+        const float *value = run_of(values, t, &n);
+        for (int64_t i = 0; i < n; i++, value += dim)
+            for (int64_t rest = d; rest < dim; rest++) out[rest] += weights[t + i] * value[rest];
+    }
 }
 
 /* Queries that share keys, over `n` of these, some at a time: each query finds them where the first one left them.
    There is room for the scores of each query, and LANES more. */
 static inline __attribute__((always_inline)) void attend_by(
-    int64_t dim, int64_t share, const float *q, const float *keys, const float *values, int64_t n, float scale,
+    int64_t dim, int64_t share, const float *q, const Paged *keys, const Paged *values, int64_t n, float scale,
     float *scores, float *out) {
     int64_t stride = n + LANES;
     for (int64_t t = 0; t < n; t += NEAR)
         for (int64_t h = 0; h < share; h++)
-            score(dim, q + h * dim, keys + t * dim, n - t < NEAR ? n - t : NEAR, scale, scores + h * stride + t);
+            score(dim, q + h * dim, keys, t, n - t < NEAR ? n : t + NEAR, scale, scores + h * stride);
     for (int64_t h = 0; h < share; h++) softmax(scores + h * stride, n);
     memset(out, 0, share * dim * sizeof(float));
     for (int64_t t = 0; t < n; t += NEAR)
         for (int64_t h = 0; h < share; h++)
-            add_values(dim, scores + h * stride + t, values + t * dim, n - t < NEAR ? n - t : NEAR, out + h * dim);
+            add_values(dim, scores + h * stride, values, t, n - t < NEAR ? n : t + NEAR, out + h * dim);
 }
 
 static void attend(
-    int64_t dim, int64_t share, const float *q, const float *keys, const float *values, int64_t n, float scale,
+    int64_t dim, int64_t share, const float *q, const Paged *keys, const Paged *values, int64_t n, float scale,
     float *scores, float *out) {
     switch (dim) { /* loops of a known length are unrolled */
         case 32: attend_by(32, share, q, keys, values, n, scale, scores, out); break;
@@ -143,10 +176,10 @@ static void norm_heads(float *x, int64_t heads, int64_t dim, const float *weight
         for (int64_t i = 0; i < dim; i++) x[i] *= weight[i];
 }
 
-/* Norm and rotate the queries and keys of some tokens, and put keys and values into their slots of the cache. */
+/* Norm and rotate the queries and keys of some tokens, and put keys and values into their sequences' blocks. */
 static void store(
-    const Heads *heads, const Layer *layer, Part tokens, float *qkv, const int64_t *slot, const int64_t *position,
-    float *keys, float *values) {
+    const Heads *heads, const Cache *cache, const Layer *layer, Part tokens, float *qkv, const int64_t *sequence,
+    const int64_t *position, float *keys, float *values) {
     const HeadNorms *norms = &layer->norms;
     int64_t dim = heads->dim, kv_heads = heads->kv_heads, across = (heads->heads + 2 * kv_heads) * dim;
     for (int64_t i = tokens.first; i < tokens.end; i++) {
@@ -156,7 +189,8 @@ static void store(
         if (norms->k) norm_heads(k, kv_heads, dim, norms->k, norms->k_floor);
         for (int64_t h = 0; layer->rotates && h < heads->heads + kv_heads; h++) rotate(q + h * dim, cos, sin, dim);
         for (int64_t g = 0; g < kv_heads; g++) {
-            int64_t at = (slot[i] * kv_heads + g) * heads->length * dim + position[i] * dim;
+            int64_t block = cache->tables[sequence[i] * cache->width + position[i] / cache->block];
+            int64_t at = ((block * kv_heads + g) * cache->block + position[i] % cache->block) * dim;
             memcpy(keys + at, k + g * dim, dim * sizeof(float));
             memcpy(values + at, v + g * dim, dim * sizeof(float));
         }
@@ -164,18 +198,21 @@ static void store(
 }
 
 /* What the queries of some tokens see. `scores` has room for those of the queries that share keys. */
-static void attend_slots(
-    const Heads *heads, Part tokens, const float *qkv, const int64_t *slot, const int64_t *position,
-    const Layer *layer, const float *keys, const float *values, float *scores, float *out) {
+static void attend_blocks(
+    const Heads *heads, const Cache *cache, Part tokens, const float *qkv, const int64_t *sequence,
+    const int64_t *position, const Layer *layer, const float *keys, const float *values, float *scores, float *out) {
     int64_t dim = heads->dim, kv_heads = heads->kv_heads, across = (heads->heads + 2 * kv_heads) * dim;
     int64_t share = heads->heads / kv_heads, window = layer->window;
     for (int64_t i = tokens.first; i < tokens.end; i++) {
         int64_t first = window && position[i] >= window ? position[i] - window + 1 : 0;
         for (int64_t g = 0; g < kv_heads; g++) {
-            int64_t at = (slot[i] * kv_heads + g) * heads->length * dim + first * dim;
+            int64_t at = g * cache->block * dim, stride = kv_heads * cache->block * dim;
+            const int32_t *table = cache->tables + sequence[i] * cache->width;
+            Paged k = {keys + at, table, stride, cache->block, dim, first};
+            Paged v = {values + at, table, stride, cache->block, dim, first};
             attend(
-                dim, share, qkv + i * across + g * share * dim, keys + at, values + at, position[i] - first + 1,
-                layer->scale, scores, out + (i * kv_heads + g) * share * dim);
+                dim, share, qkv + i * across + g * share * dim, &k, &v, position[i] - first + 1, layer->scale, scores,
+                out + (i * kv_heads + g) * share * dim);
         }
     }
 }
@@ -212,27 +249,27 @@ int64_t run_room(const Model *model, int64_t m, int64_t parts) {
     return m * (most_before(model) + most_after(model)) + parts * scores_room(model);
 }
 
-/* `m` tokens, whose embeddings are in `hidden`, each at `position` of a slot of the cache: the logits of those in
-   `keep`. */
+/* `m` tokens, whose embeddings are in `hidden`, each at `position` of a sequence: the logits of those in `keep`. */
 void run(
-    const Model *model, int64_t m, float *hidden, const int64_t *slot, const int64_t *position, const int64_t *keep,
+    const Model *model, int64_t m, float *hidden, const int64_t *sequence, const int64_t *position, const int64_t *keep,
     int64_t n_keep, float *logits, float *room, int64_t part, Team *team) {
     const Heads *heads = &model->heads;
-    int64_t width = model->width, per_layer = model->slots * heads->kv_heads * heads->length * heads->dim;
+    const Cache *cache = &model->cache;
+    int64_t width = model->width, per_layer = cache->blocks * heads->kv_heads * cache->block * heads->dim;
     float *x = room, *y = x + m * most_before(model), *scores = y + m * most_after(model);
     Part rows = part_of(m, part, team), kept = part_of(n_keep, part, team);
     int64_t first = rows.first * width, n = rows.end - rows.first;
     scores += part * scores_room(model);
     for (int64_t l = 0; l < model->n_layers; l++) {
         const Layer *layer = model->layers + l;
-        float *keys = model->cache + 2 * l * per_layer, *values = keys + per_layer;
+        float *keys = cache->store + 2 * l * per_layer, *values = keys + per_layer;
         normed(hidden + first, x + first, n, width, layer->before);
         barrier(team);
         multiply(&layer->qkv, m, x, y, 0, part, team);
         barrier(team);
-        store(heads, layer, rows, y, slot, position, keys, values);
+        store(heads, cache, layer, rows, y, sequence, position, keys, values);
         barrier(team);
-        attend_slots(heads, rows, y, slot, position, layer, keys, values, scores, x);
+        attend_blocks(heads, cache, rows, y, sequence, position, layer, keys, values, scores, x);
         barrier(team);
         multiply(&layer->out, m, x, hidden, 1, part, team);
         barrier(team);
@@ -262,18 +299,18 @@ void draw(
         token[i] = drawn(logits + i * vocabulary, vocabulary, sampling, i, logprob + i, raw + i, room);
 }
 
-/* Floats of scratch space that `decode` needs for `m` slots and so many threads. */
+/* Floats of scratch space that `decode` needs for `m` sequences and so many threads. */
 int64_t decode_room(const Model *model, int64_t m, int64_t parts) {
     int64_t vocabulary = model->head.columns;
     return parts * draw_room(vocabulary) + m * (model->width + vocabulary) + run_room(model, m, parts);
 }
 
-/* One token after the other for the first `m` slots of the cache, at most `n` each, until one of them has to be looked
+/* One token after the other for `m` sequences, at most `n` each, until one of them has to be looked
    at: it may end its sequence, or its logits are not numbers. Returns how many were drawn for each. `token`, `position`
    and `step` are those of the tokens to begin with, and move on; results are laid out by steps. */
 int64_t decode(
     const Model *model, const float *embedding, int64_t m, int64_t n, int64_t *token, int64_t *position,
-    const int64_t *slot, const Sampling *sampling, int64_t *step, const uint8_t *is_end, int64_t *tokens, float *logprobs,
+    const int64_t *sequence, const Sampling *sampling, int64_t *step, const uint8_t *is_end, int64_t *tokens, float *logprobs,
     float *raws, float *room, int64_t part, Team *team) {
     int64_t width = model->width, vocabulary = model->head.columns;
     Part rows = part_of(m, part, team);
@@ -282,7 +319,7 @@ int64_t decode(
     for (int64_t done = 1;; done++, tokens += m, logprobs += m, raws += m) {
         for (int64_t i = rows.first; i < rows.end; i++)
             memcpy(hidden + i * width, embedding + token[i] * width, width * sizeof(float));
-        run(model, m, hidden, slot, position, slot, m, logits, rest, part, team);
+        run(model, m, hidden, sequence, position, sequence, m, logits, rest, part, team);
         for (int64_t i = rows.first; i < rows.end; i++)
             tokens[i] = drawn(logits + i * vocabulary, vocabulary, sampling, i, logprobs + i, raws + i, weights);
         barrier(team);

@@ -11,14 +11,23 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verifiers.kernels.cpu.binding import CSampling, HeadNorms, Heads, Layer, Matrix, Model, decode_functions
+from verifiers.kernels.cpu.binding import (
+    Cache,
+    CSampling,
+    HeadNorms,
+    Heads,
+    Layer,
+    Matrix,
+    Model,
+    decode_functions,
+)
 from verifiers.kernels.cpu.build import why_none
 from verifiers.kernels.cpu.threads import ThreadTeam, is_small, threads_for
 from verifiers.kernels.decoder import CommonDecoder, DecoderLayer
@@ -60,9 +69,17 @@ def _others(layer: DecoderLayer) -> tuple[nn.Linear, ...]:
     return layer.layer.self_attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
 
 
+class Paged(NamedTuple):
+    """The KV cache ``[layers, 2, blocks, kv_heads, block, head_dim]``, and the blocks of each of some sequences."""
+
+    store: Tensor
+    tables: np.ndarray  # [sequences, width], int32
+    length: int  # of a sequence, at most
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeColumns:
-    """One entry for each slot: its newest token, the position of that, and how the next ones are drawn."""
+    """One entry for each sequence: its newest token, the position of that, and how the next ones are drawn."""
 
     token: np.ndarray
     position: np.ndarray
@@ -76,7 +93,7 @@ class DecodeColumns:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens of K steps for B slots, and their logprobs: under what they were drawn from, and raw."""
+    """Tokens of K steps for B sequences, and their logprobs: under what they were drawn from, and raw."""
 
     token_KB: np.ndarray
     logprob_KB: np.ndarray
@@ -125,16 +142,13 @@ class CpuModel:
             self._matrices = None
 
     def run(
-        self, ids_T: Tensor, slot_T: np.ndarray, position_T: np.ndarray, keep_N: np.ndarray, cache: Tensor
+        self, ids_T: Tensor, sequence_T: np.ndarray, position_T: np.ndarray, keep_N: np.ndarray, cache: Paged
     ) -> Tensor:
-        """The logits ``[N, vocabulary]`` of the tokens in ``keep``; all go to their slots and positions of the cache.
+        """The logits ``[N, vocabulary]`` of the tokens in ``keep``; all go to their sequences' blocks of the cache."""
+        return self._ready().run(ids_T, sequence_T, position_T, keep_N, cache)
 
-        The cache is ``[layers, 2, slots, kv_heads, length, head_dim]``.
-        """
-        return self._ready().run(ids_T, slot_T, position_T, keep_N, cache)
-
-    def decode(self, columns: DecodeColumns, steps: int, is_end_V: np.ndarray, cache: Tensor) -> Drawn:
-        """Tokens for the first slots, until one of them has to be looked at; at most so many of each."""
+    def decode(self, columns: DecodeColumns, steps: int, is_end_V: np.ndarray, cache: Paged) -> Drawn:
+        """Tokens for these sequences, until one of them has to be looked at; at most so many of each."""
         return self._ready().decode(columns, steps, is_end_V, cache)
 
     def _ready(self) -> _Matrices:
@@ -172,22 +186,22 @@ class _Matrices:
             norms.lay_out()
 
     def run(
-        self, ids_T: Tensor, slot_T: np.ndarray, position_T: np.ndarray, keep_N: np.ndarray, cache: Tensor
+        self, ids_T: Tensor, sequence_T: np.ndarray, position_T: np.ndarray, keep_N: np.ndarray, cache: Paged
     ) -> Tensor:
         hidden = F.embedding(ids_T, self._embedded)
         logits = torch.empty(len(keep_N), self._model.head.columns)
         model = self._with(cache)
         room = torch.empty(self._functions.run_room(model, len(ids_T), self.team.parts))
         self.team.call(
-            self._functions.run, model, len(ids_T), hidden.data_ptr(), slot_T.ctypes.data,
+            self._functions.run, model, len(ids_T), hidden.data_ptr(), sequence_T.ctypes.data,
             position_T.ctypes.data, keep_N.ctypes.data, len(keep_N), logits.data_ptr(), room.data_ptr(),
         )  # fmt: skip
         return logits
 
-    def decode(self, columns: DecodeColumns, steps: int, is_end_V: np.ndarray, cache: Tensor) -> Drawn:
+    def decode(self, columns: DecodeColumns, steps: int, is_end_V: np.ndarray, cache: Paged) -> Drawn:
         token_B, position_B, step_B = (one.copy() for one in (columns.token, columns.position, columns.step))
         n = len(token_B)
-        slot_B = np.arange(n)
+        sequence_B = np.arange(n)
         held = (columns.temperature, columns.top_p, columns.min_p, columns.top_k, columns.seed, step_B)
         sampling = CSampling(*(one.ctypes.data for one in held))
         token_KB = np.empty((steps, n), np.int64)
@@ -196,17 +210,18 @@ class _Matrices:
         room = np.empty(self._functions.decode_room(model, n, self.team.parts), np.float32)
         done = self.team.call(
             self._functions.decode, model, self._embedded.data_ptr(), n, steps, token_B.ctypes.data,
-            position_B.ctypes.data, slot_B.ctypes.data, ctypes.byref(sampling),
+            position_B.ctypes.data, sequence_B.ctypes.data, ctypes.byref(sampling),
             *(one.ctypes.data for one in (step_B, is_end_V, token_KB, logprob_KB, raw_KB, room)),
         )  # fmt: skip
         return Drawn(token_KB[:done], logprob_KB[:done], raw_KB[:done])
 
-    def _with(self, cache: Tensor) -> Any:
+    def _with(self, cache: Paged) -> Any:
         """The model as C sees it, reading from and writing to this cache."""
-        model, (_, _, slots, _, length, _) = self._model, cache.shape
-        cos, sin = self._angles.up_to(length)
-        model.heads.cos, model.heads.sin, model.heads.length = cos.data_ptr(), sin.data_ptr(), length
-        model.cache, model.slots = cache.data_ptr(), slots
+        model, tables = self._model, cache.tables
+        cos, sin = self._angles.up_to(cache.length)
+        model.heads.cos, model.heads.sin, model.heads.length = cos.data_ptr(), sin.data_ptr(), cache.length
+        blocks, block = cache.store.shape[2], cache.store.shape[4]
+        model.cache = Cache(cache.store.data_ptr(), blocks, block, tables.ctypes.data, tables.strides[0] // 4)
         return ctypes.byref(model)
 
     def _layer(self, known: DecoderLayer) -> Layer:

@@ -1,8 +1,8 @@
-"""Triton: attention of one new token a slot, norms of heads, rotary embedding, gating.
+"""Triton: attention of one new token a sequence, norms of heads, rotary embedding, gating.
 
-They exist because a benchmark showed the need: attention that reads only the positions a slot has filled needs neither
-masks nor a captured graph for each length, and the rotary embedding by plain operations is ten launches a layer. They
-round where plain operations round.
+They exist because a benchmark showed the need: attention that reads only the positions a sequence has filled, through
+its block table, needs neither masks nor a captured graph for each length, and the rotary embedding by plain operations
+is ten launches a layer. They round where plain operations round.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verifiers.kernels.cuda.splits import merge, partial_sums
 from verifiers.kernels.norms import HeadNorms
 
 BLOCK_S, WARPS, STAGES = 64, 4, 3
@@ -47,18 +48,28 @@ def _squares(x):
 def _attend(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_epsilon, k_epsilon,
     keys_ptr, values_ptr, out_ptr, length_ptr, scale, softcap,
-    q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row, cache_row, cache_head,
+    q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row,
+    table_ptr, part_ptr, sum_ptr, table_row, cache_block, cache_head, PAGE: tl.constexpr, SPLITS: tl.constexpr,
     NORMS: tl.constexpr, ROTATES: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr,
     PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
+    split = tl.program_id(2)
     n = tl.load(length_ptr + row)
+    span = (n + BLOCK * SPLITS - 1) // (BLOCK * SPLITS) * BLOCK
+    begin, stop = split * span, tl.minimum((split + 1) * span, n)
+    head = tl.arange(0, PADDED_HEADS)
+    part = ((row * tl.num_programs(1) + group) * SPLITS + split) * PADDED_HEADS + head
+    if SPLITS > 1:  # noqa: SIM102 (this one is decided by the compiler)
+        if (split > 0) & (begin >= n):
+            tl.store(sum_ptr + part * 2, tl.full([PADDED_HEADS], -1e38, tl.float32))
+            tl.store(sum_ptr + part * 2 + 1, tl.zeros([PADDED_HEADS], tl.float32))
+            return
     d = tl.arange(0, PADDED_DIM)
     in_dim = d < DIM
     k_new = tl.load(k_ptr + row * k_row + group * k_head + d, mask=in_dim, other=0.0)
     v_new = tl.load(v_ptr + row * v_row + group * v_head + d, mask=in_dim, other=0.0)
-    head = tl.arange(0, PADDED_HEADS)
     is_head = head < HEADS
     is_q = is_head[:, None] & in_dim[None, :]
     q_heads = q_ptr + row * q_row + (group * HEADS + head[:, None]) * q_head
@@ -79,23 +90,29 @@ def _attend(
             q_partner = _normed(q_partner, q_scale, tl.load(q_norm_ptr + partner, mask=in_dim, other=0.0)[None, :])
         k_new = _rotate_pair(k_new, k_partner, cos, sin)
         q = _rotate_pair(q, q_partner, cos[None, :], sin[None, :])
-    keys = keys_ptr + row * cache_row + group * cache_head
-    values = values_ptr + row * cache_row + group * cache_head
-    tl.store(keys + n * DIM + d, k_new, mask=in_dim)
-    tl.store(values + n * DIM + d, v_new, mask=in_dim)
+    table = table_ptr + row * table_row
+    keys, values = keys_ptr + group * cache_head, values_ptr + group * cache_head
+    top = tl.full([PADDED_HEADS], -1e38, tl.float32)
+    total = tl.zeros([PADDED_HEADS], tl.float32)
+    out = tl.zeros([PADDED_HEADS, PADDED_DIM], tl.float32)
+    if split == 0:  # its part are the first positions and the new one
+        at = tl.load(table + n // PAGE).to(tl.int64) * cache_block + n % PAGE * DIM + d
+        tl.store(keys + at, k_new, mask=in_dim)
+        tl.store(values + at, v_new, mask=in_dim)
+        top = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+        if CAPPED:
+            top = softcap * (2.0 / (1.0 + tl.exp(-2.0 * top / softcap)) - 1.0)
+        total = total + 1.0
+        out = out + v_new.to(tl.float32)[None, :]
     first = 0
     if WINDOW > 0:
         first = tl.maximum(n + 1 - WINDOW, 0)
-    score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
-    if CAPPED:
-        score = softcap * (2.0 / (1.0 + tl.exp(-2.0 * score / softcap)) - 1.0)
-    top = score
-    total = tl.full([PADDED_HEADS], 1.0, tl.float32)
-    out = tl.zeros([PADDED_HEADS, PADDED_DIM], tl.float32) + v_new.to(tl.float32)[None, :]
-    for start in range((first // BLOCK) * BLOCK, n, BLOCK):
+        begin = tl.maximum(begin, first // BLOCK * BLOCK)
+    for start in range(begin, stop, BLOCK):
         s = start + tl.arange(0, BLOCK)
         seen = (s < n) & (s >= first)
-        at = s[:, None] * DIM + d[None, :]
+        page = tl.load(table + s // PAGE, mask=seen, other=0).to(tl.int64)
+        at = (page * cache_block + s % PAGE * DIM)[:, None] + d[None, :]
         k = tl.load(keys + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee").to(tl.float32) * scale
         if CAPPED:
@@ -108,9 +125,13 @@ def _attend(
         out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee").to(tl.float32)
         total = total * shrink + tl.sum(weights, 1)
         top = higher
-    out = out / total[:, None]
-    out_at = out_ptr + (row * tl.num_programs(1) * HEADS + group * HEADS + head[:, None]) * DIM + d[None, :]
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=is_q)
+    if SPLITS == 1:
+        out_at = out_ptr + (row * tl.num_programs(1) * HEADS + group * HEADS + head[:, None]) * DIM + d[None, :]
+        tl.store(out_at, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_q)
+    else:
+        tl.store(part_ptr + part[:, None] * PADDED_DIM + d[None, :], out, mask=is_q)
+        tl.store(sum_ptr + part * 2, top)
+        tl.store(sum_ptr + part * 2 + 1, total)
 
 
 def block_of(row_bytes: int) -> tuple[int, int]:
@@ -126,29 +147,36 @@ def block_of(row_bytes: int) -> tuple[int, int]:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tables: Tensor, length: Tensor, splits: int = 1,
     *, scale: float, window: int | None, softcap: float | None, rotary: tuple[Tensor, Tensor] | None = None,
     norms: HeadNorms | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write the new keys and values behind each row's, and attend to all of them; ``[B, heads, 1, dim]``.
+    """Write the new keys and values behind each sequence's, and attend to all of them; ``[B, heads, 1, dim]``.
+
+    ``keys`` and ``values`` are blocks ``[blocks, kv_heads, page, dim]``, ``tables`` names those of each sequence.
 
     With ``rotary`` (cosines and sines, ``[B, 1, dim]``) queries and keys are rotated first, and before that normed.
     """
     batch, heads, _, dim = q.shape
-    groups = keys.shape[1]
+    groups, page = keys.shape[1:3]
     out = torch.empty((batch, heads, 1, dim), dtype=q.dtype, device=q.device)
     share = heads // groups
     padded = max(16, triton.next_power_of_2(dim))
     block, stages = block_of(padded * keys.element_size())
+    queries = max(16, triton.next_power_of_2(share))
+    parts, sums = partial_sums(batch * groups, splits, queries, padded, out)
     cos, sin = (x.expand(batch, -1, -1) for x in rotary) if rotary is not None else (q, q)
-    _attend[(batch, groups)](
+    _attend[(batch, groups, splits)](
         q, k, v, cos, sin, *(norms or (q, k, 0.0, 0.0)), keys, values, out, length, scale, softcap or 1.0,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        cos.stride(0), sin.stride(0), keys.stride(0), keys.stride(1),
+        cos.stride(0), sin.stride(0), tables, parts, sums, tables.stride(0), keys.stride(0), keys.stride(1),
+        PAGE=page, SPLITS=splits,
         NORMS=norms is not None, ROTATES=rotary is not None, WINDOW=window or 0, CAPPED=softcap is not None,
-        HEADS=share, PADDED_HEADS=max(16, triton.next_power_of_2(share)),
+        HEADS=share, PADDED_HEADS=queries,
         DIM=dim, PADDED_DIM=padded, BLOCK=block, num_warps=WARPS, num_stages=stages,
     )  # fmt: skip
+    if splits > 1:
+        merge(out, parts, sums, groups=groups, share=share, dim=dim, out_token=out.stride(0))
     return out
 
 

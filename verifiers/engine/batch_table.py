@@ -1,0 +1,151 @@
+"""What is known of each running sequence, as columns: its blocks, how far it is, how it is sampled, its reply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from verifiers.engine.block_manager import BLOCK, blocks_for
+from verifiers.engine.sequence import NO_TOP_K, ActiveSequence, Generated
+from verifiers.kernels.cpu.model import DecodeColumns
+from verifiers.kernels.devices import to_device
+from verifiers.kernels.sampling import SamplingColumns
+
+COLDEST = 1e-5  # a lower temperature is greedy: logits divided by it would not be numbers any more
+
+
+class BatchTable:
+    """One row for each sequence that decodes: they have the first rows, without gaps."""
+
+    def __init__(self, rows: int, length: int) -> None:
+        self.blocks = np.zeros((rows, blocks_for(length) + 1), np.int32)  # the last one is nobody's
+        self.n_blocks = np.zeros(rows, np.int64)
+        self.length = np.zeros(rows, np.int64)  # positions that hold keys and values
+        self.ahead = np.zeros(rows, np.int64)  # steps that the device was given and the host has not read yet
+        self.token = np.zeros(rows, np.int64)
+        self.steps = np.zeros(rows, np.int64)
+        self.max_tokens = np.zeros(rows, np.int64)
+        self.seed = np.zeros(rows, np.int64)
+        self.top_k = np.zeros(rows, np.int64)
+        self.temperature, self.top_p, self.min_p = (np.zeros(rows, np.float32) for _ in range(3))
+        self.out_ids = np.zeros((rows, length + 1), np.int32)
+        self.out_logprobs, self.out_raw = (np.zeros((rows, length + 1), np.float32) for _ in range(2))
+        self.truncates, self.needs_logits, self.is_watched = (np.zeros(rows, bool) for _ in range(3))
+        columns = [value for value in vars(self).values() if isinstance(value, np.ndarray)]
+        self._single = [column for column in columns if column.ndim == 1]
+        self._outputs = (self.out_ids, self.out_logprobs, self.out_raw)
+
+    def assign(self, sequence: ActiveSequence) -> None:
+        """Fill in the row of a sequence whose prompt has been run, with what it sampled before it was preempted."""
+        row, sampling = sequence.row, sequence.sampling
+        self.blocks[row] = 0
+        self.n_blocks[row] = 0
+        self.add_blocks(row, sequence.blocks)
+        self.length[row] = len(sequence.tokens)
+        self.ahead[row] = 0
+        self.steps[row] = n = len(sequence.sampled[0])
+        for column, values in zip(self._outputs, sequence.sampled, strict=True):
+            column[row, :n] = values
+        self.max_tokens[row] = min(sampling.max_tokens, self.out_ids.shape[1])
+        self.seed[row] = sequence.seed
+        self.top_k[row] = min(sampling.top_k or NO_TOP_K, NO_TOP_K)
+        self.temperature[row] = sampling.temperature if sampling.temperature >= COLDEST else 0.0
+        self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
+        self.truncates[row] = sampling.truncates
+        self.needs_logits[row] = sampling.needs_logits
+        self.is_watched[row] = sequence.on_token is not None or bool(sampling.stop_ids) or sampling.is_watched
+
+    def add_blocks(self, row: int, blocks: Sequence[int]) -> None:
+        first = self.n_blocks[row]
+        self.blocks[row, first : first + len(blocks)] = blocks
+        self.n_blocks[row] += len(blocks)
+
+    def missing_blocks(self, n: int, steps: int) -> np.ndarray:
+        """How many blocks the first rows need for that many more tokens each, beyond those they have."""
+        position = np.minimum(self.length[:n] + self.ahead[:n] + steps, self.out_ids.shape[1] - 1)
+        missing: np.ndarray = -(-position // BLOCK) - self.n_blocks[:n]
+        return missing
+
+    def columns(self, rows_N: np.ndarray, device: torch.device) -> SamplingColumns:
+        """How these rows are sampled, on the device, without waiting for what it is doing."""
+        real = np.stack([column[rows_N] for column in (self.temperature, self.top_p, self.min_p)])
+        whole = np.stack([column[rows_N] for column in (self.top_k, self.seed, self.steps)])
+        temperature, top_p, min_p = to_device(real, device)
+        top_k, seed, steps = to_device(whole, device)
+        return SamplingColumns(temperature, top_p, top_k, min_p, seed, steps)
+
+    def decode_columns(self, n: int) -> DecodeColumns:
+        """The first rows, as C takes them."""
+        return DecodeColumns(
+            token=self.token[:n], position=self.length[:n], step=self.steps[:n], temperature=self.temperature[:n],
+            top_p=self.top_p[:n], min_p=self.min_p[:n], top_k=self.top_k[:n], seed=self.seed[:n],
+        )  # fmt: skip
+
+    def record(self, rows_N: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray) -> None:
+        steps_N = self.steps[rows_N]
+        self.token[rows_N] = token_N
+        self.out_ids[rows_N, steps_N] = token_N
+        self.out_logprobs[rows_N, steps_N] = logprob_N
+        self.out_raw[rows_N, steps_N] = raw_N
+        self.steps[rows_N] = steps_N + 1
+
+    def reply(self, row: int) -> np.ndarray:
+        """What a row's sequence has sampled so far."""
+        return self.out_ids[row, : self.steps[row]]
+
+    def sampled(self, row: int) -> tuple[list[int], list[float], list[float]]:
+        """The same with both logprobs of each token."""
+        n = self.steps[row]
+        ids, logprobs, raw = (column[row, :n].tolist() for column in self._outputs)
+        return ids, logprobs, raw
+
+    def is_full(self, rows_N: np.ndarray, length: int) -> np.ndarray:
+        """Which of these rows have as many tokens as they may have."""
+        full: np.ndarray = (self.steps[rows_N] >= self.max_tokens[rows_N]) | (self.length[rows_N] + 1 >= length)
+        return full
+
+    def room(self, n: int, length: int) -> int:
+        """How many more tokens each of the first rows can have, if none of them has to be looked at before."""
+        if (self.is_watched | self.needs_logits)[:n].any():
+            return 1
+        left = np.minimum(self.max_tokens[:n] - self.steps[:n], length - 1 - self.length[:n])
+        return int(left.min())
+
+    def record_steps(self, token_KN: np.ndarray, logprob_KN: np.ndarray, raw_KN: np.ndarray) -> None:
+        """Several tokens of each of the first rows, whose keys and values are there already."""
+        steps, n = token_KN.shape
+        if not steps:
+            return
+        row_N1 = np.arange(n)[:, None]
+        step_NK = self.steps[:n, None] + np.arange(steps)
+        for column, drawn_KN in zip(self._outputs, (token_KN, logprob_KN, raw_KN), strict=True):
+            column[row_N1, step_NK] = drawn_KN.T
+        self.steps[:n] += steps
+        self.length[:n] += steps
+
+    def output(self, sequence: ActiveSequence, finish_reason: str, version: int) -> Generated:
+        """All that a request has sampled."""
+        ids, logprobs, raw = self.sampled(sequence.row)
+        return Generated(
+            prompt_ids=sequence.prompt_ids,
+            ids=ids,
+            logprobs=logprobs,
+            raw_logprobs=raw,
+            finish_reason=finish_reason,
+            reused=sequence.reused,
+            weights=(sequence.weights, version),
+            weight_versions=sequence.version_spans(len(ids)),
+            top_logprobs=sequence.future.top_logprobs,
+            prompt_logprobs=sequence.future.prompt_logprobs or None,
+        )
+
+    def move(self, holes: Sequence[int], movers: Sequence[int]) -> None:
+        """Give rows that became free to the sequences of others, their blocks and all; no keys are copied."""
+        for column in self._single:
+            column[holes] = column[movers]
+        self.blocks[holes] = self.blocks[movers]
+        most = int(self.steps[movers].max(initial=0))
+        for column in self._outputs:
+            column[holes, :most] = column[movers, :most]
