@@ -11,6 +11,7 @@ from verifiers.envs.sandbox_client import SandboxClient, in_folder
 from verifiers.envs.sandbox_sessions import Sessions, cell_metrics
 from verifiers.envs.stateful_tool_env import StatefulToolEnv
 from verifiers.rollout import cleanup, teardown
+from verifiers.sandbox.backend import MakeBackend
 from verifiers.tools.programs import QUEUE_S, Language, report
 from verifiers.tools.tool import Tool, as_tool
 from verifiers.types import Messages, SamplingArgs, State
@@ -48,7 +49,8 @@ class SandboxEnv(StatefulToolEnv):
     """An environment with a bash tool; folder, variables and files live on from call to call of a rollout.
 
     ``files`` are put into the sandbox, for all rollouts here or for one row in ``info["files"]``; those named in
-    ``collect`` are in ``state["files"]`` afterwards, where rewards find them. The sandbox is on this machine.
+    ``collect`` are in ``state["files"]`` afterwards, where rewards find them. The sandbox is on this machine; with
+    ``backend="docker"``, ``"podman"`` or one of your own (`SandboxBackend`) it is there.
 
     As in 0.1.x, ``state["sandbox_id"]`` names a rollout's sandbox for ``self.sandbox_client``, tools may ask for a
     hidden ``sandbox_id``, and ``post_rollout(state)`` runs before the sandbox is gone.
@@ -67,6 +69,7 @@ class SandboxEnv(StatefulToolEnv):
         timeout_s: float = 30.0,
         packages: Iterable[str] = (),
         allow_unsafe: bool = False,
+        backend: str | MakeBackend = "local",
         memory_gb: float | None = None,
         timeout_per_command_seconds: float | None = None,
         **kwargs: Any,
@@ -81,6 +84,7 @@ class SandboxEnv(StatefulToolEnv):
             timeout_s=timeout_s if timeout_per_command_seconds is None else timeout_per_command_seconds,
             packages=packages,
             allow_unsafe=allow_unsafe,
+            backend=backend,
         )
         super().__init__(tools=tools, max_turns=max_turns, **kwargs)
         self.sandbox_client = SandboxClient(self.sessions)

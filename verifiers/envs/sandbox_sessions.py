@@ -6,11 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
+from verifiers import calls
 from verifiers.errors import HookError
-from verifiers.sandbox import Result, Sandbox, Session
+from verifiers.sandbox import Result, Sandbox, SandboxBackend, SandboxSession
+from verifiers.sandbox.backend import MakeBackend, find_backend
 from verifiers.tools.programs import Language, report
 from verifiers.types import State
 
+_AWAY = ("_sandbox", "_open", "_of_rows", "_states")
 LOST = "(the earlier cells are forgotten: their process was ended)"
 
 
@@ -18,7 +21,7 @@ class Sessions:
     """The sandbox of an environment, and one session in it for each rollout under way.
 
     ``files`` lie in every session's folder, and so do those of a row's ``info["files"]``; ``collect`` names files that
-    are read into ``state["files"]`` when a rollout ends.
+    are read into ``state["files"]`` when a rollout ends. ``backend`` says where code runs: here, or elsewhere.
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class Sessions:
         timeout_s: float = 30.0,
         packages: Iterable[str] = (),
         allow_unsafe: bool = False,
+        backend: str | MakeBackend = "local",
     ) -> None:
         if isinstance(collect, str):
             raise TypeError(f"collect must be a list of file names; got the string {collect!r}")
@@ -40,22 +44,27 @@ class Sessions:
             "memory_mb": memory_mb,
             "timeout_s": timeout_s,
             "packages": tuple(packages),
-            "allow_unsafe": allow_unsafe,
+            **({"allow_unsafe": True} if allow_unsafe else {}),
         }
         self._files = dict(files or {})
-        self._sandbox = Sandbox(files=self._files, **self._settings)
-        self._open: dict[str, Session] = {}
+        self._backend = backend
+        self._sandbox = self._make(self._files)
+        self._open: dict[str, SandboxSession] = {}
+        self._of_rows: dict[str, SandboxBackend] = {}  # made for the files of one row
         self._states: WeakValueDictionary[str, State] = WeakValueDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         """A sandbox and its sessions stay where they are; a copy starts with none."""
-        return {key: value for key, value in vars(self).items() if key not in ("_sandbox", "_open", "_states")}
+        return {key: value for key, value in vars(self).items() if key not in _AWAY}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._sandbox = Sandbox(files=self._files, **self._settings)
-        self._open = {}
+        self._sandbox = self._make(self._files)
+        self._open, self._of_rows = {}, {}
         self._states = WeakValueDictionary()
+
+    def _make(self, files: Mapping[str, bytes | str], **settings: Any) -> SandboxBackend:
+        return find_backend(self._backend)(files=files, **self._settings, **settings)
 
     def expect(self, state: State) -> str:
         """The id of a rollout's session, which is opened when it is first used."""
@@ -63,14 +72,14 @@ class Sessions:
         self._states[key] = state
         return key
 
-    def named(self, sandbox_id: str) -> Session:
+    def named(self, sandbox_id: str) -> SandboxSession:
         """The session with this id."""
         state = self._states.get(sandbox_id)
         if state is None:
             raise HookError(f"no rollout under way has the sandbox {sandbox_id!r}; its id is in state['sandbox_id']")
         return self.of(state)
 
-    def of(self, state: State) -> Session:
+    def of(self, state: State) -> SandboxSession:
         """The session of a rollout."""
         key = state["trajectory_id"]
         session = self._open.get(key)
@@ -78,14 +87,16 @@ class Sessions:
             session = self._open[key] = self._sandbox_for(state).session()
         return session
 
-    def _sandbox_for(self, state: State) -> Sandbox:
+    def _sandbox_for(self, state: State) -> SandboxBackend:
         info = state.get("info")
         own = info.get("files") if isinstance(info, Mapping) else None
         if not own:
             return self._sandbox
         if not isinstance(own, Mapping) or not all(isinstance(content, (str, bytes)) for content in own.values()):
             raise HookError(f"a row's info['files'] maps names to texts, not {own!r:.100}")
-        return Sandbox(files={**self._files, **own}, warm=0, **self._settings)
+        kept_ready = {"warm": 0} if find_backend(self._backend) is Sandbox else {}
+        made = self._of_rows[state["trajectory_id"]] = self._make({**self._files, **own}, **kept_ready)
+        return made
 
     async def run(self, code: str, state: State) -> str:
         """Run a cell in the rollout's session: what the model reads of it."""
@@ -102,21 +113,26 @@ class Sessions:
 
     async def finish(self, state: State) -> None:
         """Read the files that are to be kept, and end the session."""
-        session = self._open.pop(state["trajectory_id"], None)
+        key = state["trajectory_id"]
+        session = self._open.pop(key, None)
         if session is None:
             return
         try:
             if self.collect:
                 state["files"] = await self._collected(session)
         finally:
-            self._end(session)
+            await self._end(key, session)
 
-    def _end(self, session: Session) -> None:
-        session.close()
-        if session.sandbox is not self._sandbox:  # made for the files of one row
-            session.sandbox.close()
+    async def _end(self, key: str, session: SandboxSession) -> None:
+        of_row = self._of_rows.pop(key, None)
+        ends = [session.close, *([] if of_row is None else [of_row.close])]
+        for end in ends:
+            if isinstance(self._sandbox, Sandbox):
+                end()
+            else:  # it may ask a program or a service
+                await calls.in_thread(end)
 
-    async def _collected(self, session: Session) -> dict[str, str]:
+    async def _collected(self, session: SandboxSession) -> dict[str, str]:
         kept = {}
         for name in self.collect:
             try:
@@ -128,8 +144,11 @@ class Sessions:
     def close(self) -> None:
         """End everything that is still open."""
         for session in self._open.values():
-            self._end(session)
+            session.close()
+        for backend in self._of_rows.values():
+            backend.close()
         self._open.clear()
+        self._of_rows.clear()
         self._sandbox.close()
 
 

@@ -8,8 +8,21 @@ does not work raises, a `SandboxError`.
 from __future__ import annotations
 
 from verifiers.errors import SandboxError
+from verifiers.sandbox.backend import SandboxBackend, SandboxSession
+from verifiers.sandbox.containers import ContainerSandbox
 from verifiers.sandbox.result import Level, Result, Status
 from verifiers.sandbox.sandbox import Sandbox, level
 from verifiers.sandbox.session import Session
 
-__all__ = ["Sandbox", "Session", "Result", "Status", "Level", "level", "SandboxError"]
+__all__ = [
+    "ContainerSandbox",
+    "Level",
+    "Result",
+    "Sandbox",
+    "SandboxBackend",
+    "SandboxError",
+    "SandboxSession",
+    "Session",
+    "Status",
+    "level",
+]

@@ -1,0 +1,273 @@
+"""Code that is not trusted → what it did, in containers that Docker or Podman run: by their command line alone.
+
+A session is one container: it reads requests on its standard input, and ends with it, so that none outlives us.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterable, Mapping
+from functools import partial
+from importlib import resources
+from types import TracebackType
+from typing import IO, Any, Literal, Self
+from weakref import WeakSet
+
+from verifiers import calls
+from verifiers.errors import SandboxError
+from verifiers.sandbox.backend import find_engine
+from verifiers.sandbox.result import Result
+from verifiers.sandbox.session import SessionLostError, check_code, check_name, encode
+from verifiers.types import unique_id
+
+IMAGE = "python:3.12-slim"
+START_S = 600.0  # the image may have to be fetched
+FILES_S = 30.0
+GRACE_S = 5.0  # for a cell to notice its alarm, before its container is killed
+KILL_S = 30.0
+MOST_REPLY = 128 << 20
+OUT_OF_MEMORY = 137  # how an engine says that a container was killed
+SHOWN_CHARS = 2000
+
+
+class ContainerSandbox:
+    """A `SandboxBackend` whose sessions are containers: no network, no capabilities, a folder in memory, limits.
+
+    The ``image`` needs Python (and bash, for that language); what is installed in it is what code can use.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: str | None = None,
+        image: str = IMAGE,
+        language: Literal["python", "bash"] = "python",
+        memory_mb: int = 512,
+        timeout_s: float = 10.0,
+        files: Mapping[str, bytes | str] | None = None,
+        packages: Iterable[str] = (),
+        output_kb: int = 64,
+        disk_mb: int = 64,
+        processes: int = 64,
+    ) -> None:
+        if language not in ("python", "bash"):
+            raise ValueError(f"language must be 'python' or 'bash'; got {language!r}")
+        if not (timeout_s > 0 and math.isfinite(timeout_s)):
+            raise ValueError(f"timeout_s must be a positive number of seconds; got {timeout_s!r}")
+        counts = {"memory_mb": memory_mb, "output_kb": output_kb, "disk_mb": disk_mb, "processes": processes}
+        if wrong := [name for name, count in counts.items() if type(count) is not int or count < 1]:
+            raise ValueError(f"{wrong[0]} must be a whole number of at least 1; got {counts[wrong[0]]!r}")
+        self.engine, self.image, self.language = engine, image, language
+        self.memory_mb, self.timeout_s, self.disk_mb, self.processes = memory_mb, timeout_s, disk_mb, processes
+        self.files, self.packages, self.output_bytes = dict(files or {}), tuple(packages), output_kb * 1024
+        self._sessions: WeakSet[ContainerSession] = WeakSet()
+
+    async def _run(self, code: str, *, timeout_s: float | None = None) -> Result:
+        """Run code in a container of its own, and end that container."""
+        session = self.session()
+        try:
+            result: Result = await session._run(code, timeout_s=timeout_s)
+            return result
+        finally:
+            await calls.in_thread(session.close)
+
+    run = calls.both(_run)
+
+    def session(self) -> ContainerSession:
+        """A session; its container starts with the first thing it is asked to do."""
+        session = ContainerSession(self)
+        self._sessions.add(session)
+        return session
+
+    def close(self) -> None:
+        for session in list(self._sessions):
+            session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def command(self, name: str) -> list[str]:
+        """The command line that starts a container."""
+        return [
+            *(find_engine(self.engine), "run", "--interactive", "--rm", "--init", f"--name={name}"),
+            *("--network=none", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--user=65534:65534"),
+            *(f"--memory={self.memory_mb}m", f"--memory-swap={self.memory_mb}m", f"--pids-limit={self.processes}"),
+            *("--read-only", f"--tmpfs=/work:rw,exec,mode=1777,size={self.disk_mb}m"),
+            *(f"--tmpfs=/tmp:rw,exec,mode=1777,size={self.disk_mb}m", "--workdir=/work", "--env=HOME=/work"),
+            *(self.image, "python3", "-u", "-c", _driver()),
+        ]
+
+
+class ContainerSession:
+    """One container that keeps its state from cell to cell; one that ends is replaced, and ``is_fresh`` says so."""
+
+    def __init__(self, sandbox: ContainerSandbox) -> None:
+        self.sandbox = sandbox
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+        self._name = ""
+        self._turn = threading.Lock()
+        self._is_closed = self._is_late = False
+        self._is_fresh = True
+        self._said = ""
+
+    async def _run(self, code: str, *, timeout_s: float | None = None) -> Result:
+        """Run a cell and return what it did."""
+        check_code(code)
+        seconds = self.sandbox.timeout_s if timeout_s is None else timeout_s
+        if not (seconds > 0 and math.isfinite(seconds)):
+            raise ValueError(f"timeout_s must be a positive number of seconds; got {timeout_s!r}")
+        result: Result = await calls.in_thread(partial(self._cell, code, seconds))
+        return result
+
+    run = calls.both(_run)
+
+    async def _write(self, name: str, content: bytes | str) -> None:
+        """Put a file into the session's folder."""
+        check_name(name)
+        await calls.in_thread(partial(self._file, {"do": "write", "files": {name: encode(content)}}))
+
+    write = calls.both(_write)
+
+    async def _read(self, name: str) -> bytes:
+        """The bytes of a file in the session's folder; an OSError is the code's doing."""
+        check_name(name)
+        reply: dict[str, Any] = await calls.in_thread(partial(self._file, {"do": "read", "name": name}))
+        return base64.b64decode(reply["content"])
+
+    read = calls.both(_read)
+
+    async def _files(self) -> list[str]:
+        """The names of all files in the session's folder."""
+        reply: dict[str, Any] = await calls.in_thread(partial(self._file, {"do": "files"}))
+        return [str(name) for name in reply["names"]]
+
+    files = calls.both(_files)
+
+    def close(self) -> None:
+        """End the container; a cell that is running is killed."""
+        self._is_closed = True
+        self._kill()
+
+    # --- in a thread ----------------------------------------------------------------------------------------------
+
+    def _cell(self, code: str, seconds: float) -> Result:
+        with self._turn:
+            self._start_if_needed()
+            is_fresh, self._is_fresh = self._is_fresh, False
+            reply = self._exchange({"do": "run", "code": code, "timeout_s": seconds}, seconds + GRACE_S)
+        if reply is None:
+            status, said = self._why_ended(seconds)
+            return Result(status=status, error=said, is_fresh=is_fresh)
+        self._is_fresh = bool(reply.pop("is_lost", False))
+        return Result(**{**reply, "is_fresh": is_fresh})
+
+    def _file(self, request: dict[str, Any]) -> dict[str, Any]:
+        with self._turn:
+            self._start_if_needed()
+            reply = self._exchange(request, FILES_S)
+        if reply is None:
+            raise SessionLostError("the session's files could not be reached: its container ended")
+        if (number := reply.get("errno")) is not None:
+            raise OSError(number, reply.get("said"), request.get("name"))
+        return reply
+
+    def _start_if_needed(self) -> None:
+        if self._is_closed:
+            raise ValueError("the session is closed; open another with sandbox.session()")
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._kill()
+        sandbox = self.sandbox
+        self._name = f"verifiers-{unique_id()}"
+        command = sandbox.command(self._name)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,  # Ctrl-C is ours to see to
+        )
+        self._is_fresh = True
+        files = {name: encode(content) for name, content in sandbox.files.items()}
+        settings = {"language": sandbox.language, "output": sandbox.output_bytes, "packages": sandbox.packages}
+        reply = self._exchange({**settings, "files": files}, START_S)
+        if reply is None:
+            raise SandboxError(f"a container of {sandbox.image} could not be started: {self._said or 'it ended'}")
+        if reply.get("errno") is not None:
+            self._kill()
+            raise ValueError(f"the sandbox's files do not fit into it: {reply.get('said')}")
+
+    def _exchange(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+        """Send a request and read its reply; None where the container ended, or was ended, before that."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._is_late = False
+        timer = threading.Timer(seconds, self._end_late)
+        timer.daemon = True
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+            reply = json.loads(process.stdout.readline(MOST_REPLY))
+        except (OSError, ValueError):  # it is gone, or says what is no reply
+            self._kill()
+            return None
+        finally:
+            timer.cancel()
+        return reply if isinstance(reply, dict) else None
+
+    def _end_late(self) -> None:
+        self._is_late = True
+        self._kill()
+
+    def _kill(self) -> None:
+        """End the container, then the program that holds it; its exit code stays to be asked for."""
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            kill = [find_engine(self.sandbox.engine), "kill", self._name]
+            quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            try:
+                subprocess.run(kill, timeout=KILL_S, check=False, **quiet)
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:  # the engine hangs: what can be ended is
+                process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:  # what was not sent cannot be any more
+                    pass
+        errors, self._errors = self._errors, None
+        if errors is not None:
+            with errors:
+                errors.seek(0)
+                self._said = errors.read().decode(errors="replace").strip()[-SHOWN_CHARS:]
+
+    def _why_ended(self, seconds: float) -> tuple[Literal["timeout", "memory", "killed"], str]:
+        if self._is_late:
+            return "timeout", f"it ran longer than {seconds:g} s"
+        code = None if self._process is None else self._process.returncode
+        if code == OUT_OF_MEMORY and not self._is_closed:
+            return "memory", f"it needed more than {self.sandbox.memory_mb} MiB"
+        return "killed", f"its container ended with exit code {code}"
+
+
+def _driver() -> str:
+    return resources.files("verifiers.sandbox.inside").joinpath("container_driver.py").read_text(encoding="utf-8")

@@ -1,0 +1,204 @@
+"""The first process of a container: requests on standard input → cells that are run, files in and out.
+
+It is sent as a text and runs alone, on whatever Python the image has: nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import IO, Any
+
+WORK, KEPT = os.getcwd(), tempfile.gettempdir()
+STDOUT, STDERR, CELL = (os.path.join(KEPT, name) for name in (".stdout", ".stderr", ".cell"))
+LOOK_S = 0.05
+
+
+class CellTimeout(BaseException):
+    """The time of a cell is over."""
+
+
+def main() -> None:
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    settings = json.loads(requests.readline())
+    runner: Shell | Cells = Shell(settings["output"]) if settings["language"] == "bash" else Cells(settings)
+    answer(replies, write, settings["files"])
+    for line in requests:
+        request = json.loads(line)
+        if request["do"] == "run":
+            send(replies, runner.run(request["code"], request["timeout_s"]))
+        elif request["do"] == "write":
+            answer(replies, write, request["files"])
+        elif request["do"] == "read":
+            answer(replies, read, request["name"])
+        else:
+            answer(replies, listed)
+
+
+def send(replies: IO[bytes], body: Mapping[str, Any]) -> None:
+    replies.write(json.dumps(body).encode() + b"\n")
+
+
+def answer(replies: IO[bytes], function: Callable[..., Any], *args: Any) -> None:
+    try:
+        send(replies, function(*args) or {})
+    except OSError as error:
+        send(replies, {"errno": error.errno, "said": error.strerror})
+
+
+def write(files: Mapping[str, str]) -> None:
+    for name, content in files.items():
+        if os.path.dirname(name):
+            os.makedirs(os.path.join(WORK, os.path.dirname(name)), exist_ok=True)
+        with open(os.path.join(WORK, name), "wb") as file:
+            file.write(base64.b64decode(content))
+
+
+def read(name: str) -> dict[str, Any]:
+    with open(os.path.join(WORK, name), "rb") as file:
+        return {"content": base64.b64encode(file.read()).decode()}
+
+
+def listed() -> dict[str, Any]:
+    found = [os.path.join(folder, name) for folder, _, names in os.walk(WORK) for name in names]
+    return {"names": sorted(os.path.relpath(path, WORK) for path in found)}
+
+
+def outputs(limit: int) -> tuple[str, str, bool]:
+    """What is in the two output files, and whether that is more than may be."""
+    texts: list[str] = []
+    is_full = False
+    for name in (STDOUT, STDERR):
+        with open(name, "rb") as file:
+            data = file.read(limit + 1)
+        is_full = is_full or len(data) > limit
+        texts.append(data[:limit].decode(errors="replace"))
+    return texts[0], texts[1], is_full
+
+
+def result(limit: int, status: str, **more: Any) -> dict[str, Any]:
+    out, err, is_full = outputs(limit)
+    if is_full and status in ("ok", "error"):
+        status = "output"
+    return {"status": status, "stdout": out, "stderr": err, **more}
+
+
+class Cells:
+    """Python, as in a notebook: names live on, and the value of the last line is shown."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.limit: int = settings["output"]
+        self.names: dict[str, Any] = {"__name__": "__main__"}
+        for package in settings["packages"]:
+            try:
+                __import__(package)
+            except Exception:  # noqa: S112 (a package that is not in the image)
+                continue
+        signal.signal(signal.SIGALRM, self.ring)
+
+    def ring(self, number: int, frame: Any) -> None:
+        raise CellTimeout
+
+    def run(self, code: str, seconds: float) -> dict[str, Any]:
+        for fd, name in ((1, STDOUT), (2, STDERR)):
+            file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, fd)
+            os.close(file)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            value = self.execute(code)
+            told: dict[str, Any] = {"status": "ok", "value": None if value is None else repr(value)}
+        except CellTimeout:
+            told = {"status": "timeout", "error": f"it ran longer than {seconds:g} s"}
+        except MemoryError:
+            told = {"status": "memory", "error": "it needed more memory than it may have"}
+        except BaseException:
+            told = {"status": "error", "error": traceback.format_exc()}
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return result(self.limit, **told)
+
+    def execute(self, code: str) -> Any:
+        tree = ast.parse(code, "<cell>")
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, "<cell>", "exec"), self.names)  # noqa: S102 (in the container)
+        if not isinstance(last, ast.Expr):
+            return None
+        return eval(compile(ast.Expression(last.value), "<cell>", "eval"), self.names)  # noqa: S307
+
+
+class Shell:
+    """Bash: its folder and its variables live on, until it exits or runs out of time."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.start()
+
+    def start(self) -> None:
+        self.codes, told = os.pipe()
+        self.shell = subprocess.Popen(
+            ["bash", "--noprofile", "--norc"],
+            stdin=subprocess.PIPE,
+            pass_fds=[told],
+            cwd=WORK,
+            start_new_session=True,
+        )
+        self.told = told
+        os.close(told)
+
+    def run(self, code: str, seconds: float) -> dict[str, Any]:
+        with open(CELL, "w") as file:
+            file.write(code + "\n")
+        order = f". {CELL} </dev/null >{STDOUT} 2>{STDERR}; echo $? >&{self.told}\n"
+        for name in (STDOUT, STDERR):
+            with open(name, "wb"):
+                pass
+        stdin = self.shell.stdin
+        assert stdin is not None
+        stdin.write(order.encode())
+        stdin.flush()
+        ends = time.monotonic() + seconds
+        while not select.select([self.codes], [], [], LOOK_S)[0] and self.shell.poll() is None:
+            if time.monotonic() > ends:
+                break
+        if self.shell.poll() is None and not select.select([self.codes], [], [], 0)[0]:
+            self.restart()
+            return result(self.limit, "timeout", error=f"it ran longer than {seconds:g} s", is_lost=True)
+        is_lost = self.shell.poll() is not None  # the cell ended its shell
+        said = b"" if is_lost else os.read(self.codes, 64).strip()
+        exit_code = self.restart() if is_lost else int(said or 1)
+        return result(self.limit, "error" if exit_code else "ok", exit_code=exit_code, is_lost=is_lost)
+
+    def restart(self) -> int | None:
+        try:
+            exit_code = self.shell.wait(0.5)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+        try:
+            os.killpg(self.shell.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.shell.wait()
+        os.close(self.codes)
+        self.start()
+        return exit_code
+
+
+if __name__ == "__main__":
+    main()
