@@ -59,6 +59,20 @@ def imitation(folder: Path, processes: int) -> Any:
     return vf.SFTTrainer(model=tiny.model(tokenizer), tokenizer=tokenizer, dataset=rows, config=config)
 
 
+def saving(folder: Path, processes: int, **more: Any) -> Any:
+    """Four steps, which are interrupted by nobody, and a checkpoint after two of them."""
+    return online(folder, processes, max_steps=4, save_steps=2, eval_steps=None, **more)
+
+
+def saved_adapters(folder: Path, processes: int) -> Any:
+    return saving(folder, processes, peft_config=vf.lora_defaults(r=4), learning_rate=0.02)
+
+
+def resumed(folder: Path, processes: int) -> Any:
+    """The same from the checkpoint of a folder that is there, of another number of processes."""
+    return saving(folder, processes)
+
+
 def half_down(folder: Path, processes: int, **more: Any) -> Any:
     """Every rollout of the second process fails, and of the first none."""
 
@@ -126,6 +140,9 @@ MADE = {
     "adapters": adapters,
     "batch_wide": batch_wide,
     "imitation": imitation,
+    "saving": saving,
+    "saved_adapters": saved_adapters,
+    "resumed": resumed,
     "half_down": half_down,
     "half_down_batch_wide": half_down_batch_wide,
     "all_down": all_down,
@@ -139,7 +156,7 @@ MADE = {
 def outcome(what: str, folder: Path, processes: int) -> dict[str, Any]:
     trainer = MADE[what](folder / what, processes)
     try:
-        report = trainer.train()
+        report = trainer.train(resume=what == "resumed")
     except Exception as error:
         return {"error": str(error)}
     weights = sum(float(one.detach().double().abs().sum()) for one in trainer.model.parameters())
@@ -147,6 +164,8 @@ def outcome(what: str, folder: Path, processes: int) -> dict[str, Any]:
         "steps": report.steps,
         "evals": report.evals,
         "weights": weights,
+        "held": sum(one.numel() for one in trainer.weights.masters),
+        "trained": sum(one.numel() for one in trainer.model.parameters() if one.requires_grad),
         "processes": trainer.accelerator.num_processes,
     }
 

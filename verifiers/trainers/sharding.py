@@ -164,19 +164,19 @@ class FSDPWeights(ShardedWeights):
 
         placements = self.live[i].placements
         whole = whole.to(self.masters[i].device)
-        return distribute_tensor(whole, self._mesh, placements, src_data_rank=None).to_local()  # type: ignore[no-any-return]
+        return distribute_tensor(whole, self._mesh, placements, src_data_rank=None).to_local()
 
     def spread(self, i: int, part: Tensor) -> Tensor:
         """As PyTorch writes and reads it: each process its part."""
         from torch.distributed.tensor import DTensor
 
         live = self.live[i]
-        return DTensor.from_local(  # type: ignore[no-any-return]
+        return DTensor.from_local(
             part, self._mesh, live.placements, run_check=False, shape=live.shape, stride=live.stride()
         )
 
     def _master(self, parameter: Any) -> Tensor:
-        return parameter.detach().to_local().requires_grad_()  # type: ignore[no-any-return]
+        return parameter.detach().to_local().requires_grad_()
 
     def _norm(self, gradients: list[Tensor]) -> float:
         squares = torch.tensor(super()._norm(gradients) ** 2, dtype=torch.float64, device=self.masters[0].device)
@@ -217,7 +217,8 @@ def _fully_sharded(twin: Any, mesh: Any, dtype: torch.dtype) -> Root:
     }
     for layer in decoder_layers(twin):
         fully_shard(layer, reshard_after_forward=reshards, **settings)
-    return fully_shard(Root(twin), **settings)  # type: ignore[no-any-return]
+    whole: Root = fully_shard(Root(twin), **settings)
+    return whole
 
 
 def decoder_layers(model: Any) -> list[Any]:
