@@ -42,14 +42,17 @@ def check_export(checkpoint: Path, path: Path, wanted: float) -> None:
     export_checkpoint(checkpoint, path)
     assert [one.name for one in path.glob("*.safetensors")] == ["model.safetensors"]
     model = AutoModelForCausalLM.from_pretrained(path)
-    assert sum(float(one.detach().double().abs().sum()) for one in model.parameters()) == pytest.approx(wanted, rel=1e-6)
+    assert sum(float(one.detach().double().abs().sum()) for one in model.parameters()) == pytest.approx(
+        wanted, rel=1e-6
+    )
     assert AutoTokenizer.from_pretrained(path).eos_token == "<|im_end|>"
 
 
 def test_two_processes_of_fsdp2_give_the_losses_of_one_and_one_resumes_their_checkpoint(tmp_path):
-    """All weights and adapters, in groups and by imitation; the engine samples from what is gathered after each step."""
-    first, second = launch(tmp_path / "two", TORCHRUN, *TRAININGS, "saving", **FSDP2)
-    for what in (*TRAININGS, "saving"):
+    """All weights, adapters, and by imitation; the engine samples from what is gathered after each step."""
+    trainings = ("adapters", "imitation", "saving")
+    first, second = launch(tmp_path / "two", TORCHRUN, *trainings, **FSDP2)
+    for what in trainings:
         one = alone(tmp_path / "one", what)
         assert first[what]["weights"] == second[what]["weights"]
         assert four_decimals(first[what]) == four_decimals(one)

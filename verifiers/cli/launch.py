@@ -22,6 +22,7 @@ from verifiers.cli.knobs import WORDS
 
 if TYPE_CHECKING:
     from verifiers.cli.training import Job
+    from verifiers.trainers.base_config import TrainingConfig
 
 # The settings of configs/*.yaml, as ``accelerate launch`` hands them to its processes.
 ENGINES: Mapping[str, Mapping[str, str]] = {
@@ -50,39 +51,30 @@ def launched(job: Job) -> int | None:
         return None
     job.model()
     count = count or _devices()
-    words = _words(job, count)
+    _check_batch(job.config(), count)
     _check(engine)
+    words = [*job.ctx.command_path.split()[1:], *job.ctx.meta[WORDS]]
     return Ranks(words, ENGINES[engine], count).run()
 
 
-def _words(job: Job, count: int) -> list[str]:
-    """The command of each process: the batch is divided among them."""
-    config = job.config()
+def divide_batch(config: TrainingConfig) -> None:
+    """Of a process that was launched the batch is its share."""
+    if os.environ.get(LAUNCHER):
+        config.batch_size //= int(os.environ["WORLD_SIZE"])
+
+
+def _check_batch(config: TrainingConfig, count: int) -> None:
     if config.batch_size % count:
         near = [n for n in (config.batch_size // count * count, -(-config.batch_size // count) * count) if n]
         raise click.UsageError(
             f"batch_size = {config.batch_size} cannot be divided among {count} processes: take "
             f"{' or '.join(map(str, near))}, or another number of processes"
         )
-    own = config.batch_size // count
-    config.batch_size = own
+    config.batch_size //= count
     try:
         config.check(count)
     except (TypeError, ValueError) as error:
         raise click.UsageError(str(error)) from None
-    return [*_original_words(job.ctx), "--batch-size", str(own)]
-
-
-def _original_words(ctx: click.Context) -> list[str]:
-    """What was said on the command line, without what is about launching, and the size of the batch."""
-    words, left = ctx.command_path.split()[1:], iter(ctx.meta[WORDS])
-    for word in left:
-        name, has_value, _ = word.partition("=")
-        if name not in ("--launch", "--processes", "--batch-size"):
-            words.append(word)
-        elif not has_value:
-            next(left, None)
-    return words
 
 
 def _check(engine: str) -> None:

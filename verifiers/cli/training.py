@@ -16,7 +16,7 @@ from verifiers.cli.arguments import command_line, given_values, read_json
 from verifiers.cli.ending import told_by_signals
 from verifiers.cli.environments import env_dir_option, explained, load
 from verifiers.cli.knobs import Settings, read_settings
-from verifiers.cli.launch import ENGINES
+from verifiers.cli.launch import ENGINES, divide_batch
 from verifiers.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -91,7 +91,9 @@ class Job:
     def config(self) -> TrainingConfig:
         said = {one.name: self.given.get(one.name) for one in fields(self.kind)}
         said = {name: value for name, value in said.items() if name in given_values(self.ctx)}
-        return self.kind(**{**self.settings.knobs, **said})
+        config = self.kind(**{**self.settings.knobs, **said})
+        divide_batch(config)
+        return config
 
     def model(self) -> str:
         model = self.given["model"] or self.settings.model
