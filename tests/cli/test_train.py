@@ -185,6 +185,9 @@ def test_two_processes_of_one_command_train_what_one_does(run, start, model, fol
         assert said[0].count(f"model: {engine}/model") == 1
         assert [line["loss"] for line in metrics(engine) if "loss" in line] == pytest.approx(losses, abs=5e-5)
         assert vf.get_model(str(folder / engine / "model")) is not None
+        (checkpoint,) = (folder / engine / "checkpoints").iterdir()
+        assert f"model: {engine}-exported" in run("export", "model", str(checkpoint), "-o", f"{engine}-exported").stdout
+        assert vf.get_model(str(folder / f"{engine}-exported")) is not None
         run(*words[:-4], "--max-steps", "3", "--output-dir", engine, "--resume")
         assert steps(engine) == [1, 2, 3]
 

@@ -16,13 +16,13 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
-from tests.support.venvs import HOME, ROOT  # noqa: E402
-from tests.trainers.test_processes import TORCHRUN, alone, check_same_update, free_port, launch  # noqa: E402
-from tests.trainers.test_sharding import check_checkpoint, check_export, four_decimals  # noqa: E402
-from verifiers.cli.launch import ENGINES  # noqa: E402
+from tests.support.venvs import HOME, ROOT
+from tests.trainers.test_processes import TORCHRUN, alone, check_same_update, free_port, launch
+from tests.trainers.test_sharding import check_checkpoint, check_export, four_decimals
+from verifiers.cli.launch import ENGINES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-TRAININGS = ("online", "adapters", "imitation", "saving")
+TRAININGS = ("online", "adapters", "imitation", "recomputing", "saving")
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,15 @@ def offline(folder: Path, processes: int, kind: str, **more: Any) -> Any:
     return vf.GRPOTrainer(model=tiny.model(tokenizer), tokenizer=tokenizer, dataset=saved_rollouts(), config=config)
 
 
+def recomputing(folder: Path, processes: int) -> Any:
+    """Activations computed again in the backward pass, in several micro-batches."""
+    return offline(folder, processes, "grpo", gradient_checkpointing=True, micro_batch_tokens=64)
+
+
+def half_precision(folder: Path, processes: int) -> Any:
+    return offline(folder, processes, "grpo", bf16=True)
+
+
 def batch_wide(folder: Path, processes: int) -> Any:
     """What is normalised, ranked or averaged over a batch is so over that of all processes."""
     settings = {"advantage": "reinforce_plus_plus", "entropy_coef": 0.1, "top_entropy_quantile": 0.5}
@@ -141,6 +150,8 @@ MADE = {
     "batch_wide": batch_wide,
     "imitation": imitation,
     "saving": saving,
+    "recomputing": recomputing,
+    "half_precision": half_precision,
     "saved_adapters": saved_adapters,
     "resumed": resumed,
     "half_down": half_down,

@@ -110,6 +110,16 @@ def test_adapters_are_saved_beside_their_shards_and_peft_loads_what_is_exported(
 
 
 @pytest.mark.slow
+def test_gradient_checkpointing_micro_batches_and_bfloat16_go_with_fsdp2(tmp_path):
+    first, second = launch(tmp_path / "two", TORCHRUN, "recomputing", "half_precision", **FSDP2)
+    check_same_update(alone(tmp_path / "one", "recomputing"), first["recomputing"])
+    one, two = alone(tmp_path / "one", "half_precision"), first["half_precision"]
+    assert two["weights"] == second["half_precision"]["weights"] == pytest.approx(one["weights"], rel=1e-3)
+    for wanted, found in zip(one["steps"], two["steps"], strict=True):
+        assert found["loss"] == pytest.approx(wanted["loss"], abs=2e-2)
+
+
+@pytest.mark.slow
 def test_a_process_with_nothing_to_learn_from_takes_part_in_the_passes_of_the_others(tmp_path):
     names = ("half_down_batch_wide", "half_refused", "batch_wide")
     first, second = launch(tmp_path / "two", TORCHRUN, *names, **FSDP2)
