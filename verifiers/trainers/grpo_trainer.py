@@ -137,7 +137,8 @@ class GRPOTrainer(Trainer):
     def train(self, resume: bool | str | Path = False) -> Report:
         """Train for ``max_steps`` steps, or ``num_epochs`` times through the rows; the report says how it went."""
         ahead, stride = self.config.num_batches_ahead, self.config.updates_per_generation
-        with self._training(resume) as report, Prefetch(self._generate_batch, ahead, stride) as generations:
+        prefetch = Prefetch(self._generate_batch, ahead, stride, in_thread=self.accelerator.num_processes > 1)
+        with self._training(resume) as report, prefetch as generations:
             while self.step < self.total_steps and not self.should_stop:
                 if self.step % self.num_steps_per_epoch == 0:
                     self.epoch = self.step // self.num_steps_per_epoch

@@ -14,12 +14,13 @@ T = TypeVar("T")
 class Prefetch(Generic[T]):
     """``make(step)`` is called in order, up to ``distance`` batches before its own is taken; 0: when it is taken.
 
-    There is a batch every ``stride`` steps.
+    There is a batch every ``stride`` steps. ``in_thread``: none is made by the thread that takes it, so that Ctrl-C
+    does not interrupt one; of several processes all finish theirs, and stop after the same step.
     """
 
-    def __init__(self, make: Callable[[int], T], distance: int, stride: int = 1) -> None:
+    def __init__(self, make: Callable[[int], T], distance: int, stride: int = 1, *, in_thread: bool = False) -> None:
         self._make, self._distance, self._stride = make, distance, stride
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="verifiers-batches") if distance else None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="verifiers-batches") if distance or in_thread else None
         self._coming: deque[Future[T]] = deque()
 
     def take(self, step: int, end: int) -> T:

@@ -69,6 +69,10 @@ class ShardedWeights(Weights):
         self._whole = [parameters[name] for name in self.names]
         self._versions = [one._version for one in self._whole]
 
+    @property
+    def device(self) -> torch.device:
+        return self.processes.device  # parameters may be offloaded
+
     def scorer(self) -> TokenScorer:
         return TokenScorer(self.module, like=self._proven, run=self.root)
 
@@ -153,7 +157,7 @@ class FSDPWeights(ShardedWeights):
 
     def gather(self) -> Iterator[tuple[int, Tensor]]:
         for i, live in enumerate(self.live):
-            yield i, live.detach().to(self._whole[i].dtype).full_tensor()
+            yield i, live.detach().to(self.device, self._whole[i].dtype).full_tensor()
 
     def scatter(self, i: int, whole: Tensor) -> None:
         self.masters[i].copy_(self.part(i, whole))
@@ -179,7 +183,7 @@ class FSDPWeights(ShardedWeights):
         return parameter.detach().to_local().requires_grad_()
 
     def _norm(self, gradients: list[Tensor]) -> float:
-        squares = torch.tensor(super()._norm(gradients) ** 2, dtype=torch.float64, device=self.masters[0].device)
+        squares = torch.tensor(super()._norm(gradients) ** 2, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(squares)
         return math.sqrt(float(squares)) if math.isfinite(float(squares)) else float(squares)
 

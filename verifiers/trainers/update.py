@@ -51,7 +51,7 @@ class PolicyUpdate:
             self.reference = Reference(model) if config.kl_coef > 0 else None
             scorers = [self.scorer] if self.reference is None else [self.scorer, self.reference.scorer]
             self._limits = scorers[0].layouts.limits(*(one.layouts for one in scorers[1:]))
-        self.device = weights.live[0].device
+        self.device = weights.device
         self._lock, self._pad_id, self._processes = lock, pad_id, processes
         self._are_logprobs_known = False
         self._max_new_tokens = config.max_new_tokens if max_new_tokens is None else max_new_tokens
