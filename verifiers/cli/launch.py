@@ -83,12 +83,12 @@ def _check(engine: str) -> None:
 
 
 def _devices() -> int:
-    import torch
+    from verifiers.trainers.processes import devices
 
-    found = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    found = devices()
     if not found:
         raise click.UsageError("there is no GPU to count here: say how many processes, as in --processes 2")
-    return int(found)
+    return found
 
 
 class Ranks:

@@ -76,6 +76,11 @@ def sharding() -> str:
     return "fsdp2" if _is_on(FSDP) and _started() > 1 else "none"
 
 
+def devices() -> int:
+    """How many GPUs this machine has."""
+    return int(torch.accelerator.device_count()) if torch.accelerator.is_available() else 0
+
+
 def mixed_precision() -> str | None:
     """The precision that a launcher's configuration asks for: ``bf16``, ``fp16`` or None."""
     said = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
