@@ -68,6 +68,34 @@ def imitation(folder: Path, processes: int) -> Any:
     return vf.SFTTrainer(model=tiny.model(tokenizer), tokenizer=tokenizer, dataset=rows, config=config)
 
 
+def accumulating(folder: Path, processes: int) -> Any:
+    """Two batches an update."""
+    return online(folder, processes, batch_size=8 // processes, group_size=2, gradient_accumulation_steps=2)
+
+
+class WeightServer:
+    """A server elsewhere, that notes which weights it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[float] = []
+
+    def reload_weights(self, folder: str) -> None:
+        from safetensors.torch import load_file
+
+        tensors = load_file(Path(folder) / "model.safetensors")
+        self.given.append(sum(float(one.double().abs().sum()) for one in tensors.values()))
+
+
+def sent(folder: Path, processes: int) -> Any:
+    """Another process samples, and gets the weights after each step."""
+    server, client = WeightServer(), vf.FakeClient("e")
+    made = making.trainer(
+        folder, dataset=saved_rollouts(), client=client, extra={"weight_server": server}, batch_size=16 // processes
+    )
+    made.server = server
+    return made
+
+
 def saving(folder: Path, processes: int, **more: Any) -> Any:
     """Four steps, which are interrupted by nobody, and a checkpoint after two of them."""
     return online(folder, processes, max_steps=4, save_steps=2, eval_steps=None, **more)
@@ -150,6 +178,8 @@ MADE = {
     "batch_wide": batch_wide,
     "imitation": imitation,
     "saving": saving,
+    "accumulating": accumulating,
+    "sent": sent,
     "recomputing": recomputing,
     "half_precision": half_precision,
     "saved_adapters": saved_adapters,
@@ -175,6 +205,7 @@ def outcome(what: str, folder: Path, processes: int) -> dict[str, Any]:
         "steps": report.steps,
         "evals": report.evals,
         "weights": weights,
+        "given": trainer.server.given if what == "sent" else None,
         "held": sum(one.numel() for one in trainer.weights.masters),
         "trained": sum(one.numel() for one in trainer.model.parameters() if one.requires_grad),
         "processes": trainer.accelerator.num_processes,

@@ -21,7 +21,7 @@ from verifiers.trainers.shards import export_checkpoint, shapes_of  # noqa: E402
 pytestmark = pytest.mark.timeout(900)  # processes that each import torch
 
 FSDP2 = dict(ENGINES["fsdp2"])
-TRAININGS = ("dapo", "online", "adapters", "imitation")
+TRAININGS = ("dapo", "online", "accumulating", "adapters", "imitation")
 
 
 def four_decimals(run: dict[str, Any]) -> list[float]:
@@ -120,12 +120,32 @@ def test_gradient_checkpointing_micro_batches_and_bfloat16_go_with_fsdp2(tmp_pat
 
 
 @pytest.mark.slow
+def test_a_server_elsewhere_gets_the_gathered_weights_of_the_first_process_after_each_step(tmp_path):
+    first, second = launch(tmp_path / "two", TORCHRUN, "sent", **FSDP2)
+    one = alone(tmp_path / "one", "sent")
+    assert first["sent"]["given"] == pytest.approx(one["given"], rel=1e-6)
+    assert (len(one["given"]), second["sent"]["given"]) == (3, [])
+
+
+@pytest.mark.slow
 def test_a_process_with_nothing_to_learn_from_takes_part_in_the_passes_of_the_others(tmp_path):
     names = ("half_down_batch_wide", "half_refused", "batch_wide")
     first, second = launch(tmp_path / "two", TORCHRUN, *names, **FSDP2)
     for what in names:
         assert first[what]["weights"] == second[what]["weights"]
     check_same_update(alone(tmp_path / "one", "batch_wide"), first["batch_wide"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a card for each process")
+def test_two_cards_of_fsdp2_give_the_losses_of_one(tmp_path):
+    """Nothing but the device changes: the same trainings, by NCCL."""
+    first, second = launch(tmp_path / "two", TORCHRUN, *TRAININGS, "saving", "half_precision", **FSDP2)
+    for what in (*TRAININGS, "saving"):
+        one = alone(tmp_path / "one", what)
+        assert first[what]["weights"] == second[what]["weights"]
+        for wanted, found in zip(one["steps"], first[what]["steps"], strict=True):
+            assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-3)
 
 
 # --- accelerate launch ------------------------------------------------------------------------------------------------
