@@ -118,14 +118,14 @@ def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(start, run, model):
     assert steps("out") == list(range(1, done + 2))
 
 
-def wait_for(is_so, process) -> None:
-    for _ in range(600):
+def wait_for(is_so, process, seconds: int = 60) -> None:
+    for _ in range(10 * seconds):
         if is_so():
             return
         assert process.poll() is None, process.communicate()
         time.sleep(0.1)
     process.kill()
-    raise AssertionError("nothing was trained within a minute")
+    raise AssertionError(f"nothing was trained within {seconds} seconds")
 
 
 # --- what is wrong ------------------------------------------------------------------------------------------------
@@ -152,6 +152,74 @@ def test_what_is_wrong_is_one_sentence(run, model, words, message):
     result = run(*words, code=1 if "-d" in words else 2)
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_processes_that_cannot_share_a_batch_are_refused_before_any_is_started(run, model):
+    words = train_words(model, "--launch", "ddp", "--processes")
+    assert "batch_size = 8 cannot be divided among 3 processes: take 6 or 9" in run(*words, "3", code=2).stderr
+    assert "of each of 4 processes must be a multiple of group_size = 4" in run(*words, "4", code=2).stderr
+    alone = run(*train_words(model, "--processes", "2"), code=2)
+    assert "--processes needs --launch" in alone.stderr
+
+
+@pytest.mark.timeout(400)
+def test_what_fails_in_every_process_is_one_sentence_and_none_is_left(start, model):
+    """The model is a folder without one; both processes say so, and the first is heard."""
+    process = start(*train_words("./nowhere", "--launch", "fsdp2", "--processes", "2"))
+    said = process.communicate(timeout=300)[1]
+    assert process.returncode == 1
+    assert "there is no model at nowhere" in said
+    assert said.count("the training cannot begin") == 1
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_processes_of_one_command_train_what_one_does(run, start, model, folder):
+    """The batch stays that of all; a training that two began is gone on with by one."""
+    words = train_words(model, "--max-steps", "2", "--save-steps", "2")
+    run(*words, "--output-dir", "one")
+    losses = [line["loss"] for line in metrics("one") if "loss" in line]
+    for engine in ("ddp", "fsdp2"):
+        process = start(*words, "--output-dir", engine, "--launch", engine, "--processes", "2")
+        said = process.communicate(timeout=600)
+        assert process.returncode == 0, said[1]
+        assert said[0].count(f"model: {engine}/model") == 1
+        assert [line["loss"] for line in metrics(engine) if "loss" in line] == pytest.approx(losses, abs=5e-5)
+        assert vf.get_model(str(folder / engine / "model")) is not None
+        (checkpoint,) = (folder / engine / "checkpoints").iterdir()
+        assert f"model: {engine}-exported" in run("export", "model", str(checkpoint), "-o", f"{engine}-exported").stdout
+        assert vf.get_model(str(folder / f"{engine}-exported")) is not None
+        run(*words[:-4], "--max-steps", "3", "--output-dir", engine, "--resume")
+        assert steps(engine) == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_launched_processes_stop_together(start, model, folder, number):
+    """Ctrl-C finishes the step of all and saves; a process that is killed takes the others with it."""
+    import psutil
+
+    words = train_words(model, "--max-steps", "5000", "--output-dir", "out", "--launch", "fsdp2", "--processes", "2")
+    process = start(*words)
+    wait_for(lambda: Path("out/metrics.jsonl").is_file() and steps("out"), process, seconds=300)
+    ranks = [one for one in psutil.Process(process.pid).children() if "verifiers" in one.cmdline()]
+    assert len(ranks) == 2
+    if number == signal.SIGINT:
+        process.send_signal(number)
+    else:
+        ranks[1].send_signal(number)
+    said = process.communicate(timeout=300)
+    assert not any(one.is_running() for one in ranks)
+    if number == signal.SIGINT:
+        assert process.returncode == 130
+        assert "stopped by Ctrl-C after step" in said[0]
+        assert "--launch fsdp2 --processes 2" in said[0]
+        assert list((folder / "out" / "checkpoints").glob("step-*/shards"))
+    else:
+        assert process.returncode == 137
+        assert "process 1 was ended by SIGKILL, and the others with it" in said[1]
 
 
 def test_an_unknown_key_of_a_file_is_named_with_the_nearest(run, model, folder):

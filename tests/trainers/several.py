@@ -30,6 +30,15 @@ def offline(folder: Path, processes: int, kind: str, **more: Any) -> Any:
     return vf.GRPOTrainer(model=tiny.model(tokenizer), tokenizer=tokenizer, dataset=saved_rollouts(), config=config)
 
 
+def recomputing(folder: Path, processes: int) -> Any:
+    """Activations computed again in the backward pass, in several micro-batches."""
+    return offline(folder, processes, "grpo", gradient_checkpointing=True, micro_batch_tokens=64)
+
+
+def half_precision(folder: Path, processes: int) -> Any:
+    return offline(folder, processes, "grpo", bf16=True)
+
+
 def batch_wide(folder: Path, processes: int) -> Any:
     """What is normalised, ranked or averaged over a batch is so over that of all processes."""
     settings = {"advantage": "reinforce_plus_plus", "entropy_coef": 0.1, "top_entropy_quantile": 0.5}
@@ -57,6 +66,48 @@ def imitation(folder: Path, processes: int) -> Any:
     }
     rows = [{"prompt": f"say {i}", "completion": "e" * (1 + 5 * i)} for i in range(8)]
     return vf.SFTTrainer(model=tiny.model(tokenizer), tokenizer=tokenizer, dataset=rows, config=config)
+
+
+def accumulating(folder: Path, processes: int) -> Any:
+    """Two batches an update."""
+    return online(folder, processes, batch_size=8 // processes, group_size=2, gradient_accumulation_steps=2)
+
+
+class WeightServer:
+    """A server elsewhere, that notes which weights it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[float] = []
+
+    def reload_weights(self, folder: str) -> None:
+        from safetensors.torch import load_file
+
+        tensors = load_file(Path(folder) / "model.safetensors")
+        self.given.append(sum(float(one.double().abs().sum()) for one in tensors.values()))
+
+
+def sent(folder: Path, processes: int) -> Any:
+    """Another process samples, and gets the weights after each step."""
+    server, client = WeightServer(), vf.FakeClient("e")
+    made = making.trainer(
+        folder, dataset=saved_rollouts(), client=client, extra={"weight_server": server}, batch_size=16 // processes
+    )
+    made.server = server
+    return made
+
+
+def saving(folder: Path, processes: int, **more: Any) -> Any:
+    """Four steps, which are interrupted by nobody, and a checkpoint after two of them."""
+    return online(folder, processes, max_steps=4, save_steps=2, eval_steps=None, **more)
+
+
+def saved_adapters(folder: Path, processes: int) -> Any:
+    return saving(folder, processes, peft_config=vf.lora_defaults(r=4), learning_rate=0.02)
+
+
+def resumed(folder: Path, processes: int) -> Any:
+    """The same from the checkpoint of a folder that is there, of another number of processes."""
+    return saving(folder, processes)
 
 
 def half_down(folder: Path, processes: int, **more: Any) -> Any:
@@ -126,6 +177,13 @@ MADE = {
     "adapters": adapters,
     "batch_wide": batch_wide,
     "imitation": imitation,
+    "saving": saving,
+    "accumulating": accumulating,
+    "sent": sent,
+    "recomputing": recomputing,
+    "half_precision": half_precision,
+    "saved_adapters": saved_adapters,
+    "resumed": resumed,
     "half_down": half_down,
     "half_down_batch_wide": half_down_batch_wide,
     "all_down": all_down,
@@ -139,7 +197,7 @@ MADE = {
 def outcome(what: str, folder: Path, processes: int) -> dict[str, Any]:
     trainer = MADE[what](folder / what, processes)
     try:
-        report = trainer.train()
+        report = trainer.train(resume=what == "resumed")
     except Exception as error:
         return {"error": str(error)}
     weights = sum(float(one.detach().double().abs().sum()) for one in trainer.model.parameters())
@@ -147,6 +205,9 @@ def outcome(what: str, folder: Path, processes: int) -> dict[str, Any]:
         "steps": report.steps,
         "evals": report.evals,
         "weights": weights,
+        "given": trainer.server.given if what == "sent" else None,
+        "held": sum(one.numel() for one in trainer.weights.masters),
+        "trained": sum(one.numel() for one in trainer.model.parameters() if one.requires_grad),
         "processes": trainer.accelerator.num_processes,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -33,16 +34,19 @@ def free_port() -> str:
         return str(one.getsockname()[1])
 
 
-def launch(folder: Path, launcher: tuple[str, ...], *names: str) -> list[dict[str, Any]]:
-    """What each of two processes found, of the trainings with these names."""
+def launch(
+    folder: Path, launcher: tuple[str, ...], *names: str, processes: int = 2, python: str = sys.executable, **more: str
+) -> list[dict[str, Any]]:
+    """What each process found, of the trainings with these names."""
     folder.mkdir(parents=True, exist_ok=True)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "FSDP"))}
-    words = [sys.executable, "-m", *launcher, free_port(), "-m", "tests.trainers.several", str(folder), "2", *names]
+    script = ("tests.trainers.several", str(folder), str(processes))
+    words = [python, "-m", *launcher, free_port(), "-m", *script, *names]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    env = {**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
-    return [json.loads((folder / f"process-{i}.json").read_text()) for i in (0, 1)]
+    return [json.loads((folder / f"process-{i}.json").read_text()) for i in range(processes)]
 
 
 def alone(folder: Path, what: str) -> dict[str, Any]:
@@ -131,15 +135,13 @@ def test_processes_whose_rollouts_cannot_be_learned_from_go_on_with_the_others_o
 @pytest.mark.parametrize(
     ("variable", "name"),
     [
-        ("ACCELERATE_USE_FSDP", "FSDP"),
-        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
         ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism configuration"),
     ],
 )
-def test_settings_that_would_shard_the_model_are_refused_in_one_sentence(tmp_path, monkeypatch, variable, name):
+def test_ways_to_shard_that_are_not_ours_are_refused_in_one_sentence(tmp_path, monkeypatch, variable, name):
     monkeypatch.setenv(variable, "true")
-    with pytest.raises(ValueError, match=f"{name} is asked for .*this trainer does not shard"):
+    with pytest.raises(ValueError, match=f"{name} is asked for .*this trainer has DDP, FSDP2 and DeepSpeed"):
         several.online(tmp_path, 1)
     with pytest.raises(ValueError, match=f"{name} is asked for"):
         several.imitation(tmp_path, 1)
@@ -163,8 +165,30 @@ def test_one_process_where_accelerate_was_asked_for_several_on_a_cpu_is_refused(
 
 
 def test_settings_of_accelerate_without_effect_are_said_so(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
+    with pytest.warns(UserWarning, match="dynamo_backend=inductor of Accelerate has no effect here: models are not"):
+        accelerator()
+
+
+def test_the_precision_of_a_launcher_is_that_of_the_model(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.warns(UserWarning, match="mixed_precision=bf16 of Accelerate has no effect here: say bf16=True"):
+    assert next(several.offline(tmp_path, 1, "grpo").model.parameters()).dtype == torch.bfloat16
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(ValueError, match="mixed_precision=fp8 of Accelerate is not known here"):
+        several.offline(tmp_path, 1, "grpo")
+
+
+def test_a_configuration_of_fsdp_1_is_refused_in_one_sentence(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(ValueError, match=r"for FSDP 1 .* say fsdp_version: 2"):
+        accelerator()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is here")
+def test_deepspeed_that_is_not_installed_is_one_sentence(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ImportError, match=r"pip install 'verifiers\[deepspeed\]'"):
         accelerator()
 
 

@@ -211,8 +211,8 @@ def test_tokens_that_are_not_trained_have_no_influence(tmp_path):
             {"role": "user", "content": middle},
         ]
         samples = read_samples([{"messages": chat}], one.tokenizer).samples
-        (loss,) = one._losses(samples)
-        one.weights.backward(loss.mean())
+        ((loss, _),) = one._losses(samples)
+        one.weights.backward(loss)
         gradients.append([gradient.clone() for gradient in one.weights.gradients()])
         one.weights.clear()
     for left, right in zip(*gradients, strict=True):

@@ -18,7 +18,7 @@ FORMATS = ("jsonl", "parquet", "sft", "dpo")
 
 
 class Export(click.Command):
-    """Runs are written, but for ``vf export verl ENV``, which writes the rows of an environment."""
+    """Runs are written, but for ``verl ENV`` (the rows of an environment) and ``model CHECKPOINT`` (a model)."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -27,6 +27,10 @@ class Export(click.Command):
             from verifiers.cli.export_rows import export_verl
 
             return export_verl.make_context(f"{info_name} verl", args[1:], parent, **extra)
+        if args[:1] == ["model"]:
+            from verifiers.cli.export_model import export_model
+
+            return export_model.make_context(f"{info_name} model", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
 
@@ -46,6 +50,7 @@ def export(runs: tuple[RunDir, ...], form: str | None, output: str | None, **giv
     vf export last -f sft --min-reward 1 --top-k 1      conversations worth imitating
     vf export 1a2b 5e6f -f dpo --min-margin 0.5 -o pairs.jsonl
     vf export last -o run.parquet                       a table
+    vf export model CHECKPOINT -o ./model               a training's checkpoint, as a folder that transformers loads
     vf export verl ENV                                  an environment's rows, for verl (see `vf export verl --help`)
     """
     form = form or _by_name(output)

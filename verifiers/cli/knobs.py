@@ -18,6 +18,7 @@ from verifiers.cli.eval_file import point_at as point_at_toml
 if TYPE_CHECKING:
     from verifiers.trainers.base_config import Config
 
+WORDS = "verifiers.words"  # where a context keeps what was said to its command
 YES, NO, NOTHING = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 
 
@@ -124,6 +125,7 @@ class FileCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words: list[str] = []
+        ctx.meta[WORDS] = list(args)
         for word in args:
             if word == "@":
                 words.append("--config")

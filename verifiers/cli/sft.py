@@ -9,6 +9,7 @@ import click
 
 from verifiers.cli.environments import complete_environments
 from verifiers.cli.knobs import FileCommand, knob_options
+from verifiers.cli.launch import launched
 from verifiers.cli.telling import told
 from verifiers.cli.training import Job, training_options
 from verifiers.trainers.config import SFTConfig
@@ -36,6 +37,8 @@ def sft(ctx: click.Context, /, **given: Any) -> None:
     """
     with told(given["verbose"]):
         job = Job.of(ctx, SFTConfig, given)
+        if (code := launched(job)) is not None:
+            ctx.exit(code)
         data = given["data"] or job.settings.data
         model = job.model()
         env = job.environment()

@@ -11,6 +11,7 @@ import click
 
 from verifiers.cli.environments import complete_environments
 from verifiers.cli.knobs import FileCommand, knob_options
+from verifiers.cli.launch import launched
 from verifiers.cli.telling import told
 from verifiers.cli.training import Job, training_options
 from verifiers.trainers.config import GRPOConfig
@@ -45,6 +46,7 @@ def train(ctx: click.Context, /, **given: Any) -> None:
     vf train gsm8k -m Qwen/Qwen3-0.6B --lora --batch-size 64 --group-size 16
     vf train @ config.toml --eval-before-after      everything from a file
     vf train … --sampler http://gpu2:8000/v1        another process samples, and gets each update's weights
+    vf train … --launch fsdp2 --processes 8         on 8 GPUs, each with a part of the model (or ddp, zero2, zero3)
     vf train … --dry-run                            what would be done
     vf train … --resume outputs/train/…             go on with a run that was stopped
     vf train gsm8k -m Qwen/Qwen3-8B --backend tinker --lora-r 32 --max-steps 50
@@ -54,6 +56,8 @@ def train(ctx: click.Context, /, **given: Any) -> None:
     """
     with told(given["verbose"]):
         job = Job.of(ctx, GRPOConfig, given)
+        if (code := launched(job)) is not None:
+            ctx.exit(code)
         model = job.model()
         env = job.environment()
         if env is None:

@@ -16,6 +16,7 @@ from verifiers.cli.arguments import command_line, given_values, read_json
 from verifiers.cli.ending import told_by_signals
 from verifiers.cli.environments import env_dir_option, explained, load
 from verifiers.cli.knobs import Settings, read_settings
+from verifiers.cli.launch import ENGINES, divide_batch
 from verifiers.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -54,6 +55,17 @@ def training_options(command: Any) -> Any:
             help="Go on from the last checkpoint: of a run, or of --output-dir or --run-name.",
         ),
         click.option("--save-model", metavar="PATH", help="Where the trained model goes (default RUN/model)."),
+        click.option(
+            "--launch",
+            type=click.Choice(ENGINES),
+            help="Train in several processes, sharded by FSDP2 or DeepSpeed, or each with the whole model.",
+        ),
+        click.option(
+            "--processes",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="How many (default: one for each GPU); --batch-size stays that of all together.",
+        ),
         click.option("--dry-run", is_flag=True, help="Load everything, show what would be done, and end."),
         click.option("-v", "--verbose", is_flag=True, help="Show the log and tracebacks."),
     ]
@@ -79,7 +91,9 @@ class Job:
     def config(self) -> TrainingConfig:
         said = {one.name: self.given.get(one.name) for one in fields(self.kind)}
         said = {name: value for name, value in said.items() if name in given_values(self.ctx)}
-        return self.kind(**{**self.settings.knobs, **said})
+        config = self.kind(**{**self.settings.knobs, **said})
+        divide_batch(config)
+        return config
 
     def model(self) -> str:
         model = self.given["model"] or self.settings.model
@@ -130,7 +144,7 @@ class Job:
                 return trainer.report, stop
             except Exception as error:  # foreign code: an environment, a model, a disk
                 raise explained(error, "the training ended", self.given["verbose"]) from error
-        if stopping.asked is not None:
+        if stopping.asked is not None and report.is_main:
             report.run_dir.update_metadata({"finished": False})
         return report, stopping.asked
 
@@ -208,6 +222,10 @@ class Stopping(AbstractContextManager["Stopping"]):
             report.say(said)
 
     def on_step_end(self, trainer: Any, figures: Mapping[str, Any]) -> None:
-        if self.asked is not None:
+        from verifiers.trainers.processes import gathered
+
+        asked = [one for one in gathered(trainer.accelerator, getattr(self.asked, "signum", None)) if one is not None]
+        if asked:  # in any process: they stop after the same step
+            self.asked = self.asked or Interrupted(signum=asked[0])
             trainer.report.checkpoint(trainer, cursor=trainer.cursor)
             trainer.should_stop = True

@@ -149,8 +149,8 @@ class TrainingConfig(Config):
         said, steps = getattr(self, f"{what}_strategy"), getattr(self, f"{what}_steps")
         return str(said) if said is not None else "steps" if steps else "no"
 
-    def check(self) -> None:
-        """Raise ValueError for what cannot be, in one sentence."""
+    def check(self, processes: int = 1) -> None:
+        """Raise ValueError for what cannot be in so many processes, in one sentence."""
         for name in ("batch_size", "gradient_accumulation_steps", "logging_steps"):
             self._require(name, is_count(getattr(self, name)), "at least 1")
         for name in ("max_steps", "micro_batch_tokens", "eval_steps", "save_steps", "save_total_limit"):

@@ -268,7 +268,7 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
         )
     if is_sharded:
         shards.read(weights, path)
-    elif weights.is_sharded:
+    elif isinstance(weights, ShardedWeights):
         shards.read_whole(weights, tensors)
     else:
         with torch.no_grad():

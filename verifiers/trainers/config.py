@@ -153,7 +153,7 @@ class GRPOConfig(TrainingConfig):
         return sampling.merged(self, own)
 
     def check(self, processes: int = 1) -> None:
-        super().check()
+        super().check(processes)
         self._require("group_size", is_count(self.group_size) and self.group_size >= 2, "at least 2")
         for name in ("num_iterations", "max_new_tokens", "ref_model_sync_steps", "eval_rollouts_per_example"):
             self._require(name, is_count(getattr(self, name)), "at least 1")

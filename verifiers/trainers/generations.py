@@ -23,7 +23,8 @@ class Generations:
     """With ``num_batches_ahead`` rollouts go on while the trainer learns, across its updates.
 
     Their parts are groups, which are learned from as they finish, within ``max_staleness``. A batch that the trainer
-    makes in a way of its own (``whole``) is made whole, one after the other.
+    makes in a way of its own (``whole``) is made whole, one after the other. Where there are several processes, no batch
+    is made by the thread that takes it: Ctrl-C does not interrupt one, and all processes stop after the same step.
     """
 
     def __init__(self, trainer: GRPOTrainer, *, whole: bool) -> None:
@@ -33,6 +34,7 @@ class Generations:
         most = max(1, config.max_concurrent // config.group_size) if config.max_concurrent > 0 else None
         self._room: AbstractAsyncContextManager[Any] = nullcontext() if most is None else asyncio.Semaphore(most)
         self._resources = ExitStack()
+        self._maker = self._pool() if trainer.accelerator.num_processes > 1 and not self._ahead else None
         self._pipeline: Pipeline[Batch] | None = None
 
     def __enter__(self) -> Generations:
@@ -45,6 +47,8 @@ class Generations:
 
     def take(self, step: int) -> Batch:
         """The batch of this step; there is one every ``updates_per_generation`` steps."""
+        if self._maker is not None:
+            return self._maker.submit(self._trainer._generate_batch, step).result()
         if not self._ahead:
             return self._trainer._generate_batch(step)
         pipeline = self._pipeline = self._pipeline or self._start(step)
@@ -55,11 +59,15 @@ class Generations:
             raise RunInterruptedError("stopped among rollouts that were sampled ahead") from None
         return parts[0] if self._whole else _joined(parts)
 
+    def _pool(self) -> ThreadPoolExecutor:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="verifiers-batches")
+        self._resources.callback(pool.shutdown, cancel_futures=True)
+        return pool
+
     def _start(self, step: int) -> Pipeline[Batch]:
         limits = {"ahead": self._ahead, "patience": self._patience}
         if self._whole:
-            pool = ThreadPoolExecutor(1, thread_name_prefix="verifiers-batches")
-            self._resources.callback(pool.shutdown, cancel_futures=True)
+            pool = self._pool()
 
             def make(number: int) -> Future[Batch]:
                 return pool.submit(self._trainer._generate_batch, step + number * self._stride)

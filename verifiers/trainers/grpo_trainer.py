@@ -458,7 +458,8 @@ class GRPOTrainer(Trainer):
             try:
                 yield report
             except RunInterruptedError:  # Ctrl-C among rollouts: the weights are those of the last whole step
-                report.checkpoint(self, cursor=self.cursor)
+                if not self.weights.is_sharded:  # then others may be within a step, and none can save alone
+                    report.checkpoint(self, cursor=self.cursor)
                 raise
             self.weights.finish()
             call_callbacks(self, "on_train_end")

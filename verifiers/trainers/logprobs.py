@@ -50,6 +50,7 @@ class TokenScorer:
     ) -> None:
         self.model, self.may_fuse = model, may_fuse
         self._run = run or _call
+        self._is_split: bool
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._body: Any = getattr(self._base, getattr(self._base, "base_model_prefix", ""), None)
         self._head: Any = self._base.get_output_embeddings()

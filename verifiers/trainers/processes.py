@@ -57,6 +57,8 @@ def accelerator() -> Any:
     else:
         # On a CPU no launcher but its own tells Accelerate that processes belong together. The model is sharded by us:
         # Accelerate's FSDP on a CPU trains one model in each process and says nothing.
+        if _is_on(FSDP):  # else transformers gives weights to the first process alone
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         with _hidden(FSDP):
             made = Accelerator(cpu=True) if started > 1 and is_cpu else Accelerator()
     if made.num_processes != started:
@@ -72,6 +74,11 @@ def sharding() -> str:
     if _is_on(DEEPSPEED):
         return "zero"
     return "fsdp2" if _is_on(FSDP) and _started() > 1 else "none"
+
+
+def devices() -> int:
+    """How many GPUs this machine has."""
+    return int(torch.accelerator.device_count()) if torch.accelerator.is_available() else 0
 
 
 def mixed_precision() -> str | None:

@@ -171,7 +171,7 @@ class SFTTrainer(Trainer):
         if self.weights.is_sharded:
             made += [idle_batch(pad_id)] * processes.lacking(self.accelerator, len(made))
         for i, one in enumerate(made, 1):
-            on_device = one.to(self.weights.live[0].device)
+            on_device = one.to(self.weights.device)
             yield -(self._scorer.logprobs(on_device) * on_device.weight_N).sum(), i == len(made)
 
     def _line(self, figures: dict[str, Any], seconds: float) -> dict[str, Any]:

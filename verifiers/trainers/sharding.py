@@ -77,6 +77,10 @@ class ShardedWeights(Weights):
         self._whole = [parameters[name] for name in self.names]
         self._versions = [one._version for one in self._whole]
 
+    @property
+    def device(self) -> torch.device:
+        return self.processes.device  # parameters may be offloaded
+
     def scorer(self) -> TokenScorer:
         return TokenScorer(self.module, like=self._proven, run=self.root)
 
@@ -161,7 +165,7 @@ class FSDPWeights(ShardedWeights):
 
     def gather(self) -> Iterator[tuple[int, Tensor]]:
         for i, live in enumerate(self.live):
-            yield i, live.detach().to(self._whole[i].dtype).full_tensor()
+            yield i, live.detach().to(self.device, self._whole[i].dtype).full_tensor()
 
     def scatter(self, i: int, whole: Tensor) -> None:
         self.masters[i].copy_(self.part(i, whole))
@@ -172,22 +176,22 @@ class FSDPWeights(ShardedWeights):
 
         placements = self.live[i].placements
         whole = whole.to(self.masters[i].device)
-        return distribute_tensor(whole, self._mesh, placements, src_data_rank=None).to_local()  # type: ignore[no-any-return]
+        return distribute_tensor(whole, self._mesh, placements, src_data_rank=None).to_local()
 
     def spread(self, i: int, part: Tensor) -> Tensor:
         """As PyTorch writes and reads it: each process its part."""
         from torch.distributed.tensor import DTensor
 
         live = self.live[i]
-        return DTensor.from_local(  # type: ignore[no-any-return]
+        return DTensor.from_local(
             part, self._mesh, live.placements, run_check=False, shape=live.shape, stride=live.stride()
         )
 
     def _master(self, parameter: Any) -> Tensor:
-        return parameter.detach().to_local().requires_grad_()  # type: ignore[no-any-return]
+        return parameter.detach().to_local().requires_grad_()
 
     def _norm(self, gradients: list[Tensor]) -> float:
-        squares = torch.tensor(super()._norm(gradients) ** 2, dtype=torch.float64, device=self.masters[0].device)
+        squares = torch.tensor(super()._norm(gradients) ** 2, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(squares)
         return math.sqrt(float(squares)) if math.isfinite(float(squares)) else float(squares)
 
@@ -225,7 +229,8 @@ def _fully_sharded(twin: Any, mesh: Any, dtype: torch.dtype) -> Root:
     }
     for layer in decoder_layers(twin):
         fully_shard(layer, reshard_after_forward=reshards, **settings)
-    return fully_shard(Root(twin), **settings)  # type: ignore[no-any-return]
+    whole: Root = fully_shard(Root(twin), **settings)
+    return whole
 
 
 def decoder_layers(model: Any) -> list[Any]:

@@ -74,15 +74,16 @@ def whole_weights(path: Path) -> dict[str, Tensor]:
 
 
 def export_checkpoint(checkpoint: str | Path, path: str | Path) -> Path:
-    """A sharded checkpoint → a folder of safetensors that transformers (of adapters: peft) loads."""
+    """A checkpoint, sharded or not → a folder of safetensors that transformers (of adapters: peft) loads."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from verifiers.trainers.checkpoints import save_model
 
     checkpoint, path = Path(checkpoint), Path(path)
-    if not (checkpoint / FOLDER / ".metadata").is_file():
-        raise ValueError(f"{checkpoint} is no sharded checkpoint: it has no {FOLDER}")
-    if (checkpoint / "adapter_config.json").is_file():  # adapters are small: they are beside their shards
+    is_sharded = (checkpoint / FOLDER / ".metadata").is_file()
+    if not is_sharded and not any(checkpoint.glob("*.safetensors")):
+        raise ValueError(f"{checkpoint} is no checkpoint of a training: it has neither {FOLDER} nor safetensors")
+    if not is_sharded or (checkpoint / "adapter_config.json").is_file():  # adapters are small: beside their shards
         shutil.copytree(checkpoint, path, ignore=shutil.ignore_patterns(FOLDER, "trainer.*", "reference.pt"))
         return path
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)

@@ -47,7 +47,7 @@ class PolicyUpdate:
             self.reference = Reference(model) if config.kl_coef > 0 else None
             scorers = [self.scorer] if self.reference is None else [self.scorer, self.reference.scorer]
             self._limits = scorers[0].layouts.limits(*(one.layouts for one in scorers[1:]))
-        self.device = weights.live[0].device
+        self.device = weights.device
         self._lock, self._pad_id, self._processes = lock, pad_id, processes
         self._after_step = after_step
         self._are_logprobs_known = False
@@ -157,7 +157,7 @@ class PolicyUpdate:
             prepared.reference_N = self.reference.logprobs(batch)
         with_entropy = self.config.entropy_coef != 0.0 or self.loss.needs_entropies
         scored = self.scorer.score(batch, with_entropy=with_entropy)
-        if prepared.old_N is not None and not self._are_logprobs_known:
+        if not self._are_logprobs_known and (prepared.old_N is not None or self.weights.is_sharded):
             self._check_logprobs(batch, scored.logprob_N.detach(), prepared.old_N)
         if self.loss.objective.correction is not None and prepared.correction_N is None:
             old_N = scored.logprob_N.detach()
@@ -176,17 +176,16 @@ class PolicyUpdate:
         )
         return losses, scored
 
-    def _check_logprobs(self, batch: MicroBatch, new_N: Tensor, old_N: Tensor) -> None:
+    def _check_logprobs(self, batch: MicroBatch, new_N: Tensor, old_N: Tensor | None) -> None:
         """Refuse a server whose logprobs leave out the temperature; the first tokens of a training tell."""
         self._are_logprobs_known = True
-        is_open = any(one.is_asked and one.temperature != 1.0 for one in batch.distributions)
-        if self.weights.is_sharded:  # then all processes compute it, or none
-            is_open = any(gathered(self._processes, is_open))
-        if not is_open:
-            return
+        is_tempered = any(one.is_asked and one.temperature != 1.0 for one in batch.distributions)
+        is_open = is_tempered and old_N is not None
+        if not (any(gathered(self._processes, is_open)) if self.weights.is_sharded else is_open):
+            return  # of a sharded model all processes compute it, or none
         with torch.no_grad():
             raw_N = self.scorer.logprobs(batch, 1.0)
-        if float((raw_N - old_N).abs().mean()) < float((new_N - old_N).abs().mean()):
+        if is_open and float((raw_N - old_N).abs().mean()) < float((new_N - old_N).abs().mean()):
             raise ValueError(
                 "the logprobs that come with the replies are the model's own, without the temperature that was sampled "
                 "at: have the server give those that it draws by (vLLM: --logprobs-mode processed_logprobs), or sample "

@@ -60,6 +60,11 @@ class Weights:
                     master.copy_(live)
         self._versions = [one._version for one in self.live]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model is computed."""
+        return self.live[0].device
+
     def scorer(self) -> TokenScorer:
         """What computes logprobs with the parameters that are trained."""
         return TokenScorer(self.module)

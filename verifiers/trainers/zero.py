@@ -1,4 +1,4 @@
-"""A model and DeepSpeed → weights sharded by ZeRO: optimizer and gradients (stages 1 and 2), parameters too (stage 3)."""
+"""A model and DeepSpeed → weights sharded by ZeRO: the optimizer and gradients (stage 2), parameters too (stage 3)."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class ZeroWeights(ShardedWeights):
         self.publish()
 
     def _master(self, parameter: Any) -> Tensor:
-        return parameter  # type: ignore[no-any-return]
+        return parameter
 
     def _not_finite(self) -> list[str]:
         parts = [getattr(one, "ds_tensor", one) for one in self.live]

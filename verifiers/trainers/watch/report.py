@@ -169,7 +169,7 @@ class Report:
         if self.from_checkpoint is not None:
             state = checkpoints.load(self.from_checkpoint, trainer.weights)
             # Rows are counted in each process: of another number of processes each has taken more or fewer.
-            state["cursor"] = state["cursor"] * state.get("processes", 1) // self._processes.num_processes
+            state["cursor"] = _rows_each(state, self._processes.num_processes)
             if trainer.reference is not None:
                 checkpoints.load_reference(self.from_checkpoint, trainer.reference)
         if self._is_open:
@@ -319,6 +319,11 @@ class Report:
         if sampled := self.rewards_sampled:
             course += f" (of all sampled {sampled[0]:.3f} → {sampled[-1]:.3f})"
         return f"Report({len(self.steps)} steps{course}, {str(self.path)!r})"
+
+
+def _rows_each(state: dict[str, Any], processes: int) -> int:
+    taken: int = state["cursor"] * state.get("processes", processes)
+    return taken // processes
 
 
 def _backend_of(trainer: Trainer) -> str:
