@@ -34,7 +34,9 @@ def trained(folder: Path, sizes: dict[str, int], lora: bool, **settings: Any) ->
     from tests.engine import tiny
 
     words = tiny.tokenizer()
-    rows = [{"prompt": "a", "completion": "b" * (settings["max_seq_length"] - 3)} for _ in range(settings["batch_size"])]
+    rows = [
+        {"prompt": "a", "completion": "b" * (settings["max_seq_length"] - 3)} for _ in range(settings["batch_size"])
+    ]
     return vf.SFTTrainer(
         model=model_of(**sizes),
         tokenizer=words,
@@ -45,7 +47,9 @@ def trained(folder: Path, sizes: dict[str, int], lora: bool, **settings: Any) ->
 
 
 def main(folder: Path, asked: dict[str, Any]) -> None:
-    trained(folder / "first", {"hidden": 64, "layers": 1, "vocabulary": 256}, False, batch_size=2, max_seq_length=32).train()
+    trained(
+        folder / "first", {"hidden": 64, "layers": 1, "vocabulary": 256}, False, batch_size=2, max_seq_length=32
+    ).train()
     sizes = {name: asked.pop(name) for name in ("hidden", "layers", "vocabulary")}
     before = status("VmRSS")
     trainer = trained(folder / "second", sizes, asked.pop("lora", False), **asked)
@@ -54,7 +58,17 @@ def main(folder: Path, asked: dict[str, Any]) -> None:
     measured = status("VmHWM") - before
     memory = trainer.memory
     parts = {name: round(size / 1e6) for name, size in memory.parts.items()}
-    print(json.dumps({"planned": memory.peak, "measured": measured, "parts": parts, "tokens": memory.micro_batch_tokens, "ckpt": memory.gradient_checkpointing}))
+    print(
+        json.dumps(
+            {
+                "planned": memory.peak,
+                "measured": measured,
+                "parts": parts,
+                "tokens": memory.micro_batch_tokens,
+                "ckpt": memory.gradient_checkpointing,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

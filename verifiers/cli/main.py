@@ -34,6 +34,7 @@ COMMANDS = {
     "replay": ("verifiers.cli.replay:replay", "Play a saved run again from its record."),
     "train": ("verifiers.cli.train:train", "Train a model on an environment."),
     "sft": ("verifiers.cli.sft:sft", "Train a model to imitate examples."),
+    "plan": ("verifiers.cli.plan:plan", "Say which training of a model fits where."),
     "models": ("verifiers.cli.models:models", "Fetch and list models that run in this process."),
     "serve": ("verifiers.cli.serve:serve", "Serve a local model to OpenAI clients."),
     "doctor": ("verifiers.cli.doctor:doctor", "Show what is installed and what this machine can do."),

@@ -18,6 +18,7 @@ import torch
 from verifiers.engine.files.gguf_model import quietly
 from verifiers.files import open_regular, read_regular
 from verifiers.store.disk import sync_folder
+from verifiers.trainers.optimizers import OPTIMIZERS
 from verifiers.trainers.reference import Reference
 from verifiers.trainers.weights import Weights
 
@@ -160,6 +161,7 @@ def _tensors(weights: Weights) -> dict[str, Any]:
         "names": weights.names,
         "masters": [one.detach() for one in weights.masters],
         "optimizer": weights.optimizer.state_dict(),
+        "states": OPTIMIZERS[weights.config.optim].states,
         "scale": weights.scale,
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -186,6 +188,13 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
         raise ValueError(
             f"{path} is a checkpoint of another model: {odd[0]} is {_shape(saved.get(odd[0]))} there and "
             f"{_shape(shapes.get(odd[0]))} here ({len(odd)} parameters differ)"
+        )
+    states, mine = tensors.get("states", "AdamW"), OPTIMIZERS[weights.config.optim].states
+    if states != mine:
+        wanted = [name for name, kind in OPTIMIZERS.items() if kind.states == states]
+        raise ValueError(
+            f"{path} holds the states of another optimizer than optim={weights.config.optim!r}: resume with "
+            f"optim={' or '.join(map(repr, wanted))}, or begin a new run from its weights"
         )
     with torch.no_grad():
         for master, value in zip(weights.masters, tensors["masters"], strict=True):

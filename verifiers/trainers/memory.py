@@ -18,7 +18,7 @@ LEFT_FREE = 0.1  # of the memory: the allocator's leftovers, libraries, other pr
 MOST_TOKENS = {"cpu": 4096, "cuda": 131072}
 MOST_TOKENS_ELSEWHERE = 8192
 GOOD_TOKENS = 2048  # of a micro-batch: with fewer, a card has too little to do at once
-# Elements that a layer keeps of each token for its backward pass: its input, what is added to it, and the norms of both;
+# Elements that a layer keeps of each token for its backward pass: its input, what is added to it, the norms of both;
 # gate, up and their product; queries, keys, values and what attention makes of them.
 KEPT_OF_HIDDEN, KEPT_OF_INNER, KEPT_OF_ATTENTION = 4, 3, 2
 WORKING = 3  # gradients of each kind that the layer has alive which is going back
@@ -183,7 +183,9 @@ class MemoryPlan:
             found.append("gradients are moved one by one")
         if self.slots < asked.slots:
             found.append(f"{self.slots} of {asked.slots} rollouts are sampled at once")
-        if asked.micro_batch_tokens is None and self.micro_batch_tokens < GOOD_TOKENS:
+        if asked.micro_batch_tokens is None and self.micro_batch_tokens < min(
+            GOOD_TOKENS, asked.step_tokens or GOOD_TOKENS
+        ):
             found.append(f"micro-batches of {self.micro_batch_tokens} tokens")
         return found
 
