@@ -31,6 +31,7 @@ from verifiers.trainers.memory import (  # noqa: E402
     plan_memory,
 )
 from verifiers.trainers.optimizers import OPTIMIZERS  # noqa: E402
+from verifiers.trainers.setup import with_adapters  # noqa: E402
 
 WITHIN = 0.15  # of what was measured: docs/hardware.md promises it
 SEVEN_B = transformers.LlamaConfig(
@@ -56,7 +57,7 @@ def test_sizes_are_read_off_a_configuration_as_off_the_model_itself_with_or_with
     size = ModelSize.of(model.config)
     assert size.parameters == sum(one.numel() for one in model.parameters())
     assert ModelSize.of(model) == size
-    adapted = vf.trainers.setup.with_adapters(model, vf.lora_defaults(r=4))
+    adapted = with_adapters(model, vf.lora_defaults(r=4))
     assert ModelSize.of(adapted) == size
     assert size.adapters(4) == sum(one.numel() for one in adapted.parameters() if one.requires_grad)
 
@@ -225,6 +226,7 @@ MEASURED = {"hidden": 384, "layers": 6, "vocabulary": 2048, "batch_size": 4, "ma
         pytest.param({"micro_batch_tokens": 384}, marks=pytest.mark.slow),
         pytest.param({"optim": "cpu_offload"}, marks=pytest.mark.slow),
         pytest.param({"lora": True}, marks=pytest.mark.slow),
+        pytest.param({"grpo": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -255,6 +255,10 @@ def _planned(
     most_tokens = min(max(asked.length, tokens), asked.step_tokens or tokens)
     whole = asked.size.parameters * asked.weight_bytes if asked.sharding == "fsdp2" and slots else 0
     peak = max(learning(most_tokens), always + whole + cache + sampled)
+    copies = _copies(asked) if device.kind == "cpu" and slots else 0
+    if peak + copies > device.usable:  # then they are not made
+        copies = 0
+    peak += copies
     spare = max(device.usable - peak, 0) / 2
     parts = {
         "weights": resident["weights"],
@@ -262,6 +266,7 @@ def _planned(
         "optimizer": resident["optimizer"],
         "reference": resident["reference"],
         "KV cache": cache,
+        "copies": copies,
         "activations": activations(asked, most_tokens, checkpointing),
         "logits": logits(asked, most_tokens, device.kind),
     }
@@ -321,6 +326,11 @@ def _gathered(asked: Training) -> float:
     if asked.sharding != "fsdp2":
         return 0.0
     return 2 * asked.size.linear / asked.size.layers * asked.weight_bytes
+
+
+def _copies(asked: Training) -> float:
+    """Weights in the layout that sampling in C likes, where there is memory for it."""
+    return (asked.size.linear + asked.size.vocabulary * asked.size.hidden) * 4 if asked.weight_bytes == 4 else 0
 
 
 def activations(asked: Training, tokens: int, checkpointing: bool) -> float:
