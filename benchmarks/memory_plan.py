@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import verifiers as vf
 from benchmarks.training import coin, prompts_of
+from verifiers.trainers.memory import Device, ModelSize, Training, plan_memory
 
 SHAPES = {  # hidden, feed-forward, layers, heads, key/value heads, vocabulary
     "7b": (4096, 11008, 32, 32, 32, 32000),
@@ -39,14 +40,9 @@ CASES: dict[str, dict[str, Any]] = {
 WORDS, NEW = 64, 192
 
 
-def make(shape: str) -> tuple[Any, Any]:
+def config_of(shape: str) -> Any:
     hidden, feed_forward, layers, heads, kv_heads, vocabulary = SHAPES[shape]
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, vocabulary)}}
-    backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    return LlamaConfig(
         hidden_size=hidden,
         intermediate_size=feed_forward,
         num_hidden_layers=layers,
@@ -59,11 +55,38 @@ def make(shape: str) -> tuple[Any, Any]:
         bos_token_id=1,
         eos_token_id=2,
     )
+
+
+def make(shape: str) -> tuple[Any, Any]:
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, SHAPES[shape][-1])}}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        model = LlamaForCausalLM(config)
+        model = LlamaForCausalLM(config_of(shape))
     torch.set_default_dtype(torch.float32)
     return model, tokenizer
+
+
+def planned_only(cases: list[str], shape: str, rollouts: int) -> None:
+    """Without a card: what the plan says of an H200, and of 24 GB of it."""
+    print("there is no card here: planned, and not measured")
+    size, length = ModelSize.of(config_of(shape)), WORDS + 2 + NEW
+    for name in cases:
+        settings = CASES[name]
+        asked = Training(
+            size=size,
+            trained=size.adapters(8) if settings.get("lora") else size.parameters,
+            length=length,
+            optim=settings.get("optim", "adamw"),
+            in_4_bit=settings.get("load_in_4bit", False),
+            slots=rollouts,
+            step_tokens=rollouts * length,
+        )
+        capacity = settings.get("cap_gb", 150) * 1e9
+        print(f"{name}: {plan_memory(asked, Device(kind='cuda', capacity=capacity, host=137e9))}")
 
 
 def run(name: str, shape: str, steps: int, rollouts: int) -> None:
@@ -117,7 +140,8 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=32)
     given = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("this needs a CUDA card")
+        planned_only(given.cases or list(CASES), given.shape, given.rollouts)
+        return
     has_bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
     for name in given.cases or CASES:
         if name in ("adamw_8bit", "qlora") and not has_bitsandbytes:
