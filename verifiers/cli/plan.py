@@ -59,6 +59,10 @@ def plan(model: str, gpus: str | None, length: int, rollouts: int, host: str | N
         click.echo("nothing fits: take more or larger GPUs, shorter sequences (--length), or a smaller model")
         raise click.exceptions.Exit(1)
     place = str(Path(model).parent) if Path(model).is_file() and model.endswith(".json") else model
+    if chosen.plan.host and host is None:
+        click.echo(
+            f"\nthe best that fits needs {_gb(chosen.plan.host)} GB of the host for each GPU; --host says what it has"
+        )
     click.echo(f"\nlaunch: {shlex.join(['vf', 'train', 'ENV', '-m', place, *chosen.flags])}")
 
 
@@ -95,13 +99,9 @@ def _config(model: str) -> Any:
 def _cards(gpus: str | None) -> tuple[int, float, str]:
     if gpus is not None:
         return *_size("--gpus", gpus), "cuda"
-    import torch
+    from verifiers.trainers.planning import this_machine
 
-    from verifiers.engine.plan import free_memory
-
-    if torch.cuda.is_available():
-        return int(torch.cuda.device_count()), float(free_memory("cuda")), "cuda"
-    return 1, float(free_memory("cpu")), "cpu"
+    return this_machine()
 
 
 def _size(option: str, text: str) -> tuple[int, float]:
