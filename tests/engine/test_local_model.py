@@ -586,3 +586,24 @@ def test_a_model_that_raises_fails_every_choice_of_its_requests(local: LocalMode
             ask(local, n=3, timeout_s=10)
         handle.remove()
         assert ask(local, n=3).tokens
+
+
+def test_a_closed_model_leaves_no_reference_to_its_weights_its_cache_or_its_engine(tmp_path: Path) -> None:
+    MODULE.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    local = LocalModel(str(tmp_path), rows=2, length=64, device="cpu")
+    asyncio.run(local.complete(Request(model="", prompt=USER, sampling={"max_tokens": 4})))
+    engine = local.engine
+    held = [weakref.ref(one) for one in (engine, engine.model, engine.cache, next(engine.model.parameters()))]
+    del engine
+    local.close()
+    gc.collect()
+    assert [one() for one in held] == [None] * 4
+
+
+def test_closing_gives_the_cache_back_even_where_the_module_is_its_owners() -> None:
+    local = LocalModel(MODULE, TOKENIZER, rows=2, length=64)
+    cache = weakref.ref(local.engine.cache)
+    local.close()
+    gc.collect()
+    assert cache() is None

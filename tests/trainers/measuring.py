@@ -28,13 +28,15 @@ def model_of(hidden: int, layers: int, vocabulary: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-def trained(folder: Path, sizes: dict[str, int], lora: bool, **settings: Any) -> Any:
+def trained(folder: Path, sizes: dict[str, int], lora: bool = False, **settings: Any) -> Any:
     """A supervised training on sequences of one length: what is measured is what is planned."""
     import verifiers as vf
     from tests.engine import tiny
 
     words = tiny.tokenizer()
-    rows = [{"prompt": "a", "completion": "b" * (settings["max_seq_length"] - 3)} for _ in range(settings["batch_size"])]
+    rows = [
+        {"prompt": "a", "completion": "b" * (settings["max_seq_length"] - 3)} for _ in range(settings["batch_size"])
+    ]
     return vf.SFTTrainer(
         model=model_of(**sizes),
         tokenizer=words,
@@ -44,17 +46,34 @@ def trained(folder: Path, sizes: dict[str, int], lora: bool, **settings: Any) ->
     )
 
 
+def sampled(folder: Path, sizes: dict[str, int], **settings: Any) -> Any:
+    """A training on rollouts, all of them as long as they may be."""
+    import verifiers as vf
+    from tests.engine import tiny
+    from tests.trainers import making
+
+    words = tiny.tokenizer()
+    length = settings["max_seq_length"]
+    return vf.GRPOTrainer(
+        model=model_of(**{**sizes, "vocabulary": len(words)}),
+        tokenizer=words,
+        env=making.environment(),
+        config=making.config(folder, max_new_tokens=length, sampling_args={"ignore_eos": True}, **settings),
+    )
+
+
 def main(folder: Path, asked: dict[str, Any]) -> None:
-    trained(folder / "first", {"hidden": 64, "layers": 1, "vocabulary": 256}, False, batch_size=2, max_seq_length=32).train()
-    sizes = {name: asked.pop(name) for name in ("hidden", "layers", "vocabulary")}
+    """Imports, kernels and their threads take their memory in a first training, which is not measured."""
+    make = sampled if asked.pop("grpo", False) else trained
+    small = {"hidden": 64, "layers": 1, "vocabulary": 256}
+    make(folder / "first", small, batch_size=4, max_seq_length=64, max_steps=1).train()
+    sizes = {name: asked.pop(name) for name in small}
     before = status("VmRSS")
-    trainer = trained(folder / "second", sizes, asked.pop("lora", False), **asked)
+    trainer = make(folder / "second", sizes, **asked)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     trainer.train()
-    measured = status("VmHWM") - before
     memory = trainer.memory
-    parts = {name: round(size / 1e6) for name, size in memory.parts.items()}
-    print(json.dumps({"planned": memory.peak, "measured": measured, "parts": parts, "tokens": memory.micro_batch_tokens, "ckpt": memory.gradient_checkpointing}))
+    print(json.dumps({"planned": memory.peak, "measured": status("VmHWM") - before, "plan": str(memory)}))
 
 
 if __name__ == "__main__":

@@ -339,8 +339,8 @@ def test_bad_input_is_one_sentence_before_the_first_step(tmp_path):
 
 
 def test_no_memory_for_it_is_said_with_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr("verifiers.trainers.setup.free_memory", lambda device: 1000)
-    with pytest.raises(ValueError, match=r"needs about .* GB beside the model, and .* are free .*lora_defaults"):
+    monkeypatch.setattr("verifiers.trainers.planning.free_memory", lambda device: 1000)
+    with pytest.raises(ValueError, match=r"needs .* at its peak .* and .* are free on cpu"):
         making.trainer(tmp_path)
 
 

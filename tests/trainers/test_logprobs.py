@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ pytest.importorskip("transformers")
 from tests.engine.support.exact import FAMILIES, random_model  # noqa: E402
 from verifiers.engine.logits import LogitsProcessor, processed  # noqa: E402
 from verifiers.engine.sequence import ActiveSequence, Sampling  # noqa: E402
-from verifiers.trainers import target_logprobs, update  # noqa: E402
-from verifiers.trainers.base_config import TrainingConfig  # noqa: E402
+from verifiers.trainers import target_logprobs  # noqa: E402
 from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.micro_batches import MicroBatch  # noqa: E402
 from verifiers.trainers.sampling import Distribution  # noqa: E402
@@ -126,24 +124,6 @@ def test_training_mode_is_left_as_it_was() -> None:
     model = random_model().train()
     TokenScorer(model)
     assert model.training
-
-
-def test_a_pass_takes_as_many_tokens_as_half_of_the_free_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card measured 820 kB a token for this shape; a wider feed-forward, and float32, take more."""
-    transformers = pytest.importorskip("transformers")
-
-    def tokens(inner: int = 1536, dtype: Any = torch.bfloat16, **more: Any) -> int:
-        config = transformers.LlamaConfig(hidden_size=576, intermediate_size=inner, num_hidden_layers=30)
-        model = SimpleNamespace(config=config, parameters=lambda: iter([torch.zeros(1, dtype=dtype)]))
-        return update.micro_batch_tokens(TrainingConfig(**more), model)
-
-    monkeypatch.setattr(update, "MOST_TOKENS", {"cpu": 131072})
-    monkeypatch.setattr(update, "free_memory", lambda _: 130 * 10**9)
-    assert 76_000 < tokens() < 80_000
-    assert tokens(dtype=torch.float32) == pytest.approx(tokens() / 2, abs=1)
-    assert tokens(2 * 1536) == pytest.approx(tokens() * 2 / 3, abs=1)
-    assert tokens(gradient_checkpointing=True) == 131072
-    assert tokens(micro_batch_tokens=512) == 512
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -35,6 +35,7 @@ COMMANDS = {
     "import": ("verifiers.cli.import_command:import_command", "Make a run of traces that were recorded elsewhere."),
     "train": ("verifiers.cli.train:train", "Train a model on an environment."),
     "sft": ("verifiers.cli.sft:sft", "Train a model to imitate examples."),
+    "plan": ("verifiers.cli.plan:plan", "Say which training of a model fits where."),
     "models": ("verifiers.cli.models:models", "Fetch and list models that run in this process."),
     "serve": ("verifiers.cli.serve:serve", "Serve a local model to OpenAI clients."),
     "tinker-serve": ("verifiers.cli.tinker_serve:tinker_serve", "Serve a local model to Tinker's SDK, to train it."),

@@ -181,7 +181,8 @@ def free_memory(device: str | torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         taken = torch.cuda.memory_allocated(device)
-        share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(index)
         return int(max(0, min(free + torch.cuda.memory_reserved(device), share * total) - taken))
     within = _container_free()
     return min(_machine_free(), within) if within is not None else _machine_free()

@@ -19,6 +19,7 @@ from verifiers.engine.files.gguf_model import quietly
 from verifiers.files import open_regular, read_regular
 from verifiers.store.disk import sync_folder
 from verifiers.trainers import shards
+from verifiers.trainers.optimizers import OPTIMIZERS
 from verifiers.trainers.processes import gathered
 from verifiers.trainers.reference import Reference
 from verifiers.trainers.sharding import ShardedWeights
@@ -234,6 +235,7 @@ def _tensors(weights: Weights) -> dict[str, Any]:
         "names": weights.names,
         "masters": [one.detach() for one in weights.masters],
         "optimizer": weights.optimizer.state_dict(),
+        "states": OPTIMIZERS[weights.config.optim].states,
     }
 
 
@@ -265,6 +267,13 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
         raise ValueError(
             f"{path} is a checkpoint of another model: {odd[0]} is {_shape(saved.get(odd[0]))} there and "
             f"{_shape(shapes.get(odd[0]))} here ({len(odd)} parameters differ)"
+        )
+    states, mine = tensors.get("states", "AdamW"), OPTIMIZERS[weights.config.optim].states
+    if states != mine:
+        wanted = [name for name, kind in OPTIMIZERS.items() if kind.states == states]
+        raise ValueError(
+            f"{path} holds the states of another optimizer than optim={weights.config.optim!r}: resume with "
+            f"optim={' or '.join(map(repr, wanted))}, or begin a new run from its weights"
         )
     if is_sharded:
         shards.read(weights, path)

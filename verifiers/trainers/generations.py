@@ -23,8 +23,8 @@ class Generations:
     """With ``num_batches_ahead`` rollouts go on while the trainer learns, across its updates.
 
     Their parts are groups, which are learned from as they finish, within ``max_staleness``. A batch that the trainer
-    makes in a way of its own (``whole``) is made whole, one after the other. Where there are several processes, no batch
-    is made by the thread that takes it: Ctrl-C does not interrupt one, and all processes stop after the same step.
+    makes in a way of its own (``whole``) is made whole, one after the other. Where there are several processes, no
+    batch is made by the thread that takes it: Ctrl-C does not interrupt one, and all stop after the same step.
     """
 
     def __init__(self, trainer: GRPOTrainer, *, whole: bool) -> None:

@@ -18,7 +18,7 @@ LEFT_FREE = 0.1  # of the memory: the allocator's leftovers, libraries, other pr
 MOST_TOKENS = {"cpu": 4096, "cuda": 131072}
 MOST_TOKENS_ELSEWHERE = 8192
 GOOD_TOKENS = 2048  # of a micro-batch: with fewer, a card has too little to do at once
-# Elements that a layer keeps of each token for its backward pass: its input, what is added to it, and the norms of both;
+# Elements that a layer keeps of each token for its backward pass: its input, what is added to it, the norms of both;
 # gate, up and their product; queries, keys, values and what attention makes of them.
 KEPT_OF_HIDDEN, KEPT_OF_INNER, KEPT_OF_ATTENTION = 4, 3, 2
 WORKING = 3  # gradients of each kind that the layer has alive which is going back
@@ -183,7 +183,9 @@ class MemoryPlan:
             found.append("gradients are moved one by one")
         if self.slots < asked.slots:
             found.append(f"{self.slots} of {asked.slots} rollouts are sampled at once")
-        if asked.micro_batch_tokens is None and self.micro_batch_tokens < GOOD_TOKENS:
+        if asked.micro_batch_tokens is None and self.micro_batch_tokens < min(
+            GOOD_TOKENS, asked.step_tokens or GOOD_TOKENS
+        ):
             found.append(f"micro-batches of {self.micro_batch_tokens} tokens")
         return found
 
@@ -253,6 +255,10 @@ def _planned(
     most_tokens = min(max(asked.length, tokens), asked.step_tokens or tokens)
     whole = asked.size.parameters * asked.weight_bytes if asked.sharding == "fsdp2" and slots else 0
     peak = max(learning(most_tokens), always + whole + cache + sampled)
+    copies = _copies(asked) if device.kind == "cpu" and slots else 0
+    if peak + copies > device.usable:  # then they are not made
+        copies = 0
+    peak += copies
     spare = max(device.usable - peak, 0) / 2
     parts = {
         "weights": resident["weights"],
@@ -260,6 +266,7 @@ def _planned(
         "optimizer": resident["optimizer"],
         "reference": resident["reference"],
         "KV cache": cache,
+        "copies": copies,
         "activations": activations(asked, most_tokens, checkpointing),
         "logits": logits(asked, most_tokens, device.kind),
     }
@@ -319,6 +326,11 @@ def _gathered(asked: Training) -> float:
     if asked.sharding != "fsdp2":
         return 0.0
     return 2 * asked.size.linear / asked.size.layers * asked.weight_bytes
+
+
+def _copies(asked: Training) -> float:
+    """Weights in the layout that sampling in C likes, where there is memory for it."""
+    return (asked.size.linear + asked.size.vocabulary * asked.size.hidden) * 4 if asked.weight_bytes == 4 else 0
 
 
 def activations(asked: Training, tokens: int, checkpointing: bool) -> float:

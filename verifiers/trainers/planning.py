@@ -70,6 +70,13 @@ class Job:
         return self.plan(ModelSize.of(model), weight_bytes=dtype.itemsize, trained=trained, loaded=here)
 
 
+def this_machine() -> tuple[int, float, str]:
+    """How many devices it has, the free memory of one, and of which kind they are."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.device_count()), float(free_memory("cuda")), "cuda"
+    return 1, float(free_memory("cpu")), "cpu"
+
+
 def _local(processes: int) -> int:
     """Processes that share this host, at most."""
     return min(processes, max(int(torch.cuda.device_count()), 1))

@@ -17,7 +17,8 @@ def in_4_bit(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
     found = [(name, one) for name, one in model.named_modules() if type(one) is nn.Linear and one is not head]
     if not found:
         raise ValueError(f"a {type(model).__name__} has no linear layer that load_in_4bit=True could put into 4 bits")
-    for name, one in found:
+    while found:  # and let go of each: there is no moment at which there are two of all
+        name, one = found.pop()
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, _linear(library, one, device, dtype))
     _to(model, device, dtype)

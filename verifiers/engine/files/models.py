@@ -97,6 +97,17 @@ def get_model(
     return _model(place, target, wanted, options)
 
 
+def get_config(name: str | Path) -> Any:
+    """The configuration of a model that could be trained, without its weights: by a name, a folder or a config.json."""
+    path = Path(name).expanduser()
+    place = path if path.is_file() and path.suffix == ".json" else find(name)
+    config = _config(place, {})
+    if config is None:
+        raise ValueError(f"{name} has no config.json")
+    _check_decodes(place, config)
+    return config
+
+
 def get_tokenizer(name: Any) -> Any:
     """The tokenizer of a model: by the same names as ``get_model``."""
     return _tokenizer(find(name))
@@ -299,7 +310,8 @@ def _config(place: Any, kwargs: dict[str, Any]) -> Any:
     if _is_gguf(place):
         with GGUF(place) as file:
             return config_of(file)
-    if not isinstance(place, str) and not (isinstance(place, Path) and (place / "config.json").is_file()):
+    is_here = isinstance(place, Path) and (place.is_file() or (place / "config.json").is_file())
+    if not isinstance(place, str) and not is_here:
         return None
     passed = {key: kwargs[key] for key in ("revision", "trust_remote_code", "cache_dir", "token") if key in kwargs}
     with _told_plainly(place):

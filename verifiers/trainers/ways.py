@@ -1,0 +1,92 @@
+"""A model and some cards → every way to train it on them: what each takes, whether it fits, and how it is begun."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from verifiers.trainers.memory import Device, MemoryPlan, ModelSize, Training, plan_memory
+
+UNITS = {"MB": 1e6, "MIB": 2**20, "GB": 1e9, "GIB": 2**30, "TB": 1e12, "TIB": 2**40}
+_CARDS = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(\d+(?:\.\d+)?)\s*([MGT]I?B)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One way to train a model."""
+
+    name: str  # what is trained
+    plan: MemoryPlan
+    flags: tuple[str, ...]  # of ``vf train``
+
+    @property
+    def sharding(self) -> str:
+        return self.plan.asked.sharding
+
+
+def read_cards(text: str) -> tuple[int, float]:
+    """How many cards, and the bytes of each.
+
+    >>> read_cards("4x24GB"), read_cards("80GiB")
+    ((4, 24000000000.0), (1, 85899345920.0))
+    """
+    found = _CARDS.fullmatch(text.strip())
+    if found is None or int(found[1] or 1) < 1 or float(found[2]) <= 0:
+        raise ValueError(f"{text!r} is no number of cards and their memory: write 4x24GB, 80GB or 8x141GiB")
+    return int(found[1] or 1), float(found[2]) * UNITS[found[3].upper()]
+
+
+def ways_to_train(
+    size: ModelSize,
+    *,
+    length: int,
+    cards: int,
+    card_bytes: float,
+    kind: str = "cuda",
+    host_bytes: float = float("inf"),
+    rollouts: int = 32,
+    lora_r: int = 8,
+    weight_bytes: int = 2,
+) -> list[Way]:
+    """The ways, from the one that learns most to the one that takes least; ``rollouts`` are those of one step."""
+    each = max(1, rollouts // cards)
+    device = Device(kind=kind, capacity=card_bytes, host=host_bytes / cards)
+    found = []
+    for name, trained, optim, sharding, flags in _ways(size, cards, lora_r, kind):
+        asked = Training(
+            size=size,
+            trained=trained,
+            length=length,
+            weight_bytes=weight_bytes,
+            optim=optim,
+            in_4_bit="--load-in-4bit" in flags,
+            slots=each,
+            step_tokens=each * length,
+            sharding=sharding,
+            processes=cards,
+        )
+        launch = () if cards == 1 else ("--launch", sharding, "--processes", str(cards))
+        sizes = ("--max-seq-length", str(length), "--batch-size", str(each * cards))
+        found.append(Way(name=name, plan=plan_memory(asked, device), flags=(*flags, *sizes, *launch)))
+    return found
+
+
+def _ways(size: ModelSize, cards: int, lora_r: int, kind: str) -> Iterator[tuple[str, int, str, str, tuple[str, ...]]]:
+    """What is trained, how many parameters that is, the optimizer, the sharding, and the flags that ask for it."""
+    whole, adapters = size.parameters, size.adapters(lora_r)
+    r = ("--lora",) if lora_r == 8 else ("--lora-r", str(lora_r))
+    shardings = ["none"] if cards == 1 else ["ddp", "zero2", "fsdp2"]
+    for sharding in shardings:
+        yield "all weights", whole, "adamw", sharding, ()
+    yield "all weights", whole, "adamw_8bit", shardings[0], ("--optim", "adamw_8bit")
+    if cards == 1 and kind == "cuda":
+        yield "all weights", whole, "cpu_offload", "none", ("--optim", "cpu_offload")
+    for sharding in shardings if cards == 1 else ["ddp", "fsdp2"]:
+        yield "LoRA", adapters, "adamw", sharding, r
+    yield "QLoRA (4 bit)", adapters, "adamw", shardings[0], (*r, "--load-in-4bit")
+
+
+def best(ways: list[Way]) -> Way | None:
+    """The first that fits."""
+    return next((way for way in ways if way.plan.fits), None)
