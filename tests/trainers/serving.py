@@ -66,6 +66,8 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.kill()
         self._reader.join(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
