@@ -18,6 +18,7 @@ from verifiers.engine.channel import (
     NcclChannel,
     address_towards,
     backend_here,
+    card_here,
     new_unique_id,
 )
 from verifiers.errors import ConnectionFailedError, Error, RequestRefusedError
@@ -135,7 +136,8 @@ class WeightChannel:
                 f"{self.where} takes no weights by gloo or NCCL (weight_transfer_config: {config}); start it with "
                 '`vf-vllm`, which says so to vLLM, or with --weight-transfer-config \'{"backend": "nccl"}\''
             )
-        return str(backend)
+        is_one_card = self.is_ours and info.get("card") is not None and info["card"] == card_here()
+        return "gloo" if is_one_card else str(backend)
 
     @property
     def is_open(self) -> bool:
