@@ -30,11 +30,11 @@ from verifiers.clients.http import HTTPClient  # noqa: E402
 from verifiers.clients.protocol import Completion, Request  # noqa: E402
 from verifiers.integrations.vllm import VLLMServer, exact_tokens  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 CHAT: list[Any] = [{"role": "user", "content": "hello world, the answer is"}]
 TEMPERATURE = 0.7
-START_S = 300.0
+START_S = 1200.0  # on a machine that does other things, too
 
 
 @pytest.fixture(scope="module")
