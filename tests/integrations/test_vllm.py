@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -85,6 +87,29 @@ def test_other_commands_of_the_documents_pass_as_they_are(command: str) -> None:
     assert flags[: len(command.split())] == command.split()
     assert ("--host" in command) is (flags.count("127.0.0.1") == 0)  # on this machine only, unless told otherwise
     assert notices == []
+
+
+@pytest.mark.parametrize("has_card", [True, False])
+def test_weights_come_by_nccl_on_cards_and_by_a_gloo_of_ours_without(has_card: bool) -> None:
+    known = KNOWN | {"--weight-transfer-config", "--worker-extension-cls"}
+    flags, _ = prepare(["--model", "m", "--host", "h"], known, has_card=has_card)
+    backend = flags[flags.index("--weight-transfer-config") + 1]
+    assert json.loads(backend) == {"backend": "nccl" if has_card else "gloo"}
+    assert ("--worker-extension-cls" in flags) is not has_card
+    folder = environment(flags, {"PYTHONPATH": "/mine"}).get("PYTHONPATH", "").split(os.pathsep)
+    assert folder[-1] == "/mine"
+    assert (len(folder) == 2 and (Path(folder[0]) / "verifiers_gloo.py").is_file()) is not has_card
+    own = ["--model", "m", "--host", "h", "--weight-transfer-config", "{}"]
+    assert prepare(own, known, has_card=has_card)[0][: len(own) + 1] == [*own, "--logprobs-mode"]
+
+
+def test_a_port_in_use_is_named_before_anything_starts(launcher: Started) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        code, said, started = launcher.run("--model", "m", "--port", str(taken.getsockname()[1]))
+    assert (code, started) == (2, None)
+    assert re.fullmatch(r"vf-vllm: 127\.0\.0\.1:\d+ cannot be listened on: Address already in use\n", said)
 
 
 def test_a_signal_reaches_the_server_and_its_exit_code_comes_back(launcher: Started) -> None:

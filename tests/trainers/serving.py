@@ -66,6 +66,8 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.kill()
         self._reader.join(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -98,6 +100,7 @@ class Vllm(ServerThread):
         tokenizer = tiny.tokenizer()
         self._local = vf.LocalModel(tiny.model(tokenizer, seed=seed), tokenizer, name="served", rows=16)
         self._channel: Any = None
+        self.is_broken = self.hangs = False
         self.asked: list[str] = []
         self.versions: list[str] = []
 
@@ -118,8 +121,8 @@ class Vllm(ServerThread):
             "/server_info": {"vllm_config": {"weight_transfer_config": self._config}},
             "/v1/models": {"data": [{"id": "served"}]},
             "/get_world_size": {"world_size": 1},
-            "/health": {},
         }
+        app.router.add_get("/health", self._health)
         for path, found in gets.items():
             app.router.add_get(path, self._answer(found))
         for path in ("/pause", "/resume", "/start_weight_update", "/reset_prefix_cache"):
@@ -143,6 +146,9 @@ class Vllm(ServerThread):
             return web.json_response(found or {}, status=200 if found is not None else 404)
 
         return answer
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({}, status=503 if self.hangs else 200)
 
     async def _init(self, http: web.Request) -> web.Response:
         body = await http.json()
@@ -174,6 +180,10 @@ class Vllm(ServerThread):
         return web.json_response({"message": "Weight update finished"})
 
     async def _chat(self, http: web.Request) -> web.Response:
+        if self.is_broken:
+            return web.json_response({"error": "the engine is dead"}, status=500)
+        if self.hangs:
+            await asyncio.sleep(3600)
         body = await http.json()
         messages = body.pop("messages")
         body.pop("model")

@@ -40,6 +40,9 @@ print(sorted(path.name for path in (folder / "run" / "checkpoints").glob(".*")))
 """
 
 
+pytestmark = pytest.mark.timeout(400)  # processes that import torch, beside whatever else the machine does
+
+
 def in_a_process(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", program, *arguments]
     if "a full file system" in arguments or "mounted" in arguments:

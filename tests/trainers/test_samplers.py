@@ -182,6 +182,24 @@ def test_a_server_that_comes_back_gets_the_newest_weights_before_any_request(tmp
         samplers.close()
 
 
+@pytest.mark.parametrize("how", ["is_broken", "hangs"])
+def test_what_a_server_fails_at_or_never_answers_is_asked_of_another(monkeypatch, how):
+    from verifiers.trainers import samplers as module
+
+    monkeypatch.setattr(module, "LOOK_S", 0.05)
+    tokenizer = tiny.tokenizer()
+    with served() as good, Vllm() as bad:
+        samplers = vf.Samplers(bad.url, good.url, patience_s=60)
+        samplers.start(tiny.model(tokenizer), tokenizer, 2)
+        setattr(bad, how, True)
+
+        async def many() -> list[Any]:
+            return await asyncio.gather(*(samplers.complete(ASKED) for _ in range(6)))
+
+        assert len(asyncio.run(many())) == 6
+        samplers.close()
+
+
 def test_without_any_server_requests_wait_and_then_say_so():
     samplers = vf.Samplers("http://127.0.0.1:9/v1", patience_s=0.2)
     with pytest.raises(EndpointDownError, match="no sampler is there"):

@@ -299,19 +299,22 @@ def noted(made: Any) -> list[tuple[int, Any]]:
 def test_a_generation_is_shared_by_several_updates_in_whole_groups(tmp_path, ahead):
     made = trainer(tmp_path, steps_per_generation=2, batch_size=8, max_steps=3, num_batches_ahead=ahead)
     asked: list[int] = []
-    rollouts = made._rollouts
+    rollouts = made._rollouts_of
 
-    def counting(rows: Any, first_group: int = 0) -> Any:
+    def counting(rows: Any, tally: Any) -> Any:
         asked.append(len(rows))
-        return rollouts(rows, first_group)
+        return rollouts(rows, tally)
 
-    made._rollouts = counting
+    made._rollouts_of = counting
     seen = noted(made)
     report = made.train()
-    assert asked[:2] == [4, 4]  # rows, of four rollouts each
+    assert asked == ([1] * 8 if ahead else [4, 4])  # rows, of four rollouts each; ahead, groups are on their own
     assert [len(batch["rewards"]) for _, batch in seen] == [8, 8, 8]
     assert [sorted(set(batch["groups"])) for _, batch in seen] == [[0, 1], [2, 3], [0, 1]]
-    assert [batch.cursor for _, batch in seen] == [2, 4, 6]
+    assert [len(batch.rows_taken) if ahead else batch.cursor for _, batch in seen] == (
+        [2, 2, 2] if ahead else [2, 4, 6]
+    )
+    assert made.cursor == 6 or made.rows.beyond  # all that was learned from, and no row twice
     assert len(report.steps) == 3
     assert seen[1][1]["advantages"] is not None
 

@@ -37,6 +37,13 @@ def backend_here() -> str:
     return "nccl" if torch.cuda.is_available() and _library() is not None else "gloo"
 
 
+def card_here() -> str | None:
+    """Which card this process uses: NCCL does not join two processes on one."""
+    if not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
 def address_towards(host: str) -> str:
     """The address of this machine that a host reaches it at."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,14 @@ from verifiers.clients.exact import exact_tokens
 from verifiers.clients.http import HTTPClient
 from verifiers.clients.protocol import Completion, Request, Tokens
 from verifiers.engine.fair_lock import FairLock
-from verifiers.errors import ConnectionFailedError, EndpointDownError, Error, RequestRefusedError, ServerError
+from verifiers.errors import (
+    ConnectionFailedError,
+    EndpointDownError,
+    Error,
+    RateLimitError,
+    RequestRefusedError,
+    ServerError,
+)
 from verifiers.trainers.weight_sender import WeightChannel, parameters_of, send
 from verifiers.types import VersionSpan
 
@@ -28,6 +35,8 @@ logger = logging.getLogger("verifiers.trainers")
 
 LOOK_S = 1.0  # between two looks at whether servers are there
 LOOK_FOR_LOST_S = 0.5  # between two looks at whether the server of a request has been given up
+MISSES = 3  # looks at which a server did not answer, one after the other, before it is given up
+MOST_FAILURES = 3  # of one request
 WORDS = "Count from one to ten."
 MOST_OFF, MOST_OFF_HALF = 0.05, 0.5  # nats by which a token's logprob may differ; in half precision
 
@@ -38,6 +47,7 @@ class _Sampler:
     channel: WeightChannel
     in_flight: int = 0
     is_up: bool = False
+    misses: int = 0
     is_known: bool = False  # it has been seen to be this model with this tokenizer
     reason: str = ""
 
@@ -73,6 +83,7 @@ class Samplers:
         self._guard = threading.Lock()  # held while a server joins, or all get weights
         self._model: Any = None
         self._tokenizer: Any = None
+        self._is_sender = True
         self._thread: threading.Thread | None = None
         self._ends = threading.Event()
 
@@ -92,23 +103,35 @@ class Samplers:
     async def complete(self, request: Request) -> Completion:
         """The completion of the least busy server; of another one if that is lost before it has answered."""
         end = time.monotonic() + (self.patience_s if request.timeout_s is None else request.timeout_s)
+        failed: list[_Sampler] = []
         while True:
-            sampler = await self._least_busy(end)
+            sampler = await self._least_busy(end, failed)
             version = self.version
             sampler.in_flight += 1
             try:
                 completion = await self._ask(sampler, replace(request, model=sampler.channel.model))
-            except (ConnectionFailedError, ServerError, EndpointDownError) as error:
+            except (ConnectionFailedError, EndpointDownError) as error:
                 self._lose(sampler, str(error))
+                continue
+            except ServerError:  # of this request perhaps: a server that has failed is not healthy, which is seen
+                failed.append(sampler)
+                if len(failed) > MOST_FAILURES:
+                    raise
+                continue
+            except RateLimitError:
+                if time.monotonic() > end:
+                    raise
+                await asyncio.sleep(LOOK_FOR_LOST_S)
                 continue
             finally:
                 sampler.in_flight -= 1
             if completion is not None:
                 return _with_versions(completion, version)
 
-    async def _least_busy(self, end: float) -> _Sampler:
+    async def _least_busy(self, end: float, failed: Sequence[_Sampler]) -> _Sampler:
         while True:
             up = [one for one in self._samplers.values() if one.is_up]
+            up = [one for one in up if one not in failed] or up
             if up:
                 return min(up, key=lambda one: one.in_flight)
             if time.monotonic() > end:
@@ -139,9 +162,7 @@ class Samplers:
         self._read_files()
         if not self._samplers:
             raise ValueError(f"{self._files[0]} names no server; write one URL on each line")
-        if not is_sender:
-            calls.run(self._find_models)
-            return
+        self._is_sender = is_sender
         for sampler in self._samplers.values():
             error = self._join(sampler)
             if error is not None:
@@ -163,12 +184,12 @@ class Samplers:
     def send(self, version: int) -> None:
         """Hand the weights to every server that is there. One that fails is passed over until it is back."""
         with self._guard:
-            self.version = version
             there = [one for one in self._samplers.values() if one.is_up]
             channels = [one.channel for one in there]
             parameters = parameters_of(self._model)
             with self.lock:
                 errors = calls.run(lambda: send(parameters, channels, version))
+            self.version = version  # from here on: what is asked before may be answered by the weights before
             for sampler, error in zip(there, errors, strict=True):
                 if error is not None:
                     self._lose(sampler, str(error))
@@ -176,7 +197,11 @@ class Samplers:
     def _join(self, sampler: _Sampler) -> Error | None:
         """Give a server that is new, or back, the newest weights; only then is it asked anything."""
         with self._guard:
+            error: Error | None = None
             try:
+                if not self._is_sender:
+                    calls.run(lambda: self._find(sampler))
+                    return None
                 calls.run(sampler.channel.open)
                 with self.lock:
                     parameters = parameters_of(self._model)
@@ -250,10 +275,14 @@ class Samplers:
                 if line and ServerControl(line).base_url not in self._samplers:
                     self._add(line)
 
-    async def _find_models(self) -> None:
-        for sampler in self._samplers.values():
-            listed = await sampler.channel.control.ask("GET", "/v1/models")
-            sampler.channel.model, sampler.is_up = listed["data"][0]["id"], True
+    async def _find(self, sampler: _Sampler) -> None:
+        """For a process that sends nothing: a server is there once another one has sent it the newest weights."""
+        control = sampler.channel.control
+        sampler.channel.model = (await control.ask("GET", "/v1/models"))["data"][0]["id"]
+        said = str((await control.ask("GET", "/weight_info"))["weight_version"])
+        if not said.isdecimal() or int(said) < self.version:
+            raise RequestRefusedError(f"it has the weights of version {said} still")
+        sampler.is_up, sampler.reason = True, ""
 
     def _watch(self) -> None:
         while not self._ends.wait(LOOK_S):
@@ -263,7 +292,8 @@ class Samplers:
                 logger.warning("%s", unread)
             for sampler in list(self._samplers.values()):
                 is_there = calls.run(sampler.channel.control.health)
-                if sampler.is_up and not is_there:
+                sampler.misses = 0 if is_there else sampler.misses + 1
+                if sampler.is_up and sampler.misses >= MISSES:
                     self._lose(sampler, "it is not healthy")
                 elif is_there and not sampler.is_up and not self._ends.is_set():
                     error = self._join(sampler)

@@ -18,11 +18,13 @@ from verifiers.engine.channel import (
     NcclChannel,
     address_towards,
     backend_here,
+    card_here,
     new_unique_id,
 )
 from verifiers.errors import ConnectionFailedError, Error, RequestRefusedError
 
 OLDEST_VLLM = (0, 32)
+QUICK_S = 120.0  # for what moves no weights: a server that hangs does not hold up a training for longer
 ADAPTER, BASE = re.compile(r"\.lora_|\.modules_to_save\."), ".base_layer"
 NEW_CACHE = "/reset_prefix_cache?reset_running_requests=true"
 
@@ -135,7 +137,8 @@ class WeightChannel:
                 f"{self.where} takes no weights by gloo or NCCL (weight_transfer_config: {config}); start it with "
                 '`vf-vllm`, which says so to vLLM, or with --weight-transfer-config \'{"backend": "nccl"}\''
             )
-        return str(backend)
+        is_one_card = self.is_ours and info.get("card") is not None and info["card"] == card_here()
+        return "gloo" if is_one_card else str(backend)
 
     @property
     def is_open(self) -> bool:
@@ -144,8 +147,8 @@ class WeightChannel:
     async def begin(self) -> None:
         """Requests under way stop where they are, until `end`."""
         self.failure = None
-        await self.control.ask("POST", "/pause?mode=keep")
-        await self.control.ask("POST", "/start_weight_update")
+        await self._tell("/pause?mode=keep")
+        await self._tell("/start_weight_update")
 
     def take(self, tensor: Tensor) -> None:
         """Send one tensor; a server that has gone is passed over, and `failure` says why."""
@@ -160,9 +163,12 @@ class WeightChannel:
 
     async def end(self, version: int) -> None:
         """The weights have come whole: this is their version; what was computed with those before is dropped."""
-        await self.control.ask("POST", "/finish_weight_update", {"weight_version": str(version)})
-        await self.control.ask("POST", NEW_CACHE)
-        await self.control.ask("POST", "/resume")
+        await self._tell("/finish_weight_update", {"weight_version": str(version)})
+        await self._tell(NEW_CACHE)
+        await self._tell("/resume")
+
+    async def _tell(self, path: str, body: Any = None) -> None:
+        await self.control.ask("POST", path, body, timeout_s=min(self.control.timeout_s, QUICK_S))
 
     def close(self) -> None:
         channel, self._channel = self._channel, None
@@ -179,9 +185,11 @@ async def send(parameters: Sequence[Parameter], channels: Sequence[WeightChannel
     }
     ready = asyncio.Event()
     left = len(channels)
+    if not channels:
+        ready.set()
 
     def broadcast() -> None:
-        for parameter in parameters:
+        for parameter in parameters:  # also without a channel: reading may be something that processes do together
             tensor = parameter.read()
             for channel in channels:
                 channel.take(tensor)

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from verifiers import errors
 from verifiers.dialects.http import json_reply, read_body
-from verifiers.engine.channel import backend_here
+from verifiers.engine.channel import backend_here, card_here
 from verifiers.engine.engine import PAUSES, Engine
 from verifiers.engine.local_model import LocalModel
 from verifiers.engine.receiver import WeightReceiver
@@ -63,7 +63,8 @@ class WeightEndpoints:
         return json_reply({"version": number, "server": "verifiers"})
 
     async def _server_info(self, http: web.Request) -> web.Response:
-        return json_reply({"vllm_config": {"weight_transfer_config": {"backend": backend_here()}}})
+        config = {"weight_transfer_config": {"backend": backend_here()}}
+        return json_reply({"vllm_config": config, "card": card_here()})
 
     # --- pauses ---------------------------------------------------------------------------------------------------
 

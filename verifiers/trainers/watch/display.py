@@ -225,6 +225,7 @@ class TrainingDisplay:
             named("cut off", metrics.get("truncated"), ".0%"),
             named("groups without variance", metrics.get("zero_variance"), ".0%"),
             named("clipped", metrics.get("clip_fraction"), ".1%"),
+            named("updates behind", metrics.get("staleness"), ".1f"),
             named("failed", metrics.get("failed"), ".0f"),
             named("not learned from", some(metrics.get("refused")), ".0f"),
         )

@@ -178,6 +178,11 @@ class Watch:
             f"{self._knob('kl_coef')}, or lower {self._knob('learning_rate')}"
         )
 
+    @property
+    def _off_policy(self) -> str:
+        """What the policy that is updated is another one by than the one that was sampled."""
+        return "num_batches_ahead" if self._value("num_batches_ahead") else "num_iterations"
+
     def _ratio(self, metrics: Mapping[str, Any]) -> str | None:
         mean, most = number(metrics.get("ratio_mean")), number(metrics.get("ratio_max"))
         clipped = number(metrics.get("clip_fraction"))
@@ -192,7 +197,7 @@ class Watch:
             return None
         return (
             f"{' and '.join(seen)}, for {PATIENCE} steps: updates go too far from the policy that was sampled; lower "
-            f"{self._knob('learning_rate')}, {self._knob('num_iterations')} or {self._knob('epsilon')}, or cap the "
+            f"{self._knob('learning_rate')}, {self._knob(self._off_policy)} or {self._knob('epsilon')}, or cap the "
             f"weights of tokens with {self._knob('importance_cap')}"
         )
 

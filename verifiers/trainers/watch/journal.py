@@ -156,7 +156,8 @@ def record_of(
 
 
 def sampled_tokens(state: Mapping[str, Any], ratios: Sequence[float] | None = None) -> list[dict[str, Any]]:
-    """What was sampled, turn by turn: ids, logprobs, and the ratio that each token had in the update.
+    """What was sampled, turn by turn: ids, logprobs, and the ratio that each token had in the update; of a rollout that
+    crossed an update also which version of the weights each token is from.
 
     >>> tokens = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "completion_logprobs": [-0.5, -0.25]}
     >>> sampled_tokens({"trajectory": [{"tokens": tokens}]}, [1.0, 1.5])
@@ -176,9 +177,16 @@ def sampled_tokens(state: Mapping[str, Any], ratios: Sequence[float] | None = No
             "ids": list(tokens.get("completion_ids", ())),
             "logprobs": [round(value, DIGITS) for value in tokens.get("completion_logprobs", ())],
             **({"ratios": [round(value, DIGITS) for value in (ratios or ())[end - n : end]]} if is_whole else {}),
+            **({"weight_versions": list(map(list, versions))} if _are_of_several(versions, turns) else {}),
         }
         for tokens, n, end in zip(turns, lengths, ends, strict=True)
+        for versions in [tokens.get("weight_versions") or ()]
     ]
+
+
+def _are_of_several(versions: Sequence[Any], turns: Sequence[Mapping[str, Any]]) -> bool:
+    """Which weights a token is from is written down where a rollout crossed an update."""
+    return bool(versions) and len({span[0] for turn in turns for span in turn.get("weight_versions") or ()}) > 1
 
 
 def is_step_line(line: Mapping[str, Any]) -> bool:
