@@ -71,6 +71,7 @@ PUBLIC = [
     "PythonEnv",
     "RateLimitError",
     "ReasoningGymEnv",
+    "RemoteEnv",
     "Request",
     "RequestRefusedError",
     "ResponsesClient",
