@@ -73,6 +73,7 @@ PUBLIC = [
     "PythonEnv",
     "RateLimitError",
     "ReasoningGymEnv",
+    "RemoteEnv",
     "Request",
     "RequestRefusedError",
     "ResponsesClient",

@@ -103,6 +103,21 @@ def test_one_rollout_and_a_group_work_as_on_any_environment(server: EnvServer) -
     assert one["reward"] == two["reward"] == 0.5
 
 
+def test_a_member_of_a_group_may_be_elsewhere(server: EnvServer) -> None:
+    group = vf.EnvGroup([vf.RemoteEnv(server.url), twice(2)], env_names=["far", "near"])
+    results = group.evaluate(client=vf.FakeClient(digit), model="m", use_tqdm=False)
+    assert results["rewards"] == [0.5] * 10
+    assert not results.failed
+
+
+def test_what_only_the_server_can_change_is_refused_here(server: EnvServer) -> None:
+    env = vf.RemoteEnv(server.url)
+    with pytest.raises(ValueError, match="where it is served"):
+        env.set_kwargs(max_turns=9)
+    with pytest.raises(ValueError, match="where it is served"):
+        env.set_max_seq_len(9)
+
+
 def broken(completion: Any) -> float:
     raise KeyError("no such grade")
 

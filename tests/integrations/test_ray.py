@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -88,6 +89,17 @@ def test_a_cluster_of_another_version_is_one_sentence(monkeypatch: pytest.Monkey
     with pytest.raises(ValueError, match=r"the Ray cluster at far:6379 cannot be used: Version mismatch: .* 2\.50\.0"):
         cluster.connect(fake, "far:6379")
     assert ended, "nothing is left behind"
+
+
+def test_a_port_where_something_else_listens_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "ANSWER_S", 0.2)
+    with vf.FakeServer("x") as server, pytest.raises(ValueError, match="is no Ray cluster"):
+        cluster.check_address(f"127.0.0.1:{server.port}")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(ValueError, match="is no Ray cluster"):
+            cluster.check_address(f"127.0.0.1:{silent.getsockname()[1]}")
 
 
 def test_the_core_does_not_import_ray() -> None:

@@ -164,8 +164,13 @@ def _load(flags: Flags) -> tuple[Environment, Defaults]:
 
 
 def _check_saving(flags: Flags) -> None:
+    from verifiers.envs.loading import is_url
     from verifiers.store import is_run_dir
 
+    if flags.record and (flags.workers is not None or is_url(flags.env_id)):
+        raise click.UsageError(
+            "--record keeps what judges say in this process; with --workers or a URL they speak elsewhere"
+        )
     if flags.resume is not None and not is_run_dir(flags.resume):
         raise click.UsageError(f"--resume {flags.resume}: there is no saved run in this folder")
     if flags.save_results or flags.resume is not None:

@@ -74,7 +74,7 @@ def digit(messages: Any) -> str:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    timed = ("generation_ms", "scoring_ms", "total_ms")
+    timed = ("generation_ms", "scoring_ms", "total_ms", "line_crc32")
     found = [json.loads(line) for line in (path / "results.jsonl").read_text().splitlines()]
     kept = [{key: value for key, value in line.items() if key not in timed} for line in found]
     return sorted(kept, key=lambda line: (line["example_id"], line["rollout"]))
@@ -424,12 +424,9 @@ def test_more_workers_than_fit_and_an_environment_that_cannot_be_sent_are_refuse
 def test_another_cluster_than_the_one_this_process_is_connected_to_is_refused(cluster: Cluster) -> None:
     ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
     try:
-        with socket.socket() as other:
-            other.bind(("127.0.0.1", 0))
-            other.listen()
-            address = f"127.0.0.1:{other.getsockname()[1]}"
-            with pytest.raises(ValueError, match="is connected to the Ray cluster"):
-                twice(2).evaluate(client=vf.FakeClient(digit), model="m", workers=f"ray:{address}", use_tqdm=False)
+        port = cluster.address.rpartition(":")[2]
+        with pytest.raises(ValueError, match="is connected to the Ray cluster"):
+            twice(2).evaluate(client=vf.FakeClient(digit), model="m", workers=f"ray:localhost:{port}", use_tqdm=False)
         assert ray.is_initialized(), "what was connected before stays so"
     finally:
         ray.shutdown()

@@ -133,6 +133,10 @@ class RemoteEnv(Environment):
         if kwargs:
             raise ValueError(f"{sorted(kwargs)} cannot be set on a remote environment; set them where it is served")
 
+    def set_max_seq_len(self, max_seq_len: int | None) -> None:
+        if max_seq_len != self.max_seq_len:
+            raise ValueError(f"a remote environment's max_seq_len ({self.max_seq_len}) is set where it is served")
+
     # --- rollouts -------------------------------------------------------------------------------------------------
 
     async def run_row(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs) -> State:

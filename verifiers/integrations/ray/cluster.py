@@ -80,9 +80,24 @@ def check_address(address: str) -> None:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ClusterError(f"{address!r} is no address of a Ray cluster; it looks like HOST:6379, or is left out")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S) as connection:
+            is_grpc = os.environ.get("RAY_USE_TLS") == "1" or _speaks_http2(connection)
     except OSError as error:
         raise ClusterError(f"no Ray cluster answers at {address} ({error}); ray start --head begins one") from error
+    if not is_grpc:
+        raise ClusterError(f"what answers at {address} is no Ray cluster; ray start --head says the address of one")
+
+
+def _speaks_http2(connection: socket.socket) -> bool:
+    """Does the other side answer the beginning of a gRPC connection as its protocol wants it?"""
+    empty_settings = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+    connection.settimeout(ANSWER_S)
+    try:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + empty_settings)
+        head = connection.recv(9)
+    except OSError:  # it says nothing, or hangs up
+        return False
+    return len(head) >= 4 and head[3] == 4
 
 
 def _check_same(ray: Any, address: str | None) -> None:

@@ -83,6 +83,7 @@ class RayPlayer:
         self._is_filling = False
         self._deaths_in_a_row = 0
         self._failure: Exception | None = None
+        self._patience: asyncio.TimerHandle | None = None
         self.launches = 0
 
     def _packed(self, env: Environment) -> Any:
@@ -151,6 +152,8 @@ class RayPlayer:
                 seat.handle.drop.remote(list(seat.playing), even_if_begun=True)
         for task in self._tasks:
             task.cancel()
+        if self._patience is not None:
+            self._patience.cancel()
 
     # --- chunks ---------------------------------------------------------------------------------------------------
 
@@ -245,12 +248,21 @@ class RayPlayer:
 
     def _seat_all(self) -> None:
         """See who is there now: at the beginning, and after one was replaced."""
+        if self._patience is None:
+            self._patience = asyncio.get_running_loop().call_later(START_S, self._give_up)
         for at, handle in enumerate(self._workers.handles):
             if at == len(self._seats):
                 self._seats.append(_Seat(at, None))
             if self._seats[at].handle is not handle:
                 self._seats[at] = _Seat(at, handle)
                 self._begin(self._welcome(self._seats[at]))
+
+    def _give_up(self) -> None:
+        if not self.launches:
+            self._failure = WorkerError(
+                f"no Ray worker was there within {START_S:g} s; others may use the whole cluster"
+            )
+            self._wake()
 
     async def _welcome(self, seat: _Seat) -> None:
         try:
