@@ -251,7 +251,16 @@ def test_bad_input_is_refused_in_a_sentence_that_names_it(served: tuple[TinkerSe
         (("save_weights", {"model_id": model, "path": "../up"}), 400, "name"),
         (("load_weights", {"model_id": model, "path": "tinker://a/weights/../../x"}), 400, "no path of saved weights"),
         (("create_model", {"session_id": client.session, "base_model": "other"}), 404, "'other' is not served here"),
-        (("create_model", {"session_id": client.session, "base_model": "tiny"}), 400, "lora_config"),
+        (
+            ("create_model", {"session_id": client.session, "base_model": "tiny", "model_seq_id": 9}),
+            400,
+            "lora_config",
+        ),
+        (
+            ("create_model", {"session_id": client.session, "base_model": "tiny", "model_seq_id": "../../up"}),
+            400,
+            "model_seq_id",
+        ),
         (("create_session_of_my_own", {}), 404, "does not have it"),
         (sample(sampling_session_id="gone"), 404, "no sampling session 'gone'"),
         (sample(sampling_params={"beams": 4}), 400, "no sampling parameter 'beams'"),

@@ -36,7 +36,10 @@ COMMANDS = {
     "sft": ("verifiers.cli.sft:sft", "Train a model to imitate examples."),
     "models": ("verifiers.cli.models:models", "Fetch and list models that run in this process."),
     "serve": ("verifiers.cli.serve:serve", "Serve a local model to OpenAI clients."),
-    "tinker-serve": ("verifiers.cli.tinker_serve:tinker_serve", "Serve a local model to Tinker's SDK, to train it."),
+    "tinker-serve": (
+        "verifiers.cli.tinker_serve:tinker_serve",
+        "Serve a local model to Tinker's SDK, to train and to sample.",
+    ),
     "doctor": ("verifiers.cli.doctor:doctor", "Show what is installed and what this machine can do."),
 }
 

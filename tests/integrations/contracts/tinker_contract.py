@@ -380,6 +380,11 @@ def by_command(folder: Path, url: str) -> None:
     )  # fmt: skip
     assert said.exit_code == 0, said.output
     assert (folder / "by-command" / "model" / "tinker.json").is_file(), said.output
+    plan = CliRunner().invoke(
+        command, ["train", "arithmetic", "-m", "org/tiny", "--backend", "tinker", "--base-url", url, "--dry-run"]
+    )
+    assert plan.exit_code == 0, plan.output
+    assert "Tinker at http://127.0.0.1" in plan.output
     hot = CliRunner().invoke(
         command,
         ["train", "arithmetic", "-m", "org/tiny", "--backend", "tinker", "--base-url", url, "--temperature", "0.5"],
