@@ -38,7 +38,10 @@ COMMANDS = {
     "plan": ("verifiers.cli.plan:plan", "Say which training of a model fits where."),
     "models": ("verifiers.cli.models:models", "Fetch and list models that run in this process."),
     "serve": ("verifiers.cli.serve:serve", "Serve a local model to OpenAI clients."),
-    "tinker-serve": ("verifiers.cli.tinker_serve:tinker_serve", "Serve a local model to Tinker's SDK, to train it."),
+    "tinker-serve": (
+        "verifiers.cli.tinker_serve:tinker_serve",
+        "Serve a local model to Tinker's SDK, to train and to sample.",
+    ),
     "env-serve": ("verifiers.cli.env_serve:env_serve", "Serve an environment to trainers elsewhere."),
     "simulate": ("verifiers.cli.simulate:simulate", "Predict how well a large run would use its GPUs."),
     "doctor": ("verifiers.cli.doctor:doctor", "Show what is installed and what this machine can do."),

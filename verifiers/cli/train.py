@@ -67,7 +67,7 @@ def train(ctx: click.Context, /, **given: Any) -> None:
             raise click.UsageError("--base-url says where Tinker is; it goes with --backend tinker")
         trainer = job.build(lambda: (_tinker_trainer if is_remote else _trainer)(job, model, env))
         if given["dry_run"]:
-            job.show_plan(trainer, _plan(trainer))
+            _show_remote_plan(trainer) if is_remote else job.show_plan(trainer, _plan(trainer))
             return
         measured = BeforeAfter()
         if given["eval_before_after"]:
@@ -109,6 +109,19 @@ def _plan(trainer: Any) -> Mapping[str, Any]:
         "a step": f"{size} of at most {config.max_new_tokens} tokens",
         "rollouts": f"{rollouts:,} in all",
     }
+
+
+def _show_remote_plan(trainer: Any) -> None:
+    """What a dry run prints of a model that is elsewhere."""
+    shown = {
+        **_plan(trainer),
+        "steps": f"{trainer.total_steps} ({trainer.num_steps_per_epoch} an epoch)",
+        "model": f"{trainer.model.name_or_path}, {trainer.backend}",
+        "configuration": trainer.config,
+    }
+    width = max(map(len, shown))
+    click.echo("\n".join(f"{name:<{width}}  {value}" for name, value in shown.items()))
+    click.echo("a dry run: nothing was trained or written")
 
 
 class BeforeAfter:

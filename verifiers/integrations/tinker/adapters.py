@@ -19,6 +19,7 @@ from verifiers.errors import RequestRefusedError
 ALPHA = 32  # what Tinker scales every adapter by, whatever its rank
 MOST_RANK = 512
 FIRST = "first"
+PROOF_SIZE = 0.02  # with which an adapter weighs about as much as the layer that it is on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +70,7 @@ class Adapters:
             self.model = get_peft_model(
                 base.eval(), self._config(LoraShape(rank=1)), adapter_name=FIRST, autocast_adapter_dtype=False
             ).eval()
+        self._fill(FIRST)
         self._count = 0
         self._samplers: dict[LoraShape, str] = {}
         self._loaded: dict[str, Snapshot] = {}
@@ -93,6 +95,16 @@ class Adapters:
             self.model.add_adapter(name, self._config(shape), autocast_adapter_dtype=False)
         self.model.eval()
         return name
+
+    def _fill(self, name: str) -> None:
+        """Give an adapter an effect: ways of running the model are proven with it, and one that left it out would show.
+
+        Nobody trains or samples with the first adapter."""
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for key, one in self._state(name).items():
+                if "lora_B" in key:
+                    one.copy_(torch.randn(one.shape, generator=generator) * PROOF_SIZE)
 
     def remove(self, name: str) -> None:
         self.use(FIRST)

@@ -24,6 +24,7 @@ class RemoteEngine:
         self.length, self.stop_ids = length, stop_ids
         self.lock = threading.RLock()
         self.rows, self.max_waiting = 1024, 65536
+        self.backend = "by Tinker"
 
     def submit(
         self,

@@ -17,7 +17,7 @@ from verifiers.integrations.tinker import wire
 from verifiers.integrations.tinker.custom_losses import CustomLoss
 from verifiers.integrations.tinker.data import TrainingRequest, Written, read_json, read_protobuf
 from verifiers.integrations.tinker.futures import Pending, failure
-from verifiers.integrations.tinker.service import NotHereError, Service
+from verifiers.integrations.tinker.service import NotHereError, Service, number_of
 from verifiers.integrations.tinker.store import KINDS, Place, as_time, read_ttl
 
 logger = logging.getLogger("verifiers.integrations.tinker")
@@ -173,7 +173,7 @@ class Endpoints:
     async def _create_custom_loss(self, http: web.Request) -> web.Response:
         body = await read_body(http)
         session, loss = self.service.session(body.get("session_id")), CustomLoss.read(body)
-        loss_id = f"{session.id}:loss:{body.get('custom_loss_seq_id')}"
+        loss_id = f"{session.id}:loss:{number_of(body, 'custom_loss_seq_id')}"
         session.losses[loss_id] = loss
         done = {"type": "create_custom_loss", "loss_id": loss_id}
         return json_reply(self.service.settled("create_custom_loss", session, done).told)
@@ -216,7 +216,7 @@ class Endpoints:
     # --- futures --------------------------------------------------------------------------------------------------
 
     async def _retrieve(self, http: web.Request) -> web.Response:
-        request_id = (await read_body(http)).get("request_id")
+        request_id = str((await read_body(http)).get("request_id"))
         try:
             found = await self.service.futures.result(request_id)
         except KeyError:
@@ -237,7 +237,7 @@ class Endpoints:
         return json_reply(found.json())
 
     async def _cancel(self, http: web.Request) -> web.Response:
-        self.service.futures.cancel((await read_body(http)).get("request_id"))
+        self.service.futures.cancel(str((await read_body(http)).get("request_id")))
         return web.Response(status=204)
 
     # --- what is saved --------------------------------------------------------------------------------------------

@@ -50,9 +50,8 @@ class Futures:
     async def result(self, request_id: Any) -> Any:
         """What a request gave; TimeoutError if it takes longer than a client waits; KeyError if there is none."""
         one = self._all[request_id]
-        await asyncio.wait([asyncio.wrap_future(one.future)], timeout=WAIT_S)
         if not one.future.done():
-            raise TimeoutError
+            await _end_of(one.future)
         self._fetched[request_id] = None
         self._fetched.move_to_end(request_id)
         while len(self._fetched) > MOST_FETCHED:
@@ -73,6 +72,19 @@ class Futures:
         self._fetched.pop(request_id, None)
         one = self._all.pop(request_id)
         self._by_key.pop(one.key, None)
+
+
+async def _end_of(future: Future[Any]) -> None:
+    """Wait for it without taking what it gives, which another may ask for too; TimeoutError if that takes too long."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def note(_: Future[Any]) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(ended.set)
+
+    future.add_done_callback(note)
+    async with asyncio.timeout(WAIT_S):
+        await ended.wait()
 
 
 def failure(error: BaseException) -> dict[str, str]:

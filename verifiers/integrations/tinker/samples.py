@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -239,6 +239,3 @@ def _json(asked: SampleRequest, drawn: Sequence[Generated], target_logprobs: Any
     if target_logprobs is not None:
         body["target_prompt_logprobs"] = target_logprobs.tolist()
     return body
-
-
-TargetScorer = Callable[[Datum], Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,11 +13,14 @@ from aiohttp import web
 from verifiers.clients.hosts import is_loopback
 from verifiers.clients.server_thread import ServerThread
 from verifiers.engine.files import models
+from verifiers.engine.plan import Plan, free_memory, plan
 from verifiers.engine.ready_model import name_of
 from verifiers.engine.server.serving import served_name
 from verifiers.integrations.tinker import wire
 from verifiers.integrations.tinker.endpoints import Endpoints
 from verifiers.integrations.tinker.service import Service
+
+logger = logging.getLogger("verifiers.integrations.tinker")
 
 DEFAULT_FOLDER = "outputs/tinker"
 
@@ -55,9 +59,15 @@ class TinkerServer(ServerThread):
             raise ValueError("this model has adapters already: merge them, and serve the result")
         where = getattr(tokenizer, "name_or_path", "") or getattr(base.config, "_name_or_path", "") or None
         tokenizer = models.get_tokenizer(base) if tokenizer is None else tokenizer
-        sizes = {label: value for label, value in (("rows", rows), ("length", length)) if value is not None}
+        fits = _plan(base, rows, length)
         self.service = Service(
-            base, tokenizer, name=name or served_name(name_of(model)), tokenizer_id=where, folder=folder, **sizes
+            base,
+            tokenizer,
+            name=name or served_name(name_of(model)),
+            tokenizer_id=where,
+            folder=folder,
+            rows=fits.rows,
+            length=fits.length,
         )
         self._endpoints = Endpoints(self.service, api_key=api_key, host=host, allow_hosts=allow_hosts)
 
@@ -70,13 +80,37 @@ class TinkerServer(ServerThread):
     def make_runner(self) -> web.AppRunner:
         return web.AppRunner(self._endpoints.app(), access_log=None, shutdown_timeout=0.1)
 
+    def start(self) -> None:
+        try:
+            super().start()
+        except BaseException:
+            self.service.close()
+            raise
+
     def stop(self) -> None:
         super().stop()
         self.service.close()
+
+
+def _plan(base: Any, rows: int | None, length: int | None) -> Plan:
+    """What is sampled at once: half of the memory is left to learning."""
+    parameter = next(base.parameters())
+    return plan(
+        base.config,
+        rows=rows,
+        length=length,
+        dtype=parameter.dtype,
+        device=parameter.device,
+        weights_loaded=True,
+        free_bytes=free_memory(parameter.device) // 2,
+    )
 
 
 def serve(server: TinkerServer, on_ready: Callable[[str], None]) -> None:
     """Serve until the process is told to stop; ``on_ready`` gets the URL once it listens."""
     with server:
         on_ready(server.url)
-        threading.Event().wait()
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            logger.info("stopping")

@@ -60,11 +60,19 @@ class Service:
     """The model and all that clients have made of it. Methods are called from the server's event loop."""
 
     def __init__(
-        self, base: Any, tokenizer: Any, *, name: str, tokenizer_id: str | None, folder: str | Path, **sizes: Any
+        self,
+        base: Any,
+        tokenizer: Any,
+        *,
+        name: str,
+        tokenizer_id: str | None,
+        folder: str | Path,
+        rows: int,
+        length: int,
     ) -> None:
         self.name, self.store = name, Store(folder)
         self.adapters = Adapters(base)
-        self.local = LocalModel(self.adapters.model, tokenizer, name=name, **sizes)
+        self.local = LocalModel(self.adapters.model, tokenizer, name=name, rows=rows, length=length)
         self.ready = self.local.load()
         self.tokenizer_id = tokenizer_id
         with self.ready.engine.lock:
@@ -95,7 +103,7 @@ class Service:
         return session.id
 
     def session(self, session_id: Any) -> Session:
-        found = self.sessions.get(session_id)
+        found = self.sessions.get(str(session_id))
         if found is None:
             raise NotHereError(f"there is no session {session_id!r:.80}; it is over, or the server was started anew")
         found.seen = time.monotonic()
@@ -115,11 +123,11 @@ class Service:
     # --- trainings ------------------------------------------------------------------------------------------------
 
     def create_model(self, body: Mapping[str, Any]) -> Pending:
-        session, number = self.session(body.get("session_id")), body.get("model_seq_id")
-        model_id = f"{session.id}:train:{number}"
+        session = self.session(body.get("session_id"))
+        self.check_base(body.get("base_model"))
+        model_id = f"{session.id}:train:{number_of(body, 'model_seq_id')}"
         if known := self.futures.known(("create", model_id)):
             return known
-        self.check_base(body.get("base_model"))
         kind = (body.get("optimizer_config") or {}).get("type", "adamw")
         if kind != "adamw":
             raise RequestRefusedError(f"this server has the optimizer adamw, not {kind!r:.80}")
@@ -142,7 +150,7 @@ class Service:
             raise NotHereError(f"the model {name!r:.200} is not served here; {self.name!r} is")
 
     def session_of(self, model_id: Any) -> Session:
-        found = self.models.get(model_id)
+        found = self.models.get(str(model_id))
         if found is None:
             raise NotHereError(f"there is no training {model_id!r:.200}; it was unloaded, or the server started anew")
         return found
@@ -237,7 +245,7 @@ class Service:
                 return {"type": "save_weights_for_sampler", "path": str(place)}
 
             return self._in_order("save_weights_for_sampler", body, session, keep)
-        sampler_id = f"{session.id}:sample:{body.get('sampling_session_seq_id')}"
+        sampler_id = f"{session.id}:sample:{number_of(body, 'sampling_session_seq_id')}"
 
         def snapshot(one: Learner) -> dict[str, Any]:
             self._add_sampler(session, sampler_id, Sampler(one.snapshot()))
@@ -285,7 +293,7 @@ class Service:
         if path is None:
             self.check_base(body.get("base_model"))
         snapshot = None if path is None else self.store.load(self.place(path))
-        sampler_id = f"{session.id}:sample:{body.get('sampling_session_seq_id')}"
+        sampler_id = f"{session.id}:sample:{number_of(body, 'sampling_session_seq_id')}"
         self._add_sampler(session, sampler_id, Sampler(snapshot, path))
         return sampler_id
 
@@ -294,7 +302,7 @@ class Service:
         self.samplers[sampler_id] = sampler
 
     def sampler(self, sampler_id: Any) -> Sampler:
-        found = self.samplers.get(sampler_id)
+        found = self.samplers.get(str(sampler_id))
         if found is None:
             raise NotHereError(
                 f"there is no sampling session {sampler_id!r:.200}; its weights were not saved, and it was too old"
@@ -305,7 +313,7 @@ class Service:
         sampler_id, seq_id = body.get("sampling_session_id"), body.get("seq_id")
         sampler = self._sampler_of(body)
         session = str(sampler_id).partition(":")[0]
-        key = None if seq_id is None or sampler_id is None else ("sample", sampler_id, seq_id)
+        key = None if seq_id is None or sampler_id is None else ("sample", sampler_id, number_of(body, "seq_id"))
         if key is not None and (known := self.futures.known(key)):
             return known
         asked = SampleRequest.read(body, self.ready)
@@ -381,7 +389,7 @@ class Service:
     ) -> Pending:
         """Work on a training; the same request sent again is the same work."""
         model_id, seq_id = str(body.get("model_id")), body.get("seq_id")
-        key = None if seq_id is None else (model_id, seq_id)
+        key = None if seq_id is None else (model_id, number_of(body, "seq_id"))
         if key is not None and (known := self.futures.known(key)):
             return known
         return self._submit(kind, lambda: run(self._learner(model_id)), session, key, model_id=model_id)
@@ -391,6 +399,14 @@ class Service:
         if found is None:
             raise NotHereError(f"the training {model_id!r} could not be made")
         return found
+
+
+def number_of(body: Mapping[str, Any], name: str) -> int:
+    """A number that a client counts its own things by."""
+    value = body.get(name)
+    if type(value) is not int or value < 0:
+        raise RequestRefusedError(f"{name} is a number from 0, not {value!r:.80}")
+    return value
 
 
 def _finish(done: Future[Any], run: Callable[[], Any]) -> None:
