@@ -18,9 +18,9 @@ from verifiers.integrations.tinker.losses import LOSSES
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.logprobs import TokenScorer
 from verifiers.trainers.micro_batches import MicroBatch, balanced
+from verifiers.trainers.planning import Job
 from verifiers.trainers.sampling import PLAIN
 from verifiers.trainers.threads import sensible_threads
-from verifiers.trainers.update import micro_batch_tokens
 from verifiers.trainers.weights import Weights
 
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
@@ -34,7 +34,9 @@ class Scoring:
         self.device = next(model.parameters()).device
         self.scorer = TokenScorer(model)
         self._longest_batched = self.scorer.layouts.limits().get("longest_batched", math.inf)
-        self._tokens = micro_batch_tokens(TrainingConfig(), model)
+        job = Job(config=TrainingConfig(gradient_checkpointing=False), device=self.device)
+        dtype = next(model.parameters()).dtype
+        self._tokens = job.plan_module(model, dtype=dtype, is_whole=True).micro_batch_tokens
 
     def batches(self, data: Sequence[Datum]) -> list[list[int]]:
         """Which data are computed together: those of about the same length, so many as memory allows."""
