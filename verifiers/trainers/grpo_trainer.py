@@ -115,6 +115,7 @@ class GRPOTrainer(Trainer):
             adapters=peft_config,
             samples=client is None,
             processes=self.accelerator.num_processes,
+            sharding=processes.held_apart(self.accelerator, kind),
         )
         self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, job)
         setup.check_template(self.tokenizer, env)

@@ -34,6 +34,7 @@ class Job:
     adapters: Any = None  # settings of LoRA
     samples: bool = False  # from the model in this process
     processes: int = 1
+    sharding: str = "none"  # see `processes.held_apart`
 
     def plan(self, size: ModelSize, *, weight_bytes: int, trained: int | None = None, loaded: float = 0) -> MemoryPlan:
         """The plan, or one sentence; ``loaded`` bytes of weights are on the device already."""
@@ -54,6 +55,8 @@ class Job:
             gradient_checkpointing=config.gradient_checkpointing,
             micro_batch_tokens=config.micro_batch_tokens,
             step_tokens=length * config.batch_size * config.gradient_accumulation_steps,
+            sharding=self.sharding,
+            processes=self.processes,
         )
         is_cpu = self.device.type == "cpu"
         capacity = free_memory(self.device) + loaded

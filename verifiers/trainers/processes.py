@@ -76,6 +76,13 @@ def sharding() -> str:
     return "fsdp2" if _is_on(FSDP) and _started() > 1 else "none"
 
 
+def held_apart(accelerator: Any, kind: str) -> str:
+    """What each process holds a part of, as the memory plan says it: ``fsdp2`` is all, ``zero2`` all but weights."""
+    if kind != "zero":
+        return kind
+    return "fsdp2" if accelerator.state.deepspeed_plugin.zero_stage == 3 else "zero2"
+
+
 def devices() -> int:
     """How many GPUs this machine has."""
     return int(torch.accelerator.device_count()) if torch.accelerator.is_available() else 0

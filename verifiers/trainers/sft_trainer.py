@@ -69,6 +69,7 @@ class SFTTrainer(Trainer):
             device=self.accelerator.device,
             adapters=peft_config,
             processes=self.accelerator.num_processes,
+            sharding=processes.held_apart(self.accelerator, kind),
         )
         self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, job)
         self.examples = self._read(dataset)
