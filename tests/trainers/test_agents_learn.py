@@ -58,3 +58,19 @@ def test_the_turns_of_an_agent_have_the_tokens_that_the_engine_sampled_and_the_r
                 assert said.startswith(step["completion"][0]["content"])
             learned = sum(sum(sample.completion_mask) for sample in samples_of(state["trajectory"]))
             assert learned == sum(len(step["tokens"]["completion_ids"]) for step in state["trajectory"])
+
+
+def test_advantages_by_turn_reach_the_turns_they_are_of_where_a_sub_agent_was_asked_in_between() -> None:
+    from verifiers.trainers.sequences import advantages_of_samples
+
+    def step(prompt: list[int], reply: list[int]) -> dict[str, Any]:
+        tokens = {"prompt_ids": prompt, "completion_ids": reply, "completion_logprobs": [-1.0] * len(reply)}
+        return {"tokens": tokens}
+
+    trajectory = [step([1, 2], [3]), step([7], [8, 9]), step([1, 2, 3, 4], [5, 6])]
+    samples = samples_of(trajectory)
+    assert [sample.steps for sample in samples] == [(0, 2), (1,)]
+    spread = advantages_of_samples([0.1, 0.2, 0.3], samples, {"trajectory": trajectory})
+    assert spread == [[0.1, 0.0, 0.3, 0.3], [0.2, 0.2]]
+    by_token = advantages_of_samples([1.0, 2.0, 3.0, 4.0, 5.0], samples, {"trajectory": trajectory})
+    assert by_token == [[1.0, 0.0, 4.0, 5.0], [2.0, 3.0]]

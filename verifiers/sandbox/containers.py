@@ -29,6 +29,7 @@ IMAGE = "python:3.12-slim"
 START_S = 600.0  # the image may have to be fetched
 FILES_S = 30.0
 GRACE_S = 5.0  # for a cell to notice its alarm, before its container is killed
+ENDING_S = 5.0
 KILL_S = 30.0
 MOST_REPLY = 128 << 20
 OUT_OF_MEMORY = 137  # how an engine says that a container was killed
@@ -117,7 +118,7 @@ class ContainerSession:
         self._errors: IO[bytes] | None = None
         self._name = ""
         self._turn = threading.Lock()
-        self._is_closed = self._is_late = False
+        self._is_closed = self._is_late = self._was_killed = False
         self._is_fresh = True
         self._said = ""
 
@@ -199,7 +200,7 @@ class ContainerSession:
             stderr=self._errors,
             start_new_session=True,  # Ctrl-C is ours to see to
         )
-        self._is_fresh = True
+        self._is_fresh, self._was_killed = True, False
         files = {name: encode(content) for name, content in sandbox.files.items()}
         settings = {"language": sandbox.language, "output": sandbox.output_bytes, "packages": sandbox.packages}
         reply = self._exchange({**settings, "files": files}, START_S)
@@ -224,7 +225,7 @@ class ContainerSession:
             process.stdin.flush()
             reply = json.loads(process.stdout.readline(MOST_REPLY))
         except (OSError, ValueError):  # it is gone, or says what is no reply
-            self._kill()
+            self._let_end()
             return None
         finally:
             timer.cancel()
@@ -234,12 +235,22 @@ class ContainerSession:
         self._is_late = True
         self._kill()
 
+    def _let_end(self) -> None:
+        """A container that ends by itself has an exit code of its own, once its engine has noticed."""
+        assert self._process is not None
+        try:
+            self._process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            pass
+        self._kill()
+
     def _kill(self) -> None:
         """End the container, then the program that holds it; its exit code stays to be asked for."""
         process = self._process
         if process is None:
             return
         if process.poll() is None:
+            self._was_killed = True
             kill = [find_engine(self.sandbox.engine), "kill", self._name]
             quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             try:
@@ -264,7 +275,7 @@ class ContainerSession:
         if self._is_late:
             return "timeout", f"it ran longer than {seconds:g} s"
         code = None if self._process is None else self._process.returncode
-        if code == OUT_OF_MEMORY and not self._is_closed:
+        if code == OUT_OF_MEMORY and not self._was_killed:
             return "memory", f"it needed more than {self.sandbox.memory_mb} MiB"
         return "killed", f"its container ended with exit code {code}"
 
