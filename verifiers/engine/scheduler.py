@@ -29,6 +29,8 @@ from verifiers.engine.sequential import SequentialCache
 if TYPE_CHECKING:
     from verifiers.engine.cuda_runner import CudaDecoder
 
+ONE_PROMPT = 4  # while others decode, a quarter of the tokens that are run at once is one prompt's at most
+
 
 @dataclass(eq=False, slots=True)
 class Group:
@@ -123,11 +125,12 @@ class Scheduler:
         return self._chunks()
 
     def _chunks(self) -> list[Chunk]:
-        """As many tokens as are run at once, the oldest prompt's first."""
+        """As many tokens as are run at once, the oldest prompt's first; others that decode wait for a part of them."""
         chunks, budget, scored = [], self._prefill_tokens, CHUNK
+        most = max(1, budget // ONE_PROMPT) if self.running else budget
         is_whole = isinstance(self.cache, SequentialCache)
         for group in self.prefilling:
-            n = group.left if is_whole else min(group.left, budget)
+            n = group.left if is_whole else min(group.left, budget, most)
             if group.first.is_to_be_scored and not is_whole:
                 n = min(n, scored)
                 scored -= n

@@ -31,7 +31,7 @@ typedef struct {
 /* The KV cache: position t of a sequence is position t % block of the block that its table names at t / block. */
 typedef struct {
     float *store; /* [layers, 2, blocks, kv_heads, block, dim] */
-    int64_t blocks, block;
+    int64_t blocks, block; /* the last: positions of a block, a power of two */
     const int32_t *tables; /* [sequences, width] */
     int64_t width;
 } Cache;
@@ -49,14 +49,14 @@ typedef struct {
 typedef struct {
     const float *at; /* of the head in block 0 */
     const int32_t *table;
-    int64_t stride, block, dim, first;
+    int64_t stride, shift, dim, first; /* a block has 1 << shift positions: dividing takes as long as many keys */
 } Paged;
 
 /* Those from position `t` on to the end of its block: where they are; how many, `*n` at most, is put there. */
 static inline const float *run_of(const Paged *paged, int64_t t, int64_t *n) {
-    int64_t position = paged->first + t, offset = position % paged->block;
-    if (*n > paged->block - offset) *n = paged->block - offset;
-    return paged->at + paged->table[position / paged->block] * paged->stride + offset * paged->dim;
+    int64_t position = paged->first + t, block = (int64_t)1 << paged->shift, offset = position & (block - 1);
+    if (*n > block - offset) *n = block - offset;
+    return paged->at + paged->table[position >> paged->shift] * paged->stride + offset * paged->dim;
 }
 
 /* --- attention, gating ------------------------------------------------------------------------------------------ */
@@ -208,8 +208,8 @@ static void attend_blocks(
         for (int64_t g = 0; g < kv_heads; g++) {
             int64_t at = g * cache->block * dim, stride = kv_heads * cache->block * dim;
             const int32_t *table = cache->tables + sequence[i] * cache->width;
-            Paged k = {keys + at, table, stride, cache->block, dim, first};
-            Paged v = {values + at, table, stride, cache->block, dim, first};
+            int64_t shift = __builtin_ctzll((uint64_t)cache->block);
+            Paged k = {keys + at, table, stride, shift, dim, first}, v = {values + at, table, stride, shift, dim, first};
             attend(
                 dim, share, qkv + i * across + g * share * dim, &k, &v, position[i] - first + 1, layer->scale, scores,
                 out + (i * kv_heads + g) * share * dim);
