@@ -16,7 +16,7 @@ from verifiers.cli.main import vf as program
 yaml = pytest.importorskip("yaml")
 FOLDER = ROOT / "examples" / "cluster"
 SLURM = FOLDER / "slurm.sbatch"
-# Of other engineers' commands these are written down as they are documented.
+# Those of sharded training, which hands them to Accelerate.
 LAUNCHERS = {"--launch", "--processes"}
 
 
