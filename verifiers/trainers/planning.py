@@ -11,6 +11,7 @@ import torch
 
 from verifiers.engine.plan import free_memory
 from verifiers.envs.singleturn_env import SingleTurnEnv
+from verifiers.kernels.modules import is_quantised
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.memory import Device, MemoryPlan, ModelSize, Training, check_fits, plan_memory
@@ -20,8 +21,8 @@ logger = logging.getLogger("verifiers.trainers")
 
 MOST_SLOTS = {"cpu": 64, "cuda": 1024}  # rollouts that are sampled at once
 MOST_SLOTS_ELSEWHERE = 64
-USUAL_PROMPT = 1024  # tokens, where nobody says how long prompts are
-USUAL_LENGTH = 8192  # of conversations, likewise
+# Tokens, where nobody says how long sequences are (max_seq_length): of a prompt, of a conversation, of an example.
+USUAL_PROMPT, USUAL_TURNS, USUAL_EXAMPLE = 1024, 4096, 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,15 @@ class Job:
     processes: int = 1
     sharding: str = "none"  # see `processes.held_apart`
 
-    def plan(self, size: ModelSize, *, weight_bytes: int, trained: int | None = None, loaded: float = 0) -> MemoryPlan:
+    def plan(
+        self,
+        size: ModelSize,
+        *,
+        weight_bytes: int,
+        trained: int | None = None,
+        loaded: float = 0,
+        in_4_bit: bool = False,
+    ) -> MemoryPlan:
         """The plan, or one sentence; ``loaded`` bytes of weights are on the device already."""
         config = self.config
         if trained is None:
@@ -48,7 +57,7 @@ class Job:
             length=length,
             weight_bytes=weight_bytes,
             optim=config.optim,
-            in_4_bit=config.load_in_4bit,
+            in_4_bit=config.load_in_4bit or in_4_bit,
             slots=slots_wanted(config, self.device.type) if self.samples else 0,
             has_reference=bool(getattr(config, "kl_coef", 0.0)),
             samples_ahead=bool(getattr(config, "num_batches_ahead", 0)),
@@ -70,7 +79,13 @@ class Job:
         parameters = list(model.parameters())
         here = sum(one.numel() * one.element_size() for one in parameters if one.device.type == self.device.type)
         trained = sum(one.numel() for one in parameters if one.requires_grad) if is_whole else None
-        return self.plan(ModelSize.of(model), weight_bytes=dtype.itemsize, trained=trained, loaded=here)
+        return self.plan(
+            ModelSize.of(model),
+            weight_bytes=dtype.itemsize,
+            trained=trained,
+            loaded=here,
+            in_4_bit=is_quantised(model),
+        )
 
 
 def this_machine() -> tuple[int, float, str]:
@@ -103,8 +118,9 @@ def longest_sequence(config: TrainingConfig, env: Any, longest: int | None) -> i
     """The tokens of the longest sequence to be learned from: as configured, or what is usual."""
     length = length_asked(config, env, longest)
     if length is None:
-        is_single = isinstance(config, GRPOConfig) and isinstance(env, SingleTurnEnv)
-        length = USUAL_PROMPT + _new_tokens(config, env) if is_single else USUAL_LENGTH
+        length = USUAL_TURNS if isinstance(config, GRPOConfig) else USUAL_EXAMPLE
+        if isinstance(config, GRPOConfig) and isinstance(env, SingleTurnEnv):
+            length = USUAL_PROMPT + _new_tokens(config, env)
     return int(length if longest is None or longest < 1 else min(length, longest))
 
 

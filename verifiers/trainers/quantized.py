@@ -23,7 +23,7 @@ def in_4_bit(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
         setattr(model.get_submodule(parent), last, _linear(library, one, device, dtype))
     _to(model, device, dtype)
     model.is_loaded_in_4bit = True  # peft asks
-    return model
+    return in_one_layout(model)
 
 
 def _linear(library: Any, linear: nn.Linear, device: torch.device, dtype: torch.dtype) -> Any:
@@ -35,10 +35,16 @@ def _linear(library: Any, linear: nn.Linear, device: torch.device, dtype: torch.
     made.weight = library.nn.Params4bit(weight, requires_grad=False, quant_type="nf4").to(device)
     if linear.bias is not None:
         made.bias = nn.Parameter(linear.bias.detach().to(device, dtype), requires_grad=False)
-    # On some CPUs it would lay its weights out anew for sampling, and round otherwise than in learning.
-    made.support_avx512bf16_for_cpu = False
     made.train(linear.training)
     return made
+
+
+def in_one_layout(model: Any) -> Any:
+    """Have weights in 4 bits stay as they are: some CPUs lay them out anew to sample, and no gradient passes then."""
+    for one in model.modules():
+        if hasattr(one, "support_avx512bf16_for_cpu"):
+            one.support_avx512bf16_for_cpu = False
+    return model
 
 
 def _to(model: Any, device: torch.device, dtype: torch.dtype) -> None:

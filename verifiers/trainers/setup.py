@@ -22,7 +22,7 @@ from verifiers.trainers.memory import MemoryPlan, ModelSize
 from verifiers.trainers.optimizers import bitsandbytes, check_optimizer
 from verifiers.trainers.planning import Job
 from verifiers.trainers.processes import mixed_precision
-from verifiers.trainers.quantized import in_4_bit
+from verifiers.trainers.quantized import in_4_bit, in_one_layout
 from verifiers.types import Row
 
 logger = logging.getLogger("verifiers.trainers")
@@ -97,7 +97,7 @@ def _in_precision(model: Any, job: Job) -> tuple[Any, torch.dtype]:
     if parameter.device.type == "meta":
         raise ValueError("this model has no weights yet (they are on the meta device); load them first")
     if is_quantised(model):
-        return model, parameter.dtype
+        return in_one_layout(model), parameter.dtype
     job.plan_module(model, dtype=wanted, is_whole=job.adapters is None)
     if config.load_in_4bit:
         return in_4_bit(model, device, wanted), wanted
