@@ -90,9 +90,33 @@ class ZeroWeights(ShardedWeights):
                 yield i, live.detach()
 
     def scatter(self, i: int, whole: Tensor) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param
+        """Write a whole parameter to its float32 copy, and to what is computed with."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-        safe_set_full_fp32_param(self.live[i], whole.float())
+        live = self.live[i]
+        if self.stage == 3:
+            part = self._part(live, whole)
+            safe_set_local_fp32_param(live, part)
+            live.ds_tensor.data.copy_(part)
+        else:
+            safe_set_full_fp32_param(live, whole.float())
+        if live.numel() == whole.numel():  # small ones are whole at stage 3 too
+            live.data.copy_(whole)
+
+    def _part(self, live: Any, whole: Tensor) -> Tensor:
+        """This process's part of a tensor of the shape of a parameter; the last one is padded."""
+        size, flat = live.ds_tensor.numel(), whole.float().flatten()
+        padded = torch.nn.functional.pad(flat, (0, size * self.processes.num_processes - flat.numel()))
+        return padded.narrow(0, size * self.processes.process_index, size)
+
+    def _scatter_state(self, i: int, key: str, whole: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        live = self.live[i]
+        if self.stage == 3:
+            safe_set_local_optimizer_state(live, self._part(live, whole), key)
+        else:
+            safe_set_full_optimizer_state(live, whole, key)
 
     def publish(self) -> None:
         if self.stage == 3:
@@ -136,25 +160,30 @@ class ZeroWeights(ShardedWeights):
         return max((float(state["step"]) for state in self._inner.state.values() if "step" in state), default=0.0)
 
     def make_room(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """DeepSpeed has it from the beginning."""
-        self._was_stepped = any(shapes)
+        self._was_stepped = bool(shapes)
+        zero = self.root.optimizer
+        for flat in zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups:
+            state = self._inner.state[flat]
+            for key in AVERAGES:
+                state.setdefault(key, torch.zeros_like(flat))
+            state.setdefault("step", torch.zeros((), device=flat.device))
+        if self.stage < 3:
+            zero._lazy_init_hp_params_optimizer_state()
 
     def take(self, read: Callable[[dict[str, Tensor]], Any]) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-        for name, live, whole in zip(self.names, self.live, self._whole, strict=True):
-            wanted = {f"weights.{name}": torch.empty(whole.shape)}
+        """Whole parameters in turn: each process reads all of them, and keeps its parts."""
+        step = torch.zeros(())
+        for i, (name, whole) in enumerate(zip(self.names, self._whole, strict=True)):
+            weight, states = torch.empty(whole.shape), {key: torch.empty(whole.shape) for key in AVERAGES}
+            wanted = {f"weights.{name}": weight}
             if self._was_stepped:
-                wanted |= {f"optimizer.{name}.{key}": torch.empty(whole.shape) for key in AVERAGES}
-                wanted[f"optimizer.{name}.step"] = torch.zeros(())
+                wanted |= {f"optimizer.{name}.{key}": one for key, one in {**states, "step": step}.items()}
             read(wanted)
-            safe_set_full_fp32_param(live, wanted.pop(f"weights.{name}"))
-            step = wanted.pop(f"optimizer.{name}.step", None)
-            for entry, value in wanted.items():
-                safe_set_full_optimizer_state(live, value, entry.rpartition(".")[2])
-        if step is not None:
-            for state in self._inner.state.values():
-                state["step"] = torch.full_like(state["step"], float(step))
+            self.scatter(i, weight)
+            for key, one in states.items() if self._was_stepped else ():
+                self._scatter_state(i, key, one)
+        for state in self._inner.state.values():
+            state["step"] = torch.full_like(state["step"], float(step))
         self.publish()
 
     def _master(self, parameter: Any) -> Tensor:
