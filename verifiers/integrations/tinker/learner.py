@@ -117,6 +117,7 @@ class Learner:
             raise RequestRefusedError(f"this training has the LoRA {self.shape}, and the weights {snapshot.shape}")
         self._adapters.write(self.adapter, snapshot)
         self._adapters.use(self.adapter)
+        self.weights.clear()  # gradients of what it was before
         self.weights = Weights(self._adapters.model, self._config)
         if state is None:
             return

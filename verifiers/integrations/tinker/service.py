@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -12,24 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from verifiers.engine.local_model import LocalModel
 from verifiers.errors import RequestRefusedError
 from verifiers.integrations.tinker.adapters import Adapters, LoraShape, Snapshot
 from verifiers.integrations.tinker.custom_losses import CustomLoss
-from verifiers.integrations.tinker.data import Datum, TrainingRequest, Written, forward_backward_output
+from verifiers.integrations.tinker.data import TrainingRequest, Written, forward_backward_output
+from verifiers.integrations.tinker.drawing import Drawing
 from verifiers.integrations.tinker.futures import Futures, Pending
 from verifiers.integrations.tinker.learner import Learner, Scoring, read_adam
 from verifiers.integrations.tinker.losses import check_loss
-from verifiers.integrations.tinker.samples import SampleRequest, gathered, reply_logprobs, sample_response
+from verifiers.integrations.tinker.samples import SampleRequest
 from verifiers.integrations.tinker.store import Place, Store, check_name, read_ttl
 from verifiers.integrations.tinker.turns import Turns
 
 SILENT_S = 3600.0  # without a heartbeat, before a session is over; a client sends one every 10 seconds
 MOST_UNSAVED = 64  # samplers of a session whose weights have no name and are in memory alone; the oldest go
-MOST_RECORDED = 1 << 16  # sampled sequences whose logprobs can be found again
 
 
 class NotHereError(RequestRefusedError):
@@ -78,12 +74,12 @@ class Service:
         with self.ready.engine.lock:
             self.scoring = Scoring(self.adapters.model)
         self.turns = Turns(self._put_in_force)
+        self.drawing = Drawing(self.ready, self.scoring, self.turns)
         self.futures = Futures()
         self.sessions: dict[str, Session] = {}
         self.samplers: dict[str, Sampler] = {}
         self.models: dict[str, Session] = {}
         self._learners: dict[str, Learner] = {}
-        self._recorded: OrderedDict[str, Any] = OrderedDict()
 
     def close(self) -> None:
         self.local.close()
@@ -180,7 +176,9 @@ class Service:
                 raise NotHereError(f"there is no custom loss {request.config.get('loss_id')!r:.80} in this session")
         else:
             if request.loss_fn == "stable_reinforce":
-                request = replace(request, data=[self._with_recorded(i, one) for i, one in enumerate(request.data)])
+                request = replace(
+                    request, data=[self.drawing.with_recorded(i, one) for i, one in enumerate(request.data)]
+                )
             for i, one in enumerate(request.data):
                 check_loss(request.loss_fn, one.inputs, request.config, f"datum {i}")
 
@@ -201,26 +199,6 @@ class Service:
         return self._in_order(
             "optim_step", body, session, lambda one: {"type": "optim_step", "metrics": one.step(given)}
         )
-
-    def _with_recorded(self, i: int, one: Datum) -> Datum:
-        """A datum with the logprobs that its tokens were sampled with here, as its spans say."""
-        if not one.spans:
-            return one
-        logprobs = np.zeros(len(one.ids_T), np.float32)
-        at = 0
-        for span in one.spans:
-            if span.sequence_id is not None:
-                known = self._recorded.get(span.sequence_id)
-                if known is None or span.offset + span.length > len(known):
-                    raise RequestRefusedError(
-                        f"datum {i}: {span.length} tokens of the sequence {span.sequence_id!r:.80} were not recorded; "
-                        "sample with record_stability_info=True"
-                    )
-                logprobs[at : at + span.length] = known[span.offset : span.offset + span.length]
-            at += span.length
-        if at != len(logprobs):
-            raise RequestRefusedError(f"datum {i}: its spans cover {at} of {len(logprobs)} tokens")
-        return replace(one, inputs={**one.inputs, "logprobs": logprobs})
 
     # --- saving and loading ---------------------------------------------------------------------------------------
 
@@ -316,21 +294,9 @@ class Service:
         key = None if seq_id is None or sampler_id is None else ("sample", sampler_id, number_of(body, "seq_id"))
         if key is not None and (known := self.futures.known(key)):
             return known
-        asked = SampleRequest.read(body, self.ready)
-        names = [uuid.uuid4().hex for _ in range(asked.n)]
-        answers: list[Any] = []
-        done: Future[Any] = Future()
-
-        def start() -> Future[Any]:
-            scores = None if asked.targets is None else self._score(asked)
-            answers.extend(asked.submit(self.ready))
-            drawing = gathered(answers)
-            drawing.add_done_callback(lambda drawn: _finish(done, lambda: self._drawn(asked, drawn, names, scores)))
-            return done
-
-        future = self.turns.submit(start, key=(sampler.snapshot,))
-        pending = self.futures.add("sample", future, key=key, owner=session, sample_sequence_ids=names)
-        pending.cancel = lambda: [answer.cancel() for answer in answers]
+        drawn = self.drawing.draw(SampleRequest.read(body, self.ready), sampler.snapshot)
+        pending = self.futures.add("sample", drawn.future, key=key, owner=session, sample_sequence_ids=drawn.names)
+        pending.cancel = drawn.cancel
         return pending
 
     def _sampler_of(self, body: Mapping[str, Any]) -> Sampler:
@@ -346,20 +312,6 @@ class Service:
         if path not in self.samplers:
             self.samplers[path] = Sampler(self.store.load(self.place(path)), path)
         return self.samplers[path]
-
-    def _score(self, asked: SampleRequest) -> Any:
-        with self.ready.engine.lock, torch.no_grad():
-            logprobs = self.scoring.logprobs([asked.target_datum])[0].cpu().numpy().reshape(asked.targets.shape)
-        return np.where(asked.targets < 0, 0.0, logprobs)
-
-    def _drawn(self, asked: SampleRequest, drawn: Future[Any], names: list[str], scores: Any) -> Written:
-        found = drawn.result()
-        if asked.records:
-            for name, one in zip(names, found, strict=True):
-                self._recorded[name] = np.array(reply_logprobs(asked, one), np.float32)
-            while len(self._recorded) > MOST_RECORDED:
-                self._recorded.popitem(last=False)
-        return sample_response(asked, found, scores)
 
     def _put_in_force(self, key: tuple[Snapshot | None]) -> None:
         with self.ready.engine.lock:
@@ -407,10 +359,3 @@ def number_of(body: Mapping[str, Any], name: str) -> int:
     if type(value) is not int or value < 0:
         raise RequestRefusedError(f"{name} is a number from 0, not {value!r:.80}")
     return value
-
-
-def _finish(done: Future[Any], run: Callable[[], Any]) -> None:
-    try:
-        done.set_result(run())
-    except BaseException as error:  # handed to whoever waits for it
-        done.set_exception(error)

@@ -68,7 +68,7 @@ class Turns:
                     return
                 job = self._waiting.popleft()
             if job.key is None:
-                _settle(job.future, job.run)
+                settle(job.future, job.run)
             else:
                 self._sample(job)
 
@@ -112,13 +112,14 @@ class Turns:
         started.add_done_callback(lambda done: self._end(job, done))
 
     def _end(self, job: Job, done: Future[Any]) -> None:
-        _settle(job.future, done.result)
+        settle(job.future, done.result)
         with self._changed:
             self._running -= 1
             self._changed.notify_all()
 
 
-def _settle(future: Future[Any], run: Callable[[], Any]) -> None:
+def settle(future: Future[Any], run: Callable[[], Any]) -> None:
+    """Give a future what a function returns, or the error that it raises."""
     try:
         future.set_result(run())
     except BaseException as error:  # handed to whoever waits for it
