@@ -256,7 +256,7 @@ class Report:
             model=trainer.accelerator.unwrap_model(trainer.model),
             tokenizer=trainer.tokenizer,
             weights=trainer.weights,
-            state={"cursor": cursor, "learned": sorted(trainer.rows.beyond), "config": trainer.config.to_dict()},
+            state={"cursor": cursor, "learned": trainer.learned, "config": trainer.config.to_dict()},
             keep=self.config.save_total_limit,
             reference=trainer.reference,
         )
