@@ -59,6 +59,23 @@ def test_evaluations_before_and_after_are_told_with_their_intervals(run, model):
     assert [line["step"] for line in metrics("out") if "eval" in line] == [0, 1]
 
 
+def test_another_process_samples_where_the_command_line_says_so(run, model, folder):
+    from verifiers.engine.server.server import LocalServer
+
+    with vf.LocalModel(model) as local, LocalServer(local) as server:
+        words = ("--sampler", server.url, "--num-batches-ahead", "1", "--output-dir", "out")
+        run(*train_words(model, "--max-steps", "2", *words))
+    assert [line["staleness_max"] for line in metrics("out") if "loss" in line] == [0, 1]
+
+
+def test_a_sampler_that_is_not_there_is_one_sentence_and_leaves_no_run(run, model, folder):
+    words = train_words(model, "--sampler", "http://127.0.0.1:9/v1", "--output-dir", "out")
+    said = run(*words, code=2).stderr.splitlines()[-1]
+    assert "the sampler http://127.0.0.1:9 cannot be trained with" in said
+    assert not (folder / "out").exists()
+    assert "this environment variable is not set" in run(*words, "--sampler-key-var", "NO_SUCH", code=2).stderr
+
+
 def test_a_file_says_everything_and_the_command_line_wins(run, model, folder):
     (folder / "config.toml").write_text(
         f'model = "{model}"\nnum_generations = 2\n[train]\nbatch-size = 4\n'.replace("batch-size", "batch_size")

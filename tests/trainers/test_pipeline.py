@@ -87,8 +87,23 @@ def test_rows_that_were_learned_from_out_of_order_are_not_taken_again():
     places = [first.take_one()[0] for _ in range(6)]
     assert first.note_learned([places[0], places[3]]) == 1
     again = RowStream(rows, seed=1)
-    again.go_on(first.low, first.beyond)
+    again.go_on(first.low, first.learned(first.low))
     assert [again.take_one()[0] for _ in range(5)] == [1, 2, 4, 5, 6]
+
+
+def test_rows_of_several_processes_are_told_apart_when_they_go_on():
+    rows, streams = [str(i) for i in range(10)], []
+    for index in range(2):
+        stream = RowStream(rows, seed=1, shard=(index, 2))
+        taken = [stream.take_one()[0] for _ in range(4)]
+        stream.note_learned([taken[0], taken[1 + index]])  # the first has two without a gap, the second one
+        streams.append(stream)
+    cursor = min(stream.low for stream in streams)
+    learned = [place for stream in streams for place in stream.learned(cursor)]
+    for index, wanted in enumerate(([2, 3, 4], [1, 3, 4])):
+        again = RowStream(rows, seed=1, shard=(index, 2))
+        again.go_on(cursor, learned)
+        assert [again.take_one()[0] for _ in range(3)] == wanted
 
 
 # --- a training -----------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class Batch(dict[str, list[Any]]):
         super().__init__(columns)
         self.failed = list(failed)
         self.cursor = cursor
-        self.places: dict[int, list[int]] = {}
+        self.places: dict[int, list[int]] | None = None
         self.refused: list[str] = []  # why rollouts were not learned from, one reason each
         self.sampled = list(zip(self.examples, self["rewards"], strict=True)) if sampled is None else list(sampled)
         self.seconds: dict[str, float] = {}
@@ -98,7 +98,7 @@ class Batch(dict[str, list[Any]]):
     @property
     def rows_taken(self) -> list[int]:
         """The places of all rows that were taken for it."""
-        return [place for places in self.places.values() for place in places]
+        return [place for places in (self.places or {}).values() for place in places]
 
     @property
     def examples(self) -> list[Any]:
@@ -111,7 +111,8 @@ class Batch(dict[str, list[Any]]):
         columns = {name: self[name] + other[name] for name in self}
         failed, cursor = self.failed + other.failed, max(self.cursor, other.cursor)
         both = Batch(columns, failed=failed, cursor=cursor, sampled=self.sampled + other.sampled)
-        both.places = {**self.places, **other.places}
+        if self.places is not None and other.places is not None:
+            both.places = {**self.places, **other.places}
         return both
 
     def keep(self, places: Sequence[int]) -> Batch:
@@ -131,8 +132,9 @@ class Batch(dict[str, list[Any]]):
             of_part = set(numbers[bounds[k] : bounds[k + 1]])
             part = self.keep([i for i, group in enumerate(self["groups"]) if group in of_part])
             part.failed = self.failed if k == 0 else []
-            gone = self.places.keys() - set(numbers) if k == 0 else set()  # groups of which nothing is left
-            part.places = {group: self.places[group] for group in self.places if group in of_part | gone}
+            if self.places is not None:
+                gone = self.places.keys() - set(numbers) if k == 0 else set()  # groups of which nothing is left
+                part.places = {group: taken for group, taken in self.places.items() if group in of_part | gone}
             part.sampled = self.sampled[k * len(self.sampled) // n : (k + 1) * len(self.sampled) // n]
             part.cursor = first_cursor + (self.cursor - first_cursor) * (k + 1) // n
             part.seconds = dict(self.seconds) if k == 0 else {}

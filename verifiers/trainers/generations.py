@@ -14,6 +14,8 @@ from verifiers.runner import RunInterruptedError
 from verifiers.trainers.advantages import flat_groups
 from verifiers.trainers.batch import Batch
 from verifiers.trainers.pipeline import LoopThread, Pipeline
+from verifiers.trainers.processes import gathered
+from verifiers.trainers.row_stream import RowStream
 
 if TYPE_CHECKING:
     from verifiers.trainers.grpo_trainer import GRPOTrainer
@@ -110,10 +112,19 @@ def _joined(parts: list[Batch]) -> Batch:
     numbered = []
     for number, part in enumerate(parts):
         part["groups"] = [number] * len(part["groups"])
-        part.places = {number: part.places[0]}
+        part.places = {number: part.rows_taken}
         numbered.append(part)
     batch = numbered[0]
     for part in numbered[1:]:
         batch = batch + part
     batch.seconds["generation"] = max(part.seconds["generation"] for part in parts)
     return batch
+
+
+def rows_learned(rows: RowStream, batch: Batch, processes: Any) -> tuple[int, list[int]]:
+    """How many rows every process has learned from without a gap, and the places of those it has beyond that."""
+    if batch.places is None:
+        return batch.cursor, []
+    rows.note_learned(batch.rows_taken)
+    cursor = min(gathered(processes, rows.low))
+    return cursor, sorted(place for part in gathered(processes, rows.learned(cursor)) for place in part)

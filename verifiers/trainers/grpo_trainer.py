@@ -25,7 +25,7 @@ from verifiers.trainers.advantages import Estimator, flat_groups
 from verifiers.trainers.batch import Batch, Reply, as_batch, refusals, with_advantages
 from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.functions import call_callbacks, call_fitting, own_function
-from verifiers.trainers.generations import Generations
+from verifiers.trainers.generations import Generations, rows_learned
 from verifiers.trainers.losses import Loss
 from verifiers.trainers.micro_batches import Trained
 from verifiers.trainers.offline import read_offline
@@ -138,6 +138,7 @@ class GRPOTrainer(Trainer):
         self.callbacks = list(callbacks)
         self.row_sampler, self.weight_schedule = row_sampler, weight_schedule
         self.step, self.epoch, self.cursor, self.should_stop = 0, 0, 0, False
+        self.learned: list[int] = []  # places of rows beyond the cursor, where they are not learned from in order
         self.report: Report | None = None
         self._update: PolicyUpdate | None = None
         self._workers: Workers | None = None  # while training: one connection for all steps
@@ -167,7 +168,7 @@ class GRPOTrainer(Trainer):
                 figures |= staleness_figures(batch, self.step) if self._may_be_stale else {}
                 self.step += 1
                 report.step(self, batch, figures, waited_s=sampled - began, trained_s=time.perf_counter() - sampled)
-                self.cursor = self.rows.note_learned(batch.rows_taken) if batch.places else batch.cursor
+                self.cursor, self.learned = rows_learned(self.rows, batch, self.accelerator)
                 if self._remote is not None:
                     self._remote.send(self.accelerator, self.step)
                 self._after_step(report, cursor=self.cursor)
@@ -446,7 +447,8 @@ class GRPOTrainer(Trainer):
             if resume:
                 state = report.resume(self)
                 self.step, self.cursor = state["step"], state["cursor"]
-                self.rows.go_on(self.cursor, state.get("learned", ()))
+                self.learned = list(state.get("learned", ()))
+                self.rows.go_on(self.cursor, self.learned)
                 self._parts.clear()
                 if self._remote is not None:
                     self._remote.begin(self.accelerator, self.step)

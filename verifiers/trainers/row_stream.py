@@ -71,9 +71,15 @@ class RowStream:
             self.low += 1
         return self.low
 
-    def go_on(self, low: int, beyond: Iterable[int] = ()) -> None:
-        """Begin where another stream over the same rows was left."""
-        self.cursor, self.low, self.beyond = low, low, set(beyond)
+    def learned(self, since: int) -> list[int]:
+        """The places, among those of all processes, of rows learned from after the first ``since`` of this one."""
+        return [place * self._shards + self._index for place in [*range(since, self.low), *sorted(self.beyond)]]
+
+    def go_on(self, low: int, learned: Iterable[int] = ()) -> None:
+        """Begin where streams over the same rows were left: `learned` says which ones of all processes not to take."""
+        self.low = low
+        self.beyond = {place // self._shards for place in learned if place % self._shards == self._index}
+        self.cursor = self.note_learned(())
 
     def choose(self, pool: Sequence[Any], n: int) -> list[Any]:
         """``n`` rows of a pool at random (one comes twice only if there are too few); all of it if it has just that."""

@@ -219,7 +219,8 @@ class Samplers:
         """Refuse a server with another tokenizer, or one whose logprobs are not those of the weights it was sent."""
         writer = ChatWriter(self._tokenizer)
         is_chat = bool(getattr(self._tokenizer, "chat_template", None))
-        prompt: Any = [{"role": "user", "content": WORDS}] if is_chat else WORDS
+        words = _words(self._tokenizer)
+        prompt: Any = [{"role": "user", "content": words}] if is_chat else words
         kind: Any = "chat" if is_chat else "completion"
         asked = exact_tokens({"temperature": 1.0, "max_tokens": 8}, message_type=kind)
         request = Request(model=sampler.channel.model, prompt=prompt, sampling=asked, message_type=kind)
@@ -229,7 +230,7 @@ class Samplers:
         ours = (writer.prompt(prompt) if is_chat else writer.text_prompt(prompt))[1]
         if tokens.prompt_ids != ours:
             raise RequestRefusedError(
-                f"it has another tokenizer or chat template: {WORDS!r} is {len(tokens.prompt_ids)} tokens there "
+                f"it has another tokenizer or chat template: {words!r} is {len(tokens.prompt_ids)} tokens there "
                 f"({tokens.prompt_ids[:8]}…) and {len(ours)} here ({ours[:8]}…)"
             )
         off, most = self._distance(tokens), self._most_off()
@@ -302,6 +303,13 @@ class Samplers:
                     elif sampler.reason != str(error):
                         sampler.reason = str(error)
                         logger.warning("the sampler %s cannot join: %s", sampler.channel.where, error)
+
+
+def _words(tokenizer: Any) -> str:
+    """Something to say that a tokenizer knows, be it one of a few letters."""
+    if tokenizer.decode(tokenizer.encode(WORDS, add_special_tokens=False)) == WORDS:
+        return WORDS
+    return str(tokenizer.decode(range(min(len(tokenizer), 64)), skip_special_tokens=True))[:16] or "a"
 
 
 def _with_versions(completion: Completion, version: int) -> Completion:

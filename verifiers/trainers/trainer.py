@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ class Trainer:
     memory: MemoryPlan
     rows: RowStream
     step: int
+    learned: Sequence[int] = ()  # places of rows beyond the cursor of a checkpoint that are not to be taken again
 
     @property
     def rows_per_step(self) -> int:

@@ -261,7 +261,7 @@ class Report:
             "tokenizer": trainer.tokenizer,
             "state": {
                 "cursor": cursor,
-                "learned": sorted(trainer.rows.beyond),
+                "learned": trainer.learned,
                 "processes": processes,
                 "config": trainer.config.to_dict(),
             },
