@@ -192,8 +192,8 @@ def test_a_slow_group_does_not_hold_up_the_others_while_it_may_still_be_late(tmp
     assert 3 <= at <= 4
 
 
-def test_without_batches_ahead_nothing_has_changed(tmp_path):
-    """The losses of a run of before: rollouts one after the other, no staleness among the figures."""
+def test_without_batches_ahead_every_step_is_on_policy(tmp_path):
+    """Rollouts one after the other are on policy, and no staleness is among the figures."""
     report = making.trainer(tmp_path, max_steps=3).train()
     assert all("staleness" not in line for line in report.steps)
     assert [round(line["ratio_mean"], 4) for line in report.steps] == [1.0, 1.0, 1.0]
