@@ -499,7 +499,9 @@ def test_the_sdk_itself_trains_samples_saves_and_is_refused_and_our_trainer_trai
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_cookbooks_recipe_learns_on_our_environment_and_server(tmp_path: Path) -> None:
-    python = python_with("tinker-cookbook", "tinker-cookbook==0.5.8", "transformers==5.5.4", *SDK)
+    # Without the last two pip looks for a set that fits for a quarter of an hour.
+    pins = ("transformers==5.5.4", "huggingface-hub==1.33.0", "datasets==5.2.0")
+    python = python_with("tinker-cookbook", "tinker-cookbook==0.5.8", *pins, *SDK)
     said = run_contract(python, "tinker_recipe_contract.py", str(tmp_path))
     assert [line for line in said.splitlines() if line.endswith(": holds")] == [
         "learn: holds",
