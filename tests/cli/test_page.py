@@ -24,7 +24,8 @@ LINES = sorted(
 
 @pytest.fixture
 def runs(folder: Path) -> None:
-    """The runs that the page speaks of."""
+    """The runs and the traces that the page speaks of."""
+    (folder / "traces.jsonl").touch()
     for name in ("gsm8k--small/1a2b3c4d", "gsm8k--large/5e6f7a8b"):
         (folder / "outputs" / "evals" / name).mkdir(parents=True)
         (folder / "outputs" / "evals" / name / "metadata.json").write_text("{}")

@@ -474,7 +474,7 @@ def test_tinker_serve_says_in_one_sentence_what_is_wrong(tmp_path: Path, served:
 
 # --- the real packages ----------------------------------------------------------------------------------------------
 
-SDK = ("tinker==0.36.0", "torch==2.13.0", "peft==0.21.2", "llguidance>=1.3", "math-verify>=0.8")
+SDK = ("tinker==0.36.0", "torch==2.13.0", "peft==0.21.2", "llguidance>=1.7", "math-verify>=0.8")
 
 
 @pytest.mark.slow
