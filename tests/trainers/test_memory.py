@@ -96,6 +96,17 @@ def test_what_does_not_fit_is_said_with_its_parts_and_only_with_knobs_that_make_
         assert (f"{knob} (" in said) == found.fits
 
 
+@pytest.mark.parametrize(
+    ("sharding", "refused"),
+    [("ddp", ("cpu_offload",)), ("zero2", ("optim=", "4bit")), ("fsdp2", ("optim=", "4bit"))],
+)
+def test_several_processes_are_not_advised_what_they_would_be_refused(sharding: str, refused: tuple[str, ...]) -> None:
+    large = asked(sharding=sharding, processes=2, size=replace(SIZE, parameters=40 * 10**9), trained=40 * 10**9)
+    advised = [name for name, _ in _remedies(plan_memory(large, CONSUMER))]
+    assert any("LoRA" in name for name in advised)
+    assert not [name for name in advised if any(word in name for word in refused)]
+
+
 def test_host_memory_is_counted_where_the_optimizer_is_there() -> None:
     offloaded = plan_memory(asked(optim="cpu_offload"), CONSUMER)
     assert offloaded.host == 16 * SIZE.parameters

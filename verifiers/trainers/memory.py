@@ -380,13 +380,15 @@ def _remedies(plan: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
         yield "gradient_checkpointing=True", plan_memory(replace(asked, gradient_checkpointing=True), device)
     if asked.samples_ahead:
         yield "num_batches_ahead=0", plan_memory(replace(asked, samples_ahead=False), device)
-    for name, kind in OPTIMIZERS.items():
-        if name != asked.optim and asked.trains_all and (device.kind == "cuda" or not (kind.is_paged or kind.on_host)):
+    is_apart = asked.sharding in ("zero2", "fsdp2")  # then neither these optimizers nor 4 bits are for it
+    for name, kind in OPTIMIZERS.items() if asked.trains_all and not is_apart else ():
+        goes = device.kind == "cuda" or not (kind.is_paged or kind.on_host)
+        if name != asked.optim and goes and not (kind.on_host and asked.processes > 1):
             yield f"optim={name!r}", plan_memory(replace(asked, optim=name), device)
     adapted = replace(asked, trained=min(asked.trained, asked.size.adapters(8)))
     if asked.trains_all:
         yield "LoRA: peft_config=vf.lora_defaults(), --lora", plan_memory(adapted, device)
-    if not asked.in_4_bit:
+    if not asked.in_4_bit and not is_apart:
         named = "load_in_4bit=True with LoRA" if asked.trains_all else "load_in_4bit=True"
         yield named, plan_memory(replace(adapted, in_4_bit=True), device)
     length = 1 << max(asked.length - 1, 1).bit_length() - 1
