@@ -199,6 +199,20 @@ def test_a_model_that_will_not_fit_is_refused_before_its_weights_are_read(
         vf.GRPOTrainer(model=str(tmp_path), env=making.environment(), config=making.config(tmp_path))
 
 
+def test_lengths_that_nobody_gave_are_no_reason_to_refuse_a_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = making.trainer(tmp_path / "plain")
+    plan, free = plain.memory, least_free(plain) * 0.9
+    monkeypatch.setattr(planning, "free_memory", lambda device: free)
+    made = making.trainer(tmp_path / "tight")
+    assert made.memory.asked.length < plan.asked.length
+    assert "sequences of at most" in made.memory.told[0]
+    assert len(made.train().steps) == made.total_steps
+    with pytest.raises(WillNotFitError, match="it fits with .*max_seq_length="):
+        making.trainer(tmp_path / "said", max_seq_length=plan.asked.length)
+
+
 def test_checkpointing_that_was_switched_off_stays_off_and_is_advised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

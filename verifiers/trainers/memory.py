@@ -116,6 +116,7 @@ class Training:
     size: ModelSize
     trained: int  # parameters
     length: int  # tokens of the longest sequence
+    is_shortened: bool = False  # it is a guess, and a longer one does not fit
     weight_bytes: int = 2
     optim: str = "adamw"
     in_4_bit: bool = False
@@ -175,6 +176,8 @@ class MemoryPlan:
     def told(self) -> list[str]:
         """What is done so that it fits, for whoever watches."""
         asked, found = self.asked, []
+        if asked.is_shortened:
+            found.append(f"sequences of at most {asked.length} tokens are planned for (max_seq_length says otherwise)")
         if self.gradient_checkpointing and not asked.gradient_checkpointing:
             found.append("gradient checkpointing")
         if self.releases_cache:
