@@ -209,7 +209,7 @@ def test_lengths_that_nobody_gave_are_no_reason_to_refuse_a_training(
     assert made.memory.asked.length < plan.asked.length
     assert "sequences of at most" in made.memory.told[0]
     assert len(made.train().steps) == made.total_steps
-    with pytest.raises(WillNotFitError, match="it fits with .*max_seq_length="):
+    with pytest.raises(WillNotFitError, match=r"it fits with .*max_seq_length="):
         making.trainer(tmp_path / "said", max_seq_length=plan.asked.length)
 
 
