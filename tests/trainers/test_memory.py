@@ -96,6 +96,17 @@ def test_what_does_not_fit_is_said_with_its_parts_and_only_with_knobs_that_make_
         assert (f"{knob} (" in said) == found.fits
 
 
+@pytest.mark.parametrize(
+    ("sharding", "refused"),
+    [("ddp", ("cpu_offload",)), ("zero2", ("optim=", "4bit")), ("fsdp2", ("optim=", "4bit"))],
+)
+def test_several_processes_are_not_advised_what_they_would_be_refused(sharding: str, refused: tuple[str, ...]) -> None:
+    large = asked(sharding=sharding, processes=2, size=replace(SIZE, parameters=40 * 10**9), trained=40 * 10**9)
+    advised = [name for name, _ in _remedies(plan_memory(large, CONSUMER))]
+    assert any("LoRA" in name for name in advised)
+    assert not [name for name in advised if any(word in name for word in refused)]
+
+
 def test_host_memory_is_counted_where_the_optimizer_is_there() -> None:
     offloaded = plan_memory(asked(optim="cpu_offload"), CONSUMER)
     assert offloaded.host == 16 * SIZE.parameters
@@ -186,6 +197,20 @@ def test_a_model_that_will_not_fit_is_refused_before_its_weights_are_read(
     monkeypatch.setattr(planning, "free_memory", lambda device: 20e9)
     with pytest.raises(WillNotFitError, match=r"training all weights needs .* GB at its peak"):
         vf.GRPOTrainer(model=str(tmp_path), env=making.environment(), config=making.config(tmp_path))
+
+
+def test_lengths_that_nobody_gave_are_no_reason_to_refuse_a_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = making.trainer(tmp_path / "plain")
+    plan, free = plain.memory, least_free(plain) * 0.9
+    monkeypatch.setattr(planning, "free_memory", lambda device: free)
+    made = making.trainer(tmp_path / "tight")
+    assert made.memory.asked.length < plan.asked.length
+    assert "sequences of at most" in made.memory.told[0]
+    assert len(made.train().steps) == made.total_steps
+    with pytest.raises(WillNotFitError, match=r"it fits with .*max_seq_length="):
+        making.trainer(tmp_path / "said", max_seq_length=plan.asked.length)
 
 
 def test_checkpointing_that_was_switched_off_stays_off_and_is_advised(

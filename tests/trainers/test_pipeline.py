@@ -16,9 +16,12 @@ pytest.importorskip("torch")
 
 import verifiers as vf
 from tests.trainers import making
+from verifiers.trainers.batch import Batch
+from verifiers.trainers.generations import rows_learned
 from verifiers.trainers.pipeline import Pipeline
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.staleness import versions_of
+from verifiers.trainers.watch.report import _rows_so_far
 
 
 class Finishing(Future[tuple[int, int]]):
@@ -104,6 +107,34 @@ def test_rows_of_several_processes_are_told_apart_when_they_go_on():
         again = RowStream(rows, seed=1, shard=(index, 2))
         again.go_on(cursor, learned)
         assert [again.take_one()[0] for _ in range(3)] == wanted
+
+
+def test_a_run_that_goes_on_in_order_still_takes_no_row_twice():
+    rows = RowStream([str(i) for i in range(10)], seed=1)
+    rows.go_on(1, [4])  # sampled ahead until now, and one after the other from here on
+    rows.take(2)
+    assert rows_learned(rows, Batch({"completions": [], "rewards": [], "groups": []}, cursor=rows.cursor), None) == (
+        3,
+        [4],
+    )
+    rows.take(2)
+    assert rows_learned(rows, Batch({"completions": [], "rewards": [], "groups": []}, cursor=rows.cursor), None) == (
+        6,
+        [],
+    )
+
+
+@pytest.mark.parametrize("now", [1, 2, 3, 4])
+def test_another_number_of_processes_takes_the_rows_that_are_left_and_each_once(now):
+    rows = [str(i) for i in range(12)]
+    so_far = _rows_so_far({"cursor": 3, "processes": 2, "learned": [8]}, now)
+    streams = [RowStream(rows, seed=1, shard=(index, now)) for index in range(now)]
+    taken = set()
+    for stream in streams:
+        stream.go_on(so_far["cursor"], so_far["learned"])
+        while stream.cursor * now < len(rows):
+            taken.add(stream.take_one()[0] * now + stream._index)
+    assert {place for place in taken if place < len(rows)} == {6, 7, 9, 10, 11}
 
 
 # --- a training -----------------------------------------------------------------------------------------------------

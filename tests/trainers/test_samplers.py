@@ -74,6 +74,16 @@ def test_adapters_are_trained_with_a_sampler_elsewhere(tmp_path):
     assert [line["ratio_mean"] for line in report.steps] == pytest.approx([1.0] * 3, abs=1e-3)
 
 
+def test_adapters_on_weights_in_4_bits_are_trained_with_a_sampler_elsewhere(tmp_path):
+    """The sampler holds the weights as they are computed with, adapters added."""
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    asked = {"peft_config": vf.lora_defaults(r=4), "load_in_4bit": True, "learning_rate": 0.05}
+    with served() as server:
+        report = making.trainer(tmp_path, client=vf.Samplers(server.url), **asked).train()
+    assert [line["ratio_mean"] for line in report.steps] == pytest.approx([1.0] * 3, abs=1e-3)
+
+
 def test_batches_ahead_of_a_sampler_elsewhere_stay_within_the_bound(tmp_path):
     with served() as server:
         settings: dict[str, Any] = {"num_batches_ahead": 1, "max_staleness": 2, "max_steps": 5, "batch_size": 8}

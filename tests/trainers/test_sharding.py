@@ -14,8 +14,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 yaml = pytest.importorskip("yaml")
 
+import verifiers as vf  # noqa: E402
 from tests.trainers.test_processes import ROOT, TORCHRUN, alone, check_same_update, free_port, launch  # noqa: E402
 from verifiers.cli.launch import ENGINES  # noqa: E402
+from verifiers.trainers.sharding import make_weights  # noqa: E402
 from verifiers.trainers.shards import export_checkpoint, shapes_of  # noqa: E402
 
 pytestmark = pytest.mark.timeout(900)  # processes that each import torch
@@ -67,6 +69,22 @@ def test_two_processes_of_fsdp2_give_the_losses_of_one_and_one_resumes_their_che
     resumed = alone(tmp_path / "two", "resumed")
     assert [round(step["loss"], 4) for step in resumed["steps"]] == four_decimals(first["saving"])
     assert resumed["weights"] == pytest.approx(first["saving"]["weights"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"optim": "adamw_8bit"}, "optim='adamw_8bit' is for weights that each process holds whole"),
+        ({"load_in_4bit": True}, "weights in 4 bits .* are not shared out among processes, and fsdp2 is asked for"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_in_one_sentence(asked, said):
+    pytest.importorskip("bitsandbytes")
+    model, tokenizer = vf.tiny_model("ab", hidden_size=64)
+    rows = [{"prompt": "a", "completion": "b"}]
+    made = vf.SFTTrainer(model, rows, asked, tokenizer=tokenizer, peft_config=vf.lora_defaults())
+    with pytest.raises(ValueError, match=said):
+        make_weights(made.model, made.config, made.accelerator, "fsdp2", whole="saved", plan=made.memory)
 
 
 @pytest.mark.slow

@@ -123,8 +123,7 @@ def _joined(parts: list[Batch]) -> Batch:
 
 def rows_learned(rows: RowStream, batch: Batch, processes: Any) -> tuple[int, list[int]]:
     """How many rows every process has learned from without a gap, and the places of those it has beyond that."""
-    if batch.places is None:
-        return batch.cursor, []
-    rows.note_learned(batch.rows_taken)
+    in_order = batch.places is None
+    rows.note_learned(range(rows.low, batch.cursor) if in_order else batch.rows_taken)
     cursor = min(gathered(processes, rows.low))
     return cursor, sorted(place for part in gathered(processes, rows.learned(cursor)) for place in part)

@@ -116,6 +116,7 @@ class Training:
     size: ModelSize
     trained: int  # parameters
     length: int  # tokens of the longest sequence
+    is_shortened: bool = False  # it is a guess, and a longer one does not fit
     weight_bytes: int = 2
     optim: str = "adamw"
     in_4_bit: bool = False
@@ -175,6 +176,8 @@ class MemoryPlan:
     def told(self) -> list[str]:
         """What is done so that it fits, for whoever watches."""
         asked, found = self.asked, []
+        if asked.is_shortened:
+            found.append(f"sequences of at most {asked.length} tokens are planned for (max_seq_length says otherwise)")
         if self.gradient_checkpointing and not asked.gradient_checkpointing:
             found.append("gradient checkpointing")
         if self.releases_cache:
@@ -380,13 +383,15 @@ def _remedies(plan: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
         yield "gradient_checkpointing=True", plan_memory(replace(asked, gradient_checkpointing=True), device)
     if asked.samples_ahead:
         yield "num_batches_ahead=0", plan_memory(replace(asked, samples_ahead=False), device)
-    for name, kind in OPTIMIZERS.items():
-        if name != asked.optim and asked.trains_all and (device.kind == "cuda" or not (kind.is_paged or kind.on_host)):
+    is_apart = asked.sharding in ("zero2", "fsdp2")  # then neither these optimizers nor 4 bits are for it
+    for name, kind in OPTIMIZERS.items() if asked.trains_all and not is_apart else ():
+        goes = device.kind == "cuda" or not (kind.is_paged or kind.on_host)
+        if name != asked.optim and goes and not (kind.on_host and asked.processes > 1):
             yield f"optim={name!r}", plan_memory(replace(asked, optim=name), device)
     adapted = replace(asked, trained=min(asked.trained, asked.size.adapters(8)))
     if asked.trains_all:
         yield "LoRA: peft_config=vf.lora_defaults(), --lora", plan_memory(adapted, device)
-    if not asked.in_4_bit:
+    if not asked.in_4_bit and not is_apart:
         named = "load_in_4bit=True with LoRA" if asked.trains_all else "load_in_4bit=True"
         yield named, plan_memory(replace(adapted, in_4_bit=True), device)
     length = 1 << max(asked.length - 1, 1).bit_length() - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ MOST_SLOTS = {"cpu": 64, "cuda": 1024}  # rollouts that are sampled at once
 MOST_SLOTS_ELSEWHERE = 64
 # Tokens, where nobody says how long sequences are (max_seq_length): of a prompt, of a conversation, of an example.
 USUAL_PROMPT, USUAL_TURNS, USUAL_EXAMPLE = 1024, 4096, 2048
+LEAST_GUESSED = 128  # where memory is too small for these
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +71,10 @@ class Job:
         is_cpu = self.device.type == "cpu"
         capacity = free_memory(self.device) + loaded
         host = capacity if is_cpu else free_memory("cpu") / _local(self.processes)
-        found = plan_memory(asked, Device(kind=self.device.type, capacity=capacity, host=host))
+        device = Device(kind=self.device.type, capacity=capacity, host=host)
+        found = plan_memory(asked, device)
+        if not found.fits and length_asked(config, self.env, size.longest) is None:
+            found = _for_shorter(found)
         check_fits(found, str(self.device))
         return found
 
@@ -86,6 +90,18 @@ class Job:
             loaded=here,
             in_4_bit=is_quantised(model),
         )
+
+
+def _for_shorter(plan: MemoryPlan) -> MemoryPlan:
+    """Nobody said how long sequences are: the longest that fit are planned for, before a training is refused."""
+    asked, length = plan.asked, plan.asked.length // 2
+    while length >= LEAST_GUESSED:
+        tokens = None if asked.step_tokens is None else asked.step_tokens * length // asked.length
+        shorter = replace(asked, length=length, step_tokens=tokens, is_shortened=True)
+        if (found := plan_memory(shorter, plan.device)).fits:
+            return found
+        length //= 2
+    return plan
 
 
 def this_machine() -> tuple[int, float, str]:

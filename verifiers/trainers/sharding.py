@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from verifiers.kernels.modules import is_quantised
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.logprobs import TokenScorer
 from verifiers.trainers.memory import MemoryPlan
@@ -40,6 +41,11 @@ def make_weights(
         raise ValueError(
             f"optim={config.optim!r} is for weights that each process holds whole: leave it out, {kind} shares the "
             "optimizer out among the processes"
+        )
+    if is_quantised(model):
+        raise ValueError(
+            f"weights in 4 bits (load_in_4bit) are not shared out among processes, and {kind} is asked for: start them "
+            "as ddp, where each holds all of a model in 4 bits, or leave load_in_4bit out"
         )
     if next(model.parameters()).dtype == torch.float16:
         raise ValueError("fp16=True does not go with a sharded model: take bf16=True")

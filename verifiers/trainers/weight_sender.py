@@ -22,6 +22,7 @@ from verifiers.engine.channel import (
     new_unique_id,
 )
 from verifiers.errors import ConnectionFailedError, Error, RequestRefusedError
+from verifiers.trainers.optimizers import bitsandbytes
 
 OLDEST_VLLM = (0, 32)
 QUICK_S = 120.0  # for what moves no weights: a server that hangs does not hold up a training for longer
@@ -42,6 +43,7 @@ class Parameter:
 def parameters_of(model: Any) -> list[Parameter]:
     """The tensors that the model on its own has, by its own names: adapters (LoRA) are added to what they adapt.
 
+    Weights in 4 bits are sent in the dtype that they are computed in: whoever samples holds them whole.
     Reading a tensor that is spread over processes gathers it: each of them has to read all, in this order.
     """
     layers = {name: one for name, one in model.named_modules() if hasattr(one, "get_delta_weight")}
@@ -50,11 +52,12 @@ def parameters_of(model: Any) -> list[Parameter]:
         if ADAPTER.search(name):
             continue
         adapted = layers.get(name.partition(BASE)[0]) if name.endswith(f"{BASE}.weight") else None
+        whole = getattr(parameter, "quant_state", None) or parameter
         found.append(
             Parameter(
                 name=name.replace(BASE, "").removeprefix("base_model.model."),
-                dtype=parameter.dtype,
-                shape=tuple(parameter.shape),
+                dtype=whole.dtype,
+                shape=tuple(whole.shape),
                 read=partial(_read, parameter, adapted),
             )
         )
@@ -65,6 +68,8 @@ def _read(parameter: Any, layer: Any) -> Tensor:
     with torch.no_grad():
         full = getattr(parameter, "full_tensor", None)
         tensor: Tensor = full() if callable(full) else parameter.detach()
+        if (packed := getattr(parameter, "quant_state", None)) is not None:
+            tensor = bitsandbytes("load_in_4bit=True").functional.dequantize_4bit(tensor, packed)
         if layer is not None and not layer.merged and not layer.disable_adapters:
             for adapter in layer.active_adapters:
                 tensor = tensor + layer.get_delta_weight(adapter).to(tensor.dtype)

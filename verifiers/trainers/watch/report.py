@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -168,8 +169,7 @@ class Report:
         state: dict[str, Any] = {"step": 0, "cursor": 0}
         if self.from_checkpoint is not None:
             state = checkpoints.load(self.from_checkpoint, trainer.weights)
-            # Rows are counted in each process: of another number of processes each has taken more or fewer.
-            state["cursor"] = _rows_each(state, self._processes.num_processes)
+            state |= _rows_so_far(state, self._processes.num_processes)
             if trainer.reference is not None:
                 checkpoints.load_reference(self.from_checkpoint, trainer.reference)
         if self._is_open:
@@ -321,9 +321,15 @@ class Report:
         return f"Report({len(self.steps)} steps{course}, {str(self.path)!r})"
 
 
-def _rows_each(state: dict[str, Any], processes: int) -> int:
-    taken: int = state["cursor"] * state.get("processes", processes)
-    return taken // processes
+def _rows_so_far(state: Mapping[str, Any], processes: int) -> dict[str, Any]:
+    """Rows are counted in each process: of another number of processes each has taken more or fewer.
+
+    >>> _rows_so_far({"cursor": 3, "processes": 2, "learned": [8]}, 4)
+    {'cursor': 1, 'learned': [4, 5, 8]}
+    """
+    taken = state["cursor"] * state.get("processes", processes)
+    each = taken // processes
+    return {"cursor": each, "learned": [*range(each * processes, taken), *state.get("learned", ())]}
 
 
 def _backend_of(trainer: Trainer) -> str:
