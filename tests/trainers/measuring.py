@@ -46,6 +46,11 @@ def trained(folder: Path, sizes: dict[str, int], lora: bool = False, **settings:
     )
 
 
+def vowels(completion: Any) -> float:
+    """A reward that differs between long replies: where all are alike nothing is learned."""
+    return sum(completion[-1]["content"].count(letter) for letter in "aeiou") / 400
+
+
 def sampled(folder: Path, sizes: dict[str, int], **settings: Any) -> Any:
     """A training on rollouts, all of them as long as they may be."""
     import verifiers as vf
@@ -57,7 +62,7 @@ def sampled(folder: Path, sizes: dict[str, int], **settings: Any) -> Any:
     return vf.GRPOTrainer(
         model=model_of(**{**sizes, "vocabulary": len(words)}),
         tokenizer=words,
-        env=making.environment(),
+        env=making.environment(rubric=vf.Rubric([vowels])),
         config=making.config(folder, max_new_tokens=length, sampling_args={"ignore_eos": True}, **settings),
     )
 
