@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from aiohttp import web
 
@@ -324,7 +324,7 @@ def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value
 
 
-def _are_mappings(value: Any) -> bool:
+def _are_mappings(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
     return isinstance(value, list) and all(isinstance(one, Mapping) for one in value)
 
 
