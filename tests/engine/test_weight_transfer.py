@@ -227,6 +227,34 @@ def test_weights_of_two_versions_are_never_sampled_from(served: Served) -> None:
     asyncio.run(story())
 
 
+def test_an_update_given_up_after_some_of_its_tensors_leaves_nothing_to_sample_from(
+    served: Served, tmp_path: Any
+) -> None:
+    parameters = parameters_of(tiny.model(served.tokenizer, seed=7))
+    one = {"names": [parameters[0].name], "dtype_names": ["float32"], "shapes": [list(parameters[0].shape)]}
+
+    async def story() -> None:
+        channel = await served.channel()
+        ask = channel.control.ask
+        await ask("POST", "/start_weight_update")  # without a pause: the trainer forgot it
+        asked = asyncio.create_task(ask("POST", "/update_weights", {"update_info": one}))
+        await asyncio.to_thread(channel.take, parameters[0].read())
+        await asked
+        wrong = {**one, "names": [["a", "list"]]}
+        with pytest.raises(errors.RequestRefusedError, match="a name and a list of sizes"):
+            await ask("POST", "/update_weights", {"update_info": wrong})
+        assert served.local.engine.is_paused
+        with pytest.raises(errors.RequestRefusedError, match="of two versions"):
+            await ask("POST", "/resume")
+        channel.close()
+        tiny.model(served.tokenizer, seed=7).save_pretrained(tmp_path)
+        await ask("POST", "/update_weights", {"path": str(tmp_path)})  # these are whole, too
+        await ask("POST", "/resume")
+        assert off_by(tiny.model(served.tokenizer, seed=7), await served.ask()) < 1e-4
+
+    asyncio.run(story())
+
+
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [

@@ -218,6 +218,28 @@ def test_a_body_that_is_too_large_and_one_that_is_nonsense_are_refused() -> None
         assert request(f"{server.url}/answers/nobody", {"completion": {}})[0] == 404
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("rollouts", {"row": {}}, "'row' cannot be played: row 0 of the dataset has no 'prompt'"),
+        ("rollouts", {"row": {"prompt": 5}}, "'row' cannot be played"),
+        ("rollouts", {"row": {"question": "q"}, "terms": {"model": "m", "sampling": 5}}, "'sampling' is an object"),
+        ("rollouts", {"row": {"question": "q"}, "terms": {"model": "m", "hook_timeout_s": "x"}}, "a number of seconds"),
+        ("scores", {"states": [5]}, "'states' is missing"),
+        ("scores", {"states": [{}], "scores": 5}, "the score of each of the states"),
+        ("scores", {"states": [{}], "scores": []}, "the score of each of the states"),
+        ("scores", {"states": [{}], "scores": [{}]}, "a score has a reward and metrics"),
+    ],
+)
+def test_what_cannot_be_played_or_scored_is_the_callers_fault_and_no_rollout(
+    server: EnvServer, path: str, body: dict[str, Any], said: str
+) -> None:
+    status, reply, _ = request(f"{server.url}/{path}", {"terms": {"model": "m"}, **body})
+    assert status == 400
+    assert said in reply["error"]["message"]
+    assert request(f"{server.url}/health")[1]["done"] == 0
+
+
 def test_a_rollout_past_the_servers_deadline_is_failed_with_that() -> None:
     with EnvServer(twice(1, 60.0), limits=ServerLimits(deadline_s=0.2)) as server:
         (failed,) = vf.RemoteEnv(server.url).evaluate(client=vf.FakeClient(digit), model="m", use_tqdm=False).failed

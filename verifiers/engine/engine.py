@@ -140,10 +140,10 @@ class Engine:
     def run_by(self, backend: str) -> None:
         """Make what a backend needs: the KV cache and the device's graphs, or caches of the model's own."""
         self._cuda = self.scheduler.cuda = None
-        self._has_cache = True
         if backend not in BATCHED:
             self.scheduler.cache = SequentialCache(self.model, uses_cache=backend == SEQUENTIAL)
             self.scheduler.blocks = BlockManager(self.rows * (blocks_for(self.length) + 1) + 1, least_shared=None)
+            self._has_cache = True
             return
         self.runner.uses_c, self.runner.uses_modules = backend == CPU, backend == MODULES
         least = LEAST_SHARED_CUDA if self.device.type == "cuda" else LEAST_SHARED
@@ -154,6 +154,7 @@ class Engine:
             cache = KVCache(Shape.of(self.model.config), blocks, self.length, dtype=self.dtype, device=self.device)
             self.scheduler.cache = cache
             self._cuda = self.scheduler.cuda = _cuda_decoder(self, cache) if self.device.type == "cuda" else None
+        self._has_cache = True  # not before: where there was no memory for it, the next request tries again
 
     def start_afresh(self) -> None:
         """Forget all that was run so far."""
@@ -191,8 +192,9 @@ class Engine:
         with self._wake:
             if self._is_closed:
                 raise InfraError("the engine is closed")
-            if len(self.waiting) + n > self.max_waiting:
-                raise EngineFullError(f"{len(self.waiting)} requests are waiting already; try again in a moment")
+            waiting = len(self.waiting) + len(self._held or ())
+            if waiting + n > self.max_waiting:
+                raise EngineFullError(f"{waiting} requests are waiting already; try again in a moment")
             is_first = not self.waiting
             (self.waiting if self._held is None else self._held).extend(sequences)
             if self._thread is None:
@@ -230,13 +232,13 @@ class Engine:
 
     def pause(self, mode: str = "keep") -> None:
         """Sample nothing until `resume`: requests under way stop where they are (``keep``), end first (``wait``) or
-        fail (``abort``); later ones wait."""
+        fail (``abort``); later ones wait. What is paused already ends nothing first."""
         if mode not in PAUSES:
             raise ValueError(f"there is no way {mode!r} to pause; there are {', '.join(PAUSES)}")
         with self._wake:
             if mode == "wait" and self._held is None:
                 self._held = []
-        while mode == "wait" and (self.waiting or self.live) and not self._is_closed:
+        while mode == "wait" and not (self._is_paused or self._is_closed) and self._is_busy():
             time.sleep(ASK_AGAIN_S)
         with self._wake:
             self._is_paused = True
@@ -246,6 +248,10 @@ class Engine:
             time.sleep(ASK_AGAIN_S)
         with self.lock:  # the step that is under way has ended
             return
+
+    def _is_busy(self) -> bool:
+        with self.lock:  # between two steps: within one, a request may be nowhere
+            return bool(self.waiting or self.live or self.scheduler.prefilling)
 
     def resume(self) -> None:
         """Go on where `pause` stopped."""
@@ -471,6 +477,8 @@ class Engine:
             room = min(table.room(len(self.live), self.length), BURST)
             burst = self.runner.burst(room, len(self._is_stop)) if room > 1 else 0
             steps, _ = self.scheduler.reserve(max(burst, 1))
+            if not self.live:  # the only one had to make room for a prompt that came before it
+                return
             if burst:
                 self._decode_several(steps, self.cache)
                 return

@@ -36,7 +36,7 @@ class WeightReceiver:
             self._close()
             try:
                 self._channel = opened(init, rank=RANK, timeout_s=JOIN_S)
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError, TypeError, OSError) as error:
                 raise RequestRefusedError(f"the trainer's group was not joined: {_first_line(error)}") from error
 
     def close(self) -> None:
@@ -44,14 +44,26 @@ class WeightReceiver:
             self._close()
 
     def _close(self) -> None:
-        channel, self._channel, self._missing = self._channel, None, None
+        self._drop_update()
+        channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
+
+    def _drop_update(self) -> None:
+        """An update that is given up when some of its tensors have come leaves weights of two versions."""
+        missing, self._missing = self._missing, None
+        if missing and len(missing) < len(dict(self._engine.model.named_parameters())):
+            self._tear()
+
+    def _tear(self) -> None:
+        self.is_torn = True
+        self._engine.pause()  # whoever did not pause it before: see `/resume`
 
     def start(self) -> None:
         with self._guard:
             if self._channel is None:
                 raise RequestRefusedError("no trainer is known here: POST /init_weight_transfer_engine first")
+            self._drop_update()
             self._missing = {name for name, _ in self._engine.model.named_parameters()}
 
     def receive(self, update: dict[str, Any]) -> int:
@@ -67,7 +79,7 @@ class WeightReceiver:
             try:
                 self._take(self._channel, described)
             except RuntimeError as error:
-                self.is_torn = True
+                self._tear()
                 self._close()
                 raise RequestRefusedError(f"the transfer broke off: {_first_line(error)}") from error
             self._missing -= {name for name, _, _ in described}
@@ -88,6 +100,10 @@ class WeightReceiver:
         own = dict(self._engine.model.named_parameters())
         found = []
         for name, dtype_name, shape in zip(*columns, strict=True):
+            if not isinstance(name, str) or not isinstance(shape, list):
+                raise RequestRefusedError(
+                    f"a tensor has a name and a list of sizes, not {name!r:.100} and {shape!r:.100}"
+                )
             dtype = getattr(torch, str(dtype_name), None)
             if not isinstance(dtype, torch.dtype):
                 raise RequestRefusedError(f"{name!r} has the dtype {dtype_name!r}, which PyTorch does not know")
@@ -106,7 +122,7 @@ class WeightReceiver:
                 raise RequestRefusedError("there is no update to finish: POST /start_weight_update first")
             missing, self._missing = sorted(self._missing), None
             if missing:
-                self.is_torn = True
+                self._tear()
                 raise RequestRefusedError(
                     f"{len(missing)} parameters have not come, {missing[0]!r} the first; send them all"
                 )

@@ -103,7 +103,8 @@ class Scheduler:
 
     def admit(self) -> list[Chunk]:
         """The tokens of prompts to run in this step: those under way go on, then waiting requests that fit come in."""
-        groups = {_key(group.first): group for group in self.prefilling}
+        now = self.blocks.version  # a group begun with other weights is for those that were there then
+        groups = {_key(group.first): group for group in self.prefilling if group.first.kept_version == now}
         room, budget = self.free_rows, self._prefill_tokens - sum(group.left for group in self.prefilling)
         while self.waiting and room > 0:
             sequence = self.waiting[0]
@@ -186,7 +187,6 @@ class Scheduler:
             first.computed = end
             if group.left:
                 continue
-            self.prefilling.remove(group)
             self._start(first)
             started.append((first, i))
             whole, rest = divmod(end, BLOCK)
@@ -202,11 +202,13 @@ class Scheduler:
                     targets.append(copy.blocks[-1])
                 if not copy.sampled[0]:
                     copy.reused = len(copy.prompt_ids)
-                copy.future.prompt_logprobs = first.future.prompt_logprobs
+                if copy.is_to_be_scored:
+                    copy.future.prompt_logprobs = first.future.prompt_logprobs
                 self._start(copy)
                 started.append((copy, i))
             if isinstance(self.cache, SequentialCache):
                 self.cache.fork(first, group.copies)
+            self.prefilling.remove(group)  # not before: whatever fails above fails all of them
         if targets and isinstance(self.cache, KVCache):
             self.cache.copy(sources, targets)
         return started
@@ -272,7 +274,7 @@ class Scheduler:
             self._give_blocks(group.first)
             self._wait_again(group.members)
             return
-        if len(self.running) == 1:
+        if len(self.running) == 1 and group is None:
             raise OutOfBlocksError("one sequence alone needs more blocks than there are")
         running.sampled = self.table.sampled(running.row)
         running.tokens = [*running.prompt_ids, *running.sampled[0]]
@@ -371,7 +373,8 @@ class Scheduler:
     def fail(self, error: Exception, *, waiting: bool = False) -> None:
         """Fail what is under way; those that wait too if asked to, or if nothing under way could be at fault."""
         with self.wake:
-            sequences = [*self.running, *(one for group in self.prefilling for one in group.members)]
+            under_way = [*self.running, *(one for group in self.prefilling for one in group.members)]
+            sequences = list(dict.fromkeys(under_way))
             if waiting or not sequences:
                 sequences += self.waiting
                 self.waiting.clear()
@@ -395,4 +398,4 @@ class Scheduler:
 
 def _key(sequence: ActiveSequence) -> tuple[int | None, ...]:
     """What sequences must have in common for one to share the other's blocks."""
-    return (sequence.sampling.prompt_logprobs, *sequence.tokens)
+    return (sequence.sampling.prompt_logprobs if sequence.is_to_be_scored else None, *sequence.tokens)

@@ -237,7 +237,8 @@ class ActiveSequence:
         """What is sampled after so many tokens is of this version of the weights."""
         if self.versions and self.versions[-1][0] == tokens:
             self.versions.pop()
-        self.versions.append((tokens, version))
+        if not self.versions or self.versions[-1][1] != version:
+            self.versions.append((tokens, version))
 
     def version_spans(self, tokens: int) -> tuple[VersionSpan, ...]:
         """The versions that so many tokens were sampled from.

@@ -117,6 +117,8 @@ class WeightEndpoints:
             count = await asyncio.to_thread(self._model.update_weights, path)
         except (ValueError, OSError) as error:
             raise errors.RequestRefusedError(f"these weights were not loaded: {error}") from error
+        if self._made is not None:
+            self._made.is_torn = False  # a folder is loaded whole, or not at all
         return json_reply({"status": "ok", "tensors": count})
 
     async def _finish(self, http: web.Request) -> web.Response:

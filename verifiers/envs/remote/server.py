@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from aiohttp import web
 
@@ -187,17 +187,23 @@ class ServedEnvironment:
 
         try:
             body = await _body(http)
-            row, terms = self.env.formatted(_mapping(body, "row")), _terms(body)
+            row, terms = self._row(body), _terms(body)
             stream = _Lines(http)
             await stream.start()
             await self._play(stream, row, body.get("name"), terms, begin)
             return await stream.end()
         finally:
-            self.done += 1
             if is_waiting:
                 self.waiting -= 1
             else:
                 self.playing -= 1
+                self.done += 1
+
+    def _row(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return self.env.formatted(_mapping(body, "row"))
+        except (TypeError, ValueError) as error:
+            raise RequestRefusedError(f"'row' cannot be played: {error}") from error
 
     async def _play(
         self, stream: _Lines, row: dict[str, Any], name: str | None, terms: Terms, begin: Callable[[], None]
@@ -249,13 +255,18 @@ class ServedEnvironment:
         assert self._host is not None
         body = await _body(http)
         terms, given = _terms(body), body.get("scores")
-        if not isinstance(states := body.get("states"), list):
+        if not _are_mappings(states := body.get("states")):
             raise RequestRefusedError("'states' is missing: a list of finished rollouts")
+        if given is not None and not (_are_mappings(given) and len(given) == len(states)):
+            raise RequestRefusedError("'scores' is a list with the score of each of the states")
         here = [attached(fields, None, None) for fields in states]
         if given is None:
             scores = list(await asyncio.gather(*(self._host.score(state, terms) for state in here)))
         else:
-            scores = [read_score(one) for one in given]
+            try:
+                scores = [read_score(one) for one in given]
+            except (KeyError, TypeError, ValueError) as error:
+                raise RequestRefusedError(f"a score has a reward and metrics: {error!r}") from error
             await self._host.score_together(here, scores, terms)
         return _reply({"scores": [score_fields(one) for one in scores]})
 
@@ -313,6 +324,10 @@ def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value
 
 
+def _are_mappings(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
+    return isinstance(value, list) and all(isinstance(one, Mapping) for one in value)
+
+
 _TERMS = ("model", "sampling", "is_scored", "reward_timeout_s", "hook_timeout_s")
 
 
@@ -324,6 +339,12 @@ def _terms(body: Mapping[str, Any]) -> Terms:
         raise RequestRefusedError(f"terms has {sorted(unknown)}; it can have endpoint, {', '.join(_TERMS)}")
     if not isinstance(given.get("model"), str):
         raise RequestRefusedError("terms needs the name of a model")
+    if not isinstance(given.get("sampling", {}), Mapping):
+        raise RequestRefusedError(f"'sampling' is an object, not {given['sampling']!r:.100}")
+    for name in ("reward_timeout_s", "hook_timeout_s"):
+        seconds = given.get(name)
+        if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+            raise RequestRefusedError(f"{name!r} is a number of seconds above 0, not {seconds!r:.100}")
     return Terms(**given, client=None if endpoint is None else _client(endpoint))
 
 
