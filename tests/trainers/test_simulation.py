@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulation import compare
@@ -79,6 +79,7 @@ def test_cards_that_sample_and_learn_in_turn_count_once() -> None:
 
 
 @settings(max_examples=25, deadline=None)
+@example(staleness=2, replicas=4, sigma=1.0, train_s=0.0, seed=0)
 @given(
     staleness=st.integers(0, 4),
     replicas=st.integers(1, 5),

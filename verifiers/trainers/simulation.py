@@ -192,6 +192,7 @@ class _Run:
         self.version = self.begun = 0
         self.unfinished: Counter[int] = Counter()  # rollouts under way, by the version they began with
         self.ready: list[tuple[int, int, _Rollout]] = []
+        self.finished: Counter[int] = Counter()  # those of `ready`, by version
         self.is_training = False
         self.scoring = 0
         self.to_score: deque[_Rollout] = deque()
@@ -274,6 +275,7 @@ class _Run:
     def scored(self, rollout: _Rollout) -> None:
         self.scoring -= 1
         self.unfinished[rollout.version] -= 1
+        self.finished[rollout.version] += 1
         heapq.heappush(self.ready, (rollout.version, next(self.numbers), rollout))
         self.score()
         self.learn()
@@ -281,19 +283,28 @@ class _Run:
     # --- updates --------------------------------------------------------------------------------------------------
 
     def learn(self) -> None:
-        too_old = self.version - self.setup.max_staleness
-        if self.is_training or len(self.ready) < self.setup.batch:
-            return
-        if any(left and version <= too_old for version, left in self.unfinished.items()):
+        if self.is_training or len(self.ready) < self.setup.batch or self.would_be_late():
             return
         self.is_training = True
         taken = [heapq.heappop(self.ready)[2] for _ in range(self.setup.batch)]
+        self.finished.subtract(one.version for one in taken)
         self.staleness += [self.version - one.version for one in taken]
         took = self.setup.update_s(sum(one.tokens + self.setup.prompt_tokens for one in taken))
         self.trained_s += took
         if self.setup.colocated:
             self.stop_samplers(True)
         self.later(took, self.sync)
+
+    def would_be_late(self) -> bool:
+        """Would an update leave more rollouts of some age than can still be learned from in time?"""
+        batch, left, taken = self.setup.batch, 0, self.setup.batch
+        for version in range(self.version - self.setup.max_staleness, self.version + 1):
+            ready = self.finished[version]
+            left += self.unfinished[version] + ready - min(ready, taken)
+            taken -= min(ready, taken)
+            if left > batch * (version + self.setup.max_staleness - self.version):
+                return True
+        return False
 
     def sync(self, _: None) -> None:
         self.stop_samplers(True)

@@ -22,6 +22,7 @@ from typing import IO, Any
 WORK, KEPT = os.getcwd(), tempfile.gettempdir()
 STDOUT, STDERR, CELL = (os.path.join(KEPT, name) for name in (".stdout", ".stderr", ".cell"))
 LOOK_S = 0.05
+ENDING_S = 5.0  # that a shell may take to exit
 
 
 class CellTimeout(BaseException):
@@ -177,19 +178,20 @@ class Shell:
         while not select.select([self.codes], [], [], LOOK_S)[0] and self.shell.poll() is None:
             if time.monotonic() > ends:
                 break
-        if self.shell.poll() is None and not select.select([self.codes], [], [], 0)[0]:
-            self.restart()
+        has_ended, is_told = self.shell.poll() is not None, bool(select.select([self.codes], [], [], 0)[0])
+        if not has_ended and not is_told:
+            self.restart(0)
             return result(self.limit, "timeout", error=f"it ran longer than {seconds:g} s", is_lost=True)
-        is_lost = self.shell.poll() is not None  # the cell ended its shell
-        said = b"" if is_lost else os.read(self.codes, 64).strip()
-        exit_code = self.restart() if is_lost else int(said or 1)
+        said = os.read(self.codes, 64).strip() if is_told else b""
+        is_lost = not said  # the cell ended its shell: the pipe may be closed a moment before
+        exit_code = self.restart(ENDING_S) if is_lost else int(said)
         return result(self.limit, "error" if exit_code else "ok", exit_code=exit_code, is_lost=is_lost)
 
-    def restart(self) -> int | None:
+    def restart(self, patience: float) -> int:
         try:
-            exit_code = self.shell.wait(0.5)
+            exit_code = self.shell.wait(patience)
         except subprocess.TimeoutExpired:
-            exit_code = None
+            exit_code = 1
         try:
             os.killpg(self.shell.pid, signal.SIGKILL)
         except ProcessLookupError:
