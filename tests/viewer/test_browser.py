@@ -101,7 +101,7 @@ def test_two_runs_are_side_by_side_with_the_first_difference_marked(page, server
 
 
 def test_a_training_shows_its_curves_and_the_samples_of_a_step(page, server, folder):
-    run = address_of(folder, "train", "*", "*")
+    run = address_of(folder, "train", "*", "warm-start")
     open_page(page, server, f"#/run/{run}/training", ".chart.lines path.line")
     titles = page.locator(".card h2").all_inner_texts()
     for title in ("Reward, with its 95% interval", "KL to the reference", "Entropy", "Completion length"):
@@ -318,7 +318,7 @@ def test_an_exported_file_has_all_the_pages_and_asks_for_nothing(page, folder, t
     a, b = (address_of(folder, "evals", f"arithmetic--org--{name}", "*") for name in ("one", "two"))
     page.goto(f"{file.as_uri()}#/compare/{a}/{b}")
     page.wait_for_selector("#first-difference", state="attached")
-    page.goto(f"{file.as_uri()}#/run/{address_of(folder, 'train', '*', '*')}/training")
+    page.goto(f"{file.as_uri()}#/run/{address_of(folder, 'train', '*', 'warm-start')}/training")
     page.wait_for_selector("path.line")
     page.wait_for_selector("table.rollouts tr.row")
     assert [url for url in page.asked if not url.startswith((file.as_uri(), "data:"))] == []
