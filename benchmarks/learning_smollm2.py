@@ -28,6 +28,7 @@ import verifiers as vf
 from verifiers.stats import compare
 
 ROOT = Path(__file__).resolve().parents[1]
+SAMPLED = 4  # rollouts of each held-out question
 
 CASES: dict[str, dict[str, Any]] = {
     "arithmetic": {
@@ -83,18 +84,26 @@ def run(name: str, how: str, model_name: str, minutes: float, seed: int) -> dict
     at_first = trainer.evaluate()
     if "warm_up_rates" in case:
         warm_up(trainer, env, case["warm_up_rates"][how], case["warm_up_epochs"], seed)
-    before = trainer.evaluate()
-    metric = case["metric"] if case["metric"] in before.metric_names else before.metric_names[0]
+    before = held_out(trainer)
+    results = before["greedy"]
+    metric = case["metric"] if case["metric"] in results.metric_names else results.metric_names[0]
     began = time.perf_counter()
     report = trainer.train()
     seconds = time.perf_counter() - began
-    after = trainer.evaluate()
-    gain = compare(scores(before, metric), scores(after, metric))
+    after = held_out(trainer)
     print(f"{name}, {how}, seed {seed}, {len(report.steps)} steps in {seconds:.0f} s", flush=True)
-    print(f"   held-out {metric} as it came {at_first.interval(metric)}", flush=True)
-    print(f"   held-out {metric} before {before.interval(metric)}", flush=True)
-    print(f"   held-out {metric} after  {after.interval(metric)}", flush=True)
-    print(f"   question by question, A before and B after: {gain}", flush=True)
+    print(f"   held-out {metric} as it came, greedy: {at_first.interval(metric)}", flush=True)
+    figures = {}
+    for way in before:
+        gain = compare(scores(before[way], metric), scores(after[way], metric))
+        print(f"   held-out {metric}, {way}: before {before[way].interval(metric)}", flush=True)
+        print(f"   held-out {metric}, {way}: after  {after[way].interval(metric)}", flush=True)
+        print(f"   question by question, {way}, A before and B after: {gain}", flush=True)
+        figures[way] = {
+            "before": vars_of(before[way].interval(metric)),
+            "after": vars_of(after[way].interval(metric)),
+            "paired": {"difference": gain.difference, "low": gain.low, "high": gain.high, "p": gain.p_value},
+        }
     return {
         "case": name,
         "how": how,
@@ -102,16 +111,29 @@ def run(name: str, how: str, model_name: str, minutes: float, seed: int) -> dict
         "steps": len(report.steps),
         "seconds": seconds,
         "as_it_came": vars_of(at_first.interval(metric)),
-        "before": vars_of(before.interval(metric)),
-        "after": vars_of(after.interval(metric)),
-        "paired": {"difference": gain.difference, "low": gain.low, "high": gain.high, "p": gain.p_value},
+        **figures,
         "rewards": [round(reward, 4) for reward in report.rewards],
-        "sample": str(after["completion"][0])[:600],
+        "sample": str(after["greedy"]["completion"][0])[:600],
     }
 
 
-def scores(results: Any, metric: str) -> dict[Any, Any]:
-    return dict(zip(results["example_id"], results[metric], strict=True))
+def held_out(trainer: Any) -> dict[str, Any]:
+    """The evaluation rows as one would use the model, and as it is trained, where repeats narrow the interval."""
+    sampled = trainer.env.generate_sync(
+        inputs=trainer.eval_rows,
+        client=trainer.client,
+        rollouts_per_example=SAMPLED,
+        sampling_args={**trainer.sampling, "temperature": 1.0},
+        use_tqdm=False,
+    )
+    return {"greedy": trainer.evaluate(), f"{SAMPLED} sampled at temperature 1": sampled}
+
+
+def scores(results: Any, metric: str) -> dict[Any, list[Any]]:
+    found: dict[Any, list[Any]] = {}
+    for example, score in zip(results["example_id"], results[metric], strict=True):
+        found.setdefault(example, []).append(score)
+    return found
 
 
 def warm_up(trainer: Any, env: Any, rate: float, epochs: int, seed: int) -> None:
