@@ -34,7 +34,7 @@ def test_a_good_environment_passes_everything():
     assert report.is_clean
     assert report.counts["warn"] == 0
     (gold,) = report.named("gold answers")
-    assert gold.found == "mean 1.000 of 8, given as its own fields (answer)"
+    assert gold.found == "mean 1.000 on 8 rows, given as its own fields (answer)"
 
 
 # --- scores -------------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_an_environment_by_id_is_loaded_twice_and_shows_how_it_is_played(tmp_pat
     (home / f"{home.name}.py").write_text(MODULE.replace("SEED", seed))
     report = check_environment(home.name, environments_dir=tmp_path)
     (gold,) = report.named("gold answers")
-    assert gold.found == "mean 1.000 of 8, given as solve()"
+    assert gold.found == "mean 1.000 on 8 rows, given as solve()"
     (repeats,) = report.named("the same seed, the same scores")
     assert repeats.status == ("ok" if seed == "7" else "fail")
     (package,) = report.named("the package")

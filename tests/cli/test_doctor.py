@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 
 import pytest
 
@@ -15,7 +16,8 @@ def test_it_says_what_is_there_and_what_to_run_next(run):
     for part in (
         "verifiers  0.",
         "machine    ",
-        "[math]     math-verify",
+        "libraries  ",
+        "extras     ",
         "keys       none is set",
         "sandbox    not tried",
         "here       ",
@@ -33,9 +35,25 @@ def test_it_is_one_json_object_for_a_script_and_shows_no_key(run):
 
 
 def test_extras_that_are_not_installed_are_named_with_the_command():
-    lines = doctor._describe_extras({"math": {"math-verify": None}, "data": {"datasets": "5.0", "pyarrow": None}})
-    assert lines[0] == "[math]     math-verify missing: pip install 'verifiers[math]'"
-    assert lines[1] == "[data]     datasets 5.0; pyarrow missing: pip install 'verifiers[data]'"
+    extras = {"math": {"math-verify": None}, "data": {"datasets": "5.0", "pyarrow": None}, "openai": {"openai": "2.1"}}
+    assert doctor._describe_extras(extras) == [
+        "libraries  datasets 5.0, openai 2.1",
+        "extras     openai",
+        "missing    math, data (pyarrow): pip install 'verifiers[NAME]'",
+    ]
+
+
+@pytest.mark.parametrize("version", [None, "2.13.0"])
+def test_it_fits_one_screen_with_nothing_and_with_everything_installed(version, monkeypatch, run):
+    """As wide as 80 columns, the advice included."""
+    monkeypatch.setattr(doctor, "_version", lambda package: version)
+    found = doctor.examine(with_probe=False)
+    monkeypatch.setattr(doctor, "fitted", lambda lines, indent=13: wrapped(lines, indent))
+    assert len(doctor.describe(found)) < 24
+
+
+def wrapped(lines, indent):
+    return [part for line in lines for part in textwrap.wrap(line, 80, subsequent_indent=" " * indent)]
 
 
 def test_a_torch_that_does_not_start_is_a_line_and_not_a_crash(tmp_path, monkeypatch):

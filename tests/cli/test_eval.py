@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import shlex
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -55,6 +59,28 @@ def test_the_fake_model_says_that_it_is_fake_and_gives_a_report(run):
         "saved in outputs/evals/arithmetic--fake/",
     ):
         assert part in result.stdout
+
+
+def test_typed_with_nothing_set_up_the_first_command_runs_at_once_and_says_that_no_model_answered(repo):
+    """At a terminal; in a script, as below, nobody gets the figures of a fake by forgetting a key."""
+    ours, theirs = pty.openpty()
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI")}
+    done = subprocess.run(
+        [sys.executable, "-m", "verifiers", "eval", "arithmetic", "-n", "2"],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+        check=False,
+        env={**clean, "PYTHONPATH": str(repo)},
+    )
+    os.close(theirs)
+    said = " ".join(os.read(ours, 100_000).decode().split())
+    os.close(ours)
+    assert done.returncode == 0, said
+    assert "with fake (no model was named" in said
+    assert "-m smollm2" in said
+    assert "saved in outputs/evals/arithmetic--fake/" in done.stdout
 
 
 def test_without_a_model_and_a_key_one_sentence_says_what_to_do(run):

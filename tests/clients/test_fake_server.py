@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from typing import Any
 
@@ -199,3 +200,20 @@ def test_it_answers_many_requests_quickly() -> None:
         replies = asyncio.run(post_all(server, range(1000), 64))
     assert replies == ["4"] * 1000
     assert len(server.requests) == 1000
+
+
+def test_a_client_that_takes_no_more_of_an_endless_reply_is_no_error_of_the_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("DEBUG", "verifiers.clients")
+    body = b'{"model": "m", "messages": []}'
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with FakeServer("4", chaos=Chaos(rate=1.0, kinds=("endless",))) as server:
+        with socket.create_connection((server.host, server.port)) as connection:
+            connection.sendall(head + body)
+            connection.recv(100)
+        deadline = time.monotonic() + 60
+        while "hung up" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "hung up before the end of POST /v1/chat/completions" in caplog.text
+    assert not [record for record in caplog.records if record.levelname != "DEBUG"]

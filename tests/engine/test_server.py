@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import struct
 import time
 import urllib.error
 import urllib.request
@@ -323,6 +324,29 @@ def test_a_full_queue_is_a_429_with_retry_after(setup: Setup) -> None:
             assert (status, said["error"]["code"]) == (429, "queue_full")
             assert float(headers["Retry-After"]) > 0
         assert "verifiers_refused_full_total 2" in call(f"{server.root}/metrics")[2]
+
+
+def test_a_client_that_hangs_up_in_mid_stream_is_no_error_of_the_server(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By an end and by a reset; what aiohttp would log as an error, with a traceback, is one line for who debugs."""
+    caplog.set_level("DEBUG", "verifiers.clients")
+    body = json.dumps({"model": "tiny", "messages": USER, "stream": True, "max_tokens": 400}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    deadline = time.monotonic() + 60
+    linger = 1
+    while "hung up" not in caplog.text:  # unless the engine is between two tokens, the handler is cancelled instead
+        assert time.monotonic() < deadline
+        linger = 1 - linger
+        with socket.create_connection(("127.0.0.1", setup.server.port)) as connection:
+            connection.sendall(head + body)
+            connection.recv(100)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", linger, 0))
+    while setup.local.engine.live:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "hung up before the end of POST /v1/chat/completions" in caplog.text
+    assert not [record for record in caplog.records if record.levelname != "DEBUG"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

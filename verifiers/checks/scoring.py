@@ -121,7 +121,7 @@ def _judge_gold(report: Report, name: str, env: Environment, trial: Trial, how: 
         report.add(name, "fail", f"{len(trial.failed)} of {len(trial.states)} failed: {trial.causes}")
         return
     mean, most = trial.mean or 0.0, most_reward(env)
-    found = f"mean {mean:.3f} of {len(trial.states)}, given as {how}{judged}"
+    found = f"mean {mean:.3f} on {len(trial.states)} rows, given as {how}{judged}"
     if mean >= GOLD_SHARE * most:
         report.add(name, "ok", found)
         return

@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,10 @@ FAKE = "fake"
 BUNDLED = "smollm2"
 LOCAL = ("local", BUNDLED)
 FAKE_REPLY = "This is the fake model, which says this whatever it is asked. \\boxed{42}"
+FIRST_LOOK = (
+    "no model was named, so each reply is the same text; for a real one: -m smollm2 in this process, -b URL for your "
+    "own server, or a key in OPENAI_API_KEY"
+)
 LOCAL_EXTRA = "a model in this process needs more packages: pip install 'verifiers[local]'"
 OFFER = (
     "give -m a model and put its key into {key}, name your own server with -b URL, run a real model in this process "
@@ -69,8 +74,10 @@ def find_model(wanted: Wanted) -> Found:
         if wanted.model is None:
             raise click.UsageError("-b names a server; name the model on it too, with -m")
         return _from_endpoint(wanted.model, wanted)
-    name = wanted.model or DEFAULT_MODEL
     endpoints = _endpoints(wanted.endpoints_path)
+    if _is_first_look(wanted, endpoints):
+        return Found(model=FAKE, where=FIRST_LOOK, open=_fake)
+    name = wanted.model or DEFAULT_MODEL
     if name in endpoints:
         return _from_registry(name, endpoints[name], wanted)
     if name == FAKE:
@@ -82,6 +89,13 @@ def find_model(wanted: Wanted) -> Found:
             model=name, where="in this process", open=lambda: _load_said(name), close=lambda model: model.close()
         )
     return _from_endpoint(name, wanted, known=[*endpoints, FAKE, *LOCAL])
+
+
+def _is_first_look(wanted: Wanted, endpoints: Mapping[str, Any]) -> bool:
+    """``vf eval arithmetic`` typed by a person who has set up nothing yet; in a script it stays an error."""
+    is_typed = sys.stdin.isatty() and sys.stderr.isatty()
+    is_set_up = endpoints or any(os.environ.get(name) for name in (DEFAULT_KEY, "OPENAI_BASE_URL"))
+    return is_typed and wanted.model is None and wanted.api_key_var is None and not is_set_up
 
 
 def _fake() -> Any:

@@ -217,13 +217,19 @@ def describe(found: dict[str, Any]) -> list[str]:
 
 
 def _describe_extras(extras: dict[str, dict[str, str | None]]) -> list[str]:
-    lines = []
+    """What is there once, whatever asks for it; of an extra that is there in part, what it lacks."""
+    there = {name: version for libraries in extras.values() for name, version in libraries.items() if version}
+    whole = [extra for extra, libraries in extras.items() if all(libraries.values())]
+    lacking = []
     for extra, libraries in extras.items():
         missing = [name for name, version in libraries.items() if version is None]
-        there = ", ".join(f"{name} {version}" for name, version in libraries.items() if version)
-        lacks = f"{', '.join(missing)} missing: pip install 'verifiers[{extra}]'" if missing else ""
-        lines.append(f"{f'[{extra}]':<10} {'; '.join(filter(None, (there, lacks)))}")
-    return lines
+        is_in_part = 0 < len(missing) < len(libraries)
+        lacking += [f"{extra} ({', '.join(missing)})" if is_in_part else extra] if missing else []
+    return [
+        f"libraries  {', '.join(f'{name} {version}' for name, version in sorted(there.items())) or 'the core alone'}",
+        f"extras     {', '.join(whole) or 'none'}",
+        *([f"missing    {', '.join(lacking)}: pip install 'verifiers[NAME]'"] if lacking else []),
+    ]
 
 
 def _describe_sandbox(sandbox: dict[str, Any] | None) -> str:

@@ -17,6 +17,7 @@ from aiohttp import web
 from verifiers import errors
 from verifiers.clients.fake import FakeClient
 from verifiers.clients.fake_dialects import CREATED, Dialect, dialect_of, without_texts
+from verifiers.clients.server_access import lost_client
 from verifiers.clients.server_thread import ServerThread
 
 KINDS = ("rate_limit", "server_error", "reset", "slow", "broken_json", "empty")
@@ -135,9 +136,14 @@ class FakeServer(ServerThread):
             return _error(400, "invalid_request", f"the body is not a JSON object: {error}")
         self.requests.append(ReceivedRequest(http.path, http.headers, body))
         fault = self._next_fault(http.path.encode() + content)
-        if fault is not None and fault != "slow" and fault not in DAMAGE:
-            return await self._fail(http, dialect, fault)
-        return await self._reply(http, dialect, body, fault)
+        try:
+            if fault is not None and fault != "slow" and fault not in DAMAGE:
+                return await self._fail(http, dialect, fault)
+            return await self._reply(http, dialect, body, fault)
+        except ConnectionError as error:
+            if nobody := lost_client(http, error):
+                return nobody
+            raise
 
     async def _reply(self, http: web.BaseRequest, dialect: Dialect, body: Any, fault: str | None) -> web.StreamResponse:
         if body.get("stream") or body.get("n", 1) != 1:

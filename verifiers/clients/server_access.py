@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hmac
+import logging
 from collections.abc import Collection
 from typing import NamedTuple
 
 from aiohttp import web
 
 from verifiers.clients.hosts import is_own_host
+
+logger = logging.getLogger("verifiers.clients")
 
 OPEN_PATHS = ("/health",)
 
@@ -39,3 +42,15 @@ def key_of(http: web.Request) -> str | None:
     if "Authorization" in http.headers:
         return http.headers["Authorization"].removeprefix("Bearer ")
     return http.headers.get("x-api-key")
+
+
+def lost_client(http: web.BaseRequest, error: Exception) -> web.Response | None:
+    """What to answer where a handler failed because its client hung up: something that is never sent; else None.
+
+    Raised on to aiohttp, the error would be logged as one of the server, with a traceback.
+    """
+    is_gone = http.transport is None or http.transport.is_closing()
+    if not (is_gone and isinstance(error, ConnectionError)):
+        return None
+    logger.debug("%s hung up before the end of %s %s", http.remote, http.method, http.path)
+    return web.Response(status=499)

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from verifiers import errors
 from verifiers.clients.hosts import is_own_host
-from verifiers.clients.server_access import key_of
+from verifiers.clients.server_access import key_of, lost_client
 from verifiers.dialects.http import error_reply, json_reply, words_of
 from verifiers.envs.agent_calls import AgentCalls, RolloutOverError
 from verifiers.types import unique_id
@@ -105,9 +105,9 @@ class AgentEndpoint:
             return _final(error_reply(request, 400, "invalid_request_error", error.condition, str(error)))
         except errors.Error as error:
             return _final(error_reply(request, *words_of(error), str(error)))
-        except ConnectionError:
-            raise
         except Exception as error:
+            if nobody := lost_client(request, error):
+                return nobody
             logger.exception("%s %s failed", request.method, request.path)
             return _final(
                 error_reply(request, 500, "server_error", "internal_error", f"{type(error).__name__}: {error}")

@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from verifiers import errors
-from verifiers.clients.server_access import refusal
+from verifiers.clients.server_access import lost_client, refusal
 from verifiers.dialects.completions import Completions
 from verifiers.dialects.http import error_reply, json_reply, words_of
 from verifiers.dialects.messages import Messages
@@ -83,9 +83,9 @@ class ServedModel:
             )
         except errors.Error as error:
             return self._said(http, error)
-        except ConnectionError:
-            raise
         except Exception as error:
+            if nobody := lost_client(http, error):
+                return nobody
             logger.exception("%s %s failed", http.method, http.path)
             return error_reply(http, 500, "server_error", "internal_error", f"{type(error).__name__}: {error}")
 

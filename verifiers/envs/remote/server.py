@@ -22,7 +22,7 @@ from verifiers.clients import wire
 from verifiers.clients.hosts import is_loopback
 from verifiers.clients.protocol import Client, Completion, Request
 from verifiers.clients.resolve import http_client
-from verifiers.clients.server_access import refusal
+from verifiers.clients.server_access import lost_client, refusal
 from verifiers.clients.server_thread import ServerThread
 from verifiers.envs.calling import Answerer
 from verifiers.envs.remote.host import CallersClient, Host, Terms
@@ -114,9 +114,9 @@ class ServedEnvironment:
             return _refused(error.status, "invalid_request", f"{request.method} {request.path}: {error.reason}")
         except RequestRefusedError as error:
             return _refused(400, "invalid_request", str(error))
-        except ConnectionError:
-            raise
         except Exception as error:
+            if nobody := lost_client(request, error):
+                return nobody
             logger.exception("%s %s failed", request.method, request.path)
             return _refused(500, "internal_error", f"{type(error).__name__}: {error}")
 

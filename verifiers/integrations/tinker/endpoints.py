@@ -11,7 +11,7 @@ from aiohttp import web
 
 from verifiers import errors
 from verifiers.clients.hosts import is_own_host
-from verifiers.clients.server_access import key_of
+from verifiers.clients.server_access import key_of, lost_client
 from verifiers.dialects.http import json_reply, read_body
 from verifiers.integrations.tinker import wire
 from verifiers.integrations.tinker.custom_losses import CustomLoss
@@ -110,9 +110,9 @@ class Endpoints:
             return _error(400, str(error))
         except errors.Error as error:
             return _error(503, str(error))
-        except ConnectionError:
-            raise
         except Exception as error:
+            if nobody := lost_client(http, error):
+                return nobody
             logger.exception("%s %s failed", http.method, http.path)
             return _error(500, f"{type(error).__name__}: {error}")
 
