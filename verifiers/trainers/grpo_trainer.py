@@ -108,6 +108,7 @@ class GRPOTrainer(Trainer):
         self.env, self.offline = env, None if dataset is None else read_offline(dataset)
         if self.offline is None:
             setup.check_env(env)
+        whole: Whole = "sampled" if client is None or self.config.kl_coef else "sent"
         job = Job(
             config=self.config,
             device=self.accelerator.device,
@@ -116,12 +117,12 @@ class GRPOTrainer(Trainer):
             samples=client is None,
             processes=self.accelerator.num_processes,
             sharding=processes.held_apart(self.accelerator, kind),
+            is_read=whole == "sampled",
         )
         self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, job)
         setup.check_template(self.tokenizer, env)
         setup.check_reference(self.model, self.config)
         sampling.check(self.sampling, "this environment with this configuration")
-        whole: Whole = "sampled" if client is None or self.config.kl_coef else "sent"
         self.weights = make_weights(self.model, self.config, self.accelerator, kind, whole=whole, plan=self.memory)
         self.optimizer = self.weights.optimizer
         self._remote = remote_weights(client, weight_server, self.model, self.tokenizer)

@@ -241,6 +241,6 @@ def same_weights(processes: Any, model: Any) -> None:
         return
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            whole = tensor.detach().contiguous()
+            whole = tensor.detach().to(processes.device).contiguous()  # of a model on the host one tensor at a time
             torch.distributed.broadcast(whole, 0)
             tensor.copy_(whole)

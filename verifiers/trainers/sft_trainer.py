@@ -70,6 +70,7 @@ class SFTTrainer(Trainer):
             adapters=peft_config,
             processes=self.accelerator.num_processes,
             sharding=processes.held_apart(self.accelerator, kind),
+            is_read=False,
         )
         self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, job)
         self.examples = self._read(dataset)

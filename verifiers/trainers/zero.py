@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.processes import gathered
-from verifiers.trainers.sharding import Root, ShardedWeights, Whole, twin_of
+from verifiers.trainers.sharding import Root, ShardedWeights, Whole, proven, twin_of
 
 NOT_OURS = ("optimizer", "scheduler")  # sections of DeepSpeed's configuration whose place ours takes
 AVERAGES = ("exp_avg", "exp_avg_sq")  # that AdamW keeps of each parameter
@@ -31,12 +31,10 @@ class ZeroWeights(ShardedWeights):
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        self._prove(model)
-        parameter = next(model.parameters())
-        device, settings = parameter.device, settings_of(model, config, processes)
+        settings = settings_of(model, config, processes)
         self.stage = int(settings["zero_optimization"]["stage"])
-        keep_on = device if whole == "sampled" else torch.device("cpu")
-        twin = twin_of(model, keep_on) if self.stage == 3 else model
+        self._proven = proven(model, processes.device, is_here=whole == "sampled" or self.stage < 3)
+        twin = twin_of(model, _same_storage) if self.stage == 3 else model
         super().__init__(model, twin, config, processes, whole=whole)
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0  # DeepSpeed makes a step of its own, to have the optimizer's state
@@ -194,6 +192,11 @@ class ZeroWeights(ShardedWeights):
         own = [name for name, one in zip(self.names, parts, strict=True) if not bool(one.isfinite().all())]
         found = {name for part in gathered(self.processes, own) for name in part}
         return [name for name in self.names if name in found]
+
+
+def _same_storage(parameter: Any) -> Any:
+    """A parameter with the numbers of another: DeepSpeed takes its part of them, and lets go of the rest."""
+    return torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
 
 
 def settings_of(model: Any, config: TrainingConfig, processes: Any) -> dict[str, Any]:
