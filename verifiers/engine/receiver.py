@@ -10,6 +10,7 @@ import torch
 from verifiers.engine.channel import GlooChannel, NcclChannel, backend_here, opened
 from verifiers.engine.engine import Engine
 from verifiers.errors import RequestRefusedError
+from verifiers.kernels.devices import current
 
 JOIN_S = 60.0  # for the trainer to be there, and for each tensor to come
 RANK = 1
@@ -36,7 +37,8 @@ class WeightReceiver:
         with self._guard:
             self._close()
             try:
-                self._channel = opened(init, rank=RANK, timeout_s=JOIN_S)
+                with current(self._engine.device):
+                    self._channel = opened(init, rank=RANK, timeout_s=JOIN_S)
             except (RuntimeError, ValueError, TypeError, OSError) as error:
                 raise RequestRefusedError(f"the trainer's group was not joined: {_first_line(error)}") from error
 

@@ -64,7 +64,7 @@ class WeightEndpoints:
 
     async def _server_info(self, http: web.Request) -> web.Response:
         config = {"weight_transfer_config": {"backend": backend_here()}}
-        return json_reply({"vllm_config": config, "card": card_here()})
+        return json_reply({"vllm_config": config, "card": card_here((await self._engine()).device)})
 
     # --- pauses ---------------------------------------------------------------------------------------------------
 
