@@ -78,19 +78,12 @@ def test_two_processes_of_fsdp2_give_the_losses_of_one_and_one_resumes_their_che
     assert resumed["weights"] == pytest.approx(first["saving"]["weights"], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"optim": "adamw_8bit"}, "optim='adamw_8bit' is for weights that each process holds whole"),
-        ({"load_in_4bit": True}, "weights in 4 bits .* are not shared out among processes, and fsdp2 is asked for"),
-    ],
-)
-def test_what_cannot_be_sharded_is_refused_in_one_sentence(asked, said):
+def test_a_model_in_4_bits_is_not_sharded():
     pytest.importorskip("bitsandbytes")
     model, tokenizer = vf.tiny_model("ab", hidden_size=64)
     rows = [{"prompt": "a", "completion": "b"}]
-    made = vf.SFTTrainer(model, rows, asked, tokenizer=tokenizer, peft_config=vf.lora_defaults())
-    with pytest.raises(ValueError, match=said):
+    made = vf.SFTTrainer(model, rows, {"load_in_4bit": True}, tokenizer=tokenizer, peft_config=vf.lora_defaults())
+    with pytest.raises(ValueError, match=r"weights in 4 bits .* are not shared out among processes, and fsdp2 is"):
         make_weights(made.model, made.config, made.accelerator, "fsdp2", whole="saved", plan=made.memory)
 
 
@@ -165,6 +158,22 @@ def test_a_model_that_is_sampled_from_is_on_the_device_once_and_gathered_one_par
     with measuring.Allocated(device.type, model, weights.root) as gathering:
         weights.publish()
     assert gathering.peak < 2 * layer
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first_of_eight", ["cuda"], indirect=True)
+def test_parameters_that_stay_on_the_host_are_read_back_into_what_is_trained(first_of_eight, monkeypatch):
+    """``fsdp_offload_params``: neither a checkpoint nor a resumed training takes them to the card."""
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    model = measuring.model_of(HIDDEN, 2, len(tiny.tokenizer()))
+    config = vf.SFTConfig(max_seq_length=64)
+    plan = Job(config=config, device=first_of_eight.device, processes=EIGHT, sharding="fsdp2").plan_module(
+        model, dtype=torch.float32, is_whole=True
+    )
+    weights = make_weights(model, config, first_of_eight, "fsdp2", whole="saved", plan=plan)
+    assert {one.device.type for one in weights.masters} == {"cpu"}
+    weights.take(lambda wanted: [one.to_local().fill_(3.0) for one in wanted.values()])
+    assert all(bool((one == 3.0).all()) for one in weights.masters)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "Phi4-mini", "Mixtral"])

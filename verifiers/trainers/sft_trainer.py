@@ -20,7 +20,7 @@ from verifiers.trainers.micro_batches import Trained, idle_batch, micro_batches
 from verifiers.trainers.planning import Job
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.sft_rows import Imitated, read_samples
-from verifiers.trainers.sharding import make_weights
+from verifiers.trainers.sharding import check_sharding, make_weights
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.watch.report import Report
@@ -65,6 +65,7 @@ class SFTTrainer(Trainer):
         check_report_to(self.config.report_to)
         self.env = env
         self.accelerator, kind = processes.accelerator(), processes.sharding()
+        check_sharding(self.config, self.accelerator, kind)
         job = Job(
             config=self.config,
             device=self.accelerator.device,

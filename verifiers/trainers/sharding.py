@@ -24,7 +24,7 @@ from verifiers.kernels.modules import is_quantised
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.logprobs import Proven, TokenScorer
 from verifiers.trainers.memory import MemoryPlan
-from verifiers.trainers.processes import gathered, same_weights
+from verifiers.trainers.processes import gathered, mixed_precision, same_weights
 from verifiers.trainers.proof import Layouts
 from verifiers.trainers.weights import Weights
 
@@ -44,23 +44,39 @@ def make_weights(
     same_weights(processes, model)
     if kind == "none":
         return Weights(model, config, processes, takes_each=plan.takes_each)
-    if config.optim != "adamw":
-        raise ValueError(
-            f"optim={config.optim!r} is for weights that each process holds whole: leave it out, {kind} shares the "
-            "optimizer out among the processes"
-        )
-    if is_quantised(model):
-        raise ValueError(
-            f"weights in 4 bits (load_in_4bit) are not shared out among processes, and {kind} is asked for: start them "
-            "as ddp, where each holds all of a model in 4 bits, or leave load_in_4bit out"
-        )
-    if next(model.parameters()).dtype == torch.float16:
-        raise ValueError("fp16=True does not go with a sharded model: take bf16=True")
+    _check_kind(kind, in_4_bit=is_quantised(model), is_fp16=next(model.parameters()).dtype == torch.float16)
     if kind == "fsdp2":
         return FSDPWeights(model, config, processes, whole=whole)
     from verifiers.trainers.zero import ZeroWeights
 
     return ZeroWeights(model, config, processes, whole=whole)
+
+
+def check_sharding(config: TrainingConfig, processes: Any, kind: str) -> None:
+    """Refuse what cannot be shared out among the processes as they were started, before anything is loaded."""
+    if kind == "none":
+        return
+    if config.optim != "adamw":
+        raise ValueError(
+            f"optim={config.optim!r} is for weights that each process holds whole: leave it out, {kind} shares the "
+            "optimizer out among the processes"
+        )
+    is_fp16 = config.fp16 or (not config.bf16 and mixed_precision() == "fp16")
+    _check_kind(kind, in_4_bit=config.load_in_4bit, is_fp16=is_fp16)
+    if kind == "zero":
+        from verifiers.trainers.zero import check_settings
+
+        check_settings(config, processes)
+
+
+def _check_kind(kind: str, *, in_4_bit: bool, is_fp16: bool) -> None:
+    if in_4_bit:
+        raise ValueError(
+            f"weights in 4 bits (load_in_4bit) are not shared out among processes, and {kind} is asked for: start them "
+            "as ddp, where each holds all of a model in 4 bits, or leave load_in_4bit out"
+        )
+    if is_fp16:
+        raise ValueError("fp16=True does not go with a sharded model: take bf16=True")
 
 
 class Root(nn.Module):  # type: ignore[misc]  # torch is not typed here
@@ -156,12 +172,12 @@ class FSDPWeights(ShardedWeights):
         self._mesh = init_device_mesh(processes.device.type, (processes.num_processes,))
         twin = twin_of(model, _without_weights)
         self.root = _fully_sharded(twin, self._mesh, next(model.parameters()).dtype)
-        self._fill(twin, model)
+        self._fill(twin, model, torch.device("cpu") if _offloads(self._mesh) else processes.device)
         super().__init__(model, twin, config, processes, whole=whole)
 
-    def _fill(self, twin: Any, model: Any) -> None:
+    def _fill(self, twin: Any, model: Any, device: torch.device) -> None:
         """Give each process its parts: nothing but these is ever on its device."""
-        self.root.to_empty(device="cpu" if _offloads(self._mesh) else self._mesh.device_type)
+        self.root.to_empty(device=device)
         with torch.no_grad():
             for part, whole in zip(twin.parameters(), model.parameters(), strict=True):
                 part.to_local().copy_(self._part(part, whole))
@@ -194,10 +210,7 @@ class FSDPWeights(ShardedWeights):
         """As PyTorch writes and reads it: each process its part."""
         from torch.distributed.tensor import DTensor
 
-        live = self.live[i]
-        return DTensor.from_local(
-            part, self._mesh, live.placements, run_check=False, shape=live.shape, stride=live.stride()
-        )
+        return DTensor(part, self.live[i]._spec, requires_grad=False)  # where it is: `from_local` would move it
 
     def _master(self, parameter: Any) -> Tensor:
         return parameter.detach().to_local().requires_grad_()

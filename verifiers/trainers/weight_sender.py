@@ -92,13 +92,7 @@ class WeightChannel:
 
     async def open(self) -> None:
         """Look at what the server is, and join a group with its processes; RequestRefusedError if that cannot be."""
-        await self._check_version()
-        backend = await self._backend()
-        if backend == "nccl" and backend_here() != "nccl":
-            raise RequestRefusedError(
-                f"{self.where} takes weights by NCCL, and this trainer is not on CUDA; start it with "
-                '`vf-vllm … --weight-transfer-config \'{"backend": "gloo"}\'`'
-            )
+        backend = await self.check()
         listed = await self.control.ask("GET", "/v1/models")
         self.model = listed["data"][0]["id"]
         world_size = 1 + (await self.control.ask("GET", "/get_world_size"))["world_size"]
@@ -115,6 +109,17 @@ class WeightChannel:
         body = {"init_info": init}
         await _both(self.control.ask("POST", "/init_weight_transfer_engine", body), made.join, made.close)
         self._channel = made
+
+    async def check(self) -> str:
+        """What the server can be sent weights by; RequestRefusedError if by nothing that this process has."""
+        await self._check_version()
+        backend = await self._backend()
+        if backend == "nccl" and backend_here() != "nccl":
+            raise RequestRefusedError(
+                f"{self.where} takes weights by NCCL, and this trainer is not on CUDA; start it with "
+                '`vf-vllm … --weight-transfer-config \'{"backend": "gloo"}\'`'
+            )
+        return backend
 
     async def _check_version(self) -> None:
         status, text = await self.control.send("GET", "/version", None, self.control.timeout_s)

@@ -207,13 +207,7 @@ def settings_of(model: Any, config: TrainingConfig, processes: Any) -> dict[str,
             warnings.warn(
                 f"{name} of DeepSpeed's configuration has no effect here: say it in the trainer's", stacklevel=6
             )
-    _check_batch(settings, config, processes.num_processes)
     zero = settings["zero_optimization"]
-    if int(zero.get("stage", 0)) not in (1, 2, 3):
-        raise ValueError(
-            f"zero_stage: {zero.get('stage', 0)} shards nothing: take 2 or 3 (configs/zero2.yaml, zero3.yaml), or "
-            "configs/ddp.yaml"
-        )
     hidden = model.config.get_text_config().hidden_size
     auto = {
         "reduce_bucket_size": hidden * hidden,
@@ -236,10 +230,16 @@ def settings_of(model: Any, config: TrainingConfig, processes: Any) -> dict[str,
     }
 
 
-def _check_batch(settings: dict[str, Any], config: TrainingConfig, processes: int) -> None:
-    """Sizes that DeepSpeed's configuration gives must be those of the trainer's."""
+def check_settings(config: TrainingConfig, processes: Any) -> None:
+    """Refuse a configuration of DeepSpeed's that shards nothing, or whose sizes are not those of the trainer's."""
+    settings, count = processes.state.deepspeed_plugin.deepspeed_config, processes.num_processes
+    stage = int(settings["zero_optimization"].get("stage", 0))
+    if stage not in (1, 2, 3):
+        raise ValueError(
+            f"zero_stage: {stage} shards nothing: take 2 or 3 (configs/zero2.yaml, zero3.yaml), or configs/ddp.yaml"
+        )
     own = {
-        "train_batch_size": config.batch_size * config.gradient_accumulation_steps * processes,
+        "train_batch_size": config.batch_size * config.gradient_accumulation_steps * count,
         "train_micro_batch_size_per_gpu": config.batch_size,
     }
     for name, value in own.items():
@@ -247,5 +247,5 @@ def _check_batch(settings: dict[str, Any], config: TrainingConfig, processes: in
         if said not in ("auto", value):
             raise ValueError(
                 f"{name} of DeepSpeed's configuration is {said}, and batch_size = {config.batch_size} of each of "
-                f"{processes} processes makes {value}: say auto there"
+                f"{count} processes makes {value}: say auto there"
             )
