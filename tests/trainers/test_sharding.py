@@ -176,13 +176,18 @@ def test_parameters_that_stay_on_the_host_are_read_back_into_what_is_trained(fir
     assert all(bool((one == 3.0).all()) for one in weights.masters)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Phi4-mini", "Mixtral"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Phi4-mini", "Mixtral", "Llama with adapters"])
 def test_the_first_layers_of_a_model_prove_what_all_of_them_do(family):
-    model = random_model(family)
+    model = random_model(family.removesuffix(" with adapters"))
+    if family.endswith("adapters"):
+        model = setup.with_adapters(model, vf.lora_defaults(r=2))
     cut = first_layers(model)
-    assert sum(one.numel() for one in cut.parameters()) <= sum(one.numel() for one in model.parameters())
-    assert TokenScorer(cut, may_fuse=False).proven == TokenScorer(model, may_fuse=False).proven
-    assert TokenScorer(cut, may_fuse=False).proven.layouts.longest_batched
+    found, wanted = (TokenScorer(one, may_fuse=False).proven for one in (cut, model))
+    assert found == wanted
+    assert found.layouts.longest_batched
+    assert cut.config.num_hidden_layers <= model.config.num_hidden_layers
+    if family.startswith("Llama"):
+        assert cut.config.num_hidden_layers == 1 < model.config.num_hidden_layers
 
 
 @pytest.mark.slow

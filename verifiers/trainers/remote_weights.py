@@ -13,7 +13,6 @@ from verifiers.trainers.checkpoints import save_model
 from verifiers.trainers.processes import together
 from verifiers.trainers.sampler import Sampler
 from verifiers.trainers.samplers import Samplers
-from verifiers.trainers.weight_sender import parameters_of
 
 
 class RemoteWeights(Protocol):
@@ -70,14 +69,11 @@ class TransferredWeights:
                 self._samplers.start(self._model, self._tokenizer, version, is_sender=False)
 
     def send(self, processes: Any, version: int) -> None:
-        """The first process sends; the others help to gather what is spread over all of them."""
-        if processes.is_main_process:
-            self._samplers.send(version)
-        else:
-            self._samplers.version = version
-            for parameter in parameters_of(self._model):
-                parameter.read()
-        processes.wait_for_everyone()
+        """The first process sends the whole model, which the step has gathered; the others wait."""
+        with together(processes):
+            if processes.is_main_process:
+                self._samplers.send(version)
+        self._samplers.version = version
 
     def close(self) -> None:
         self._samplers.close()

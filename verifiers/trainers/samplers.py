@@ -245,15 +245,13 @@ class Samplers:
                 f"({tokens.prompt_ids[:8]}…) and {len(ours)} here ({ours[:8]}…)"
             )
         off, most = self._distance(tokens), self._most_off()
-        if off is not None and off > most:
+        if off > most:
             raise RequestRefusedError(
                 f"it samples from other weights than it was sent: the logprobs of its tokens are {off:.2g} away from "
                 f"this model's, and {most:g} is the most that rounding explains"
             )
 
-    def _distance(self, tokens: Tokens) -> float | None:
-        if any(hasattr(one, "full_tensor") for one in self._model.parameters()):
-            return None  # no process can run it alone
+    def _distance(self, tokens: Tokens) -> float:
         device, start = next(self._model.parameters()).device, len(tokens.prompt_ids) - 1
         with torch.no_grad():
             ids = torch.tensor([tokens.prompt_ids + tokens.completion_ids], device=device)
