@@ -236,7 +236,8 @@ def test_an_update_given_up_after_some_of_its_tensors_leaves_nothing_to_sample_f
     async def story() -> None:
         channel = await served.channel()
         ask = channel.control.ask
-        await ask("POST", "/start_weight_update")  # without a pause: the trainer forgot it
+        await ask("POST", "/pause?mode=keep")
+        await ask("POST", "/start_weight_update")
         asked = asyncio.create_task(ask("POST", "/update_weights", {"update_info": one}))
         await asyncio.to_thread(channel.take, parameters[0].read())
         await asked
@@ -251,6 +252,46 @@ def test_an_update_given_up_after_some_of_its_tensors_leaves_nothing_to_sample_f
         await ask("POST", "/update_weights", {"path": str(tmp_path)})  # these are whole, too
         await ask("POST", "/resume")
         assert off_by(tiny.model(served.tokenizer, seed=7), await served.ask()) < 1e-4
+
+    asyncio.run(story())
+
+
+def test_an_update_of_several_calls_is_taken_while_paused_only_and_sampled_from_when_it_is_whole(
+    served: Served,
+) -> None:
+    new = tiny.model(served.tokenizer, seed=7)
+    parameters = parameters_of(new)
+
+    async def story() -> None:
+        channel = await served.channel()
+        ask = channel.control.ask
+        with pytest.raises(errors.RequestRefusedError, match=r"would mix the weights .* POST /pause\?mode=keep first"):
+            await ask("POST", "/start_weight_update")
+        await ask("POST", "/pause?mode=keep")
+        await ask("POST", "/start_weight_update")
+        await ask("POST", "/resume")  # nothing has come: there is nothing to mix
+        one = {"names": [parameters[0].name], "dtype_names": ["float32"], "shapes": [list(parameters[0].shape)]}
+        with pytest.raises(errors.RequestRefusedError, match="would mix the weights"):
+            await ask("POST", "/update_weights", {"update_info": one})
+        channel = await served.channel()
+        await channel.begin()
+        waiting = asyncio.create_task(served.ask())
+        for half in (parameters[:5], parameters[5:]):
+            update = {
+                "names": [one.name for one in half],
+                "dtype_names": ["float32"] * len(half),
+                "shapes": [list(one.shape) for one in half],
+            }
+            asked = asyncio.create_task(channel.control.ask("POST", "/update_weights", {"update_info": update}))
+            for one in half:
+                await asyncio.to_thread(channel.take, one.read())
+            await asked
+            with pytest.raises(errors.RequestRefusedError, match="POST /finish_weight_update first"):
+                await channel.control.ask("POST", "/resume")
+        assert not waiting.done()
+        await channel.end(1)
+        assert off_by(new, await waiting) < 1e-4
+        channel.close()
 
     asyncio.run(story())
 

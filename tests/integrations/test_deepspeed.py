@@ -23,6 +23,7 @@ from verifiers.cli.launch import ENGINES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 TRAININGS = ("online", "adapters", "imitation", "recomputing", "saving")
+FOUR = ("torch.distributed.run", "--nproc_per_node", "4", "--master_port")
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +66,29 @@ def test_two_processes_of_zero_give_the_losses_of_one_and_one_resumes_their_chec
 
 
 @pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_four_processes_of_zero_give_the_losses_of_one(tmp_path, python, engine):
+    """All weights, accumulated or not, adapters, and by imitation."""
+    trainings = ("online", "accumulating", "adapters", "imitation")
+    more = ("parts_of_zero3",) if engine == "zero3" else ()
+    ranks = launch(tmp_path / "four", FOUR, *trainings, *more, processes=4, python=python, **ENGINES[engine])
+    for what in trainings:
+        one = alone(tmp_path / "one", what)
+        for found in ranks:
+            assert found[what]["processes"] == 4
+            assert four_decimals(found[what]) == four_decimals(one)
+            assert found[what]["weights"] == ranks[0][what]["weights"]
+        check_same_update(one, ranks[0][what])
+    for name in more:  # a device never held the whole model
+        assert all(found[name]["peak"] < found[name]["whole"] / 2 for found in ranks)
+
+
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
 def test_four_processes_of_zero_go_on_from_the_checkpoint_of_two_of_fsdp2(tmp_path, python, engine):
-    four = ("torch.distributed.run", "--nproc_per_node", "4", "--master_port")
     uninterrupted = alone(tmp_path / "one", "saving")
     launch(tmp_path / "two", TORCHRUN, "saving", **ENGINES["fsdp2"])
     (tmp_path / "two" / "saving" / "run" / "checkpoints" / "step-000004").rename(tmp_path / "gone")
     (tmp_path / "two" / "saving").rename(tmp_path / "two" / "resumed")
-    found: Any = launch(tmp_path / "two", four, "resumed", processes=4, python=python, **ENGINES[engine])[0]["resumed"]
+    found: Any = launch(tmp_path / "two", FOUR, "resumed", processes=4, python=python, **ENGINES[engine])[0]["resumed"]
     assert four_decimals(found) == four_decimals(uninterrupted)
     assert found["weights"] == pytest.approx(uninterrupted["weights"], rel=1e-6)
 

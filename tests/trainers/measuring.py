@@ -4,8 +4,44 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of the tensors that are made on a device while this lasts: how many there are, and the most at once."""
+
+    def __init__(self, device: str, *besides: Any) -> None:
+        super().__init__()
+        self._device = device
+        there = [one for module in besides for one in (*module.parameters(), *module.buffers())]
+        self._known = {getattr(one, "_local_tensor", one).untyped_storage()._cdata for one in there}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in tree_leaves(made):
+            if isinstance(one, torch.Tensor):
+                self._note(getattr(one, "_local_tensor", one))
+        return made
+
+    def _note(self, tensor: Any) -> None:
+        storage = tensor.untyped_storage()
+        if tensor.device.type != self._device or storage._cdata in self._known:
+            return
+        self._known.add(storage._cdata)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+
+    def _gone(self, storage: int, size: int) -> None:
+        self._known.discard(storage)
+        self.now -= size
 
 
 def status(name: str) -> int:

@@ -68,6 +68,30 @@ def imitation(folder: Path, processes: int) -> Any:
     return vf.SFTTrainer(model=tiny.model(tokenizer), tokenizer=tokenizer, dataset=rows, config=config)
 
 
+def imitation_in_turns(folder: Path, processes: int) -> Any:
+    """Two steps more than were made before by however many processes, with all rows that they took."""
+    tokenizer = tiny.tokenizer()
+    made = 2 * len(list((folder / "run" / "checkpoints").glob("step-*")))
+    config = {
+        "batch_size": 1 if processes > 1 else 3,
+        "max_steps": made + 2,
+        "save_steps": made + 2,
+        "output_dir": folder / "run",
+        "show_progress": False,
+    }
+    rows = [{"prompt": f"say {i}", "completion": "e"} for i in range(40)]
+    trainer = vf.SFTTrainer(model=tiny.model(tokenizer), tokenizer=tokenizer, dataset=rows, config=config)
+    trainer.taken, take = [], trainer.rows.take
+
+    def noted(n: int) -> list[Any]:
+        samples = take(n)
+        trainer.taken += [tokenizer.decode(one.prompt_ids) for one in samples]
+        return samples
+
+    trainer.rows.take = noted
+    return trainer
+
+
 def accumulating(folder: Path, processes: int) -> Any:
     """Two batches an update."""
     return online(folder, processes, batch_size=8 // processes, group_size=2, gradient_accumulation_steps=2)
@@ -179,6 +203,7 @@ MADE = {
     "imitation": imitation,
     "saving": saving,
     "accumulating": accumulating,
+    "imitation_in_turns": imitation_in_turns,
     "sent": sent,
     "recomputing": recomputing,
     "half_precision": half_precision,
@@ -194,10 +219,36 @@ MADE = {
 }
 
 
+def parts_of_zero3(processes: int) -> dict[str, Any]:
+    """The most that a device holds until DeepSpeed has taken its parts of a model, and makes its optimizer."""
+    import deepspeed
+
+    from tests.trainers import measuring
+
+    tokenizer = tiny.tokenizer()
+    model, initialize = measuring.model_of(64, 24, len(tokenizer)), deepspeed.initialize
+    found: dict[str, Any] = {"whole": 4 * sum(one.numel() for one in model.parameters())}
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        found["peak"] = allocated.peak
+        return initialize(*args, **kwargs)
+
+    deepspeed.initialize = noted
+    rows = [{"prompt": "say", "completion": "e"}]
+    config = {"batch_size": 8 // processes, "max_seq_length": 64, "show_progress": False}
+    with measuring.Allocated("cpu", model) as allocated:
+        vf.SFTTrainer(model=model, tokenizer=tokenizer, dataset=rows, config=config)
+    deepspeed.initialize = initialize
+    return found
+
+
 def outcome(what: str, folder: Path, processes: int) -> dict[str, Any]:
+    if what == "parts_of_zero3":
+        return parts_of_zero3(processes)
     trainer = MADE[what](folder / what, processes)
     try:
-        report = trainer.train(resume=what == "resumed")
+        goes_on = (folder / what / "run" / "checkpoints").is_dir() and what == "imitation_in_turns"
+        report = trainer.train(resume=what == "resumed" or goes_on)
     except Exception as error:
         return {"error": str(error)}
     weights = sum(float(one.detach().double().abs().sum()) for one in trainer.model.parameters())
@@ -205,6 +256,7 @@ def outcome(what: str, folder: Path, processes: int) -> dict[str, Any]:
         "steps": report.steps,
         "evals": report.evals,
         "weights": weights,
+        "taken": getattr(trainer, "taken", None),
         "given": trainer.server.given if what == "sent" else None,
         "held": sum(one.numel() for one in trainer.weights.masters),
         "trained": sum(one.numel() for one in trainer.model.parameters() if one.requires_grad),

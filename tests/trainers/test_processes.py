@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
@@ -19,6 +21,7 @@ pytest.importorskip("accelerate")
 from tests.trainers import several  # noqa: E402
 from verifiers.trainers.processes import accelerator  # noqa: E402
 from verifiers.trainers.row_stream import RowStream  # noqa: E402
+from verifiers.trainers.watch.report import _rows_so_far  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)  # processes that each import torch
 
@@ -127,6 +130,41 @@ def test_processes_whose_rollouts_cannot_be_learned_from_go_on_with_the_others_o
         assert [step["refused"] for step in one["half_refused"]["steps"]] == [8, 8]
         assert "none of 16 rollouts can be learned from" in one["all_refused"]["error"]
     assert first["all_refused"]["error"] == second["all_refused"]["error"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=5))
+def test_any_number_of_processes_goes_on_after_just_the_rows_that_were_taken(turns):
+    """Each turn: so many processes, rows that each takes in a step, and steps until the next checkpoint."""
+    wanted, taken, state = RowStream(range(1000), seed=3), [], {"cursor": 0, "processes": 1, "learned": []}
+    for processes, rows, steps in turns:
+        state |= _rows_so_far(state, processes)
+        streams = [RowStream(range(1000), seed=3, shard=(i, processes)) for i in range(processes)]
+        for stream in streams:
+            stream.go_on(state["cursor"], state["learned"])
+        for _ in range(steps):
+            step = [row for stream in streams for row in stream.take(rows)]
+            assert sorted(step) == sorted(wanted.take(len(step)))
+            taken += step
+        for stream in streams:
+            stream.note_learned(range(stream.low, stream.cursor))
+        cursor = min(stream.low for stream in streams)
+        learned = sorted(place for stream in streams for place in stream.learned(cursor))
+        state = {"cursor": cursor, "processes": processes, "learned": learned}
+    assert len(set(taken)) == len(taken)
+
+
+@pytest.mark.slow
+def test_imitation_that_goes_on_in_another_number_of_processes_takes_no_row_twice_and_leaves_none_out(tmp_path):
+    """Two processes, four, three, and one."""
+    seen = []
+    for processes in (2, 4, 3):
+        torchrun = ("torch.distributed.run", "--nproc_per_node", str(processes), "--master_port")
+        ranks = launch(tmp_path, torchrun, "imitation_in_turns", processes=processes)
+        seen += [row for found in ranks for row in found["imitation_in_turns"]["taken"]]
+    seen += several.outcome("imitation_in_turns", tmp_path, 1)["taken"]
+    order = RowStream(range(40), seed=0).take(2 * (2 + 4 + 3) + 6)
+    assert sorted(seen) == sorted(f"say {i}" for i in order)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,15 @@ pytest.importorskip("accelerate")
 yaml = pytest.importorskip("yaml")
 
 import verifiers as vf  # noqa: E402
+from tests.engine import tiny  # noqa: E402
+from tests.engine.support.exact import random_model  # noqa: E402
+from tests.trainers import measuring  # noqa: E402
 from tests.trainers.test_processes import ROOT, TORCHRUN, alone, check_same_update, free_port, launch  # noqa: E402
 from verifiers.cli.launch import ENGINES  # noqa: E402
-from verifiers.trainers.sharding import make_weights  # noqa: E402
+from verifiers.trainers import setup  # noqa: E402
+from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
+from verifiers.trainers.planning import Job  # noqa: E402
+from verifiers.trainers.sharding import first_layers, make_weights  # noqa: E402
 from verifiers.trainers.shards import export_checkpoint, shapes_of  # noqa: E402
 
 pytestmark = pytest.mark.timeout(900)  # processes that each import torch
@@ -71,20 +78,116 @@ def test_two_processes_of_fsdp2_give_the_losses_of_one_and_one_resumes_their_che
     assert resumed["weights"] == pytest.approx(first["saving"]["weights"], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"optim": "adamw_8bit"}, "optim='adamw_8bit' is for weights that each process holds whole"),
-        ({"load_in_4bit": True}, "weights in 4 bits .* are not shared out among processes, and fsdp2 is asked for"),
-    ],
-)
-def test_what_cannot_be_sharded_is_refused_in_one_sentence(asked, said):
+def test_a_model_in_4_bits_is_not_sharded():
     pytest.importorskip("bitsandbytes")
     model, tokenizer = vf.tiny_model("ab", hidden_size=64)
     rows = [{"prompt": "a", "completion": "b"}]
-    made = vf.SFTTrainer(model, rows, asked, tokenizer=tokenizer, peft_config=vf.lora_defaults())
-    with pytest.raises(ValueError, match=said):
+    made = vf.SFTTrainer(model, rows, {"load_in_4bit": True}, tokenizer=tokenizer, peft_config=vf.lora_defaults())
+    with pytest.raises(ValueError, match=r"weights in 4 bits .* are not shared out among processes, and fsdp2 is"):
         make_weights(made.model, made.config, made.accelerator, "fsdp2", whole="saved", plan=made.memory)
+
+
+# --- what a device holds ----------------------------------------------------------------------------------------------
+
+EIGHT, LAYERS, HIDDEN = 8, 24, 64
+PROBE = 4 * HIDDEN * 40 * 130  # activations of one layer for the tokens that it is tried on
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def first_of_eight(request):
+    """The first of eight processes, of which the others are not there: what they would send is not looked at."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=EIGHT)
+    device = torch.device(request.param)
+    yield SimpleNamespace(num_processes=EIGHT, process_index=0, is_main_process=True, device=device)
+    torch.distributed.destroy_process_group()
+
+
+def deep_model(folder: Path) -> int:
+    """A model of many layers, and the bytes of one of them, or of what is beside them."""
+    model = measuring.model_of(HIDDEN, LAYERS, len(tiny.tokenizer()))
+    model.save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    inside = sum(one.numel() for one in model.model.layers[0].parameters())
+    return 4 * max(inside, sum(one.numel() for one in model.parameters()) - LAYERS * inside)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_device_never_holds_more_than_its_part_and_one_layer(tmp_path, first_of_eight, lora):
+    """The whole model is on the host, from where parts of it are taken."""
+    layer, device = deep_model(tmp_path / "model"), first_of_eight.device
+    config = vf.SFTConfig(max_seq_length=64)
+    adapters = vf.lora_defaults(r=2) if lora else None
+    job = Job(config=config, device=device, adapters=adapters, processes=EIGHT, sharding="fsdp2", is_read=False)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    model, _, plan = setup.model_and_tokenizer(tmp_path / "model", None, job)
+    assert {one.device.type for one in model.parameters()} == {"cpu"}
+    whole = 4 * sum(one.numel() for one in model.parameters())
+    with measuring.Allocated(device.type, model) as found:
+        weights = make_weights(model, config, first_of_eight, "fsdp2", whole="saved", plan=plan)
+        held = found.now
+    assert held < 1.05 * whole / EIGHT + layer
+    most = held + 2 * layer + PROBE
+    assert found.peak < most < whole / 2
+    if device.type == "cuda":
+        assert torch.cuda.max_memory_allocated() - before < most + (32 << 20)  # what the libraries of CUDA take
+    with measuring.Allocated(device.type, model, weights.root) as gathering:
+        weights.publish_now()
+    assert gathering.peak < 2 * layer  # one parameter after the other
+    assert not gathering.now
+
+
+def test_a_model_that_is_sampled_from_is_on_the_device_once_and_gathered_one_parameter_at_a_time(
+    tmp_path, first_of_eight
+):
+    layer, device = deep_model(tmp_path / "model"), first_of_eight.device
+    config = vf.GRPOConfig(max_seq_length=64)
+    job = Job(config=config, device=device, samples=True, processes=EIGHT, sharding="fsdp2")
+    model, _, plan = setup.model_and_tokenizer(tmp_path / "model", None, job)
+    assert {one.device.type for one in model.parameters()} == {device.type}
+    size = sum(one.numel() for one in model.parameters())
+    with measuring.Allocated(device.type, model) as found:
+        weights = make_weights(model, config, first_of_eight, "fsdp2", whole="sampled", plan=plan)
+        held = found.now
+    assert held < 4.2 * size / EIGHT + layer
+    weights.publish()
+    with measuring.Allocated(device.type, model, weights.root) as gathering:
+        weights.publish()
+    assert gathering.peak < 2 * layer
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first_of_eight", ["cuda"], indirect=True)
+def test_parameters_that_stay_on_the_host_are_read_back_into_what_is_trained(first_of_eight, monkeypatch):
+    """``fsdp_offload_params``: neither a checkpoint nor a resumed training takes them to the card."""
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    model = measuring.model_of(HIDDEN, 2, len(tiny.tokenizer()))
+    config = vf.SFTConfig(max_seq_length=64)
+    plan = Job(config=config, device=first_of_eight.device, processes=EIGHT, sharding="fsdp2").plan_module(
+        model, dtype=torch.float32, is_whole=True
+    )
+    weights = make_weights(model, config, first_of_eight, "fsdp2", whole="saved", plan=plan)
+    assert {one.device.type for one in weights.masters} == {"cpu"}
+    weights.take(lambda wanted: [one.to_local().fill_(3.0) for one in wanted.values()])
+    assert all(bool((one == 3.0).all()) for one in weights.masters)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Phi4-mini", "Mixtral", "Llama with adapters"])
+def test_the_first_layers_of_a_model_prove_what_all_of_them_do(family):
+    model = random_model(family.removesuffix(" with adapters"))
+    if family.endswith("adapters"):
+        model = setup.with_adapters(model, vf.lora_defaults(r=2))
+    cut = first_layers(model)
+    found, wanted = (TokenScorer(one, may_fuse=False).proven for one in (cut, model))
+    assert found == wanted
+    assert found.layouts.longest_batched
+    assert cut.config.num_hidden_layers <= model.config.num_hidden_layers
+    if family.startswith("Llama"):
+        assert cut.config.num_hidden_layers == 1 < model.config.num_hidden_layers
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import click
 
 from verifiers.cli.arguments import read_json
 from verifiers.cli.environments import complete_environments, env_dir_option, load
+from verifiers.cli.serve import check_port
 from verifiers.logs import setup_logging
 
 ABOVE_0 = click.IntRange(min=1)
@@ -80,6 +81,7 @@ def env_serve(
             f"--host {host} without a key lets whoever reaches it run the environment; give --api-key-var NAME, or "
             "--insecure if that is meant"
         )
+    check_port(host, port)
     setup_logging("INFO" if verbose else "WARNING")
     env = load(env_id, env_dir_path, env_args, verbose=verbose)
     from verifiers.envs.remote.server import EnvServer, ServerLimits, serve

@@ -49,7 +49,7 @@ def serve(
             "--api-key-var NAME, or --insecure if that is meant"
         )
     check_local(model)
-    _check_port(host, port)
+    check_port(host, port)
     if name == "":
         raise click.UsageError("--name is empty")
     setup_logging("WARNING")
@@ -76,8 +76,8 @@ def serve(
         local_model.close()
 
 
-def _check_port(host: str, port: int) -> None:
-    """A port that is in use is heard of before the model is loaded."""
+def check_port(host: str, port: int) -> None:
+    """A port that is in use is heard of before anything is loaded."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(found[0], socket.SOCK_STREAM) as probe:

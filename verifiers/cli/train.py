@@ -85,6 +85,8 @@ def _trainer(job: Job, model: str, env: Any) -> Any:
         lacks = "there is no --sampler" if key else "this environment variable is not set"
         raise click.UsageError(f"--sampler-key-var {variable}: {lacks}")
     client = Samplers(*servers, api_key=key) if servers else None
+    if client is not None:
+        client.check()
     return GRPOTrainer(model=model, env=env, config=job.config(), peft_config=job.lora(), client=client)
 
 

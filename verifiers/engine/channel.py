@@ -37,11 +37,11 @@ def backend_here() -> str:
     return "nccl" if torch.cuda.is_available() and _library() is not None else "gloo"
 
 
-def card_here() -> str | None:
+def card_here(device: torch.device | None = None) -> str | None:
     """Which card this process uses: NCCL does not join two processes on one."""
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
         return None
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return str(torch.cuda.get_device_properties(device or torch.cuda.current_device()).uuid)
 
 
 def address_towards(host: str) -> str:
@@ -85,7 +85,8 @@ class GlooChannel:
 class NcclChannel:
     """A group of CUDA tensors, over the NCCL library that PyTorch has loaded. ``unique_id`` is the sender's, as base64.
 
-    Its members enter `join` at once. A sum over one number follows, as vLLM's workers expect it.
+    Its members enter `join` at once. A sum over one number follows, as vLLM's workers expect it. It is of the card that
+    is current where it is made, whichever thread uses it.
     """
 
     def __init__(self, unique_id: str, *, rank: int, world_size: int) -> None:
@@ -98,18 +99,14 @@ class NcclChannel:
         self._comm = ctypes.c_void_p()
 
     def join(self) -> None:
-        _check(
-            self._nccl, self._nccl.ncclCommInitRank(ctypes.byref(self._comm), self._world_size, self._id, self._rank)
-        )
-        one = torch.zeros(1, device=self.device)
-        where = ctypes.c_void_p(one.data_ptr())
-        _check(
-            self._nccl,
-            self._nccl.ncclAllReduce(
-                where, where, ctypes.c_size_t(1), _NCCL_TYPES[torch.float32], _NCCL_SUM, self._comm, self._stream
-            ),
-        )
-        torch.cuda.synchronize(self.device)
+        with torch.cuda.device(self.device):
+            made = self._nccl.ncclCommInitRank(ctypes.byref(self._comm), self._world_size, self._id, self._rank)
+            _check(self._nccl, made)
+            one = torch.zeros(1, device=self.device)
+            where, count, kind = ctypes.c_void_p(one.data_ptr()), ctypes.c_size_t(1), _NCCL_TYPES[torch.float32]
+            summed = self._nccl.ncclAllReduce(where, where, count, kind, _NCCL_SUM, self._comm, self._stream)
+            _check(self._nccl, summed)
+            torch.cuda.synchronize(self.device)
 
     @property
     def _stream(self) -> ctypes.c_void_p:
@@ -119,11 +116,10 @@ class NcclChannel:
         kind = _NCCL_TYPES.get(tensor.dtype, _NCCL_BYTES)
         count = tensor.numel() if tensor.dtype in _NCCL_TYPES else tensor.numel() * tensor.element_size()
         where = ctypes.c_void_p(tensor.data_ptr())
-        _check(
-            self._nccl,
-            self._nccl.ncclBroadcast(where, where, ctypes.c_size_t(count), kind, 0, self._comm, self._stream),
-        )
-        torch.cuda.current_stream(self.device).synchronize()
+        with torch.cuda.device(self.device):
+            sent = self._nccl.ncclBroadcast(where, where, ctypes.c_size_t(count), kind, 0, self._comm, self._stream)
+            _check(self._nccl, sent)
+            torch.cuda.current_stream(self.device).synchronize()
 
     def close(self) -> None:
         comm, self._comm = self._comm, ctypes.c_void_p()

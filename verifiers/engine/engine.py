@@ -39,7 +39,7 @@ from verifiers.engine.sequential import SequentialCache
 from verifiers.errors import InfraError, ModelError, OverlongPromptError, RateLimitError
 from verifiers.kernels.cpu.model import Paged
 from verifiers.kernels.cpu.threads import is_small
-from verifiers.kernels.devices import free_unused, host_index
+from verifiers.kernels.devices import current, free_unused, host_index
 
 if TYPE_CHECKING:
     from verifiers.engine.cuda_runner import CudaDecoder
@@ -300,7 +300,8 @@ class Engine:
 
     def _loop(self) -> None:
         try:
-            self._run()
+            with current(self.device):
+                self._run()
         finally:
             self._is_closed = True
             self.waiting.extend(self._held or ())

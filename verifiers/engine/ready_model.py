@@ -80,6 +80,7 @@ def _check_fits(sizes: Mapping[str, int], config: Any, dtype: Any, device: Any) 
 def _engine(model: Any, sizes: Mapping[str, int], stop_ids: frozenset[int]) -> Engine:
     from verifiers.engine.engine import Engine
     from verifiers.engine.plan import plan
+    from verifiers.kernels.devices import current
 
     parameter = next(model.parameters())
     fits = plan(
@@ -90,7 +91,8 @@ def _engine(model: Any, sizes: Mapping[str, int], stop_ids: frozenset[int]) -> E
         weights_loaded=True,
     )
     chosen = {name: getattr(fits, name) for name in PLANNED}
-    return Engine(model, **{**sizes, **chosen}, stop_ids=sorted(stop_ids))
+    with current(parameter.device):  # of the thread that loads it
+        return Engine(model, **{**sizes, **chosen}, stop_ids=sorted(stop_ids))
 
 
 def _planned(sizes: Mapping[str, int]) -> dict[str, int | None]:

@@ -10,6 +10,7 @@ import torch
 from verifiers.engine.channel import GlooChannel, NcclChannel, backend_here, opened
 from verifiers.engine.engine import Engine
 from verifiers.errors import RequestRefusedError
+from verifiers.kernels.devices import current
 
 JOIN_S = 60.0  # for the trainer to be there, and for each tensor to come
 RANK = 1
@@ -18,8 +19,9 @@ RANK = 1
 class WeightReceiver:
     """The receiving end of a weight transfer: the four steps of vLLM's protocol over one engine.
 
-    What a trainer says it will send is compared with the model whole before the first tensor is taken. A transfer that
-    breaks off in the middle leaves weights of two versions: then nothing is sampled until they have come whole.
+    What a trainer says it will send is compared with the model whole before the first tensor is taken. An update may
+    come in several calls, so the engine is paused from its first to its finish: unpaused it is refused. One that breaks
+    off in the middle leaves weights of two versions: then nothing is sampled until they have come whole.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -35,7 +37,8 @@ class WeightReceiver:
         with self._guard:
             self._close()
             try:
-                self._channel = opened(init, rank=RANK, timeout_s=JOIN_S)
+                with current(self._engine.device):
+                    self._channel = opened(init, rank=RANK, timeout_s=JOIN_S)
             except (RuntimeError, ValueError, TypeError, OSError) as error:
                 raise RequestRefusedError(f"the trainer's group was not joined: {_first_line(error)}") from error
 
@@ -57,12 +60,27 @@ class WeightReceiver:
 
     def _tear(self) -> None:
         self.is_torn = True
-        self._engine.pause()  # whoever did not pause it before: see `/resume`
+
+    def resume(self) -> None:
+        """Sample again, unless the weights are not all of one version."""
+        with self._guard:
+            if self.is_torn:
+                raise RequestRefusedError("the weights are of two versions: a transfer broke off; send them whole")
+            if self._missing is not None and len(self._missing) < len(dict(self._engine.model.named_parameters())):
+                raise RequestRefusedError("an update is under way: POST /finish_weight_update first")
+            self._engine.resume()
+
+    def _check_paused(self) -> None:
+        if not self._engine.is_paused:
+            raise RequestRefusedError(
+                "this server is sampling, and would mix the weights of two versions: POST /pause?mode=keep first"
+            )
 
     def start(self) -> None:
         with self._guard:
             if self._channel is None:
                 raise RequestRefusedError("no trainer is known here: POST /init_weight_transfer_engine first")
+            self._check_paused()
             self._drop_update()
             self._missing = {name for name, _ in self._engine.model.named_parameters()}
 
@@ -72,6 +90,7 @@ class WeightReceiver:
             if self._channel is None or self._missing is None:
                 raise RequestRefusedError("there is no update to be part of: POST /start_weight_update first")
             try:
+                self._check_paused()
                 described = self._checked(update)
             except RequestRefusedError:
                 self._close()  # the sender, who may be sending already, finds out at once

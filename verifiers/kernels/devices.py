@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """While this lasts a thread's kernels and streams are of this device: which card is current is a thread's own."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:

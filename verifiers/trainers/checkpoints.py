@@ -20,7 +20,7 @@ from verifiers.files import open_regular, read_regular
 from verifiers.store.disk import sync_folder
 from verifiers.trainers import shards
 from verifiers.trainers.optimizers import OPTIMIZERS
-from verifiers.trainers.processes import gathered
+from verifiers.trainers.processes import gathered, together
 from verifiers.trainers.reference import Reference
 from verifiers.trainers.sharding import ShardedWeights
 from verifiers.trainers.weights import Weights
@@ -104,13 +104,13 @@ def save_sharded(
     root, parts = (Path(one) for one in gathered(processes, (str(root), str(root / name)))[0])
     path = checkpoint_path(root, step)
     with _whole_or_not_at_all(parts, path, "checkpoint") if is_main else nullcontext():
-        with _together(processes):
+        with together(processes):
             if is_main:
                 parts.mkdir(parents=True)
         shards.write(weights, parts)
         if hasattr(model, "peft_config"):
             weights.publish_now()
-        with _together(processes):
+        with together(processes):
             if is_main:
                 _write_frame(model, tokenizer, parts)
                 torch.save(_numbers(weights), parts / TENSORS)
@@ -119,21 +119,6 @@ def save_sharded(
         _saved(root, path, keep, reference)
     processes.wait_for_everyone()
     return path
-
-
-@contextmanager
-def _together(processes: Any) -> Iterator[None]:
-    """What fails in one process fails in all of them: none waits for another that is gone."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as found:
-        error = found
-    failed = [one for one in gathered(processes, None if error is None else str(error)) if one]
-    if error is not None:
-        raise error
-    if failed:
-        raise OSError(failed[0])
 
 
 def _write_frame(model: Any, tokenizer: Any, parts: Path) -> None:
@@ -287,8 +272,8 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
         weights.optimizer.load_state_dict(tensors["optimizer"])
     weights.scale = tensors["scale"]
     torch.set_rng_state(tensors["torch_rng"])
-    if tensors["cuda_rng"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(tensors["cuda_rng"])
+    for i, one in zip(range(torch.cuda.device_count()), tensors["cuda_rng"], strict=False):  # of a machine with more
+        torch.cuda.set_rng_state(one, i)
     version, internal, gauss = state.pop("python_rng")
     random.setstate((version, tuple(internal), gauss))
     return state

@@ -125,5 +125,10 @@ def rows_learned(rows: RowStream, batch: Batch, processes: Any) -> tuple[int, li
     """How many rows every process has learned from without a gap, and the places of those it has beyond that."""
     in_order = batch.places is None
     rows.note_learned(range(rows.low, batch.cursor) if in_order else batch.rows_taken)
+    return rows_so_far(rows, processes)
+
+
+def rows_so_far(rows: RowStream, processes: Any) -> tuple[int, list[int]]:
+    """The position of a training in its rows, for a checkpoint: any number of processes goes on after just these."""
     cursor = min(gathered(processes, rows.low))
     return cursor, sorted(place for part in gathered(processes, rows.learned(cursor)) for place in part)

@@ -16,7 +16,7 @@ from verifiers.chat import ChatWriter
 from verifiers.clients import as_client
 from verifiers.clients.protocol import Request
 from verifiers.envs.evaluation import score_states
-from verifiers.envs.remote.workers import Workers, as_workers
+from verifiers.envs.remote.workers import Workers, as_workers, check_installed
 from verifiers.messages import as_messages
 from verifiers.progress import Tally
 from verifiers.runner import RunInterruptedError
@@ -43,7 +43,7 @@ from verifiers.trainers.sampler import (
 )
 from verifiers.trainers.samplers import Samplers
 from verifiers.trainers.sequences import trained_sequences
-from verifiers.trainers.sharding import Whole, make_weights
+from verifiers.trainers.sharding import Whole, check_sharding, make_weights
 from verifiers.trainers.staleness import staleness_figures
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
@@ -100,6 +100,8 @@ class GRPOTrainer(Trainer):
         tokenizer = setup.one_of("tokenizer", tokenizer, "processing_class", processing_class)
         self.accelerator, kind = processes.accelerator(), processes.sharding()
         self.config.check(self.accelerator.num_processes)
+        check_sharding(self.config, self.accelerator, kind)
+        check_installed(self.config.workers)
         if self._own_advantage is not None and (self.config.advantage or self.config.scale_rewards is not None):
             raise TypeError("advantage= is a function, and the configuration names another estimator; pass one of them")
         Estimator(self._own_advantage or self.config.estimator)  # functions that cannot be called are found before
@@ -108,6 +110,7 @@ class GRPOTrainer(Trainer):
         self.env, self.offline = env, None if dataset is None else read_offline(dataset)
         if self.offline is None:
             setup.check_env(env)
+        whole: Whole = "sampled" if client is None or self.config.kl_coef else "sent"
         job = Job(
             config=self.config,
             device=self.accelerator.device,
@@ -116,12 +119,12 @@ class GRPOTrainer(Trainer):
             samples=client is None,
             processes=self.accelerator.num_processes,
             sharding=processes.held_apart(self.accelerator, kind),
+            is_read=whole == "sampled",
         )
         self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, job)
         setup.check_template(self.tokenizer, env)
         setup.check_reference(self.model, self.config)
         sampling.check(self.sampling, "this environment with this configuration")
-        whole: Whole = "sampled" if client is None or self.config.kl_coef else "sent"
         self.weights = make_weights(self.model, self.config, self.accelerator, kind, whole=whole, plan=self.memory)
         self.optimizer = self.weights.optimizer
         self._remote = remote_weights(client, weight_server, self.model, self.tokenizer)

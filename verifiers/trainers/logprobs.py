@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,14 @@ logger = logging.getLogger("verifiers.trainers")
 LOGIT_SIZES = (1.0, 60.0)  # the largest logits for which a head is proven
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proven:
+    """What a scorer found out about its model by numbers."""
+
+    is_split: bool
+    layouts: Layouts
+
+
 class TokenScorer:
     """Logprobs of given tokens under a live causal model, as the sampler computes them: float32 over its own logits.
 
@@ -36,8 +45,8 @@ class TokenScorer:
     more than multiply (scales or caps its logits) is recognised by its logits, and its own forward is used whole. What
     lies between the multiplications is done by kernels and functions of our own, where they give the same numbers.
 
-    ``may_fuse=False``: by the model's own layers alone. A model whose parameters are sharded can not be tried out: it
-    is ``like`` a scorer of the same model while it was whole, and ``run`` calls a function within its forward pass.
+    ``may_fuse=False``: by the model's own layers alone. A model whose parameters are sharded can not be tried out: what
+    was ``proven`` of it before is passed on, and ``run`` calls a function within its forward pass.
     """
 
     def __init__(
@@ -45,7 +54,7 @@ class TokenScorer:
         model: Any,
         *,
         may_fuse: bool = True,
-        like: TokenScorer | None = None,
+        proven: Proven | None = None,
         run: Callable[..., Any] | None = None,
     ) -> None:
         self.model, self.may_fuse = model, may_fuse
@@ -54,8 +63,8 @@ class TokenScorer:
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._body: Any = getattr(self._base, getattr(self._base, "base_model_prefix", ""), None)
         self._head: Any = self._base.get_output_embeddings()
-        if like is not None:
-            self._is_split, self.layouts = like._is_split, like.layouts
+        if proven is not None:
+            self._is_split, self.layouts = proven.is_split, proven.layouts
             return
         self._is_split = self._body is not None and self._head is not None and self._head_is_plain()
 
@@ -69,6 +78,10 @@ class TokenScorer:
         from verifiers.trainers.proof import proven_layouts
 
         return proven_layouts(self)
+
+    @property
+    def proven(self) -> Proven:
+        return Proven(is_split=self._is_split, layouts=self.layouts)
 
     def _head_is_plain(self) -> bool:
         """Are the logits the head's product and nothing else, for logits from small to large?

@@ -37,6 +37,13 @@ class Job:
     samples: bool = False  # from the model in this process
     processes: int = 1
     sharding: str = "none"  # see `processes.held_apart`
+    is_read: bool = True  # the whole model, on the device, after every step: to sample from it, or as the reference
+
+    @property
+    def home(self) -> torch.device:
+        """Where the whole model is kept: of one of which each process trains a part, and reads no more, on the host."""
+        is_apart = self.sharding == "fsdp2" and self.processes > 1
+        return torch.device("cpu") if is_apart and not self.is_read else self.device
 
     def plan(
         self,

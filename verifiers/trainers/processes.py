@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +41,7 @@ _WITHOUT_EFFECT = {
         "say gradient_checkpointing=True in the configuration",
     ),
 }
+MOST_WAIT_S = 24 * 3600.0
 FSDP, DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
 
 
@@ -52,21 +54,36 @@ def accelerator() -> Any:
     _check_settings()
     started = _started()
     is_cpu = not torch.accelerator.is_available()
-    if _is_on(DEEPSPEED):
-        made = _with_deepspeed(is_cpu)
-    else:
-        # On a CPU no launcher but its own tells Accelerate that processes belong together. The model is sharded by us:
-        # Accelerate's FSDP on a CPU trains one model in each process and says nothing.
-        if _is_on(FSDP):  # else transformers gives weights to the first process alone
-            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-        with _hidden(FSDP):
-            made = Accelerator(cpu=True) if started > 1 and is_cpu else Accelerator()
+    with _found_each_other():
+        if _is_on(DEEPSPEED):
+            made = _with_deepspeed(is_cpu, started)
+        else:
+            # On a CPU no launcher but its own tells Accelerate that processes belong together. The model is sharded by
+            # us: Accelerate's FSDP on a CPU trains one model in each process and says nothing.
+            if _is_on(FSDP):  # else transformers gives weights to the first process alone
+                os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+            with _hidden(FSDP):
+                made = Accelerator(cpu=started > 1 and is_cpu, kwargs_handlers=_waiting(started))
     if made.num_processes != started:
         raise ValueError(
             f"{started} processes were started (WORLD_SIZE), and Accelerate sees {made.num_processes}: each would "
             "train a model of its own; start them with torchrun or accelerate launch, or one process alone"
         )
     return made
+
+
+@contextmanager
+def _found_each_other() -> Iterator[None]:
+    """What PyTorch says of a port in use, or of a first process that is not there, as one sentence."""
+    try:
+        yield
+    except torch.distributed.DistError as error:
+        where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+        said = " ".join(str(error).split("\n")[0].split())
+        raise ValueError(
+            f"the processes do not meet at {where} ({said:.200}): if that port is in use, give another to the launcher "
+            "(--master_port of torchrun, --main_process_port of accelerate launch)"
+        ) from error
 
 
 def sharding() -> str:
@@ -96,19 +113,24 @@ def mixed_precision() -> str | None:
     return None if said == "no" else said
 
 
-def _with_deepspeed(is_cpu: bool) -> Any:
+def _waiting(started: int, **more: Any) -> list[Any]:
+    """A process may wait for rollouts of another for longer than PyTorch's ten minutes; a launcher sees who dies."""
+    from accelerate.utils import InitProcessGroupKwargs
+
+    return [InitProcessGroupKwargs(timeout=timedelta(seconds=MOST_WAIT_S), **more)] if started > 1 or more else []
+
+
+def _with_deepspeed(is_cpu: bool, started: int) -> Any:
     if importlib.util.find_spec("deepspeed") is None:
         raise ImportError("DeepSpeed is asked for, and it is not installed: pip install 'verifiers[deepspeed]'")
     from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs
 
-    handlers = []
     if is_cpu:
         import deepspeed
 
         # It would take NCCL, and compile shared memory for several processes when they are already started.
-        handlers = [InitProcessGroupKwargs(backend="gloo")]
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    handlers = _waiting(started, **({"backend": "gloo"} if is_cpu else {}))
     with _hidden("ACCELERATE_MIXED_PRECISION"):  # the dtype of the model decides
         made = Accelerator(kwargs_handlers=handlers)
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -148,6 +170,7 @@ def _started() -> int:
 
 
 def _check_settings() -> None:
+    mixed_precision()
     for variable, name in _REFUSED.items():
         if _is_on(variable):
             raise ValueError(
@@ -220,6 +243,21 @@ def gathered(processes: Any, value: T) -> list[T]:
     return found
 
 
+@contextmanager
+def together(processes: Any) -> Iterator[None]:
+    """What fails in one process fails in all of them: none waits for another that is gone."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as found:
+        error = found
+    failed = [one for one in gathered(processes, None if error is None else str(error)) if one]
+    if error is not None:
+        raise error
+    if failed:
+        raise OSError(failed[0])
+
+
 def lacking(processes: Any, count: int) -> int:
     """How many fewer a process has than the one that has most."""
     return max(gathered(processes, count)) - count
@@ -241,6 +279,6 @@ def same_weights(processes: Any, model: Any) -> None:
         return
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            whole = tensor.detach().contiguous()
+            whole = tensor.detach().to(processes.device).contiguous()  # of a model on the host one tensor at a time
             torch.distributed.broadcast(whole, 0)
             tensor.copy_(whole)

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from verifiers import calls
 from verifiers.trainers.checkpoints import save_model
+from verifiers.trainers.processes import together
 from verifiers.trainers.sampler import Sampler
 from verifiers.trainers.samplers import Samplers
-from verifiers.trainers.weight_sender import parameters_of
 
 
 class RemoteWeights(Protocol):
@@ -40,9 +40,9 @@ class FolderWeights:
 
     def send(self, processes: Any, version: int) -> None:
         """Hand the weights over, by the first process; the others wait."""
-        if processes.is_main_process:
-            self._hand_over()
-        processes.wait_for_everyone()
+        with together(processes):
+            if processes.is_main_process:
+                self._hand_over()
 
     def _hand_over(self) -> None:
         save_model(self._model, self._tokenizer, self._folder)
@@ -61,21 +61,19 @@ class TransferredWeights:
         self._samplers, self._model, self._tokenizer = samplers, model, tokenizer
 
     def begin(self, processes: Any, version: int) -> None:
-        if processes.is_main_process:
-            self._samplers.start(self._model, self._tokenizer, version)
-        processes.wait_for_everyone()
-        if not processes.is_main_process:
-            self._samplers.start(self._model, self._tokenizer, version, is_sender=False)
+        with together(processes):
+            if processes.is_main_process:
+                self._samplers.start(self._model, self._tokenizer, version)
+        with together(processes):
+            if not processes.is_main_process:
+                self._samplers.start(self._model, self._tokenizer, version, is_sender=False)
 
     def send(self, processes: Any, version: int) -> None:
-        """The first process sends; the others help to gather what is spread over all of them."""
-        if processes.is_main_process:
-            self._samplers.send(version)
-        else:
-            self._samplers.version = version
-            for parameter in parameters_of(self._model):
-                parameter.read()
-        processes.wait_for_everyone()
+        """The first process sends the whole model, which the step has gathered; the others wait."""
+        with together(processes):
+            if processes.is_main_process:
+                self._samplers.send(version)
+        self._samplers.version = version
 
     def close(self) -> None:
         self._samplers.close()

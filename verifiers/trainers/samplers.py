@@ -156,18 +156,29 @@ class Samplers:
 
     # --- weights --------------------------------------------------------------------------------------------------
 
-    def start(self, model: Any, tokenizer: Any, version: int, *, is_sender: bool = True) -> None:
-        """Give every server the weights, and check that it is this model; then watch over them until `close`."""
-        self._model, self._tokenizer, self.version = model, tokenizer, version
+    def check(self) -> None:
+        """Refuse a server that is not there or takes no weights, before there is a model to send; else see `start`."""
+        for sampler in self._listed():
+            try:
+                calls.run(sampler.channel.check)
+            except Error as error:
+                raise _unfit(sampler, error) from error
+
+    def _listed(self) -> list[_Sampler]:
         self._read_files()
         if not self._samplers:
             raise ValueError(f"{self._files[0]} names no server; write one URL on each line")
+        return list(self._samplers.values())
+
+    def start(self, model: Any, tokenizer: Any, version: int, *, is_sender: bool = True) -> None:
+        """Give every server the weights, and check that it is this model; then watch over them until `close`."""
+        self._model, self._tokenizer, self.version = model, tokenizer, version
         self._is_sender = is_sender
-        for sampler in self._samplers.values():
+        for sampler in self._listed():
             error = self._join(sampler)
             if error is not None:
                 self.close()
-                raise ValueError(f"the sampler {sampler.channel.where} cannot be trained with: {error}") from error
+                raise _unfit(sampler, error) from error
         self._ends.clear()
         self._thread = threading.Thread(target=self._watch, name="verifiers-samplers", daemon=True)
         self._thread.start()
@@ -234,15 +245,13 @@ class Samplers:
                 f"({tokens.prompt_ids[:8]}…) and {len(ours)} here ({ours[:8]}…)"
             )
         off, most = self._distance(tokens), self._most_off()
-        if off is not None and off > most:
+        if off > most:
             raise RequestRefusedError(
                 f"it samples from other weights than it was sent: the logprobs of its tokens are {off:.2g} away from "
                 f"this model's, and {most:g} is the most that rounding explains"
             )
 
-    def _distance(self, tokens: Tokens) -> float | None:
-        if any(hasattr(one, "full_tensor") for one in self._model.parameters()):
-            return None  # no process can run it alone
+    def _distance(self, tokens: Tokens) -> float:
         device, start = next(self._model.parameters()).device, len(tokens.prompt_ids) - 1
         with torch.no_grad():
             ids = torch.tensor([tokens.prompt_ids + tokens.completion_ids], device=device)
@@ -303,6 +312,10 @@ class Samplers:
                     elif sampler.reason != str(error):
                         sampler.reason = str(error)
                         logger.warning("the sampler %s cannot join: %s", sampler.channel.where, error)
+
+
+def _unfit(sampler: _Sampler, error: Error) -> ValueError:
+    return ValueError(f"the sampler {sampler.channel.where} cannot be trained with: {error}")
 
 
 def _words(tokenizer: Any) -> str:

@@ -44,6 +44,7 @@ def model_and_tokenizer(model: Any, tokenizer: Any, job: Job) -> tuple[Any, Any,
         raise ValueError("there is no model to train; pass model='smollm2', a folder, a hub name or a module")
     config, device = job.config, job.device
     check_optimizer(config.optim, device.type, job.processes)
+    _precision(job)
     if config.load_in_4bit:
         _check_4_bit(model, job)
     if isinstance(model, (str, Path)):
@@ -66,13 +67,13 @@ def model_and_tokenizer(model: Any, tokenizer: Any, job: Job) -> tuple[Any, Any,
 
 def _loaded(name: str | Path, job: Job) -> Any:
     """The model of a name, if there is memory for what is to be done with it; one for 4 bits is loaded on the host."""
+    dtype = torch.bfloat16 if job.device.type == "cuda" else None
 
     def check(config: Any, dtype: torch.dtype, device: torch.device) -> None:
         job.plan(ModelSize.of(config), weight_bytes=dtype.itemsize)
 
-    if not job.config.load_in_4bit:
+    if not job.config.load_in_4bit and job.home.type == job.device.type:
         return models.get_model(name, before_weights=check)
-    dtype = torch.bfloat16 if job.device.type == "cuda" else None
     return models.get_model(name, device="cpu", dtype=dtype, before_weights=check)
 
 
@@ -85,14 +86,20 @@ def _check_4_bit(model: Any, job: Job) -> None:
     bitsandbytes("load_in_4bit=True")
 
 
+def _precision(job: Job) -> str | None:
+    """The precision that is asked for, if any."""
+    said = "fp16" if job.config.fp16 else "bf16" if job.config.bf16 else mixed_precision()
+    if said == "fp16" and job.device.type == "cpu":
+        raise ValueError("fp16=True needs a GPU: on a CPU leave it out, and training is in float32")
+    return said
+
+
 def _in_precision(model: Any, job: Job) -> tuple[Any, torch.dtype]:
-    """The module on the device, in the dtype that it computes in."""
+    """The module where it is kept, in the dtype that it computes in."""
     parameter, config, device = next(model.parameters()), job.config, job.device
     if getattr(model, "hf_device_map", None) and len(set(model.hf_device_map.values())) > 1:
         raise ValueError("this model is spread over several devices; load it onto one, without device_map")
-    said = "fp16" if config.fp16 else "bf16" if config.bf16 else mixed_precision()
-    if said == "fp16" and device.type == "cpu":
-        raise ValueError("fp16=True needs a GPU: on a CPU leave it out, and training is in float32")
+    said = _precision(job)
     wanted = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(said or "", parameter.dtype)
     if parameter.device.type == "meta":
         raise ValueError("this model has no weights yet (they are on the meta device); load them first")
@@ -101,7 +108,7 @@ def _in_precision(model: Any, job: Job) -> tuple[Any, torch.dtype]:
     job.plan_module(model, dtype=wanted, is_whole=job.adapters is None)
     if config.load_in_4bit:
         return in_4_bit(model, device, wanted), wanted
-    return model.to(device=device, dtype=wanted), wanted
+    return model.to(device=job.home, dtype=wanted), wanted
 
 
 def with_adapters(model: Any, peft_config: Any) -> Any:

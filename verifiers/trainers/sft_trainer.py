@@ -14,12 +14,13 @@ from verifiers.samples import Sample
 from verifiers.trainers import processes, setup
 from verifiers.trainers.config import SFTConfig
 from verifiers.trainers.functions import call_callbacks
+from verifiers.trainers.generations import rows_so_far
 from verifiers.trainers.logprobs import TokenScorer
 from verifiers.trainers.micro_batches import Trained, idle_batch, micro_batches
 from verifiers.trainers.planning import Job
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.sft_rows import Imitated, read_samples
-from verifiers.trainers.sharding import make_weights
+from verifiers.trainers.sharding import check_sharding, make_weights
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.watch.report import Report
@@ -64,12 +65,14 @@ class SFTTrainer(Trainer):
         check_report_to(self.config.report_to)
         self.env = env
         self.accelerator, kind = processes.accelerator(), processes.sharding()
+        check_sharding(self.config, self.accelerator, kind)
         job = Job(
             config=self.config,
             device=self.accelerator.device,
             adapters=peft_config,
             processes=self.accelerator.num_processes,
             sharding=processes.held_apart(self.accelerator, kind),
+            is_read=False,
         )
         self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, job)
         self.examples = self._read(dataset)
@@ -79,7 +82,8 @@ class SFTTrainer(Trainer):
         shard = (self.accelerator.process_index, self.accelerator.num_processes)
         self.rows = RowStream(self.examples.samples, seed=self.config.seed, shard=shard)
         self.callbacks = list(callbacks)
-        self.step, self.epoch, self.should_stop = 0, 0, False
+        self.step, self.epoch, self.cursor, self.should_stop = 0, 0, 0, False
+        self.learned: list[int] = []
         self.report: Report | None = None
         self._scorer: TokenScorer | None = None
         self._total_tokens = 0
@@ -95,6 +99,8 @@ class SFTTrainer(Trainer):
                 report.enter("learning from a batch")
                 figures = self.train_step(self.get_batch())
                 self.step += 1
+                self.rows.note_learned(range(self.rows.low, self.rows.cursor))
+                self.cursor, self.learned = rows_so_far(self.rows, self.accelerator)
                 report.note(self._line(figures, time.perf_counter() - began))
                 self._after_step(report, cursor=self.cursor)
         return report
@@ -144,11 +150,6 @@ class SFTTrainer(Trainer):
     def can_evaluate(self) -> bool:
         return bool(self.eval_samples)
 
-    @property
-    def cursor(self) -> int:
-        """How many samples have been taken: where a checkpoint goes on."""
-        return self.rows.cursor
-
     # --- the rest -------------------------------------------------------------------------------------------------
 
     def _read(self, dataset: Any) -> Imitated:
@@ -194,7 +195,9 @@ class SFTTrainer(Trainer):
             self.report = report
             if resume:
                 state = report.resume(self)
-                self.step, self.rows.cursor = state["step"], state["cursor"]
+                self.step, self.cursor = state["step"], state["cursor"]
+                self.learned = list(state.get("learned", ()))
+                self.rows.go_on(self.cursor, self.learned)
                 self._total_tokens = int(report.steps[-1].get("total_tokens") or 0) if report.steps else 0
             call_callbacks(self, "on_train_begin")
             yield report

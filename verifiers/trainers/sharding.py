@@ -1,27 +1,34 @@
 """A model and several processes → weights of which each holds a part, and a whole model that is sampled from.
 
-The module that a trainer was given stays whole. A twin of it learns, sharded by PyTorch's `fully_shard` (FSDP2) or by
-DeepSpeed (`verifiers.trainers.zero`). After each update the twin's parameters are gathered into the whole module, one
-after the other: the engine, a server elsewhere and whoever saves the model read them there.
+The module that a trainer was given stays whole: on the device if it is sampled from there, else on the host. A twin of
+it learns, sharded by PyTorch's `fully_shard` (FSDP2) or by DeepSpeed (`verifiers.trainers.zero`). It is made without
+weights, and takes its parts of them one parameter at a time. After each update its parameters are gathered into the
+whole module, one after the other: the engine, a server elsewhere and whoever saves the model read them there.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from verifiers.kernels import prove as probe
 from verifiers.kernels.modules import is_quantised
 from verifiers.trainers.base_config import TrainingConfig
-from verifiers.trainers.logprobs import TokenScorer
+from verifiers.trainers.logprobs import Proven, TokenScorer
 from verifiers.trainers.memory import MemoryPlan
-from verifiers.trainers.processes import gathered, same_weights
+from verifiers.trainers.processes import gathered, mixed_precision, same_weights
+from verifiers.trainers.proof import Layouts
 from verifiers.trainers.weights import Weights
+
+logger = logging.getLogger("verifiers.trainers")
 
 Whole = Literal["sampled", "sent", "saved"]
 
@@ -37,23 +44,39 @@ def make_weights(
     same_weights(processes, model)
     if kind == "none":
         return Weights(model, config, processes, takes_each=plan.takes_each)
-    if config.optim != "adamw":
-        raise ValueError(
-            f"optim={config.optim!r} is for weights that each process holds whole: leave it out, {kind} shares the "
-            "optimizer out among the processes"
-        )
-    if is_quantised(model):
-        raise ValueError(
-            f"weights in 4 bits (load_in_4bit) are not shared out among processes, and {kind} is asked for: start them "
-            "as ddp, where each holds all of a model in 4 bits, or leave load_in_4bit out"
-        )
-    if next(model.parameters()).dtype == torch.float16:
-        raise ValueError("fp16=True does not go with a sharded model: take bf16=True")
+    _check_kind(kind, in_4_bit=is_quantised(model), is_fp16=next(model.parameters()).dtype == torch.float16)
     if kind == "fsdp2":
         return FSDPWeights(model, config, processes, whole=whole)
     from verifiers.trainers.zero import ZeroWeights
 
     return ZeroWeights(model, config, processes, whole=whole)
+
+
+def check_sharding(config: TrainingConfig, processes: Any, kind: str) -> None:
+    """Refuse what cannot be shared out among the processes as they were started, before anything is loaded."""
+    if kind == "none":
+        return
+    if config.optim != "adamw":
+        raise ValueError(
+            f"optim={config.optim!r} is for weights that each process holds whole: leave it out, {kind} shares the "
+            "optimizer out among the processes"
+        )
+    is_fp16 = config.fp16 or (not config.bf16 and mixed_precision() == "fp16")
+    _check_kind(kind, in_4_bit=config.load_in_4bit, is_fp16=is_fp16)
+    if kind == "zero":
+        from verifiers.trainers.zero import check_settings
+
+        check_settings(config, processes)
+
+
+def _check_kind(kind: str, *, in_4_bit: bool, is_fp16: bool) -> None:
+    if in_4_bit:
+        raise ValueError(
+            f"weights in 4 bits (load_in_4bit) are not shared out among processes, and {kind} is asked for: start them "
+            "as ddp, where each holds all of a model in 4 bits, or leave load_in_4bit out"
+        )
+    if is_fp16:
+        raise ValueError("fp16=True does not go with a sharded model: take bf16=True")
 
 
 class Root(nn.Module):  # type: ignore[misc]  # torch is not typed here
@@ -75,6 +98,7 @@ class ShardedWeights(Weights):
 
     is_sharded = True
     root: Any
+    _proven: Proven
 
     def __init__(self, model: Any, twin: Any, config: TrainingConfig, processes: Any, *, whole: Whole) -> None:
         self.whole, self._is_sampled, self._publishes = model, whole == "sampled", whole != "saved"
@@ -88,7 +112,7 @@ class ShardedWeights(Weights):
         return self.processes.device  # parameters may be offloaded
 
     def scorer(self) -> TokenScorer:
-        return TokenScorer(self.module, like=self._proven, run=self.root)
+        return TokenScorer(self.module, proven=self._proven, run=self.root)
 
     def gather(self) -> Iterator[tuple[int, Tensor]]:
         """The trained parameters, whole, one after the other; all processes go through them together."""
@@ -134,11 +158,6 @@ class ShardedWeights(Weights):
                         self.scatter(i, self._whole[i])
         self._versions = [one._version for one in self._whole]
 
-    def _prove(self, model: Any) -> None:
-        """Find out, while the model is whole, in which layouts its own forward learns exactly."""
-        self._proven = TokenScorer(model, may_fuse=False)
-        self._proven.layouts  # noqa: B018  # measured when it is first asked
-
 
 class FSDPWeights(ShardedWeights):
     """Parameters sharded by `fully_shard`, a decoder layer at a time, on any device.
@@ -149,16 +168,21 @@ class FSDPWeights(ShardedWeights):
     def __init__(self, model: Any, config: TrainingConfig, processes: Any, *, whole: Whole) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        self._prove(model)
-        parameter = next(model.parameters())
-        device, dtype = parameter.device, parameter.dtype
-        twin = twin_of(model, device if whole == "sampled" else torch.device("cpu"))
-        for one in twin.parameters():
-            if one.requires_grad:
-                one.data = one.data.float()
-        self._mesh = init_device_mesh(device.type, (processes.num_processes,))
-        self.root = _fully_sharded(twin, self._mesh, dtype)
+        self._proven = proven(model, processes.device, is_here=whole == "sampled")
+        self._mesh = init_device_mesh(processes.device.type, (processes.num_processes,))
+        twin = twin_of(model, _without_weights)
+        self.root = _fully_sharded(twin, self._mesh, next(model.parameters()).dtype)
+        self._fill(twin, model, torch.device("cpu") if _offloads(self._mesh) else processes.device)
         super().__init__(model, twin, config, processes, whole=whole)
+
+    def _fill(self, twin: Any, model: Any, device: torch.device) -> None:
+        """Give each process its parts: nothing but these is ever on its device."""
+        self.root.to_empty(device=device)
+        with torch.no_grad():
+            for part, whole in zip(twin.parameters(), model.parameters(), strict=True):
+                part.to_local().copy_(self._part(part, whole))
+            for mine, its in zip(twin.buffers(), model.buffers(), strict=True):
+                mine.copy_(its)
 
     def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
         (loss * self.processes.num_processes).backward()  # gradients are averaged, and we want their sum
@@ -174,24 +198,19 @@ class FSDPWeights(ShardedWeights):
             yield i, live.detach().to(self.device, self._whole[i].dtype).full_tensor()
 
     def scatter(self, i: int, whole: Tensor) -> None:
-        self.masters[i].copy_(self.part(i, whole))
+        self.masters[i].copy_(self._part(self.live[i], whole))
 
-    def part(self, i: int, whole: Tensor) -> Tensor:
-        """This process's part of a tensor of the shape of a parameter."""
-        from torch.distributed.tensor import distribute_tensor
-
-        placements = self.live[i].placements
-        whole = whole.to(self.masters[i].device)
-        return distribute_tensor(whole, self._mesh, placements, src_data_rank=None).to_local()
+    def _part(self, live: Any, whole: Tensor) -> Tensor:
+        """This process's part of a tensor of the shape of a parameter, where that tensor is."""
+        (placement,), rank = live.placements, self._mesh.get_local_rank()
+        parts = whole.detach().chunk(self._mesh.size(), placement.dim)
+        return parts[rank] if rank < len(parts) else whole.detach().narrow(placement.dim, 0, 0)
 
     def spread(self, i: int, part: Tensor) -> Tensor:
         """As PyTorch writes and reads it: each process its part."""
         from torch.distributed.tensor import DTensor
 
-        live = self.live[i]
-        return DTensor.from_local(
-            part, self._mesh, live.placements, run_check=False, shape=live.shape, stride=live.stride()
-        )
+        return DTensor(part, self.live[i]._spec, requires_grad=False)  # where it is: `from_local` would move it
 
     def _master(self, parameter: Any) -> Tensor:
         return parameter.detach().to_local().requires_grad_()
@@ -211,12 +230,65 @@ class FSDPWeights(ShardedWeights):
         return [name for name in self.names if name in found]
 
 
-def twin_of(model: Any, keep_on: torch.device) -> Any:
-    """A copy of a model on the CPU, to be sharded from there; the model itself goes to ``keep_on``."""
-    model.to("cpu")
-    twin = copy.deepcopy(model)
-    model.to(keep_on)
-    return twin
+def twin_of(model: Any, parameter: Callable[[Any], Any]) -> Any:
+    """A copy of a model, with parameters that are made from its own; those that it shares stay shared."""
+    return copy.deepcopy(model, {id(one): parameter(one) for one in model.parameters()})
+
+
+def _without_weights(parameter: Any) -> Any:
+    """A parameter of which nothing is there yet but its shape: in float32 if it is to be moved."""
+    dtype = torch.float32 if parameter.requires_grad else parameter.dtype
+    made = torch.empty_like(parameter, dtype=dtype, device="meta")
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+
+def proven(model: Any, device: torch.device, *, is_here: bool) -> Proven:
+    """In which layouts a model's own forward learns exactly on a device: found out before it is sharded.
+
+    Of one that is not whole there its first layers are tried, as many as show each kind once.
+    """
+    if is_here:
+        return TokenScorer(model, may_fuse=False).proven
+    try:
+        return TokenScorer(first_layers(model).to(device), may_fuse=False).proven
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:  # foreign code, cut short
+        logger.warning("%s learns one sequence at a time: its first layers alone do not run", type(model).__name__)
+        logger.debug("%r", error)
+        return Proven(is_split=False, layouts=Layouts(rope_bounds=tuple(probe.rope_bounds(model.config))))
+
+
+def first_layers(model: Any) -> Any:
+    """A copy of a model with no more layers than show each kind once; all of them where they are not one list."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    text = probe.text_config(base.config)
+    lists = [one for one in base.modules() if isinstance(one, nn.ModuleList) and len(one) == text.num_hidden_layers]
+    if len(lists) != 1:
+        return copy.deepcopy(model)
+    (layers,), types = lists, getattr(text, "layer_types", None)
+    kinds = [_kind(layer, types[i] if types else None) for i, layer in enumerate(layers)]
+    count = 1 + max(kinds.index(kind) for kind in set(kinds))
+    with _fewer(layers, count):
+        cut = copy.deepcopy(model)
+    config = probe.text_config(cut.config)
+    config.num_hidden_layers = count
+    if types:
+        config.layer_types = list(types[:count])
+    return cut
+
+
+def _kind(layer: Any, name: str | None) -> tuple[Any, ...]:
+    return type(layer), name, tuple((key, tuple(one.shape)) for key, one in layer.named_parameters())
+
+
+@contextmanager
+def _fewer(layers: Any, count: int) -> Iterator[None]:
+    """While this lasts a list of layers has only its first."""
+    all_of_them = layers._modules
+    layers._modules = dict(list(all_of_them.items())[:count])
+    try:
+        yield
+    finally:
+        layers._modules = all_of_them
 
 
 def _fully_sharded(twin: Any, mesh: Any, dtype: torch.dtype) -> Root:
@@ -226,17 +298,21 @@ def _fully_sharded(twin: Any, mesh: Any, dtype: torch.dtype) -> Root:
     policy = (
         MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False) if is_half else MixedPrecisionPolicy()
     )
-    offloads = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() in ("1", "true")
     reshards = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() not in ("0", "false")
     settings = {
         "mesh": mesh,
         "mp_policy": policy,
-        "offload_policy": CPUOffloadPolicy() if offloads and mesh.device_type != "cpu" else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy() if _offloads(mesh) else OffloadPolicy(),
     }
     for layer in decoder_layers(twin):
         fully_shard(layer, reshard_after_forward=reshards, **settings)
     whole: Root = fully_shard(Root(twin), **settings)
     return whole
+
+
+def _offloads(mesh: Any) -> bool:
+    """Do parameters and the optimizer stay on the host, and come to the device for each pass?"""
+    return mesh.device_type != "cpu" and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() in ("1", "true")
 
 
 def decoder_layers(model: Any) -> list[Any]:

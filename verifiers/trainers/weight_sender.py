@@ -44,7 +44,6 @@ def parameters_of(model: Any) -> list[Parameter]:
     """The tensors that the model on its own has, by its own names: adapters (LoRA) are added to what they adapt.
 
     Weights in 4 bits are sent in the dtype that they are computed in: whoever samples holds them whole.
-    Reading a tensor that is spread over processes gathers it: each of them has to read all, in this order.
     """
     layers = {name: one for name, one in model.named_modules() if hasattr(one, "get_delta_weight")}
     found = []
@@ -66,8 +65,7 @@ def parameters_of(model: Any) -> list[Parameter]:
 
 def _read(parameter: Any, layer: Any) -> Tensor:
     with torch.no_grad():
-        full = getattr(parameter, "full_tensor", None)
-        tensor: Tensor = full() if callable(full) else parameter.detach()
+        tensor: Tensor = parameter.detach()
         if (packed := getattr(parameter, "quant_state", None)) is not None:
             tensor = bitsandbytes("load_in_4bit=True").functional.dequantize_4bit(tensor, packed)
         if layer is not None and not layer.merged and not layer.disable_adapters:
@@ -92,13 +90,7 @@ class WeightChannel:
 
     async def open(self) -> None:
         """Look at what the server is, and join a group with its processes; RequestRefusedError if that cannot be."""
-        await self._check_version()
-        backend = await self._backend()
-        if backend == "nccl" and backend_here() != "nccl":
-            raise RequestRefusedError(
-                f"{self.where} takes weights by NCCL, and this trainer is not on CUDA; start it with "
-                '`vf-vllm … --weight-transfer-config \'{"backend": "gloo"}\'`'
-            )
+        backend = await self.check()
         listed = await self.control.ask("GET", "/v1/models")
         self.model = listed["data"][0]["id"]
         world_size = 1 + (await self.control.ask("GET", "/get_world_size"))["world_size"]
@@ -115,6 +107,17 @@ class WeightChannel:
         body = {"init_info": init}
         await _both(self.control.ask("POST", "/init_weight_transfer_engine", body), made.join, made.close)
         self._channel = made
+
+    async def check(self) -> str:
+        """What the server can be sent weights by; RequestRefusedError if by nothing that this process has."""
+        await self._check_version()
+        backend = await self._backend()
+        if backend == "nccl" and backend_here() != "nccl":
+            raise RequestRefusedError(
+                f"{self.where} takes weights by NCCL, and this trainer is not on CUDA; start it with "
+                '`vf-vllm … --weight-transfer-config \'{"backend": "gloo"}\'`'
+            )
+        return backend
 
     async def _check_version(self) -> None:
         status, text = await self.control.send("GET", "/version", None, self.control.timeout_s)
@@ -194,7 +197,7 @@ async def send(parameters: Sequence[Parameter], channels: Sequence[WeightChannel
         ready.set()
 
     def broadcast() -> None:
-        for parameter in parameters:  # also without a channel: reading may be something that processes do together
+        for parameter in parameters if channels else ():
             tensor = parameter.read()
             for channel in channels:
                 channel.take(tensor)

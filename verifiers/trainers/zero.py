@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.processes import gathered
-from verifiers.trainers.sharding import Root, ShardedWeights, Whole, twin_of
+from verifiers.trainers.sharding import Root, ShardedWeights, Whole, proven, twin_of
 
 NOT_OURS = ("optimizer", "scheduler")  # sections of DeepSpeed's configuration whose place ours takes
 AVERAGES = ("exp_avg", "exp_avg_sq")  # that AdamW keeps of each parameter
@@ -31,12 +31,10 @@ class ZeroWeights(ShardedWeights):
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        self._prove(model)
-        parameter = next(model.parameters())
-        device, settings = parameter.device, settings_of(model, config, processes)
+        settings = settings_of(model, config, processes)
         self.stage = int(settings["zero_optimization"]["stage"])
-        keep_on = device if whole == "sampled" else torch.device("cpu")
-        twin = twin_of(model, keep_on) if self.stage == 3 else model
+        self._proven = proven(model, processes.device, is_here=whole == "sampled" or self.stage < 3)
+        twin = twin_of(model, _same_storage) if self.stage == 3 else model
         super().__init__(model, twin, config, processes, whole=whole)
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0  # DeepSpeed makes a step of its own, to have the optimizer's state
@@ -196,6 +194,11 @@ class ZeroWeights(ShardedWeights):
         return [name for name in self.names if name in found]
 
 
+def _same_storage(parameter: Any) -> Any:
+    """A parameter with the numbers of another: DeepSpeed takes its part of them, and lets go of the rest."""
+    return torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+
+
 def settings_of(model: Any, config: TrainingConfig, processes: Any) -> dict[str, Any]:
     """DeepSpeed's configuration as the launcher was given it, with what the trainer decides."""
     settings: dict[str, Any] = copy.deepcopy(processes.state.deepspeed_plugin.deepspeed_config)
@@ -204,13 +207,7 @@ def settings_of(model: Any, config: TrainingConfig, processes: Any) -> dict[str,
             warnings.warn(
                 f"{name} of DeepSpeed's configuration has no effect here: say it in the trainer's", stacklevel=6
             )
-    _check_batch(settings, config, processes.num_processes)
     zero = settings["zero_optimization"]
-    if int(zero.get("stage", 0)) not in (1, 2, 3):
-        raise ValueError(
-            f"zero_stage: {zero.get('stage', 0)} shards nothing: take 2 or 3 (configs/zero2.yaml, zero3.yaml), or "
-            "configs/ddp.yaml"
-        )
     hidden = model.config.get_text_config().hidden_size
     auto = {
         "reduce_bucket_size": hidden * hidden,
@@ -233,10 +230,16 @@ def settings_of(model: Any, config: TrainingConfig, processes: Any) -> dict[str,
     }
 
 
-def _check_batch(settings: dict[str, Any], config: TrainingConfig, processes: int) -> None:
-    """Sizes that DeepSpeed's configuration gives must be those of the trainer's."""
+def check_settings(config: TrainingConfig, processes: Any) -> None:
+    """Refuse a configuration of DeepSpeed's that shards nothing, or whose sizes are not those of the trainer's."""
+    settings, count = processes.state.deepspeed_plugin.deepspeed_config, processes.num_processes
+    stage = int(settings["zero_optimization"].get("stage", 0))
+    if stage not in (1, 2, 3):
+        raise ValueError(
+            f"zero_stage: {stage} shards nothing: take 2 or 3 (configs/zero2.yaml, zero3.yaml), or configs/ddp.yaml"
+        )
     own = {
-        "train_batch_size": config.batch_size * config.gradient_accumulation_steps * processes,
+        "train_batch_size": config.batch_size * config.gradient_accumulation_steps * count,
         "train_micro_batch_size_per_gpu": config.batch_size,
     }
     for name, value in own.items():
@@ -244,5 +247,5 @@ def _check_batch(settings: dict[str, Any], config: TrainingConfig, processes: in
         if said not in ("auto", value):
             raise ValueError(
                 f"{name} of DeepSpeed's configuration is {said}, and batch_size = {config.batch_size} of each of "
-                f"{processes} processes makes {value}: say auto there"
+                f"{count} processes makes {value}: say auto there"
             )

@@ -64,7 +64,7 @@ class WeightEndpoints:
 
     async def _server_info(self, http: web.Request) -> web.Response:
         config = {"weight_transfer_config": {"backend": backend_here()}}
-        return json_reply({"vllm_config": config, "card": card_here()})
+        return json_reply({"vllm_config": config, "card": card_here((await self._engine()).device)})
 
     # --- pauses ---------------------------------------------------------------------------------------------------
 
@@ -76,9 +76,7 @@ class WeightEndpoints:
         return json_reply({"status": "paused"})
 
     async def _resume(self, http: web.Request) -> web.Response:
-        if self._made is not None and self._made.is_torn:
-            raise errors.RequestRefusedError("the weights are of two versions: a transfer broke off; send them whole")
-        (await self._engine()).resume()
+        await asyncio.to_thread((await self._receiver()).resume)
         return json_reply({"status": "resumed"})
 
     async def _is_paused(self, http: web.Request) -> web.Response:

@@ -57,6 +57,12 @@ def check_workers(given: Any) -> None:
         raise ValueError(f"workers={given!r} is not known; it is 'ray', 'ray:HOST:PORT' or a RayWorkers(...) object")
 
 
+def check_installed(given: Any) -> None:
+    """Refuse workers of a kind whose package is not here, or too old, before anything is loaded."""
+    if isinstance(given, str):
+        importlib.import_module(f"{KINDS[given.partition(':')[0]]}.cluster").import_ray()
+
+
 def as_workers(given: Any) -> Workers:
     """``ray``, ``ray:HOST:PORT`` or an object of workers, not started yet."""
     check_workers(given)

@@ -23,7 +23,7 @@ from verifiers.trainers import checkpoints
 from verifiers.trainers.advantages import mean_advantage
 from verifiers.trainers.batch import Batch, as_batch
 from verifiers.trainers.functions import name_of
-from verifiers.trainers.processes import gathered
+from verifiers.trainers.processes import gathered, together
 from verifiers.trainers.reward_weights import reward_weights
 from verifiers.trainers.sharding import ShardedWeights
 from verifiers.trainers.stopping import NotFiniteError
@@ -93,8 +93,12 @@ class Report:
     # --- its life -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Report:
-        if not self.is_main:
-            return self
+        with together(self._processes):
+            if self.is_main:
+                self._open_or_remove()
+        return self
+
+    def _open_or_remove(self) -> None:
         is_new = not self.path.exists()
         try:
             self._open()
@@ -103,7 +107,6 @@ class Report:
             if is_new:  # nothing was trained: the folder would only be in the way of the next try
                 shutil.rmtree(self.path, ignore_errors=True)
             raise
-        return self
 
     def _open(self) -> None:
         stored = {"kind": "training", **self.config.to_dict(), **self._own}
