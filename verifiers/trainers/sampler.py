@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from verifiers import calls
 from verifiers.clients import HTTPClient, as_client
 from verifiers.clients.exact import exact_tokens
 from verifiers.clients.protocol import Completion, Request, Tokens
@@ -156,3 +159,38 @@ def seed_of(*parts: object) -> int:
     """A seed that depends on all of these, and on nothing else."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
+
+
+# --- what only a model in this process can do ---------------------------------------------------------------------
+
+
+def start_sampling(client: Any, seed: int, count: int) -> None:
+    """Rollouts draw from this seed; the engine waits for ``count`` of them (0: for none) to begin together."""
+    if isinstance(client, Sampler):
+        client.engine.reseed(seed)
+        client.engine.gather(min(count, client.engine.rows))
+
+
+def name_weights(client: Any, version: int) -> None:
+    """Tokens that are sampled from here on are of this version of the weights."""
+    if isinstance(client, Sampler):
+        client.engine.name_weights(version)
+
+
+def weights_lock(client: Any) -> AbstractContextManager[Any]:
+    """Held by whoever changes the weights, or reads them beside the trainer's own thread."""
+    if isinstance(client, Samplers):
+        return client.lock
+    return client.engine.lock if isinstance(client, Sampler) else nullcontext()
+
+
+def ask(client: Any, prompts: Sequence[Any], sampling: Mapping[str, Any], *, is_chat: bool) -> list[Completion]:
+    """The completion of each prompt, all asked for at once."""
+    asked = [as_messages(prompt) if is_chat else prompt for prompt in prompts]
+    kind: Literal["chat", "completion"] = "chat" if is_chat else "completion"
+    requests = [Request(model="", prompt=one, sampling=sampling, message_type=kind) for one in asked]
+
+    async def ask_all() -> list[Completion]:
+        return await asyncio.gather(*(as_client(client).complete(request) for request in requests))
+
+    return calls.run(ask_all)

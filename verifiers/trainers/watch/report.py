@@ -25,7 +25,6 @@ from verifiers.trainers.batch import Batch, as_batch
 from verifiers.trainers.functions import name_of
 from verifiers.trainers.processes import gathered
 from verifiers.trainers.reward_weights import reward_weights
-from verifiers.trainers.sharding import ShardedWeights
 from verifiers.trainers.stopping import NotFiniteError
 from verifiers.trainers.watch.audit import audit
 from verifiers.trainers.watch.display import TrainingDisplay
@@ -189,35 +188,43 @@ class Report:
         batch = as_batch(batch)
         view = joined(gathered(trainer.accelerator, batch_view(batch)))
         seen = rollout_figures(view)
-        self._total_tokens += seen.get("sampled_tokens", 0)
-        step_s = waited_s + trained_s
-        figures = {
-            "step": trainer.step,
-            "epoch": round(trainer.step / trainer.num_steps_per_epoch, 4),
-            **seen,
-            **figures,
-            "generation_s": batch.seconds.get("generation", waited_s),
-            "training_s": trained_s,
-            "step_s": step_s,
-            "tokens_per_s": seen.get("sampled_tokens", 0) / step_s if step_s else None,
-            "total_tokens": self._total_tokens,
-            **({"reward_weights": batch.reward_weights} if getattr(trainer, "weight_schedule", None) else {}),
-        }
+        times = {"generation_s": batch.seconds.get("generation", waited_s), "training_s": trained_s}
+        weights = {"reward_weights": batch.reward_weights} if trainer.weight_schedule else {}
         self.keep_rollouts(trainer.step, batch)
-        self.note(figures, view)
+        tokens = seen.get("sampled_tokens", 0)
+        self.note(
+            trainer, {**seen, **figures, **times, **weights}, tokens=tokens, seconds=waited_s + trained_s, view=view
+        )
 
-    def note(self, figures: dict[str, Any], view: dict[str, Any] | None = None) -> None:
-        """Note the figures of a step, ``step`` among them; ``view`` is what the watch may see of its rollouts."""
-        self.last, step = figures, figures["step"]
-        self.steps.append(figures)
+    def note(
+        self,
+        trainer: Trainer,
+        figures: Mapping[str, Any],
+        *,
+        tokens: int,
+        seconds: float,
+        view: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Note the figures of a step; ``view`` is what the watch may see of its rollouts."""
+        step = trainer.step
+        self._total_tokens += tokens
+        self.last = {
+            "step": step,
+            "epoch": round(step / trainer.num_steps_per_epoch, 4),
+            **figures,
+            "step_s": seconds,
+            "tokens_per_s": tokens / seconds if seconds else None,
+            "total_tokens": self._total_tokens,
+        }
+        self.steps.append(self.last)
         if not self._is_open:
             return
-        self.journal.write_step(figures)
+        self.journal.write_step(self.last)
         if step % self.config.logging_steps == 0 or step == self._total_steps:
             for tracker in self._trackers:
-                tracker.log(step, figures)
-        self._display.update(figures)
-        for notice in self._watch.look(figures, view or {}):
+                tracker.log(step, self.last)
+        self._display.update(self.last)
+        for notice in self._watch.look(self.last, view or {}):
             self.notices.append({"step": step, "notice": notice.text})
             self.journal.write_notice(step, notice.text)
             self._display.notice(notice.text)
@@ -250,28 +257,25 @@ class Report:
 
     def checkpoint(self, trainer: Trainer, *, cursor: int) -> Path | None:
         """Write a checkpoint of where the training is now."""
-        weights = trainer.weights
-        if not self._is_open and not weights.is_sharded:
+        if not self._is_open and not trainer.weights.is_sharded:
             return None
-        weights.check_finite("where they were to be saved")
-        processes = trainer.accelerator.num_processes
-        given: dict[str, Any] = {
-            "step": trainer.step,
-            "model": trainer.accelerator.unwrap_model(trainer.model),
-            "tokenizer": trainer.tokenizer,
-            "state": {
-                "cursor": cursor,
-                "learned": trainer.learned,
-                "processes": processes,
-                "config": trainer.config.to_dict(),
-            },
-            "keep": self.config.save_total_limit,
-            "reference": trainer.reference,
+        trainer.weights.check_finite("where they were to be saved")
+        state = {
+            "cursor": cursor,
+            "learned": trainer.learned,
+            "processes": trainer.accelerator.num_processes,
+            "config": trainer.config.to_dict(),
         }
-        root = self.path / "checkpoints"
-        if isinstance(weights, ShardedWeights):
-            return checkpoints.save_sharded(root, weights=weights, **given)
-        return checkpoints.save(root, weights=weights, **given)
+        return checkpoints.save(
+            self.path / "checkpoints",
+            step=trainer.step,
+            model=trainer.accelerator.unwrap_model(trainer.model),
+            tokenizer=trainer.tokenizer,
+            weights=trainer.weights,
+            state=state,
+            keep=self.config.save_total_limit,
+            reference=trainer.reference,
+        )
 
     def finish(self) -> None:
         """The picture and the audit, for a person to look at."""
