@@ -86,14 +86,14 @@ def save(
     root, parts = (Path(one) for one in gathered(processes, (str(root), str(name)))[0])
     path = checkpoint_path(root, step)
     with _whole_or_not_at_all(parts, path, "checkpoint") if is_main else nullcontext():
-        with _together(processes):
+        with _failing_together(processes):
             if is_main:
                 parts.mkdir(parents=True)
         if isinstance(weights, ShardedWeights):
             shards.write(weights, parts)
             if hasattr(model, "peft_config"):
                 weights.publish_now()
-        with _together(processes):
+        with _failing_together(processes):
             if is_main:
                 (_write_frame if weights.is_sharded else _write_model)(model, tokenizer, parts)
                 torch.save(_tensors(weights), parts / TENSORS)
@@ -114,7 +114,7 @@ def save(
 
 
 @contextmanager
-def _together(processes: Any) -> Iterator[None]:
+def _failing_together(processes: Any) -> Iterator[None]:
     """What fails in one process fails in all of them: none waits for another that is gone."""
     error: Exception | None = None
     try:
@@ -183,16 +183,16 @@ def _whole_or_not_at_all(parts: Path, path: Path, what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        lacked = _lack(error, parts)
+        missing = _missing_resource(error, parts)
         shutil.rmtree(parts, ignore_errors=True)
-        if lacked is None:
+        if missing is None:
             raise
-        reason = "there is too little memory" if lacked == errno.ENOMEM else os.strerror(lacked)
+        reason = "there is too little memory" if missing == errno.ENOMEM else os.strerror(missing)
         said = f"this {what} was not saved: {reason}; earlier ones are as they were, and training can be resumed"
-        raise CheckpointError(lacked, said, str(path)) from error
+        raise CheckpointError(missing, said, str(path)) from error
 
 
-def _lack(error: BaseException, parts: Path) -> int | None:
+def _missing_resource(error: BaseException, parts: Path) -> int | None:
     """What the machine lacked, by its number; None for an error of another kind. Libraries hide the system's own."""
     said = str(error)
     if isinstance(error, MemoryError) or "can't allocate memory" in said or "out of memory" in said:

@@ -136,13 +136,13 @@ class GRPOTrainer(Trainer):
                 began = time.perf_counter()
                 if not self._parts:
                     count = self.rows_per_generation * self.config.group_size
-                    report.enter(f"sampling and scoring {count} rollouts")
+                    report.display.enter(f"sampling and scoring {count} rollouts")
                 batch = self._next_batch(generations)
                 sampled = time.perf_counter()
                 if (error := nothing_scored(batch, self.accelerator)) is not None:
                     report.keep_rollouts(self.step + 1, batch)
                     raise error
-                report.enter(f"learning from {len(batch['rewards'])} rollouts")
+                report.display.enter(f"learning from {len(batch['rewards'])} rollouts")
                 figures = self.train_step(batch) or {}
                 if self.config.num_batches_ahead or self._remote is not None:
                     figures |= staleness_figures(batch, self.step)
@@ -296,7 +296,7 @@ class GRPOTrainer(Trainer):
         size = self.config.group_size
         self._start_sampling(self.rows.taken, len(rows) * size, is_apart=self.rows.is_apart)
         self.rows.is_apart = False
-        tally = Tally() if self.report is None else self.report.counted()
+        tally = Tally() if self.report is None else self.report.display.counted()
         results: Results = self.env.generate_sync(**self._rollouts_of(rows, tally))
         groups = [first_group + i for i in range(len(rows)) for _ in range(size)]
         return self._rewarded(Batch.of_states(results.rollouts, groups, cursor=self.rows.cursor))

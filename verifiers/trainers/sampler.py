@@ -44,7 +44,7 @@ class Sampler(LocalModel):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._remembers, self._usual = remembers, flat(usual)
-        self._ledger: OrderedDict[tuple[str, str], deque[Tokens]] = OrderedDict()
+        self._sampled: OrderedDict[tuple[str, str], deque[Tokens]] = OrderedDict()
         self._count = 0
 
     async def complete(self, request: Request) -> Completion:
@@ -59,18 +59,18 @@ class Sampler(LocalModel):
 
     def keep(self, request: Request, message: ChatMessage, tokens: Tokens) -> None:
         """Remember which tokens a reply was made of; the oldest replies go when there are too many."""
-        self._ledger.setdefault(_key(request.prompt, message), deque()).append(tokens)
+        self._sampled.setdefault(_key(request.prompt, message), deque()).append(tokens)
         self._count += 1
         while self._count > self._remembers:
-            oldest = next(iter(self._ledger))
-            self._ledger[oldest].popleft()
+            oldest = next(iter(self._sampled))
+            self._sampled[oldest].popleft()
             self._count -= 1
-            if not self._ledger[oldest]:
-                del self._ledger[oldest]
+            if not self._sampled[oldest]:
+                del self._sampled[oldest]
 
     def _find(self, prompt: Any, reply: Any) -> Tokens | None:
         """The tokens of a reply. The same words sampled several times are found in the order they were sampled."""
-        times = self._ledger.get(_key(prompt, reply))
+        times = self._sampled.get(_key(prompt, reply))
         if times is None:
             return None
         times.rotate(-1)

@@ -15,7 +15,7 @@ from verifiers.trainers.config import SFTConfig
 from verifiers.trainers.logprobs import TokenScorer
 from verifiers.trainers.micro_batches import Trained, idle_batch, micro_batches
 from verifiers.trainers.row_stream import RowStream
-from verifiers.trainers.sft_rows import Imitated, read_samples
+from verifiers.trainers.sft_rows import SFTSamples, read_samples
 from verifiers.trainers.sharding import make_weights
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
@@ -82,7 +82,7 @@ class SFTTrainer(Trainer):
             while self.step < self.total_steps and not self.should_stop:
                 self.epoch = self.step // self.num_steps_per_epoch
                 began = time.perf_counter()
-                report.enter("learning from a batch")
+                report.display.enter("learning from a batch")
                 figures = self.train_step(self.get_batch())
                 self.step += 1
                 seconds = time.perf_counter() - began
@@ -144,7 +144,7 @@ class SFTTrainer(Trainer):
 
     # --- the rest -------------------------------------------------------------------------------------------------
 
-    def _read(self, dataset: Any) -> Imitated:
+    def _read(self, dataset: Any) -> SFTSamples:
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         most = min((n for n in (self.config.max_seq_length, longest) if n is not None), default=None)
         return read_samples(dataset, self.tokenizer, env=self.env, min_reward=self.config.min_reward, max_length=most)

@@ -95,12 +95,12 @@ class Trainer:
         """Evaluate, save and tell, as far as it is due."""
         is_epoch_end = self.step % self.num_steps_per_epoch == 0 or self.step == self.total_steps
         if self.can_evaluate and self._is_due("eval", is_epoch_end):
-            report.enter("evaluating")
+            report.display.enter("evaluating")
             figures = self.evaluate()
             report.evaluated(self.step, figures)
             call_callbacks(self, "on_evaluate", figures)
         if self._is_due("save", is_epoch_end):
-            report.enter("saving a checkpoint")
+            report.display.enter("saving a checkpoint")
             report.checkpoint(self, cursor=cursor)
         call_callbacks(self, "on_step_end", report.last)
 

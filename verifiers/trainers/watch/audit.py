@@ -1,4 +1,4 @@
-"""A finished training → a page for a person: did it learn, what did it learn from, and does that smell of a trick?"""
+"""A finished training → a page for a person: did it learn, from what, and does that look like reward hacking?"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TAG = re.compile(r"<[A-Za-z_][\w-]*>")
 
 @dataclass(slots=True)
 class Traits:
-    """What the drift of replies is told by; sums over rollouts."""
+    """What the drift of replies is measured by; sums over rollouts."""
 
     count: int = 0
     sums: Counter[str] = field(default_factory=Counter)

@@ -26,7 +26,7 @@ SOLVED_SHARE = 0.9  # of the way from the worst to the best single reward seen
 SOLVED_LEAST = 0.5  # of what the weights add up to: the best seen must be this good
 DOMINANT_SHARE = 0.98  # of the weighted variance
 DOMINANT_SCALE = 20.0  # how much wider one function's values are spread than another's
-LIVELY_SPREAD = 0.1  # of a function's own range, below which it is saturated and not drowned
+SATURATED_SPREAD = 0.1  # of a function's own range, below which it is saturated
 FALL_ERRORS, FALL_SHARE = 5.0, 0.1  # standard errors (many stretches are compared); of the range of rewards
 
 
@@ -62,7 +62,7 @@ class Watch:
         self.config = config
         self.weights = {name: weight for name, weight in (weights or {}).items() if weight}
         self.silence = silence
-        self._spoke_at: dict[str, int] = {}
+        self._noticed_at: dict[str, int] = {}
         self._in_a_row: dict[str, int] = {}
         self._rewards: list[float] = []
         self._entropies: list[float] = []
@@ -89,9 +89,9 @@ class Watch:
         }
         notices = []
         for kind, text in found.items():
-            last = self._spoke_at.get(kind)
+            last = self._noticed_at.get(kind)
             if text is not None and (last is None or step - last >= self.silence):
-                self._spoke_at[kind] = step
+                self._noticed_at[kind] = step
                 notices.append(Notice(kind=kind, step=step, text=text))
         return notices
 
@@ -227,23 +227,23 @@ class Watch:
         )
 
     def _dominance(self) -> str | None:
-        """One function drowns another because its numbers are so much larger, not because it was weighted so."""
+        """One function outweighs another by the scale of its values, not by its weight."""
         if len(self._columns) < WINDOW:
             return None
         columns = {name: values for name in self.weights if (values := self._values(name))}
         spreads = {name: math.sqrt(variance(values)) for name, values in columns.items()}
         parts = {name: (self.weights[name] * spread) ** 2 for name, spread in spreads.items()}
         total = sum(parts.values())
-        loud = max(parts, key=lambda name: parts[name], default="")
-        if total == 0 or parts[loud] <= DOMINANT_SHARE * total:
+        top = max(parts, key=lambda name: parts[name], default="")
+        if total == 0 or parts[top] <= DOMINANT_SHARE * total:
             return None
         for name, spread in spreads.items():
-            is_lively = spread > LIVELY_SPREAD * (max(columns[name]) - min(columns[name]))
-            if is_lively and spreads[loud] > DOMINANT_SCALE * spread:
+            varies = spread > SATURATED_SPREAD * (max(columns[name]) - min(columns[name]))
+            if varies and spreads[top] > DOMINANT_SCALE * spread:
                 return (
-                    f"the reward function {loud!r} makes up {parts[loud] / total:.1%} of the rewards' variance: its "
-                    f"values spread by {spreads[loud]:.3g}, those of {name!r} by {spread:.3g}, which thus hardly "
-                    f"counts; bring them to one scale, or lower the weight of {loud!r} (now {self.weights[loud]:g})"
+                    f"the reward function {top!r} makes up {parts[top] / total:.1%} of the rewards' variance: its "
+                    f"values spread by {spreads[top]:.3g}, those of {name!r} by {spread:.3g}, which thus hardly "
+                    f"counts; bring them to one scale, or lower the weight of {top!r} (now {self.weights[top]:g})"
                 )
         return None
 
