@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verifiers.chat import ChatWriter
@@ -33,6 +33,11 @@ class Sample:
                 f"{n} completion ids, {len(self.completion_mask)} mask entries, "
                 f"{len(self.completion_logprobs)} logprobs; they must be as many"
             )
+
+    def first(self, n: int, **changes: Any) -> Sample:
+        """The same with no more than ``n`` tokens of its completion."""
+        names = ("completion_ids", "completion_mask", "completion_logprobs")
+        return replace(self, **{name: getattr(self, name)[:n] for name in names}, **changes)
 
 
 def samples_of(steps: Iterable[Mapping[str, Any]]) -> list[Sample]:
@@ -225,14 +230,7 @@ def _cut(sample: Sample, max_seq_len: int | None) -> Sample:
     if max_seq_len is None or len(sample.prompt_ids) + len(sample.completion_ids) <= max_seq_len:
         return sample
     room = max(max_seq_len - len(sample.prompt_ids), 0)
-    return Sample(
-        prompt_ids=sample.prompt_ids[:max_seq_len],
-        completion_ids=sample.completion_ids[:room],
-        completion_mask=sample.completion_mask[:room],
-        completion_logprobs=sample.completion_logprobs[:room],
-        is_truncated=True,
-        sampling=sample.sampling,
-    )
+    return sample.first(room, prompt_ids=sample.prompt_ids[:max_seq_len], is_truncated=True, steps=())
 
 
 def _batch(pairs: Sequence[tuple[Sample, float]]) -> ProcessedOutputs:

@@ -63,7 +63,7 @@ def test_a_pipe_gets_a_line_every_so_many_steps_and_the_last() -> None:
     assert first == "sums · tiny: 25 steps"
     assert ten.startswith(
         "step 10/25  reward 0.100 ± 0.050  loss 0.0100  kl 0.0020  entropy 1.25  length 85  cut off 5%  "
-        "flat groups 25%  5,321 tokens/s  1.70 s"
+        "groups without variance 25%  5,321 tokens/s  1.70 s"
     )
     assert last.startswith("step 25/25")
     assert evaluated == "evaluation after step 25: reward 0.500 ± 0.050 of 200 rollouts, 3 failed"

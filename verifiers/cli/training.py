@@ -219,7 +219,7 @@ class Stopping(AbstractContextManager["Stopping"]):
         if report is None:
             click.echo(said, err=True)
         else:
-            report.say(said)
+            report.display.say(said)
 
     def on_step_end(self, trainer: Any, figures: Mapping[str, Any]) -> None:
         from verifiers.trainers.processes import gathered

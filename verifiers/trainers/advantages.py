@@ -92,9 +92,9 @@ def reinforce_plus_plus_baseline(rewards: Sequence[float], groups: Sequence[int]
 def gdpo(
     states: Sequence[Mapping[str, Any]], groups: Sequence[int], weights: Mapping[str, float], gather: Gather
 ) -> list[float]:
-    """Each reward function is normalised in its group, before they are weighed, added up and normalised over the batch.
+    """Each reward function is normalised in its group, then they are weighted, added up and normalised over the batch.
 
-    So a function whose values lie close together is not drowned by one whose values lie far apart.
+    So a function whose values lie close together counts as much as one whose values lie far apart.
 
     >>> states = [{"metrics": {"right": 1.0, "short": 0.1}}, {"metrics": {"right": 0.0, "short": 0.2}}]
     >>> gdpo(states, [0, 0], {"right": 1.0, "short": 0.5}, list)
@@ -171,7 +171,7 @@ class Estimator:
     ) -> list[Advantage]:
         """The advantages of a batch; a failed rollout (a reward of None) neither counts nor gets one."""
         states = [None] * len(rewards) if states is None else states
-        scored = _places(rewards)
+        scored = [i for i, reward in enumerate(rewards) if reward is not None]
         if "states" in self._call.wanted and any(states[i] is None for i in scored):
             raise ValueError(
                 f"advantage {self.name!r} asks for the states of rollouts, and this batch has texts without them"
@@ -213,17 +213,6 @@ class Estimator:
                     "finite number (None: this rollout does not train)"
                 )
         return found
-
-
-def batch_advantages(
-    rewards: Sequence[float | None], groups: Sequence[int], estimator: str = "dr_grpo"
-) -> list[Advantage]:
-    """The advantages of a batch, whose rollouts belong to the groups with these numbers.
-
-    >>> batch_advantages([1.0, 0.0, 5.0, 7.0], [0, 0, 1, 1])
-    [0.5, -0.5, -1.0, 1.0]
-    """
-    return Estimator(estimator)(rewards, groups)
 
 
 def mean_advantage(advantage: Advantage) -> float | None:
@@ -285,10 +274,6 @@ def _members(places: Sequence[int], groups: Sequence[int]) -> list[list[int]]:
     for i in places:
         members.setdefault(groups[i], []).append(i)
     return list(members.values())
-
-
-def _places(values: Sequence[Any]) -> list[int]:
-    return [i for i, value in enumerate(values) if value is not None]
 
 
 def _plain(value: Any) -> Advantage:

@@ -76,48 +76,40 @@ def save(
     keep: int | None,
     reference: Reference | None = None,
 ) -> Path:
-    """Write a checkpoint of this step; with ``keep``, the oldest ones beyond so many are removed afterwards."""
-    path, parts = checkpoint_path(root, step), root / f".step-{step:06d}.{os.getpid()}"
-    with _whole_or_not_at_all(parts, path, "checkpoint"):
-        parts.mkdir(parents=True)
-        _write_model(model, tokenizer, parts)
-        torch.save({**_tensors(weights), **_numbers(weights)}, parts / TENSORS)
-        _write_rest(parts, path, step, state, reference)
-    _saved(root, path, keep, reference)
-    return path
+    """Write a checkpoint of this step; with ``keep``, the oldest ones beyond so many are removed afterwards.
 
-
-def save_sharded(
-    root: Path,
-    *,
-    step: int,
-    model: Any,
-    tokenizer: Any,
-    weights: ShardedWeights,
-    state: Mapping[str, Any],
-    keep: int | None,
-    reference: Reference | None = None,
-) -> Path:
-    """The same for weights of which each process writes its part: all of them call this together."""
-    processes = weights.processes
-    is_main, name = processes.is_main_process, f".step-{step:06d}.{os.getpid()}"
-    root, parts = (Path(one) for one in gathered(processes, (str(root), str(root / name)))[0])
+    Of sharded weights each process writes its part: all of them call this together.
+    """
+    processes = weights.processes if isinstance(weights, ShardedWeights) else None
+    is_main = processes is None or processes.is_main_process
+    name = root / f".step-{step:06d}.{os.getpid()}"
+    root, parts = (Path(one) for one in gathered(processes, (str(root), str(name)))[0])
     path = checkpoint_path(root, step)
     with _whole_or_not_at_all(parts, path, "checkpoint") if is_main else nullcontext():
         with together(processes):
             if is_main:
                 parts.mkdir(parents=True)
-        shards.write(weights, parts)
-        if hasattr(model, "peft_config"):
-            weights.publish_now()
+        if isinstance(weights, ShardedWeights):
+            shards.write(weights, parts)
+            if hasattr(model, "peft_config"):
+                weights.publish_now()
         with together(processes):
             if is_main:
-                _write_frame(model, tokenizer, parts)
-                torch.save(_numbers(weights), parts / TENSORS)
-                _write_rest(parts, path, step, state, reference)
+                (_write_frame if weights.is_sharded else _write_model)(model, tokenizer, parts)
+                torch.save(_tensors(weights), parts / TENSORS)
+                if reference is not None:
+                    _save_reference(reference, parts / REFERENCE)
+                whole = {**state, "step": step, "python_rng": _python_rng()}
+                (parts / STATE).write_text(json.dumps(whole, indent=1))
+                _move_synced(parts, path)
     if is_main:
-        _saved(root, path, keep, reference)
-    processes.wait_for_everyone()
+        sync_folder(root)
+        if reference is not None:
+            reference.saved = (reference.version, path / REFERENCE)
+        for old in checkpoints(root)[: -keep if keep else 0]:
+            shutil.rmtree(old)
+    if processes is not None:
+        processes.wait_for_everyone()
     return path
 
 
@@ -133,25 +125,13 @@ def _write_frame(model: Any, tokenizer: Any, parts: Path) -> None:
     tokenizer.save_pretrained(parts)
 
 
-def _write_rest(parts: Path, path: Path, step: int, state: Mapping[str, Any], reference: Reference | None) -> None:
-    """The state, and with it the checkpoint is whole."""
-    if reference is not None:
-        _save_reference(reference, parts / REFERENCE)
-    (parts / STATE).write_text(json.dumps({**state, "step": step, "python_rng": _python_rng()}, indent=1))
+def _move_synced(parts: Path, path: Path) -> None:
     for file in parts.rglob("*"):
         if file.is_file():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
     shutil.rmtree(path, ignore_errors=True)
     parts.rename(path)
-
-
-def _saved(root: Path, path: Path, keep: int | None, reference: Reference | None) -> None:
-    sync_folder(root)
-    if reference is not None:
-        reference.saved = (reference.version, path / REFERENCE)
-    for old in checkpoints(root)[: -keep if keep else 0]:
-        shutil.rmtree(old)
 
 
 def _save_reference(reference: Reference, path: Path) -> None:
@@ -188,16 +168,16 @@ def _whole_or_not_at_all(parts: Path, path: Path, what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        lacked = _lack(error, parts)
+        missing = _missing_resource(error, parts)
         shutil.rmtree(parts, ignore_errors=True)
-        if lacked is None:
+        if missing is None:
             raise
-        reason = "there is too little memory" if lacked == errno.ENOMEM else os.strerror(lacked)
+        reason = "there is too little memory" if missing == errno.ENOMEM else os.strerror(missing)
         said = f"this {what} was not saved: {reason}; earlier ones are as they were, and training can be resumed"
-        raise CheckpointError(lacked, said, str(path)) from error
+        raise CheckpointError(missing, said, str(path)) from error
 
 
-def _lack(error: BaseException, parts: Path) -> int | None:
+def _missing_resource(error: BaseException, parts: Path) -> int | None:
     """What the machine lacked, by its number; None for an error of another kind. Libraries hide the system's own."""
     said = str(error)
     if isinstance(error, MemoryError) or "can't allocate memory" in said or "out of memory" in said:
@@ -216,19 +196,22 @@ def _lack(error: BaseException, parts: Path) -> int | None:
 
 
 def _tensors(weights: Weights) -> dict[str, Any]:
-    return {
-        "names": weights.names,
-        "masters": [one.detach() for one in weights.masters],
-        "optimizer": weights.optimizer.state_dict(),
-        "states": OPTIMIZERS[weights.config.optim].states,
-    }
-
-
-def _numbers(weights: Weights) -> dict[str, Any]:
-    return {
+    """What a checkpoint has beside the model; sharded weights have written theirs."""
+    found = {
         "scale": weights.scale,
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+    if weights.is_sharded:
+        return found
+    masters = [one.detach() for one in weights.masters]
+    states = OPTIMIZERS[weights.config.optim].states
+    return {
+        "names": weights.names,
+        "masters": masters,
+        "optimizer": weights.optimizer.state_dict(),
+        "states": states,
+        **found,
     }
 
 
@@ -245,8 +228,7 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
             tensors = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"{path} is no checkpoint: it has no {STATE} and {TENSORS}") from None
-    is_sharded = "masters" not in tensors
-    shapes, saved = weights.shapes, _shapes(path) if is_sharded else _shapes_of(tensors)
+    shapes, saved = weights.shapes, _shapes(path, tensors)
     if shapes != saved:
         odd = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
         raise ValueError(
@@ -260,7 +242,7 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
             f"{path} holds the states of another optimizer than optim={weights.config.optim!r}: resume with "
             f"optim={' or '.join(map(repr, wanted))}, or begin a new run from its weights"
         )
-    if is_sharded:
+    if "masters" not in tensors:
         shards.read(weights, path)
     elif isinstance(weights, ShardedWeights):
         shards.read_whole(weights, tensors)
@@ -279,11 +261,9 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
     return state
 
 
-def _shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return dict(zip(tensors["names"], (tuple(one.shape) for one in tensors["masters"]), strict=True))
-
-
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def _shapes(path: Path, tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    if "masters" in tensors:
+        return dict(zip(tensors["names"], (tuple(one.shape) for one in tensors["masters"]), strict=True))
     found = shards.shapes_of(path).items()
     return {name.removeprefix("weights."): shape for name, shape in found if name.startswith("weights.")}
 

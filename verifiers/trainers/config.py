@@ -180,17 +180,11 @@ class GRPOConfig(TrainingConfig):
         if rollouts % self.group_size:
             what = f"batch_size × gradient_accumulation_steps = {rollouts}"
             what += f" of each of {processes} processes" if processes > 1 else ""
-            near = [
-                n
-                for n in (
-                    rollouts // self.group_size * self.group_size,
-                    -(-rollouts // self.group_size) * self.group_size,
-                )
-                if n
-            ]
+            groups = rollouts // self.group_size
+            near = [str(n * self.group_size) for n in (groups, groups + 1) if n]
             raise ValueError(
                 f"{what} must be a multiple of group_size = {self.group_size}: a group is never split; "
-                f"take {' or '.join(map(str, dict.fromkeys(near)))} rollouts a step"
+                f"take {' or '.join(near)} rollouts a step"
             )
         steps, accumulated = self.steps_per_generation, self.gradient_accumulation_steps
         if steps is not None and not (is_count(steps) and steps % accumulated == 0):

@@ -3,15 +3,13 @@
 What lies between the projections is done by the kernels of the device (`verifiers.kernels.autograd`). The last layer of
 a packed row computes no more of shared prefixes than their keys and values.
 
-A layer is recognised as the engine recognises it, and proven again by its numbers: its own forward and this one are run
-on the same probe, and results and gradients must agree. Whatever is unusual when it runs (a mask, a hook, dropout in
-attention, another attention than PyTorch's) is left to the layer's own forward. Projections are called as modules, so
-adapters on them work.
+A layer is recognised as the engine recognises it; the whole model is proven with it, forward and backward, before it is
+used (`verifiers.trainers.proof`). Whatever is unusual when it runs (a mask, a hook, dropout in attention, another
+attention than PyTorch's) is left to the layer's own forward. Projections are called as modules: adapters work.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,17 +23,13 @@ from torch import Tensor
 from verifiers.kernels import autograd
 from verifiers.kernels.attention import register
 from verifiers.kernels.decoder import DecoderLayer, has_parts, recognise
-from verifiers.kernels.modules import HOOKS, is_hooked, replaced_forwards, without_dropout
+from verifiers.kernels.modules import HOOKS, is_hooked, replaced_forwards
 from verifiers.kernels.norms import fusible_norms
-from verifiers.kernels.prove import agree
 from verifiers.trainers import packing
 from verifiers.trainers.packing import Row, dense_attention
 
-logger = logging.getLogger("verifiers.trainers")
-
 HARMLESS = {"position_ids", "use_cache", "cache_position"}  # what a layer may be told besides, without a cache
 CHECKPOINTING = "_gradient_checkpointing_func"  # where transformers keeps the function that checkpoints a layer
-PROBE_SHAPE = (2, 7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +199,7 @@ class DecoderTraining:
 
 
 def recognised(model: Any) -> list[LearningLayer]:
-    """The layers of the common kind whose numbers and gradients are their own."""
+    """The layers of the common kind."""
     register()
     configs = _configs(model)
     epsilons = {id(norm): epsilon for norm, epsilon in fusible_norms(model)}
@@ -213,10 +207,8 @@ def recognised(model: Any) -> list[LearningLayer]:
     for layer in filter(has_parts, model.modules()):
         if any(map(is_hooked, layer.modules())):  # a hook that is there now would be called by the probe
             continue
-        known = recognise(layer, configs, epsilons)
-        if known is not None:
-            one = LearningLayer(known, known.index == configs[-1].num_hidden_layers - 1)
-            found += [one] if _is_proven(one) else []
+        if (known := recognise(layer, configs, epsilons)) is not None:
+            found.append(LearningLayer(known, known.index == configs[-1].num_hidden_layers - 1))
     return found
 
 
@@ -227,31 +219,3 @@ def _configs(model: Any) -> list[Any]:
 
 def _is_watched(layer: Any) -> bool:
     return any(map(is_hooked, (layer, layer.self_attn, layer.mlp, layer.mlp.act_fn)))
-
-
-def _is_proven(one: LearningLayer) -> bool:
-    layer = one.layer
-    try:
-        with without_dropout(layer):
-            theirs = _answers(layer, partial(type(layer).forward, layer))
-            ours = _answers(layer, one.forward)
-    except Exception as error:  # foreign code, asked in a way it may not know: then it is not the kind we know
-        logger.debug("layer %s learns as it is: %r", one.known.index, error)
-        return False
-    return agree(theirs, ours)
-
-
-def _answers(layer: Any, forward: Callable[..., Any]) -> list[Tensor]:
-    """What a layer makes of a probe, and the gradients of that."""
-    like = layer.input_layernorm.weight
-    head_dim = layer.self_attn.head_dim
-    generator = torch.Generator().manual_seed(0)  # the caller's random numbers are not ours to draw
-    hidden, seed = (torch.randn((*PROBE_SHAPE, like.shape[0]), generator=generator) for _ in range(2))
-    angle = torch.rand((*PROBE_SHAPE, head_dim), generator=generator) * 6.0
-    hidden, seed, cos, sin = (x.to(like.device, like.dtype) for x in (hidden, seed, angle.cos(), angle.sin()))
-    with torch.enable_grad():
-        hidden.requires_grad_()
-        out = forward(hidden, attention_mask=None, position_embeddings=(cos, sin))
-        learned = [hidden, *(one for one in layer.parameters() if one.requires_grad)]
-        grads = torch.autograd.grad(out, learned, seed, allow_unused=True)
-    return [out.detach(), *(one for one in grads if one is not None)]

@@ -65,6 +65,11 @@ def own_function(config: Any, argument: str, field: str, given: Any) -> Callable
     return None
 
 
+def is_overridden(given: Any, base: type, name: str) -> bool:
+    """Is a method another one than that of ``base``, by a subclass or by assignment?"""
+    return getattr(type(given), name) is not getattr(base, name) or name in vars(given)
+
+
 def call_fitting(function: Callable[..., Any], *args: Any) -> Any:
     """Call a method with as many of these arguments as it takes: ``get_batch()`` and ``get_batch(epoch, step)``.
 

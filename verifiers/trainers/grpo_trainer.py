@@ -2,60 +2,44 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from verifiers import calls
 from verifiers.chat import ChatWriter
-from verifiers.clients import as_client
-from verifiers.clients.protocol import Request
 from verifiers.envs.evaluation import score_states
 from verifiers.envs.remote.workers import Workers, as_workers, check_installed
-from verifiers.messages import as_messages
 from verifiers.progress import Tally
+from verifiers.results import Results
 from verifiers.runner import RunInterruptedError
-from verifiers.trainers import processes, sampling, setup, stopping
+from verifiers.trainers import processes, sampler, sampling, setup
 from verifiers.trainers.advantages import Estimator, flat_groups
 from verifiers.trainers.batch import Batch, Reply, as_batch, refusals, with_advantages
 from verifiers.trainers.config import GRPOConfig
-from verifiers.trainers.functions import call_callbacks, call_fitting, own_function
+from verifiers.trainers.functions import call_fitting, is_overridden, own_function
 from verifiers.trainers.generations import Generations, rows_learned
 from verifiers.trainers.losses import Loss
 from verifiers.trainers.micro_batches import Trained
 from verifiers.trainers.offline import read_offline
-from verifiers.trainers.planning import Job
+from verifiers.trainers.reference import Reference
 from verifiers.trainers.remote_weights import remote_weights
 from verifiers.trainers.reward_weights import reward_weights, scheduled_weights
 from verifiers.trainers.row_stream import RowStream
-from verifiers.trainers.sampler import (
-    Sampler,
-    exact_sampling,
-    make_sampler,
-    sampling_args,
-    seed_of,
-    usual_sampling,
-)
-from verifiers.trainers.samplers import Samplers
 from verifiers.trainers.sequences import trained_sequences
 from verifiers.trainers.sharding import Whole, check_sharding, make_weights
 from verifiers.trainers.staleness import staleness_figures
-from verifiers.trainers.threads import sensible_threads
+from verifiers.trainers.stopping import nothing_scored
 from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.update import PolicyUpdate
 from verifiers.trainers.watch.report import Report
 from verifiers.trainers.watch.tracking import check_report_to
 from verifiers.trainers.weights import learning_rate
 from verifiers.types import Row
-
-if TYPE_CHECKING:
-    from verifiers.results import Results
-    from verifiers.trainers.reference import Reference
 
 RowSampler = Callable[[Sequence[Row], float], Sequence[Row]]
 WeightSchedule = Callable[[float], Sequence[float]]
@@ -111,14 +95,13 @@ class GRPOTrainer(Trainer):
         if self.offline is None:
             setup.check_env(env)
         whole: Whole = "sampled" if client is None or self.config.kl_coef else "sent"
-        job = Job(
-            config=self.config,
-            device=self.accelerator.device,
+        job = setup.job(
+            self.config,
+            self.accelerator,
+            kind,
             env=env,
             adapters=peft_config,
             samples=client is None,
-            processes=self.accelerator.num_processes,
-            sharding=processes.held_apart(self.accelerator, kind),
             is_read=whole == "sampled",
         )
         self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, job)
@@ -128,13 +111,14 @@ class GRPOTrainer(Trainer):
         self.weights = make_weights(self.model, self.config, self.accelerator, kind, whole=whole, plan=self.memory)
         self.optimizer = self.weights.optimizer
         self._remote = remote_weights(client, weight_server, self.model, self.tokenizer)
-        self.client = (
-            make_sampler(self.model, self.tokenizer, self.config, env, self.memory) if client is None else client
-        )
-        rows: Any = self.offline.groups() if self.offline is not None else setup.rows_of(env, dataset)
-        self.dropped_prompts = 0
-        if self.offline is None:
-            rows, self.dropped_prompts = setup.short_enough(rows, self.tokenizer, self.config, env)
+        if client is None:
+            client = sampler.make_sampler(self.model, self.tokenizer, self.config, env, self.memory)
+        self.client = client
+        if self.offline is not None:
+            rows, self.dropped_prompts = self.offline.groups(), 0
+        else:
+            found = setup.rows_of(env, dataset)
+            rows, self.dropped_prompts = setup.short_enough(found, self.tokenizer, self.config, env)
         shard = (self.accelerator.process_index, self.accelerator.num_processes)
         self.rows = RowStream(rows, seed=self.config.seed, shard=shard)
         self.eval_rows = setup.eval_rows(env, eval_dataset)
@@ -142,7 +126,7 @@ class GRPOTrainer(Trainer):
         self.row_sampler, self.weight_schedule = row_sampler, weight_schedule
         self.step, self.epoch, self.cursor, self.should_stop = 0, 0, 0, False
         self.learned: list[int] = []  # places of rows beyond the cursor, where they are not learned from in order
-        self.report: Report | None = None
+        self.report = None
         self._update: PolicyUpdate | None = None
         self._workers: Workers | None = None  # while training: one connection for all steps
         self._parts: deque[Batch] = deque()  # of the last generation, not learned from yet
@@ -162,13 +146,16 @@ class GRPOTrainer(Trainer):
                 began = time.perf_counter()
                 if not self._parts:
                     count = self.rows_per_generation * self.config.group_size
-                    report.enter(f"sampling and scoring {count} rollouts")
+                    report.display.enter(f"sampling and scoring {count} rollouts")
                 batch = self._next_batch(generations)
                 sampled = time.perf_counter()
-                self._check_scored(report, batch)
-                report.enter(f"learning from {len(batch['rewards'])} rollouts")
+                if (error := nothing_scored(batch, self.accelerator)) is not None:
+                    report.keep_rollouts(self.step + 1, batch)
+                    raise error
+                report.display.enter(f"learning from {len(batch['rewards'])} rollouts")
                 figures = self.train_step(batch) or {}
-                figures |= staleness_figures(batch, self.step) if self._may_be_stale else {}
+                if self.config.num_batches_ahead or self._remote is not None:
+                    figures |= staleness_figures(batch, self.step)
                 self.step += 1
                 report.step(self, batch, figures, waited_s=sampled - began, trained_s=time.perf_counter() - sampled)
                 self.cursor, self.learned = rows_learned(self.rows, batch, self.accelerator)
@@ -226,7 +213,7 @@ class GRPOTrainer(Trainer):
         rate = learning_rate(self.config, self.step, self.total_steps)
         trained = self.sequences(batch)
         refused = refusals(batch, trained, self.accelerator)
-        if self.memory.releases_cache and isinstance(self.client, Sampler):
+        if self.memory.releases_cache and isinstance(self.client, sampler.Sampler):
             self.client.engine.release_cache()
         figures = self.update.run(trained, rate)
         batch.ratios = self.update.ratios_of(self.config.log_rollouts)
@@ -243,36 +230,22 @@ class GRPOTrainer(Trainer):
             raise ValueError("this trainer has no environment to evaluate on; pass env=")
         asked = sampling.over(self.sampling, self.config.eval_sampling_args)
         inputs = self.eval_rows if self.config.eval_examples < 0 else self.eval_rows[: self.config.eval_examples]
-        self._start_sampling("eval", len(inputs) * self.config.eval_rollouts_per_example, is_apart=True)
-        results: Results = self.env.generate_sync(
-            inputs=inputs,
-            client=self.client,
-            rollouts_per_example=self.config.eval_rollouts_per_example,
-            sampling_args=asked,
-            max_concurrent=self.config.max_concurrent,
-            use_tqdm=False,
-            workers=self._workers or self.config.workers,
-        )
+        each = self.config.eval_rollouts_per_example
+        self._start_sampling("eval", len(inputs) * each, is_apart=True)
+        how = {"rollouts_per_example": each, "sampling_args": asked, "use_tqdm": False, "score": True}
+        results: Results = self.env.generate_sync(**self._rollouts_of(inputs, Tally()) | how)
         return results
 
     def generate(self, prompts: Sequence[Any]) -> list[Reply]:
         """One reply to each prompt (text or messages), sampled as in training."""
-
-        async def ask_all() -> list[Any]:
-            return await asyncio.gather(*(client.complete(request) for request in requests))
-
-        client = as_client(self.client)
         is_chat = getattr(self.env, "message_type", "chat") == "chat"
-        asked = [as_messages(prompt) if is_chat else prompt for prompt in prompts]
-        kind: Literal["chat", "completion"] = "chat" if is_chat else "completion"
-        requests = [Request(model="", prompt=one, sampling=self.sampling, message_type=kind) for one in asked]
-        replies = calls.run(ask_all)
+        replies = sampler.ask(self.client, prompts, self.sampling, is_chat=is_chat)
         return [Reply(one.text, messages=[one.message] if is_chat else one.text) for one in replies]
 
     @property
     def sampling(self) -> dict[str, Any]:
         """What rollouts are asked for: the configuration's arguments, then the environment's, then the defaults."""
-        return sampling_args(self.config, self.env)
+        return sampler.sampling_args(self.config, self.env)
 
     # --- sizes ----------------------------------------------------------------------------------------------------
 
@@ -300,15 +273,8 @@ class GRPOTrainer(Trainer):
     @property
     def _makes_whole_batches(self) -> bool:
         """Is a batch made in one go, in a way that groups on their own cannot be?"""
-        hooks = ("get_batch", "sample_batch")
-        is_own = any(
-            getattr(type(self), hook) is not getattr(GRPOTrainer, hook) or hook in vars(self) for hook in hooks
-        )
+        is_own = any(is_overridden(self, GRPOTrainer, hook) for hook in ("get_batch", "sample_batch"))
         return is_own or bool(self.row_sampler or self.weight_schedule or self.offline)
-
-    @property
-    def _may_be_stale(self) -> bool:
-        return bool(self.config.num_batches_ahead) or self._remote is not None
 
     def _next_batch(self, generations: Generations) -> Batch:
         """The batch of this step: of a generation for several updates, the next part."""
@@ -340,7 +306,7 @@ class GRPOTrainer(Trainer):
         size = self.config.group_size
         self._start_sampling(self.rows.taken, len(rows) * size, is_apart=self.rows.is_apart)
         self.rows.is_apart = False
-        tally = Tally() if self.report is None else self.report.counted()
+        tally = Tally() if self.report is None else self.report.display.counted()
         results: Results = self.env.generate_sync(**self._rollouts_of(rows, tally))
         groups = [first_group + i for i in range(len(rows)) for _ in range(size)]
         return self._rewarded(Batch.of_states(results.rollouts, groups, cursor=self.rows.cursor))
@@ -351,7 +317,7 @@ class GRPOTrainer(Trainer):
             "inputs": list(rows),
             "client": self.client,
             "rollouts_per_example": self.config.group_size,
-            "sampling_args": exact_sampling(self.sampling, self.client, self.env),
+            "sampling_args": sampler.exact_sampling(self.sampling, self.client, self.env),
             "max_concurrent": self.config.max_concurrent,
             "use_tqdm": tally,
             "score": not self._scores_itself,
@@ -360,7 +326,7 @@ class GRPOTrainer(Trainer):
 
     @property
     def _scores_itself(self) -> bool:
-        return type(self).compute_rewards is not GRPOTrainer.compute_rewards
+        return is_overridden(self, GRPOTrainer, "compute_rewards")
 
     def _rewarded(self, batch: Batch) -> Batch:
         if not self._scores_itself:
@@ -368,37 +334,22 @@ class GRPOTrainer(Trainer):
         rewards = call_fitting(self.compute_rewards, batch["completions"], batch["prompts"], self._batch_at[0])
         return batch.rewarded([float(reward) for reward in rewards])
 
-    def _check_scored(self, report: Report, batch: Batch) -> None:
-        try:
-            stopping.check_scored(batch, self.accelerator)
-        except stopping.TrainingStoppedError:
-            report.keep_rollouts(self.step + 1, batch)
-            raise
-
     def _start_sampling(self, what: int | str, count: int, *, is_apart: bool) -> None:
         """Rollouts of a step get seeds of their own, made of the run's; the sampler begins them together.
 
         The seeds of rows that no other process has do not depend on which process that is: one that runs alone would
         draw the same.
         """
-        if isinstance(self.client, Sampler):
-            engine, process = self.client.engine, 0 if is_apart else self.accelerator.process_index
-            engine.reseed(seed_of(self.config.seed, process, self.step, what))
-            engine.gather(min(count, engine.rows) if self.config.max_concurrent < 0 else 0)
+        process = 0 if is_apart else self.accelerator.process_index
+        seed = sampler.seed_of(self.config.seed, process, self.step, what)
+        sampler.start_sampling(self.client, seed, count if self.config.max_concurrent < 0 else 0)
 
     def sequences(self, batch: Batch) -> list[Trained]:
-        """The samples of a batch's rollouts with their advantages; one whose history was rewritten has several.
-
-        A rollout of which the sampled tokens are not known is in none; ``batch.refused`` has the reason.
-        """
-        asked = sampling.read_distribution(usual_sampling(self.config, self.env))
-        return trained_sequences(
-            batch,
-            self.config,
-            sampling.Distribution(temperature=asked.temperature),
-            find_tokens=getattr(self.client, "samples", None),
-            writer=self._writer,
-        )
+        """The samples of a batch's rollouts, each with its advantage (see `trained_sequences`)."""
+        asked = sampling.read_distribution(sampler.usual_sampling(self.config, self.env))
+        usual = sampling.Distribution(temperature=asked.temperature)
+        known = getattr(self.client, "samples", None)
+        return trained_sequences(batch, self.config, usual, find_tokens=known, writer=self._writer)
 
     # --- around the loop ------------------------------------------------------------------------------------------
 
@@ -406,13 +357,13 @@ class GRPOTrainer(Trainer):
     def update(self) -> PolicyUpdate:
         """How the policy learns; made when it is first needed."""
         if self._update is None:
-            asked = sampling.flat(usual_sampling(self.config, self.env))
+            asked = sampling.flat(sampler.usual_sampling(self.config, self.env))
             self._update = PolicyUpdate(
                 self.accelerator.unwrap_model(self.model),
                 self.weights,
                 self.config,
                 self.memory,
-                lock=self._weights_lock,
+                lock=sampler.weights_lock(self.client),
                 pad_id=self.tokenizer.pad_token_id,
                 max_new_tokens=int(asked["max_tokens"]),
                 processes=self.accelerator,
@@ -421,23 +372,23 @@ class GRPOTrainer(Trainer):
             )
         return self._update
 
-    @property
-    def _weights_lock(self) -> AbstractContextManager[Any]:
-        """Held by whoever changes the weights, or reads them beside the trainer's own thread."""
-        if isinstance(self.client, Samplers):
-            return self.client.lock
-        return self.client.engine.lock if isinstance(self.client, Sampler) else nullcontext()
-
     def _name_weights(self, version: int) -> None:
-        """Tokens that are sampled in this process from here on are of the weights after so many updates."""
-        if isinstance(self.client, Sampler) and self.offline is None:
-            self.client.engine.name_weights(version)
+        if self.offline is None:
+            sampler.name_weights(self.client, version)
 
     @property
     def reference(self) -> Reference | None:
         """The model that the divergence is measured from, where it has weights of its own (with LoRA it has none)."""
         reference = self.update.reference if self.config.kl_coef > 0 else None
         return None if reference is None or reference.is_adapter else reference
+
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        self.step, self.cursor, self.learned = state["step"], state["cursor"], list(state.get("learned", ()))
+        self.rows.go_on(self.cursor, self.learned)
+        self._parts.clear()
+        self._name_weights(self.step)
+        if self._remote is not None:
+            self._remote.begin(self.accelerator, self.step)
 
     @contextmanager
     def _training(self, resume: bool | str | Path) -> Iterator[Report]:
@@ -446,27 +397,14 @@ class GRPOTrainer(Trainer):
                 stack.callback(self._remote.close)
                 if not resume:  # before there is a run: a sampler that does not fit leaves none
                     self._remote.begin(self.accelerator, self.step)
-            self.report = report = stack.enter_context(Report(self, resume))
-            if resume:
-                state = report.resume(self)
-                self.step, self.cursor = state["step"], state["cursor"]
-                self.learned = list(state.get("learned", ()))
-                self.rows.go_on(self.cursor, self.learned)
-                self._parts.clear()
-                if self._remote is not None:
-                    self._remote.begin(self.accelerator, self.step)
-            self._name_weights(self.step)
-            stack.enter_context(sensible_threads(self.model))
             if self.config.workers is not None:
                 self._workers = stack.enter_context(as_workers(self.config.workers))
                 stack.callback(setattr, self, "_workers", None)
-            call_callbacks(self, "on_train_begin")
+            self._name_weights(self.step)
+            report = stack.enter_context(super()._training(resume))
             try:
                 yield report
             except RunInterruptedError:  # Ctrl-C among rollouts: the weights are those of the last whole step
                 if not self.weights.is_sharded:  # then others may be within a step, and none can save alone
                     report.checkpoint(self, cursor=self.cursor)
                 raise
-            self.weights.finish()
-            call_callbacks(self, "on_train_end")
-            report.finish()

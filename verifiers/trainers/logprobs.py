@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -58,7 +57,7 @@ class TokenScorer:
         run: Callable[..., Any] | None = None,
     ) -> None:
         self.model, self.may_fuse = model, may_fuse
-        self._run = run or _call
+        self._run = run or (lambda function, *args: function(*args))
         self._is_split: bool
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._body: Any = getattr(self._base, getattr(self._base, "base_model_prefix", ""), None)
@@ -148,11 +147,9 @@ class TokenScorer:
         """The same, of what the model made of the places: `outputs`, or some of its rows several times."""
         if not self._is_split:
             return score_logits(out, target_N, drawn_from, with_entropy=with_entropy)
-        head, is_ours = (
-            self._head,
-            _is_ours(out) and is_plain_linear(self._head) and self._head.weight.dtype == out.dtype,
-        )
-        if is_ours and drawn_from.is_tempered and not with_entropy:  # its backward pass needs the weights alone
+        head = self._head
+        is_plain = _is_ours(out) and is_plain_linear(head) and head.weight.dtype == out.dtype
+        if is_plain and drawn_from.is_tempered and not with_entropy:  # its backward pass needs the weights alone
             return Scored(fused_logprobs(out, head.weight, head.bias, target_N, drawn_from.temperature))
         return chunked_logprobs(head, out, target_N, drawn_from, with_entropy=with_entropy)
 
@@ -163,19 +160,12 @@ class TokenScorer:
         if packing is not None and row is None:
             row = Row(packing, self.layouts.varlen)
         more = {} if packing is None else {"position_ids": packing.position_T[None]}
-        with self._learning(batch.ids_BT, row, fused):
+        with self._decoder.learning(row, fused=fused and _is_ours(batch.ids_BT)):
             if self._is_split:
                 out = self._body(input_ids=batch.ids_BT, use_cache=False, **more).last_hidden_state
             else:
                 out = self.model(input_ids=batch.ids_BT, use_cache=False, **more).logits
         return select(out.flatten(0, 1), batch.place_N)
-
-    def _learning(self, ids_BT: Tensor, row: Row | None, fused: bool) -> AbstractContextManager[None]:
-        return self._decoder.learning(row, fused=fused and _is_ours(ids_BT))
-
-
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
 
 
 def _in_order(parts: list[Any], order: Tensor) -> Tensor:

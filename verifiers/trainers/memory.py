@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from verifiers.trainers.optimizers import OPTIMIZERS
@@ -24,10 +24,9 @@ KEPT_OF_HIDDEN, KEPT_OF_INNER, KEPT_OF_ATTENTION = 4, 3, 2
 WORKING = 3  # gradients of each kind that the layer has alive which is going back
 IN_4_BIT = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes: a scale of 8 bits for 64 weights, and one of 32 for 256 scales
 LOGIT_CHUNKS = 2  # that are alive at once
-CHUNK_BYTES = {"cuda": 2 << 30}  # logits of a chunk, as `verifiers.trainers.target_logprobs` cuts them
+CHUNK_BYTES = {"cuda": 2 << 30}  # logits that are alive at once, as `verifiers.trainers.target_logprobs` cuts them
 CHUNK_BYTES_ELSEWHERE = 1 << 30
 SAMPLED_LOGITS = 16  # bytes for each of a slot's logits that sampling has alive at once
-SHARDINGS = ("none", "ddp", "zero2", "fsdp2")  # ZeRO-3 shards what FSDP2 does
 
 
 class WillNotFitError(ValueError):
@@ -126,7 +125,7 @@ class Training:
     gradient_checkpointing: bool | None = None  # None: if memory asks for it
     micro_batch_tokens: int | None = None
     step_tokens: int | None = None  # that one update learns from, at most
-    sharding: str = "none"
+    sharding: str = "none"  # or ddp, zero2, fsdp2 (ZeRO-3 shards what that does)
     processes: int = 1
 
     @property
@@ -351,56 +350,6 @@ def logits(asked: Training, tokens: int, device_kind: str) -> float:
     most = CHUNK_BYTES.get(device_kind, CHUNK_BYTES_ELSEWHERE)
     head = size.vocabulary * size.hidden * 4 if asked.trains_all and tokens else 0
     return LOGIT_CHUNKS * min(most, tokens * size.vocabulary * asked.weight_bytes) + head
-
-
-# --- what does not fit ------------------------------------------------------------------------------------------------
-
-
-def check_fits(plan: MemoryPlan, where: str) -> None:
-    """Say in one sentence what does not fit, and which knobs make it fit."""
-    if plan.fits:
-        return
-    asked, device = plan.asked, plan.device
-    ways = [f"{knob} ({gb(found.peak)})" for knob, found in _remedies(plan) if found.fits]
-    advice = f"it fits with {'; or '.join(ways)}" if ways else (
-        "no knob of one process makes it fit: take a smaller model, or several GPUs (vf plan MODEL --gpus 4x80GB)"
-    )  # fmt: skip
-    what = "all weights" if asked.trains_all else "adapters"
-    parts = ", ".join(f"{name} {gb(size)}" for name, size in plan.parts.items() if size)
-    lacks = f"{gb(device.capacity)} are free on {where}"
-    if plan.peak <= device.usable:
-        lacks = f"{gb(plan.host)} on the host, which has {gb(device.host)} free"
-    raise WillNotFitError(
-        f"training {what} needs {gb(plan.peak)} at its peak ({parts}), and {lacks}, of which a tenth is left alone: "
-        f"{advice}"
-    )
-
-
-def _remedies(plan: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
-    """Knobs that are the user's to turn, and what each would come to."""
-    asked, device = plan.asked, plan.device
-    if asked.gradient_checkpointing is False:
-        yield "gradient_checkpointing=True", plan_memory(replace(asked, gradient_checkpointing=True), device)
-    if asked.samples_ahead:
-        yield "num_batches_ahead=0", plan_memory(replace(asked, samples_ahead=False), device)
-    is_apart = asked.sharding in ("zero2", "fsdp2")  # then neither these optimizers nor 4 bits are for it
-    for name, kind in OPTIMIZERS.items() if asked.trains_all and not is_apart else ():
-        goes = device.kind == "cuda" or not (kind.is_paged or kind.on_host)
-        if name != asked.optim and goes and not (kind.on_host and asked.processes > 1):
-            yield f"optim={name!r}", plan_memory(replace(asked, optim=name), device)
-    adapted = replace(asked, trained=min(asked.trained, asked.size.adapters(8)))
-    if asked.trains_all:
-        yield "LoRA: peft_config=vf.lora_defaults(), --lora", plan_memory(adapted, device)
-    if not asked.in_4_bit and not is_apart:
-        named = "load_in_4bit=True with LoRA" if asked.trains_all else "load_in_4bit=True"
-        yield named, plan_memory(replace(adapted, in_4_bit=True), device)
-    length = 1 << max(asked.length - 1, 1).bit_length() - 1
-    while length >= 128:
-        shorter = plan_memory(replace(asked, length=length), device)
-        if shorter.fits:
-            yield f"max_seq_length={length}", shorter
-            return
-        length //= 2
 
 
 def gb(size: float) -> str:

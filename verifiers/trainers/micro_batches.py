@@ -34,9 +34,8 @@ class Trained:
     sample: Sample
     advantage: float | Sequence[float]  # of all tokens, or of each token of the completion
     weight: float = 1.0
-    drawn_from: tuple[
-        tuple[int, Distribution], ...
-    ] = ()  # (tokens, distribution) of each part of the completion; empty: the model's own
+    # (tokens, distribution) of each part of the completion; empty: the model's own
+    drawn_from: tuple[tuple[int, Distribution], ...] = ()
     rollout: int | None = None  # which of the batch's rollouts it is of
 
     @property
@@ -134,11 +133,8 @@ def split_at(sequences: Sequence[Trained], rope_bounds: Sequence[int]) -> list[T
             if not (0 < n < len(sample.completion_ids) and any(sample.completion_mask[:n])):
                 split.append(one)
                 continue
-            before = {
-                name: getattr(sample, name)[:n] for name in ("completion_ids", "completion_mask", "completion_logprobs")
-            }
             early = one.advantage if isinstance(one.advantage, (int, float)) else one.advantage[:n]
-            split.append(replace(one, sample=replace(sample, **before), advantage=early))
+            split.append(replace(one, sample=sample.first(n), advantage=early))
             split.append(replace(one, sample=replace(sample, completion_mask=[0] * n + sample.completion_mask[n:])))
         parts = split
     return parts

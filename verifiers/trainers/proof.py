@@ -61,14 +61,14 @@ def proven_layouts(scorer: TokenScorer) -> Layouts:
     for module in training:
         module.training = False
     try:
-        with probe.without_hooks(base), probe.realistic(base) as is_telling:
+        with probe.without_hooks(base), probe.realistic(base) as is_conclusive:
             _check_steady(base)
-            found = _Proof(scorer).layouts() if is_telling else Layouts()
+            found = _Proof(scorer).layouts() if is_conclusive else Layouts()
     finally:
         for module in training:
             module.training = True
     if not found.longest_batched:
-        why = "side by side its numbers differ" if is_telling else "its weights say too little yet to prove more"
+        why = "side by side its numbers differ" if is_conclusive else "its weights say too little yet to prove more"
         logger.warning("%s learns one sequence at a time: %s", type(base).__name__, why)
     return replace(found, rope_bounds=tuple(probe.rope_bounds(base.config)))
 
@@ -116,8 +116,7 @@ class _Proof:
         """Does a sequence that ends earlier have the same numbers up to there?"""
         one, sample = self._trained[-1], self._trained[-1].sample
         n = len(sample.completion_ids) // 2
-        names = ("completion_ids", "completion_mask", "completion_logprobs")
-        half = replace(one, sample=replace(sample, **{name: getattr(sample, name)[:n] for name in names}))
+        half = replace(one, sample=sample.first(n))
         with torch.no_grad():
             whole, part = (self._answers(self._batch([each]), None, fused=False)[0] for each in (one, half))
         return agree([whole[:n]], [part], rounds=self._layers)
@@ -150,7 +149,7 @@ class _Proof:
             return agree(theirs, ours, rounds=self._layers)
         if len(ours) != len(self._theirs):
             return False
-        return agree(_telling(self._theirs, self._theirs), _telling(self._theirs, ours), rounds=self._layers)
+        return agree(_significant(self._theirs, self._theirs), _significant(self._theirs, ours), rounds=self._layers)
 
     def _batch(self, trained: Sequence[Trained], *, longest_packed: int = 0) -> MicroBatch:
         (made,) = micro_batches(trained, max_tokens=ANY_LENGTH, longest_packed=longest_packed)
@@ -167,7 +166,7 @@ class _Proof:
         return [out.detach(), *(one for one in grads if one is not None)]
 
 
-def _telling(theirs: Sequence[Tensor], of: Sequence[Tensor]) -> list[Tensor]:
+def _significant(theirs: Sequence[Tensor], of: Sequence[Tensor]) -> list[Tensor]:
     """Outputs, and the gradients that are more than rounding: that of a bias on keys, say, is zero by definition."""
     sizes = [float(one.abs().max()) for one in theirs[1:]]
     least = math.sqrt(torch.finfo(theirs[0].dtype).eps) * max(sizes, default=0.0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from verifiers import calls
 from verifiers.clients import HTTPClient, as_client
 from verifiers.clients.exact import exact_tokens
 from verifiers.clients.protocol import Completion, Request, Tokens
@@ -41,7 +44,7 @@ class Sampler(LocalModel):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._remembers, self._usual = remembers, flat(usual)
-        self._ledger: OrderedDict[tuple[str, str], deque[Tokens]] = OrderedDict()
+        self._sampled: OrderedDict[tuple[str, str], deque[Tokens]] = OrderedDict()
         self._count = 0
 
     async def complete(self, request: Request) -> Completion:
@@ -56,18 +59,18 @@ class Sampler(LocalModel):
 
     def keep(self, request: Request, message: ChatMessage, tokens: Tokens) -> None:
         """Remember which tokens a reply was made of; the oldest replies go when there are too many."""
-        self._ledger.setdefault(_key(request.prompt, message), deque()).append(tokens)
+        self._sampled.setdefault(_key(request.prompt, message), deque()).append(tokens)
         self._count += 1
         while self._count > self._remembers:
-            oldest = next(iter(self._ledger))
-            self._ledger[oldest].popleft()
+            oldest = next(iter(self._sampled))
+            self._sampled[oldest].popleft()
             self._count -= 1
-            if not self._ledger[oldest]:
-                del self._ledger[oldest]
+            if not self._sampled[oldest]:
+                del self._sampled[oldest]
 
     def _find(self, prompt: Any, reply: Any) -> Tokens | None:
         """The tokens of a reply. The same words sampled several times are found in the order they were sampled."""
-        times = self._ledger.get(_key(prompt, reply))
+        times = self._sampled.get(_key(prompt, reply))
         if times is None:
             return None
         times.rotate(-1)
@@ -156,3 +159,38 @@ def seed_of(*parts: object) -> int:
     """A seed that depends on all of these, and on nothing else."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
+
+
+# --- what only a model in this process can do ---------------------------------------------------------------------
+
+
+def start_sampling(client: Any, seed: int, count: int) -> None:
+    """Rollouts draw from this seed; the engine waits for ``count`` of them (0: for none) to begin together."""
+    if isinstance(client, Sampler):
+        client.engine.reseed(seed)
+        client.engine.gather(min(count, client.engine.rows))
+
+
+def name_weights(client: Any, version: int) -> None:
+    """Tokens that are sampled from here on are of this version of the weights."""
+    if isinstance(client, Sampler):
+        client.engine.name_weights(version)
+
+
+def weights_lock(client: Any) -> AbstractContextManager[Any]:
+    """Held by whoever changes the weights, or reads them beside the trainer's own thread."""
+    if isinstance(client, Samplers):
+        return client.lock
+    return client.engine.lock if isinstance(client, Sampler) else nullcontext()
+
+
+def ask(client: Any, prompts: Sequence[Any], sampling: Mapping[str, Any], *, is_chat: bool) -> list[Completion]:
+    """The completion of each prompt, all asked for at once."""
+    asked = [as_messages(prompt) if is_chat else prompt for prompt in prompts]
+    kind: Literal["chat", "completion"] = "chat" if is_chat else "completion"
+    requests = [Request(model="", prompt=one, sampling=sampling, message_type=kind) for one in asked]
+
+    async def ask_all() -> list[Completion]:
+        return await asyncio.gather(*(as_client(client).complete(request) for request in requests))
+
+    return calls.run(ask_all)

@@ -21,7 +21,7 @@ _KINDS = "prompt and completion, messages, or (with env=) question and answer"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Imitated:
+class SFTSamples:
     """What is to be imitated, and how many rows were left out: failed, below ``min_reward``, or longer than fits."""
 
     samples: list[Sample]
@@ -41,7 +41,7 @@ def read_samples(
     env: Environment | None = None,
     min_reward: float | None = None,
     max_length: int | None = None,
-) -> Imitated:
+) -> SFTSamples:
     """The samples of a data set: rows, columns, `Results`, a run directory, a file; None: the environment's rows."""
     rows = _rows_of(given, env)
     if not rows:
@@ -63,7 +63,7 @@ def read_samples(
         raise ValueError(
             f"no reply of {len(wanted)} rows begins within max_seq_length={max_length} tokens: nothing is left"
         )
-    return Imitated(samples=samples, failed=len(rows) - len(alive), below=len(alive) - len(wanted), overlong=overlong)
+    return SFTSamples(samples=samples, failed=len(rows) - len(alive), below=len(alive) - len(wanted), overlong=overlong)
 
 
 def _nothing_left(rows: Sequence[Any], alive: Sequence[Any], min_reward: float | None) -> str:
@@ -95,25 +95,25 @@ def _rows_of(given: Any, env: Environment | None) -> Sequence[Mapping[str, Any]]
     if isinstance(given, Mapping):
         names = list(given)
         columns = zip(*given.values(), strict=True)
-        return [_without_filling(dict(zip(names, values, strict=True))) for values in columns]
+        return [_without_nulls(dict(zip(names, values, strict=True))) for values in columns]
     rows = [given[i] for i in range(len(given))]
     if hasattr(given, "column_names"):
-        rows = [_without_filling(row) for row in rows]
+        rows = [_without_nulls(row) for row in rows]
     if odd := [row for row in rows if not isinstance(row, Mapping)]:
         raise TypeError(f"a row is a mapping with {_KINDS}, not a {type(odd[0]).__name__}")
     return rows
 
 
-def _without_filling(row: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of a table without the nulls that tables put where objects differ: other tools have other arguments."""
-    chats = {name: _filled_out(row[name]) for name in ("prompt", "completion", "messages", "tools") if name in row}
+    chats = {name: _not_null(row[name]) for name in ("prompt", "completion", "messages", "tools") if name in row}
     return {**row, **chats}
 
 
-def _filled_out(value: Any) -> Any:
+def _not_null(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _filled_out(item) for key, item in value.items() if item is not None}
-    return [_filled_out(item) for item in value] if isinstance(value, list) else value
+        return {key: _not_null(item) for key, item in value.items() if item is not None}
+    return [_not_null(item) for item in value] if isinstance(value, list) else value
 
 
 def _samples(row: Mapping[str, Any], position: int, writer: ChatWriter, env: Environment | None) -> list[Sample]:
@@ -218,10 +218,4 @@ def _cut(sample: Sample, most: int | None) -> Sample:
     room = None if most is None else max(most - len(sample.prompt_ids), 0)
     if room is None or len(sample.completion_ids) <= room:
         return sample
-    return replace(
-        sample,
-        completion_ids=sample.completion_ids[:room],
-        completion_mask=sample.completion_mask[:room],
-        completion_logprobs=sample.completion_logprobs[:room],
-        is_truncated=True,
-    )
+    return sample.first(room, is_truncated=True)

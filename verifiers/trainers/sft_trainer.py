@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,11 @@ import torch
 from verifiers.samples import Sample
 from verifiers.trainers import processes, setup
 from verifiers.trainers.config import SFTConfig
-from verifiers.trainers.functions import call_callbacks
 from verifiers.trainers.generations import rows_so_far
 from verifiers.trainers.logprobs import TokenScorer
 from verifiers.trainers.micro_batches import Trained, idle_batch, micro_batches
-from verifiers.trainers.planning import Job
 from verifiers.trainers.row_stream import RowStream
-from verifiers.trainers.sft_rows import Imitated, read_samples
+from verifiers.trainers.sft_rows import SFTSamples, read_samples
 from verifiers.trainers.sharding import check_sharding, make_weights
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
@@ -66,14 +63,7 @@ class SFTTrainer(Trainer):
         self.env = env
         self.accelerator, kind = processes.accelerator(), processes.sharding()
         check_sharding(self.config, self.accelerator, kind)
-        job = Job(
-            config=self.config,
-            device=self.accelerator.device,
-            adapters=peft_config,
-            processes=self.accelerator.num_processes,
-            sharding=processes.held_apart(self.accelerator, kind),
-            is_read=False,
-        )
+        job = setup.job(self.config, self.accelerator, kind, adapters=peft_config, is_read=False)
         self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, job)
         self.examples = self._read(dataset)
         self.eval_samples: list[Sample] = [] if eval_dataset is None else self._read(eval_dataset).samples
@@ -84,9 +74,8 @@ class SFTTrainer(Trainer):
         self.callbacks = list(callbacks)
         self.step, self.epoch, self.cursor, self.should_stop = 0, 0, 0, False
         self.learned: list[int] = []
-        self.report: Report | None = None
+        self.report = None
         self._scorer: TokenScorer | None = None
-        self._total_tokens = 0
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -96,13 +85,16 @@ class SFTTrainer(Trainer):
             while self.step < self.total_steps and not self.should_stop:
                 self.epoch = self.step // self.num_steps_per_epoch
                 began = time.perf_counter()
-                report.enter("learning from a batch")
+                report.display.enter("learning from a batch")
                 figures = self.train_step(self.get_batch())
                 self.step += 1
                 self.rows.note_learned(range(self.rows.low, self.rows.cursor))
                 self.cursor, self.learned = rows_so_far(self.rows, self.accelerator)
-                report.note(self._line(figures, time.perf_counter() - began))
+                seconds = time.perf_counter() - began
+                figures["training_s"] = seconds
+                report.note(self, figures, tokens=figures["tokens"], seconds=seconds)
                 self._after_step(report, cursor=self.cursor)
+            self.weights.module.eval()
         return report
 
     def get_batch(self) -> list[Sample]:
@@ -152,7 +144,7 @@ class SFTTrainer(Trainer):
 
     # --- the rest -------------------------------------------------------------------------------------------------
 
-    def _read(self, dataset: Any) -> Imitated:
+    def _read(self, dataset: Any) -> SFTSamples:
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         most = min((n for n in (self.config.max_seq_length, longest) if n is not None), default=None)
         return read_samples(dataset, self.tokenizer, env=self.env, min_reward=self.config.min_reward, max_length=most)
@@ -176,32 +168,7 @@ class SFTTrainer(Trainer):
             on_device = one.to(self.weights.device)
             yield -(self._scorer.logprobs(on_device) * on_device.weight_N).sum(), i == len(made)
 
-    def _line(self, figures: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The figures of a step as they are written down."""
-        self._total_tokens += figures.get("tokens", 0)
-        return {
-            "step": self.step,
-            "epoch": round(self.step / self.num_steps_per_epoch, 4),
-            **figures,
-            "training_s": seconds,
-            "step_s": seconds,
-            "tokens_per_s": figures.get("tokens", 0) / seconds if seconds else None,
-            "total_tokens": self._total_tokens,
-        }
-
-    @contextmanager
-    def _training(self, resume: bool | str | Path) -> Iterator[Report]:
-        with Report(self, resume) as report, sensible_threads(self.model):
-            self.report = report
-            if resume:
-                state = report.resume(self)
-                self.step, self.cursor = state["step"], state["cursor"]
-                self.learned = list(state.get("learned", ()))
-                self.rows.go_on(self.cursor, self.learned)
-                self._total_tokens = int(report.steps[-1].get("total_tokens") or 0) if report.steps else 0
-            call_callbacks(self, "on_train_begin")
-            yield report
-            self.weights.module.eval()
-            self.weights.finish()
-            call_callbacks(self, "on_train_end")
-            report.finish()
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        self.step, self.cursor = state["step"], state["cursor"]
+        self.learned = list(state.get("learned", ()))
+        self.rows.go_on(self.cursor, self.learned)

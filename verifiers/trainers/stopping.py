@@ -15,15 +15,18 @@ class NotFiniteError(TrainingStoppedError):
     """A weight is NaN or infinite."""
 
 
-def check_scored(batch: Any, processes: Any) -> None:
-    """Stop where rollouts were made and every one of them failed, in all processes: there is nothing to learn from."""
+def nothing_scored(batch: Any, processes: Any) -> TrainingStoppedError | None:
+    """The error where rollouts were made and every one of them failed, in all processes: nothing can be learned."""
     failed = getattr(batch, "failed", ())
     first = failed[0]["error"] if failed else None
     cause = None if first is None else f"{type(first).__name__}: {first}"
     found = gathered(processes, (len(batch["rewards"]), len(failed), cause))
     count = sum(n for _, n, _ in found)
-    if count and not any(scored for scored, _, _ in found):
-        words = next(one for _, _, one in found if one is not None)
-        raise TrainingStoppedError(
-            f"all {count} rollouts of a step failed, and a failed rollout trains nothing; the first one with {words}"
-        ) from first
+    if not count or any(scored for scored, _, _ in found):
+        return None
+    words = next(one for _, _, one in found if one is not None)
+    error = TrainingStoppedError(
+        f"all {count} rollouts of a step failed, and a failed rollout trains nothing; the first one with {words}"
+    )
+    error.__cause__ = first
+    return error

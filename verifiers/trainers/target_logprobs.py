@@ -20,10 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from verifiers.engine.sequence import NO_TOP_K
 from verifiers.kernels.autograd import kernels_for
 from verifiers.kernels.sampling import SamplingColumns, truncate
+from verifiers.trainers.memory import CHUNK_BYTES, CHUNK_BYTES_ELSEWHERE
 from verifiers.trainers.sampling import Distribution
 
-CHUNK_BYTES = {"cuda": 2 << 30}  # logits alive at once
-CHUNK_BYTES_ELSEWHERE = 1 << 30
 FREE_LOGITS = 1 << 24  # so few (64 MiB in float32) are kept for the backward pass; more are computed again there
 NARROWED_COPIES = 4  # that a biased or truncated distribution takes: its probabilities, the likeliest, what is left
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,12 @@ from verifiers.trainers.functions import call_callbacks
 from verifiers.trainers.memory import MemoryPlan
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.sharding import ShardedWeights
+from verifiers.trainers.threads import sensible_threads
+from verifiers.trainers.watch.report import Report
 from verifiers.trainers.weights import Weights
 
 if TYPE_CHECKING:
     from verifiers.trainers.reference import Reference
-    from verifiers.trainers.watch.report import Report
 
 
 class Trainer:
@@ -32,6 +34,7 @@ class Trainer:
     memory: MemoryPlan
     rows: RowStream
     step: int
+    report: Report | None
     learned: Sequence[int] = ()  # places of rows beyond the cursor of a checkpoint that are not to be taken again
 
     @property
@@ -71,16 +74,33 @@ class Trainer:
             save_model(self.accelerator.unwrap_model(self.model), self.tokenizer, path)
         self.accelerator.wait_for_everyone()
 
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        """Take the loop up where a checkpoint left it."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be resumed")
+
+    @contextmanager
+    def _training(self, resume: bool | str | Path) -> Iterator[Report]:
+        """A run: its report is open while this lasts, and finished once it has ended well."""
+        with Report(self, resume) as report, sensible_threads(self.model):
+            self.report = report
+            if resume:
+                self._go_on(report.resume(self))
+            call_callbacks(self, "on_train_begin")
+            yield report
+            self.weights.finish()
+            call_callbacks(self, "on_train_end")
+            report.finish()
+
     def _after_step(self, report: Report, *, cursor: int) -> None:
         """Evaluate, save and tell, as far as it is due."""
         is_epoch_end = self.step % self.num_steps_per_epoch == 0 or self.step == self.total_steps
         if self.can_evaluate and self._is_due("eval", is_epoch_end):
-            report.enter("evaluating")
+            report.display.enter("evaluating")
             figures = self.evaluate()
             report.evaluated(self.step, figures)
             call_callbacks(self, "on_evaluate", figures)
         if self._is_due("save", is_epoch_end):
-            report.enter("saving a checkpoint")
+            report.display.enter("saving a checkpoint")
             report.checkpoint(self, cursor=cursor)
         call_callbacks(self, "on_step_end", report.last)
 

@@ -19,7 +19,7 @@ from verifiers.trainers.micro_batches import MicroBatch, Trained, idle_batch, mi
 from verifiers.trainers.processes import gathered, lacking
 from verifiers.trainers.reference import Reference
 from verifiers.trainers.target_logprobs import Scored
-from verifiers.trainers.update_figures import UpdateFigures, together
+from verifiers.trainers.update_figures import UpdateFigures, combined
 from verifiers.trainers.weights import Weights
 
 
@@ -45,8 +45,8 @@ class PolicyUpdate:
         with lock:  # both run the model, and a batch may be being sampled ahead
             self.scorer = weights.scorer()
             self.reference = Reference(model) if config.kl_coef > 0 else None
-            scorers = [self.scorer] if self.reference is None else [self.scorer, self.reference.scorer]
-            self._limits = scorers[0].layouts.limits(*(one.layouts for one in scorers[1:]))
+            others = [] if self.reference is None else [self.reference.scorer.layouts]
+            self._limits = self.scorer.layouts.limits(*others)
         self.device = weights.device
         self._lock, self._pad_id, self._processes = lock, pad_id, processes
         self._after_step = after_step
@@ -57,8 +57,8 @@ class PolicyUpdate:
 
     def run(self, sequences: Sequence[Trained], learning_rate: float) -> dict[str, Any]:
         """Learn from these; returns loss, kl, clip_fraction, ratios, grad_norm."""
-        matter, tokens = self._weighed(sequences)
-        made = micro_batches(matter, max_tokens=self._tokens, pad_id=self._pad_id, **self._limits)
+        trained, tokens = self._weighted(sequences)
+        made = micro_batches(trained, max_tokens=self._tokens, pad_id=self._pad_id, **self._limits)
         batches = [_Prepared(batch, self.device) for batch in made]
         if self.weights.is_sharded:
             idle = lacking(self._processes, len(batches))
@@ -79,13 +79,13 @@ class PolicyUpdate:
                         continue
                     figures.add(loss, losses, entropy_N, is_first=iteration == 0)
                     if not self._limits.get("rope_bounds"):  # sequences that are split there have no order of their own
-                        owners = [matter[member].rollout for member in batch.batch.members]
+                        owners = [trained[member].rollout for member in batch.batch.members]
                         self._last_pass.append((owners, batch.batch.sequence_N, losses.ratio_T))
                 self.weights.collect()
                 with self._lock:
                     figures.grad_norm = self.weights.step(learning_rate)
                     self._after_step()  # before anyone samples from the new weights
-        return together(gathered(self._processes, figures.read()))
+        return combined(gathered(self._processes, figures.read()))
 
     def ratios_of(self, rollouts: int) -> dict[int, list[float]]:
         """The ratio of each trained token of the first rollouts of a batch, in the last pass over it."""
@@ -101,19 +101,19 @@ class PolicyUpdate:
         # One that was split into several sequences has no single order of its tokens.
         return {owner: next(iter(parts.values())) for owner, parts in found.items() if len(parts) == 1}
 
-    def _weighed(self, sequences: Sequence[Trained]) -> tuple[list[Trained], int]:
+    def _weighted(self, sequences: Sequence[Trained]) -> tuple[list[Trained], int]:
         """The sequences that have a gradient, each with what a token of it counts, and the tokens of all processes."""
         counts = torch.tensor([sum(one.sample.completion_mask) for one in sequences])
         parts = gathered(self._processes, (len(sequences), int(counts.sum())))
         totals = (sum(n for n, _ in parts), sum(tokens for _, tokens in parts))
         kind, of_several = self.loss.objective.kind, None if len(parts) == 1 else totals
         shares = token_weights(kind, counts, self._max_new_tokens, of_several).tolist() if len(counts) else []
-        matter = [
+        trained = [
             replace(one, weight=share)
             for one, share in zip(sequences, shares, strict=True)
             if one.has_advantage or self._learns_without_advantage
         ]
-        return matter, totals[1]
+        return trained, totals[1]
 
     @property
     def _learns_without_advantage(self) -> bool:
@@ -127,11 +127,8 @@ class PolicyUpdate:
         found = [None if one.is_idle else entropy_N for one, entropy_N in zip(batches, found, strict=True)]
         measured = gathered(self._processes, [value for one in found if one is not None for value in one.tolist()])
         everyone = [value for part in measured for value in part]
-        least = (
-            float(np.quantile(np.array(everyone, np.float32), 1.0 - self.config.top_entropy_quantile))
-            if everyone
-            else 0.0
-        )
+        share = 1.0 - self.config.top_entropy_quantile
+        least = float(np.quantile(np.array(everyone, np.float32), share)) if everyone else 0.0
         for batch, entropy_N in zip(batches, found, strict=True):
             batch.is_uncertain_N = None if entropy_N is None else entropy_N >= least
         return sum(value >= least for value in everyone)

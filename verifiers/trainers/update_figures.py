@@ -67,12 +67,12 @@ class UpdateFigures:
         }
 
 
-def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def combined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures of an update from those of each process; the gradient is the same in all.
 
     >>> halves = [{"loss": 1.0, "kl": None, "trained_tokens": 1, "ratio_mean": 1.0, "ratio_max": 1.0},
     ...           {"loss": 2.0, "kl": None, "trained_tokens": 3, "ratio_mean": 2.0, "ratio_max": 4.0}]
-    >>> found = together(halves)
+    >>> found = combined(halves)
     >>> found["loss"], found["ratio_mean"], found["ratio_max"], found["trained_tokens"]
     (3.0, 1.75, 4.0, 4)
     """

@@ -1,12 +1,13 @@
-"""A model and some cards → every way to train it on them: what each takes, whether it fits, and how it is begun."""
+"""A model and some cards → every way to train it on them; and of a training that does not fit, the knobs that help."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from verifiers.trainers.memory import Device, MemoryPlan, ModelSize, Training, plan_memory
+from verifiers.trainers.memory import Device, MemoryPlan, ModelSize, Training, WillNotFitError, gb, plan_memory
+from verifiers.trainers.optimizers import OPTIMIZERS
 
 UNITS = {"MB": 1e6, "MIB": 2**20, "GB": 1e9, "GIB": 2**30, "TB": 1e12, "TIB": 2**40}
 _CARDS = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(\d+(?:\.\d+)?)\s*([MGT]I?B)", re.IGNORECASE)
@@ -90,3 +91,53 @@ def _ways(size: ModelSize, cards: int, lora_r: int, kind: str) -> Iterator[tuple
 def best(ways: list[Way]) -> Way | None:
     """The first that fits."""
     return next((way for way in ways if way.plan.fits), None)
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def check_fits(plan: MemoryPlan, where: str) -> None:
+    """Say in one sentence what does not fit, and which knobs make it fit."""
+    if plan.fits:
+        return
+    asked, device = plan.asked, plan.device
+    ways = [f"{knob} ({gb(found.peak)})" for knob, found in _remedies(plan) if found.fits]
+    advice = f"it fits with {'; or '.join(ways)}" if ways else (
+        "no knob of one process makes it fit: take a smaller model, or several GPUs (vf plan MODEL --gpus 4x80GB)"
+    )  # fmt: skip
+    what = "all weights" if asked.trains_all else "adapters"
+    parts = ", ".join(f"{name} {gb(size)}" for name, size in plan.parts.items() if size)
+    lacks = f"{gb(device.capacity)} are free on {where}"
+    if plan.peak <= device.usable:
+        lacks = f"{gb(plan.host)} on the host, which has {gb(device.host)} free"
+    raise WillNotFitError(
+        f"training {what} needs {gb(plan.peak)} at its peak ({parts}), and {lacks}, of which a tenth is left alone: "
+        f"{advice}"
+    )
+
+
+def _remedies(plan: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
+    """Knobs that are the user's to turn, and what each would come to."""
+    asked, device = plan.asked, plan.device
+    if asked.gradient_checkpointing is False:
+        yield "gradient_checkpointing=True", plan_memory(replace(asked, gradient_checkpointing=True), device)
+    if asked.samples_ahead:
+        yield "num_batches_ahead=0", plan_memory(replace(asked, samples_ahead=False), device)
+    is_apart = asked.sharding in ("zero2", "fsdp2")  # then neither these optimizers nor 4 bits are for it
+    for name, kind in OPTIMIZERS.items() if asked.trains_all and not is_apart else ():
+        goes = device.kind == "cuda" or not (kind.is_paged or kind.on_host)
+        if name != asked.optim and goes and not (kind.on_host and asked.processes > 1):
+            yield f"optim={name!r}", plan_memory(replace(asked, optim=name), device)
+    adapted = replace(asked, trained=min(asked.trained, asked.size.adapters(8)))
+    if asked.trains_all:
+        yield "LoRA: peft_config=vf.lora_defaults(), --lora", plan_memory(adapted, device)
+    if not asked.in_4_bit and not is_apart:
+        named = "load_in_4bit=True with LoRA" if asked.trains_all else "load_in_4bit=True"
+        yield named, plan_memory(replace(adapted, in_4_bit=True), device)
+    length = 1 << max(asked.length - 1, 1).bit_length() - 1
+    while length >= 128:
+        shorter = plan_memory(replace(asked, length=length), device)
+        if shorter.fits:
+            yield f"max_seq_length={length}", shorter
+            return
+        length //= 2

@@ -43,6 +43,7 @@ class Weights:
         self.names = [name for name, _ in named]
         self.live = [one for _, one in named]
         self.masters = [self._master(one) for one in self.live]
+        self._copies = [pair for pair in zip(self.live, self.masters, strict=True) if pair[0] is not pair[1]]
         self.check_finite("before training")
         self._versions = [one._version for one in self.live]
         self.scale = LARGEST_SCALE if any(one.dtype == torch.float16 for one in self.live) else 1.0
@@ -53,10 +54,8 @@ class Weights:
         """Take over parameters that were written since the last step by others: another trainer, a warm-up."""
         with torch.no_grad():
             for live, master, version in zip(self.live, self.masters, self._versions, strict=True):
-                is_changed = live is not master and live._version != version
-                if is_changed and not torch.equal(
-                    master.to(live.device, live.dtype), live
-                ):  # a proof puts back what it changes
+                is_written = live is not master and live._version != version  # a proof puts back what it changes
+                if is_written and not torch.equal(master.to(live.device, live.dtype), live):
                     master.copy_(live)
         self._versions = [one._version for one in self.live]
 
@@ -77,11 +76,7 @@ class Weights:
                 scaled.backward()
             return
         scaled.backward()
-        halves = [
-            (live, master)
-            for live, master in zip(self.live, self.masters, strict=True)
-            if live is not master and live.grad is not None
-        ]
+        halves = [(live, master) for live, master in self._copies if live.grad is not None]
         first = [(live, master) for live, master in halves if master.grad is None]
         further = [(live, master) for live, master in halves if master.grad is not None]
         if first:
@@ -101,8 +96,7 @@ class Weights:
     @contextmanager
     def _taking(self) -> Iterator[None]:
         """While this lasts a parameter's gradient is added to its copy's at once, and let go of."""
-        pairs = [(live, master) for live, master in zip(self.live, self.masters, strict=True) if live is not master]
-        hooks = [live.register_post_accumulate_grad_hook(partial(_take, master)) for live, master in pairs]
+        hooks = [live.register_post_accumulate_grad_hook(partial(_take, master)) for live, master in self._copies]
         try:
             yield
         finally:
@@ -159,10 +153,9 @@ class Weights:
 
     def publish(self) -> None:
         """Round the float32 copies into the parameters that everyone reads."""
-        pairs = [(live, master) for live, master in zip(self.live, self.masters, strict=True) if live is not master]
-        if pairs:
+        if self._copies:
             with torch.no_grad():
-                torch._foreach_copy_([live for live, _ in pairs], [master for _, master in pairs])
+                torch._foreach_copy_(*map(list, zip(*self._copies, strict=True)))
         self._versions = [one._version for one in self.live]
 
     def _master(self, parameter: Tensor) -> Tensor:

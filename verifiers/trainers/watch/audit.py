@@ -1,4 +1,4 @@
-"""A finished training → a page for a person: did it learn, what did it learn from, and does that smell of a trick?"""
+"""A finished training → a page for a person: did it learn, from what, and does that look like reward hacking?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from verifiers.messages import messages_to_printable, role_of, text_of
 from verifiers.stats import mean_interval
 from verifiers.trainers.watch.journal import is_step_line
-from verifiers.trainers.watch.wording import clean, is_filtered, number
+from verifiers.trainers.watch.wording import clean, is_filtered, mean_of, number, variance
 
 SHOWN = 5  # rollouts of each list
 KEPT = 50  # candidates of each list that are held with their text
@@ -30,7 +30,7 @@ _TAG = re.compile(r"<[A-Za-z_][\w-]*>")
 
 @dataclass(slots=True)
 class Traits:
-    """What the drift of replies is told by; sums over rollouts."""
+    """What the drift of replies is measured by; sums over rollouts."""
 
     count: int = 0
     sums: Counter[str] = field(default_factory=Counter)
@@ -82,15 +82,11 @@ class Gathered:
         reply = reply_of(record)
         self.rewards.append(reward)
         self.lengths.append(len(reply.strip()))
-        step = number(record.get("step"))
-        if step is not None:
+        if (step := number(record.get("step"))) is not None:
             quarter = math.ceil(step / self.last_step * 4)
-            if quarter <= 1:
-                self.first.add(record, reply)
-            elif quarter >= 4:
-                self.last.add(record, reply)
-        advantage = number(record.get("advantage"))
-        if advantage is not None:
+            if quarter <= 1 or quarter >= 4:
+                (self.first if quarter <= 1 else self.last).add(record, reply)
+        if (advantage := number(record.get("advantage"))) is not None:
             _push(self._best, (advantage, self.count, record))
         _push(self._shortest, (reward, -len(reply.strip()), self.count, record))
         if is_repetitive(reply):
@@ -183,21 +179,19 @@ def _reward_words(lines: Sequence[Mapping[str, Any]], name: str = "reward") -> s
 
 def _metrics_part(made: Sequence[Mapping[str, Any]]) -> list[str]:
     """Which reward functions and metrics rose and which fell, by the first and the last quarter of the steps."""
-    rows: list[str] = []
-    rose: list[str] = []
-    fell: list[str] = []
-    for name in sorted({name for line in made for name in _mapping(line.get("metrics"))}):
-        values = [number(_mapping(line.get("metrics")).get(name)) for line in made]
-        known = [value for value in values if value is not None]
-        quarter = max(1, len(known) // 4)
+    rows, rose, fell = list[str](), list[str](), list[str]()
+    found = [_mapping(line.get("metrics")) for line in made]
+    for name in sorted({name for metrics in found for name in metrics}):
+        known = [value for metrics in found if (value := number(metrics.get(name))) is not None]
         if len(known) < 2:
             continue
+        quarter = max(1, len(known) // 4)
         before, after = known[:quarter], known[-quarter:]
-        change = _mean(after) - _mean(before)
-        error = math.sqrt(_variance(before) / len(before) + _variance(after) / len(after))
+        change = mean_of(after) - mean_of(before)
+        error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))
         if change and abs(change) > ERRORS * error:
             (rose if change > 0 else fell).append(_inline(name))
-        rows.append(f"| {_inline(name)} | {_mean(before):.3f} | {_mean(after):.3f} | {change:+.3f} |")
+        rows.append(f"| {_inline(name)} | {mean_of(before):.3f} | {mean_of(after):.3f} | {change:+.3f} |")
     if not rows:
         return []
     said = [
@@ -213,27 +207,22 @@ def _metrics_part(made: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _notices_part(notices: Sequence[Mapping[str, Any]]) -> list[str]:
-    if not notices:
-        return []
-    return ["## Notices given", "", *(f"- step {line.get('step')}: {_inline(line['notice'])}" for line in notices)]
+    found = [f"- step {line.get('step')}: {_inline(line['notice'])}" for line in notices]
+    return ["## Notices given", "", *found] if found else []
 
 
 def _suspicious_part(gathered: Gathered) -> list[str]:
     if not gathered.count:
         return []
-    head = ["## Suspicious rollouts", ""]
-    found = gathered.suspicious()
-    if not found:
-        return [*head, "No highly rewarded rollout is empty, very short or repetitive."]
-    return head + [line for why, record in found for line in _rollout(record, why)]
+    found = [line for why, record in gathered.suspicious() for line in _rollout(record, why)]
+    nothing = ["No highly rewarded rollout is empty, very short or repetitive."]
+    return ["## Suspicious rollouts", "", *(found or nothing)]
 
 
 def _best_part(gathered: Gathered) -> list[str]:
-    best = gathered.best()
-    if not best:
-        return []
+    found = [line for record in gathered.best() for line in _rollout(record)]
     head = ["## What was reinforced most", "", "The rollouts with the highest advantages, one of each example.", ""]
-    return head + [line for record in best for line in _rollout(record)]
+    return head + found if found else []
 
 
 def _drift_part(gathered: Gathered) -> list[str]:
@@ -245,11 +234,8 @@ def _drift_part(gathered: Gathered) -> list[str]:
     said += ["", "| a reply | first quarter | last quarter |", "|---|---|---|"]
     for name in ("characters", "lines"):
         said.append(f"| {name} | {first.mean(name):.1f} | {last.mean(name):.1f} |")
-    shares = [
-        (name, first.mean(name), last.mean(name))
-        for name in first.sums | last.sums
-        if name not in ("characters", "lines")
-    ]
+    others = [name for name in first.sums | last.sums if name not in ("characters", "lines")]
+    shares = [(name, first.mean(name), last.mean(name)) for name in others]
     shares.append(("begins as most others do", first.same_opening(), last.same_opening()))
     said += [f"| {name} | {before:.0%} | {after:.0%} |" for name, before, after in shares if before or after]
     opening, count = last.openings.most_common(1)[0]
@@ -288,12 +274,9 @@ def reply_of(record: Mapping[str, Any]) -> str:
     '4'
     """
     completion = record.get("completion")
-    if isinstance(completion, str):
-        return completion
-    if not isinstance(completion, list):
-        return ""
-    said = [text_of(message) for message in completion if role_of(message) == "assistant"]
-    return "\n".join(said)
+    if isinstance(completion, list):
+        return "\n".join(text_of(message) for message in completion if role_of(message) == "assistant")
+    return completion if isinstance(completion, str) else ""
 
 
 def _asked(record: Mapping[str, Any]) -> str:
@@ -344,20 +327,8 @@ def is_repetitive(text: str) -> bool:
 
 def _push(heap: list[Any], item: tuple[Any, ...]) -> None:
     """Keep the largest few; the records at the end of the tuples are never compared, as a count comes before them."""
-    if len(heap) < KEPT:
-        heapq.heappush(heap, item)
-    else:
-        heapq.heappushpop(heap, item)
+    (heapq.heappush if len(heap) < KEPT else heapq.heappushpop)(heap, item)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _variance(values: Sequence[float]) -> float:
-    mean = _mean(values)
-    return math.fsum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)

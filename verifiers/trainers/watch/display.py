@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from verifiers.notebooks import is_notebook
 from verifiers.progress import Enduring, Tally
 from verifiers.trainers.watch.notebook_panel import NotebookPanel
-from verifiers.trainers.watch.wording import clean, clock, is_filtered, named, number, some, sparkline, with_interval
+from verifiers.trainers.watch.wording import clean, clock, is_filtered, named, number, sparkline, with_interval
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -24,6 +24,20 @@ _PARTS = (
     ("generation", "generation_s", "cyan"),
     ("scoring", "scoring_s", "magenta"),
     ("training", "training_s", "green"),
+)
+# Name, key and form of figures: those that have a curve, and counts.
+_CURVES = (
+    ("loss", "loss", ".4f"),
+    ("kl", "kl", ".4f"),
+    ("entropy", "entropy", ".2f"),
+    ("length", "completion_tokens", ".0f"),
+    ("tokens/s", "tokens_per_s", ",.0f"),
+)
+_COUNTS = (
+    ("cut off", "truncated", ".0%"),
+    ("groups without variance", "zero_variance", ".0%"),
+    ("failed", "failed", ".0f"),
+    ("not learned from", "refused", ".0f"),
 )
 
 
@@ -69,9 +83,9 @@ class TrainingDisplay:
         stream = Enduring(self.stream or sys.stderr)  # whoever watches may leave
         if self.stream is None and is_notebook():
             self._live = NotebookPanel(self)
-            self._live.start()
         elif stream.isatty():
             self._live = _make_live(cast(IO[str], stream), self.panel)
+        if self._live is not None:
             self._live.start()
         else:
             self._say(f"{self.title}: {total_steps} steps")
@@ -104,24 +118,20 @@ class TrainingDisplay:
         self.sampling = _Counted(self)
         return self.sampling
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, style: str = "") -> None:
         """A line above the panel, which stays whole."""
-        if self._live is not None:
-            from rich.text import Text
-
-            self._live.console.print(Text(text))
-        else:
+        if self._live is None:
             self._say(text)
+            return
+        from rich.text import Text
+
+        self._live.console.print(Text(text, style=style))
 
     def notice(self, text: str) -> None:
         """What the watch has to say; the last one stays in sight."""
-        self.last_notice = f"! {self._at()}{clean(text)}"
-        if self._live is not None:
-            from rich.text import Text
-
-            self._live.console.print(Text(self.last_notice, style="yellow"))
-        else:
-            self._say(self.last_notice)
+        step = number(self.metrics.get("step"))
+        self.last_notice = f"! {'' if step is None else f'step {step:.0f}: '}{clean(text)}"
+        self.say(self.last_notice, "yellow")
 
     def eval(self, figures: Mapping[str, Any]) -> None:
         """The figures of an evaluation: ``reward``, ``low``, ``high``, ``n``, ``failed``."""
@@ -144,15 +154,9 @@ class TrainingDisplay:
         """The last step in one line; figures that it does not have are left out."""
         metrics = self.metrics
         parts = [f"step {metrics.get('step', '–')}/{self.total_steps}", self._reward_text(), self._sampled_text()]
+        parts += [named(name, metrics.get(key), form) for name, key, form in _CURVES[:-1]]
+        parts += [named(name, metrics.get(key) or None, form) for name, key, form in _COUNTS]  # 0 needs no words
         parts += [
-            named("loss", metrics.get("loss"), ".4f"),
-            named("kl", metrics.get("kl"), ".4f"),
-            named("entropy", metrics.get("entropy"), ".2f"),
-            named("length", metrics.get("completion_tokens"), ".0f"),
-            named("cut off", some(metrics.get("truncated")), ".0%"),
-            named("flat groups", some(metrics.get("zero_variance")), ".0%"),
-            named("failed", some(metrics.get("failed")), ".0f"),
-            named("not learned from", some(metrics.get("refused")), ".0f"),
             named("", metrics.get("tokens_per_s"), ",.0f", " tokens/s"),
             named("", metrics.get("step_s"), ".2f", " s"),
         ]
@@ -203,32 +207,18 @@ class TrainingDisplay:
         shown = [("reward", self._reward_text(label=False), self._history.get("reward", []))]
         if sampled := self._sampled_text(label=False):
             shown.append(("of all sampled", sampled, self._history.get("reward_sampled", [])))
-        wanted = (
-            ("loss", "loss", ".4f"),
-            ("kl", "kl", ".4f"),
-            ("entropy", "entropy", ".2f"),
-            ("length", "completion_tokens", ".0f"),
-            ("tokens/s", "tokens_per_s", ",.0f"),
-        )
         beside = {
             "completion_tokens": named(", longest", self.metrics.get("completion_tokens_max"), ".0f"),
             "tokens_per_s": named(",", self.metrics.get("step_s"), ".2f", " s a step"),
         }
-        for name, key, form in wanted:
+        for name, key, form in _CURVES:
             value = named("", self.metrics.get(key), form) or "–"
             shown.append((name, value + beside.get(key, ""), self._history.get(key, [])))
         return [row for row in shown if row[2]]
 
     def _counts_text(self) -> str:
-        metrics = self.metrics
-        parts = (
-            named("cut off", metrics.get("truncated"), ".0%"),
-            named("groups without variance", metrics.get("zero_variance"), ".0%"),
-            named("clipped", metrics.get("clip_fraction"), ".1%"),
-            named("updates behind", metrics.get("staleness"), ".1f"),
-            named("failed", metrics.get("failed"), ".0f"),
-            named("not learned from", some(metrics.get("refused")), ".0f"),
-        )
+        shown = (*_COUNTS, ("clipped", "clip_fraction", ".1%"), ("updates behind", "staleness", ".1f"))
+        parts = [named(name, self.metrics.get(key), form) for name, key, form in shown]
         return "  ".join(part for part in parts if part)
 
     def _seconds(self) -> list[tuple[str, float, str]]:
@@ -266,31 +256,23 @@ class TrainingDisplay:
         return f"{self.phase}: {tally.done:,} of {tally.total:,} done, {tokens:,} tokens{took}"
 
     def _reward_text(self, label: bool = True) -> str:
-        metrics = self.metrics
-        return with_interval(
-            "reward" if label else "", metrics.get("reward"), metrics.get("reward_low"), metrics.get("reward_high")
-        )
+        return self._interval("reward" if label else "", "reward")
 
     def _sampled_text(self, label: bool = True) -> str:
         """The reward of all that was sampled, where that is more than what is learned from."""
-        metrics = self.metrics
-        if not is_filtered(metrics):
-            return ""
-        names = ("reward_sampled", "reward_sampled_low", "reward_sampled_high")
-        return with_interval("of all sampled" if label else "", *(metrics.get(name) for name in names))
+        return self._interval("of all sampled" if label else "", "reward_sampled") if is_filtered(self.metrics) else ""
+
+    def _interval(self, label: str, name: str) -> str:
+        return with_interval(label, *(self.metrics.get(key) for key in (name, f"{name}_low", f"{name}_high")))
 
     def _eval_text(self) -> str:
         found = self.last_eval or {}
         reward = with_interval("reward", found.get("reward"), found.get("low"), found.get("high"))
         loss = named("loss", found.get("loss"), ".4f")  # what a supervised training has instead
         counts = named(" of", found.get("n"), ".0f", " rollouts" if reward else " examples")
-        counts += named(",", some(found.get("failed")), ".0f", " failed")
+        counts += named(",", found.get("failed") or None, ".0f", " failed")
         step = number(found.get("step"))
         return f"evaluation{'' if step is None else f' after step {step:.0f}'}: {reward or loss or 'no reward'}{counts}"
-
-    def _at(self) -> str:
-        step = number(self.metrics.get("step"))
-        return "" if step is None else f"step {step:.0f}: "
 
     def _time_left_s(self) -> float | None:
         """Judged by the last steps, with all that lay between them (evaluations, checkpoints)."""

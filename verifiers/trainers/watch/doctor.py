@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verifiers.trainers.advantages import flat_groups
-from verifiers.trainers.watch.wording import number
+from verifiers.trainers.watch.wording import mean_of, number, variance
 
 SILENCE = 50  # steps for which a kind of notice, once given, is not repeated
 PATIENCE = 3  # steps in a row before something is more than an accident
@@ -27,7 +26,7 @@ SOLVED_SHARE = 0.9  # of the way from the worst to the best single reward seen
 SOLVED_LEAST = 0.5  # of what the weights add up to: the best seen must be this good
 DOMINANT_SHARE = 0.98  # of the weighted variance
 DOMINANT_SCALE = 20.0  # how much wider one function's values are spread than another's
-LIVELY_SPREAD = 0.1  # of a function's own range, below which it is saturated and not drowned
+SATURATED_SPREAD = 0.1  # of a function's own range, below which it is saturated
 FALL_ERRORS, FALL_SHARE = 5.0, 0.1  # standard errors (many stretches are compared); of the range of rewards
 
 
@@ -63,7 +62,7 @@ class Watch:
         self.config = config
         self.weights = {name: weight for name, weight in (weights or {}).items() if weight}
         self.silence = silence
-        self._spoke_at: dict[str, int] = {}
+        self._noticed_at: dict[str, int] = {}
         self._in_a_row: dict[str, int] = {}
         self._rewards: list[float] = []
         self._entropies: list[float] = []
@@ -77,10 +76,10 @@ class Watch:
         self._remember(step_metrics, batch_view)
         found = {
             "not_finite": self._not_finite(step_metrics),
-            "failures": self._failures(step_metrics, batch_view),
+            "failures": self._failures(step_metrics),
             "refused": self._refusals(step_metrics),
-            "no_variance": self._no_variance(step_metrics, batch_view),
-            "truncated": self._truncation(step_metrics, batch_view),
+            "no_variance": self._no_variance(step_metrics),
+            "truncated": self._truncation(step_metrics),
             "entropy": self._entropy(),
             "ratio": self._ratio(step_metrics),
             "kl": self._divergence(step_metrics),
@@ -90,9 +89,9 @@ class Watch:
         }
         notices = []
         for kind, text in found.items():
-            last = self._spoke_at.get(kind)
+            last = self._noticed_at.get(kind)
             if text is not None and (last is None or step - last >= self.silence):
-                self._spoke_at[kind] = step
+                self._noticed_at[kind] = step
                 notices.append(Notice(kind=kind, step=step, text=text))
         return notices
 
@@ -113,10 +112,8 @@ class Watch:
                 )
         return None
 
-    def _failures(self, metrics: Mapping[str, Any], view: Mapping[str, Any]) -> str | None:
-        rewards = view.get("rewards") or ()
-        failed = max(sum(reward is None for reward in rewards), int(number(metrics.get("failed")) or 0))
-        scored = sum(reward is not None for reward in rewards) or int(number(metrics.get("samples")) or 0)
+    def _failures(self, metrics: Mapping[str, Any]) -> str | None:
+        failed, scored = (int(number(metrics.get(name)) or 0) for name in ("failed", "samples"))
         share = failed / max(scored + failed, 1)
         if not self._lasts("failures", share >= FAILED_SHARE):
             return None
@@ -132,12 +129,8 @@ class Watch:
             return None
         return f"{metrics.get('refused')} rollouts were not learned from, as their tokens are not known: {reasons[0]}"
 
-    def _no_variance(self, metrics: Mapping[str, Any], view: Mapping[str, Any]) -> str | None:
-        share = number(metrics.get("zero_variance"))
-        rewards, groups = view.get("rewards"), view.get("groups")
-        if share is None and rewards and groups:
-            share = len(flat_groups(rewards, groups)) / len(set(groups))
-        if not self._lasts("no_variance", share is not None and share >= 1.0):
+    def _no_variance(self, metrics: Mapping[str, Any]) -> str | None:
+        if not self._lasts("no_variance", (number(metrics.get("zero_variance")) or 0.0) >= 1.0):
             return None
         mean = f" (mean {self._rewards[-1]:.3f})" if self._rewards else ""
         seen = f"no group had any variance in its rewards{mean} for {PATIENCE} steps: nothing is learned"
@@ -149,11 +142,9 @@ class Watch:
             f"{self._knob('dynamic_sampling')}"
         )
 
-    def _truncation(self, metrics: Mapping[str, Any], view: Mapping[str, Any]) -> str | None:
-        share, cut = number(metrics.get("truncated")), view.get("is_truncated")
-        if share is None and cut:
-            share = sum(map(bool, cut)) / len(cut)
-        if not self._lasts("truncated", share is not None and share >= CUT_SHARE) or self._is_solved():
+    def _truncation(self, metrics: Mapping[str, Any]) -> str | None:
+        share = number(metrics.get("truncated")) or 0.0
+        if not self._lasts("truncated", share >= CUT_SHARE) or self._is_solved():
             return None
         seen = f"{share:.0%} of completions were cut off at the token limit for {PATIENCE} steps"
         if self._value("mask_truncated_completions") is True:
@@ -169,7 +160,7 @@ class Watch:
     def _entropy(self) -> str | None:
         if len(self._entropies) < 2 * PATIENCE:
             return None
-        start, now = _mean(self._entropies[:PATIENCE]), _mean(self._entropies[-PATIENCE:])
+        start, now = mean_of(self._entropies[:PATIENCE]), mean_of(self._entropies[-PATIENCE:])
         if now >= ENTROPY_SHARE * start or now >= ENTROPY_MAX or self._is_solved():
             return None
         return (
@@ -177,11 +168,6 @@ class Watch:
             f"finds nothing new; from an earlier checkpoint, raise {self._knob('temperature')} or "
             f"{self._knob('kl_coef')}, or lower {self._knob('learning_rate')}"
         )
-
-    @property
-    def _off_policy(self) -> str:
-        """What the policy that is updated is another one by than the one that was sampled."""
-        return "num_batches_ahead" if self._value("num_batches_ahead") else "num_iterations"
 
     def _ratio(self, metrics: Mapping[str, Any]) -> str | None:
         mean, most = number(metrics.get("ratio_mean")), number(metrics.get("ratio_max"))
@@ -195,9 +181,10 @@ class Watch:
             seen.append(f"{clipped:.0%} of tokens are clipped")
         if not self._lasts("ratio", bool(seen)):
             return None
+        off_policy = "num_batches_ahead" if self._value("num_batches_ahead") else "num_iterations"
         return (
             f"{' and '.join(seen)}, for {PATIENCE} steps: updates go too far from the policy that was sampled; lower "
-            f"{self._knob('learning_rate')}, {self._knob(self._off_policy)} or {self._knob('epsilon')}, or cap the "
+            f"{self._knob('learning_rate')}, {self._knob(off_policy)} or {self._knob('epsilon')}, or cap the "
             f"weights of tokens with {self._knob('importance_cap')}"
         )
 
@@ -217,14 +204,14 @@ class Watch:
         blocks = [recent[end - STRETCH : end] for end in range(len(recent), STRETCH - 1, -STRETCH)]
         if len(blocks) < 2:
             return None
-        last, best = blocks[0], max(blocks[1:], key=_mean)
-        drop = _mean(best) - _mean(last)
-        error = math.sqrt(2 * _mean([_variance(block) for block in blocks]) / STRETCH)
+        last, best = blocks[0], max(blocks[1:], key=mean_of)
+        drop = mean_of(best) - mean_of(last)
+        error = math.sqrt(2 * mean_of([variance(block) for block in blocks]) / STRETCH)
         span = self._best - self._worst if self._best > self._worst else max(recent) - min(recent)
         if drop <= FALL_ERRORS * error or drop <= FALL_SHARE * span:
             return None
         return (
-            f"the reward fell from {_mean(best):.3f} to {_mean(last):.3f} (means of {STRETCH} steps): lower "
+            f"the reward fell from {mean_of(best):.3f} to {mean_of(last):.3f} (means of {STRETCH} steps): lower "
             f"{self._knob('learning_rate')}, raise {self._knob('kl_coef')}, or go back to an earlier checkpoint; "
             "harder rows explain it too"
         )
@@ -240,23 +227,23 @@ class Watch:
         )
 
     def _dominance(self) -> str | None:
-        """One function drowns another because its numbers are so much larger, not because it was weighted so."""
+        """One function outweighs another by the scale of its values, not by its weight."""
         if len(self._columns) < WINDOW:
             return None
         columns = {name: values for name in self.weights if (values := self._values(name))}
-        spreads = {name: math.sqrt(_variance(values)) for name, values in columns.items()}
+        spreads = {name: math.sqrt(variance(values)) for name, values in columns.items()}
         parts = {name: (self.weights[name] * spread) ** 2 for name, spread in spreads.items()}
         total = sum(parts.values())
-        loud = max(parts, key=lambda name: parts[name], default="")
-        if total == 0 or parts[loud] <= DOMINANT_SHARE * total:
+        top = max(parts, key=lambda name: parts[name], default="")
+        if total == 0 or parts[top] <= DOMINANT_SHARE * total:
             return None
         for name, spread in spreads.items():
-            is_lively = spread > LIVELY_SPREAD * (max(columns[name]) - min(columns[name]))
-            if is_lively and spreads[loud] > DOMINANT_SCALE * spread:
+            varies = spread > SATURATED_SPREAD * (max(columns[name]) - min(columns[name]))
+            if varies and spreads[top] > DOMINANT_SCALE * spread:
                 return (
-                    f"the reward function {loud!r} makes up {parts[loud] / total:.1%} of the rewards' variance: its "
-                    f"values spread by {spreads[loud]:.3g}, those of {name!r} by {spread:.3g}, which thus hardly "
-                    f"counts; bring them to one scale, or lower the weight of {loud!r} (now {self.weights[loud]:g})"
+                    f"the reward function {top!r} makes up {parts[top] / total:.1%} of the rewards' variance: its "
+                    f"values spread by {spreads[top]:.3g}, those of {name!r} by {spread:.3g}, which thus hardly "
+                    f"counts; bring them to one scale, or lower the weight of {top!r} (now {self.weights[top]:g})"
                 )
         return None
 
@@ -297,7 +284,7 @@ class Watch:
         if not self._rewards:
             return False
         most = sum(weight for weight in self.weights.values() if weight > 0)
-        mean = _mean(self._rewards[-PATIENCE:])
+        mean = mean_of(self._rewards[-PATIENCE:])
         if self._best <= self._worst:
             return most > 0 and mean >= SOLVED_SHARE * most
         if self._best < SOLVED_LEAST * most:
@@ -308,25 +295,9 @@ class Watch:
         return [value for columns in self._columns for value in columns[name]]
 
     def _value(self, knob: str) -> Any:
-        if isinstance(self.config, Mapping):
-            return self.config.get(knob)
-        return getattr(self.config, knob, None)
+        return self.config.get(knob) if isinstance(self.config, Mapping) else getattr(self.config, knob, None)
 
     def _knob(self, name: str) -> str:
         value = self._value(name)
-        return (
-            name
-            if value is None
-            else f"{name} (now {value:g})"
-            if number(value) is not None
-            else f"{name} (now {value})"
-        )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _variance(values: Sequence[float]) -> float:
-    mean = _mean(values)
-    return math.fsum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
+        shown = value if number(value) is None else f"{value:g}"
+        return name if value is None else f"{name} (now {shown})"

@@ -23,7 +23,7 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Journal:
-    """The diary of a training in its run directory; nobody else may write there until it is closed.
+    """The log of a training in its run directory; nobody else may write there until it is closed.
 
     >>> import tempfile
     >>> run = RunDir.create(tempfile.mkdtemp(), env_id="sums", model="tiny", config={})

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from verifiers.engine.files.smollm2 import public_name
 from verifiers.engine.local_model import LocalModel
 from verifiers.kernels import autograd
+from verifiers.kernels.modules import is_quantised
 from verifiers.notebooks import image_html, page_html, text_html
-from verifiers.progress import Tally
 from verifiers.results import Results
 from verifiers.store import RunDir, safe_name
 from verifiers.trainers import checkpoints
@@ -25,7 +25,6 @@ from verifiers.trainers.batch import Batch, as_batch
 from verifiers.trainers.functions import name_of
 from verifiers.trainers.processes import gathered, together
 from verifiers.trainers.reward_weights import reward_weights
-from verifiers.trainers.sharding import ShardedWeights
 from verifiers.trainers.stopping import NotFiniteError
 from verifiers.trainers.watch.audit import audit
 from verifiers.trainers.watch.display import TrainingDisplay
@@ -63,6 +62,8 @@ class Report:
         self._total_tokens = 0
         self.backend = _backend_of(trainer)
         self._resources = ExitStack()
+        shows = self.is_main and self.config.show_progress
+        self.display = TrainingDisplay(show=shows, logging_steps=self.config.logging_steps)
         # Functions in the place of names, for whoever reads the run later.
         own = {name: getattr(trainer, f"_own_{name}", None) for name in ("advantage", "loss")}
         self._own = {name: f"{name_of(one)} (a function)" for name, one in own.items() if one is not None}
@@ -130,24 +131,9 @@ class Report:
         )
         for tracker in self._trackers:
             self._resources.callback(tracker.close)
-        self._display = TrainingDisplay(show=self.config.show_progress, logging_steps=self.config.logging_steps)
-        self._resources.callback(self._display.stop)
-        self._display.start(self._total_steps, f"{self.env_id} · {self.model} · {self.backend}")
+        self._resources.callback(self.display.stop)
+        self.display.start(self._total_steps, f"{self.env_id} · {self.model} · {self.backend}")
         self._is_open = True
-
-    def enter(self, phase: str) -> None:
-        """What the training does from now on, for whoever watches."""
-        if self._is_open:
-            self._display.enter(phase)
-
-    def say(self, text: str) -> None:
-        """A line for whoever watches, which leaves the panel whole."""
-        if self._is_open:
-            self._display.say(text)
-
-    def counted(self) -> Tally:
-        """What counts the rollouts that are being made."""
-        return self._display.counted() if self._is_open else Tally()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -179,7 +165,7 @@ class Report:
             self.journal.rewind(state["step"])
             self.steps, self.evals = list(self.journal.steps()), list(self.journal.evals())
             self._watch.recall(self.steps)
-            self._display.recall(self.steps)
+            self.display.recall(self.steps)
             self._total_tokens = int(self.steps[-1].get("total_tokens") or 0) if self.steps else 0
         return state
 
@@ -192,38 +178,46 @@ class Report:
         batch = as_batch(batch)
         view = joined(gathered(trainer.accelerator, batch_view(batch)))
         seen = rollout_figures(view)
-        self._total_tokens += seen.get("sampled_tokens", 0)
-        step_s = waited_s + trained_s
-        figures = {
-            "step": trainer.step,
-            "epoch": round(trainer.step / trainer.num_steps_per_epoch, 4),
-            **seen,
-            **figures,
-            "generation_s": batch.seconds.get("generation", waited_s),
-            "training_s": trained_s,
-            "step_s": step_s,
-            "tokens_per_s": seen.get("sampled_tokens", 0) / step_s if step_s else None,
-            "total_tokens": self._total_tokens,
-            **({"reward_weights": batch.reward_weights} if getattr(trainer, "weight_schedule", None) else {}),
-        }
+        times = {"generation_s": batch.seconds.get("generation", waited_s), "training_s": trained_s}
+        weights = {"reward_weights": batch.reward_weights} if trainer.weight_schedule else {}
         self.keep_rollouts(trainer.step, batch)
-        self.note(figures, view)
+        tokens = seen.get("sampled_tokens", 0)
+        self.note(
+            trainer, {**seen, **figures, **times, **weights}, tokens=tokens, seconds=waited_s + trained_s, view=view
+        )
 
-    def note(self, figures: dict[str, Any], view: dict[str, Any] | None = None) -> None:
-        """Note the figures of a step, ``step`` among them; ``view`` is what the watch may see of its rollouts."""
-        self.last, step = figures, figures["step"]
-        self.steps.append(figures)
+    def note(
+        self,
+        trainer: Trainer,
+        figures: Mapping[str, Any],
+        *,
+        tokens: int,
+        seconds: float,
+        view: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Note the figures of a step; ``view`` is what the watch may see of its rollouts."""
+        step = trainer.step
+        self._total_tokens += tokens
+        self.last = {
+            "step": step,
+            "epoch": round(step / trainer.num_steps_per_epoch, 4),
+            **figures,
+            "step_s": seconds,
+            "tokens_per_s": tokens / seconds if seconds else None,
+            "total_tokens": self._total_tokens,
+        }
+        self.steps.append(self.last)
         if not self._is_open:
             return
-        self.journal.write_step(figures)
+        self.journal.write_step(self.last)
         if step % self.config.logging_steps == 0 or step == self._total_steps:
             for tracker in self._trackers:
-                tracker.log(step, figures)
-        self._display.update(figures)
-        for notice in self._watch.look(figures, view or {}):
+                tracker.log(step, self.last)
+        self.display.update(self.last)
+        for notice in self._watch.look(self.last, view or {}):
             self.notices.append({"step": step, "notice": notice.text})
             self.journal.write_notice(step, notice.text)
-            self._display.notice(notice.text)
+            self.display.notice(notice.text)
 
     def keep_rollouts(self, step: int, batch: Batch) -> None:
         """Write some of a batch's rollouts, and some that failed, of every process."""
@@ -249,38 +243,35 @@ class Report:
         self.journal.write_eval(step, figures)
         for tracker in self._trackers:
             tracker.log(step, {"eval": figures})
-        self._display.eval(figures)
+        self.display.eval(figures)
 
     def checkpoint(self, trainer: Trainer, *, cursor: int) -> Path | None:
         """Write a checkpoint of where the training is now."""
-        weights = trainer.weights
-        if not self._is_open and not weights.is_sharded:
+        if not self._is_open and not trainer.weights.is_sharded:
             return None
-        weights.check_finite("where they were to be saved")
-        processes = trainer.accelerator.num_processes
-        given: dict[str, Any] = {
-            "step": trainer.step,
-            "model": trainer.accelerator.unwrap_model(trainer.model),
-            "tokenizer": trainer.tokenizer,
-            "state": {
-                "cursor": cursor,
-                "learned": trainer.learned,
-                "processes": processes,
-                "config": trainer.config.to_dict(),
-            },
-            "keep": self.config.save_total_limit,
-            "reference": trainer.reference,
+        trainer.weights.check_finite("where they were to be saved")
+        state = {
+            "cursor": cursor,
+            "learned": trainer.learned,
+            "processes": trainer.accelerator.num_processes,
+            "config": trainer.config.to_dict(),
         }
-        root = self.path / "checkpoints"
-        if isinstance(weights, ShardedWeights):
-            return checkpoints.save_sharded(root, weights=weights, **given)
-        return checkpoints.save(root, weights=weights, **given)
+        return checkpoints.save(
+            self.path / "checkpoints",
+            step=trainer.step,
+            model=trainer.accelerator.unwrap_model(trainer.model),
+            tokenizer=trainer.tokenizer,
+            weights=trainer.weights,
+            state=state,
+            keep=self.config.save_total_limit,
+            reference=trainer.reference,
+        )
 
     def finish(self) -> None:
         """The picture and the audit, for a person to look at."""
         if not self._is_open:
             return
-        self._display.stop()
+        self.display.stop()
         title = f"{self.env_id} · {self.model}"
         (self.path / "plot.svg").write_text(plot_svg(self.steps, self.evals, title), encoding="utf-8")
         (self.path / "audit.md").write_text(audit(self.journal.lines(), self.run_dir.records()), encoding="utf-8")
@@ -340,6 +331,8 @@ def _backend_of(trainer: Trainer) -> str:
     if (named := getattr(trainer, "backend", None)) is not None:  # a model elsewhere
         return str(named)
     client, learns = getattr(trainer, "client", None), f"learns {autograd.describe(trainer.model)}"
+    if is_quantised(trainer.model):
+        learns += " between the multiplications, which are the quantised modules' own"
     if trainer.memory.told:
         learns += f"; to fit into memory: {', '.join(trainer.memory.told)}"
     return f"sampled {client.backend}, {learns}" if isinstance(client, LocalModel) else learns

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -58,9 +58,8 @@ def trackers(
     Traceback (most recent call last):
     ValueError: report_to='wandbb' is not known; choose wandb, trackio, tensorboard, all or none
     """
-    names = check_report_to(report_to)
     started: list[Tracker] = []
-    for name in names:
+    for name in check_report_to(report_to):
         try:
             started.append(Guarded(_TRACKERS[name](run_name or Path(folder).name, normalise(config), Path(folder))))
         except Exception as error:  # foreign code: whatever it raises, the first step has not begun
@@ -74,11 +73,18 @@ def trackers(
 
 def check_report_to(report_to: str | Sequence[str] | None) -> list[str]:
     """The names in ``report_to``, each of them known and installed."""
-    names = _names_of(report_to)
+    names: list[str] = []
+    for name in [report_to] if isinstance(report_to, str) else report_to or ():
+        if name == "all":
+            names += [known for known in _TRACKERS if _is_installed(known)]
+        elif name in _TRACKERS:
+            names.append(name)
+        elif name not in _NO_NAMES:
+            raise ValueError(f"report_to={name!r} is not known; choose {', '.join(_TRACKERS)}, all or none")
     for name in names:
         if not _is_installed(name):
             raise ImportError(f"report_to={name!r} needs a package that is not here; pip install {name}")
-    return names
+    return list(dict.fromkeys(names))
 
 
 def flatten(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | Histogram]:
@@ -103,21 +109,6 @@ def _histogram_of(value: Mapping[str, Any]) -> Histogram | None:
     if not isinstance(edges, Sequence) or not isinstance(counts, Sequence) or len(edges) != len(counts) + 1:
         return None
     return Histogram([float(edge) for edge in edges], [float(count) for count in counts]) if counts else None
-
-
-def _names_of(report_to: str | Sequence[str] | None) -> list[str]:
-    if report_to is None:
-        return []
-    asked = [report_to] if isinstance(report_to, str) else list(report_to)
-    names: list[str] = []
-    for name in asked:
-        if name == "all":
-            names += [known for known in _TRACKERS if _is_installed(known)]
-        elif name in _TRACKERS:
-            names.append(name)
-        elif name not in _NO_NAMES:
-            raise ValueError(f"report_to={name!r} is not known; choose {', '.join(_TRACKERS)}, all or none")
-    return list(dict.fromkeys(names))
 
 
 def _is_installed(name: str) -> bool:
@@ -162,59 +153,60 @@ class Guarded:
                 )
 
 
-class Wandb:
-    """A run at Weights & Biases, or its offline files in the run directory; a resumed training goes on in its run."""
+class _Service:
+    """A run of a service that keeps figures by name; a resumed training goes on in its run."""
+
+    name = ""
+
+    def __init__(self, run_name: str, config: dict[str, Any], folder: Path) -> None:
+        self._module = importlib.import_module(self.name)
+        project = os.environ.get(f"{self.name.upper()}_PROJECT") or PROJECT
+        file = folder / f".{self.name}-run"
+        known = read_regular(file, most=4096).decode("utf-8", "replace").strip() if file.exists() else ""
+        with contextlib.redirect_stdout(sys.stderr):  # what it prints is no result of this program
+            self._run: Any = self._module.init(
+                project=project, name=run_name, config=config, **self._settings(folder, known)
+            )
+        file.write_text(f"{self._run.id if self.name == 'wandb' else run_name}\n", encoding="utf-8")
+
+    def _settings(self, folder: Path, known: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        make = self._module.Histogram
+        figures = {
+            name: make(np_histogram=(value.counts, value.edges)) if isinstance(value, Histogram) else value
+            for name, value in flatten(metrics).items()
+        }
+        self._run.log(figures, step=step)
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
+class Wandb(_Service):
+    """Weights & Biases, or its offline files in the run directory."""
 
     name = "wandb"
 
-    def __init__(self, run_name: str, config: dict[str, Any], folder: Path) -> None:
-        wandb = importlib.import_module("wandb")
-        self._histogram = wandb.Histogram
-        known = _run_id(folder, self.name)
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT") or PROJECT,
-            name=run_name,
-            config=config,
-            dir=str(folder),
-            id=known,
-            resume="allow" if known else None,
-            reinit="create_new",
-            settings=wandb.Settings(console="off"),  # the live display draws there
-        )
-        _keep_run_id(folder, self.name, str(self._run.id))
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(_with_histograms(metrics, self._histogram), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    def _settings(self, folder: Path, known: str) -> dict[str, Any]:
+        quiet = self._module.Settings(console="off")  # the live display draws there
+        resumed = {"id": known or None, "resume": "allow" if known else None}
+        return {"dir": str(folder), "reinit": "create_new", "settings": quiet, **resumed}
 
 
-class Trackio:
-    """A run in the local database of Trackio (``trackio show``); a resumed training goes on in its run."""
+class Trackio(_Service):
+    """The local database of Trackio (``trackio show``)."""
 
     name = "trackio"
 
-    def __init__(self, run_name: str, config: dict[str, Any], folder: Path) -> None:
-        trackio = importlib.import_module("trackio")
-        self._histogram, self._finish = trackio.Histogram, trackio.finish
-        known = _run_id(folder, self.name)
-        with _talk_on_stderr():
-            self._run = trackio.init(
-                project=os.environ.get("TRACKIO_PROJECT") or PROJECT,
-                name=run_name,
-                config=config,
-                resume="allow" if known else "never",
-                embed=False,
-            )
-        _keep_run_id(folder, self.name, run_name)
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(_with_histograms(metrics, self._histogram), step=step)
+    def _settings(self, folder: Path, known: str) -> dict[str, Any]:
+        return {"resume": "allow" if known else "never", "embed": False}
 
     def close(self) -> None:
-        with _talk_on_stderr():
-            self._finish()
+        with contextlib.redirect_stdout(sys.stderr):
+            self._module.finish()
 
 
 class TensorBoard:
@@ -245,16 +237,11 @@ class TensorBoard:
     def _add_histogram(self, name: str, histogram: Histogram, step: int) -> None:
         edges, counts = histogram
         middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
+        first, second = (
+            sum(middle**power * count for middle, count in zip(middles, counts, strict=True)) for power in (1, 2)
+        )
         self._writer.add_histogram_raw(
-            name,
-            min=edges[0],
-            max=edges[-1],
-            num=sum(counts),
-            sum=sum(middle * count for middle, count in zip(middles, counts, strict=True)),
-            sum_squares=sum(middle**2 * count for middle, count in zip(middles, counts, strict=True)),
-            bucket_limits=edges[1:],
-            bucket_counts=counts,
-            global_step=step,
+            name, edges[0], edges[-1], sum(counts), first, second, edges[1:], counts, global_step=step
         )
 
     def close(self) -> None:
@@ -271,28 +258,3 @@ _HINTS = {
     "wandb": "; run `wandb login`, set WANDB_MODE=offline, or leave it out of report_to",
     "tensorboard": "; it writes through torch: pip install 'verifiers[train]'",
 }
-
-
-def _with_histograms(metrics: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
-    return {
-        name: make(np_histogram=(value.counts, value.edges)) if isinstance(value, Histogram) else value
-        for name, value in flatten(metrics).items()
-    }
-
-
-def _run_id(folder: Path, name: str) -> str | None:
-    try:
-        return read_regular(folder / f".{name}-run", most=4096).decode("utf-8", "replace").strip() or None
-    except FileNotFoundError:
-        return None
-
-
-def _keep_run_id(folder: Path, name: str, run_id: str) -> None:
-    (folder / f".{name}-run").write_text(f"{run_id}\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _talk_on_stderr() -> Iterator[None]:
-    """What a library prints about itself does not belong among a program's results."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield

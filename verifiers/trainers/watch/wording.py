@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from verifiers.logs import printable
@@ -77,11 +77,6 @@ def is_filtered(metrics: Mapping[str, Any]) -> bool:
     return sampled - failed > samples
 
 
-def some(value: Any) -> Any:
-    """None for nothing: a count of 0 needs no words in a line."""
-    return value or None
-
-
 def named(name: str, value: Any, form: str, unit: str = "") -> str:
     """A figure with its name; nothing where there is none.
 
@@ -118,3 +113,17 @@ def clock(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def mean_of(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def variance(values: Sequence[float]) -> float:
+    """Of a sample.
+
+    >>> variance([1.0, 3.0]), variance([1.0])
+    (2.0, 0.0)
+    """
+    mean = mean_of(values)
+    return math.fsum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
