@@ -219,6 +219,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     assert "WARNING" not in said
+    shown = {path.name: re.findall(r"```.*", path.read_text(encoding="utf-8")) for path in folder.glob("built/*.html")}
+    assert {name: ticks for name, ticks in shown.items() if ticks and name != "changelog.html"} == {}, "no blocks"
     return folder / "built"
 
 

@@ -100,6 +100,7 @@ def _relinked(text: str, source: str, name: str) -> str:
         where = posixpath.relpath(home, posixpath.dirname(name) or ".")
         return found["before"] + where + (f"#{anchor}" if anchor else "")
 
+    text = re.sub(r"^(```\w+) +no-run\b.*$", r"\1", text, flags=re.MULTILINE)  # with it, the site would see no block
     parts = re.split(r"(^```.*?^```)", text, flags=re.MULTILINE | re.DOTALL)
     parts[::2] = [LINK.sub(place, part) for part in parts[::2]]
     return re.sub(r"\0\[([^\]]*)\]\([^)]*\)", r"\1", "".join(parts))

@@ -92,6 +92,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     making.evaluate(root / "evals", model="org/two", skill=0.8, seed=2, n=30, rollouts=4)
     making.evaluate(root / "evals", model="org/three", skill=0.6, seed=3, n=30, rollouts=4)
     making.judged_run(root / "evals")
+    making.labelled_run(root / "evals")
+    making.labelled_run(root / "evals", model="org/better", skill=1.0)
     making.train(root / "train", steps=40)
     making.tool_run(root / "evals")
     hostile.hostile_run(root / "hostile", hostile.PAYLOADS[1].replace("/", "-"))

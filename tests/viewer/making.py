@@ -264,6 +264,32 @@ def judged_run(root: Path, *, n: int = 8) -> Path:
 # --- turns with tools and tokens --------------------------------------------------------------------------------------
 
 
+def labelled_run(root: Path, *, model: str = "org/labels", skill: float = 0.8, seed: int = 0) -> Path:
+    """Yes or no, where figures of all rows say more than a mean; one of them has a function that fails."""
+    draw = random.Random(seed)
+
+    def reply(messages: Any) -> str:
+        truth = "yes" if int(messages[-1]["content"].split()[1]) % 5 == 0 else "no"
+        return truth if draw.random() < skill else "no"
+
+    def right(completion: Any, answer: str) -> bool:
+        return completion[-1]["content"] == answer
+
+    def share_of_others(rows: Any) -> float:
+        return 1 / sum(row["parsed"] not in ("yes", "no") for row in rows)
+
+    rows = [{"question": f"Is {n} a multiple of five?", "answer": "yes" if n % 5 == 0 else "no"} for n in range(40)]
+    env = vf.SingleTurnEnv(
+        dataset=rows,
+        rubric=vf.Rubric([right]),
+        aggregates={"balanced": "balanced_accuracy", "f1": vf.stats.f1_of("yes"), "others": share_of_others},
+    )
+    env.env_id = "multiples"
+    path = root / f"multiples--{model.replace('/', '--')}" / "00000600"
+    env.evaluate(vf.FakeClient(reply), model, results_path=path, use_tqdm=False)
+    return path
+
+
 def tool_run(root: Path, *, model: str = "org/tooled") -> Path:
     """A conversation with tool calls and reasoning, saved with its trajectory, so that tokens have logprobs."""
     run = RunDir.create(root, env_id="shop", model=model, config={"max_turns": 4}, run_id="00000700")

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.viewer import making
-from tests.viewer.browsing import FLAGS
+from tests.viewer.browsing import FLAGS, wait_until
 from verifiers.viewer import Library, ViewerServer
 from verifiers.viewer.library import run_id_of
 
 IMAGES = making.REPO / "docs" / "images"
 SIZE = {"width": 1280, "height": 800}
 NARROW = {"width": 390, "height": 844}
-SETTLE_MS = 1500
+SETTLE_MS = 500
+LOADED = "!document.body.classList.contains('loading') && document.querySelector('main h1, main h2') !== null"
 
 
 def make_runs(root: Path) -> dict[str, str]:
@@ -29,6 +30,8 @@ def make_runs(root: Path) -> dict[str, str]:
         "three": making.evaluate(root / "evals", model="org/small-3", skill=0.6, seed=13),
         "tools": making.tool_run(root / "evals"),
         "judged": making.judged_run(root / "evals"),
+        "labels": making.labelled_run(root / "evals"),
+        "better_labels": making.labelled_run(root / "evals", model="org/better", skill=0.95),
         "training": making.train(root / "train"),
         "second": making.train(root / "train", name="colder", seed=8, pace=20),
         "third": making.train(root / "train", name="larger-groups", seed=9, pace=9),
@@ -53,9 +56,23 @@ def shots(ids: dict[str, str]) -> list[tuple[str, str, dict[str, Any]]]:
     ]
 
 
+def further(ids: dict[str, str]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Pages that the documentation has no picture of."""
+    return [
+        ("labels", f"#/run/{ids['labels']}", {}),
+        ("labels-compared", f"#/compare/{ids['labels']}/{ids['better_labels']}", {}),
+        ("two-environments", f"#/compare/{ids['one']}/{ids['judged']}", {}),
+        ("token-ratios", f"#/run/{ids['training']}/rollout/0?view=ratio", {}),
+        ("token-advantages", f"#/run/{ids['training']}/rollout/0?view=advantage", {}),
+        ("shares", f"#/run/{ids['judged']}/rewards", {"height": 740}),
+        ("nowhere", "#/run/nowhere", {"height": 400}),
+    ]
+
+
 def draw(browser: Any, url: str, path: Path, size: dict[str, int], theme: str) -> None:
     page = browser.new_page(viewport=size, color_scheme=theme)
     page.goto(url)
+    wait_until(page, LOADED)
     page.wait_for_timeout(SETTLE_MS)
     page.evaluate("document.querySelector('.page-head > p')?.replaceChildren('under outputs/evals, outputs/train')")
     page.screenshot(path=path, full_page=size == NARROW)
@@ -71,7 +88,7 @@ def main(folder: Path | None) -> None:
         library = Library([root / "evals", root / "train"])
         with ViewerServer(library) as server, sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=list(FLAGS))
-            for name, address, special in shots(ids):
+            for name, address, special in shots(ids) + (further(ids) if folder else []):
                 size = {**SIZE, **{key: value for key, value in special.items() if key in SIZE}}
                 url = f"{server.url}{address}"
                 if folder is None:

@@ -44,6 +44,27 @@ def test_the_refusal_is_that_of_the_one_comparison_procedure():
     assert compare_sides(a, b).metrics["reward"].verdict == "worse"
 
 
+def test_figures_of_all_rows_are_on_the_page_of_a_run_and_side_by_side(ask, root):
+    """As the run saved them: the functions are the environment's, and a viewer runs no code of it."""
+    a, b = making.labelled_run(root), making.labelled_run(root, model="org/better", skill=1.0)
+    page = ask(f"runs/{run_id_of(a)}")
+    balanced, f1, others = page["aggregates"]
+    assert (balanced["name"], f1["name"], others["name"]) == ("balanced", "f1", "others")
+    assert 0.5 < balanced["low"] < balanced["mean"] < balanced["high"] <= 1.0
+    assert (others["mean"], others["error"]) == (None, "ZeroDivisionError: division by zero")
+    found = ask(f"compare/{run_id_of(a)}/{run_id_of(b)}")
+    assert found["a"]["aggregates"] == page["aggregates"]
+    assert found["b"]["aggregates"][0]["mean"] == 1.0
+    table = ask("compare", runs=f"{run_id_of(a)},{run_id_of(b)},{run_id_of(a)}")
+    assert [run["aggregates"][0]["mean"] for run in table["runs"]] == [balanced["mean"], 1.0, balanced["mean"]]
+
+
+@pytest.mark.parametrize("value", [7, [1], {"f1": 3}, {"f1": {"value": "much", "low": True, "error": 5}}, {"": {}}])
+def test_figures_of_all_rows_that_are_none_break_no_page(ask, make_run, make_record, value):
+    run = make_run(make_record(0), aggregates=value)
+    assert all(one["mean"] is None for one in ask.run(run)["aggregates"])
+
+
 def test_a_metric_is_chosen_and_its_rows_and_verdict_are_of_it(ask, make_run, make_record):
     a = make_run(*scored(make_record, [0.0] * 8, exact=[1.0] * 8))
     b = make_run(*scored(make_record, [1.0] * 8, exact=[0.0] * 8))

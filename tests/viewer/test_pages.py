@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.viewer import making
@@ -222,6 +224,32 @@ def test_a_link_to_a_rollout_is_copied_and_opens_it_here_and_in_an_exported_file
 # --- narrow screens -------------------------------------------------------------------------------------------------
 
 
+def test_figures_of_all_rows_are_shown_with_their_intervals_and_their_failures(page, server, folder):
+    one = address_of(folder, "evals", "multiples--org--labels", "*")
+    better = address_of(folder, "evals", "multiples--org--better", "*")
+    open_page(page, server, f"#/run/{one}", "table.aggregates")
+    assert page.locator("table.aggregates td.word").all_inner_texts() == ["balanced", "f1", "others"]
+    figures = page.locator("table.aggregates td.figure").all_inner_texts()
+    assert re.fullmatch(r"0\.\d{3}\n0\.\d{3} – \d\.\d{3}", figures[0])
+    assert figures[2].strip() == "failed"
+    assert page.locator("table.aggregates [title]").get_attribute("title") == "ZeroDivisionError: division by zero"
+    open_page(page, server, f"#/compare/{one}/{better}", "table.aggregates")
+    assert page.locator("table.aggregates thead th").all_inner_texts() == ["", "A", "B"]
+    assert page.locator("table.aggregates td.figure").nth(1).inner_text().startswith("1.000")
+    open_page(page, server, f"#/compare/{one}/{better}/{one}", "table.aggregates")
+    assert page.locator("table.aggregates thead th.figure").count() == 3
+
+
+def test_the_numbers_beside_a_chart_are_whole_and_a_flat_line_has_room(page, server, trainings):
+    """Smoothing leaves dust in the last digits of what is constant."""
+    open_page(page, server, f"#/compare/{'/'.join(trainings)}?smooth=0.6", ".chart.lines path.line")
+    wait_until(page, "document.querySelectorAll('text.tick.side').length > 40")
+    left = "[...document.querySelectorAll('text.tick.side')].every((text) => text.getBBox().x >= 0)"
+    assert page.evaluate(left)
+    texts = page.locator("text.tick.side").all_text_contents()
+    assert max(map(len, texts)) <= 6, texts
+
+
 def test_no_page_is_wider_than_a_telephone_and_rewards_are_in_sight(page, server, folder, trainings):
     page.set_viewport_size({"width": 390, "height": 844})
     one, two, three = evaluations(folder)
@@ -246,6 +274,9 @@ def test_no_page_is_wider_than_a_telephone_and_rewards_are_in_sight(page, server
         assert box["x"] >= 0, hash_
         assert box["x"] + box["width"] <= 391, hash_
         assert box["height"] < 120 or selector in ("article.message", ".scroll-box"), "figures are on one line"
+    open_page(page, server, f"#/run/{trainings[0]}/rewards", "table.shares")
+    last = page.locator("table.shares tbody td").last.bounding_box()
+    assert last["x"] + last["width"] <= 391, "every column of the shares"
     open_page(page, server, f"#/compare/{one}/{two}", ".versus .figure")
     assert all(one.bounding_box()["height"] < 40 for one in page.locator(".versus .figure").all()), (
         "digits side by side"

@@ -15,6 +15,7 @@ from verifiers.viewer.numbers import as_number, known
 
 SPARKLINE = 60  # steps that the list of runs shows of a training
 MAX_TAGS = 12
+MAX_AGGREGATES = 50
 MAX_KEPT = 4096  # runs whose figures are remembered
 
 
@@ -72,6 +73,7 @@ def run_card(run: Run, summary: dict[str, Any] | None = None) -> dict[str, Any]:
         "duration_ms": figure(metadata.get("time_ms")),
         "tags": _tags(metadata.get("tags")),
         "note": text(metadata.get("note"))[:500],
+        "aggregates": _aggregates(metadata.get("aggregates")),
         "problem": problem,
     }
     card |= summary or {}
@@ -98,6 +100,7 @@ def safe_card(run: Run, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             "kind": "evaluation",
             "status": "damaged",
             "tags": [],
+            "aggregates": [],
             "problem": f"this run cannot be read: {type(error).__name__}: {error}"[:500],
         }
 
@@ -156,6 +159,21 @@ def _time_since(date: str, changed_at: float) -> float | None:
 
 def _tags(value: Any) -> list[str]:
     return [tag[:60] for tag in value if isinstance(tag, str)][:MAX_TAGS] if isinstance(value, list) else []
+
+
+def _aggregates(found: Any) -> list[dict[str, Any]]:
+    """Figures of all rows as the run saved them: the functions behind them are the environment's, and not run here."""
+    named = [(name, one) for name, one in found.items() if isinstance(one, dict)] if isinstance(found, dict) else []
+    return [
+        {
+            "name": str(name)[:200],
+            "mean": figure(one.get("value")),
+            "low": figure(one.get("low")),
+            "high": figure(one.get("high")),
+            "error": text(one.get("error"))[:200],
+        }
+        for name, one in named[:MAX_AGGREGATES]
+    ]
 
 
 def text(value: Any) -> str:

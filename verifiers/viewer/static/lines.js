@@ -46,16 +46,17 @@ export function lineChart({ series, axis = "step", ...options }) {
 }
 
 function drawLines({ shown, points, marks = [], height, isShare, onPick, onZoom, range, width, readout, axis }) {
-  const [left, right, top, bottom] = [46, 12, 8, 22];
+  const [right, top, bottom] = [12, 8, 22];
   const all = [...shown.flatMap((line) => line.xs), ...points.map((point) => point.x)];
   const first = range?.[0] ?? all.reduce((a, b) => Math.min(a, b), Infinity);
   const last = range?.[1] ?? all.reduce((a, b) => Math.max(a, b), -Infinity);
   const isIn = (value) => value >= first && value <= last;
   const [low, high] = limitsOf(shown, points, isShare, isIn);
-  const x = (value) => left + (last > first ? (value - first) / (last - first) : 0.5) * (width - left - right);
-  const y = (value) => top + (1 - (value - low) / (high - low)) * (height - top - bottom);
   const levels = ticks(low, high, height > 220 ? 5.5 : 4.2);
   const texts = isShare ? levels.map((value) => percent(value, 0)) : tickTexts(levels);
+  const left = Math.max(46, 10 + 6.6 * Math.max(...texts.map((text) => text.length)));
+  const x = (value) => left + (last > first ? (value - first) / (last - first) : 0.5) * (width - left - right);
+  const y = (value) => top + (1 - (value - low) / (high - low)) * (height - top - bottom);
   const grid = levels.map((value, i) => [
     svg("line.grid", { x1: left, x2: width - right, y1: y(value), y2: y(value) }),
     svg("text.tick.side", { x: left - 8, y: y(value) + 3.5 }, texts[i]),
@@ -162,7 +163,7 @@ function limitsOf(shown, points, isShare, isIn) {
   if (isShare) [low, high] = [0, Math.max(high, 0.05)];
   else if (low > 0 && low < high * 0.6) low = 0;
   const size = Math.max(Math.abs(low), Math.abs(high));
-  if (low === high) [low, high] = [low - (size * 0.1 || 0.5), high + (size * 0.1 || 0.5)];
+  if (high - low <= size * 1e-9) [low, high] = [low - (size * 0.1 || 0.5), high + (size * 0.1 || 0.5)];
   else if (high - low < size * 1e-3) [low, high] = [low - size * 5e-4, high + size * 5e-4]; // not a drama of the last digit
   const room = (high - low) * 0.06;
   return [low === 0 ? 0 : low - room, isShare && high >= 1 ? 1 : high + room];

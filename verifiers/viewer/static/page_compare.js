@@ -9,6 +9,7 @@ import { setKeys } from "./keys.js";
 import { rolloutColumn } from "./page_group.js";
 import { overlayPage } from "./page_overlay.js";
 import { metricChoice, tablePage } from "./page_table.js";
+import { aggregatesTable } from "./run_cards.js";
 import { PAGE, card, moveSelection, openSelection, pager, tile } from "./table.js";
 
 // Two evaluations example by example, more than two as a table, trainings as curves.
@@ -139,6 +140,9 @@ function compareHead(found, params, choice) {
         : null,
     ),
     found.refusal === null ? null : h("p.notice-line", {}, `No verdict: ${found.refusal}.`),
+    found.a.aggregates.length || found.b.aggregates.length
+      ? card("Figures of all rows, with their 95% intervals", aggregatesTable(["A", "B"], [found.a, found.b]))
+      : null,
   ];
 }
 

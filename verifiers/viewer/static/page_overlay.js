@@ -172,7 +172,7 @@ function settingsCard(found) {
       "tr",
       {},
       h("td.word", {}, name),
-      settings.map((one) => h("td", {}, one.get(name) ?? "–")),
+      settings.map((one) => h("td", { title: one.get(name) ?? "" }, rounded(one.get(name) ?? "–"))),
     );
   return card(
     "Settings that differ",
@@ -184,6 +184,11 @@ function settingsCard(found) {
         )
       : h("p.muted", {}, "None that were recorded."),
   );
+}
+
+// Numbers with a long tail of digits, as a person writes them.
+function rounded(text) {
+  return /^-?\d+\.\d{7,}$/.test(text) ? String(Number(Number(text).toPrecision(6))) : text;
 }
 
 function flat(value, path = "", into = new Map()) {

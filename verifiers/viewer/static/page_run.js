@@ -83,7 +83,7 @@ export async function runPage(context) {
         "div.columns",
         {},
         distributionCard(context, about, known, change),
-        metricsCard(context, known, change),
+        metricsCard(context, about, known, change),
         causesCard(context, about, change),
       ),
     );

@@ -5,6 +5,7 @@ import { whisker } from "./charts.js";
 import { h, replace } from "./dom.js";
 import { between, count, number, plural, signed } from "./format.js";
 import { setKeys } from "./keys.js";
+import { aggregatesTable } from "./run_cards.js";
 import { card } from "./table.js";
 
 // Which metric a comparison is about.
@@ -31,7 +32,7 @@ export async function tablePage(context, ids) {
 
   async function draw() {
     const found = await ask("compare", { runs: ids.join(","), metric: context.query.metric });
-    replace(root, manyHead(found, context, draw), card(null, manyTable(found, ids)), metricsTable(found));
+    replace(root, manyHead(found, context, draw), card(null, manyTable(found, ids)), metricsTable(found), aggregates(found));
   }
 
   setKeys([["Escape u", "back to the runs", () => context.go("#/")]]);
@@ -166,4 +167,10 @@ function metricsTable(found) {
       ),
     ),
   );
+}
+
+function aggregates(found) {
+  if (!found.runs.some((run) => run.aggregates.length)) return null;
+  const heads = found.runs.map((run) => run.model || run.name);
+  return card("Figures of all rows, with their 95% intervals", aggregatesTable(heads, found.runs));
 }

@@ -105,7 +105,7 @@ function byTask(tasks, change) {
   );
 }
 
-export function metricsCard(context, known, change) {
+export function metricsCard(context, about, known, change) {
   const isShown = (figure) => figure.name === (context.query.show ?? "reward");
   const show = (figure) => change({ show: figure.name === "reward" || isShown(figure) ? null : figure.name });
   const name = (figure) =>
@@ -142,6 +142,45 @@ export function metricsCard(context, known, change) {
         ),
       ),
       h("tbody", {}, known.figures.map(row)),
+    ),
+    about.aggregates.length ? [h("h2", {}, "Figures of all rows"), aggregatesTable(["value"], [about])] : null,
+  );
+}
+
+// Balanced accuracy, F1 and the like, of one run or of several side by side, as each run saved them.
+export function aggregatesTable(heads, runs) {
+  const names = [...new Set(runs.flatMap((run) => run.aggregates.map((figure) => figure.name)))];
+  const cell = (figure) =>
+    h(
+      "td.figure",
+      {},
+      figure?.error ? h("span.bad-text", { title: figure.error }, "failed") : number(figure?.mean ?? null),
+      h("div.muted", {}, between(figure?.low, figure?.high)),
+    );
+  const row = (name) =>
+    h(
+      "tr",
+      {},
+      h("td.word", {}, name),
+      runs.map((run) => cell(run.aggregates.find((figure) => figure.name === name))),
+    );
+  return h(
+    "div.scroll-box",
+    {},
+    h(
+      "table.small.many.aggregates",
+      {},
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          h("th", {}, ""),
+          heads.map((head) => h("th.figure", {}, head)),
+        ),
+      ),
+      h("tbody", {}, names.map(row)),
     ),
   );
 }
