@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 
@@ -28,6 +29,8 @@ def main(notes: Path, words: list[str]) -> int:
         process = subprocess.Popen([sys.executable, *given[2:]] if given[1] == "python3" else given[1:], **start)
         (notes / name).write_text(str(process.pid))
         code = process.wait()
+        if given[0] == "slow-engine":  # it puts away what ended, and says so only then
+            time.sleep(3)
     return 128 - code if code < 0 else code
 
 

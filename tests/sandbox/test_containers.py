@@ -101,6 +101,15 @@ def test_a_cell_that_does_not_heed_its_alarm_loses_its_container(engine: Calls, 
         assert session.run("1").is_fresh
 
 
+def test_a_container_that_ended_by_itself_is_not_late_however_long_its_engine_takes(
+    engine: Calls, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("verifiers.sandbox.containers.GRACE_S", 0.3)
+    with ContainerSandbox(engine="docker", image="slow-engine") as sandbox:
+        result = sandbox.run("import os; os.kill(os.getpid(), 9)", timeout_s=0.2)
+    assert result.status == "memory", result
+
+
 def test_what_cannot_be_started_is_a_sandbox_that_does_not_work(engine: Calls) -> None:
     with pytest.raises(SandboxError, match="Unable to find image"):
         ContainerSandbox(engine="docker", image="no-such-image").run("1")

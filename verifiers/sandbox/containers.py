@@ -229,11 +229,13 @@ class ContainerSession:
             return None
         finally:
             timer.cancel()
+            timer.join()  # where it is at it, it says whether the container was late
         return reply if isinstance(reply, dict) else None
 
     def _end_late(self) -> None:
-        self._is_late = True
+        """A container that has ended by itself is not late: its engine is, which still puts it away."""
         self._kill()
+        self._is_late = self._was_killed
 
     def _let_end(self) -> None:
         """A container that ends by itself has an exit code of its own, once its engine has noticed."""
@@ -250,13 +252,13 @@ class ContainerSession:
         if process is None:
             return
         if process.poll() is None:
-            self._was_killed = True
             kill = [find_engine(self.sandbox.engine), "kill", self._name]
             quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             try:
-                subprocess.run(kill, timeout=KILL_S, check=False, **quiet)
-                process.wait(GRACE_S)
+                self._was_killed = subprocess.run(kill, timeout=KILL_S, check=False, **quiet).returncode == 0
+                process.wait(GRACE_S if self._was_killed else KILL_S)
             except subprocess.TimeoutExpired:  # the engine hangs: what can be ended is
+                self._was_killed = True
                 process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):

@@ -115,19 +115,35 @@ def fail(folder: str) -> None:
     assert isinstance(written["vf_reward"][1], float)
 
 
-class Scripted(GRPOTrainer):
-    """The model's turns are given; everything else is TRL's: parsing, calling, joining tokens, scoring."""
+class Scripted(Watched):
+    """The model's turns are given, with its own logprobs; all else is TRL's: parsing, calling, joining tokens."""
 
-    said: list[str] = []
+    said: tuple[str, ...] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.turns: list[list[tuple[list[int], list[int], list[float]]]] = []  # (prompt, reply, logprobs) of each
+        self.learned: list[dict[str, Any]] = []
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        text = self.said.pop(0)
-        ids = self.processing_class.encode(text, add_special_tokens=False)
-        return [list(ids) for _ in prompt_ids], None
+        text, tokenizer = self.said[len(self.turns)], self.processing_class
+        reply = [*tokenizer.convert_tokens_to_ids(list(text)), tokenizer.eos_token_id]
+        drawn = []
+        for prompt in prompt_ids:
+            with torch.no_grad():
+                logits = self.model(input_ids=torch.tensor([[*prompt, *reply]])).logits[0, len(prompt) - 1 : -1]
+            logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(reply)[:, None])[:, 0]
+            drawn.append((list(prompt), reply, logprobs.tolist()))
+        self.turns.append(drawn)
+        return [list(reply) for _ in prompt_ids], [list(logprobs) for _, _, logprobs in drawn]
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        self.learned.append(super()._generate_and_score_completions(inputs))
+        return self.learned[-1]
 
 
-def call_tools(folder: str) -> None:
-    """TRL reads the tools' schemas, calls them, and the rubric scores the conversation that came of it."""
+def make_scripted(folder: str) -> Scripted:
+    """Three turns with two calls, spelled letter by letter, where the tokenizer has one token for the tool's name."""
 
     def double(x: int) -> int:
         """Twice a number.
@@ -138,13 +154,16 @@ def call_tools(folder: str) -> None:
         return 2 * x
 
     def right(completion: Any, answer: str, state: vf.State) -> float:
-        called = any(message["role"] == "tool" and message["content"] == answer for message in completion)
-        return float(called and len(state["tool_log"]) == 1)
+        found = [message["content"] for message in completion if message["role"] == "tool"]
+        return float(found[-1:] == [answer] and len(state["tool_log"]) == 2)
 
-    env = vf.ToolEnv(dataset=[{"question": "Double 21.", "answer": "42"}], tools=[double], rubric=vf.Rubric([right]))
+    env = vf.ToolEnv(dataset=[{"question": "Double 21.", "answer": "84"}], tools=[double], rubric=vf.Rubric([right]))
     model, tokenizer = vf.tiny_model(hidden_size=32, context=4096)
     template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
     tokenizer.chat_template = template.read_text()
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    tokenizer.add_tokens(["double"])
+    model.resize_token_embeddings(len(tokenizer))
     tools = ToolEnvironments(env)
     trainer = Scripted(
         model=model,
@@ -154,10 +173,34 @@ def call_tools(folder: str) -> None:
         train_dataset=tools.dataset(),
         args=config(folder, max_steps=1, per_device_train_batch_size=2, num_generations=2, max_completion_length=512),
     )
-    Scripted.said = ['<tool_call>\n{"name": "double", "arguments": {"x": 21}}\n</tool_call>', "It is 42."]
+    calls = [f'<tool_call>\n{{"name": "double", "arguments": {{"x": {x}}}}}\n</tool_call>' for x in (21, 42)]
+    trainer.said = (*calls, "I double it: 84.")
+    return trainer
+
+
+def call_tools(folder: str) -> None:
+    """TRL calls the tools, the rubric scores what came of it, and what is learned from is what was sampled."""
+    trainer = make_scripted(folder)
     trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     assert rewards == [1.0], rewards
+    (batch,), tokenizer = trainer.learned, trainer.processing_class
+    for row in range(2):
+        is_there = batch["completion_mask"][row].bool()
+        ids, mask = batch["completion_ids"][row][is_there], batch["tool_mask"][row][is_there].bool()
+        turns = [turn[row] for turn in trainer.turns]
+        assert ids[mask].tolist() == [token for _, reply, _ in turns for token in reply]
+        given = torch.tensor([logprob for _, _, logprobs in turns for logprob in logprobs])
+        assert torch.equal(batch["sampling_per_token_logps"][row][is_there][mask], given)
+        prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
+        whole = [*prompt, *ids.tolist()]
+        for before, reply, _ in turns:
+            assert whole[: len(before) + len(reply)] == [*before, *reply], "a turn was not sampled after this prefix"
+        between = tokenizer.decode(ids[~mask])
+        assert "42" in between
+        assert "84" in between
+        assert tokenizer.encode(tokenizer.decode(whole)) != whole, "tokenized anew, it would be another sequence"
+    assert trainer.worst < 1e-4, f"TRL's logprobs and those of sampling are {trainer.worst} apart"
 
 
 if __name__ == "__main__":

@@ -39,7 +39,10 @@ class VerifiersAgentLoop(AgentLoopBase):  # type: ignore[misc, unused-ignore]
             reward_score=float(state["reward"]),
             num_turns=2 * len(state["trajectory"]),
             metrics=AgentLoopMetrics(generate_sequences=server.spent_s, tool_calls=max(0.0, spent - server.spent_s)),
-            extra_fields={"reward_extra_info": {name: float(value) for name, value in state["metrics"].items()}},
+            extra_fields={
+                **server.extra_fields,
+                "reward_extra_info": {name: float(value) for name, value in state["metrics"].items()},
+            },
         )
 
 
@@ -51,6 +54,7 @@ class _Server:
         self._request_id = uuid4().hex
         self._first_prompt: int | None = None
         self.spent_s = 0.0
+        self.extra_fields: dict[str, Any] = {}  # by which weights it answered, first and last: verl's trainer reads it
 
     async def generate(self, prompt_ids: list[int], sampling: Mapping[str, Any]) -> Sampled:
         if self._first_prompt is None:
@@ -65,4 +69,8 @@ class _Server:
         self.spent_s += time.perf_counter() - began
         if output.log_probs is None:
             raise RuntimeError("the server gave no logprobs: set actor_rollout_ref.rollout.calculate_log_probs=True")
+        newest = output.extra_fields.get("max_global_steps")
+        self.extra_fields = {**output.extra_fields, **self.extra_fields}
+        if newest is not None:
+            self.extra_fields["max_global_steps"] = newest
         return Sampled(ids=output.token_ids, logprobs=output.log_probs)
