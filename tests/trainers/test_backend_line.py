@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import random_model
 from tests.engine.tiny import tokenizer
 from tests.trainers import making
+from verifiers.kernels.cpu.binding import decode_functions
 
 
 def test_the_first_line_of_a_training_names_the_backend_and_why_it_is_not_a_quicker_one(
@@ -24,3 +25,22 @@ def test_the_first_line_of_a_training_names_the_backend_and_why_it_is_not_a_quic
     first = capsys.readouterr().err.splitlines()[0]
     assert "sampled batched, in PyTorch (not in C: another activation than SiLU), learns in " in first
     assert json.loads((tmp_path / "run" / "metadata.json").read_text())["backend"] in first
+
+
+@pytest.mark.skipif(decode_functions() is None, reason="no C compiler")
+def test_recomputing_activations_leaves_sampling_in_c(tmp_path: Path) -> None:
+    report = making.trainer(tmp_path, max_steps=1, gradient_checkpointing=True).train()
+    assert report.backend.startswith("sampled batched, in C"), report.backend
+
+
+def test_adapters_learn_the_same_whether_activations_are_recomputed_or_kept(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapters = []
+    for recomputes in (False, True):
+        lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4)
+        torch.manual_seed(0)
+        trainer = making.trainer(tmp_path / str(recomputes), gradient_checkpointing=recomputes, peft_config=lora)
+        trainer.train()
+        adapters.append({name: one.detach() for name, one in trainer.model.named_parameters() if "lora_B" in name})
+    assert all(bool(one.any()) for one in adapters[1].values())
+    torch.testing.assert_close(adapters[0], adapters[1], rtol=1e-3, atol=1e-6)
