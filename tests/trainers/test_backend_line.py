@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import random_model
@@ -34,7 +34,7 @@ def test_recomputing_activations_leaves_sampling_in_c(tmp_path: Path) -> None:
 
 
 def test_adapters_learn_the_same_whether_activations_are_recomputed_or_kept(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     adapters = []
     for recomputes in (False, True):
         lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4)
