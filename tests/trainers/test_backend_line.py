@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from tests.engine.support.exact import random_model
 from tests.engine.tiny import tokenizer
 from tests.trainers import making
-from verifiers.kernels.cpu.binding import decode_functions
+from verifiers.kernels.cpu.build import find_compiler
 
 
 def test_the_first_line_of_a_training_names_the_backend_and_why_it_is_not_a_quicker_one(
@@ -27,7 +27,7 @@ def test_the_first_line_of_a_training_names_the_backend_and_why_it_is_not_a_quic
     assert json.loads((tmp_path / "run" / "metadata.json").read_text())["backend"] in first
 
 
-@pytest.mark.skipif(decode_functions() is None, reason="no C compiler")
+@pytest.mark.skipif(find_compiler() is None, reason="no C compiler")
 def test_recomputing_activations_leaves_sampling_in_c(tmp_path: Path) -> None:
     report = making.trainer(tmp_path, max_steps=1, gradient_checkpointing=True).train()
     assert report.backend.startswith("sampled batched, in C"), report.backend

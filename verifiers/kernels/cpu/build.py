@@ -25,11 +25,12 @@ from verifiers.kernels.cpu.private import check_file, open_private_folder
 logger = logging.getLogger("verifiers.kernels")
 
 COMPILERS = ("cc", "gcc", "clang")
+FAILED = "the C compiler failed"
 # Sums may be taken by parts where the source says so; what is not a number stays so.
 FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd"]
 # For `make sanitize`: a read or write outside of an array, or an undefined operation, ends the process.
 SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-PATIENCE_S = 120.0
+PATIENCE_S = 600.0  # a few seconds on an idle machine
 HEADER = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
 
 
@@ -105,7 +106,9 @@ def find_compiler() -> str | None:
 
 def why_none() -> str:
     """Why there is no library, in a few words."""
-    return "VERIFIERS_COMPILE=0" if os.environ.get("VERIFIERS_COMPILE", "1") == "0" else "no C compiler"
+    if os.environ.get("VERIFIERS_COMPILE", "1") == "0":
+        return "VERIFIERS_COMPILE=0"
+    return "no C compiler" if find_compiler() is None else FAILED
 
 
 def _with_headers(source: Path) -> bytes:
