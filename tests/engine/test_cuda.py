@@ -226,7 +226,7 @@ def test_whichever_way_projections_run_the_tokens_are_exact(start: Any, monkeypa
     from verifiers.kernels.cuda import projections
 
     monkeypatch.setattr(projections, "_choices", {})
-    monkeypatch.setattr(projections, "_is_quicker", lambda *_: is_quicker)
+    monkeypatch.setattr(projections, "_is_faster", lambda *_: is_quicker)
     settings = {"head_dim": None, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2}
     for family in ("Llama", "Qwen2"):
         model = on_card(family, dtype=torch.bfloat16, initializer_range=0.08, num_key_value_heads=1, **settings)

@@ -26,7 +26,7 @@ from verifiers.kernels.cpu import binding, build, private, threads  # noqa: E402
 from verifiers.kernels.cpu import model as cpu_model  # noqa: E402
 from verifiers.kernels.sampling import SamplingColumns  # noqa: E402
 
-needs_compiler = pytest.mark.skipif(binding.decode_functions() is None, reason="there is no C compiler here")
+needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="there is no C compiler here")
 ADD_ONE = "#include <stdint.h>\nint64_t add_one(int64_t x) { return x + 1; }\n"
 
 

@@ -15,10 +15,10 @@ from verifiers.engine.model_runner import ModelRunner  # noqa: E402
 from verifiers.engine.sequence import Sampling  # noqa: E402
 from verifiers.kernels.cpu import model as cpu_model  # noqa: E402
 from verifiers.kernels.cpu import threads  # noqa: E402
-from verifiers.kernels.cpu.binding import decode_functions  # noqa: E402
+from verifiers.kernels.cpu.build import find_compiler  # noqa: E402
 from verifiers.kernels.cpu.model import CpuModel  # noqa: E402
 
-pytestmark = pytest.mark.skipif(decode_functions() is None, reason="there is no C compiler here")
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C compiler here")
 WAY = Sampling(max_tokens=12, seed=1)
 IN_C = {"Llama", "Llama-tied", "Qwen2", "Qwen2-window", "Qwen3", "SmolLM3", "Mistral"}
 
@@ -94,11 +94,18 @@ def test_it_says_why_a_model_is_not_run_in_c(family: str, more: dict[str, Any], 
     assert reason in str(runner.not_in_c)
 
 
-@pytest.mark.parametrize(("switch", "reason"), [("1", "no C compiler"), ("0", "VERIFIERS_COMPILE=0")])
-def test_a_machine_without_a_compiler_runs_pytorch_and_is_told_so(
-    start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, switch: str, reason: str
-) -> None:
+@pytest.mark.parametrize(
+    ("switch", "path", "reason"),
+    [("1", "", "no C compiler"), ("1", None, "the C compiler failed"), ("0", None, "VERIFIERS_COMPILE=0")],
+)
+def test_a_machine_without_a_compiler_that_works_runs_pytorch_and_says_so(
+    start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, switch: str, path: str | None,
+    reason: str,
+) -> None:  # fmt: skip
     monkeypatch.setenv("VERIFIERS_COMPILE", switch)
+    if path is not None:
+        monkeypatch.setenv("PATH", path)
+        monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(cpu_model, "decode_functions", lambda: None)
     model = random_model()
     engine = start(model)

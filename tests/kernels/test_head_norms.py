@@ -21,14 +21,14 @@ from tests.trainers.test_packing import sequences  # noqa: E402
 from verifiers.engine.sequence import Sampling  # noqa: E402
 from verifiers.kernels import autograd, reference  # noqa: E402
 from verifiers.kernels.cpu import learning  # noqa: E402
-from verifiers.kernels.cpu.binding import decode_functions  # noqa: E402
+from verifiers.kernels.cpu.build import find_compiler  # noqa: E402
 from verifiers.kernels.norms import HeadNorms  # noqa: E402
 from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.micro_batches import micro_batches  # noqa: E402
 
 WITHIN = 1e-5
 WAY = Sampling(max_tokens=24, seed=1)
-needs_compiler = pytest.mark.skipif(decode_functions() is None, reason="there is no C compiler here")
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C compiler here")
 
 
 def qwen3(**more: Any) -> Any:

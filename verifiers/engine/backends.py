@@ -1,4 +1,4 @@
-"""An engine → the quickest way to run its model that is proven here, and why it is not a quicker one.
+"""An engine → the fastest backend that is proven for its model, and why it is not a faster one.
 
 Prompts of several lengths go through the engine side by side, as requests do, long enough to pass every window and
 chunk that the model has; then one of them goes on, as a second turn does. The logprob of each token is compared with
@@ -19,6 +19,7 @@ from torch import Tensor
 from verifiers.engine.fair_lock import steady
 from verifiers.engine.sequence import ActiveSequence, Generated, Sampling
 from verifiers.kernels import prove
+from verifiers.kernels.cpu.build import FAILED
 from verifiers.kernels.modules import is_quantised
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """How a model is run: its ``name``, and ``why`` not in a quicker way (empty where there is none).
+    """How a model is run: its ``name``, and ``why`` not by a faster one (empty where there is none).
 
     >>> str(Backend("torch", "not in C: capped scores"))
     'batched, in PyTorch (not in C: capped scores)'
@@ -88,12 +89,12 @@ def choose_backend(engine: Engine) -> Backend:
         raise UnsupportedModelError(f"{name} cannot be sampled from: {faults[-1]} ({advice})")
     why = faults[0] if faults else _slower_because(engine, found) if is_telling else "its weights say too little yet"
     backend = Backend(found, why)
-    _tell(name, backend)
+    _log_choice(name, backend)
     return backend
 
 
 def _candidates(engine: Engine) -> list[str]:
-    """The backends that could run the model, quickest first."""
+    """The backends that could run the model, fastest first."""
     if is_quantised(engine.model):
         return [MODULES, SEQUENTIAL, UNCACHED]
     if engine.device.type == "cuda":
@@ -103,7 +104,7 @@ def _candidates(engine: Engine) -> list[str]:
 
 
 def _slower_because(engine: Engine, backend: str) -> str:
-    """Why the first candidate is not the quickest backend that there is."""
+    """Why the first candidate is not the fastest backend that there is."""
     decoder = engine.runner.decoder
     if is_quantised(engine.model):
         return "its weights are quantised"
@@ -138,8 +139,8 @@ def _first_proven(engine: Engine, backends: Sequence[str]) -> tuple[str | None, 
     return None, faults
 
 
-def _tell(name: str, backend: Backend) -> None:
-    if backend.name in (SEQUENTIAL, UNCACHED) or backend.why.endswith("no C compiler"):
+def _log_choice(name: str, backend: Backend) -> None:
+    if backend.name in (SEQUENTIAL, UNCACHED) or backend.why.endswith(("no C compiler", FAILED)):
         logger.warning("%s is sampled %s, which is exact and slower: %s", name, DESCRIPTIONS[backend.name], backend.why)
     else:
         logger.info("%s is sampled %s", name, backend)

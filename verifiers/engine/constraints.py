@@ -1,6 +1,6 @@
 """A grammar → which tokens may come next: replies that follow a JSON schema, or are a call of a given function.
 
-The work is llguidance's, within limits: what a stranger sends may be large, recursive or ambiguous without end. What is
+The work is llguidance's, within limits: an untrusted schema may be large, recursive or highly ambiguous. What is
 over a limit is refused when it is compiled, in a thread, or fails its own request.
 """
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 MOST_CHARS = 128 << 10  # of a grammar: OpenAI takes schemas of 120,000 characters
 MOST_DEPTH = 64  # of values within values in a schema
 MOST_WIDTH = 1000  # values in one object or list of it: names that may be left out take time by their square
-MASK_CPU_S = 0.5  # for the tokens of one step: past this a grammar holds up everybody's replies
+MASK_CPU_S = 0.5  # for the tokens of one step: past this a grammar delays every reply
 LIMITS = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 500_000,
@@ -90,30 +90,24 @@ class Constraints:
         self._codec, self._vocabulary, self._stop_ids = codec, vocabulary, stop_ids
         self._recent: Recent[Constraint] = Recent()
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
-        self._pool_lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="verifiers-grammars")  # its thread starts when needed
         self._is_closed = False
 
     def submit(self, work: Callable[..., T], *args: Any) -> Future[T]:
-        """Do what compiles grammars in the one thread for it: whoever sends slow ones waits for his own, and nothing
-        else does."""
-        with self._pool_lock:
-            if self._is_closed:
-                raise InfraError("the model is closed")
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="verifiers-grammars")
+        """Compile in the one thread for it: slow grammars delay other requests with grammars, and nothing else."""
+        try:
             return self._pool.submit(self._unless_closed, work, *args)
+        except RuntimeError as error:  # it was shut down
+            raise InfraError("the model is closed") from error
 
     def _unless_closed(self, work: Callable[..., T], *args: Any) -> T:
-        if self._is_closed:  # whoever waits is told so; a future that is cancelled would look like a task that is
+        if self._is_closed:  # an error: a cancelled future would look like a cancelled task
             raise InfraError("the model is closed")
         return work(*args)
 
     def close(self) -> None:
-        with self._pool_lock:
-            self._is_closed = True
-            if self._pool is not None:
-                self._pool.shutdown(wait=False)
+        self._is_closed = True
+        self._pool.shutdown(wait=False)
 
     def compile(self, grammar: str) -> Constraint:
         """A grammar in llguidance's words (see `schema_grammar`, `call_grammar`), ready to be followed."""
@@ -154,7 +148,7 @@ class Constraints:
 
 
 class _Pieces:
-    """A tokenizer whose tokens are texts that are put one after the other, as llguidance wants to be told of one."""
+    """A tokenizer whose text is the concatenation of its tokens, with the interface that llguidance expects."""
 
     is_tokenizer_wrapper = True
 
@@ -187,7 +181,7 @@ def _said(matcher: Any) -> str:
 
 
 def schema_grammar(schema: Any, *, strict: bool) -> str:
-    """The grammar of values that fit a JSON schema; unless ``strict``, keywords that cannot be followed are let be.
+    """The grammar of values that fit a JSON schema; unless ``strict``, unsupported keywords are ignored.
 
     >>> schema_grammar({"type": "integer"}, strict=True)[:50]
     'start: %json {"type": "integer", "x-guidance": {"w'
@@ -233,7 +227,7 @@ def _json_rule(schema: Any, *, strict: bool) -> str:
 
 
 def _check_size(schema: Any) -> None:
-    """Refuse what is too deep or too wide; without recursion, for it may be any stranger's."""
+    """Refuse what is too deep or too wide; without recursion, for it is untrusted."""
     level, depth = [schema], 0
     while level:
         depth += 1

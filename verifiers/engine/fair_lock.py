@@ -1,4 +1,4 @@
-"""A lock that goes to whoever has waited longest: a loop that takes it again and again starves nobody."""
+"""A first-in-first-out lock: a loop that takes it again and again starves no other thread."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _HANDED_OVER = -1
 
 
 class FairLock:
-    """Whoever has waited longest is next. The thread that holds it may take it again.
+    """First in, first out, and reentrant.
 
-    Python's own locks go to whoever is quickest, and that is the one who has just let go.
+    Python's own locks usually go to the thread that has just released them.
 
     >>> lock = FairLock()
     >>> with lock, lock:

@@ -4,39 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from verifiers.chat.recent import Recent
-from verifiers.chat.tool_calls import Style
 from verifiers.clients.openai_looks import OpenAILooks
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.recording import is_recording, record
 from verifiers.engine import ready_model as loading
-from verifiers.engine.constraints import Constraint, call_grammar, schema_grammar
-from verifiers.engine.options import Options, read_options
 from verifiers.engine.ready_model import ReadyModel, name_of
 from verifiers.engine.sequence import Generated, OnToken, arrivals
-from verifiers.engine.structured import wants_grammar
 from verifiers.engine.text.detokenizer import StopWatch
-from verifiers.engine.text.replies import Choice, Prompt, completion_of, read_choice, reply_id
+from verifiers.engine.text.prompts import PromptWriter
+from verifiers.engine.text.replies import Choice, Prompt, completion_of, read_choice
 from verifiers.engine.text.streams import ReplyStream
-from verifiers.errors import DeadlineError, InfraError, ModelError, OverlongPromptError, RequestRefusedError, wrap
-from verifiers.messages import chars_in
+from verifiers.errors import DeadlineError, InfraError, ModelError, wrap
 
 if TYPE_CHECKING:
     from verifiers.engine.backends import Backend
     from verifiers.engine.engine import Engine
 
 DEFAULT_MODEL = "smollm2"
-SHORT_CHARS = 16_384  # that a tokenizer takes about a millisecond for
 
 
 class LocalModel(OpenAILooks):
@@ -85,14 +77,13 @@ class LocalModel(OpenAILooks):
         self._tokenizer = tokenizer
         self._sizes = {label: value for label, value in sizes.items() if value is not None}
         self._device, self._dtype = device, dtype
-        self._stop_texts = tuple(one for one in stops if isinstance(one, str))
+        self._prompts = PromptWriter(self.model, [one for one in stops if isinstance(one, str)])
         self._stop_ids = frozenset(one for one in stops if isinstance(one, int))
         self._lock = threading.Lock()
-        self._recent: Recent[Options] = Recent()
         self._loaded: ReadyModel | None = None
         self._failure: Exception | None = None
         self._is_closed = False
-        self._ending: weakref.finalize[Any, Any] | None = None  # stops the engine if nobody closes it
+        self._ending: weakref.finalize[Any, Any] | None = None  # stops the engine if it is not closed
         self._merges = 0
 
     def __repr__(self) -> str:
@@ -110,7 +101,7 @@ class LocalModel(OpenAILooks):
 
     async def _complete(self, request: Request, *, in_thread: bool) -> Completion:
         ready = await self.ready()
-        prompt = await self._prepared(ready, request, in_thread)
+        prompt = await self._prompts.prepare(ready, request, in_thread=in_thread)
         watches: list[OnToken] | None = None
         if prompt.options.stop:
             watches = [StopWatch(ready.codec, prompt.options.stop) for _ in range(prompt.options.n)]
@@ -124,7 +115,7 @@ class LocalModel(OpenAILooks):
     async def stream(self, request: Request) -> ReplyStream:
         """A reply piece by piece: ``async for piece in await model.stream(request)``."""
         ready = await self.ready()
-        prompt = await self._prepared(ready, request, in_thread=False)
+        prompt = await self._prompts.prepare(ready, request)
         return ReplyStream(ready, prompt, lambda generated: self._choice(ready, prompt, generated))
 
     def _choice(self, loaded: ReadyModel, prompt: Prompt, generated: Generated) -> Choice:
@@ -135,96 +126,7 @@ class LocalModel(OpenAILooks):
 
     async def prompt_ids(self, request: Request) -> list[int]:
         """The tokens of a request's prompt, whether they leave room for a reply or not."""
-        return await asyncio.to_thread(self._prompt_ids, await self.ready(), request)
-
-    def _prompt_ids(self, loaded: ReadyModel, request: Request) -> list[int]:
-        return self._tokens(loaded, request, self._options(loaded, request))[1]
-
-    # --- a request's tokens ---------------------------------------------------------------------------------------
-
-    async def _prepared(self, loaded: ReadyModel, request: Request, in_thread: bool) -> Prompt:
-        """The request's tokens: made here if it is short, else in a thread, where they hold up nobody."""
-        given = (request.prompt, request.tools, request.sampling)
-        if wants_grammar(request.sampling):
-            return await asyncio.wrap_future(loaded.constraints.submit(self._checked_prompt, loaded, request))
-        if not in_thread and chars_in(given, stop_after=SHORT_CHARS) <= SHORT_CHARS:
-            return self._prompt(loaded, request)
-        return await asyncio.to_thread(self._checked_prompt, loaded, request)
-
-    def _checked_prompt(self, loaded: ReadyModel, request: Request) -> Prompt:
-        """Refuse by its length what cannot fit, whatever its tokens are: tokenizing it would take seconds."""
-        most = loaded.engine.length * loaded.codec.longest_token
-        further = request.sampling.get("extra_body")
-        args = (request.sampling, further if isinstance(further, Mapping) else {})
-        told = [one.get(name) for one in args for name in ("tools", "chat_template_kwargs")]  # by the template
-        found = chars_in((request.prompt, request.tools, told), stop_after=most)
-        if found > most:
-            raise OverlongPromptError(
-                f"the prompt has more than {most:,} characters, and the maximum context length of {self.model} is "
-                f"{loaded.engine.length} tokens of at most {loaded.codec.longest_token} characters, reply included"
-            )
-        return self._prompt(loaded, request)
-
-    def _prompt(self, loaded: ReadyModel, request: Request) -> Prompt:
-        options = self._options(loaded, request)
-        is_chat = request.message_type == "chat"
-        tools = _tools(request, options)
-        text, ids = self._tokens(loaded, request, options)
-        room = loaded.engine.length - len(ids)
-        if room < 1:
-            raise OverlongPromptError(
-                f"the prompt has {len(ids)} tokens, and the maximum context length of {self.model} is "
-                f"{loaded.engine.length} tokens, reply included"
-            )
-        if not ids:
-            raise RequestRefusedError("the prompt is empty: give at least one token")
-        if options.echo and is_chat:
-            raise RequestRefusedError("'echo' is for plain completions: a chat's reply does not begin with its prompt")
-        names = tuple(map(_tool_name, tools or ()))
-        style = loaded.template.style(tools) if tools else None
-        constraint = _constraint(loaded, options, tools, style)
-        seconds = [s for s in (request.timeout_s, options.timeout_s) if s is not None]
-        return Prompt(
-            model=self.model,
-            message_type=request.message_type,
-            text=text,
-            ids=ids,
-            options=options,
-            sampling=options.sampling(room, loaded.stop_ids - loaded.engine.stop_ids, constraint),
-            stop_ids=options.stop_ids if options.ignore_eos else loaded.stop_ids | options.stop_ids,
-            tool_names=names,
-            tool_style=style,
-            echoed=_echoed(request.prompt, ids, loaded) if options.echo else "",
-            timeout_s=min(seconds, default=None),
-            id=reply_id(request.message_type),
-            created=int(time.time()),
-        )
-
-    def _tokens(self, loaded: ReadyModel, request: Request, options: Options) -> tuple[str | None, list[int]]:
-        """A prompt as a text, where it is one, and as token ids."""
-        if request.message_type == "chat":
-            if isinstance(request.prompt, str):
-                raise RequestRefusedError("a chat's prompt is a list of messages; this is a string")
-            return loaded.writer.prompt(request.prompt, _tools(request, options), **options.template)
-        if isinstance(request.prompt, str):
-            return loaded.writer.text_prompt(request.prompt)
-        return None, _checked_ids(request.prompt, loaded.vocabulary)
-
-    def _options(self, loaded: ReadyModel, request: Request) -> Options:
-        given = dict(request.sampling)
-        if request.tools and "tools" not in given:
-            given["tools"] = request.tools
-        stops = given.get("stop")
-        if self._stop_texts and isinstance(stops, str | list | tuple | None):
-            given["stop"] = [*([stops] if isinstance(stops, str) else stops or []), *self._stop_texts]
-        key = repr(given)
-        options = self._recent.find(key)
-        if options is None:
-            options = read_options(given, vocabulary=loaded.vocabulary)
-            # Tools, variables of the template and schemas are the caller's objects, and may change.
-            if options.tools is None and not options.template and options.response_format.is_text:
-                self._recent.keep(key, options)
-        return options
+        return await asyncio.to_thread(self._prompts.ids, await self.ready(), request)
 
     # --- its life -------------------------------------------------------------------------------------------------
 
@@ -266,7 +168,7 @@ class LocalModel(OpenAILooks):
 
     @property
     def backend(self) -> Backend:
-        """How the model is run: the quickest way that was proven to give its own numbers, and why not a quicker one."""
+        """How the model is run: the fastest backend that was proven for it, and why not a faster one."""
         return self.engine.backend
 
     def close(self) -> None:
@@ -294,9 +196,7 @@ class LocalModel(OpenAILooks):
     def __enter__(self) -> LocalModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- its weights ----------------------------------------------------------------------------------------------
@@ -321,7 +221,7 @@ class LocalModel(OpenAILooks):
 
     @contextmanager
     def merge_adapters(self) -> Iterator[None]:
-        """While this lasts, LoRA adapters (peft) are merged into the weights: sampling is as quick as without them."""
+        """While this lasts, LoRA adapters (peft) are merged into the weights: sampling is as fast as without them."""
         from verifiers.kernels.modules import is_quantised
 
         engine = self.engine
@@ -359,46 +259,3 @@ async def _results(futures: Sequence[Future[Generated]], timeout_s: float | None
     finally:
         for future in futures:
             future.cancel()
-
-
-def _tools(request: Request, options: Options) -> Sequence[Mapping[str, Any]] | None:
-    """The tools that the model is told of."""
-    is_told = request.message_type == "chat" and options.tool_choice.mode != "none"
-    return (options.tools or None) if is_told else None
-
-
-def _constraint(
-    loaded: ReadyModel, options: Options, tools: Sequence[Mapping[str, Any]] | None, style: Style | None
-) -> Constraint | None:
-    """What the reply has to follow, if anything: a forced call goes before a format, which is that of other replies."""
-    if options.tool_choice.is_forced:
-        offered = options.tool_choice.offered(tools)
-        return loaded.constraints.compile(call_grammar(offered, style or "hermes", loaded.codec))
-    wanted = options.response_format
-    if wanted.is_text:
-        return None
-    if tools and style is not None:
-        grammar = call_grammar(tools, style, loaded.codec, schema=wanted.schema, strict=wanted.strict)
-    else:
-        grammar = schema_grammar(wanted.schema, strict=wanted.strict)
-    return loaded.constraints.compile(grammar)
-
-
-def _echoed(prompt: Any, ids: Sequence[int], loaded: ReadyModel) -> str:
-    return prompt if isinstance(prompt, str) else loaded.codec.decode(ids)
-
-
-def _checked_ids(prompt: Any, vocabulary: int) -> list[int]:
-    if not isinstance(prompt, (list, tuple)) or not all(type(token) is int for token in prompt):
-        raise RequestRefusedError("a completion's prompt is a text or a list of token ids")
-    if wrong := [token for token in prompt if not 0 <= token < vocabulary]:
-        raise RequestRefusedError(f"the prompt holds token {wrong[0]}, and the model has {vocabulary}")
-    return list(prompt)
-
-
-def _tool_name(tool: Mapping[str, Any]) -> str:
-    function = tool.get("function", tool)
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
-        raise RequestRefusedError(f"a tool has a function with a name, not {tool!r:.100}")
-    return name

@@ -1,4 +1,4 @@
-"""Sampling arguments as OpenAI's and vLLM's clients write them → what the engine is told, or a refusal by name."""
+"""Sampling arguments as OpenAI's and vLLM's clients write them → the engine's `Sampling`, or a refusal by name."""
 
 from __future__ import annotations
 
@@ -53,6 +53,9 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 # Arguments that change what is drawn in a way that a trainer has to know of; recorded where they do.
 _UNCHANGED = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
+_RECORDED = ("temperature", "top_p", "top_k", "min_p", "seed")
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_AS_ASKED = (*_RECORDED, *_PENALTIES, "logit_bias", "ignore_eos")  # what goes to the engine as it was read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,45 +98,29 @@ class Options:
     def sampling(
         self, room: int, further_stop_ids: frozenset[int] = frozenset(), constraint: Constraint | None = None
     ) -> Sampling:
-        """What the engine is told, for a prompt that leaves ``room`` tokens of the context."""
+        """The engine's arguments, for a prompt that leaves ``room`` tokens of the context."""
         wanted = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         most = max(1, min(wanted, room))  # a reply of no tokens is one that is thrown away
         of_prompt = max(self.prompt_logprobs or 0, self.top_logprobs if self.echo else 0)
-        return Sampling(
-            max_tokens=most,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=self.seed,
-            stop_ids=self.stop_ids if self.ignore_eos else self.stop_ids | further_stop_ids,
-            logit_bias=self.logit_bias,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            min_tokens=min(self.min_tokens, most),
-            ignore_eos=self.ignore_eos,
-            constraint=constraint,
-            top_logprobs=self.top_logprobs if self.logprobs else 0,
-            prompt_logprobs=of_prompt if self.scores_prompt else None,
-        )
+        settled: dict[str, Any] = {
+            "max_tokens": most,
+            "min_tokens": min(self.min_tokens, most),
+            "stop_ids": self.stop_ids if self.ignore_eos else self.stop_ids | further_stop_ids,
+            "constraint": constraint,
+            "top_logprobs": self.top_logprobs if self.logprobs else 0,
+            "prompt_logprobs": of_prompt if self.scores_prompt else None,
+        }
+        return Sampling(**settled, **{name: getattr(self, name) for name in _AS_ASKED})
 
     def record(self) -> dict[str, Any]:
         """How tokens were drawn: what a trainer needs to know of the logprobs."""
-        drawn = {name: getattr(self, name) for name, value in _UNCHANGED.items() if getattr(self, name) != value}
+        drawn = {**{name: getattr(self, name) for name in _RECORDED}, "logit_bias": dict(self.logit_bias)}
+        drawn |= {name: getattr(self, name) for name, value in _UNCHANGED.items() if getattr(self, name) != value}
         if not self.response_format.is_text:
             drawn["response_format"] = {"type": self.response_format.type}
         if self.tool_choice.is_forced:
             drawn["tool_choice"] = self.tool_choice.record()
-        return {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "seed": self.seed,
-            "logit_bias": dict(self.logit_bias),
-            **drawn,
-        }
+        return drawn
 
 
 def read_options(given: Mapping[str, Any], *, vocabulary: int | None = None) -> Options:
@@ -158,10 +145,9 @@ def read_options(given: Mapping[str, Any], *, vocabulary: int | None = None) -> 
         elif name in _TEMPLATE:
             template |= _TEMPLATE[name](name, value)
         elif name in _READERS:
-            target, reader = _READERS[name]
-            found = reader(name, value)
+            target, found = _FIELDS.get(name, name), _READERS[name](name, value)
             if target in read and read[target] != found:
-                both = f"{said[target]}={_shown(read[target])} and {spelled}={_shown(found)}"
+                both = f"{said[target]}={read[target]!r:.80} and {spelled}={found!r:.80}"
                 raise RequestRefusedError(f"{both} are two values for one thing; keep one")
             read[target], said[target] = found, spelled
         else:
@@ -210,10 +196,6 @@ def _check_together(options: Options) -> None:
         raise RequestRefusedError("ignore_eos goes on after the end that response_format and tool_choice want")
 
 
-def _shown(value: Any) -> str:
-    return f"{value!r:.80}"
-
-
 def _check_neutral(name: str, value: Any) -> None:
     if value not in _ONLY[name]:
         allowed = " or ".join(repr(one) for one in _ONLY[name])
@@ -250,18 +232,17 @@ def _temperature(name: str, value: Any) -> float:
     return 0.0 if 0.0 < number < GREEDY_BELOW else number
 
 
-def _count(name: str, value: Any) -> int:
-    number = _integer(name, value)
-    if number < 0:
-        raise _refuse(name, "0 or more", value)
-    return number
+def _between(low: int, high: int) -> Callable[[str, Any], int]:
+    def read(name: str, value: Any) -> int:
+        number = _integer(name, value)
+        if not low <= number <= high:
+            raise _refuse(name, f"{low} or more" if high == INT64 else f"between {low} and {high}", value)
+        return number
+
+    return read
 
 
-def _alternatives(name: str, value: Any) -> int:
-    number = _integer(name, value)
-    if not 0 <= number <= MOST_ALTERNATIVES:
-        raise _refuse(name, f"between 0 and {MOST_ALTERNATIVES}", value)
-    return number
+_count, _choices, _alternatives = _between(0, INT64), _between(1, MOST_CHOICES), _between(0, MOST_ALTERNATIVES)
 
 
 def _of_prompt(name: str, value: Any) -> int | None:
@@ -275,13 +256,6 @@ def _top_k(name: str, value: Any) -> int:
 
 def _seed(name: str, value: Any) -> int:
     return _integer(name, value) % (1 << 62)
-
-
-def _choices(name: str, value: Any) -> int:
-    number = _integer(name, value)
-    if not 1 <= number <= MOST_CHOICES:
-        raise _refuse(name, f"between 1 and {MOST_CHOICES}", value)
-    return number
 
 
 def _stops(name: str, value: Any) -> tuple[str, ...]:
@@ -327,35 +301,30 @@ def _seconds(name: str, value: Any) -> float:
     return number
 
 
-_READERS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
-    "echo": ("echo", _flag),
-    "frequency_penalty": ("frequency_penalty", _number),
-    "ignore_eos": ("ignore_eos", _flag),
-    "logit_bias": ("logit_bias", _bias),
-    "logprobs": ("logprobs", _logprobs),
-    "max_tokens": ("max_tokens", _count),
-    "max_completion_tokens": ("max_tokens", _count),
-    "max_new_tokens": ("max_tokens", _count),
-    "min_p": ("min_p", _number),
-    "min_tokens": ("min_tokens", _count),
-    "n": ("n", _choices),
-    "presence_penalty": ("presence_penalty", _number),
-    "prompt_logprobs": ("prompt_logprobs", _of_prompt),
-    "raw_logprobs": ("raw_logprobs", _flag),
-    "repetition_penalty": ("repetition_penalty", _number),
-    "response_format": ("response_format", read_format),
-    "return_token_ids": ("return_token_ids", _flag),
-    "return_tokens_as_token_ids": ("return_tokens_as_token_ids", _flag),
-    "seed": ("seed", _seed),
-    "stop": ("stop", _stops),
-    "stop_token_ids": ("stop_ids", _ids),
-    "temperature": ("temperature", _temperature),
-    "timeout": ("timeout_s", _seconds),
-    "tool_choice": ("tool_choice", read_tool_choice),
-    "tools": ("tools", _tools),
-    "top_k": ("top_k", _top_k),
-    "top_logprobs": ("top_logprobs", _alternatives),
-    "top_p": ("top_p", _number),
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("echo", "ignore_eos", "raw_logprobs", "return_token_ids", "return_tokens_as_token_ids"), _flag),
+    **dict.fromkeys((*_PENALTIES, "min_p", "top_p"), _number),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens", "min_tokens"), _count),
+    "logit_bias": _bias,
+    "logprobs": _logprobs,
+    "n": _choices,
+    "prompt_logprobs": _of_prompt,
+    "response_format": read_format,
+    "seed": _seed,
+    "stop": _stops,
+    "stop_token_ids": _ids,
+    "temperature": _temperature,
+    "timeout": _seconds,
+    "tool_choice": read_tool_choice,
+    "tools": _tools,
+    "top_k": _top_k,
+    "top_logprobs": _alternatives,
+}
+_FIELDS = {
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "stop_token_ids": "stop_ids",
+    "timeout": "timeout_s",
 }
 _OURS = frozenset(("tools", "tokenize", "messages", "conversation", "chat_template", "return_dict", "return_tensors"))
 

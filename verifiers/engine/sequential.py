@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verifiers.engine.sequence import ActiveSequence
+from verifiers.kernels.modules import base_model
 from verifiers.kernels.prove import rope_bounds
 
 NO_CACHE = {"loss", "logits", "hidden_states", "attentions", "cross_attentions", "router_logits", "aux_loss"}
@@ -34,7 +35,7 @@ class SequentialCache:
 
     def __init__(self, module: Any, *, uses_cache: bool) -> None:
         self._module, self._uses_cache = module, uses_cache
-        self._accepted = set(inspect.signature(_base(module).forward).parameters)
+        self._accepted = set(inspect.signature(base_model(module).forward).parameters)
         self._more = {"logits_to_keep": 1} if "logits_to_keep" in self._accepted else {}
         self._resets = rope_bounds(module.config)
         self._states: dict[ActiveSequence, _State] = {}
@@ -49,10 +50,12 @@ class SequentialCache:
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """The logits behind each of these tokens, ``[T, vocabulary]``; no state is touched."""
-        device = next(self._module.parameters()).device
-        tensor = torch.tensor([list(ids)], device=device)
-        logits: Tensor = self._module(input_ids=tensor, use_cache=False, return_dict=True).logits[0]
+        logits: Tensor = self._forward(ids, use_cache=False).logits[0]
         return logits
+
+    def _forward(self, ids: Sequence[int], **settings: Any) -> Any:
+        ids_1T = torch.tensor([list(ids)], device=next(self._module.parameters()).device)
+        return self._module(input_ids=ids_1T, return_dict=True, **settings)
 
     def decode(self, sequences: Sequence[ActiveSequence], tokens: Sequence[int]) -> Tensor:
         """The logits behind one new token of each."""
@@ -66,11 +69,7 @@ class SequentialCache:
         return torch.cat(logits)
 
     def _run(self, state: _State, ids: Sequence[int]) -> Tensor:
-        device = next(self._module.parameters()).device
-        tensor = torch.tensor([list(ids)], device=device)
-        out = self._module(
-            input_ids=tensor, use_cache=self._uses_cache, return_dict=True, **state.cache, **self._more
-        )  # fmt: skip
+        out = self._forward(ids, use_cache=self._uses_cache, **state.cache, **self._more)
         if self._uses_cache:
             made = {name: out[name] for name in out if name not in NO_CACHE and name in self._accepted}
             state.cache = {name: value for name, value in made.items() if value is not None}
@@ -84,7 +83,3 @@ class SequentialCache:
     def drop(self, sequence: ActiveSequence) -> None:
         """Let go of a sequence's state: it takes memory."""
         self._states.pop(sequence, None)
-
-
-def _base(module: Any) -> Any:
-    return module.get_base_model() if hasattr(module, "get_base_model") else module

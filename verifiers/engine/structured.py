@@ -38,7 +38,7 @@ class ToolChoice:
 
     def offered(self, tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
         """The functions that a forced call may be of."""
-        named = [tool for tool in tools or () if self.name is None or _name_of(tool) == self.name]
+        named = [tool for tool in tools or () if self.name is None or tool_name(tool) == self.name]
         if not named:
             wanted = "a call of a function" if self.name is None else f"a call of {self.name!r}"
             raise RequestRefusedError(f"tool_choice wants {wanted}, and 'tools' has none")
@@ -48,7 +48,8 @@ class ToolChoice:
         return self.mode if self.name is None else {"type": "function", "function": {"name": self.name}}
 
 
-def _name_of(tool: Mapping[str, Any]) -> Any:
+def tool_name(tool: Mapping[str, Any]) -> Any:
+    """The name of a tool's function, as it was given."""
     function = tool.get("function", tool)
     return function.get("name") if isinstance(function, Mapping) else None
 

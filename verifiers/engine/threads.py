@@ -26,7 +26,7 @@ def _end_threads() -> None:
 
 
 def remember(owner: Stoppable, thread: threading.Thread) -> None:
-    """At exit the owner is told to stop, and the thread is waited for."""
+    """At exit the owner is stopped, and the thread is joined."""
     _threads.difference_update([other for other in _threads if other.ident is not None and not other.is_alive()])
     _owners.add(owner)
     _threads.add(thread)

@@ -82,7 +82,7 @@ def attend_rotated(
     layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor,
     *, norms: HeadNorms | None, scale: float, window: int | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """Attention of queries and keys before their norms and rotary embedding, which are fused with it by whoever can."""
+    """Attention of queries and keys before their norms and rotary embedding, which a backend may fuse with it."""
     attend = _attend()
     rotated: Callable[..., Tensor] | None = getattr(attend, "rotated", None)
     if rotated is not None:

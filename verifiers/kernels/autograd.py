@@ -35,7 +35,7 @@ def kernels_for(x: Tensor) -> Any:
 
 
 def describe(model: Any) -> str:
-    """Which kernels a model learns with, and why not with quicker ones.
+    """Which kernels a model learns with, and why not with faster ones.
 
     >>> describe(torch.nn.Linear(2, 2).double())
     'in PyTorch (not in C: weights that are not float32)'
@@ -91,7 +91,7 @@ def projected(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def are_plain(x: Tensor, linears: Sequence[Any]) -> bool:
-    """Are these layers nothing but their weights, and is nobody rounding in between?"""
+    """Are these layers nothing but their weights, and is there no autocast in between?"""
     return not torch.is_autocast_enabled(x.device.type) and all(map(is_plain_linear, linears))
 
 
@@ -101,8 +101,8 @@ def projected_heads(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``x`` itself, and rotated queries, rotated keys and values ``[B, T, heads, dim]`` of its norm.
 
-    With ``norms`` each head of queries and keys is normed before it is rotated. The layers are plain. Whoever goes on
-    with ``x`` takes the one that is given back: then gradients meet in the norm.
+    With ``norms`` each head of queries and keys is normed before it is rotated. The layers are plain. The
+    residual connection continues from the ``x`` that is returned: its gradient is then added in the norm's backward.
     """
     cos, sin = (one.contiguous() for one in rotary)
     x, q, k, v = _ProjectedHeads.apply(x, weight, epsilon, head_dim, cos, sin, *(norms or NO_NORMS), *_weights(linears))
@@ -147,7 +147,7 @@ class _AddNorm(Function):  # type: ignore[misc]  # torch is not typed here
 
     @staticmethod
     def backward(ctx: Any, past_ND: Tensor | None, grad_ND: Tensor | None) -> tuple[Any, ...]:
-        if grad_ND is None:  # nobody used the norm
+        if grad_ND is None:  # the norm is unused
             return past_ND, past_ND if ctx.adds else None, None, None
         total_ND, weight, scale_N = ctx.saved_tensors
         past_ND = None if past_ND is None else past_ND.contiguous()

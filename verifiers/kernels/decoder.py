@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verifiers.kernels import reference
 from verifiers.kernels.attention import attend_rotated, attending
 from verifiers.kernels.cuda import projections
 from verifiers.kernels.modules import is_hooked, is_plain_linear, without_dropout
 from verifiers.kernels.norms import HeadNorms, fusible_norms
-from verifiers.kernels.prove import agree, says_something
+from verifiers.kernels.prove import agree, is_nonzero
 
 logger = logging.getLogger("verifiers.kernels")
 
@@ -128,7 +129,7 @@ class DecoderLayer:
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:
     if not gate.is_cuda:
-        return F.silu(gate).mul_(up)
+        return reference.gated(gate, up)
     from verifiers.kernels.cuda import decode
 
     return decode.gated(gate, up)
@@ -158,7 +159,7 @@ class CommonDecoder:
 
     @property
     def is_unhooked(self) -> bool:
-        """May layers be replaced now? Whoever has hooked one is to hear it."""
+        """May layers be replaced now? Not while one has a hook, which has to be called."""
         return bool(self.layers) and not any(map(is_hooked, self._watched))
 
     @property
@@ -167,7 +168,7 @@ class CommonDecoder:
 
     @property
     def fused_norms(self) -> set[int]:
-        """Identities of the norms that are no longer called as modules, unless somebody wants to hear them."""
+        """Identities of the norms that are fused with attention, and not called as modules unless they have hooks."""
         return {id(norm) for layer in self.layers for norm in layer.head_norms or ()}
 
     @property
@@ -259,7 +260,7 @@ def _probe_input(like: Tensor, head_dim: int) -> tuple[Tensor, tuple[Tensor, Ten
 
 
 def _is_same(theirs: Sequence[Any], ours: Sequence[Any], layers: int = 1) -> bool:
-    return says_something(theirs) and agree(theirs, ours, layers)
+    return is_nonzero(theirs) and agree(theirs, ours, layers)
 
 
 def has_parts(layer: Any) -> bool:

@@ -12,7 +12,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def is_hooked(module: Any) -> bool:
-    """Has this module a hook, or a forward that somebody put in the place of its own?"""
+    """Has this module a hook, or a forward that replaces its own?"""
     own = vars(module)
     return "forward" in own or any(own[name] for name in HOOKS)
 
@@ -20,6 +20,11 @@ def is_hooked(module: Any) -> bool:
 def is_plain_linear(linear: Any) -> bool:
     """Is this layer nothing but its weight and its bias?"""
     return type(linear) is nn.Linear and not is_hooked(linear)
+
+
+def base_model(model: Any) -> Any:
+    """The model within adapters (peft), or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def is_quantised(model: Any) -> bool:
@@ -34,7 +39,7 @@ def linear_parameters(model: Any) -> int:
 
 @contextmanager
 def replaced_forwards(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """While this lasts these modules run these functions; a forward that somebody else put there comes back after it.
+    """While this lasts these modules run these functions; one that was replaced before is restored after it.
 
     Written to ``__dict__``, because `nn.Module.__setattr__` takes far longer, and this is done for every step.
     """

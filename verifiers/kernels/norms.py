@@ -36,7 +36,7 @@ def fusible_norms(model: nn.Module) -> list[tuple[nn.Module, float]]:
         is_named_so = type(module).__name__.endswith("RMSNorm")
         if not (is_named_so and isinstance(epsilon, float) and isinstance(weight, Tensor)) or is_hooked(module):
             continue
-        generator = torch.Generator().manual_seed(0)  # the caller's random numbers are not ours to draw
+        generator = torch.Generator().manual_seed(0)  # the global generator stays as it is
         x = torch.randn((4, weight.shape[0]), generator=generator).to(weight.device, weight.dtype)
         with torch.no_grad():
             mine = F.rms_norm(x, weight.shape, weight, epsilon).float()

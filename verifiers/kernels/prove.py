@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verifiers.kernels.modules import HOOKS
+from verifiers.kernels.modules import HOOKS, base_model
 
 SHORT, LONG = 11, 40  # tokens of the prompts of a model that treats every length alike
 PAST, BEFORE = 8, 4  # tokens that a prompt has past a bound, and that another stops before it
@@ -36,7 +36,7 @@ WITHIN, WITHIN_HALF = 2e-3, 4e-2
 
 
 def agree(theirs: Sequence[Tensor], ours: Sequence[Tensor], rounds: int = 1) -> bool:
-    """Are these the same to rounding? Zeros agree with zeros: see `says_something`."""
+    """Are these the same to rounding? Zeros agree with zeros: see `is_nonzero`."""
     if len(theirs) != len(ours):
         return False
     for one, other in zip(theirs, ours, strict=True):
@@ -49,7 +49,7 @@ def agree(theirs: Sequence[Tensor], ours: Sequence[Tensor], rounds: int = 1) -> 
     return True
 
 
-def says_something(numbers: Sequence[Any]) -> bool:
+def is_nonzero(numbers: Sequence[Any]) -> bool:
     """Is there more than zeros in each of these? Zeros would prove nothing."""
     return all(isinstance(one, Tensor) and bool(one.abs().max() > 0) for one in numbers)
 
@@ -126,7 +126,7 @@ def prompts(config: Any, lengths: Sequence[int]) -> list[list[int]]:
     settings = [vars(one) for one in (config, text) if hasattr(one, "__dict__")]
     special = {v for one in settings for k, v in one.items() if _SPECIAL.search(k) and type(v) is int}
     plain = [token for token in range(min(int(text.vocab_size), 4096)) if token not in special] or [0]
-    generator = torch.Generator().manual_seed(0)  # the caller's random numbers are not ours to draw
+    generator = torch.Generator().manual_seed(0)  # the global generator stays as it is
     drawn = [torch.randint(len(plain), (length,), generator=generator).tolist() for length in lengths]
     made = [[plain[i] for i in one] for one in drawn]
     pad = pad_id(config)
@@ -158,8 +158,9 @@ def plain_logits(model: Any, ids: Sequence[int], keep: int) -> Tensor:
     that ends there: that is what their tokens were drawn from.
     """
     device = next(model.parameters()).device
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    can_keep = "logits_to_keep" in inspect.signature(base.forward).parameters  # those of all places may take gigabytes
+    can_keep = (
+        "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
+    )  # those of all places may take gigabytes
     first, parts = len(ids) - keep, []
     for end in (*(bound for bound in rope_bounds(model.config) if first < bound < len(ids)), len(ids)):
         more = {"logits_to_keep": end - first} if can_keep else {}
@@ -171,7 +172,7 @@ def plain_logits(model: Any, ids: Sequence[int], keep: int) -> Tensor:
 
 @contextmanager
 def without_hooks(model: Any) -> Iterator[None]:
-    """While this lasts, nobody's hooks are told of what the model runs."""
+    """While this lasts, no hooks are called."""
     hooks = [vars(module)[name] for module in model.modules() for name in HOOKS if vars(module)[name]]
     before = [dict(one) for one in hooks]
     for one in hooks:
@@ -195,10 +196,15 @@ def realistic(model: Any) -> Iterator[bool]:
     whether the order of the context makes a difference then; if not, no proof means anything.
     """
     inner, final = _norm_weights(model)
-    with _restored([*inner, *final]):
+    saved = [(weight, weight.detach().clone()) for weight in (*inner, *final)]
+    try:
         with torch.no_grad():
             moved = _scale_up(model, inner, final)
         yield moved >= LEAST_MOVED
+    finally:
+        with torch.no_grad():
+            for weight, value in saved:
+                weight.copy_(value)
 
 
 def _scale_up(model: Any, inner: Sequence[Tensor], final: Sequence[Tensor]) -> float:
@@ -239,14 +245,3 @@ def _order_effect(model: Any) -> tuple[float, float]:
     deviation = float(one.std())
     centered = one - one.mean()
     return (float((one - other).abs().max()) / deviation if deviation else 0.0), float(centered.abs().max())
-
-
-@contextmanager
-def _restored(weights: Sequence[Tensor]) -> Iterator[None]:
-    saved = [weight.detach().clone() for weight in weights]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for weight, value in zip(weights, saved, strict=True):
-                weight.copy_(value)

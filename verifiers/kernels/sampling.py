@@ -14,7 +14,6 @@ from torch import Tensor
 
 from verifiers.kernels.cpu.binding import CSampling, decode_functions
 
-_SPAN, _LONG = 64, 8192  # tokens: a span of them, and so many that it pays to go by spans
 _BISECTIONS = 31  # probabilities are at most 1.0, whose bits are below 2**30
 _LIKELIEST = 2048
 NO_LIMIT = 1 << 30  # more tokens than any vocabulary has
@@ -104,30 +103,13 @@ def _drawn_in_c(logits_BV: Tensor, columns: SamplingColumns) -> tuple[Tensor, Te
 
 def _draw(probs_BV: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor]:
     """A token of each row by its probabilities, and what they add up to."""
-    vocabulary = probs_BV.shape[1]
-    uniform_B = uniforms(columns.seed_B, columns.step_B)
-    if probs_BV.device.type != "cpu" or vocabulary % _SPAN or vocabulary < _LONG:
-        return _pick(probs_BV, uniform_B)
-    # A running sum is slow on a CPU: first which span of tokens, then which token of it.
-    spans_BKN = probs_BV.view(-1, vocabulary // _SPAN, _SPAN)
-    sums_BK = spans_BKN.sum(-1)
-    span_B, mass_B = _pick(sums_BK, uniform_B)
-    before_B = sums_BK.cumsum(-1).gather(1, span_B[:, None])[:, 0] - sums_BK.gather(1, span_B[:, None])[:, 0]
-    inside_BN = spans_BKN[torch.arange(len(span_B)), span_B]
-    share_B = (uniform_B * mass_B - before_B) / inside_BN.sum(-1)
-    token_B, _ = _pick(inside_BN, share_B.clamp_(0.0, 1.0))
-    return span_B * _SPAN + token_B, mass_B
-
-
-def _pick(weights_BN: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of each row's weights a number between 0 and 1 falls on, and what they add up to."""
-    cdf_BN = weights_BN.cumsum(-1)
-    mass_B = cdf_BN[:, -1]
-    # Below the whole mass even where rounding says otherwise: the last one may be one that was left out.
+    cdf_BV = probs_BV.cumsum(-1)
+    mass_B = cdf_BV[:, -1]
+    # Below the whole mass even where rounding says otherwise: the last token may be one that was left out.
     below_B = torch.nextafter(mass_B, torch.zeros_like(mass_B))
-    target_B = torch.minimum(uniform_B * mass_B, below_B)
-    picked_B = torch.searchsorted(cdf_BN, target_B[:, None], right=True)[:, 0]
-    return picked_B.clamp_(max=weights_BN.shape[1] - 1), mass_B  # not a number: reported as such by its logprob
+    target_B = torch.minimum(uniforms(columns.seed_B, columns.step_B) * mass_B, below_B)
+    token_B = torch.searchsorted(cdf_BV, target_B[:, None], right=True)[:, 0]
+    return token_B.clamp_(max=probs_BV.shape[1] - 1), mass_B  # NaN: reported as such by its logprob
 
 
 def truncate(probs_BV: Tensor, columns: SamplingColumns) -> Tensor:
@@ -157,7 +139,7 @@ def _floor_by_bisection(probs_BV: Tensor, columns: SamplingColumns) -> Tensor:
 
 
 def _floor_among_likeliest(probs_BV: Tensor, columns: SamplingColumns) -> Tensor:
-    """The same from the likeliest tokens alone, ten times quicker on a CPU; rows that need more are bisected."""
+    """The same from the likeliest tokens alone, ten times faster on a CPU; rows that need more are bisected."""
     vocabulary = probs_BV.shape[1]
     likeliest_BN = probs_BV.topk(min(_LIKELIEST, vocabulary)).values
     count_N = torch.arange(1, likeliest_BN.shape[1] + 1)

@@ -67,8 +67,8 @@ def model_and_tokenizer(model: Any, tokenizer: Any, job: Job) -> tuple[Any, Any,
         logger.warning("to fit into %s: %s", device, ", ".join(memory.told))
     if memory.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if hasattr(model, "enable_input_require_grads"):
-            model.enable_input_require_grads()
+        # The hook on the embeddings is for reentrant checkpoints; a hooked model is not sampled from in C.
+        model.disable_input_require_grads()
     return model, tokenizer, memory
 
 

@@ -97,7 +97,7 @@ def serving(folder: Path, *options: str) -> Iterator[Served]:
         yield Served(url=url, folder=folder)
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(300)  # a loaded machine
         if drain.is_alive():
             drain.join(10)
         process.stderr.close()

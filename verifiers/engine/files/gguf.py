@@ -12,7 +12,6 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -87,7 +86,7 @@ class GGUF:
     def __enter__(self) -> GGUF:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

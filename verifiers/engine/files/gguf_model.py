@@ -51,7 +51,7 @@ class Sizes:
     context: int
 
 
-class _Facts:
+class _Metadata:
     """The metadata of one file, asked for by the last part of a key."""
 
     def __init__(self, file: GGUF) -> None:
@@ -67,39 +67,39 @@ class _Facts:
         return self.file.metadata.get(f"{self.architecture}.{key}", default)
 
     def count(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{self.file.path} has {self.architecture}.{key} = {value!r}; a positive number is needed")
-        return value
+        return int(self._positive(key, default, int))
 
     def real(self, key: str, default: float | None = None) -> float:
+        return float(self._positive(key, default, (int, float)))
+
+    def _positive(self, key: str, default: Any, kinds: Any) -> Any:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
             raise ValueError(f"{self.file.path} has {self.architecture}.{key} = {value!r}; a positive number is needed")
-        return float(value)
+        return value
 
 
 def sizes_of(file: GGUF) -> Sizes:
     """Read the sizes of the model, and check every tensor against them."""
-    facts = _Facts(file)
-    if facts.get("expert_count"):
+    metadata = _Metadata(file)
+    if metadata.get("expert_count"):
         raise ValueError(f"{file.path} is a mixture of experts, which is not read from GGUF")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ValueError(f"{file.path} has no tensor 'token_embd.weight': it holds no whole language model")
-    width, heads = facts.count("embedding_length"), facts.count("attention.head_count")
+    width, heads = metadata.count("embedding_length"), metadata.count("attention.head_count")
     sizes = Sizes(
-        architecture=facts.architecture,
-        layers=facts.count("block_count"),
+        architecture=metadata.architecture,
+        layers=metadata.count("block_count"),
         width=width,
-        hidden=facts.count("feed_forward_length"),
+        hidden=metadata.count("feed_forward_length"),
         heads=heads,
-        kv_heads=facts.count("attention.head_count_kv", heads),
-        head_dim=facts.count("attention.key_length", facts.get("rope.dimension_count") or width // heads),
+        kv_heads=metadata.count("attention.head_count_kv", heads),
+        head_dim=metadata.count("attention.key_length", metadata.get("rope.dimension_count") or width // heads),
         vocab=embedding.shape[0],
-        context=facts.count("context_length"),
+        context=metadata.count("context_length"),
     )
-    if facts.get("rope.dimension_count", sizes.head_dim) != sizes.head_dim:
+    if metadata.get("rope.dimension_count", sizes.head_dim) != sizes.head_dim:
         raise ValueError(f"{file.path} turns only a part of each head's dimensions, which is not read from GGUF")
     _check_shapes(file, sizes)
     return sizes
@@ -189,7 +189,7 @@ def config_of(file: GGUF) -> Any:
     """The transformers configuration of the model in the file."""
     from transformers import AutoConfig
 
-    facts, sizes = _Facts(file), sizes_of(file)
+    metadata, sizes = _Metadata(file), sizes_of(file)
     extra: dict[str, Any] = {}
     if sizes.architecture == "llama":
         extra = {"attention_bias": "attn_q" in _biased(file, sizes)}
@@ -206,8 +206,8 @@ def config_of(file: GGUF) -> Any:
         num_key_value_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
         max_position_embeddings=sizes.context,
-        rms_norm_eps=facts.real("attention.layer_norm_rms_epsilon"),
-        rope_parameters=_rope(file, facts, sizes),
+        rms_norm_eps=metadata.real("attention.layer_norm_rms_epsilon"),
+        rope_parameters=_rope(file, metadata, sizes),
         tie_word_embeddings="output.weight" not in file.tensors,
         architectures=[f"{sizes.architecture.capitalize()}ForCausalLM"],
         **{name: value for name, value in ids.items() if isinstance(value, int) and value < sizes.vocab},
@@ -218,15 +218,15 @@ def config_of(file: GGUF) -> Any:
 _TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
-def _rope(file: GGUF, facts: _Facts, sizes: Sizes) -> dict[str, Any]:
-    base = facts.real("rope.freq_base", 10000.0)
+def _rope(file: GGUF, metadata: _Metadata, sizes: Sizes) -> dict[str, Any]:
+    base = metadata.real("rope.freq_base", 10000.0)
     if _ROPE_TABLE in file.tensors:
         return _llama3_rope(file, base, sizes)
-    scaling = facts.get("rope.scaling.type", "none")
+    scaling = metadata.get("rope.scaling.type", "none")
     if scaling == "none":
         return {"rope_type": "default", "rope_theta": base}
     if scaling == "linear":
-        return {"rope_type": "linear", "rope_theta": base, "factor": facts.real("rope.scaling.factor")}
+        return {"rope_type": "linear", "rope_theta": base, "factor": metadata.real("rope.scaling.factor")}
     raise ValueError(f"{file.path} scales its positions by {scaling!r}, which is not read from GGUF")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from verifiers.engine.files.gguf import GGUF
@@ -11,7 +10,10 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+# How text is split before merging, by the names of llama.cpp.
+_PATTERNS = {"llama-bpe": _LLAMA3, "qwen2": _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")}
+_DIGIT_BY_DIGIT = ("smollm", "starcoder", "refact")  # then as GPT-2
+_KNOWN = ("gpt-2", *_DIGIT_BY_DIGIT, *_PATTERNS)
 _CONTROL, _USER_DEFINED = 3, 4  # token types; the rest are made of merges
 _SPECIALS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -65,12 +67,12 @@ def _tokens(file: GGUF) -> list[str]:
 
 
 def _core(file: GGUF, tokens: list[str]) -> Any:
-    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
     name = str(file.metadata.get("tokenizer.ggml.pre"))
-    if name not in _SPLITTERS:
+    if name not in _KNOWN:
         raise ValueError(
-            f"{file.path} splits text by the rule {name!r}, which is not known here; known are {', '.join(_SPLITTERS)}"
+            f"{file.path} splits text by the rule {name!r}, which is not known here; known are {', '.join(_KNOWN)}"
         )
     vocab = {token: number for number, token in enumerate(tokens)}
     merges = []
@@ -79,9 +81,11 @@ def _core(file: GGUF, tokens: list[str]) -> Any:
         if not (left in vocab and right in vocab and left + right in vocab):
             raise ValueError(f"{file.path} is corrupt: its tokenizer merges {merge!r}, which are no tokens of it")
         merges.append((left, right))
-    is_llama3 = _SPLITTERS[name] is _llama3
+    is_llama3 = name == "llama-bpe"
     core = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=is_llama3))
-    _SPLITTERS[name](core)
+    core.pre_tokenizer = _pre_tokenizer(name)
+    if name == "qwen2":
+        core.normalizer = normalizers.NFC()
     core.decoder = decoders.ByteLevel()
     types = _list(file, "token_type", int)
     if len(types) != len(tokens):
@@ -120,54 +124,13 @@ def _post_processor(file: GGUF, tokens: list[str], *, adds_bos: bool) -> Any:
     return processors.Sequence([byte_level, template])
 
 
-# --- how text is split before merging: the names are llama.cpp's ----------------------------------------------------
-
-
-def _gpt2(core: Any) -> None:
-    from tokenizers import pre_tokenizers
-
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _digits(core: Any) -> None:
-    """Each digit stands alone; then as GPT-2."""
-    from tokenizers import pre_tokenizers
-
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
-
-
-def _split(core: Any, pattern: str) -> None:
+def _pre_tokenizer(name: str) -> Any:
     from tokenizers import Regex, pre_tokenizers
 
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-def _llama3(core: Any) -> None:
-    _split(core, _LLAMA3)
-
-
-def _qwen2(core: Any) -> None:
-    from tokenizers import normalizers
-
-    core.normalizer = normalizers.NFC()
-    _split(core, _QWEN2)
-
-
-_SPLITTERS: dict[str, Callable[[Any], None]] = {
-    "gpt-2": _gpt2,
-    "smollm": _digits,
-    "starcoder": _digits,
-    "refact": _digits,
-    "llama-bpe": _llama3,
-    "qwen2": _qwen2,
-}
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=name not in _PATTERNS)
+    if name in _PATTERNS:
+        split = pre_tokenizers.Split(Regex(_PATTERNS[name]), behavior="isolated")
+        return pre_tokenizers.Sequence([split, byte_level])
+    if name in _DIGIT_BY_DIGIT:
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    return byte_level

@@ -25,6 +25,8 @@ from verifiers.engine.files.gguf_tokenizer import tokenizer_of
 
 logger = logging.getLogger("verifiers.engine")
 
+BeforeWeights = Callable[[Any, torch.dtype, torch.device], object]
+
 EMBEDDED = ("smollm2", "local")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 _PULL = "run: vf models pull smollm2"
@@ -39,31 +41,24 @@ def load(
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    needs_template: bool = False,
-    before_weights: Callable[[Any, torch.dtype, torch.device], object] | None = None,
-    **kwargs: Any,
+    before_weights: BeforeWeights | None = None,
 ) -> tuple[Any, Any]:
     """A model to sample from, in eval mode, and its tokenizer.
 
     ``name`` is ``"smollm2"`` (or ``"local"``), a folder, a ``.gguf`` file, a hub name, or a model that is loaded
-    already, which is left as it is. ``tokenizer`` is a tokenizer, or where to find one, if not with the model. Further
-    keywords go to transformers' ``from_pretrained``. ``before_weights(config, dtype, device)`` is called before any
-    weights are read, and may refuse the model.
+    already, which is left as it is. ``tokenizer`` is a tokenizer, or where to find one, if not with the model.
+    ``before_weights(config, dtype, device)`` is called before any weights are read, and may refuse the model.
     """
     place = find(name)
-    config = _config(place, kwargs)
-    if config is not None:
-        _check_decodes(place, config)
-        if before_weights is not None:
-            wanted = _device(device)
-            before_weights(config, _dtype(dtype) or default_dtype(wanted), wanted)
+    if not isinstance(place, str | Path):
+        if device is not None or dtype is not None:
+            raise ValueError("the model is loaded already, so its device and dtype are its own: leave them out")
+        return place, _tokenizer(place if tokenizer is None else tokenizer)
+    target = _device(device)
+    wanted = _dtype(dtype) or default_dtype(target)
+    _check(place, wanted, target, before_weights, {})
     tokenizer = _tokenizer(place if tokenizer is None else tokenizer)
-    if needs_template:
-        check_template(tokenizer, place)
-    model = _model(place, _device(device), _dtype(dtype), kwargs) if isinstance(place, str | Path) else place
-    if model is place and (device is not None or dtype is not None or kwargs):
-        raise ValueError("the model is loaded already, so its device, dtype and options are its own: leave them out")
-    return model, tokenizer
+    return _model(place, target, wanted, {}), tokenizer
 
 
 def get_model(
@@ -73,7 +68,7 @@ def get_model(
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    before_weights: Callable[[Any, torch.dtype, torch.device], object] | None = None,
+    before_weights: BeforeWeights | None = None,
     **kwargs: Any,
 ) -> Any:
     """A model to train: every weight takes gradients, ``save_pretrained`` works; float32 unless on a GPU.
@@ -88,13 +83,22 @@ def get_model(
     place = find(name)
     if not isinstance(place, str | Path):
         return place
-    if (config := _config(place, options)) is not None:
-        _check_decodes(place, config)
     target = _device(device)
     wanted = _dtype(dtype) or _training_dtype(target)
-    if config is not None and before_weights is not None:
-        before_weights(config, wanted, target)
+    _check(place, wanted, target, before_weights, options)
     return _model(place, target, wanted, options)
+
+
+def _check(
+    place: str | Path, dtype: torch.dtype, device: torch.device, also: BeforeWeights | None, options: dict[str, Any]
+) -> None:
+    """Refuse what is no causal decoder, and what the caller refuses, before any weights are read."""
+    config = _config(place, options)
+    if config is None:  # an adapter's folder
+        return
+    _check_decodes(place, config)
+    if also is not None:
+        also(config, dtype, device)
 
 
 def get_config(name: str | Path) -> Any:
@@ -117,15 +121,6 @@ def get_model_and_tokenizer(name: Any, use_liger: bool | None = None, **kwargs: 
     """A model to train and its tokenizer: ``model, tokenizer = vf.get_model_and_tokenizer("smollm2")``."""
     model = get_model(name, use_liger, **kwargs)
     return model, get_tokenizer(name)
-
-
-def check_template(tokenizer: Any, name: Any) -> None:
-    """A chat needs a chat template; say which model has none."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            f"the tokenizer of {_title(name)} has no chat template: take an instruction-tuned model, put a "
-            "chat_template.jinja into its folder, or ask for plain completions"
-        )
 
 
 # --- where a name leads -------------------------------------------------------------------------------------------
@@ -180,12 +175,6 @@ def _model_folder(path: Path) -> Path:
     if not has_adapter and not (path / "config.json").is_file():
         raise ValueError(f"the folder {path} has no config.json: it is no model of transformers")
     return path
-
-
-def _title(place: Any) -> str:
-    if isinstance(place, str | Path):
-        return str(place)
-    return getattr(getattr(place, "config", None), "_name_or_path", "") or f"the loaded {type(place).__name__}"
 
 
 # --- devices and types --------------------------------------------------------------------------------------------
@@ -265,17 +254,16 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 # --- loading ------------------------------------------------------------------------------------------------------
 
 
-def _model(place: str | Path, device: torch.device, dtype: torch.dtype | None, kwargs: dict[str, Any]) -> Any:
+def _model(place: str | Path, device: torch.device, dtype: torch.dtype, kwargs: dict[str, Any]) -> Any:
     from transformers import AutoModelForCausalLM
 
-    dtype = dtype or default_dtype(device)
     if _is_gguf(place):
         with GGUF(place) as file:
             return model_of(file, dtype=dtype, **kwargs).to(device)
     options = {**_hub_options(place), "dtype": dtype, "output_loading_info": True, **kwargs}
-    with quietly(), _told_plainly(place):
-        model, told = AutoModelForCausalLM.from_pretrained(place, **options)
-    if missing := sorted(told["missing_keys"]):
+    with quietly(), _plain_errors(place):
+        model, info = AutoModelForCausalLM.from_pretrained(place, **options)
+    if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{place} lacks {len(missing)} weights of its model, such as {missing[0]!r}: it is not whole")
     return model.eval().to(device)
 
@@ -285,7 +273,7 @@ def _is_gguf(place: Any) -> TypeGuard[Path]:
 
 
 def _hub_options(place: Any) -> dict[str, Any]:
-    """Without a network the hub's client tries again for most of a minute, so it is told to look in its cache only."""
+    """Without a network the hub's client tries again for most of a minute, so it is set to look in its cache only."""
     return {"local_files_only": True} if isinstance(place, str) and not _is_hub_reachable() else {}
 
 
@@ -314,7 +302,7 @@ def _config(place: Any, kwargs: dict[str, Any]) -> Any:
     if not isinstance(place, str) and not is_here:
         return None
     passed = {key: kwargs[key] for key in ("revision", "trust_remote_code", "cache_dir", "token") if key in kwargs}
-    with _told_plainly(place):
+    with _plain_errors(place):
         return AutoConfig.from_pretrained(place, **_hub_options(place), **passed)
 
 
@@ -349,7 +337,7 @@ def _tokenizer(place: Any) -> Any:
         raise ValueError(
             f"the folder {place} has no tokenizer: save it there (tokenizer.save_pretrained({str(place)!r}))"
         )
-    with _told_plainly(place, "tokenizer"):
+    with _plain_errors(place, "tokenizer"):
         return AutoTokenizer.from_pretrained(place, **_hub_options(place))
 
 
@@ -362,7 +350,7 @@ def _home_of(model: Any) -> Any:
 
 
 @contextmanager
-def _told_plainly(place: str | Path, what: str = "model") -> Iterator[None]:
+def _plain_errors(place: str | Path, what: str = "model") -> Iterator[None]:
     """What goes wrong in transformers, as one sentence with the name in it."""
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
     from safetensors import SafetensorError

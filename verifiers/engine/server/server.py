@@ -1,6 +1,6 @@
-"""A local model → an OpenAI-compatible server, in a thread of its own or until the process is told to stop.
+"""A local model → an OpenAI-compatible server, in a thread of its own or until the process is interrupted.
 
-It listens on this machine only unless it is told otherwise.
+It listens on this machine only unless another host is given.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LocalServer(ServerThread):
     """A server in a thread of its own, while the block lasts: ``with LocalServer(model) as server: server.url``.
 
     It answers to addresses, to ``localhost`` and to the names in ``allow_hosts``. To listen beyond this machine without
-    an ``api_key`` it must be told that this is meant: ``insecure=True``.
+    an ``api_key`` it takes ``insecure=True``.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ def serve(
     insecure: bool = False,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until the process is told to stop; ``on_ready`` gets the base URL once it listens."""
+    """Serve until the process is interrupted; ``on_ready`` gets the base URL once it listens."""
     with LocalServer(
         model, host=host, port=port, api_key=api_key, allow_hosts=allow_hosts, insecure=insecure
     ) as server:

@@ -14,8 +14,9 @@ from aiohttp import web
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.server_access import key_of
 from verifiers.dialects.http import UnknownModelError
-from verifiers.engine.local_model import SHORT_CHARS, LocalModel
+from verifiers.engine.local_model import LocalModel
 from verifiers.engine.server.shares import Shares
+from verifiers.engine.text.prompts import SHORT_CHARS
 from verifiers.engine.text.streams import ReplyStream
 from verifiers.types import MessageType
 
@@ -95,5 +96,5 @@ def served_name(name: str) -> str:
 
 
 def _client_of(http: web.Request) -> tuple[str | None, str | None]:
-    """Whose share a request is part of: an address and a key, so that several on one machine can be told apart."""
+    """Whose share a request is part of: an address and a key, so that several on one machine are distinct."""
     return http.remote, key_of(http)

@@ -1,4 +1,4 @@
-"""Requests of many clients → a few at a time, the clients in turn: one with a thousand requests delays nobody else."""
+"""Requests of many clients → a few at a time, the clients in turn, so that one with many does not delay the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reply on its way: pieces of text with their tokens, as the engine samples them."""
+"""A reply that is being sampled: pieces of text with their tokens, as the engine samples them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from verifiers.engine.text.replies import Choice, Prompt, completion_of, envelop
 from verifiers.errors import DeadlineError, ModelError, wrap
 
 
-class _Half:
-    """A choice on its way."""
+class _PartialChoice:
+    """A choice that is being sampled: text that is held back, and tokens that were not sent yet."""
 
     def __init__(self, loaded: ReadyModel, prompt: Prompt, answer: Answer) -> None:
         self._answer = answer
@@ -28,7 +28,7 @@ class _Half:
         self._style = prompt.tool_style
         self._text = TextStream(loaded.codec, prompt.ids, prompt.options.stop)
         self._held = ""
-        self._told = 0
+        self._sent = 0
         self._ids: list[int] = []
         self._logprobs: list[float] = []
 
@@ -43,10 +43,10 @@ class _Half:
 
     def _piece(self, index: int, shown: int, **rest: Any) -> Piece:
         text, self._held = self._held[:shown], self._held[shown:]
-        told = self._told + len(self._ids)
-        tops = self._answer.top_logprobs[self._told : told]
+        sent = self._sent + len(self._ids)
+        tops = self._answer.top_logprobs[self._sent : sent]
         piece = Piece(index=index, text=text, ids=self._ids, logprobs=self._logprobs, top_logprobs=tops, **rest)
-        self._told = told
+        self._sent = sent
         self._ids, self._logprobs = [], []
         return piece
 
@@ -54,16 +54,16 @@ class _Half:
         """The last piece: what was held back, and the token that ended the reply."""
         generated = choice.generated
         for token, logprob in zip(
-            generated.ids[self._told + len(self._ids) : choice.body],
-            generated.logprobs[self._told + len(self._ids) : choice.body],
+            generated.ids[self._sent + len(self._ids) : choice.body],
+            generated.logprobs[self._sent + len(self._ids) : choice.body],
             strict=True,
         ):
             self._ids.append(token)
             self._logprobs.append(logprob)
             self._held += self._text.push(token)
         self._held += self._text.finish()
-        self._ids = generated.ids[self._told :]
-        self._logprobs = generated.logprobs[self._told :]
+        self._ids = generated.ids[self._sent :]
+        self._logprobs = generated.logprobs[self._sent :]
         shown = 0 if choice.calls else len(self._held)
         return self._piece(index, shown, calls=choice.calls, finish_reason=choice.finish_reason, stop=choice.stop)
 
@@ -84,25 +84,25 @@ class ReplyStream:
         """Queue the request (which a full engine refuses); done by the first step of the iteration otherwise."""
         n = self.prompt.options.n
         self._futures = self._loaded.engine.submit(
-            self.prompt.ids, self.prompt.sampling, n=n, on_token=[self._teller(i) for i in range(n)]
+            self.prompt.ids, self.prompt.sampling, n=n, on_token=[self._callback(i) for i in range(n)]
         )
         for index, future in enumerate(self._futures):
-            future.add_done_callback(lambda done, index=index: self._tell(index, done, 0.0))  # type: ignore[misc]
+            future.add_done_callback(lambda done, index=index: self._enqueue(index, done, 0.0))  # type: ignore[misc]
 
-    def _teller(self, index: int) -> OnToken:
+    def _callback(self, index: int) -> OnToken:
         stops = self.prompt.options.stop
         watch = StopWatch(self._loaded.codec, stops) if stops else None
 
         def on_token(token: int, logprob: float) -> bool:
-            is_heard = self._tell(index, token, logprob)
-            return not is_heard or (watch is not None and watch(token, logprob))
+            is_read = self._enqueue(index, token, logprob)
+            return not is_read or (watch is not None and watch(token, logprob))
 
         return on_token
 
-    def _tell(self, index: int, what: Any, logprob: float) -> bool:
+    def _enqueue(self, index: int, what: Any, logprob: float) -> bool:
         try:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, what, logprob))
-        except RuntimeError:  # the loop is closed: nobody reads this any more
+        except RuntimeError:  # the loop is closed: the reader is gone
             return False
         return True
 
@@ -146,18 +146,18 @@ class ReplyStream:
     async def __aiter__(self) -> AsyncIterator[Piece]:
         if not self._futures:
             self.start()
-        halves = [_Half(self._loaded, self.prompt, future) for future in self._futures]
+        partial = [_PartialChoice(self._loaded, self.prompt, future) for future in self._futures]
         choices: dict[int, Choice] = {}
         timeout_s = self.prompt.timeout_s
         deadline = None if timeout_s is None else self._loop.time() + timeout_s
         try:
-            while len(choices) < len(halves):
+            while len(choices) < len(partial):
                 async with asyncio.timeout_at(deadline):
                     index, what, logprob = await self._queue.get()
                 if isinstance(what, Future):
                     choices[index] = self._read(what.result())
-                    yield halves[index].finish(index, choices[index])
-                elif piece := halves[index].push(index, what, logprob):
+                    yield partial[index].finish(index, choices[index])
+                elif piece := partial[index].push(index, what, logprob):
                     yield piece
         except TimeoutError:
             raise DeadlineError(f"the reply took longer than {self.prompt.timeout_s:g} s") from None
@@ -169,6 +169,6 @@ class ReplyStream:
         self.completion = completion_of(self.prompt, [choices[index] for index in sorted(choices)], self._loaded.codec)
 
     def close(self) -> None:
-        """Nobody wants the rest: free the rows."""
+        """The rest is not wanted: free the rows."""
         for future in self._futures:
             future.cancel()

@@ -25,11 +25,12 @@ from verifiers.kernels.cpu.private import check_file, open_private_folder
 logger = logging.getLogger("verifiers.kernels")
 
 COMPILERS = ("cc", "gcc", "clang")
+FAILED = "the C compiler failed"
 # Sums may be taken by parts where the source says so; what is not a number stays so.
 FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd"]
 # For `make sanitize`: a read or write outside of an array, or an undefined operation, ends the process.
 SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-PATIENCE_S = 120.0
+PATIENCE_S = 600.0  # a few seconds on an idle machine
 HEADER = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
 
 
@@ -42,34 +43,25 @@ def library(source: Path) -> ctypes.CDLL | None:
     text = _with_headers(source)
     command = [compiler, *FLAGS, *_for_this_processor(), *_checks(), "-shared", "-fPIC"]
     key = hashlib.sha256(b"\0".join([text, " ".join(command).encode(), _machine().encode()])).hexdigest()[:20]
-    name = f"{source.stem}-{key}.so"
+    name, build = f"{source.stem}-{key}.so", [*command, str(source), "-o"]
     try:
-        return _kept(name, [*command, str(source), "-o"])
-    except PermissionError as error:
-        logger.warning("compiled code is not kept: %s", error)
+        try:
+            folder = cache_folder() / "compiled"
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return _built(folder, name, build)
+        except PermissionError as error:
+            logger.warning("compiled code is not kept: %s", error)
+        with tempfile.TemporaryDirectory(prefix="verifiers-") as own:  # removed once the library is loaded
+            return _built(Path(own), name, build)
     except (OSError, subprocess.SubprocessError) as error:
-        _say(source, error)
+        said = getattr(error, "stderr", None)
+        reason = said.decode(errors="replace").strip()[-500:] if said else error
+        logger.info("%s cannot be compiled, so PyTorch does its work, slower: %s", source.name, reason)
         return None
-    try:
-        with tempfile.TemporaryDirectory(prefix="verifiers-") as folder:  # ours alone, and gone once it is loaded
-            return _built(Path(folder), name, [*command, str(source), "-o"])
-    except (OSError, subprocess.SubprocessError) as error:
-        _say(source, error)
-        return None
-
-
-def _say(source: Path, error: Exception) -> None:
-    logger.info("%s cannot be compiled, so PyTorch does its work, slower: %s", source.name, _reason(error))
-
-
-def _kept(name: str, command: list[str]) -> ctypes.CDLL:
-    """What is in the cache folder if nobody else could have written it, else what is put there now."""
-    folder = cache_folder() / "compiled"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return _built(folder, name, command)
 
 
 def _built(folder: Path, name: str, command: list[str]) -> ctypes.CDLL:
+    """The library in a folder, if no other user can have written it; else it is built there."""
     handle = open_private_folder(folder)
     try:
         with suppress(OSError):  # not there yet; or damaged, or a file that others can write: it is made again
@@ -86,7 +78,7 @@ def _load(folder: int, name: str) -> ctypes.CDLL:
     try:
         check_file(file, name)
         opened = f"/proc/self/fd/{file}"
-        if not os.path.exists(opened):  # not Linux; nobody else can change the folder or any above it
+        if not os.path.exists(opened):  # not Linux; no other user can change the folder or any above it
             return ctypes.CDLL(f"{_path_of(folder)}/{name}")
         found = ctypes.CDLL(opened)
     except BaseException:
@@ -114,7 +106,9 @@ def find_compiler() -> str | None:
 
 def why_none() -> str:
     """Why there is no library, in a few words."""
-    return "VERIFIERS_COMPILE=0" if os.environ.get("VERIFIERS_COMPILE", "1") == "0" else "no C compiler"
+    if os.environ.get("VERIFIERS_COMPILE", "1") == "0":
+        return "VERIFIERS_COMPILE=0"
+    return "no C compiler" if find_compiler() is None else FAILED
 
 
 def _with_headers(source: Path) -> bytes:
@@ -124,7 +118,7 @@ def _with_headers(source: Path) -> bytes:
 
 
 def _build(command: list[str], folder: Path, name: str, handle: int) -> None:
-    """Compiled beside its place and then put there: whoever comes at the same time finds all of it or nothing."""
+    """Compile under a temporary name, then rename: another process finds the whole library or none."""
     file, unfinished = tempfile.mkstemp(dir=folder, suffix=".part")
     os.close(file)
     part = Path(unfinished).name
@@ -148,15 +142,10 @@ def _checks() -> list[str]:
 
 
 def _machine() -> str:
-    """What tells this machine from others: the folder may be shared by some that are not alike."""
+    """What identifies this kind of machine: several kinds may share the folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return f"{platform.platform()} {platform.processor()}"
     kinds = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
     return "\n".join([*platform.libc_ver(), *kinds])
-
-
-def _reason(error: Exception) -> str:
-    said = getattr(error, "stderr", None)
-    return said.decode(errors="replace").strip()[-500:] if said else str(error)

@@ -1,8 +1,8 @@
 """A decoder of the common kind on a CPU, run by decode.c: the logits of new tokens, or the tokens themselves.
 
 The matrices are copies of the parameters: projections of the same input side by side, with the weight of the norm
-before them multiplied in. They are made anew when the parameters have changed. A hook, an adapter or an exchanged part
-is noticed before a step, which then goes by the modules.
+before them multiplied in. They are laid out again when the parameters have changed. A hook, an adapter or an exchanged
+part is noticed before a step, which then goes by the modules.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from verifiers.kernels.cpu.threads import ThreadTeam, is_small, threads_for
 from verifiers.kernels.decoder import CommonDecoder, DecoderLayer
 from verifiers.kernels.modules import HOOKS, ModuleSnapshot
 
-STEADY = {"default", "linear", "llama3", "yarn"}  # rotary embeddings whose angles depend on the position alone
+BY_POSITION = {"default", "linear", "llama3", "yarn"}  # rotary embeddings whose angles depend on the position alone
 
 
 def unsupported(decoder: CommonDecoder) -> str | None:
@@ -57,7 +57,7 @@ def unsupported(decoder: CommonDecoder) -> str | None:
         "linear layers of another class": any(type(one) is not nn.Linear for one in linears),
         "an embedding of another class": type(model.model.embed_tokens) is not nn.Embedding,
         "weights that are not float32": any(one.weight.dtype is not torch.float32 for one in linears),
-        "rotary angles that change": getattr(model.model.rotary_emb, "rope_type", None) not in STEADY,
+        "rotary angles that change": getattr(model.model.rotary_emb, "rope_type", None) not in BY_POSITION,
         "layers of several sizes": len({(one.heads, one.kv_heads, one.head_dim, one.inner) for one in layers}) > 1,
     }
     found = next((name for name, is_so in kinds.items() if is_so), None)
@@ -138,7 +138,7 @@ class CpuModel:
         """The parameters have changed."""
         self._is_stale = True
         self._is_wanted = self.is_small
-        if not self.is_small:  # whoever trains it needs the memory
+        if not self.is_small:  # an optimizer needs the memory
             self._matrices = None
 
     def run(

@@ -11,7 +11,7 @@ _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW"
 
 
 def open_private_folder(folder: Path) -> int:
-    """Open a folder that nobody else can write to or swap for another: neither it nor any folder above it.
+    """Open a folder that no other user can write to or replace: neither it nor any folder above it.
 
     PermissionError names the one that others can change.
     """
@@ -31,7 +31,7 @@ def open_private_folder(folder: Path) -> int:
 
 
 def check_file(file: int, name: str) -> None:
-    """Raise PermissionError unless an open file is a regular one, this user's, and nobody else's to write."""
+    """Raise PermissionError unless an open file is a regular one, owned and writable by this user only."""
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode):
         raise PermissionError(f"{name} is no regular file")

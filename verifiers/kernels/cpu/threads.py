@@ -16,7 +16,7 @@ import torch
 from verifiers.kernels.cpu.binding import Team
 
 # Every layer has nine barriers, and at each one the threads wait for the slowest: a thread needs that many parameters
-# of its own for a barrier to cost little beside what it computes (benchmarks/engine_threads.py).
+# of its own for a barrier to cost little beside what it computes (benchmarks/cpu_threads.py).
 PARAMETERS_PER_THREAD = 2_000_000
 
 
@@ -59,7 +59,7 @@ class ThreadTeam:
         return 1 + len(self._work) if os.getpid() == self._process else 1
 
     def call(self, function: Any, *args: Any) -> Any:
-        """One function, by all at once; it is told its part and the team besides."""
+        """One function, by all at once; its last arguments are its part and the team."""
         parts = self.parts
         shared = ctypes.byref(Team(parts))
         tasks = [partial(function, *args, part, shared) for part in range(parts)]

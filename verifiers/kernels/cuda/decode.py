@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verifiers.kernels.cuda.splits import merge, partial_sums
+from verifiers.kernels.cuda.splits import attend_block, capped, merge, partial_sums, store_part
 from verifiers.kernels.norms import HeadNorms
 
 BLOCK_S, WARPS, STAGES = 64, 4, 3
@@ -21,7 +21,7 @@ BLOCK_GATED = 1024
 
 
 @triton.jit
-def _rotate_pair(x, partner, cos, sin):
+def rotate_pair(x, partner, cos, sin):
     """x·cos + partner·sin, both products rounded to the type of x before they are added."""
     one = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype)
     two = (partner.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)
@@ -88,8 +88,8 @@ def _attend(
             k_partner = _normed(k_partner, k_scale, tl.load(k_norm_ptr + partner, mask=in_dim, other=0.0))
             q = _normed(q, q_scale, tl.load(q_norm_ptr + d, mask=in_dim, other=0.0)[None, :])
             q_partner = _normed(q_partner, q_scale, tl.load(q_norm_ptr + partner, mask=in_dim, other=0.0)[None, :])
-        k_new = _rotate_pair(k_new, k_partner, cos, sin)
-        q = _rotate_pair(q, q_partner, cos[None, :], sin[None, :])
+        k_new = rotate_pair(k_new, k_partner, cos, sin)
+        q = rotate_pair(q, q_partner, cos[None, :], sin[None, :])
     table = table_ptr + row * table_row
     keys, values = keys_ptr + group * cache_head, values_ptr + group * cache_head
     top = tl.full([PADDED_HEADS], -1e38, tl.float32)
@@ -101,7 +101,7 @@ def _attend(
         tl.store(values + at, v_new, mask=in_dim)
         top = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
         if CAPPED:
-            top = softcap * (2.0 / (1.0 + tl.exp(-2.0 * top / softcap)) - 1.0)
+            top = capped(top, softcap)
         total = total + 1.0
         out = out + v_new.to(tl.float32)[None, :]
     first = 0
@@ -113,25 +113,15 @@ def _attend(
         seen = (s < n) & (s >= first)
         page = tl.load(table + s // PAGE, mask=seen, other=0).to(tl.int64)
         at = (page * cache_block + s % PAGE * DIM)[:, None] + d[None, :]
-        k = tl.load(keys + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee").to(tl.float32) * scale
-        if CAPPED:
-            scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        shrink = tl.exp(top - higher)
-        weights = tl.exp(scores - higher[:, None])
-        v = tl.load(values + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
-        out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee").to(tl.float32)
-        total = total * shrink + tl.sum(weights, 1)
-        top = higher
+        top, total, out = attend_block(
+            q, keys + at, values + at, seen[:, None] & in_dim[None, :], seen[None, :], scale, softcap, top, total, out,
+            CAPPED,
+        )  # fmt: skip
     if SPLITS == 1:
         out_at = out_ptr + (row * tl.num_programs(1) * HEADS + group * HEADS + head[:, None]) * DIM + d[None, :]
         tl.store(out_at, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_q)
     else:
-        tl.store(part_ptr + part[:, None] * PADDED_DIM + d[None, :], out, mask=is_q)
-        tl.store(sum_ptr + part * 2, top)
-        tl.store(sum_ptr + part * 2 + 1, total)
+        store_part(part_ptr, sum_ptr, part, d, top, total, out, is_q, PADDED_DIM)
 
 
 def block_of(row_bytes: int) -> tuple[int, int]:
@@ -195,8 +185,8 @@ def _rotate_heads(
         scale = _inverse_rms(tl.sum(_squares(one) + _squares(two), 1), epsilon, 2 * HALF)[:, None]
         one = _normed(one, scale, tl.load(norm_ptr + i, mask=i < HALF, other=0.0))
         two = _normed(two, scale, tl.load(norm_ptr + HALF + i, mask=i < HALF, other=0.0))
-    tl.store(at, _rotate_pair(one, two, cos_1, -sin_1), mask=inside)
-    tl.store(at + HALF, _rotate_pair(two, one, cos_2, sin_2), mask=inside)
+    tl.store(at, rotate_pair(one, two, cos_1, -sin_1), mask=inside)
+    tl.store(at + HALF, rotate_pair(two, one, cos_2, sin_2), mask=inside)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from verifiers.kernels.cuda.decode import block_of
-from verifiers.kernels.cuda.splits import merge, partial_sums
+from verifiers.kernels.cuda.splits import attend_block, merge, partial_sums, store_part
 
 QUERIES = 64  # tokens times heads that share a key, at a time
 
@@ -84,29 +84,18 @@ def _extend(
         page = tl.load(table + s // PAGE, mask=s < end, other=0).to(tl.int64)
         at = (page * cache_block + s % PAGE * DIM)[:, None] + d[None, :]
         inside = (s < end)[:, None] & in_dim[None, :]
-        k = tl.load(keys + at, mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee").to(tl.float32) * scale
-        if CAPPED:
-            scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
         seen = s[None, :] <= last[:, None]
         if WINDOW > 0:
             seen = seen & (s[None, :] > last[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        shrink = tl.exp(top - higher)
-        weights = tl.exp(scores - higher[:, None])
-        v = tl.load(values + at, mask=inside, other=0.0)
-        out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee").to(tl.float32)
-        total = total * shrink + tl.sum(weights, 1)
-        top = higher
+        top, total, out = attend_block(
+            q, keys + at, values + at, inside, seen, scale, softcap, top, total, out, CAPPED
+        )  # fmt: skip
     if SPLITS == 1:
         out_at = out_ptr + (first_token + token)[:, None].to(tl.int64) * out_token + head[:, None] * DIM + d[None, :]
         tl.store(out_at, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_q)
     else:
         part = ((block * tl.num_programs(1) + group) * SPLITS + split).to(tl.int64) * QUERIES + m
-        tl.store(part_ptr + part[:, None] * PADDED_DIM + d[None, :], out)
-        tl.store(sum_ptr + part * 2, top)
-        tl.store(sum_ptr + part * 2 + 1, total)
+        store_part(part_ptr, sum_ptr, part, d, top, total, out, is_q, PADDED_DIM)
 
 
 def extend(

@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verifiers.kernels.cuda.decode import gated as gated  # the one kernel that sampling needs too
+from verifiers.kernels.cuda.decode import gated as gated  # kernels that sampling needs too
+from verifiers.kernels.cuda.decode import rotate_pair
 
 BLOCK_V = 4096
 BLOCK_GATED = 1024
-TILE_ROTATED = 1024  # pairs of numbers of one head that one program turns at a time
+TILE_ROTATED = 1024  # pairs of numbers of one head that one program rotates at a time
 TILE_NORMED = 2048  # numbers that one program normalises at a time
 PARTS = 1024  # programs that share the rows of a norm's backward pass; each adds up a weight gradient of its own
 
@@ -171,15 +172,7 @@ def _norm_tile(width: int) -> dict[str, int]:
 
 
 @triton.jit
-def _turn(x, partner, cos, sin):
-    """x·cos + partner·sin, both products rounded to the type of x before they are added."""
-    one = (x.to(tl.float32) * cos).to(x.dtype).to(tl.float32)
-    two = (partner.to(tl.float32) * sin).to(x.dtype).to(tl.float32)
-    return (one + two).to(x.dtype)
-
-
-@triton.jit
-def _turn_heads(
+def _rotate_heads(
     x_ptr, out_ptr, token, tokens, cos_1, cos_2, sin_1, sin_2,
     HEADS: tl.constexpr, HALF: tl.constexpr, PADDED_HALF: tl.constexpr,
 ):  # fmt: skip
@@ -189,8 +182,8 @@ def _turn_heads(
         at = (token[:, None] * HEADS + head) * (2 * HALF) + i[None, :]
         one = tl.load(x_ptr + at, mask=inside, other=0.0)
         two = tl.load(x_ptr + at + HALF, mask=inside, other=0.0)
-        tl.store(out_ptr + at, _turn(one, two, cos_1, sin_1), mask=inside)
-        tl.store(out_ptr + at + HALF, _turn(two, one, cos_2, sin_2), mask=inside)
+        tl.store(out_ptr + at, rotate_pair(one, two, cos_1, sin_1), mask=inside)
+        tl.store(out_ptr + at + HALF, rotate_pair(two, one, cos_2, sin_2), mask=inside)
 
 
 @triton.jit
@@ -209,8 +202,8 @@ def _rotate(
     sin_2 = tl.load(sin_ptr + at + HALF, mask=inside, other=0.0).to(tl.float32)
     if BACK:  # the transposed rotation
         sin_1, sin_2 = sin_2, sin_1
-    _turn_heads(q_ptr, q_out_ptr, token, tokens, cos_1, cos_2, sin_1, sin_2, Q_HEADS, HALF, PADDED_HALF)
-    _turn_heads(k_ptr, k_out_ptr, token, tokens, cos_1, cos_2, sin_1, sin_2, K_HEADS, HALF, PADDED_HALF)
+    _rotate_heads(q_ptr, q_out_ptr, token, tokens, cos_1, cos_2, sin_1, sin_2, Q_HEADS, HALF, PADDED_HALF)
+    _rotate_heads(k_ptr, k_out_ptr, token, tokens, cos_1, cos_2, sin_1, sin_2, K_HEADS, HALF, PADDED_HALF)
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:

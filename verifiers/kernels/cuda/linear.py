@@ -1,4 +1,4 @@
-"""Triton: several projections of one input in one launch; `projections` decides when that is quicker."""
+"""Triton: several projections of one input in one launch; `projections` decides when that is faster."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _project_gated(
 
 
 def _tiles(rows: int) -> dict[str, int]:
-    """Rows at a time, so that small batches do not multiply air and large ones keep every multiprocessor busy.
+    """Rows at a time, so that small batches do not multiply padding and large ones keep every multiprocessor busy.
 
     >>> _tiles(8)["BLOCK_M"], _tiles(1024)["BLOCK_M"]
     (16, 128)

@@ -1,4 +1,4 @@
-"""Several projections of one input become one launch on CUDA, where that is quicker: found out by timing both.
+"""Several projections of one input become one launch on CUDA, where that is faster: both are timed.
 
 A decode step of a small model multiplies by matrices so small that starting a multiplication takes as long as doing it.
 The weights are read where they are.
@@ -6,7 +6,7 @@ The weights are read where they are.
 Both ways are timed, and no rule by sizes stands here, because the other way is cuBLAS: which of its kernels runs, how
 it splits a sum, and so where it overtakes one launch of ours, jumps with rows, sizes, card and version, and a rule that
 fits one of them would be wrong on the next. It is timed once for each set of sizes and number of rows, while a step is
-practised for its graph; the numbers of both agree to rounding. What was not timed runs as plain projections.
+warmed up for its graph; the numbers of both agree to rounding. What was not timed runs as plain projections.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 MOST_ROWS = 2048  # above, multiplications are long enough
 TILE = 64  # sizes that the kernels know are multiples of it
 REPEATS = 20
-MARGIN = 0.97  # quicker by so much, or plain it stays
+MARGIN = 0.97  # faster by so much, else plain projections are kept
 OWN_FAULTS = "thread_local"  # a recording is spoilt by what its own thread does, and by no other (a trainer's, say)
 
 _choices: dict[tuple[Any, ...], bool] = {}
@@ -46,7 +46,7 @@ def project(x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
     has_bias = [getattr(one, "bias", None) is not None for one in linears]
     if not _is_known(x, linears) or any(has_bias) != all(has_bias):
         return plain()
-    return _quicker(("project", *has_bias), x, linears, plain, together)
+    return _faster(("project", *has_bias), x, linears, plain, together)
 
 
 def project_gated(x: Tensor, gate: Any, up: Any, gated: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -62,7 +62,7 @@ def project_gated(x: Tensor, gate: Any, up: Any, gated: Callable[[Tensor, Tensor
 
     if not _is_known(x, (gate, up)) or gate.bias is not None or up.bias is not None:
         return plain()
-    return _quicker(("gated",), x, (gate, up), plain, together)
+    return _faster(("gated",), x, (gate, up), plain, together)
 
 
 def _is_known(x: Tensor, linears: Sequence[Any]) -> bool:
@@ -96,7 +96,7 @@ def nothing_freed() -> Iterator[None]:
 # --- timing -----------------------------------------------------------------------------------------------------------
 
 
-def _quicker(
+def _faster(
     kind: tuple[Any, ...], x: Tensor, linears: Sequence[Any], plain: Callable[[], T], together: Callable[[], T]
 ) -> T:
     key = (*kind, x.device, x.dtype, x.numel(), *(one.weight.shape for one in linears))
@@ -104,17 +104,17 @@ def _quicker(
     if choice is None:
         if not _may_time(x.device):
             return plain()
-        choice = _choices[key] = _is_quicker(together, plain)
+        choice = _choices[key] = _is_faster(together, plain)
     return together() if choice else plain()
 
 
 def _may_time(device: torch.device) -> bool:
-    """While a step is practised for its graph: aside from the main stream, and not being captured yet."""
+    """During the warm-up of a graph: on a side stream, and not being captured yet."""
     is_aside = torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
     return is_aside and not torch.cuda.is_current_stream_capturing()
 
 
-def _is_quicker(one: Callable[[], Any], other: Callable[[], Any]) -> bool:
+def _is_faster(one: Callable[[], Any], other: Callable[[], Any]) -> bool:
     from verifiers.kernels.cuda import linear
 
     try:

@@ -41,6 +41,36 @@ def partial_sums(programs: int, splits: int, queries: int, dim: int, out: Tensor
 
 
 @triton.jit
+def capped(scores, softcap):
+    """softcap · tanh(scores / softcap)."""
+    return softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
+
+
+@triton.jit
+def attend_block(q, keys, values, inside, seen, scale, softcap, top, total, out, CAPPED: tl.constexpr):
+    """Go on with a softmax by a block of keys and values: its highest score, its sum of weights, and that of values."""
+    k = tl.load(keys, mask=inside, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee").to(tl.float32) * scale
+    if CAPPED:
+        scores = capped(scores, softcap)
+    scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1))
+    shrink = tl.exp(top - higher)
+    weights = tl.exp(scores - higher[:, None])
+    v = tl.load(values, mask=inside, other=0.0)
+    out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee").to(tl.float32)
+    return higher, total * shrink + tl.sum(weights, 1), out
+
+
+@triton.jit
+def store_part(part_ptr, sum_ptr, part, d, top, total, out, mask, PADDED_DIM: tl.constexpr):
+    """Put what a program found of its part where `merge` reads it."""
+    tl.store(part_ptr + part[:, None] * PADDED_DIM + d[None, :], out, mask=mask)
+    tl.store(sum_ptr + part * 2, top)
+    tl.store(sum_ptr + part * 2 + 1, total)
+
+
+@triton.jit
 def _merge(
     out_ptr, part_ptr, sum_ptr, first_ptr, count_ptr, out_token,
     IS_LISTED: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
