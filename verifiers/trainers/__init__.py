@@ -6,12 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verifiers.trainers.config import GRPOConfig, SFTConfig, grpo_defaults
-    from verifiers.trainers.grpo_trainer import GRPOTrainer
-    from verifiers.trainers.samplers import Samplers
-    from verifiers.trainers.setup import lora_defaults
-    from verifiers.trainers.sft_trainer import SFTTrainer
-    from verifiers.trainers.tiny import tiny_model
+    from verifiers.trainers.config import GRPOConfig as GRPOConfig
+    from verifiers.trainers.config import SFTConfig as SFTConfig
+    from verifiers.trainers.config import grpo_defaults as grpo_defaults
+    from verifiers.trainers.grpo_trainer import GRPOTrainer as GRPOTrainer
+    from verifiers.trainers.samplers import Samplers as Samplers
+    from verifiers.trainers.setup import lora_defaults as lora_defaults
+    from verifiers.trainers.sft_trainer import SFTTrainer as SFTTrainer
+    from verifiers.trainers.tiny import tiny_model as tiny_model
 
 _HOME = {
     "GRPOConfig": "config",
@@ -23,17 +25,7 @@ _HOME = {
     "lora_defaults": "setup",
     "tiny_model": "tiny",
 }
-
-__all__ = [
-    "GRPOConfig",
-    "GRPOTrainer",
-    "SFTConfig",
-    "SFTTrainer",
-    "Samplers",
-    "grpo_defaults",
-    "lora_defaults",
-    "tiny_model",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

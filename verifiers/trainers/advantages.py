@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from verifiers.rubrics.signature import name_of
 from verifiers.stats.scores import centered
-from verifiers.trainers.functions import Named, name_of
+from verifiers.trainers.functions import Named
 
 INPUTS = {
     "rewards": "of the rollouts of a group",

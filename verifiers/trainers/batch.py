@@ -103,7 +103,7 @@ class Batch(dict[str, list[Any]]):
     @property
     def examples(self) -> list[Any]:
         """Which example each rollout is of: groups of the same row are of one."""
-        ids = ((state or {}).get("example_id") for state in self.states)
+        ids = (None if state is None else state.get("example_id") for state in self.states)
         return [f"group {group}" if known is None else known for known, group in zip(ids, self["groups"], strict=True)]
 
     def __add__(self, other: Batch) -> Batch:

@@ -195,9 +195,6 @@ class DecoderTraining:
                 one.__dict__[CHECKPOINTING] = own
 
 
-# --- recognising ------------------------------------------------------------------------------------------------------
-
-
 def recognised(model: Any) -> list[LearningLayer]:
     """The layers of the common kind."""
     register()

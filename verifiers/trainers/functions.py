@@ -6,9 +6,7 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any, cast
 
-
-def name_of(function: Any) -> str:
-    return str(getattr(function, "__name__", None) or type(function).__name__)
+from verifiers.rubrics.signature import name_of
 
 
 class Named:

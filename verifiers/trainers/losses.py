@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from verifiers.trainers.functions import Named, name_of
+from verifiers.rubrics.signature import name_of
+from verifiers.trainers.functions import Named
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -140,9 +140,6 @@ def split_at(sequences: Sequence[Trained], rope_bounds: Sequence[int]) -> list[T
     return parts
 
 
-# --- where to cut -----------------------------------------------------------------------------------------------------
-
-
 def balanced(n: int, end: Callable[[int, int], int], most: int) -> list[tuple[int, int]]:
     """Cut ``n`` things in a row into as few parts as may cost ``most`` each, and these about equally large.
 
@@ -216,9 +213,6 @@ def idle_batch(pad_id: int) -> MicroBatch:
     sample = Sample(prompt_ids=[pad_id], completion_ids=[pad_id], completion_mask=[1], completion_logprobs=[0.0])
     (made,) = micro_batches([Trained(sample=sample, advantage=0.0, weight=0.0)], max_tokens=ANY_LENGTH)
     return made
-
-
-# --- tokens -----------------------------------------------------------------------------------------------------------
 
 
 def _rectangle(columns: Columns, members: Any, pad_id: int) -> MicroBatch:

@@ -1,4 +1,4 @@
-"""Rollouts that were made and saved before, as batches to learn from: prompts, completions and rewards."""
+"""Rollouts that were made and saved before → rows, and of these batches to learn from."""
 
 from __future__ import annotations
 
@@ -7,36 +7,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verifiers.results import Results
 from verifiers.store import read_records
 from verifiers.trainers.batch import Batch, Reply, group_equal, text_of
 from verifiers.types import State
 
-COLUMNS = ("prompts", "completions", "rewards")
+_NAMES = {"prompts": "prompt", "completions": "completion", "rewards": "reward", "answers": "answer"}
+_ALIGNED = (*_NAMES.values(), "messages", "question")
 _OF_A_STATE = ("trajectory", "oai_tools", "tools", "info", "chat_template_kwargs", "is_truncated", "stop_condition")
-_SINGULAR = {"prompt": "prompts", "completion": "completions", "reward": "rewards", "answer": "answers"}
 
 
 class Offline:
     """Saved rollouts, in groups of the same prompt: each group is a row of the training."""
 
-    def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
-        if missing := [name for name in COLUMNS if name not in columns]:
-            raise ValueError(f"a saved data set has prompts, completions and rewards; this one has no {missing[0]}")
-        lengths = {name: len(columns[name]) for name in COLUMNS}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"columns of different lengths: {lengths}")
-        scored = [i for i, reward in enumerate(columns["rewards"]) if reward is not None]
-        self.dropped = lengths["rewards"] - len(scored)
-        if not scored:
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        if "prompt" not in rows[0]:
+            raise ValueError("a saved data set has prompts, completions and rewards; this one has no prompts")
+        self._rows = [row for row in rows if row.get("reward") is not None and row.get("error") is None]
+        if not self._rows:
             raise ValueError("this data set has no rewards: there is nothing to learn from")
-        self._columns = {
-            name: [columns[name][i] for i in scored] for name in columns if len(columns[name]) > scored[-1]
-        }
+        self._kept = [name for name in _OF_A_STATE if any(name in row for row in self._rows)]
         members: dict[int, list[int]] = {}
-        for i, group in enumerate(group_equal(self._columns["prompts"])):
+        for i, group in enumerate(group_equal([row["prompt"] for row in self._rows])):
             members.setdefault(group, []).append(i)
-        self._groups = list(members.values())
-        if all(len(group) < 2 for group in self._groups):
+        self._groups = [group for group in members.values() if len(group) > 1]
+        if not self._groups:
             raise ValueError(
                 "no prompt in this data set has two completions: a group-relative method compares completions of the "
                 "same prompt; generate with rollouts_per_example=4 or so"
@@ -44,61 +39,76 @@ class Offline:
 
     def groups(self) -> list[list[int]]:
         """The groups that have something to compare, each by the places of its rollouts."""
-        return [group for group in self._groups if len(group) > 1]
+        return self._groups
 
     def batch(self, groups: Sequence[Sequence[int]]) -> Batch:
         """The rollouts of these groups."""
-        places = [(i, number) for number, group in enumerate(groups) for i in group]
-        states = self._columns.get("states")
+        places = [i for group in groups for i in group]
+        rows = [self._rows[i] for i in places]
         columns: dict[str, list[Any]] = {
-            "prompts": [self._columns["prompts"][i] for i, _ in places],
-            "completions": [self._reply(i, states) for i, _ in places],
-            "rewards": [float(self._columns["rewards"][i]) for i, _ in places],
-            "groups": [number for _, number in places],
-            "answers": [self._columns.get("answers", {}) and self._columns["answers"][i] for i, _ in places],
+            "prompts": [row["prompt"] for row in rows],
+            "completions": [self._reply(i) for i in places],
+            "rewards": [float(row["reward"]) for row in rows],
+            "groups": [number for number, group in enumerate(groups) for _ in group],
+            "answers": [row.get("answer") for row in rows],
         }
         return Batch(columns)
 
-    def _reply(self, i: int, states: Sequence[Any] | None) -> Reply:
-        completion = self._columns["completions"][i]
-        state = states[i] if states is not None else None
-        if not isinstance(state, State):
-            state = self._state(i)
-        return Reply(text_of(completion), messages=completion, state=state)
-
-    def _state(self, i: int) -> State | None:
-        """The state of a saved record, as far as it was saved; None for columns that are nothing but text."""
-        kept = {name: self._columns[name][i] for name in _OF_A_STATE if name in self._columns}
-        if not kept:
-            return None
-        asked = {"prompt": self._columns["prompts"][i], "example_id": self._columns.get("example_id", range(i + 1))[i]}
-        scored = {"completion": self._columns["completions"][i], "reward": self._columns["rewards"][i]}
-        return State({**kept, **scored, "input": asked})
+    def _reply(self, i: int) -> Reply:
+        """With its state, as far as it was saved; with none where nothing but text was."""
+        row, state = self._rows[i], None
+        if isinstance(row, State):
+            state = row
+        elif self._kept:
+            asked = {"prompt": row["prompt"], "example_id": row.get("example_id", i)}
+            scored = {name: row[name] for name in ("completion", "reward")}
+            state = State({**{name: row.get(name) for name in self._kept}, **scored, "input": asked})
+        return Reply(text_of(row["completion"]), messages=row["completion"], state=state)
 
 
 def read_offline(given: Any) -> Offline | None:
-    """Saved rollouts from columns, rows, `Results` or a file (jsonl, parquet, json, torch.save); None for bare rows."""
+    """Saved rollouts from whatever `read_rows` reads; None for rows that are yet to be rolled out."""
+    if not {"completion", "completions"} & set(getattr(given, "column_names", ("completion",))):
+        return None
+    rows = read_rows(given)
+    return Offline(rows) if rows and all("completion" in row and "reward" in row for row in rows) else None
+
+
+def read_rows(given: Any) -> Sequence[Mapping[str, Any]] | None:
+    """The rows of columns, a table, `Results`, a list, or a file of one of these; None for anything else."""
     if isinstance(given, (str, Path)):
         given = read_file(Path(given))
-    columns = _columns(given)
-    return Offline(columns) if "completions" in columns and "rewards" in columns else None
-
-
-def _columns(given: Any) -> dict[str, Any]:
-    if hasattr(given, "rollouts") and hasattr(given, "keys"):  # Results
-        return {name: list(given[name]) for name in ("prompts", "completions", "rewards", "answers", "states")}
+    if isinstance(given, Results):
+        return given.rollouts
     if isinstance(given, Mapping):
-        return {_SINGULAR.get(str(name), str(name)): list(values) for name, values in given.items()}
+        return _rows_of_columns(given)
     if hasattr(given, "column_names") and not isinstance(given, list):
-        names = given.column_names
-        if not {"completion", "completions"} & set(names):
-            return {}
-        return {_SINGULAR.get(name, name): list(given[name]) for name in names}
-    if isinstance(given, list) and given and isinstance(given[0], Mapping):
-        names = [name for name in given[0] if all(name in row for row in given)]
-        names += [name for name in _OF_A_STATE if name not in names and any(name in row for row in given)]
-        return {_SINGULAR.get(name, name): [row.get(name) for row in given] for name in names}
-    return {}
+        return [_without_nulls(given[i]) for i in range(len(given))]
+    return given if isinstance(given, list) and all(isinstance(row, Mapping) for row in given) else None
+
+
+def _rows_of_columns(given: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
+    columns = {_NAMES.get(str(name), str(name)): list(values) for name, values in given.items()}
+    lengths = {name: len(columns[name]) for name in columns if name in _ALIGNED}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"columns of different lengths: {lengths}")
+    n = max(lengths.values(), default=0)
+    whole = {name: values for name, values in columns.items() if len(values) == n}
+    return [_without_nulls({name: values[i] for name, values in whole.items()}) for i in range(n)]
+
+
+def _without_nulls(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row of a table without the nulls that tables put where objects differ: other tools have other arguments."""
+    named = {_NAMES.get(name, name): value for name, value in row.items()}
+    return named | {
+        name: _filled(named[name]) for name in ("prompt", "completion", "messages", "tools") if name in named
+    }
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _filled(item) for key, item in value.items() if item is not None}
+    return [_filled(item) for item in value] if isinstance(value, list) else value
 
 
 def read_file(path: Path) -> Any:

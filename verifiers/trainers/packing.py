@@ -89,9 +89,6 @@ class Packing:
         return _PaddedAttention(self)
 
 
-# --- attention --------------------------------------------------------------------------------------------------------
-
-
 class _PaddedAttention:
     """Prefixes padded to a rectangle, and suffixes to another, each with the keys of its prefix before its own."""
 
@@ -169,9 +166,6 @@ def varlen_attention(
         q, k, v, query_ends, key_ends, most_queries, most_keys, dropout, True, False, scale=scale
     )[0]
     return out
-
-
-# --- as transformers calls it -----------------------------------------------------------------------------------------
 
 
 @dataclass

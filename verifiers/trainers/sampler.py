@@ -101,9 +101,6 @@ def _key(prompt: Any, reply: Any) -> tuple[str, str]:
     return turns, f"{said.get('content')}\x01{said.get('tool_calls')}"
 
 
-# --- for a training ----------------------------------------------------------------------------------------------
-
-
 def make_sampler(
     model: Any, tokenizer: Any, config: GRPOConfig, env: Environment | None, memory: MemoryPlan
 ) -> Sampler:
@@ -159,9 +156,6 @@ def seed_of(*parts: object) -> int:
     """A seed that depends on all of these, and on nothing else."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
-
-
-# --- what only a model in this process can do ---------------------------------------------------------------------
 
 
 def start_sampling(client: Any, seed: int, count: int) -> None:

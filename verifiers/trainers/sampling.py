@@ -137,9 +137,6 @@ def _written(wanted: Mapping[str, Any], given: Mapping[str, Any], *theirs: Mappi
     return {**plain, "extra_body": body} if body else plain
 
 
-# --- what a token was drawn from ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distribution:
     """What tokens were drawn from: the model's logits, biased, over the temperature, and truncated.

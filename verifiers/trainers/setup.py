@@ -42,9 +42,6 @@ def job(config: TrainingConfig, accelerator: Any, kind: str, **more: Any) -> Job
     return Job(config=config, device=accelerator.device, processes=n, sharding=held, **more)
 
 
-# --- the model ----------------------------------------------------------------------------------------------------
-
-
 def model_and_tokenizer(model: Any, tokenizer: Any, job: Job) -> tuple[Any, Any, MemoryPlan]:
     """The module to train, on its device and in its precision; a tokenizer for it; and what memory it will take."""
     if model is None:
@@ -162,9 +159,6 @@ def check_template(tokenizer: Any, env: Environment | None) -> None:
 def check_reference(model: Any, config: GRPOConfig) -> None:
     if config.sync_ref_model and hasattr(model, "disable_adapter"):
         raise ValueError("sync_ref_model needs a copy of the model, and with LoRA the reference is the base model")
-
-
-# --- rows ---------------------------------------------------------------------------------------------------------
 
 
 def check_env(env: Any) -> None:

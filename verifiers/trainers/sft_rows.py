@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from verifiers.chat import ChatWriter
 from verifiers.envs.env_group import environment_of
 from verifiers.envs.environment import Environment
 from verifiers.messages import as_messages
-from verifiers.results import Results
 from verifiers.samples import Sample, are_ids_of, samples_of, tokenized, written_samples
 from verifiers.store.training_data import note_missing_tools
-from verifiers.trainers.offline import read_file
+from verifiers.trainers.offline import read_rows
 from verifiers.trainers.setup import tools_for
 
 _KINDS = "prompt and completion, messages, or (with env=) question and answer"
@@ -80,40 +78,16 @@ def _reward(row: Mapping[str, Any]) -> float:
     return float("-inf") if reward is None else float(reward)
 
 
-# --- rows ---------------------------------------------------------------------------------------------------------
-
-
 def _rows_of(given: Any, env: Environment | None) -> Sequence[Mapping[str, Any]]:
     if given is None:
         if env is None:
             raise ValueError(f"there is nothing to imitate; pass dataset= (rows with {_KINDS}), or env=")
         given = env.get_dataset()
-    if isinstance(given, (str, Path)):
-        given = read_file(Path(given))
-    if isinstance(given, Results):
-        return given.rollouts
-    if isinstance(given, Mapping):
-        names = list(given)
-        columns = zip(*given.values(), strict=True)
-        return [_without_nulls(dict(zip(names, values, strict=True))) for values in columns]
-    rows = [given[i] for i in range(len(given))]
-    if hasattr(given, "column_names"):
-        rows = [_without_nulls(row) for row in rows]
+    found = read_rows(given)
+    rows: Sequence[Any] = [given[i] for i in range(len(given))] if found is None else found
     if odd := [row for row in rows if not isinstance(row, Mapping)]:
         raise TypeError(f"a row is a mapping with {_KINDS}, not a {type(odd[0]).__name__}")
     return rows
-
-
-def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a table without the nulls that tables put where objects differ: other tools have other arguments."""
-    chats = {name: _not_null(row[name]) for name in ("prompt", "completion", "messages", "tools") if name in row}
-    return {**row, **chats}
-
-
-def _not_null(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _not_null(item) for key, item in value.items() if item is not None}
-    return [_not_null(item) for item in value] if isinstance(value, list) else value
 
 
 def _samples(row: Mapping[str, Any], position: int, writer: ChatWriter, env: Environment | None) -> list[Sample]:
@@ -163,9 +137,6 @@ def _split(messages: list[dict[str, Any]], position: int) -> tuple[list[dict[str
     return messages[:first], messages[first:]
 
 
-# --- gold ---------------------------------------------------------------------------------------------------------
-
-
 def gold_reply(env: Environment, row: Mapping[str, Any]) -> str:
     """The reply that the environment's parser reads the row's answer out of; other fields are the row's own columns.
 
@@ -197,9 +168,6 @@ def _forms(parser: Any, row: Mapping[str, Any], answer: str) -> Iterator[str]:
     yield f"<think>\n\n</think>\n\n{answer}"
     yield f"<think>\n\n</think>\n\n\\boxed{{{answer}}}"
     yield f"#### {answer}"
-
-
-# --- tokens -------------------------------------------------------------------------------------------------------
 
 
 def _ended(sample: Sample, end: int | None) -> Sample:

@@ -77,8 +77,6 @@ class SFTTrainer(Trainer):
         self.report = None
         self._scorer: TokenScorer | None = None
 
-    # --- the loop -------------------------------------------------------------------------------------------------
-
     def train(self, resume: bool | str | Path = False) -> Report:
         """Train for ``max_steps`` steps, or ``num_epochs`` times through the examples; the report says how it went."""
         with self._training(resume) as report:
@@ -131,8 +129,6 @@ class SFTTrainer(Trainer):
             total = sum(float(loss) for loss, _ in self._losses(self.eval_samples))
         return {"loss": total / max(count, 1), "n": len(self.eval_samples)}
 
-    # --- sizes ----------------------------------------------------------------------------------------------------
-
     @property
     def rows_per_step(self) -> int:
         """Samples that one update of this process learns from."""
@@ -141,8 +137,6 @@ class SFTTrainer(Trainer):
     @property
     def can_evaluate(self) -> bool:
         return bool(self.eval_samples)
-
-    # --- the rest -------------------------------------------------------------------------------------------------
 
     def _read(self, dataset: Any) -> SFTSamples:
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)

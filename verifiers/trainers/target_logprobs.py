@@ -34,9 +34,6 @@ def chunks_of(n: int, bytes_each: int, device: torch.device) -> list[slice]:
     return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
 
-# --- any head and distribution ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Scored:
     """Of each target its logprob, and the entropy (in nats) of what it was drawn from, if that was asked for."""
@@ -113,9 +110,6 @@ def _left_out(scaled_NV: Tensor, target_N: Tensor, drawn_from: Distribution) -> 
     )
     left_out_NV = truncate(torch.softmax(scaled_NV, -1), columns) == 0
     return left_out_NV.scatter_(1, target_N[:, None], False)
-
-
-# --- one linear head, no more than a temperature ------------------------------------------------------------------
 
 
 def fused_logprobs(

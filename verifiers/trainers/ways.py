@@ -93,9 +93,6 @@ def best(ways: list[Way]) -> Way | None:
     return next((way for way in ways if way.plan.fits), None)
 
 
-# --- what does not fit ------------------------------------------------------------------------------------------------
-
-
 def check_fits(plan: MemoryPlan, where: str) -> None:
     """Say in one sentence what does not fit, and which knobs make it fit."""
     if plan.fits:

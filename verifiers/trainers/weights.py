@@ -165,8 +165,6 @@ class Weights:
             return parameter
         return parameter.detach().float().clone().requires_grad_()
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------
-
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The trained parameters by name, and their shapes, of which a process may hold a part."""

@@ -16,7 +16,7 @@ from verifiers.trainers.batch import Batch
 
 def batch_view(batch: Batch) -> dict[str, Any]:
     """A batch as plain columns, one entry a rollout: what is measured of it, and what the watch may see."""
-    states = [state or {} for state in batch.states]
+    states: list[Any] = [state or {} for state in batch.states]
     tokens = [_said(state) for state in states]
     drawn = np.fromiter(chain.from_iterable(tokens), np.float64, sum(map(len, tokens)))
     drawn = drawn[np.isfinite(drawn)]

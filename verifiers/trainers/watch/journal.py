@@ -41,8 +41,6 @@ class Journal:
         self._rollouts: Appender | None = None
         self._next_rollout: dict[int | str, int] | None = None
 
-    # --- writing ------------------------------------------------------------------------------------------------
-
     def open(self) -> Journal:
         """Take the run directory now, or raise RunInUseError; the first line written does it otherwise."""
         if self._rollouts is None:
@@ -110,8 +108,6 @@ class Journal:
         self._next_rollout[example] = number + 1
         return number
 
-    # --- resuming -----------------------------------------------------------------------------------------------
-
     def rewind(self, step: int) -> None:
         """Forget what was written after a step, to go on from its checkpoint; a crash in between changes nothing."""
         with self.run_dir.lock():
@@ -122,8 +118,6 @@ class Journal:
             self._next_rollout = None
             if was_open:
                 self.open()
-
-    # --- reading ------------------------------------------------------------------------------------------------
 
     def lines(self) -> Iterator[Record]:
         """Every whole line of ``metrics.jsonl``, in order; also while it is being written."""

@@ -18,11 +18,11 @@ from verifiers.kernels import autograd
 from verifiers.kernels.modules import is_quantised
 from verifiers.notebooks import image_html, page_html, text_html
 from verifiers.results import Results
+from verifiers.rubrics.signature import name_of
 from verifiers.store import RunDir, safe_name
 from verifiers.trainers import checkpoints
 from verifiers.trainers.advantages import mean_advantage
 from verifiers.trainers.batch import Batch, as_batch
-from verifiers.trainers.functions import name_of
 from verifiers.trainers.processes import gathered, together
 from verifiers.trainers.reward_weights import reward_weights
 from verifiers.trainers.stopping import NotFiniteError

@@ -121,9 +121,6 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# --- the three ----------------------------------------------------------------------------------------------------
-
-
 class Guarded:
     """A tracker whose failures cost a warning, one for all of them, and never the training."""
 
