@@ -105,24 +105,17 @@ def repeated(share: float, n: int, rollouts: int, alike: float) -> Cell:
     return Cell(f"mean {share:g}, {n} examples × {rollouts}", f"alike {alike:g}", share, se, run)
 
 
-def impossible(part: float, n: int, rollouts: int, most: float | None = None) -> Cell:
-    """A part of the examples is never solved; ``most``: no interval is wider than so many times one who knew
-    that rollouts share nothing would give."""
+def impossible(part: float, n: int, rollouts: int) -> Cell:
+    """A part of the examples is never solved, the others 95 times of 100."""
     ids = [i // rollouts for i in range(n * rollouts)]
     truth = 0.95 * (1 - part)
     se = math.sqrt((part * (1 - part) * 0.95**2 + (1 - part) * 0.95 * 0.05 / rollouts) / n)
 
     def run(random: Random) -> Bounds:
         chances = [0.0 if random.random() < part else 0.95 for _ in range(n)]
-        found = stats.mean_interval([random.random() < chances[i] for i in ids], ids)
-        if most is None or found.mean is None or found.low is None or found.high is None:
-            return interval(found)
-        seen = max(found.mean * (1 - found.mean), 1 / len(ids))
-        factor = min(1.0, most * 2 * 1.96 * math.sqrt(seen / len(ids)) / (found.high - found.low))
-        return found.mean - factor * (found.mean - found.low), found.mean + factor * (found.high - found.mean)
+        return interval(stats.mean_interval([random.random() < chances[i] for i in ids], ids))
 
-    row = f"{n} examples × {rollouts}" + ("" if most is None else f", cut to {most:g} times the width")
-    return Cell(row, f"{part:.0%} impossible", truth, se, run)
+    return Cell(f"{n} examples × {rollouts}", f"{part:.0%} impossible", truth, se, run)
 
 
 def real_valued(n: int, rollouts: int, failed: float) -> Cell:
@@ -150,6 +143,22 @@ def failing_where_hard(n: int, rollouts: int) -> Cell:
         return interval(stats.mean_interval(values, [i // rollouts for i in range(n * rollouts)]))
 
     return Cell("mean 0.6, hard examples fail", f"{n} × {rollouts}, 12% failed", 0.6, None, run)
+
+
+def failing_at_random(share: float, n: int, rollouts: int, alike: float, failed: float) -> Cell:
+    """Rights and wrongs of which a part is lost, so that examples have unequal numbers of rollouts."""
+
+    def run(random: Random) -> Bounds:
+        chances = [chance(random, share, alike) for _ in range(n)]
+        values = [
+            None if random.random() < failed else float(random.random() < solved)
+            for solved in chances
+            for _ in range(rollouts)
+        ]
+        return interval(stats.mean_interval(values, [i // rollouts for i in range(n * rollouts)]))
+
+    row = f"mean {share:g}, alike {alike:g}, failing at random"
+    return Cell(row, f"{n} × {rollouts}, {failed:.0%} failed", share, None, run)
 
 
 def passing(k: int, share: float, n: int, rollouts: int, is_all: bool) -> Cell:
@@ -261,17 +270,17 @@ def held_out() -> Iterator[Cell]:
 
 
 def missed() -> Iterator[Cell]:
-    """Some examples are impossible, the others solved 95 times of 100: a few examples may hold none of the former."""
+    """What no interval can know: a few examples may hold none of those that are impossible."""
     for n in (5, 10, 20, 50):
         for part in (0.0, 0.1, 0.2, 0.3):
             yield impossible(part, n, 16)
-    for part in (0.0, 0.1, 0.2, 0.3):
-        yield impossible(part, 5, 16, most=3.0)
 
 
 def failing() -> Iterator[Cell]:
     yield real_valued(30, 4, 0.2)
     yield failing_where_hard(500, 8)
+    yield failing_at_random(0.9, 6, 8, 0.1, 0.4)
+    yield failing_at_random(0.6, 6, 8, 0.4, 0.4)
 
 
 def passes() -> Iterator[Cell]:

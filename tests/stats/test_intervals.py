@@ -130,6 +130,35 @@ def test_weak_clustering_of_many_rollouts_does_not_make_the_interval_three_times
     assert perfect < sum(widths) / 20 < 2.2 * perfect
 
 
+def test_wrong_answers_of_one_example_say_less_than_as_many_of_all() -> None:
+    ids = [i // 16 for i in range(80)]
+    spread = stats.mean_interval([i % 16 > 0 for i in range(80)], ids)
+    together = stats.mean_interval([i >= 5 for i in range(80)], ids)
+    assert spread.mean == together.mean == 75 / 80
+    assert spread.half_width is not None
+    assert together.half_width is not None
+    assert spread.half_width < 0.6 * together.half_width
+
+
+def test_a_single_wrong_answer_does_not_show_that_repeats_are_independent() -> None:
+    ids = [i // 16 for i in range(80)]
+    found, copies = stats.mean_interval([i > 0 for i in range(80)], ids), stats.mean_interval([1] * 5)
+    independent = stats.mean_interval([i > 0 for i in range(80)])
+    assert found.low is not None
+    assert copies.low is not None
+    assert independent.low is not None
+    assert copies.low < found.low < independent.low - 0.1
+
+
+def test_rights_and_wrongs_on_another_scale_have_the_same_interval_there() -> None:
+    ids, right = [i // 8 for i in range(40)], [i % 7 > 0 for i in range(40)]
+    plain = stats.mean_interval(right, ids)
+    scaled = stats.mean_interval([10.0 * one - 5 for one in right], ids, bounds=(-5, 5))
+    assert plain.low is not None
+    assert plain.high is not None
+    assert (scaled.low, scaled.high) == pytest.approx((10 * plain.low - 5, 10 * plain.high - 5))
+
+
 def test_bounds_that_are_known_count_and_a_score_outside_of_them_is_refused() -> None:
     assert stats.mean_interval([1.1] * 20).low is None
     known = stats.mean_interval([1.1] * 20, bounds=(0, 1.1))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from statistics import fmean, stdev
+from statistics import fmean, harmonic_mean, stdev
 
 from verifiers.stats.scores import (
     TOLERANCE,
@@ -15,7 +15,7 @@ from verifiers.stats.scores import (
     have_few_values,
     snapped,
 )
-from verifiers.stats.shares import share_range
+from verifiers.stats.shares import share_range, solved_range
 from verifiers.stats.skewed import skewed_range
 
 _WEIGHTS_ADD_UP_TO = 2.0  # rewards up to here are taken for sums of weights, of which 0 is the least
@@ -79,7 +79,7 @@ def mean_interval(
     if examples == 1:
         return Interval(mean, None, None, n, 1, level, None)
     se = stdev(means, mean) / math.sqrt(examples)
-    low, high = _range(means, scores, n / examples, level, bounds)
+    low, high = _range(means, scores, harmonic_mean([*map(len, groups)]), level, bounds)
     return Interval(mean, low, high, n, examples, level, se)
 
 
@@ -96,8 +96,8 @@ def _range(
     elif not have_few_values(scores):
         low, high = skewed_range(means, level)
         return (max(low, least), min(high, most)) if is_bounded else (low, high)
-    size = most - least
-    low, high = share_range([min(1.0, max(0.0, (mean - least) / size)) for mean in means], rollouts, level)
+    size, find = most - least, solved_range if {least, most}.issuperset(scores) else share_range
+    low, high = find([min(1.0, max(0.0, (mean - least) / size)) for mean in means], rollouts, level)
     return least + low * size, least + high * size
 
 

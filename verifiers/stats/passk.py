@@ -3,11 +3,11 @@
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean, harmonic_mean, stdev
 
 from verifiers.stats.intervals import describe_range
 from verifiers.stats.scores import TOLERANCE, by_example, check_share
-from verifiers.stats.shares import share_range
+from verifiers.stats.shares import share_range, solved_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,8 @@ def _pass_k(groups: Mapping[Hashable, list[float]], k: int, threshold: float, le
     mean = fmean(chances) if chances else None
     low = high = se = None
     if len(chances) > 1:
-        low, high = share_range(chances, fmean(map(len, enough)) / k, level)
+        find = solved_range if k == 1 else share_range  # single rollouts are right or wrong, the chance of k is neither
+        low, high = find(chances, harmonic_mean([*map(len, enough)]) / k, level)
         se = stdev(chances) / math.sqrt(len(chances))
     return PassAtK(
         k=k,

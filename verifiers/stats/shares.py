@@ -1,10 +1,12 @@
 """Examples' mean scores between 0 and 1 → an interval of their mean, by the binomial distribution."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from statistics import fmean
 
+from verifiers.stats.clustering import expected_solved, unseen_variance
 from verifiers.stats.student import beta_share, t_quantile, z_quantile
 
 _SEEN = 0.75  # how much of the outcome seen counts as "at least as extreme": 0.5 is mid-p, 1 is Clopper and Pearson
@@ -12,6 +14,25 @@ _IMAGINED = 2.5  # rollouts that an imagined example counts for
 _LEAST_WEIGHT = 0.08
 _STEPS = 100
 _QUANTILES = 12  # means that a run may have, to average over
+
+
+def solved_range(means: Sequence[float], rollouts: float, level: float) -> tuple[float, float]:
+    """The interval of the mean of examples whose `rollouts` are right or wrong, from the shares that were right.
+
+    It is the binomial one at an effective sample size: as many examples of a single rollout as would vary like these.
+    How much they vary is seen in them, and made larger by what few examples or few wrong answers may not show. Rollouts
+    that all agree are copies: then the effective size is the number of examples.
+
+    >>> low, high = solved_range([1.0] * 10, 4, 0.95)
+    >>> round(low, 3), high
+    (0.712, 1.0)
+    """
+    n, share, solved = len(means), fmean(means), Counter(means)
+    if solved.keys() <= {0.0, 1.0}:
+        return binomial_range(share, n, level)
+    seen = math.fsum((mean - share) ** 2 for mean in means) / (n - 1) / (share * (1 - share))
+    vary = max(seen, 1 / rollouts) * unseen_variance(solved, rollouts, level)
+    return binomial_range(share, n / min(1.0, vary), level)
 
 
 def share_range(means: Sequence[float], rollouts: float, level: float) -> tuple[float, float]:
@@ -32,18 +53,20 @@ def share_range(means: Sequence[float], rollouts: float, level: float) -> tuple[
     return binomial_range(share, _effective_n(share, squares, n, rollouts, level), level)
 
 
-def expected_reach(share: float, square: float, n: int, rollouts: float, level: float) -> float:
-    """Half the width that `share_range` has on average over n examples, whose means vary by `square`.
+def expected_reach(share: float, square: float, n: int, rollouts: int, level: float) -> float:
+    """Half the width that `solved_range` has on average over n examples, whose means vary by `square`.
 
     >>> round(expected_reach(0.5, 0.25, 100, 1, 0.95), 3)
     0.099
     """
-    se = math.sqrt(square / n)
+    se, vary = math.sqrt(square / n), square / (share * (1 - share))
+    if rollouts > 1:
+        alike = (vary * rollouts - 1) / (rollouts - 1)
+        vary *= unseen_variance(expected_solved(share, alike, n, rollouts), rollouts, level)
     widths = []
     for i in range(_QUANTILES):
         seen = min(1.0, max(0.0, share + z_quantile((i + 0.5) / _QUANTILES) * se))
-        vary = seen * (1 - seen) / (share * (1 - share)) * square * n
-        low, high = binomial_range(seen, _effective_n(seen, vary, n, rollouts, level), level)
+        low, high = binomial_range(seen, n / min(1.0, vary), level)
         widths.append(high - low)
     return fmean(widths) / 2
 
