@@ -41,13 +41,14 @@ class BatchTable:
         """Fill in the row of a sequence whose prompt has been run, with what it sampled before it was preempted."""
         row, sampling = sequence.row, sequence.sampling
         self.blocks[row] = 0
-        self.n_blocks[row] = 0
-        self.add_blocks(row, sequence.blocks)
+        self.blocks[row, : len(sequence.blocks)] = sequence.blocks
+        self.n_blocks[row] = len(sequence.blocks)
         self.length[row] = len(sequence.tokens)
         self.ahead[row] = 0
         self.steps[row] = n = len(sequence.sampled[0])
-        for column, values in zip(self._outputs, sequence.sampled, strict=True):
-            column[row, :n] = values
+        if n:
+            for column, values in zip(self._outputs, sequence.sampled, strict=True):
+                column[row, :n] = values
         self.max_tokens[row] = min(sampling.max_tokens, self.out_ids.shape[1])
         self.seed[row] = sequence.seed
         self.top_k[row] = min(sampling.top_k or NO_TOP_K, NO_TOP_K)
@@ -57,16 +58,24 @@ class BatchTable:
         self.needs_logits[row] = sampling.needs_logits
         self.is_watched[row] = sequence.on_token is not None or bool(sampling.stop_ids) or sampling.is_watched
 
-    def add_blocks(self, row: int, blocks: Sequence[int]) -> None:
-        first = self.n_blocks[row]
-        self.blocks[row, first : first + len(blocks)] = blocks
-        self.n_blocks[row] += len(blocks)
+    def add_blocks(self, missing_N: np.ndarray, blocks: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Give the first rows as many blocks each as they miss; gives the row and the column of each block."""
+        n = len(missing_N)
+        rows_M = np.repeat(np.arange(n), missing_N)
+        column_M = np.arange(len(rows_M)) + np.repeat(self.n_blocks[:n] + missing_N - missing_N.cumsum(), missing_N)
+        self.blocks[rows_M, column_M] = blocks
+        self.n_blocks[:n] += missing_N
+        return rows_M, column_M
 
     def missing_blocks(self, n: int, steps: int) -> np.ndarray:
         """How many blocks the first rows need for that many more tokens each, beyond those they have."""
         position = np.minimum(self.length[:n] + self.ahead[:n] + steps, self.out_ids.shape[1] - 1)
         missing: np.ndarray = -(-position // BLOCK) - self.n_blocks[:n]
-        return missing
+        return missing.clip(0)
+
+    def rows_with_spare_blocks(self, n: int) -> np.ndarray:
+        """Which of the first rows have blocks beyond those of their next token."""
+        return np.flatnonzero(self.n_blocks[:n] > self.length[:n] // BLOCK + 1)
 
     def columns(self, rows_N: np.ndarray, device: torch.device) -> SamplingColumns:
         """How these rows are sampled, on the device, without waiting for what it is doing."""

@@ -109,7 +109,7 @@ class ModelRunner:
         if position_T.mean() > MOST_SEEN_IN_C:
             return None
         cache = Paged(attend.cache.store, attend.tables, attend.cache.length)
-        return self.cpu.run(ids[0], attend.tables_of_tokens(), position_T, keep.numpy(), cache)[None]
+        return self.cpu.run(ids[0], attend.tables_of_tokens, position_T, keep.numpy(), cache)[None]
 
     def _run(self, ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor | int) -> Tensor:
         """By the model's forward, its norms and the layers that were recognised in fewer operations."""
@@ -168,11 +168,9 @@ class ModelRunner:
         if is_idle and not self._snapshot.is_same:  # parameters were replaced, adapters added
             self._snapshot = ModuleSnapshot(self.module)
             self._adapters = _adapted(self._snapshot.modules)
-        versions = pointers = 0
-        for parameter in self._snapshot.parameters:
-            versions += parameter._version
-            pointers ^= parameter.data_ptr()
-        now = (versions, (pointers, _adapter_state(self._adapters)))
+        parameters = self._snapshot.parameters
+        pointers = [parameter.data_ptr() for parameter in parameters]
+        now = (sum([parameter._version for parameter in parameters]), (pointers, _adapter_state(self._adapters)))
         if now == self._seen:
             return False, False
         has_moved = now[1] != self._seen[1]

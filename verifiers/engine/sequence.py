@@ -16,6 +16,8 @@ from itertools import count
 from secrets import randbits
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from verifiers.types import VersionSpan
 
 if TYPE_CHECKING:
@@ -211,7 +213,7 @@ class ActiveSequence:
     row: int = -1  # of the batch that decodes; -1: none
     blocks: list[int] = field(default_factory=list)  # of the KV cache
     sampled: Sampled = ((), (), ())  # before it was preempted, the last time
-    tokens: list[int] = field(default_factory=list)  # those to run before the next one is drawn: the prompt, then these
+    tokens: np.ndarray = field(init=False)  # those to run before the next one is drawn: the prompt, and then these
     computed: int = 0  # of them have keys and values
     order: int = -1  # in which sequences were first admitted
     reused: int = 0
@@ -222,7 +224,7 @@ class ActiveSequence:
     failure: Exception | None = None  # of what was asked for, found out between two tokens
 
     def __post_init__(self) -> None:
-        self.tokens = self.prompt_ids
+        self.tokens = np.array(self.prompt_ids, np.int32)
 
     @property
     def is_to_be_scored(self) -> bool:
