@@ -21,21 +21,16 @@ class BatchTable:
 
     def __init__(self, rows: int, length: int) -> None:
         self.blocks = np.zeros((rows, blocks_for(length) + 1), np.int32)  # the last one is nobody's
-        self.n_blocks = np.zeros(rows, np.int64)
-        self.length = np.zeros(rows, np.int64)  # positions that hold keys and values
-        self.ahead = np.zeros(rows, np.int64)  # steps that the device was given and the host has not read yet
-        self.token = np.zeros(rows, np.int64)
-        self.steps = np.zeros(rows, np.int64)
-        self.max_tokens = np.zeros(rows, np.int64)
-        self.seed = np.zeros(rows, np.int64)
-        self.top_k = np.zeros(rows, np.int64)
-        self.temperature, self.top_p, self.min_p = (np.zeros(rows, np.float32) for _ in range(3))
+        self._columns = (np.zeros((8, rows), np.int64), np.zeros((3, rows), np.float32), np.zeros((3, rows), bool))
+        # Its blocks; positions that hold keys and values; steps that the device was given and the host has not read.
+        self.n_blocks, self.length, self.ahead, *more = self._columns[0]
+        self.token, self.steps, self.max_tokens, self.seed, self.top_k = more
+        self.temperature, self.top_p, self.min_p = self._columns[1]
+        self.truncates, self.needs_logits, self.is_watched = self._columns[2]
         self.out_ids = np.zeros((rows, length + 1), np.int32)
         self.out_logprobs, self.out_raw = (np.zeros((rows, length + 1), np.float32) for _ in range(2))
-        self.truncates, self.needs_logits, self.is_watched = (np.zeros(rows, bool) for _ in range(3))
-        columns = [value for value in vars(self).values() if isinstance(value, np.ndarray)]
-        self._single = [column for column in columns if column.ndim == 1]
         self._outputs = (self.out_ids, self.out_logprobs, self.out_raw)
+        self._flat = [column.reshape(-1) for column in self._outputs]
 
     def assign(self, sequence: ActiveSequence) -> None:
         """Fill in the row of a sequence whose prompt has been run, with what it sampled before it was preempted."""
@@ -95,9 +90,9 @@ class BatchTable:
     def record(self, rows_N: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray) -> None:
         steps_N = self.steps[rows_N]
         self.token[rows_N] = token_N
-        self.out_ids[rows_N, steps_N] = token_N
-        self.out_logprobs[rows_N, steps_N] = logprob_N
-        self.out_raw[rows_N, steps_N] = raw_N
+        at_N = rows_N * self.out_ids.shape[1] + steps_N
+        for column, drawn_N in zip(self._flat, (token_N, logprob_N, raw_N), strict=True):
+            column[at_N] = drawn_N
         self.steps[rows_N] = steps_N + 1
 
     def reply(self, row: int) -> np.ndarray:
@@ -152,8 +147,8 @@ class BatchTable:
 
     def move(self, holes: Sequence[int], movers: Sequence[int]) -> None:
         """Give rows that became free to the sequences of others, their blocks and all; no keys are copied."""
-        for column in self._single:
-            column[holes] = column[movers]
+        for columns in self._columns:
+            columns[:, holes] = columns[:, movers]
         self.blocks[holes] = self.blocks[movers]
         most = int(self.steps[movers].max(initial=0))
         for column in self._outputs:

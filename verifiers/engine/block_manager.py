@@ -128,14 +128,15 @@ class BlockManager:
         if self.least_shared is None:
             return
         text, before = _bytes(ids), _ROOT
+        keys, by_key, serial = self._keys, self._by_key, self._serial
         for block, start in zip(blocks, range(0, len(text), _SIZE), strict=False):
             key = before.to_bytes(_SERIAL) + text[start : start + _SIZE]
-            noted = self._keys.get(block)
+            noted = keys.get(block)
             if noted != key:
                 if noted is not None:  # it held fewer tokens when it was noted, or others before it
                     self._drop(block)
-                block = self._by_key.get(key) or self._note(block, before, key)
-            before = self._serial[block]
+                block = by_key.get(key) or self._note(block, before, key)
+            before = serial[block]
 
     def longest_prefix(self, ids: Ids) -> Prefix:
         """The longest beginning of a prompt that any blocks keep; its last token has to be run for its logits."""

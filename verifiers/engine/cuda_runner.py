@@ -53,10 +53,11 @@ class CudaDecoder:
     def __init__(self, table: BatchTable, runner: ModelRunner, cache: KVCache, card: CudaDevice) -> None:
         self.table, self.runner, self.cache, self.card = table, runner, cache, card
         self.rows, device = len(table.length), cache.store.device
-        # Rows that are not live have no blocks: they stay at position 0 of nobody's.
-        self.blocks = torch.zeros(table.blocks.shape, dtype=torch.int32, device=device)
-        self._whole = torch.zeros((6, self.rows), dtype=torch.int64, device=device)
-        self._real = torch.zeros((3, self.rows), device=device)
+        # Rows that are not live have no blocks: they stay at position 0 of nobody's. The last one never is.
+        rows, width = table.blocks.shape
+        self.blocks = torch.zeros((rows + 1, width), dtype=torch.int32, device=device)
+        self._whole = torch.zeros((6, rows + 1), dtype=torch.int64, device=device)
+        self._real = torch.zeros((3, rows + 1), device=device)
         self.token, self.length, self.is_live, top_k, seed, step = self._whole
         temperature, top_p, min_p = self._real
         self.columns = SamplingColumns(temperature, top_p, top_k, min_p, seed, step)
@@ -88,21 +89,16 @@ class CudaDecoder:
 
     def free(self, holes: Sequence[int], movers: Sequence[int], first: int, last: int) -> None:
         """Follow the host in closing gaps: rows ``first`` to ``last`` are free from here on."""
-        if holes:
-            to, source = host_index([*holes, *movers], self.blocks.device).split(len(holes))
-            for columns in (self._whole, self._real):
-                columns[:, to] = columns[:, source]
-            self.blocks[to] = self.blocks[source]
-        self._rest(first, last)
+        n = len(holes) + last - first
+        index = [*holes, *range(first, last), *movers, *[self.rows] * (last - first)]
+        to, source = host_index(index, self.blocks.device).split(n)
+        for columns, axis in ((self._whole, 1), (self._real, 1), (self.blocks, 0)):
+            columns.index_copy_(axis, to, columns.index_select(axis, source))
 
     def follow(self, now: np.ndarray) -> None:
         """Sequences have left or moved: the one of row i is in row ``now[i]``, or nowhere (-1, which stays)."""
         for step in self._launched:
             step.rows_N, step.is_whole = now[step.rows_N], False
-
-    def _rest(self, first: int, last: int) -> None:
-        self._whole[1:3, first:last] = 0  # length, is_live
-        self.blocks[first:last] = 0
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -158,7 +154,8 @@ class CudaDecoder:
     def reset(self) -> None:
         """Forget the steps in flight, and let no row write."""
         self._launched.clear()
-        self._rest(0, self.rows)
+        for columns in (self._whole, self._real, self.blocks):
+            columns.zero_()
 
     def _capture(self, size: int, truncates: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Record a step. What is practised is the step that comes next: it writes the keys that this one will."""

@@ -69,6 +69,7 @@ class ModelRunner:
         self._snapshot = ModuleSnapshot(module)
         self._adapters = _adapted(self._snapshot.modules)
         self._seen: tuple[int, Any] = (0, None)
+        self._taken = -2
         self._steps = 0
         self._step_s = BURST_S  # how long the last step took in C: the first one is tried alone
         self.uses_c = self.cpu is not None
@@ -169,8 +170,12 @@ class ModelRunner:
             self._snapshot = ModuleSnapshot(self.module)
             self._adapters = _adapted(self._snapshot.modules)
         parameters = self._snapshot.parameters
-        pointers = [parameter.data_ptr() for parameter in parameters]
-        now = (sum([parameter._version for parameter in parameters]), (pointers, _adapter_state(self._adapters)))
+        # Whoever puts parameters elsewhere has the lock meanwhile; `taken` is counted up when this thread has it, too.
+        is_alone, self._taken = not is_idle and self.lock.taken - self._taken <= 1, self.lock.taken
+        where = self._seen[1]
+        if not is_alone:
+            where = [parameter.data_ptr() for parameter in parameters], _adapter_state(self._adapters)
+        now = (sum([parameter._version for parameter in parameters]), where)
         if now == self._seen:
             return False, False
         has_moved = now[1] != self._seen[1]
