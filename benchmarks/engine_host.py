@@ -75,15 +75,26 @@ class IdleDecoder(CudaDecoder):
         return words
 
 
-def make(rows: int, model: Any) -> Engine:
-    """An engine whose steps go the way of a card."""
+def model() -> Any:
+    """A small one with as many parameters as SmolLM2 has: they are looked at in every step."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=30, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=VOCABULARY, max_position_embeddings=1024, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def make(rows: int, model: Any, *, runs_itself: bool = False) -> Engine:
+    """An engine whose steps go the way of a card; the caller takes them, where it has no thread of its own."""
     engine = Engine(model, rows=rows, length=512, prefill_tokens=PREFILL_CUDA)
     cache: Any = engine.cache
     engine.scheduler.blocks = BlockManager(cache.store.shape[2], least_shared=LEAST_SHARED_CUDA)
     card: Any = IdleCard()
     engine.scheduler.cuda = decoder = IdleDecoder(engine.table, engine.runner, cache, card)
     decoder._prefill._forward = lambda tokens, blocks, kept, tables: torch.zeros(len(kept), VOCABULARY)  # type: ignore[method-assign]
-    engine._thread = threading.current_thread()  # the steps are taken here
+    engine._thread = None if runs_itself else threading.current_thread()
     return engine
 
 
@@ -117,16 +128,10 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--profile", action="store_true")
     profiles = options.parse_args().profile
-    torch.manual_seed(0)
     torch.set_num_threads(1)
-    config = transformers.LlamaConfig(  # as many parameters as SmolLM2 has: they are looked at in every step
-        hidden_size=32, intermediate_size=48, num_hidden_layers=30, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=VOCABULARY, max_position_embeddings=1024, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
+    small = model()
     for rows, requests, group in CASES:
-        engine, draw = make(rows, model), random.Random(0)
+        engine, draw = make(rows, small), random.Random(0)
         watch = cProfile.Profile(time.thread_time) if profiles and (requests, group) == (4096, 1) else None
         rounds = [
             drive(engine, requests, group, draw, watch if i == 2 else None) for i in range(3)
