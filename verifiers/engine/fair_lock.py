@@ -29,6 +29,7 @@ class FairLock:
         self._line: deque[threading.Lock] = deque()
         self._holder: int | None = None
         self._depth = 0
+        self.undone = 0  # changes of the weights it guards that were taken back: a proof's
         self.taken = 0  # how often it was; a thread that takes it again while holding it does not count
 
     @property

@@ -169,13 +169,13 @@ class ModelRunner:
         if is_idle and not self._snapshot.is_same:  # parameters were replaced, adapters added
             self._snapshot = ModuleSnapshot(self.module)
             self._adapters = _adapted(self._snapshot.modules)
-        parameters = self._snapshot.parameters
         # Whoever puts parameters elsewhere has the lock meanwhile; `taken` is counted up when this thread has it, too.
         is_alone, self._taken = not is_idle and self.lock.taken - self._taken <= 1, self.lock.taken
         where = self._seen[1]
         if not is_alone:
-            where = [parameter.data_ptr() for parameter in parameters], _adapter_state(self._adapters)
-        now = (sum([parameter._version for parameter in parameters]), where)
+            pointers = [parameter.data_ptr() for parameter in self._snapshot.parameters]
+            where = pointers, _adapter_state(self._adapters)
+        now = (self.changes, where)
         if now == self._seen:
             return False, False
         has_moved = now[1] != self._seen[1]
@@ -185,6 +185,12 @@ class ModelRunner:
             self.weight_version = str(self.version - 1)
         self._drop_copies()
         return True, has_moved
+
+    @property
+    def changes(self) -> int:
+        """How often parameters were written to, less what a proof has put back."""
+        versions: int = sum([parameter._version for parameter in self._snapshot.parameters])
+        return versions - int(self.lock.undone)
 
     def name_weights(self, version: int | str) -> None:
         """Call the weights so from the next token on; whoever has changed them says it, holding the lock."""

@@ -11,9 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,38 +22,13 @@ from verifiers.engine.kv_cache import KVCache
 from verifiers.engine.logits import LogitsProcessor
 from verifiers.engine.model_runner import ModelRunner
 from verifiers.engine.prompt_scores import CHUNK
-from verifiers.engine.sequence import ActiveSequence, Generated, delivery, in_order
+from verifiers.engine.sequence import ActiveSequence, Chunk, Generated, Group, delivery, in_order, sharing_key
 from verifiers.engine.sequential import SequentialCache
 
 if TYPE_CHECKING:
     from verifiers.engine.cuda_runner import CudaDecoder
 
 ONE_PROMPT = 4  # while others decode, a quarter of the tokens that are run at once is one prompt's at most
-
-
-@dataclass(eq=False, slots=True)
-class Group:
-    """A sequence whose tokens are run, and those with the same tokens, which will share its blocks."""
-
-    first: ActiveSequence
-    copies: list[ActiveSequence] = field(default_factory=list)
-
-    @property
-    def members(self) -> list[ActiveSequence]:
-        return [self.first, *self.copies]
-
-    @property
-    def left(self) -> int:
-        """Tokens that are still to be run."""
-        return len(self.first.tokens) - self.first.computed
-
-
-class Chunk(NamedTuple):
-    """Tokens ``[start, end)`` of a group, to be run in this step."""
-
-    group: Group
-    start: int
-    end: int
 
 
 class Scheduler:
@@ -106,11 +80,11 @@ class Scheduler:
     def admit(self) -> list[Chunk]:
         """The tokens of prompts to run in this step: those under way go on, then waiting requests that fit come in."""
         now = self.blocks.version  # a group begun with other weights is for those that were there then
-        groups = {_key(group.first): group for group in self.prefilling if group.first.kept_version == now}
+        groups = {sharing_key(group.first): group for group in self.prefilling if group.first.kept_version == now}
         room, budget = self.free_rows, self._prefill_tokens - sum(group.left for group in self.prefilling)
         while self.waiting and room > 0:
             sequence = self.waiting[0]
-            key = _key(sequence)
+            key = sharing_key(sequence)
             group = groups.get(key)
             if group is None and (budget <= 0 or not self._take_blocks(sequence)):
                 break
@@ -420,8 +394,3 @@ class Scheduler:
                 future.set_exception(error)
         if self.cuda is not None:
             self.cuda.reset()
-
-
-def _key(sequence: ActiveSequence) -> tuple[int | None, bytes]:
-    """What sequences must have in common for one to share the other's blocks."""
-    return sequence.sampling.prompt_logprobs if sequence.is_to_be_scored else None, sequence.tokens.tobytes()

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import count
 from secrets import randbits
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -252,6 +252,36 @@ class ActiveSequence:
         starts = [start for start, _ in self.versions[1:]] + [tokens]
         spans = zip(self.versions, starts, strict=True)
         return tuple(VersionSpan(version=name, start=start, end=end) for (start, name), end in spans if start < end)
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """A sequence whose tokens are run, and those with the same tokens, which will share its blocks."""
+
+    first: ActiveSequence
+    copies: list[ActiveSequence] = field(default_factory=list)
+
+    @property
+    def members(self) -> list[ActiveSequence]:
+        return [self.first, *self.copies]
+
+    @property
+    def left(self) -> int:
+        """Tokens that are still to be run."""
+        return len(self.first.tokens) - self.first.computed
+
+
+class Chunk(NamedTuple):
+    """Tokens ``[start, end)`` of a group, to be run in this step."""
+
+    group: Group
+    start: int
+    end: int
+
+
+def sharing_key(sequence: ActiveSequence) -> tuple[int | None, bytes]:
+    """What sequences must have in common for one to share the other's blocks."""
+    return sequence.sampling.prompt_logprobs if sequence.is_to_be_scored else None, sequence.tokens.tobytes()
 
 
 def in_order(sequences: Iterable[ActiveSequence]) -> list[ActiveSequence]:

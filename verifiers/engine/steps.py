@@ -18,7 +18,8 @@ from verifiers.engine.kv_cache import Decode, KVCache, Prefill, Segment
 from verifiers.engine.model_runner import ModelRunner
 from verifiers.engine.prompt_scores import score_prompt
 from verifiers.engine.sampler import draw
-from verifiers.engine.scheduler import Chunk, Scheduler
+from verifiers.engine.scheduler import Scheduler
+from verifiers.engine.sequence import Chunk
 from verifiers.engine.sequential import SequentialCache
 from verifiers.kernels.cpu.model import Paged
 from verifiers.kernels.devices import host_index
