@@ -461,6 +461,7 @@ def test_sampling_leaves_a_module_that_can_be_trained(start: Any) -> None:
 def test_new_tokens_see_their_sequence_up_to_themselves(
     shape: Any, window: Any, softcap: Any, splits: int, dtype: Any
 ) -> None:
+    from verifiers.engine.cuda_device import CudaDevice
     from verifiers.engine.cuda_prefill import blocks_of
     from verifiers.kernels.cuda.extend import extend, store
 
@@ -478,7 +479,7 @@ def test_new_tokens_see_their_sequence_up_to_themselves(
         torch.cat([torch.arange(past, past + n) for _, past, n in sizes]).cuda(),
     )
     store(k, v, *cache.layers[0], tables_there, table_T, position_T)
-    blocks = torch.from_numpy(blocks_of(segments, heads // groups)).cuda()
+    blocks = torch.from_numpy(blocks_of(segments, CudaDevice().tokens_at_once(heads // groups))).cuda()
     way: Any = {"scale": 0.2, "window": window, "softcap": softcap}
     out = extend(q, *cache.layers[0], tables_there, blocks, splits=splits, **way)
     due = Prefill(other, tables, segments)(0, q, k, v, **way)
@@ -511,7 +512,7 @@ def test_a_few_tokens_are_run_by_a_graph_and_exact(start: Any, family: str) -> N
         several = [prompt_of(3 + 5 * i + j, seed=10 * i + j) for j in range(1 + i % 3)]
         for answer in answers_of(engine, [(prompt, way) for prompt in several]):
             assert_exact(model, answer, way, within=5e-3)
-    graphs = engine._cuda._prefill._graphs
+    graphs = engine.scheduler.cuda._prefill._graphs
     assert graphs
     with torch.no_grad():
         for parameter in model.parameters():

@@ -709,3 +709,15 @@ def test_the_model_is_in_training_again_when_the_answer_arrives(make: Any) -> No
         assert {name: module.training for name, module in model.named_modules()} == modes
     model.eval()
     assert_exact(model, answer, Sampling(max_tokens=3))
+
+
+def test_a_second_engine_over_a_model_leaves_the_first_what_it_keeps(start: Any) -> None:
+    model, way = random_model(), Sampling(max_tokens=3, seed=1)
+    first = start(model)
+    first.generate([prompt_of(50)], way)
+    start(model, rows=2).generate([prompt_of(9)], way)
+    (again,) = first.generate([prompt_of(50)], way)
+    assert again.reused >= 48
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.0)
+    assert first.generate([prompt_of(50)], way)[0].reused == 0

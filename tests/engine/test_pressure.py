@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -155,8 +156,8 @@ def test_a_prompt_equal_to_what_another_has_sampled_is_scored_for_itself(make: A
     first = ActiveSequence(prompt_of(20), way, 1)
     first.future.prompt_logprobs = [None] * 20  # it was scored, sampled five tokens, and was preempted
     first.sampled = ([7, 8, 9, 7, 8], [0.0] * 5, [0.0] * 5)
-    first.tokens = [*first.prompt_ids, 7, 8, 9, 7, 8]
-    other = ActiveSequence(list(first.tokens), way, 2)
+    first.tokens = np.array([*first.prompt_ids, 7, 8, 9, 7, 8], np.int32)
+    other = ActiveSequence(first.tokens.tolist(), way, 2)
     engine.pause()
     engine.waiting.extend([first, other])
     engine.submit(prompt_of(3), Sampling(max_tokens=1))

@@ -74,12 +74,14 @@ def choose_backend(engine: Engine) -> Backend:
         prove.without_hooks(engine.model),
     ):  # fmt: skip
         _check_forward(engine.model, name)
+        before = engine.runner.changes
         try:
             with prove.realistic(engine.model) as is_telling:
                 tried = _candidates(engine) if is_telling else [SEQUENTIAL, UNCACHED]
                 found, faults = _first_proven(engine, tried)
                 is_steady = found is not None or _is_steady(engine)
         finally:
+            engine.lock.undone += engine.runner.changes - before  # other engines of this model keep what they have
             engine.start_afresh()
     if not is_steady:
         raise UnsupportedModelError(f"{name} cannot be sampled from: {prove.UNSTEADY}")

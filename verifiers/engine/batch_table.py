@@ -21,33 +21,29 @@ class BatchTable:
 
     def __init__(self, rows: int, length: int) -> None:
         self.blocks = np.zeros((rows, blocks_for(length) + 1), np.int32)  # the last one is nobody's
-        self.n_blocks = np.zeros(rows, np.int64)
-        self.length = np.zeros(rows, np.int64)  # positions that hold keys and values
-        self.ahead = np.zeros(rows, np.int64)  # steps that the device was given and the host has not read yet
-        self.token = np.zeros(rows, np.int64)
-        self.steps = np.zeros(rows, np.int64)
-        self.max_tokens = np.zeros(rows, np.int64)
-        self.seed = np.zeros(rows, np.int64)
-        self.top_k = np.zeros(rows, np.int64)
-        self.temperature, self.top_p, self.min_p = (np.zeros(rows, np.float32) for _ in range(3))
+        self._columns = (np.zeros((8, rows), np.int64), np.zeros((3, rows), np.float32), np.zeros((3, rows), bool))
+        # Its blocks; positions that hold keys and values; steps that the device was given and the host has not read.
+        self.n_blocks, self.length, self.ahead, *more = self._columns[0]
+        self.token, self.steps, self.max_tokens, self.seed, self.top_k = more
+        self.temperature, self.top_p, self.min_p = self._columns[1]
+        self.truncates, self.needs_logits, self.is_watched = self._columns[2]
         self.out_ids = np.zeros((rows, length + 1), np.int32)
         self.out_logprobs, self.out_raw = (np.zeros((rows, length + 1), np.float32) for _ in range(2))
-        self.truncates, self.needs_logits, self.is_watched = (np.zeros(rows, bool) for _ in range(3))
-        columns = [value for value in vars(self).values() if isinstance(value, np.ndarray)]
-        self._single = [column for column in columns if column.ndim == 1]
         self._outputs = (self.out_ids, self.out_logprobs, self.out_raw)
+        self._flat = [column.reshape(-1) for column in self._outputs]
 
     def assign(self, sequence: ActiveSequence) -> None:
         """Fill in the row of a sequence whose prompt has been run, with what it sampled before it was preempted."""
         row, sampling = sequence.row, sequence.sampling
         self.blocks[row] = 0
-        self.n_blocks[row] = 0
-        self.add_blocks(row, sequence.blocks)
+        self.blocks[row, : len(sequence.blocks)] = sequence.blocks
+        self.n_blocks[row] = len(sequence.blocks)
         self.length[row] = len(sequence.tokens)
         self.ahead[row] = 0
         self.steps[row] = n = len(sequence.sampled[0])
-        for column, values in zip(self._outputs, sequence.sampled, strict=True):
-            column[row, :n] = values
+        if n:
+            for column, values in zip(self._outputs, sequence.sampled, strict=True):
+                column[row, :n] = values
         self.max_tokens[row] = min(sampling.max_tokens, self.out_ids.shape[1])
         self.seed[row] = sequence.seed
         self.top_k[row] = min(sampling.top_k or NO_TOP_K, NO_TOP_K)
@@ -57,16 +53,24 @@ class BatchTable:
         self.needs_logits[row] = sampling.needs_logits
         self.is_watched[row] = sequence.on_token is not None or bool(sampling.stop_ids) or sampling.is_watched
 
-    def add_blocks(self, row: int, blocks: Sequence[int]) -> None:
-        first = self.n_blocks[row]
-        self.blocks[row, first : first + len(blocks)] = blocks
-        self.n_blocks[row] += len(blocks)
+    def add_blocks(self, missing_N: np.ndarray, blocks: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Give the first rows as many blocks each as they miss; gives the row and the column of each block."""
+        n = len(missing_N)
+        rows_M = np.repeat(np.arange(n), missing_N)
+        column_M = np.arange(len(rows_M)) + np.repeat(self.n_blocks[:n] + missing_N - missing_N.cumsum(), missing_N)
+        self.blocks[rows_M, column_M] = blocks
+        self.n_blocks[:n] += missing_N
+        return rows_M, column_M
 
     def missing_blocks(self, n: int, steps: int) -> np.ndarray:
         """How many blocks the first rows need for that many more tokens each, beyond those they have."""
         position = np.minimum(self.length[:n] + self.ahead[:n] + steps, self.out_ids.shape[1] - 1)
         missing: np.ndarray = -(-position // BLOCK) - self.n_blocks[:n]
-        return missing
+        return missing.clip(0)
+
+    def rows_with_spare_blocks(self, n: int) -> np.ndarray:
+        """Which of the first rows have blocks beyond those of their next token."""
+        return np.flatnonzero(self.n_blocks[:n] > self.length[:n] // BLOCK + 1)
 
     def columns(self, rows_N: np.ndarray, device: torch.device) -> SamplingColumns:
         """How these rows are sampled, on the device, without waiting for what it is doing."""
@@ -86,9 +90,9 @@ class BatchTable:
     def record(self, rows_N: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray) -> None:
         steps_N = self.steps[rows_N]
         self.token[rows_N] = token_N
-        self.out_ids[rows_N, steps_N] = token_N
-        self.out_logprobs[rows_N, steps_N] = logprob_N
-        self.out_raw[rows_N, steps_N] = raw_N
+        at_N = rows_N * self.out_ids.shape[1] + steps_N
+        for column, drawn_N in zip(self._flat, (token_N, logprob_N, raw_N), strict=True):
+            column[at_N] = drawn_N
         self.steps[rows_N] = steps_N + 1
 
     def reply(self, row: int) -> np.ndarray:
@@ -143,8 +147,8 @@ class BatchTable:
 
     def move(self, holes: Sequence[int], movers: Sequence[int]) -> None:
         """Give rows that became free to the sequences of others, their blocks and all; no keys are copied."""
-        for column in self._single:
-            column[holes] = column[movers]
+        for columns in self._columns:
+            columns[:, holes] = columns[:, movers]
         self.blocks[holes] = self.blocks[movers]
         most = int(self.steps[movers].max(initial=0))
         for column in self._outputs:

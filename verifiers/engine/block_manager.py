@@ -7,6 +7,7 @@ What is kept is found by content: a block by the tokens in it and the block befo
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import count
@@ -19,6 +20,8 @@ import numpy as np
 BLOCK = 16
 NOBODYS = 0  # the block where what must not be kept is written on CUDA
 _ROOT = 0
+_TOKEN, _SERIAL = 4, 8  # bytes of a token, and of a block's serial number
+_SIZE = BLOCK * _TOKEN
 
 
 def blocks_for(tokens: int) -> int:
@@ -46,11 +49,7 @@ class Prefix(NamedTuple):
         return len(self.blocks) * BLOCK + self.rest
 
 
-class _Kept(NamedTuple):
-    """What a block keeps: ``key`` is the serial number of the block before it, and its tokens."""
-
-    serial: int
-    key: tuple[int, tuple[int, ...]]
+Ids = Sequence[int] | np.ndarray
 
 
 class BlockManager:
@@ -64,11 +63,12 @@ class BlockManager:
             range(blocks - 1, NOBODYS, -1)
         )  # the last one freed is the next one used: it is in the cache
         self._unheld: OrderedDict[int, None] = OrderedDict()  # blocks that keep something, the longest unused first
-        self._kept: dict[int, _Kept] = {}
-        self._by_key: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._after: dict[tuple[int, int], dict[int, None]] = {}  # a block's serial number and a token → what follows
-        self._ids = np.zeros((blocks, BLOCK), np.int32)
+        # What a block keeps is known by a key: the serial number of the block before it, and its tokens.
+        self._keys: dict[int, bytes] = {}
+        self._by_key: dict[bytes, int] = {}
+        self._serial = [_ROOT] * blocks
         self._serials = count(_ROOT + 1)
+        self._after: dict[int, bytes | list[bytes]] = {}  # serial number → key of what follows; several are sorted
 
     @property
     def total(self) -> int:
@@ -89,15 +89,15 @@ class BlockManager:
         """Blocks of one's own; what they kept is gone."""
         if n > self.available:
             raise OutOfBlocksError(f"{n} blocks are needed, {self.available} are left")
-        taken = []
-        for _ in range(n):
-            if self._empty:
-                block = self._empty.pop()
-            else:
-                block, _ = self._unheld.popitem(last=False)
-                self._drop(block)
-            self._references[block] = 1
+        first = max(len(self._empty) - n, 0)
+        taken = self._empty[first:][::-1]
+        del self._empty[first:]
+        while len(taken) < n:
+            block, _ = self._unheld.popitem(last=False)
+            self._drop(block)
             taken.append(block)
+        for block in taken:
+            self._references[block] = 1
         return taken
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -114,7 +114,7 @@ class BlockManager:
             self._references[block] -= 1
             if self._references[block]:
                 continue
-            if block in self._kept:
+            if block in self._keys:
                 self._unheld[block] = None
             else:
                 self._empty.append(block)
@@ -123,67 +123,91 @@ class BlockManager:
 
     # --- the prefix cache -----------------------------------------------------------------------------------------
 
-    def keep(self, blocks: Sequence[int], ids: Sequence[int]) -> None:
+    def keep(self, blocks: Sequence[int], ids: Ids) -> None:
         """Note which tokens the keys and values of a sequence's blocks belong to: from here on they can be reused."""
         if self.least_shared is None:
             return
-        before, new = _ROOT, list[int]()
-        for i, block in enumerate(blocks[: blocks_for(len(ids))]):
-            key = before, tuple(ids[i * BLOCK : (i + 1) * BLOCK])
-            kept = self._kept.get(block)
-            if kept is not None and kept.key != key:  # it held fewer tokens when it was noted, or others before it
-                self._drop(block)
-                kept = None
-            if kept is None and key not in self._by_key:
-                kept = self._kept[block] = _Kept(next(self._serials), key)
-                self._by_key[key] = block
-                self._after.setdefault((before, key[1][0]), {})[block] = None
-                new.append(i)
-            before = self._kept[self._by_key[key]].serial
-        padded = np.full(blocks_for(len(ids)) * BLOCK, -1, np.int32)
-        padded[: len(ids)] = ids
-        self._ids[[blocks[i] for i in new]] = padded.reshape(-1, BLOCK)[new]
+        text, before = _bytes(ids), _ROOT
+        keys, by_key, serial = self._keys, self._by_key, self._serial
+        for block, start in zip(blocks, range(0, len(text), _SIZE), strict=False):
+            key = before.to_bytes(_SERIAL) + text[start : start + _SIZE]
+            noted = keys.get(block)
+            if noted != key:
+                if noted is not None:  # it held fewer tokens when it was noted, or others before it
+                    self._drop(block)
+                block = by_key.get(key) or self._note(block, before, key)
+            before = serial[block]
 
-    def longest_prefix(self, ids: Sequence[int]) -> Prefix:
+    def longest_prefix(self, ids: Ids) -> Prefix:
         """The longest beginning of a prompt that any blocks keep; its last token has to be run for its logits."""
         most = len(ids) - 1
-        before, blocks = _ROOT, list[int]()
+        least = self.least_shared or most + 1
+        if most < least or not self._keys:
+            return Prefix([])
+        text, before, blocks = _bytes(ids), _ROOT, list[int]()
         while (end := (len(blocks) + 1) * BLOCK) <= most:
-            block = self._by_key.get((before, tuple(ids[end - BLOCK : end])))
+            block = self._by_key.get(before.to_bytes(_SERIAL) + text[end * _TOKEN - _SIZE : end * _TOKEN])
             if block is None:
                 break
             blocks.append(block)
-            before = self._kept[block].serial
-        least = self.least_shared or most + 1
-        if (len(blocks) + 1) * BLOCK <= least:
+            before = self._serial[block]
+        if end <= least:
             return Prefix([])
-        found = Prefix(blocks, *self._longest_start(before, ids[len(blocks) * BLOCK : most]))
+        rest = text[len(blocks) * _SIZE : most * _TOKEN][:_SIZE]
+        found = Prefix(blocks, *self._longest_start(before, rest))
         return found if found.tokens >= least else Prefix([])
 
-    def _longest_start(self, before: int, ids: Sequence[int]) -> tuple[int, int]:
+    def _longest_start(self, before: int, text: bytes) -> tuple[int, int]:
         """Of the blocks that follow one, that which begins with most of these tokens, and how many."""
-        after = self._after.get((before, ids[0])) if ids else None
-        if not after:
-            return NOBODYS, 0
-        ids = ids[:BLOCK]
-        blocks = np.fromiter(after, np.int64, len(after))
-        same = self._ids[blocks, : len(ids)] == np.array(ids, np.int32)
-        shared = np.where(same.all(1), len(ids), same.argmin(1))
-        best = int(shared.argmax())
-        return int(blocks[best]), int(shared[best])
+        siblings = self._after.get(before, [])
+        wanted = before.to_bytes(_SERIAL) + text
+        if isinstance(siblings, list):  # the most alike are side by side in this order
+            at = bisect_left(siblings, wanted)
+            siblings = max(siblings[max(at - 1, 0) : at + 1], key=lambda key: _alike(key, wanted), default=b"")
+        shared = (_alike(siblings, wanted) - _SERIAL) // _TOKEN
+        return (self._by_key[siblings], shared) if shared > 0 else (NOBODYS, 0)
 
     def forget(self) -> None:
         """Drop all that is kept: it was made by other weights, say."""
         self.version += 1
         self._empty += self._unheld
-        for kept in (self._unheld, self._kept, self._by_key, self._after):
+        for kept in (self._unheld, self._keys, self._by_key, self._after):
             kept.clear()
+
+    def _note(self, block: int, before: int, key: bytes) -> int:
+        self._keys[block], self._by_key[key], self._serial[block] = key, block, next(self._serials)
+        siblings = self._after.setdefault(before, key)
+        if isinstance(siblings, list):
+            insort(siblings, key)
+        elif siblings is not key:
+            self._after[before] = sorted((siblings, key))
+        return block
 
     def _drop(self, block: int) -> None:
         """Its serial number is gone with it: those after it cannot be found any more, and are given away in turn."""
-        before, ids = key = self._kept.pop(block).key
+        key = self._keys.pop(block)
         del self._by_key[key]
-        siblings = self._after[before, ids[0]]
-        del siblings[block]
-        if not siblings:
-            del self._after[before, ids[0]]
+        before = int.from_bytes(key[:_SERIAL])
+        siblings = self._after[before]
+        if isinstance(siblings, bytes):
+            del self._after[before]
+            return
+        del siblings[bisect_left(siblings, key)]
+        if len(siblings) == 1:
+            self._after[before] = siblings[0]
+
+
+def _bytes(ids: Ids) -> bytes:
+    """Tokens as bytes whose order is that of the tokens."""
+    return np.asarray(ids, ">i4").tobytes()
+
+
+def _alike(one: bytes, other: bytes) -> int:
+    """How many bytes at the beginning are the same.
+
+    >>> _alike(b"abcd", b"abx"), _alike(b"ab", b"abc"), _alike(b"", b"a")
+    (2, 2, 0)
+    """
+    n = min(len(one), len(other))
+    differ = int.from_bytes(one[:n]) ^ int.from_bytes(other[:n])
+    return n - -(-differ.bit_length() // 8)

@@ -8,9 +8,9 @@ end is thrown away.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,180 +19,145 @@ from torch import Tensor
 from verifiers.engine.cuda_prefill import CudaPrefill
 from verifiers.engine.kv_cache import KVCache
 from verifiers.engine.sampler import Drawn
-from verifiers.engine.sequence import ActiveSequence
-from verifiers.kernels.cuda import decode
-from verifiers.kernels.cuda import sampling as cuda_sampling
-from verifiers.kernels.cuda.projections import OWN_FAULTS, nothing_freed
-from verifiers.kernels.cuda.splits import multiprocessors, splits_for
 from verifiers.kernels.devices import host_index, to_device
 from verifiers.kernels.sampling import SamplingColumns, sample
 
 if TYPE_CHECKING:
-    from verifiers.engine.engine import Engine
-
-T = TypeVar("T")
+    from verifiers.engine.batch_table import BatchTable
+    from verifiers.engine.cuda_device import CudaDevice
+    from verifiers.engine.model_runner import ModelRunner
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-
-
-class CudaDecode:
-    """Attention of one token a row, by our kernel."""
-
-    def __init__(self, cache: KVCache, tables: Tensor, length_B: Tensor) -> None:
-        self.cache, self.tables, self.length_B = cache, tables, length_B
-        programs = len(length_B) * cache.store.shape[3]
-        self.splits = splits_for(programs, multiprocessors(tables.device))
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
-        keys, values = self.cache.layers[layer]
-        return decode.attend(q, k, v, keys, values, self.tables, self.length_B, self.splits, **settings)
-
-    def rotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **settings: Any) -> Tensor:
-        return self(layer, q, k, v, rotary=(cos, sin), **settings)
+WORDS = 4  # of 32 bits that a row sends to the host: its token has two, each logprob one
 
 
 @dataclass(slots=True)
 class _LaunchedStep:
-    """A step that was launched: who has which of its tokens, and where they will arrive; the first ones of a reply?"""
+    """A step that was launched: where its numbers arrive, of so many rows, and whose they are.
 
-    sequences: list[ActiveSequence]
+    ``rows_N`` are the rows that the sequences have now, -1 for those that are gone; as long as nobody has left or
+    moved ``is_whole``. Are these tokens the first of their replies?
+    """
+
+    rows_N: np.ndarray
     is_first: bool
-    arrived: torch.cuda.Event
-    token: Tensor
-    logprob: Tensor
-    raw: Tensor
+    arrived: Any
+    words: Tensor
+    size: int
+    is_whole: bool = True
 
 
 class CudaDecoder:
     """The device's side of the table, the graphs, and the steps in flight."""
 
-    def __init__(self, engine: Engine, cache: KVCache) -> None:
-        self.engine, self.cache = engine, cache
-        rows, device = engine.rows, engine.device
-        # Rows that are not live have no blocks: they stay at position 0 of nobody's.
-        self.blocks = torch.zeros(engine.table.blocks.shape, dtype=torch.int32, device=device)
-        self._whole = torch.zeros((6, rows), dtype=torch.int64, device=device)
-        self._real = torch.zeros((3, rows), device=device)
+    def __init__(self, table: BatchTable, runner: ModelRunner, cache: KVCache, card: CudaDevice) -> None:
+        self.table, self.runner, self.cache, self.card = table, runner, cache, card
+        self.rows, device = len(table.length), cache.store.device
+        # Rows that are not live have no blocks: they stay at position 0 of nobody's. The last one never is.
+        rows, width = table.blocks.shape
+        self.blocks = torch.zeros((rows + 1, width), dtype=torch.int32, device=device)
+        self._whole = torch.zeros((6, rows + 1), dtype=torch.int64, device=device)
+        self._real = torch.zeros((3, rows + 1), device=device)
         self.token, self.length, self.is_live, top_k, seed, step = self._whole
         temperature, top_p, min_p = self._real
         self.columns = SamplingColumns(temperature, top_p, top_k, min_p, seed, step)
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor, Tensor]]] = {}
-        self._pool: Any = None
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._launched: deque[_LaunchedStep] = deque()
-        self._spare: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._spare: list[Tensor] = []
         self._prefill = CudaPrefill(self)
         self.prefill = self._prefill.run
-        cuda_sampling.warm_up(device)
+        self.sample = card.sample
 
     # --- the table's copy on the device ---------------------------------------------------------------------------
 
-    def assign(self, rows: np.ndarray) -> None:
+    def assign(self, rows_N: np.ndarray) -> None:
         """Tell the device about rows that were just filled."""
-        table, device = self.engine.table, self.engine.device
-        index, live = host_index(rows.tolist(), device), np.ones_like(table.length)
+        table, device = self.table, self.blocks.device
+        index, live = host_index(rows_N, device), np.ones_like(table.length)
         whole = (table.token, table.length, live, table.top_k, table.seed, table.steps)
         real = (table.temperature, table.top_p, table.min_p)
         for target, columns in ((self._whole, whole), (self._real, real)):
-            target[:, index] = to_device(np.stack([column[rows] for column in columns]), device)
-        self.blocks[index] = to_device(table.blocks[rows], device)
+            target[:, index] = to_device(np.stack([column[rows_N] for column in columns]), device)
+        self.blocks[index] = to_device(table.blocks[rows_N], device)
 
-    def add_blocks(self, rows: Sequence[int]) -> None:
-        """Tell the device of the block that each of these rows got."""
-        if not rows:
-            return
-        table = self.engine.table
-        last = table.n_blocks[rows] - 1
-        row, column, block = to_device(np.stack([rows, last, table.blocks[rows, last]]), self.engine.device)
-        self.blocks[row, column] = block.int()
+    def add_blocks(self, rows_N: np.ndarray, column_N: np.ndarray) -> None:
+        """Tell the device of the blocks that rows got."""
+        if len(rows_N):
+            new = np.stack([rows_N, column_N, self.table.blocks[rows_N, column_N]])
+            row, column, block = to_device(new, self.blocks.device)
+            self.blocks[row, column] = block.int()
 
     def free(self, holes: Sequence[int], movers: Sequence[int], first: int, last: int) -> None:
-        """Follow the host in closing gaps."""
-        if holes:
-            index = host_index([*holes, *movers], self.engine.device)
-            to, source = index.split(len(holes))
-            self._whole[:, to] = self._whole[:, source]
-            self._real[:, to] = self._real[:, source]
-            self.blocks[to] = self.blocks[source]
-        self._rest(first, last)
+        """Follow the host in closing gaps: rows ``first`` to ``last`` are free from here on."""
+        n = len(holes) + last - first
+        index = [*holes, *range(first, last), *movers, *[self.rows] * (last - first)]
+        to, source = host_index(index, self.blocks.device).split(n)
+        for columns, axis in ((self._whole, 1), (self._real, 1), (self.blocks, 0)):
+            columns.index_copy_(axis, to, columns.index_select(axis, source))
 
-    def _rest(self, first: int, last: int) -> None:
-        for column in (self.blocks, self.length, self.is_live):
-            column[first:last] = 0
-
-    def sample(self, logits_NV: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor, Tensor]:
-        """Untruncated sampling, in one sweep."""
-        return cuda_sampling.sample(logits_NV, columns.temperature_B, columns.seed_B, columns.step_B)
+    def follow(self, now: np.ndarray) -> None:
+        """Sequences have left or moved: the one of row i is in row ``now[i]``, or nowhere (-1, which stays)."""
+        for step in self._launched:
+            step.rows_N, step.is_whole = now[step.rows_N], False
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
-    def launch(self) -> None:
-        """Start a step for all live rows without waiting for anything."""
-        sequences = list(self.engine.live)
-        truncates = bool(self.engine.table.truncates[: len(sequences)].any())
-        bucket = next((size for size in BUCKETS if size >= len(sequences)), self.engine.rows)
-        graph, outputs = self._graph(min(bucket, self.engine.rows), truncates)
+    def launch(self, n: int) -> None:
+        """Start a step for the first n rows without waiting for anything."""
+        truncates = bool(self.table.truncates[:n].any())
+        size = min(next((size for size in BUCKETS if size >= n), self.rows), self.rows)
+        key = (size, truncates)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(size, truncates)
+        graph, words = self._graphs[key]
         graph.replay()
-        self.engine.table.ahead[: len(sequences)] += 1
-        self._note(sequences, outputs, is_first=False)
+        self.table.ahead[:n] += 1
+        self._note(np.arange(n), words, is_first=False)
 
-    def launch_first(self, logits_NV: Tensor, sequences: list[ActiveSequence]) -> None:
-        """Draw the first tokens of sequences that have just got their rows, without waiting for them."""
-        table, rows = self.engine.table, np.array([sequence.row for sequence in sequences])
-        self.assign(rows)
-        index = host_index(rows.tolist(), self.engine.device)
-        columns = table.columns(rows, self.engine.device)
-        outputs = self._draw(logits_NV, columns, truncates=bool(table.truncates[rows].any()))
+    def launch_first(self, logits_NV: Tensor, rows_N: np.ndarray) -> None:
+        """Draw the first tokens of sequences that have just got these rows, without waiting for them."""
+        self.assign(rows_N)
+        index = host_index(rows_N, self.blocks.device)
+        columns = self.table.columns(rows_N, self.blocks.device)
+        outputs = self._draw(logits_NV, columns, truncates=bool(self.table.truncates[rows_N].any()))
         self.token[index] = outputs[0]
         self.columns.step_B[index] += 1
-        self._note(sequences, outputs, is_first=True)
+        self._note(rows_N, _words(outputs), is_first=True)
 
-    def _note(self, sequences: list[ActiveSequence], outputs: Sequence[Tensor], *, is_first: bool) -> None:
-        n = len(sequences)
-        buffers = self._spare.pop() if self._spare else self._pinned()
-        for buffer, output in zip(buffers, outputs, strict=True):
-            buffer[:n].copy_(output[:n], non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        self._launched.append(_LaunchedStep(sequences, is_first, arrived, *buffers))
-
-    def drop_graphs(self) -> None:
-        self._graphs.clear()
-        self._prefill.drop_graphs()
-        self._pool = None
-
-    def reset(self) -> None:
-        """Forget the steps in flight, and let no row write."""
-        self._launched.clear()
-        self._rest(0, self.engine.rows)
+    def _note(self, rows_N: np.ndarray, words: Tensor, *, is_first: bool) -> None:
+        there = self._spare.pop() if self._spare else self.card.arrivals(WORDS * self.rows)
+        there[: len(words)].copy_(words, non_blocking=True)
+        self._launched.append(_LaunchedStep(rows_N, is_first, self.card.event(), there, len(words) // WORDS))
 
     @property
     def in_flight(self) -> int:
         return len(self._launched)
 
-    def collect(self) -> tuple[list[ActiveSequence], bool, Drawn]:
-        """Wait for the oldest step in flight; gives the sequences that still run, with their tokens (their first?)."""
+    def collect(self) -> tuple[np.ndarray, bool, Drawn]:
+        """Wait for the oldest step in flight; gives the rows whose sequences still run, and their tokens (the first
+        of a reply?)."""
         step = self._launched.popleft()
-        keep = [i for i, sequence in enumerate(step.sequences) if sequence.row >= 0]
-        sequences = [step.sequences[i] for i in keep]
-        if sequences:  # nobody waits for what was run on beyond the end
+        keep = slice(len(step.rows_N)) if step.is_whole else np.flatnonzero(step.rows_N >= 0)
+        rows_N = step.rows_N[keep]
+        if len(rows_N):  # nobody waits for what was run on beyond the end
             step.arrived.synchronize()
-        values = [buffer.numpy()[keep] for buffer in (step.token, step.logprob, step.raw)]
-        self._spare.append((step.token, step.logprob, step.raw))
-        return sequences, step.is_first, (values[0], values[1], values[2])
+        words, n = step.words.numpy(), step.size
+        token_N, others = words[: 2 * n].view(np.int64), words[2 * n : WORDS * n].view(np.float32)
+        self._spare.append(step.words)
+        return rows_N, step.is_first, (token_N[keep], others[:n][keep], others[n:][keep])
 
-    def _pinned(self) -> tuple[Tensor, Tensor, Tensor]:
-        rows = self.engine.rows
-        kinds = (torch.int64, torch.float32, torch.float32)
-        one, two, three = (torch.empty(rows, dtype=kind, pin_memory=True) for kind in kinds)
-        return one, two, three
+    def drop_graphs(self) -> None:
+        self._graphs.clear()
+        self._prefill.drop_graphs()
+        self.card.drop_graphs()
 
-    def _graph(self, size: int, truncates: bool) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor, Tensor]]:
-        key = (size, truncates)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(size, truncates)
-        return self._graphs[key]
+    def reset(self) -> None:
+        """Forget the steps in flight, and let no row write."""
+        self._launched.clear()
+        for columns in (self._whole, self._real, self.blocks):
+            columns.zero_()
 
-    def _capture(self, size: int, truncates: bool) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor, Tensor]]:
+    def _capture(self, size: int, truncates: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Record a step. What is practised is the step that comes next: it writes the keys that this one will."""
         state = [self.token, self.length, self.columns.step_B]
         before = [column.clone() for column in state]
@@ -201,37 +166,24 @@ class CudaDecoder:
             for column, value in zip(state, before, strict=True):
                 column.copy_(value)
 
-        return self.record(lambda: self._step(size, truncates), put_back)
+        return self.card.record(lambda: self._step(size, truncates), put_back)
 
-    def record(self, work: Callable[[], T], tidy: Callable[[], None] | None = None) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Do something a few times aside, tidying up each time, then record it."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                work()
-                if tidy is not None:
-                    tidy()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with nothing_freed(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode=OWN_FAULTS):
-            outputs = work()
-        if self._pool is None:
-            self._pool = graph.pool()
-        return graph, outputs
-
-    def _step(self, size: int, truncates: bool) -> tuple[Tensor, Tensor, Tensor]:
-        engine = self.engine
+    def _step(self, size: int, truncates: bool) -> Tensor:
         length = self.length[:size]
-        position = length.clamp(max=engine.length - 1)  # a row may be run on beyond its end, and thrown away
-        attend = CudaDecode(self.cache, self.blocks[:size], length)
-        logits = engine.runner.forward(self.token[:size, None], position[:, None], attend)[:, 0]
+        position = length.clamp(max=self.cache.length - 1)  # a row may be run on beyond its end, and thrown away
+        attend = self.card.decode_attention(self.cache, self.blocks[:size], length)
+        logits = self.runner.forward(self.token[:size, None], position[:, None], attend)[:, 0]
         columns = SamplingColumns(*(getattr(self.columns, name)[:size] for name in SamplingColumns.__slots__))
         outputs = self._draw(logits, columns, truncates=truncates)
         self.token[:size] = outputs[0]
         length.add_(self.is_live[:size])
         columns.step_B.add_(1)
-        return outputs
+        return _words(outputs)
 
     def _draw(self, logits: Tensor, columns: SamplingColumns, *, truncates: bool) -> tuple[Tensor, Tensor, Tensor]:
         return sample(logits, columns, truncates=True) if truncates else self.sample(logits, columns)
+
+
+def _words(outputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Tokens and both logprobs side by side, so that one copy brings them to the host."""
+    return torch.cat([one.view(torch.int32) for one in outputs])

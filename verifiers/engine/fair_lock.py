@@ -29,6 +29,8 @@ class FairLock:
         self._line: deque[threading.Lock] = deque()
         self._holder: int | None = None
         self._depth = 0
+        self.undone = 0  # changes of the weights it guards that were taken back: a proof's
+        self.taken = 0  # how often it was; a thread that takes it again while holding it does not count
 
     @property
     def is_held(self) -> bool:
@@ -43,6 +45,7 @@ class FairLock:
                 return
             if self._holder is None:
                 self._holder, self._depth = me, 1
+                self.taken += 1
                 return
             ticket = threading.Lock()
             ticket.acquire()
@@ -50,6 +53,7 @@ class FairLock:
         try:
             ticket.acquire()
             self._holder, self._depth = me, 1
+            self.taken += 1
         except BaseException:  # Ctrl-C, while waiting
             self._give_up(ticket)
             raise

@@ -11,7 +11,8 @@ from verifiers.errors import ModelError
 
 
 def ends(
-    sequences: Sequence[ActiveSequence],
+    running: Sequence[ActiveSequence],
+    rows_N: np.ndarray,
     token_N: np.ndarray,
     logprob_N: np.ndarray,
     raw_N: np.ndarray,
@@ -24,7 +25,7 @@ def ends(
     is_stop_N = is_stop_V[token_N]
     found: list[tuple[ActiveSequence, str | Exception]] = []
     for i in np.flatnonzero(is_full_N | is_bad_N | is_stop_N | is_watched_N):
-        sequence, token = sequences[int(i)], int(token_N[i])
+        sequence, token = running[rows_N[i]], int(token_N[i])
         if is_bad_N[i]:
             message = "the model gave logits that are not numbers (NaN); its weights are bad"
             found.append((sequence, ModelError(message)))

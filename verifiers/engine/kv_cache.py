@@ -81,6 +81,17 @@ class Segment:
     past: int
 
 
+def tables_and_positions(segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray]:
+    """Which block table each token belongs to, and its position in its sequence.
+
+    >>> [one.tolist() for one in tables_and_positions([Segment(0, 2, table=0, past=7), Segment(2, 3, table=1, past=0)])]
+    [[0, 0, 1], [7, 8, 0]]
+    """
+    start, end, table, past = np.array([(one.start, one.end, one.table, one.past) for one in segments]).T
+    table_T, offset_T = (np.repeat(values, end - start) for values in (table, past - start))
+    return table_T, np.arange(len(table_T)) + offset_T
+
+
 @dataclass(slots=True)
 class Prefill:
     """Several prompts side by side in one row of tokens; each attends to itself and to its sequence's past."""
@@ -90,18 +101,22 @@ class Prefill:
     segments: list[Segment]
     _at: tuple[Tensor, Tensor] | None = None  # block and offset of each token
 
+    @property
     def tables_of_tokens(self) -> np.ndarray:
         """Which block table each token belongs to."""
-        tables, lengths = zip(*((one.table, one.end - one.start) for one in self.segments), strict=True)
-        return np.repeat(np.array(tables, np.int64), lengths)
+        return tables_and_positions(self.segments)[0]
+
+    @property
+    def position_T(self) -> np.ndarray:
+        return tables_and_positions(self.segments)[1]
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         keys, values = self.cache.layers[layer]
         if self._at is None:
-            position_T = np.concatenate([np.arange(s.end - s.start) + s.past for s in self.segments])
-            block_T = self.tables[self.tables_of_tokens(), position_T // BLOCK].astype(np.int64)
+            table_T, position_T = tables_and_positions(self.segments)
+            block_T = self.tables[table_T, position_T // BLOCK].astype(np.int64)
             self._at = to_device(block_T, q.device), to_device(position_T % BLOCK, q.device)
         block_T, offset_T = self._at
         keys[block_T, :, offset_T] = k[0].transpose(0, 1)

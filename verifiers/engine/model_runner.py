@@ -69,6 +69,7 @@ class ModelRunner:
         self._snapshot = ModuleSnapshot(module)
         self._adapters = _adapted(self._snapshot.modules)
         self._seen: tuple[int, Any] = (0, None)
+        self._taken = -2
         self._steps = 0
         self._step_s = BURST_S  # how long the last step took in C: the first one is tried alone
         self.uses_c = self.cpu is not None
@@ -109,7 +110,7 @@ class ModelRunner:
         if position_T.mean() > MOST_SEEN_IN_C:
             return None
         cache = Paged(attend.cache.store, attend.tables, attend.cache.length)
-        return self.cpu.run(ids[0], attend.tables_of_tokens(), position_T, keep.numpy(), cache)[None]
+        return self.cpu.run(ids[0], attend.tables_of_tokens, position_T, keep.numpy(), cache)[None]
 
     def _run(self, ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor | int) -> Tensor:
         """By the model's forward, its norms and the layers that were recognised in fewer operations."""
@@ -168,11 +169,13 @@ class ModelRunner:
         if is_idle and not self._snapshot.is_same:  # parameters were replaced, adapters added
             self._snapshot = ModuleSnapshot(self.module)
             self._adapters = _adapted(self._snapshot.modules)
-        versions = pointers = 0
-        for parameter in self._snapshot.parameters:
-            versions += parameter._version
-            pointers ^= parameter.data_ptr()
-        now = (versions, (pointers, _adapter_state(self._adapters)))
+        # Whoever puts parameters elsewhere has the lock meanwhile; `taken` is counted up when this thread has it, too.
+        is_alone, self._taken = not is_idle and self.lock.taken - self._taken <= 1, self.lock.taken
+        where = self._seen[1]
+        if not is_alone:
+            pointers = [parameter.data_ptr() for parameter in self._snapshot.parameters]
+            where = pointers, _adapter_state(self._adapters)
+        now = (self.changes, where)
         if now == self._seen:
             return False, False
         has_moved = now[1] != self._seen[1]
@@ -182,6 +185,12 @@ class ModelRunner:
             self.weight_version = str(self.version - 1)
         self._drop_copies()
         return True, has_moved
+
+    @property
+    def changes(self) -> int:
+        """How often parameters were written to, less what a proof has put back."""
+        versions: int = sum([parameter._version for parameter in self._snapshot.parameters])
+        return versions - int(self.lock.undone)
 
     def name_weights(self, version: int | str) -> None:
         """Call the weights so from the next token on; whoever has changed them says it, holding the lock."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,38 +22,13 @@ from verifiers.engine.kv_cache import KVCache
 from verifiers.engine.logits import LogitsProcessor
 from verifiers.engine.model_runner import ModelRunner
 from verifiers.engine.prompt_scores import CHUNK
-from verifiers.engine.sequence import ActiveSequence, Generated, delivery, in_order
+from verifiers.engine.sequence import ActiveSequence, Chunk, Generated, Group, delivery, in_order, sharing_key
 from verifiers.engine.sequential import SequentialCache
 
 if TYPE_CHECKING:
     from verifiers.engine.cuda_runner import CudaDecoder
 
 ONE_PROMPT = 4  # while others decode, a quarter of the tokens that are run at once is one prompt's at most
-
-
-@dataclass(eq=False, slots=True)
-class Group:
-    """A sequence whose tokens are run, and those with the same tokens, which will share its blocks."""
-
-    first: ActiveSequence
-    copies: list[ActiveSequence] = field(default_factory=list)
-
-    @property
-    def members(self) -> list[ActiveSequence]:
-        return [self.first, *self.copies]
-
-    @property
-    def left(self) -> int:
-        """Tokens that are still to be run."""
-        return len(self.first.tokens) - self.first.computed
-
-
-class Chunk(NamedTuple):
-    """Tokens ``[start, end)`` of a group, to be run in this step."""
-
-    group: Group
-    start: int
-    end: int
 
 
 class Scheduler:
@@ -82,6 +56,8 @@ class Scheduler:
         self.prefilling: list[Group] = []
         self.running: list[ActiveSequence] = []
         self.preempted = 0  # how often a request was
+        self._covered = 0  # steps for which every running sequence has blocks
+        self._copies: dict[int, int] = {}  # blocks to fill before anything is run, and those to copy them from
         self.wake = threading.Condition()
         self.has_cancelled = False
         self._orders = count()
@@ -104,11 +80,11 @@ class Scheduler:
     def admit(self) -> list[Chunk]:
         """The tokens of prompts to run in this step: those under way go on, then waiting requests that fit come in."""
         now = self.blocks.version  # a group begun with other weights is for those that were there then
-        groups = {_key(group.first): group for group in self.prefilling if group.first.kept_version == now}
+        groups = {sharing_key(group.first): group for group in self.prefilling if group.first.kept_version == now}
         room, budget = self.free_rows, self._prefill_tokens - sum(group.left for group in self.prefilling)
         while self.waiting and room > 0:
             sequence = self.waiting[0]
-            key = _key(sequence)
+            key = sharing_key(sequence)
             group = groups.get(key)
             if group is None and (budget <= 0 or not self._take_blocks(sequence)):
                 break
@@ -123,6 +99,7 @@ class Scheduler:
             groups[key] = Group(sequence)
             self.prefilling.append(groups[key])
             budget -= groups[key].left
+        self._copy_blocks()
         return self._chunks()
 
     def _chunks(self) -> list[Chunk]:
@@ -167,9 +144,9 @@ class Scheduler:
             blocks.release(shared)
             return False
         own = blocks.allocate(n)
-        if prefix.rest and isinstance(self.cache, KVCache):
-            self.cache.copy([prefix.source], own[:1])
-            blocks.release([prefix.source])
+        if prefix.rest:
+            self._copies[own[0]] = prefix.source
+            blocks.release([prefix.source])  # all sources are read before the first copy is written
         sequence.blocks = [*prefix.blocks, *own]
         sequence.computed, sequence.kept_version = prefix.tokens, blocks.version
         if sequence.order < 0:
@@ -181,7 +158,7 @@ class Scheduler:
 
         Sequences with the same tokens share the full blocks, and get a copy of the last one.
         """
-        started, sources, targets = list[tuple[ActiveSequence, int]](), list[int](), list[int]()
+        started, done = list[tuple[ActiveSequence, int]](), set[int]()
         for i, (group, _, end) in enumerate(chunks):
             first = group.first
             first.computed = end
@@ -198,8 +175,7 @@ class Scheduler:
                 self.blocks.hold(copy.blocks)
                 if rest:
                     copy.blocks += self.blocks.allocate(1)
-                    sources.append(first.blocks[whole])
-                    targets.append(copy.blocks[-1])
+                    self._copies[copy.blocks[-1]] = first.blocks[whole]
                 if not copy.sampled[0]:
                     copy.reused = len(copy.prompt_ids)
                 if copy.is_to_be_scored:
@@ -208,10 +184,15 @@ class Scheduler:
                 started.append((copy, i))
             if isinstance(self.cache, SequentialCache):
                 self.cache.fork(first, group.copies)
-            self.prefilling.remove(group)  # not before: whatever fails above fails all of them
-        if targets and isinstance(self.cache, KVCache):
-            self.cache.copy(sources, targets)
+            done.add(id(group))
+        self.prefilling = [group for group in self.prefilling if id(group) not in done]
+        self._copy_blocks()
         return started
+
+    def _copy_blocks(self) -> None:
+        if self._copies and isinstance(self.cache, KVCache):
+            self.cache.copy(list(self._copies.values()), list(self._copies))
+        self._copies.clear()
 
     def _start(self, sequence: ActiveSequence) -> None:
         sequence.note_version(self._runner.weight_version, len(sequence.sampled[0]))
@@ -226,6 +207,7 @@ class Scheduler:
         sequence.row = len(self.running)
         self.running.append(sequence)
         self.table.assign(sequence)
+        self._covered = 0
 
     def keep_prompt(self, sequence: ActiveSequence) -> None:
         """Let others share the full blocks of a prompt that has been run, and whose numbers are good."""
@@ -235,30 +217,39 @@ class Scheduler:
 
     # --- blocks for the next tokens ---------------------------------------------------------------------------------
 
-    def reserve(self, steps: int, settle: Callable[[], object] | None = None) -> tuple[int, list[int]]:
-        """Blocks for the next tokens of all that run: for how many tokens of each, and which rows got some.
+    def reserve_ahead(self, steps: int, settle: Callable[[], object]) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks for the next step of all that run, taken for several steps at once: the rows and columns they got."""
+        if self._covered:
+            self._covered -= 1
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        steps, rows_M, column_M = self.reserve(steps, settle)
+        self._covered = steps - 1
+        return rows_M, column_M
+
+    def reserve(self, steps: int, settle: Callable[[], object] | None = None) -> tuple[int, np.ndarray, np.ndarray]:
+        """Blocks for the next tokens of all that run: for how many tokens of each, and the rows and columns they got.
 
         Where there are too few for so many it is one; where there are too few for that the youngest is preempted,
         after ``settle`` has read all that the device was given.
         """
         missing_N = self.table.missing_blocks(len(self.running), steps)
-        if missing_N.clip(0).sum() > self.blocks.available:
+        if missing_N.sum() > self.blocks.available:
             steps = 1
-            while (missing_N := self.table.missing_blocks(len(self.running), 1)).clip(0).sum() > self.blocks.available:
+            while (missing_N := self.table.missing_blocks(len(self.running), 1)).sum() > self.blocks.available:
                 if settle is not None:
                     settle()
                     settle = None
                 else:
                     self._preempt_youngest()
-        rows: list[int] = np.repeat(np.arange(len(missing_N)), missing_N.clip(0)).tolist()
-        for row, block in zip(rows, self.blocks.allocate(len(rows)), strict=True):
+        blocks = self.blocks.allocate(int(missing_N.sum()))
+        rows_M, column_M = self.table.add_blocks(missing_N, blocks)
+        for row, block in zip(rows_M.tolist(), blocks, strict=True):
             self.running[row].blocks.append(block)
-            self.table.add_blocks(row, [block])
-        return steps, rows
+        return steps, rows_M, column_M
 
     def trim(self) -> None:
         """Give back blocks that were reserved for tokens which did not come."""
-        for row in np.flatnonzero(self.table.missing_blocks(len(self.running), 1) < 0).tolist():
+        for row in self.table.rows_with_spare_blocks(len(self.running)).tolist():
             sequence, n = self.running[row], blocks_for(int(self.table.length[row]) + 1)
             self.blocks.release(sequence.blocks[n:])
             del sequence.blocks[n:]
@@ -277,7 +268,7 @@ class Scheduler:
         if len(self.running) == 1 and group is None:
             raise OutOfBlocksError("one sequence alone needs more blocks than there are")
         running.sampled = self.table.sampled(running.row)
-        running.tokens = [*running.prompt_ids, *running.sampled[0]]
+        running.tokens = np.array([*running.prompt_ids, *running.sampled[0]], np.int32)
         self.preempted += 1
         self._leave([running])
         self._wait_again([running])
@@ -298,12 +289,10 @@ class Scheduler:
         if not ended:
             return
         for sequence, reason in ended:
-            if isinstance(reason, Exception):
-                self._finished.append((sequence, reason))
-            else:
-                self._finished.append((sequence, self.table.output(sequence, reason, self._runner.version)))
-        failed = [sequence for sequence, reason in ended if isinstance(reason, Exception)]
-        self._leave([sequence for sequence, _ in ended], failed=failed)
+            outcome = self.table.output(sequence, reason, self._runner.version) if isinstance(reason, str) else reason
+            self._finished.append((sequence, outcome))
+        failed = {sequence.row for sequence, reason in ended if not isinstance(reason, str)}
+        self._leave([sequence for sequence, _ in ended], failed)
 
     def drop_cancelled(self) -> None:
         """Free the blocks of requests under way that were cancelled, and forget those that wait."""
@@ -332,17 +321,23 @@ class Scheduler:
                 dropped.append(sequence)
         self._finished += [(sequence, CancelledError()) for sequence in dropped]
 
-    def _leave(self, sequences: Sequence[ActiveSequence], *, failed: Sequence[ActiveSequence] = ()) -> None:
-        """Take sequences out of the running ones, which stay without gaps; their blocks join the prefix cache."""
+    def _leave(self, sequences: Sequence[ActiveSequence], failed: Collection[int] = ()) -> None:
+        """Take sequences out of the running ones, which stay without gaps; their blocks join the prefix cache, but
+        for those of the rows that failed."""
         for sequence in sequences:
-            if sequence not in failed and sequence.kept_version == self.blocks.version:
-                ids = [*sequence.prompt_ids, *self.table.reply(sequence.row).tolist()]
-                self.blocks.keep(sequence.blocks, ids[: self.table.length[sequence.row]])
+            if sequence.row not in failed and sequence.kept_version == self.blocks.version:
+                prompt_T = sequence.tokens[: len(sequence.prompt_ids)]
+                ids_T = np.concatenate([prompt_T, self.table.reply(sequence.row)])
+                self.blocks.keep(sequence.blocks, ids_T[: self.table.length[sequence.row]])
             emptied = self._give_blocks(sequence)
             if isinstance(self.cache, SequentialCache):
                 self.cache.drop(sequence)
-            elif sequence in failed:
+            elif sequence.row in failed:
                 self.cache.clear(emptied)  # NaN times a weight of 0 is NaN
+        self._close_gaps(sequences)
+
+    def _close_gaps(self, sequences: Sequence[ActiveSequence]) -> None:
+        """The last of the running sequences move to the rows of those that leave."""
         gone = {sequence.row for sequence in sequences}
         n = len(self.running) - len(gone)
         holes = sorted(row for row in gone if row < n)
@@ -356,6 +351,10 @@ class Scheduler:
         for sequence in sequences:
             sequence.row = -1
         if self.cuda is not None:
+            now = np.arange(self._rows + 1)
+            now[[*gone, self._rows]] = -1  # the last one is that of a sequence without a row: -1 stays -1
+            now[movers] = holes
+            self.cuda.follow(now)
             self.cuda.free(holes, movers, n, n + len(gone))
 
     def deliver(self) -> None:
@@ -382,6 +381,7 @@ class Scheduler:
             self.prefilling.clear()
         self.deliver()
         self.blocks.forget()
+        self._copies.clear()
         emptied = [block for sequence in sequences for block in self._give_blocks(sequence)]
         if isinstance(self.cache, KVCache):
             self.cache.clear(emptied)
@@ -394,8 +394,3 @@ class Scheduler:
                 future.set_exception(error)
         if self.cuda is not None:
             self.cuda.reset()
-
-
-def _key(sequence: ActiveSequence) -> tuple[int | None, ...]:
-    """What sequences must have in common for one to share the other's blocks."""
-    return (sequence.sampling.prompt_logprobs if sequence.is_to_be_scored else None, *sequence.tokens)

@@ -14,7 +14,9 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import count
 from secrets import randbits
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from verifiers.types import VersionSpan
 
@@ -211,7 +213,7 @@ class ActiveSequence:
     row: int = -1  # of the batch that decodes; -1: none
     blocks: list[int] = field(default_factory=list)  # of the KV cache
     sampled: Sampled = ((), (), ())  # before it was preempted, the last time
-    tokens: list[int] = field(default_factory=list)  # those to run before the next one is drawn: the prompt, then these
+    tokens: np.ndarray = field(init=False)  # those to run before the next one is drawn: the prompt, and then these
     computed: int = 0  # of them have keys and values
     order: int = -1  # in which sequences were first admitted
     reused: int = 0
@@ -222,7 +224,7 @@ class ActiveSequence:
     failure: Exception | None = None  # of what was asked for, found out between two tokens
 
     def __post_init__(self) -> None:
-        self.tokens = self.prompt_ids
+        self.tokens = np.array(self.prompt_ids, np.int32)
 
     @property
     def is_to_be_scored(self) -> bool:
@@ -250,6 +252,36 @@ class ActiveSequence:
         starts = [start for start, _ in self.versions[1:]] + [tokens]
         spans = zip(self.versions, starts, strict=True)
         return tuple(VersionSpan(version=name, start=start, end=end) for (start, name), end in spans if start < end)
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """A sequence whose tokens are run, and those with the same tokens, which will share its blocks."""
+
+    first: ActiveSequence
+    copies: list[ActiveSequence] = field(default_factory=list)
+
+    @property
+    def members(self) -> list[ActiveSequence]:
+        return [self.first, *self.copies]
+
+    @property
+    def left(self) -> int:
+        """Tokens that are still to be run."""
+        return len(self.first.tokens) - self.first.computed
+
+
+class Chunk(NamedTuple):
+    """Tokens ``[start, end)`` of a group, to be run in this step."""
+
+    group: Group
+    start: int
+    end: int
+
+
+def sharing_key(sequence: ActiveSequence) -> tuple[int | None, bytes]:
+    """What sequences must have in common for one to share the other's blocks."""
+    return sequence.sampling.prompt_logprobs if sequence.is_to_be_scored else None, sequence.tokens.tobytes()
 
 
 def in_order(sequences: Iterable[ActiveSequence]) -> list[ActiveSequence]:

@@ -23,7 +23,7 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def host_index(values: Sequence[int], device: torch.device) -> Tensor:
+def host_index(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
     """Whole numbers as a tensor on a device."""
     return to_device(np.array(values, np.int64), device)
 

@@ -13,7 +13,7 @@ from verifiers.kernels.cuda.splits import attend_block, merge, partial_sums, sto
 QUERIES = 64  # tokens times heads that share a key, at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"])
 def _store(
     k_ptr, v_ptr, keys_ptr, values_ptr, table_ptr, row_ptr, position_ptr, k_head, k_token, v_head, v_token,
     table_row, cache_block, cache_head, PAGE: tl.constexpr,
@@ -44,7 +44,7 @@ def store(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "table_row"])
 def _extend(
     q_ptr, keys_ptr, values_ptr, out_ptr, part_ptr, sum_ptr, block_ptr, scale, softcap, blocks,
     q_head, q_token, out_token, table_ptr, table_row, cache_block, cache_head, PAGE: tl.constexpr,

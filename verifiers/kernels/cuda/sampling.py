@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +19,7 @@ def _mix(seed, step):
     return z ^ (z >> 31)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "seed_ptr", "step_ptr"])
 def _sample(
     logits_ptr, temperature_ptr, seed_ptr, step_ptr, token_ptr, logprob_ptr, raw_ptr, row_stride,
     V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr,
@@ -85,10 +83,3 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, step_B: Ten
         V=vocabulary, BLOCK=BLOCK_V, BLOCKS=blocks, PADDED_BLOCKS=triton.next_power_of_2(blocks), num_warps=8,
     )  # fmt: skip
     return token, logprob, raw
-
-
-def warm_up(device: Any) -> None:
-    """Compile for this device before anything is captured or timed."""
-    x = torch.zeros((1, 16), device=device)
-    zeros = torch.zeros(1, dtype=torch.int64, device=device)
-    sample(x, torch.ones(1, device=device), zeros, zeros)

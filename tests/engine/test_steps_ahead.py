@@ -1,0 +1,142 @@
+"""The steps of a card, played on the CPU: the host is behind, rows move, and every token is the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.engine.support.exact import prompt_of, random_model  # noqa: E402
+from tests.engine.support.host_card import on_host_card  # noqa: E402
+from verifiers.engine.engine import Engine  # noqa: E402
+from verifiers.engine.sequence import Generated, Sampling  # noqa: E402
+
+PRECISE = random_model(dtype=torch.float64, max_position_embeddings=512)  # no token turns on the last bits of a batch
+Asked = list[tuple[list[int], Sampling]]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Engine]]:
+    torch.set_num_threads(1)
+    made: list[Engine] = []
+
+    def start(make: Callable[..., Engine] = on_host_card, **settings: Any) -> Engine:
+        made.append(make(PRECISE, **{"rows": 8, "length": 250, **settings}))
+        return made[-1]
+
+    yield start
+    for engine in made:
+        engine.close()
+
+
+def answers(engine: Engine, asked: Asked) -> list[Generated]:
+    engine.gather(len(asked))
+    return [future.result(120) for future in [engine.submit(prompt, way)[0] for prompt, way in asked]]
+
+
+def assert_same(ours: list[Generated], theirs: list[Generated]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.prompt_ids, one.ids, one.finish_reason) == (other.prompt_ids, other.ids, other.finish_reason)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert one.raw_logprobs == pytest.approx(other.raw_logprobs, abs=1e-5)
+
+
+def mixed(n: int, longest: int = 60, **more: Any) -> Asked:
+    draw = random.Random(n)
+    return [
+        (
+            prompt_of(draw.randint(1, 80), seed=i // 2),  # each prompt twice
+            Sampling(
+                max_tokens=draw.randint(1, longest), seed=i, temperature=draw.choice([0.0, 0.7, 1.0, 1.4]), **more
+            ),
+        )
+        for i in range(n)
+    ]
+
+
+def test_rows_that_end_at_different_times_give_the_tokens_that_they_give_one_step_at_a_time(start: Any) -> None:
+    asked = mixed(40)
+    card = start()
+    assert_same(answers(card, asked), answers(start(Engine), asked))
+    assert card.scheduler.cuda.card.captures > 4  # graphs of several sizes, of prompts too
+    assert card.scheduler.blocks.held == 0
+    assert not card.scheduler.cuda.in_flight
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"top_p": 0.8}, {"top_k": 9}, {"logit_bias": {9: 2.0}}, {"stop_ids": frozenset(range(0, 97, 7))}],
+    ids=["top-p", "top-k", "biased", "stopped"],
+)
+def test_requests_that_want_more_than_a_draw_get_the_same_tokens(start: Any, more: Any) -> None:
+    asked = [pair for pairs in zip(mixed(10, **more), mixed(10), strict=True) for pair in pairs]
+    assert_same(answers(start(rows=5), asked), answers(start(Engine), asked))
+
+
+def test_when_blocks_run_out_in_flight_the_youngest_is_run_again_and_nothing_changes(start: Any) -> None:
+    asked = [(prompt_of(20 + i, seed=i), Sampling(max_tokens=90, seed=i)) for i in range(16)]
+    card = start(cache_tokens=400)
+    assert_same(answers(card, asked), answers(start(Engine), asked))
+    assert card.scheduler.preempted > 0
+    assert card.scheduler.blocks.held == 0
+
+
+def test_blocks_are_taken_for_several_steps_at_once_and_memory_stays_near_the_tokens(start: Any) -> None:
+    card = start(rows=16)
+    ratios, step, reserved = list[float](), card._step, list[int]()
+    reserve = card.scheduler.reserve
+
+    def measured() -> None:
+        step()
+        lengths = card.table.length[: len(card.live)] + card.table.ahead[: len(card.live)]
+        if len(lengths) == 16:
+            ratios.append(card.scheduler.blocks.held * 16 / lengths.sum())
+
+    card._step = measured
+    card.scheduler.reserve = lambda *args: (reserved.append(1), reserve(*args))[1]
+    answers(card, [(prompt_of(100, seed=i), Sampling(max_tokens=120, seed=i)) for i in range(16)])
+    assert sum(ratios) / len(ratios) < 1.1
+    assert len(reserved) < 40  # of 120 steps
+
+
+def test_conversations_go_on_from_copies_of_half_filled_blocks(start: Any) -> None:
+    card, plain = start(length=500), start(Engine, length=500)
+    texts = [prompt_of(70 + 7 * i, seed=i) for i in range(6)]
+    for turn in range(3):
+        asked = [(text, Sampling(max_tokens=10 + i, seed=i)) for i, text in enumerate(texts)]
+        got = answers(card, asked)
+        assert_same(got, answers(plain, asked))
+        assert all((answer.reused >= 64) == (turn > 0) for answer in got)
+        texts = [[*text, *answer.ids, *prompt_of(5, seed=turn)] for text, answer in zip(texts, got, strict=True)]
+
+
+def test_a_group_shares_its_prompt_and_cancelled_ones_leave_the_others_alone(start: Any) -> None:
+    card = start(rows=12)
+    card.gather(12)
+    futures = [card.submit(prompt_of(50), Sampling(max_tokens=180, seed=i))[0] for i in range(12)]
+    while card.tokens < 200:
+        pass
+    for future in futures[::3]:
+        future.cancel()
+    left = [future.result(60) for i, future in enumerate(futures) if i % 3]
+    due = answers(start(Engine), [(prompt_of(50), Sampling(max_tokens=180, seed=i)) for i in range(12) if i % 3])
+    assert_same(left, due)
+
+
+def test_a_listener_that_ends_its_request_is_told_nothing_of_the_steps_in_flight(start: Any) -> None:
+    card, heard = start(), list[int]()
+
+    def listen(token: int, logprob: float) -> bool:
+        heard.append(token)
+        return len(heard) == 5
+
+    told = card.submit(prompt_of(9), Sampling(max_tokens=50, seed=1), on_token=listen)[0]
+    other = card.submit(prompt_of(30), Sampling(max_tokens=50, seed=2))[0]
+    assert told.result(60).ids == heard
+    assert len(heard) == 5
+    assert len(other.result(60).ids) == 50

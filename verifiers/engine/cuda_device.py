@@ -1,0 +1,106 @@
+"""What the steps of an engine need of a card: graphs, kernels, and memory that it copies to by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from verifiers.engine.kv_cache import KVCache
+from verifiers.kernels.cuda import decode
+from verifiers.kernels.cuda import sampling as cuda_sampling
+from verifiers.kernels.cuda.extend import extend, queries_at_once, store
+from verifiers.kernels.cuda.projections import OWN_FAULTS, nothing_freed
+from verifiers.kernels.cuda.splits import multiprocessors, splits_for
+from verifiers.kernels.norms import HeadNorms
+from verifiers.kernels.sampling import SamplingColumns
+
+T = TypeVar("T")
+
+
+class CudaDecode:
+    """Attention of one token a row, by our kernel."""
+
+    def __init__(self, cache: KVCache, tables: Tensor, length_B: Tensor) -> None:
+        self.cache, self.tables, self.length_B = cache, tables, length_B
+        programs = len(length_B) * cache.store.shape[3]
+        self.splits = splits_for(programs, multiprocessors(tables.device))
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+        keys, values = self.cache.layers[layer]
+        return decode.attend(q, k, v, keys, values, self.tables, self.length_B, self.splits, **settings)
+
+    def rotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **settings: Any) -> Tensor:
+        return self(layer, q, k, v, rotary=(cos, sin), **settings)
+
+
+class CudaExtend:
+    """Several prompts packed; each attends to itself and to what its blocks hold."""
+
+    def __init__(self, cache: KVCache, tables: Tensor, row_T: Tensor, position_T: Tensor, blocks: Tensor) -> None:
+        self.cache, self.tables, self.row_T, self.position_T, self.blocks = cache, tables, row_T, position_T, blocks
+        programs = blocks.shape[1] * cache.store.shape[3]
+        self.splits = splits_for(programs, multiprocessors(tables.device))
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+        keys, values = self.cache.layers[layer]
+        store(k, v, keys, values, self.tables, self.row_T, self.position_T)
+        return extend(q, keys, values, self.tables, self.blocks, splits=self.splits, **settings)
+
+    def rotated(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None,
+        **settings: Any,
+    ) -> Tensor:  # fmt: skip
+        decode.rotate_(q, k, cos, sin, norms)
+        return self(layer, q, k, v, **settings)
+
+
+class CudaDevice:
+    """The card."""
+
+    decode_attention, extend_attention = CudaDecode, CudaExtend
+
+    def __init__(self) -> None:
+        self.captures = 0  # graphs that were recorded
+        self._pool: Any = None
+
+    def drop_graphs(self) -> None:
+        self._pool = None
+
+    def record(self, work: Callable[[], T], tidy: Callable[[], None] | None = None) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Do something a few times aside, tidying up each time, then record it."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                work()
+                if tidy is not None:
+                    tidy()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with nothing_freed(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode=OWN_FAULTS):
+            outputs = work()
+        if self._pool is None:
+            self._pool = graph.pool()
+        self.captures += 1
+        return graph, outputs
+
+    def arrivals(self, n: int) -> Tensor:
+        """Where so many numbers arrive without anybody waiting for them."""
+        return torch.empty(n, dtype=torch.int32, pin_memory=True)
+
+    def event(self) -> torch.cuda.Event:
+        """All that was asked of the card until now; whoever wants to know when it is done waits for this."""
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def tokens_at_once(self, share: int) -> int:
+        """Tokens of a prompt that are attended for together, where so many heads share a key."""
+        return queries_at_once(share) // share
+
+    def sample(self, logits_NV: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor, Tensor]:
+        """Untruncated sampling, in one sweep."""
+        return cuda_sampling.sample(logits_NV, columns.temperature_B, columns.seed_B, columns.step_B)
