@@ -24,6 +24,18 @@ def test_the_interval_is_as_narrow_as_asked_and_no_example_is_wasted(
     assert n == 2 or half_width(n - 1) > resolution * (1 - 1e-9)
 
 
+@pytest.mark.parametrize(("mean", "alike"), [(0.5, 0.3), (0.9, 0.1)])
+def test_the_number_of_repeated_examples_gives_the_width_that_was_asked_for(mean: float, alike: float) -> None:
+    within = math.sqrt(mean * (1 - mean) * (1 - alike))
+    n = stats.examples_needed(0.05, mean=mean, within_sd=within, rollouts_per_example=8)
+    random, widths = Random(3), []
+    for _ in range(30):
+        chances = [random.betavariate(mean * (1 / alike - 1), (1 - mean) * (1 / alike - 1)) for _ in range(n)]
+        scores = [random.random() < chance for chance in chances for _ in range(8)]
+        widths.append(stats.mean_interval(scores, [i // 8 for i in range(8 * n)]).half_width or 1.0)
+    assert sum(widths) / 30 == pytest.approx(0.05, rel=0.1)
+
+
 @pytest.mark.parametrize(("resolution", "sd"), [(0.02, 0.4), (0.05, 0.3), (0.1, 0.3), (0.2, 0.3)])
 @pytest.mark.parametrize("power", [0.8, 0.9])
 def test_the_paired_t_test_has_the_power_asked_for(resolution: float, sd: float, power: float) -> None:

@@ -86,7 +86,9 @@ def expected_solved(share: float, alike: float, n: int, rollouts: int) -> dict[f
     a, b = share * strength, (1 - share) * strength
 
     def chance(right: int) -> float:
-        front = math.lgamma(a + right) + math.lgamma(b + rollouts - right) - math.lgamma(strength + rollouts)
-        return math.comb(rollouts, right) * math.exp(front + math.lgamma(strength) - math.lgamma(a) - math.lgamma(b))
+        wrong, lgamma = rollouts - right, math.lgamma
+        ways = lgamma(rollouts + 1) - lgamma(right + 1) - lgamma(wrong + 1)
+        each = lgamma(a + right) - lgamma(a) + lgamma(b + wrong) - lgamma(b)
+        return math.exp(ways + each + lgamma(strength) - lgamma(strength + rollouts))
 
     return {right / rollouts: n * chance(right) for right in range(rollouts + 1)}

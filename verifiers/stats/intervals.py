@@ -63,7 +63,7 @@ def mean_interval(
     where they are not given, scores between 0 and 1 are taken to have these bounds.
 
     >>> print(mean_interval([0.2, 0.4, 0.6, 0.5, None, 0.4], clusters=["a", "a", "b", "b", "c", "c"]))
-    0.417 (95% interval 0.037 to 0.902; 5 rollouts of 3 examples)
+    0.417 (95% interval 0.036 to 0.904; 5 rollouts of 3 examples)
     >>> print(mean_interval([1, 1, 1, 1, 1, 1, 1, 1, 1, 1]))
     1.000 (95% interval 0.712 to 1.000; 10 rollouts of 10 examples)
     """
