@@ -200,6 +200,14 @@ def test_what_people_of_the_field_search_for_is_found() -> None:
     assert [term for term in terms if term.lower() not in text] == []
 
 
+def test_every_public_name_has_a_page_of_the_reference_that_its_module_is_on() -> None:
+    tree = ast.parse((ROOT / "docs" / "_site" / "hooks.py").read_text(encoding="utf-8"))
+    (table,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "REFERENCE"]
+    covered = {module for _, modules in ast.literal_eval(table).values() for module in modules.split()}
+    homes = {home.split(".")[0] for home in {**vf._HOME, **vf._EXTRA_HOME}.values()}
+    assert homes <= covered
+
+
 # --- the site -------------------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ OUTSIDE = {
 }
 # A page of the reference: its title, and the modules whose public names are on it.
 REFERENCE = {
-    "environments": ("Environments", "envs rollout checks"),
+    "environments": ("Environments", "envs rollout checks integrations"),
     "clients": ("Clients", "clients"),
     "parsers": ("Parsers", "parsers"),
     "rubrics": ("Rubrics", "rubrics"),

@@ -137,8 +137,15 @@ def test_two_environments_are_shown_side_by_side_without_a_verdict_or_a_differen
     assert "rewards of two environments do not mean the same" in text(page, ".notice-line")
     tiles = text(page, ".tiles")
     assert "No verdict" in tiles
-    assert "B − A" not in tiles
-    assert "won" not in tiles
+    shown = text(page, "main")
+    assert "B − A" not in shown
+    assert "won" not in shown
+    assert "B higher" in shown
+    whole = page.locator(".versus .figure").first.inner_text()
+    open_page(page, server, f"#/run/{one}", ".tile.main")
+    assert whole == page.inner_text(".tile.main .tile-value"), (
+        "the mean of the run, not of the examples that share a name"
+    )
 
 
 def test_a_training_and_an_evaluation_are_not_compared(page, server, folder, trainings):
@@ -233,10 +240,10 @@ def test_figures_of_all_rows_are_shown_with_their_intervals_and_their_failures(p
     assert re.fullmatch(r"0\.\d{3}\n0\.\d{3} – \d\.\d{3}", figures[0])
     assert figures[2].strip() == "failed"
     assert page.locator("table.aggregates [title]").get_attribute("title") == "ZeroDivisionError: division by zero"
-    open_page(page, server, f"#/compare/{one}/{better}", "table.aggregates")
+    open_page(page, server, f"#/compare/{one}/{better}", ".figures-box table.aggregates")
     assert page.locator("table.aggregates thead th").all_inner_texts() == ["", "A", "B"]
     assert page.locator("table.aggregates td.figure").nth(1).inner_text().startswith("1.000")
-    open_page(page, server, f"#/compare/{one}/{better}/{one}", "table.aggregates")
+    open_page(page, server, f"#/compare/{one}/{better}/{one}", "table.aggregates th:text-is('org/better')")
     assert page.locator("table.aggregates thead th.figure").count() == 3
 
 

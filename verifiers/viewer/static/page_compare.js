@@ -86,6 +86,8 @@ async function pairPage(context) {
 
 function compareHead(found, params, choice) {
   const { figures } = found;
+  // Without a verdict nothing is compared, and a run's mean is that of all its examples.
+  const meanOf = (run, shared) => (found.refusal === null ? shared : run.reward);
   const side = (name, run, mean, id) =>
     h(
       "a.versus",
@@ -98,7 +100,12 @@ function compareHead(found, params, choice) {
   const failed = figures.failed_a + figures.failed_b;
   return [
     h("header.page-head", {}, h("h1", {}, "Two runs"), choice),
-    h("div.versus-box", {}, side("A", found.a, figures.mean_a, params.a), side("B", found.b, figures.mean_b, params.b)),
+    h(
+      "div.versus-box",
+      {},
+      side("A", found.a, meanOf(found.a, figures.mean_a), params.a),
+      side("B", found.b, meanOf(found.b, figures.mean_b), params.b),
+    ),
     h(
       "div.tiles",
       {},
@@ -141,7 +148,11 @@ function compareHead(found, params, choice) {
     ),
     found.refusal === null ? null : h("p.notice-line", {}, `No verdict: ${found.refusal}.`),
     found.a.aggregates.length || found.b.aggregates.length
-      ? card("Figures of all rows, with their 95% intervals", aggregatesTable(["A", "B"], [found.a, found.b]))
+      ? h(
+          "div.figures-box",
+          {},
+          card("Figures of all rows, with their 95% intervals", aggregatesTable(["A", "B"], [found.a, found.b])),
+        )
       : null,
   ];
 }
@@ -150,6 +161,7 @@ function verdicts(found, context, change) {
   const names = ["lost", "won", "tied", "only in A", "only in B", "without a score"].filter(
     (name) => found.counts[name],
   );
+  const neutral = found.refusal === null ? {} : { lost: "A higher", won: "B higher", tied: "equal" };
   const button = (name, words) =>
     h(
       "button",
@@ -163,7 +175,7 @@ function verdicts(found, context, change) {
     "div.choice.wrap",
     {},
     button("", "all"),
-    names.map((name) => button(name, `${name} ${count(found.counts[name])}`)),
+    names.map((name) => button(name, `${neutral[name] ?? name} ${count(found.counts[name])}`)),
   );
 }
 
@@ -197,7 +209,11 @@ function exampleTable(found, context, pick) {
                   ? "bad-text"
                   : "muted",
         },
-        item.difference === null ? item.verdict : signed(Math.abs(item.difference) < 1e-9 ? 0 : item.difference, 2),
+        item.difference === null
+          ? item.verdict
+          : found.refusal === null
+            ? signed(Math.abs(item.difference) < 1e-9 ? 0 : item.difference, 2)
+            : "",
       ),
     );
   };
@@ -210,7 +226,7 @@ function exampleTable(found, context, pick) {
       h(
         "tr",
         {},
-        ["example", "A", "B", "B − A"].map((name, i) => h("th", { class: i ? "figure" : "" }, name)),
+        ["example", "A", "B", found.refusal === null ? "B − A" : ""].map((name, i) => h("th", { class: i ? "figure" : "" }, name)),
       ),
     ),
     h("tbody", {}, found.rows.map(row)),
