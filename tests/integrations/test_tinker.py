@@ -492,6 +492,7 @@ def test_the_sdk_itself_trains_samples_saves_and_is_refused_and_our_trainer_trai
             "refuse",
             "restart",
             "backend",
+            "documented",
         )
     ]
 

@@ -127,4 +127,5 @@ def test_trl_itself_learns_token_for_token_leaves_failures_out_and_calls_our_too
         "learn: holds",
         "fail: holds",
         "call_tools: holds",
+        "documented: holds",
     ]

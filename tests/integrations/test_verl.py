@@ -132,8 +132,21 @@ def test_the_launch_script_names_our_agent_loop_and_asks_for_logprobs() -> None:
     assert "default_agent_loop=verifiers" in script
 
 
+# The trainer of verl 0.9 imports TransferQueue, which is part of none of its packages but `verl[verl-core]`.
+VERL = ("torch==2.13.0", "verl==0.9.1", "TransferQueue>=0.1.10", "cachetools", "fastapi", "uvicorn")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_verls_agent_loop_worker_under_ray_plays_two_turns_token_for_token(tmp_path: Path) -> None:
-    python = python_with("verl", "torch==2.13.0", "verl==0.9.1", "cachetools", "fastapi", "uvicorn")
-    assert "play: holds" in run_contract(python, "verl_contract.py", str(tmp_path))
+def test_verls_agent_loop_worker_under_ray_plays_turns_and_tools_token_for_token(tmp_path: Path) -> None:
+    said = run_contract(python_with("verl", *VERL), "verl_contract.py", str(tmp_path))
+    assert [line for line in said.splitlines() if line.endswith(": holds")] == [
+        "play_turns: holds",
+        "play_tools: holds",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_verl_takes_the_settings_of_our_launch_script_and_reads_our_rows(tmp_path: Path) -> None:
+    assert "launch: holds" in run_contract(python_with("verl", *VERL), "verl_launch_contract.py", str(tmp_path))

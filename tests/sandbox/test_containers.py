@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
+from tests.support.doc_blocks import unrun_blocks
 from verifiers.sandbox import ContainerSandbox, Result, SandboxError
 
 STAND_IN = Path(__file__).with_name("stand_in_engine.py")
@@ -207,3 +208,16 @@ def test_a_real_engine_holds_what_code_does(language: Any) -> None:
         assert session.run("import socket; socket.create_connection(('192.0.2.1', 80), 2)").status == "error"
         assert session.run("b'x' * (1 << 30)").status in ("memory", "error")
         assert session.run("open('/etc/x', 'w')").status == "error"
+
+
+@pytest.mark.slow
+def test_the_block_of_the_page_plays_an_environment_in_containers() -> None:
+    engines = working_engines()
+    if not engines:
+        pytest.skip("neither docker nor podman answers here")
+    put = {'image="my/science:1"': f'engine="{engines[0]}"'}
+    (code,) = unrun_blocks("sandbox.md", "needs Docker or Podman", put)
+    names: dict[str, Any] = {"rows": ROWS}
+    exec(code, names)
+    state = play(names["env"], called("python", code="6 * 7"), "done")
+    assert state["completion"][1]["content"] == "42"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import verifiers as vf
+from tests.support.doc_blocks import unrun_blocks
 
 ECHO = '''
 from typing import Any, Optional
@@ -142,6 +143,13 @@ def main() -> None:
     assert state["reward"] == 1.0
     assert state["oai_tools"][0]["function"]["name"] == "add"
     assert state["completion"][1]["content"] == "5", state["completion"]
+
+    put = {"http://127.0.0.1:8000": "echo_env", "num_episodes=50": "num_episodes=2", 'model="gpt-4o"': "client, 'm'"}
+    (code,) = unrun_blocks("openenv.md", "needs a server", put)  # the page's own block
+    names: dict[str, Any] = {"client": vf.FakeClient(lambda messages: called("echo", message="hello"))}
+    exec(code, names)
+    names["env"].close()
+    assert len(names["results"]["rewards"]) == 2, names["results"]
     print("openenv done")
 
 

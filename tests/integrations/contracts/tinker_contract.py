@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from tinker import types
 
 import verifiers as vf
+from tests.support.doc_blocks import unrun_blocks
 from verifiers.cli.main import vf as command
 from verifiers.integrations.tinker import TinkerServer, TinkerTrainer
 
@@ -393,6 +394,23 @@ def by_command(folder: Path, url: str) -> None:
     assert "temperature must be 1.0" in hot.output
 
 
+def documented(folder: Path, url: str) -> None:
+    """The page's own blocks, with the model that is served here and smaller batches."""
+    small = '"group_size": 4, "batch_size": 8, "max_new_tokens": 4, "max_steps": 1, "show_progress": False'
+    put = {
+        "Qwen/Qwen3-8B": "org/tiny",
+        "gsm8k": "arithmetic",
+        '"group_size": 16, "batch_size": 64': f'{small}, "output_dir": "{folder / "documented"}"',
+        "rank=32)": f'rank=8, base_url="{url}")',
+        '"trained"': f'"{folder / "trained"}"',
+        "http://127.0.0.1:8001": url,
+        "smollm2": "org/tiny",
+    }
+    for code in unrun_blocks("tinker.md", "needs Tinker's SDK", put):
+        exec(code, {})
+    assert (folder / "trained" / "tinker.json").is_file()
+
+
 def main(folder: Path) -> None:
     world = World(folder)
     with world.serve() as server:
@@ -407,6 +425,8 @@ def main(folder: Path) -> None:
         backend(folder, server.url)
         by_command(folder, server.url)
         print("backend: holds", flush=True)
+        documented(folder, server.url)
+        print("documented: holds", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import trl
 from trl import GRPOConfig, GRPOTrainer
 
 import verifiers as vf
+from tests.support.doc_blocks import unrun_blocks
 from verifiers.integrations.trl import Rollouts, ToolEnvironments
 
 torch.set_num_threads(1)
@@ -203,7 +204,24 @@ def call_tools(folder: str) -> None:
     assert trainer.worst < 1e-4, f"TRL's logprobs and those of sampling are {trainer.worst} apart"
 
 
+def documented(folder: str) -> None:
+    """The page's own block, with a model that is here and one short step."""
+    model, tokenizer = vf.tiny_model(characters="abcdmore0123456789", hidden_size=32)
+    for part in (model, tokenizer):
+        part.save_pretrained(f"{folder}/documented")
+    put = {
+        "Qwen/Qwen2.5-0.5B-Instruct": f"{folder}/documented",
+        "max_completion_length=512": "max_completion_length=8, max_steps=1, use_cpu=True, bf16=False, report_to=[]"
+        f', save_strategy="no", output_dir="{folder}"',
+    }
+    env = Twice(dataset=[{"question": name, "answer": ""} for name in "ab"], rubric=vf.Rubric([digits]), max_turns=2)
+    (code,) = unrun_blocks("other-trainers.md", "needs TRL", put)
+    names: dict[str, Any] = {"env": env}
+    exec(code, names)
+    assert names["trainer"].state.global_step == 1
+
+
 if __name__ == "__main__":
-    for check in (learn, fail, call_tools):
+    for check in (learn, fail, call_tools, documented):
         check(sys.argv[1])
         sys.stdout.write(f"{check.__name__}: holds\n")

@@ -13,7 +13,7 @@ from verifiers.integrations.verl.environments import environment_of, row_of
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> dict[str, float]:
-    """``custom_reward_function.path=pkg://verifiers.integrations.verl.rewards`` and ``name=compute_score``.
+    """``reward.custom_reward_function.path=pkg://verifiers.integrations.verl.rewards`` and ``name=compute_score``.
 
     ``score`` is the reward, and each metric of the rubric stands beside it. A reply that could not be scored raises.
     """
