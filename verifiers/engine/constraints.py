@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
+from itertools import groupby
 from typing import Any, TypeVar
 
 import numpy as np
@@ -247,15 +248,12 @@ def _check_size(schema: Any) -> None:
 
 def _text_rule(text: str, codec: Codec) -> str:
     """A text in a grammar; special tokens, which are no text to the model, by their ids."""
-    parts, plain = [], ""
-    for token, piece in codec.special_pieces(text):
-        if token is None:
-            plain += piece
-            continue
-        parts += [json.dumps(plain)] if plain else []
-        parts.append(f"<[{token}]>")
-        plain = ""
-    parts += [json.dumps(plain)] if plain else []
+    parts: list[str] = []
+    for is_text, pieces in groupby(codec.special_pieces(text), key=lambda piece: piece[0] is None):
+        if not is_text:
+            parts += [f"<[{token}]>" for token, _ in pieces]
+        elif plain := "".join(piece for _, piece in pieces):
+            parts.append(json.dumps(plain))
     return " ".join(parts) or '""'
 
 

@@ -71,9 +71,9 @@ class ServedModel:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        http = request
-        if refusal := self._refuse(http):
-            return refusal
+        http = request  # the name that aiohttp gives it
+        if found := refusal(http, api_key=self.api_key, host=self.host, allow_hosts=self.allow_hosts):
+            return error_reply(http, found.status, "invalid_request_error", found.code, found.message)
         try:
             return await handler(http)
         except web.HTTPException as error:
@@ -82,21 +82,14 @@ class ServedModel:
                 http, error.status, "invalid_request_error", code, f"{http.method} {http.path}: {error.reason}"
             )
         except errors.Error as error:
-            return self._said(http, error)
+            status, kind, code = words_of(error)
+            self.serving.counts[code] += 1
+            return error_reply(http, status, kind, code, str(error))
         except Exception as error:
             if nobody := lost_client(http, error):
                 return nobody
             logger.exception("%s %s failed", http.method, http.path)
             return error_reply(http, 500, "server_error", "internal_error", f"{type(error).__name__}: {error}")
-
-    def _refuse(self, http: web.Request) -> web.Response | None:
-        found = refusal(http, api_key=self.api_key, host=self.host, allow_hosts=self.allow_hosts)
-        return found and error_reply(http, found.status, "invalid_request_error", found.code, found.message)
-
-    def _said(self, http: web.Request, error: errors.Error) -> web.Response:
-        status, kind, code = words_of(error)
-        self.serving.counts[code] += 1
-        return error_reply(http, status, kind, code, str(error))
 
     # --- the model ------------------------------------------------------------------------------------------------
 

@@ -53,13 +53,7 @@ class _PartialChoice:
     def finish(self, index: int, choice: Choice) -> Piece:
         """The last piece: what was held back, and the token that ended the reply."""
         generated = choice.generated
-        for token, logprob in zip(
-            generated.ids[self._sent + len(self._ids) : choice.body],
-            generated.logprobs[self._sent + len(self._ids) : choice.body],
-            strict=True,
-        ):
-            self._ids.append(token)
-            self._logprobs.append(logprob)
+        for token in generated.ids[self._sent + len(self._ids) : choice.body]:
             self._held += self._text.push(token)
         self._held += self._text.finish()
         self._ids = generated.ids[self._sent :]
