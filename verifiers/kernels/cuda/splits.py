@@ -40,7 +40,7 @@ def partial_sums(programs: int, splits: int, queries: int, dim: int, out: Tensor
     return one, two
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["first_ptr", "count_ptr"])
 def _merge(
     out_ptr, part_ptr, sum_ptr, first_ptr, count_ptr, out_token,
     IS_LISTED: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
