@@ -13,7 +13,7 @@ from verifiers.kernels.cuda.splits import attend_block, merge, partial_sums, sto
 QUERIES = 64  # tokens times heads that share a key, at a time
 
 
-@triton.jit(do_not_specialize=["table_row"])
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
 def _store(
     k_ptr, v_ptr, keys_ptr, values_ptr, table_ptr, row_ptr, position_ptr, k_head, k_token, v_head, v_token,
     table_row, cache_block, cache_head, PAGE: tl.constexpr,

@@ -70,7 +70,7 @@ def store_part(part_ptr, sum_ptr, part, d, top, total, out, mask, PADDED_DIM: tl
     tl.store(sum_ptr + part * 2 + 1, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["first_ptr", "count_ptr"])
 def _merge(
     out_ptr, part_ptr, sum_ptr, first_ptr, count_ptr, out_token,
     IS_LISTED: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
