@@ -261,11 +261,18 @@ def clustered() -> Iterator[Cell]:
                     yield repeated(share, n, rollouts, alike)
 
 
-def held_out() -> Iterator[Cell]:
-    """Means, sizes and likenesses that no constant was chosen on."""
+def others() -> Iterator[Cell]:
     for share in (0.35, 0.65, 0.9, 0.98):
         for n, rollouts in ((3, 8), (7, 2), (12, 6), (30, 32)):
             for alike in (0.03, 0.2, 0.4, 0.7, 0.97):
+                yield repeated(share, n, rollouts, alike)
+
+
+def held_out() -> Iterator[Cell]:
+    """Means, sizes and likenesses that no constant was chosen on."""
+    for share in (0.37, 0.62, 0.88, 0.97):
+        for n, rollouts in ((4, 10), (9, 3), (14, 7), (35, 24)):
+            for alike in (0.06, 0.25, 0.6):
                 yield repeated(share, n, rollouts, alike)
 
 
@@ -310,7 +317,8 @@ PARTS: dict[str, tuple[Callable[[], Iterator[Cell]], float]] = {  # and the shar
     "skewed": (skewed, 1.0),
     "sums": (sums, 0.5),
     "clustered": (clustered, 0.5),
-    "held-out": (held_out, 0.25),
+    "others": (others, 0.25),
+    "held-out": (held_out, 0.125),
     "missed": (missed, 0.25),
     "failing": (failing, 0.25),
     "passes": (passes, 0.5),

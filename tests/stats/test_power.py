@@ -36,6 +36,13 @@ def test_the_number_of_repeated_examples_gives_the_width_that_was_asked_for(mean
     assert sum(widths) / 30 == pytest.approx(0.05, rel=0.1)
 
 
+def test_thousands_of_rollouts_of_an_example_can_be_planned_for() -> None:
+    thousands, hundreds = (
+        stats.examples_needed(0.05, mean=0.9, within_sd=0.25, rollouts_per_example=rollouts) for rollouts in (2000, 200)
+    )
+    assert 0 <= hundreds - thousands <= 2
+
+
 @pytest.mark.parametrize(("resolution", "sd"), [(0.02, 0.4), (0.05, 0.3), (0.1, 0.3), (0.2, 0.3)])
 @pytest.mark.parametrize("power", [0.8, 0.9])
 def test_the_paired_t_test_has_the_power_asked_for(resolution: float, sd: float, power: float) -> None:
