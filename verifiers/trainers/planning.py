@@ -42,8 +42,7 @@ class Job:
     @property
     def home(self) -> torch.device:
         """Where the whole model is kept: of one of which each process trains a part, and reads no more, on the host."""
-        is_apart = self.sharding == "fsdp2" and self.processes > 1
-        return torch.device("cpu") if is_apart and not self.is_read else self.device
+        return torch.device("cpu") if self.sharding == "fsdp2" and not self.is_read else self.device
 
     def plan(
         self,
