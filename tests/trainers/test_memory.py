@@ -248,6 +248,7 @@ MEASURED = {"hidden": 384, "layers": 6, "vocabulary": 2048, "batch_size": 4, "ma
     ],
     ids=str,
 )
+@pytest.mark.timeout(900)  # memory is measured, not time
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is not known here")
 def test_the_planned_peak_is_what_a_process_takes(tmp_path: Path, case: dict[str, Any]) -> None:
     words = {**MEASURED, "micro_batch_tokens": 1536, **case}
