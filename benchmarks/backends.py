@@ -25,9 +25,9 @@ from verifiers.engine.backends import CPU, MODULES, TORCH
 from verifiers.engine.engine import Engine
 from verifiers.engine.sequence import Sampling
 from verifiers.samples import Sample
-from verifiers.trainers.logprobs import TokenScorer
-from verifiers.trainers.micro_batches import MicroBatch, Trained, micro_batches
-from verifiers.trainers.packing import Row
+from verifiers.trainers.learning.logprobs import TokenScorer
+from verifiers.trainers.learning.micro_batches import MicroBatch, Trained, micro_batches
+from verifiers.trainers.learning.packing import Row
 
 VOCABULARY = 2048
 SIZES = {"small": (128, 4, 4, 2), "larger": (256, 6, 8, 4)}  # hidden size, layers, heads, key/value heads

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import verifiers as vf
 from benchmarks.training import coin, prompts_of
-from verifiers.trainers.memory import Device, ModelSize, Training, plan_memory
+from verifiers.trainers.memory.plan import Device, ModelSize, Training, plan_memory
 
 SHAPES = {  # hidden, feed-forward, layers, heads, key/value heads, vocabulary
     "7b": (4096, 11008, 32, 32, 32, 32000),

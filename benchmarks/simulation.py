@@ -24,7 +24,7 @@ import verifiers as vf
 from verifiers.clients import HTTPClient
 from verifiers.clients.protocol import Request
 from verifiers.clients.replicas import ReplicaClient
-from verifiers.trainers.simulation import Setup, simulate
+from verifiers.trainers.distributed.simulation import Setup, simulate
 
 ALONE, FULL, SLOTS = 40.0, 240.0, 12  # tokens a second of one sequence, of all together, and sequences at once
 TICK_S = 0.1

@@ -19,9 +19,9 @@ psutil = pytest.importorskip("psutil")
 
 import verifiers as vf  # noqa: E402
 from tests.trainers.serving import Vllm  # noqa: E402
-from verifiers.trainers.processes import accelerator  # noqa: E402
-from verifiers.trainers.sharding import check_sharding  # noqa: E402
-from verifiers.trainers.zero import check_settings  # noqa: E402
+from verifiers.trainers.distributed.processes import accelerator  # noqa: E402
+from verifiers.trainers.distributed.sharding import check_sharding  # noqa: E402
+from verifiers.trainers.distributed.zero import check_settings  # noqa: E402
 
 SMALL = ("--batch-size", "8", "--group-size", "4", "--output-dir", "out")
 MARK = "VERIFIERS_TEST_REFUSAL"

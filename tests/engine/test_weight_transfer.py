@@ -26,7 +26,7 @@ from verifiers.clients.protocol import Completion, Request  # noqa: E402
 from verifiers.engine.engine import Engine  # noqa: E402
 from verifiers.engine.sequence import Sampling  # noqa: E402
 from verifiers.engine.server.server import LocalServer  # noqa: E402
-from verifiers.trainers.weight_sender import WeightChannel, parameters_of, send  # noqa: E402
+from verifiers.trainers.distributed.weight_sender import WeightChannel, parameters_of, send  # noqa: E402
 
 CHAT: list[Any] = [{"role": "user", "content": "hello world, the answer is"}]
 

@@ -17,7 +17,7 @@ from verifiers.integrations.tinker.adapters import LoraShape
 from verifiers.integrations.tinker.data import Datum
 from verifiers.integrations.tinker.service import Service
 from verifiers.samples import Sample
-from verifiers.trainers.micro_batches import Trained, micro_batches
+from verifiers.trainers.learning.micro_batches import Trained, micro_batches
 
 pytest.importorskip("peft")
 

@@ -23,8 +23,8 @@ from verifiers.kernels import autograd, reference  # noqa: E402
 from verifiers.kernels.cpu import learning  # noqa: E402
 from verifiers.kernels.cpu.build import find_compiler  # noqa: E402
 from verifiers.kernels.norms import HeadNorms  # noqa: E402
-from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
-from verifiers.trainers.micro_batches import micro_batches  # noqa: E402
+from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
+from verifiers.trainers.learning.micro_batches import micro_batches  # noqa: E402
 
 WITHIN = 1e-5
 WAY = Sampling(max_tokens=24, seed=1)

@@ -61,7 +61,7 @@ def test_the_turns_of_an_agent_have_the_tokens_that_the_engine_sampled_and_the_r
 
 
 def test_advantages_by_turn_reach_the_turns_they_are_of_where_a_sub_agent_was_asked_in_between() -> None:
-    from verifiers.trainers.sequences import advantages_of_samples
+    from verifiers.trainers.learning.sequences import advantages_of_samples
 
     def step(prompt: list[int], reply: list[int]) -> dict[str, Any]:
         tokens = {"prompt_ids": prompt, "completion_ids": reply, "completion_logprobs": [-1.0] * len(reply)}

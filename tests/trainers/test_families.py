@@ -11,8 +11,8 @@ pytest.importorskip("transformers")
 
 from tests.engine.support.exact import random_model  # noqa: E402
 from tests.trainers.test_packing import sequences  # noqa: E402
-from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
-from verifiers.trainers.micro_batches import micro_batches  # noqa: E402
+from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
+from verifiers.trainers.learning.micro_batches import micro_batches  # noqa: E402
 
 WIDE = {"sliding_window": 64}  # longer than any sequence, which are then packed
 ALL_OF_THEM = {

@@ -22,7 +22,7 @@ from tests.engine import tiny  # noqa: E402
 from tests.trainers import making  # noqa: E402
 from verifiers.trainers.advantages import Estimator, flat_groups  # noqa: E402
 from verifiers.trainers.batch import Reply, with_advantages  # noqa: E402
-from verifiers.trainers.micro_batches import micro_batches  # noqa: E402
+from verifiers.trainers.learning.micro_batches import micro_batches  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -339,7 +339,7 @@ def test_bad_input_is_one_sentence_before_the_first_step(tmp_path):
 
 
 def test_no_memory_for_it_is_said_with_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr("verifiers.trainers.planning.free_memory", lambda device: 1000)
+    monkeypatch.setattr("verifiers.trainers.memory.job.free_memory", lambda device: 1000)
     with pytest.raises(ValueError, match=r"needs .* at its peak .* and .* are free on cpu"):
         making.trainer(tmp_path)
 

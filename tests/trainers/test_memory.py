@@ -21,10 +21,10 @@ import verifiers as vf  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.trainers import making  # noqa: E402
 from verifiers.trainers import planning  # noqa: E402
-from verifiers.trainers.memory import Device, ModelSize, Training, WillNotFitError, plan_memory  # noqa: E402
-from verifiers.trainers.optimizers import OPTIMIZERS  # noqa: E402
+from verifiers.trainers.memory.optimizers import OPTIMIZERS  # noqa: E402
+from verifiers.trainers.memory.plan import Device, ModelSize, Training, WillNotFitError, plan_memory  # noqa: E402
+from verifiers.trainers.memory.ways import _remedies, check_fits  # noqa: E402
 from verifiers.trainers.setup import with_adapters  # noqa: E402
-from verifiers.trainers.ways import _remedies, check_fits  # noqa: E402
 
 WITHIN = 0.15  # of what was measured: docs/hardware.md promises it
 SEVEN_B = transformers.LlamaConfig(

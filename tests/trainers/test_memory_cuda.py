@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 import verifiers as vf  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.trainers import making  # noqa: E402
-from verifiers.trainers.memory import WillNotFitError  # noqa: E402
+from verifiers.trainers.memory.plan import WillNotFitError  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")]
 

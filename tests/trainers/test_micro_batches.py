@@ -13,7 +13,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from verifiers.samples import Sample  # noqa: E402
-from verifiers.trainers.micro_batches import MicroBatch, Trained, balanced, micro_batches  # noqa: E402
+from verifiers.trainers.learning.micro_batches import MicroBatch, Trained, balanced, micro_batches  # noqa: E402
 
 ANY = 1 << 40
 

@@ -16,7 +16,7 @@ from tests.engine import tiny  # noqa: E402
 from tests.trainers import making  # noqa: E402
 from verifiers.engine.local_model import LocalModel  # noqa: E402
 from verifiers.kernels.modules import is_quantised  # noqa: E402
-from verifiers.trainers.optimizers import OPTIMIZERS, check_optimizer  # noqa: E402
+from verifiers.trainers.memory.optimizers import OPTIMIZERS, check_optimizer  # noqa: E402
 from verifiers.trainers.weights import Weights  # noqa: E402
 
 
@@ -161,7 +161,7 @@ def test_weights_in_4_bits_need_adapters_and_a_package(tmp_path: Path, monkeypat
 
 def test_a_quantised_module_is_sampled_from_by_its_modules(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    from verifiers.trainers.quantized import in_4_bit
+    from verifiers.trainers.memory.quantized import in_4_bit
 
     words = tiny.tokenizer()
     model = in_4_bit(tiny.model(words), torch.device("cpu"), torch.float32)

@@ -13,10 +13,10 @@ pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, WINDOW, random_model  # noqa: E402
 from verifiers.samples import Sample  # noqa: E402
-from verifiers.trainers import packing as packed_rows  # noqa: E402
-from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
-from verifiers.trainers.micro_batches import MicroBatch, Trained, micro_batches  # noqa: E402
-from verifiers.trainers.proof import ANY_LENGTH  # noqa: E402
+from verifiers.trainers.learning import packing as packed_rows  # noqa: E402
+from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
+from verifiers.trainers.learning.micro_batches import MicroBatch, Trained, micro_batches  # noqa: E402
+from verifiers.trainers.learning.proof import ANY_LENGTH  # noqa: E402
 from verifiers.trainers.reference import Reference  # noqa: E402
 
 PACKED = (

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
 from tests.trainers import several  # noqa: E402
-from verifiers.trainers.processes import accelerator  # noqa: E402
+from verifiers.trainers.distributed.processes import accelerator  # noqa: E402
 from verifiers.trainers.row_stream import RowStream  # noqa: E402
 from verifiers.trainers.watch.report import _rows_so_far  # noqa: E402
 

@@ -18,8 +18,8 @@ from verifiers.engine.engine import Engine  # noqa: E402
 from verifiers.engine.sequence import Sampling  # noqa: E402
 from verifiers.kernels import prove  # noqa: E402
 from verifiers.samples import Sample  # noqa: E402
-from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
-from verifiers.trainers.micro_batches import ANY_LENGTH, Trained, micro_batches, split_at  # noqa: E402
+from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
+from verifiers.trainers.learning.micro_batches import ANY_LENGTH, Trained, micro_batches, split_at  # noqa: E402
 
 FRESH = 0.02
 

@@ -18,10 +18,10 @@ from verifiers.samples import Sample  # noqa: E402
 from verifiers.trainers import sampling, target_logprobs  # noqa: E402
 from verifiers.trainers.advantages import Estimator  # noqa: E402
 from verifiers.trainers.batch import with_advantages  # noqa: E402
-from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
-from verifiers.trainers.micro_batches import Trained, micro_batches  # noqa: E402
+from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
+from verifiers.trainers.learning.micro_batches import Trained, micro_batches  # noqa: E402
+from verifiers.trainers.learning.target_logprobs import score_logits  # noqa: E402
 from verifiers.trainers.sampling import Distribution, flat, read_distribution  # noqa: E402
-from verifiers.trainers.target_logprobs import score_logits  # noqa: E402
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.6},

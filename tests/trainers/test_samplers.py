@@ -194,7 +194,7 @@ def test_a_server_that_comes_back_gets_the_newest_weights_before_any_request(tmp
 
 @pytest.mark.parametrize("how", ["is_broken", "hangs"])
 def test_what_a_server_fails_at_or_never_answers_is_asked_of_another(monkeypatch, how):
-    from verifiers.trainers import samplers as module
+    from verifiers.trainers.distributed import samplers as module
 
     monkeypatch.setattr(module, "LOOK_S", 0.05)
     tokenizer = tiny.tokenizer()

@@ -13,7 +13,7 @@ pytest.importorskip("accelerate")
 
 import verifiers as vf  # noqa: E402
 from tests.trainers import making  # noqa: E402
-from verifiers.trainers.micro_batches import micro_batches  # noqa: E402
+from verifiers.trainers.learning.micro_batches import micro_batches  # noqa: E402
 
 QUIET = {"show_progress": False}
 

@@ -23,10 +23,10 @@ from tests.trainers.test_processes import ROOT, TORCHRUN, alone, check_same_upda
 from verifiers.cli.launch import ENGINES  # noqa: E402
 from verifiers.engine.sequence import Sampling  # noqa: E402
 from verifiers.trainers import setup  # noqa: E402
-from verifiers.trainers.logprobs import TokenScorer  # noqa: E402
-from verifiers.trainers.planning import Job  # noqa: E402
-from verifiers.trainers.sharding import first_layers, make_weights  # noqa: E402
-from verifiers.trainers.shards import export_checkpoint, shapes_of  # noqa: E402
+from verifiers.trainers.distributed.sharding import first_layers, make_weights  # noqa: E402
+from verifiers.trainers.distributed.shards import export_checkpoint, shapes_of  # noqa: E402
+from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
+from verifiers.trainers.memory.job import Job  # noqa: E402
 
 pytestmark = pytest.mark.timeout(900)  # processes that each import torch
 
@@ -319,7 +319,7 @@ def test_a_section_for_deepspeed_that_accelerate_ignores_is_warned_of(tmp_path):
     said = yaml.safe_load((ROOT / "configs" / "zero3.yaml").read_text())
     (tmp_path / "zero3.yaml").write_text(yaml.safe_dump({**said, "distributed_type": "MULTI_GPU"}))
     script = tmp_path / "script.py"
-    script.write_text("from verifiers.trainers.processes import accelerator\naccelerator()\n")
+    script.write_text("from verifiers.trainers.distributed.processes import accelerator\naccelerator()\n")
     done = launched_by_accelerate(tmp_path / "zero3.yaml", 2, str(script))
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr.count("has a section deepspeed_config, and Accelerate ignores it") == 1

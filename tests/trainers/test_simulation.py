@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.simulation import compare
 from verifiers.cli.main import vf as program
-from verifiers.trainers.simulation import Setup, simulate
+from verifiers.trainers.distributed.simulation import Setup, simulate
 
 PLAIN: dict[str, Any] = {
     "parameters": 0,

@@ -18,7 +18,7 @@ def export_model(checkpoint: Path, output: Path) -> None:
         raise click.UsageError(f"{output} is there already; choose another folder")
     with told(verbose=False):
         try:
-            from verifiers.trainers.shards import export_checkpoint
+            from verifiers.trainers.distributed.shards import export_checkpoint
 
             export_checkpoint(checkpoint, output)
         except ValueError as error:

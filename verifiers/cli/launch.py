@@ -83,7 +83,7 @@ def _check(engine: str) -> None:
 
 
 def _devices() -> int:
-    from verifiers.trainers.processes import devices
+    from verifiers.trainers.distributed.processes import devices
 
     found = devices()
     if not found:

@@ -11,7 +11,7 @@ import click
 from verifiers.cli.tables import table
 
 if TYPE_CHECKING:
-    from verifiers.trainers.ways import Way
+    from verifiers.trainers.memory.ways import Way
 
 PARTS = ("weights", "gradients", "optimizer", "KV cache", "activations", "logits")
 WIDTHS = {"bfloat16": 2, "float32": 4}
@@ -35,8 +35,8 @@ def plan(model: str, gpus: str | None, length: int, rollouts: int, host: str | N
     Only the configuration is read, never the weights. Peaks are those of one GPU at its worst moment, not sums: there
     are no gradients while the model is sampled from. A tenth of each GPU is left alone.
     """
-    from verifiers.trainers.memory import ModelSize
-    from verifiers.trainers.ways import best, ways_to_train
+    from verifiers.trainers.memory.plan import ModelSize
+    from verifiers.trainers.memory.ways import best, ways_to_train
 
     size = ModelSize.of(_config(model))
     if size.longest is not None and length > size.longest > 0:
@@ -99,13 +99,13 @@ def _config(model: str) -> Any:
 def _cards(gpus: str | None) -> tuple[int, float, str]:
     if gpus is not None:
         return *_size("--gpus", gpus), "cuda"
-    from verifiers.trainers.planning import this_machine
+    from verifiers.trainers.memory.job import this_machine
 
     return this_machine()
 
 
 def _size(option: str, text: str) -> tuple[int, float]:
-    from verifiers.trainers.ways import read_cards
+    from verifiers.trainers.memory.ways import read_cards
 
     try:
         return read_cards(text)

@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from verifiers.cli.tables import table
-from verifiers.trainers.simulation import Prediction, Setup
-from verifiers.trainers.simulation import simulate as play
+from verifiers.trainers.distributed.simulation import Prediction, Setup
+from verifiers.trainers.distributed.simulation import simulate as play
 
 HELP = {
     "parameters": "Parameters of the model, as 8e9.",
@@ -75,7 +75,7 @@ def simulate(as_json: bool, **given: Any) -> None:
         click.echo(json.dumps({"setup": asdict(setup), "prediction": asdict(found)}))
         return
     click.echo("\n".join(table([list(row) for row in _rows(setup, found)])))
-    click.echo("what is assumed: docs/scale.md, or verifiers/trainers/simulation.py")
+    click.echo("what is assumed: docs/scale.md, or verifiers/trainers/distributed/simulation.py")
 
 
 def _rows(setup: Setup, found: Prediction) -> list[tuple[str, str]]:

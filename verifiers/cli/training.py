@@ -222,7 +222,7 @@ class Stopping(AbstractContextManager["Stopping"]):
             report.display.say(said)
 
     def on_step_end(self, trainer: Any, figures: Mapping[str, Any]) -> None:
-        from verifiers.trainers.processes import gathered
+        from verifiers.trainers.distributed.processes import gathered
 
         asked = [one for one in gathered(trainer.accelerator, getattr(self.asked, "signum", None)) if one is not None]
         if asked:  # in any process: they stop after the same step

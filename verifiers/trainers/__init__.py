@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from verifiers.trainers.config import GRPOConfig as GRPOConfig
     from verifiers.trainers.config import SFTConfig as SFTConfig
     from verifiers.trainers.config import grpo_defaults as grpo_defaults
+    from verifiers.trainers.distributed.samplers import Samplers as Samplers
     from verifiers.trainers.grpo_trainer import GRPOTrainer as GRPOTrainer
-    from verifiers.trainers.samplers import Samplers as Samplers
     from verifiers.trainers.setup import lora_defaults as lora_defaults
     from verifiers.trainers.sft_trainer import SFTTrainer as SFTTrainer
     from verifiers.trainers.tiny import tiny_model as tiny_model

@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from verifiers.trainers.optimizers import OPTIMIZERS, SPELLINGS
+from verifiers.trainers.memory.optimizers import OPTIMIZERS, SPELLINGS
 
 SCHEDULES = ("constant", "linear", "cosine")
 STRATEGIES = ("no", "steps", "epoch")

@@ -10,7 +10,7 @@ from typing import Any
 from verifiers.errors import GraderError
 from verifiers.messages import as_messages
 from verifiers.trainers.advantages import Advantage, Estimator, Gather, mean_advantage
-from verifiers.trainers.processes import gathered
+from verifiers.trainers.distributed.processes import gathered
 from verifiers.types import State
 
 

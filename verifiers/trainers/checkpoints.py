@@ -18,11 +18,11 @@ import torch
 from verifiers.engine.files.gguf_model import quietly
 from verifiers.files import open_regular, read_regular
 from verifiers.store.disk import sync_folder
-from verifiers.trainers import shards
-from verifiers.trainers.optimizers import OPTIMIZERS
-from verifiers.trainers.processes import gathered, together
+from verifiers.trainers.distributed import shards
+from verifiers.trainers.distributed.processes import gathered, together
+from verifiers.trainers.distributed.sharding import ShardedWeights
+from verifiers.trainers.memory.optimizers import OPTIMIZERS
 from verifiers.trainers.reference import Reference
-from verifiers.trainers.sharding import ShardedWeights
 from verifiers.trainers.weights import Weights
 
 STATE, TENSORS, REFERENCE = "trainer.json", "trainer.pt", "reference.pt"

@@ -13,8 +13,8 @@ from verifiers.progress import Tally
 from verifiers.runner import RunInterruptedError
 from verifiers.trainers.advantages import flat_groups
 from verifiers.trainers.batch import Batch
+from verifiers.trainers.distributed.processes import gathered
 from verifiers.trainers.pipeline import LoopThread, Pipeline
-from verifiers.trainers.processes import gathered
 from verifiers.trainers.row_stream import RowStream
 
 if TYPE_CHECKING:

@@ -17,21 +17,22 @@ from verifiers.envs.remote.workers import Workers, as_workers, check_installed
 from verifiers.progress import Tally
 from verifiers.results import Results
 from verifiers.runner import RunInterruptedError
-from verifiers.trainers import processes, sampler, sampling, setup
+from verifiers.trainers import sampler, sampling, setup
 from verifiers.trainers.advantages import Estimator, flat_groups
 from verifiers.trainers.batch import Batch, Reply, as_batch, refusals, with_advantages
 from verifiers.trainers.config import GRPOConfig
+from verifiers.trainers.distributed import processes
+from verifiers.trainers.distributed.remote_weights import remote_weights
+from verifiers.trainers.distributed.sharding import Whole, check_sharding, make_weights
 from verifiers.trainers.functions import call_fitting, is_overridden, own_function
 from verifiers.trainers.generations import Generations, rows_learned
+from verifiers.trainers.learning.micro_batches import Trained
+from verifiers.trainers.learning.sequences import trained_sequences
 from verifiers.trainers.losses import Loss
-from verifiers.trainers.micro_batches import Trained
 from verifiers.trainers.offline import read_offline
 from verifiers.trainers.reference import Reference
-from verifiers.trainers.remote_weights import remote_weights
 from verifiers.trainers.reward_weights import reward_weights, scheduled_weights
 from verifiers.trainers.row_stream import RowStream
-from verifiers.trainers.sequences import trained_sequences
-from verifiers.trainers.sharding import Whole, check_sharding, make_weights
 from verifiers.trainers.staleness import staleness_figures
 from verifiers.trainers.stopping import nothing_scored
 from verifiers.trainers.trainer import Trainer

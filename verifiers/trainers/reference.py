@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verifiers.trainers.logprobs import TokenScorer
-from verifiers.trainers.micro_batches import MicroBatch
+from verifiers.trainers.learning.logprobs import TokenScorer
+from verifiers.trainers.learning.micro_batches import MicroBatch
 
 
 class Reference:

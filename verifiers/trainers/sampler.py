@@ -21,14 +21,14 @@ from verifiers.envs.environment import Environment
 from verifiers.messages import as_messages
 from verifiers.rollout import step_tokens
 from verifiers.samples import Sample, samples_of
-from verifiers.trainers.planning import length_asked, slots_wanted
-from verifiers.trainers.samplers import Samplers
+from verifiers.trainers.distributed.samplers import Samplers
+from verifiers.trainers.memory.job import length_asked, slots_wanted
 from verifiers.trainers.sampling import flat, merged, names
 from verifiers.types import ChatMessage
 
 if TYPE_CHECKING:
     from verifiers.trainers.config import GRPOConfig
-    from verifiers.trainers.memory import MemoryPlan
+    from verifiers.trainers.memory.plan import MemoryPlan
 
 ROUNDING = 1.001  # what two ways of counting the same bytes may differ by
 

@@ -19,11 +19,11 @@ from verifiers.messages import tools_of
 from verifiers.rubrics import Rubric
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.config import GRPOConfig
-from verifiers.trainers.memory import MemoryPlan, ModelSize
-from verifiers.trainers.optimizers import bitsandbytes, check_optimizer
-from verifiers.trainers.planning import Job
-from verifiers.trainers.processes import held_apart, mixed_precision
-from verifiers.trainers.quantized import in_4_bit, in_one_layout
+from verifiers.trainers.distributed.processes import held_apart, mixed_precision
+from verifiers.trainers.memory.job import Job
+from verifiers.trainers.memory.optimizers import bitsandbytes, check_optimizer
+from verifiers.trainers.memory.plan import MemoryPlan, ModelSize
+from verifiers.trainers.memory.quantized import in_4_bit, in_one_layout
 from verifiers.types import Row
 
 logger = logging.getLogger("verifiers.trainers")

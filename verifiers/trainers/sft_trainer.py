@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from verifiers.samples import Sample
-from verifiers.trainers import processes, setup
+from verifiers.trainers import setup
 from verifiers.trainers.config import SFTConfig
+from verifiers.trainers.distributed import processes
+from verifiers.trainers.distributed.sharding import check_sharding, make_weights
 from verifiers.trainers.generations import rows_so_far
-from verifiers.trainers.logprobs import TokenScorer
-from verifiers.trainers.micro_batches import Trained, idle_batch, micro_batches
+from verifiers.trainers.learning.logprobs import TokenScorer
+from verifiers.trainers.learning.micro_batches import Trained, idle_batch, micro_batches
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.sft_rows import SFTSamples, read_samples
-from verifiers.trainers.sharding import check_sharding, make_weights
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.watch.report import Report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verifiers.trainers.processes import gathered
+from verifiers.trainers.distributed.processes import gathered
 
 
 class TrainingStoppedError(RuntimeError):

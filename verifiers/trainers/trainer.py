@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.checkpoints import save_model
+from verifiers.trainers.distributed.sharding import ShardedWeights
 from verifiers.trainers.functions import call_callbacks
-from verifiers.trainers.memory import MemoryPlan
+from verifiers.trainers.memory.plan import MemoryPlan
 from verifiers.trainers.row_stream import RowStream
-from verifiers.trainers.sharding import ShardedWeights
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.watch.report import Report
 from verifiers.trainers.weights import Weights

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from verifiers.engine.fair_lock import steady
 from verifiers.trainers.config import GRPOConfig
+from verifiers.trainers.distributed.processes import gathered, lacking
+from verifiers.trainers.learning.micro_batches import MicroBatch, Trained, idle_batch, micro_batches
+from verifiers.trainers.learning.target_logprobs import Scored
+from verifiers.trainers.learning.update_figures import UpdateFigures, combined
 from verifiers.trainers.losses import Loss, TokenLosses, sampler_correction, token_weights
-from verifiers.trainers.memory import MemoryPlan
-from verifiers.trainers.micro_batches import MicroBatch, Trained, idle_batch, micro_batches
-from verifiers.trainers.processes import gathered, lacking
+from verifiers.trainers.memory.plan import MemoryPlan
 from verifiers.trainers.reference import Reference
-from verifiers.trainers.target_logprobs import Scored
-from verifiers.trainers.update_figures import UpdateFigures, combined
 from verifiers.trainers.weights import Weights
 
 

@@ -16,9 +16,9 @@ from verifiers.integrations.tinker.custom_losses import CustomLoss
 from verifiers.integrations.tinker.data import Datum, TrainingRequest
 from verifiers.integrations.tinker.losses import LOSSES
 from verifiers.trainers.base_config import TrainingConfig
-from verifiers.trainers.logprobs import TokenScorer
-from verifiers.trainers.micro_batches import MicroBatch, balanced
-from verifiers.trainers.planning import Job
+from verifiers.trainers.learning.logprobs import TokenScorer
+from verifiers.trainers.learning.micro_batches import MicroBatch, balanced
+from verifiers.trainers.memory.job import Job
 from verifiers.trainers.sampling import PLAIN
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.weights import Weights

@@ -14,9 +14,10 @@ import torch
 
 from verifiers.integrations.tinker.client import DEFAULT_LENGTH, TinkerClient
 from verifiers.integrations.tinker.update import TinkerUpdate, check_config
-from verifiers.trainers import processes, sampling, setup
+from verifiers.trainers import sampling, setup
 from verifiers.trainers.advantages import Estimator
 from verifiers.trainers.config import GRPOConfig
+from verifiers.trainers.distributed import processes
 from verifiers.trainers.functions import own_function
 from verifiers.trainers.grpo_trainer import Function, GRPOTrainer, RowSampler, WeightSchedule
 from verifiers.trainers.row_stream import RowStream

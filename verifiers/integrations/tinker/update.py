@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from verifiers.trainers.config import GRPOConfig
+from verifiers.trainers.learning.micro_batches import Trained
+from verifiers.trainers.learning.update_figures import UpdateFigures
 from verifiers.trainers.losses import METHODS, Loss, token_weights
-from verifiers.trainers.micro_batches import Trained
-from verifiers.trainers.update_figures import UpdateFigures
 
 # Settings of a trainer in this process that a model elsewhere has no place for.
 NOT_HERE = (

@@ -23,7 +23,7 @@ from verifiers.store import RunDir, safe_name
 from verifiers.trainers import checkpoints
 from verifiers.trainers.advantages import mean_advantage
 from verifiers.trainers.batch import Batch, as_batch
-from verifiers.trainers.processes import gathered, together
+from verifiers.trainers.distributed.processes import gathered, together
 from verifiers.trainers.reward_weights import reward_weights
 from verifiers.trainers.stopping import NotFiniteError
 from verifiers.trainers.watch.audit import audit

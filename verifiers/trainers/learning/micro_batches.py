@@ -1,7 +1,7 @@
 """Samples become micro-batches of tokens, of about the same size each and small enough for one forward pass.
 
 Two layouts: a rectangle of sequences, padded on the right; or packed, where a shared prefix is computed once and there
-is no padding (`verifiers.trainers.packing`). In both, positions after the last one that predicts a trained token are
+is no padding (`verifiers.trainers.learning.packing`). In both, positions after the last one that predicts a trained token are
 cut off: no loss depends on them.
 """
 
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from verifiers.samples import Sample
-from verifiers.trainers.packing import Packing
+from verifiers.trainers.learning.packing import Packing
+from verifiers.trainers.learning.token_columns import Columns
+from verifiers.trainers.learning.token_layout import ranges
 from verifiers.trainers.sampling import PLAIN, Distribution
-from verifiers.trainers.token_columns import Columns
-from verifiers.trainers.token_layout import ranges
 
 WORTH_PACKING = 15 / 16  # of the padded tokens: with less to save, copying keys costs more than is saved
 ANY_LENGTH = 1 << 62

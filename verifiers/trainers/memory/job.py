@@ -14,9 +14,9 @@ from verifiers.envs.singleturn_env import SingleTurnEnv
 from verifiers.kernels.modules import is_quantised
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.config import GRPOConfig
-from verifiers.trainers.memory import Device, MemoryPlan, ModelSize, Training, plan_memory
+from verifiers.trainers.memory.plan import Device, MemoryPlan, ModelSize, Training, plan_memory
+from verifiers.trainers.memory.ways import check_fits
 from verifiers.trainers.sampling import flat, merged
-from verifiers.trainers.ways import check_fits
 
 logger = logging.getLogger("verifiers.trainers")
 

@@ -22,7 +22,7 @@ from verifiers.engine.channel import (
     new_unique_id,
 )
 from verifiers.errors import ConnectionFailedError, Error, RequestRefusedError
-from verifiers.trainers.optimizers import bitsandbytes
+from verifiers.trainers.memory.optimizers import bitsandbytes
 
 OLDEST_VLLM = (0, 32)
 QUICK_S = 120.0  # for what moves no weights: a server that hangs does not hold up a training for longer

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from verifiers import calls
 from verifiers.trainers.checkpoints import save_model
-from verifiers.trainers.processes import together
+from verifiers.trainers.distributed.processes import together
+from verifiers.trainers.distributed.samplers import Samplers
 from verifiers.trainers.sampler import Sampler
-from verifiers.trainers.samplers import Samplers
 
 
 class RemoteWeights(Protocol):

@@ -4,7 +4,7 @@ What lies between the projections is done by the kernels of the device (`verifie
 a packed row computes no more of shared prefixes than their keys and values.
 
 A layer is recognised as the engine recognises it; the whole model is proven with it, forward and backward, before it is
-used (`verifiers.trainers.proof`). Whatever is unusual when it runs (a mask, a hook, dropout in attention, another
+used (`learning.proof`). Whatever is unusual when it runs (a mask, a hook, dropout in attention, another
 attention than PyTorch's) is left to the layer's own forward. Projections are called as modules: adapters work.
 """
 
@@ -25,8 +25,8 @@ from verifiers.kernels.attention import register
 from verifiers.kernels.decoder import DecoderLayer, has_parts, recognise
 from verifiers.kernels.modules import HOOKS, is_hooked, replaced_forwards
 from verifiers.kernels.norms import fusible_norms
-from verifiers.trainers import packing
-from verifiers.trainers.packing import Row, dense_attention
+from verifiers.trainers.learning import packing
+from verifiers.trainers.learning.packing import Row, dense_attention
 
 HARMLESS = {"position_ids", "use_cache", "cache_position"}  # what a layer may be told besides, without a cache
 CHECKPOINTING = "_gradient_checkpointing_func"  # where transformers keeps the function that checkpoints a layer

@@ -28,7 +28,7 @@ from verifiers.errors import (
     RequestRefusedError,
     ServerError,
 )
-from verifiers.trainers.weight_sender import WeightChannel, parameters_of, send
+from verifiers.trainers.distributed.weight_sender import WeightChannel, parameters_of, send
 from verifiers.types import VersionSpan
 
 logger = logging.getLogger("verifiers.trainers")

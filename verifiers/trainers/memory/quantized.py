@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verifiers.trainers.optimizers import bitsandbytes
+from verifiers.trainers.memory.optimizers import bitsandbytes
 
 
 def in_4_bit(model: Any, device: torch.device, dtype: torch.dtype) -> Any:

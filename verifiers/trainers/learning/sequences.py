@@ -11,7 +11,7 @@ from verifiers.samples import NotSampledError, Sample, are_ids_of, exact_samples
 from verifiers.trainers import sampling
 from verifiers.trainers.batch import Batch
 from verifiers.trainers.config import GRPOConfig
-from verifiers.trainers.micro_batches import Trained
+from verifiers.trainers.learning.micro_batches import Trained
 from verifiers.trainers.sampling import Distribution
 
 FindTokens = Callable[[Any, Any], list[Sample]]

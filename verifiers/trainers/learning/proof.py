@@ -19,11 +19,11 @@ from torch import Tensor
 from verifiers.kernels import prove as probe
 from verifiers.kernels.prove import agree
 from verifiers.samples import Sample
-from verifiers.trainers.micro_batches import ANY_LENGTH, MicroBatch, Trained, micro_batches
-from verifiers.trainers.packing import Row
+from verifiers.trainers.learning.micro_batches import ANY_LENGTH, MicroBatch, Trained, micro_batches
+from verifiers.trainers.learning.packing import Row
 
 if TYPE_CHECKING:
-    from verifiers.trainers.logprobs import TokenScorer
+    from verifiers.trainers.learning.logprobs import TokenScorer
 
 logger = logging.getLogger("verifiers.trainers")
 

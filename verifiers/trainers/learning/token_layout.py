@@ -12,7 +12,7 @@ from torch.autograd import Function
 from verifiers.kernels.devices import to_device
 
 if TYPE_CHECKING:
-    from verifiers.trainers.packing import Packing
+    from verifiers.trainers.learning.packing import Packing
 
 
 class PaddedLayout:

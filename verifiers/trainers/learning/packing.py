@@ -26,7 +26,7 @@ from verifiers.kernels.autograd import attended
 from verifiers.kernels.cpu import learning as cpu
 from verifiers.kernels.cpu.learning import Segments
 from verifiers.kernels.devices import to_device
-from verifiers.trainers.token_layout import PaddedLayout, SuffixKeys
+from verifiers.trainers.learning.token_layout import PaddedLayout, SuffixKeys
 
 NAME = "verifiers_packed"
 LARGEST_HEAD_DIM = 256  # of an attention head, in fused kernels

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from verifiers.trainers.memory import Device, MemoryPlan, ModelSize, Training, WillNotFitError, gb, plan_memory
-from verifiers.trainers.optimizers import OPTIMIZERS
+from verifiers.trainers.memory.optimizers import OPTIMIZERS
+from verifiers.trainers.memory.plan import Device, MemoryPlan, ModelSize, Training, WillNotFitError, gb, plan_memory
 
 UNITS = {"MB": 1e6, "MIB": 2**20, "GB": 1e9, "GIB": 2**30, "TB": 1e12, "TIB": 2**40}
 _CARDS = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(\d+(?:\.\d+)?)\s*([MGT]I?B)", re.IGNORECASE)

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from verifiers.trainers.base_config import TrainingConfig
-from verifiers.trainers.processes import gathered
-from verifiers.trainers.sharding import Root, ShardedWeights, Whole, proven, twin_of
+from verifiers.trainers.distributed.processes import gathered
+from verifiers.trainers.distributed.sharding import Root, ShardedWeights, Whole, proven, twin_of
 
 NOT_OURS = ("optimizer", "scheduler")  # sections of DeepSpeed's configuration whose place ours takes
 AVERAGES = ("exp_avg", "exp_avg_sq")  # that AdamW keeps of each parameter

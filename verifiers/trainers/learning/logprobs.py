@@ -14,15 +14,15 @@ from torch import Tensor
 
 from verifiers.kernels import prove as probe
 from verifiers.kernels.modules import is_plain_linear, replaced_forwards
-from verifiers.trainers.decoder_training import DecoderTraining
-from verifiers.trainers.micro_batches import MicroBatch
-from verifiers.trainers.packing import Row
+from verifiers.trainers.learning.decoder_training import DecoderTraining
+from verifiers.trainers.learning.micro_batches import MicroBatch
+from verifiers.trainers.learning.packing import Row
+from verifiers.trainers.learning.target_logprobs import Scored, chunked_logprobs, fused_logprobs, score_logits
+from verifiers.trainers.learning.token_layout import select
 from verifiers.trainers.sampling import Distribution
-from verifiers.trainers.target_logprobs import Scored, chunked_logprobs, fused_logprobs, score_logits
-from verifiers.trainers.token_layout import select
 
 if TYPE_CHECKING:
-    from verifiers.trainers.proof import Layouts
+    from verifiers.trainers.learning.proof import Layouts
 
 logger = logging.getLogger("verifiers.trainers")
 
@@ -74,7 +74,7 @@ class TokenScorer:
     @cached_property
     def layouts(self) -> Layouts:
         """How sequences may be computed together: found out by numbers, when it is first asked."""
-        from verifiers.trainers.proof import proven_layouts
+        from verifiers.trainers.learning.proof import proven_layouts
 
         return proven_layouts(self)
 

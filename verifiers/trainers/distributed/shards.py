@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from verifiers.trainers.sharding import ShardedWeights
+from verifiers.trainers.distributed.sharding import ShardedWeights
 from verifiers.trainers.weights import Weights
 
 FOLDER = "shards"

@@ -1,9 +1,9 @@
 """A model and several processes → weights of which each holds a part, and a whole model that is sampled from.
 
 The module that a trainer was given stays whole: on the device if it is sampled from there, else on the host. A twin of
-it learns, sharded by PyTorch's `fully_shard` (FSDP2) or by DeepSpeed (`verifiers.trainers.zero`). It is made without
-weights, and takes its parts of them one parameter at a time. After each update its parameters are gathered into the
-whole module, one after the other: the engine, a server elsewhere and whoever saves the model read them there.
+it learns, sharded by PyTorch's `fully_shard` (FSDP2) or by DeepSpeed (`distributed.zero`). It is made without weights,
+and takes its parts of them one parameter at a time. After each update its parameters are gathered into the whole
+module, one after the other: the engine, a server elsewhere and whoever saves the model read them there.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from verifiers.kernels import prove as probe
 from verifiers.kernels.modules import is_quantised
 from verifiers.trainers.base_config import TrainingConfig
-from verifiers.trainers.logprobs import Proven, TokenScorer
-from verifiers.trainers.memory import MemoryPlan
-from verifiers.trainers.processes import gathered, mixed_precision, same_weights
-from verifiers.trainers.proof import Layouts
+from verifiers.trainers.distributed.processes import gathered, mixed_precision, same_weights
+from verifiers.trainers.learning.logprobs import Proven, TokenScorer
+from verifiers.trainers.learning.proof import Layouts
+from verifiers.trainers.memory.plan import MemoryPlan
 from verifiers.trainers.weights import Weights
 
 logger = logging.getLogger("verifiers.trainers")
@@ -47,7 +47,7 @@ def make_weights(
     _check_kind(kind, in_4_bit=is_quantised(model), is_fp16=next(model.parameters()).dtype == torch.float16)
     if kind == "fsdp2":
         return FSDPWeights(model, config, processes, whole=whole)
-    from verifiers.trainers.zero import ZeroWeights
+    from verifiers.trainers.distributed.zero import ZeroWeights
 
     return ZeroWeights(model, config, processes, whole=whole)
 
@@ -64,7 +64,7 @@ def check_sharding(config: TrainingConfig, processes: Any, kind: str) -> None:
     is_fp16 = config.fp16 or (not config.bf16 and mixed_precision() == "fp16")
     _check_kind(kind, in_4_bit=config.load_in_4bit, is_fp16=is_fp16)
     if kind == "zero":
-        from verifiers.trainers.zero import check_settings
+        from verifiers.trainers.distributed.zero import check_settings
 
         check_settings(config, processes)
 

@@ -13,7 +13,7 @@ from verifiers.samples import Sample
 from verifiers.trainers.sampling import PLAIN, Distribution
 
 if TYPE_CHECKING:
-    from verifiers.trainers.micro_batches import Trained
+    from verifiers.trainers.learning.micro_batches import Trained
 
 
 @dataclass(frozen=True, slots=True)

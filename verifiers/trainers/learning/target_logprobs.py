@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from verifiers.engine.sequence import NO_TOP_K
 from verifiers.kernels.autograd import kernels_for
 from verifiers.kernels.sampling import SamplingColumns, truncate
-from verifiers.trainers.memory import CHUNK_BYTES, CHUNK_BYTES_ELSEWHERE
+from verifiers.trainers.memory.plan import CHUNK_BYTES, CHUNK_BYTES_ELSEWHERE
 from verifiers.trainers.sampling import Distribution
 
 FREE_LOGITS = 1 << 24  # so few (64 MiB in float32) are kept for the backward pass; more are computed again there

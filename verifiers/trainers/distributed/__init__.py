@@ -1,0 +1,1 @@
+"""Several processes train one model, servers elsewhere sample from it; and what a run on many cards would do."""
