@@ -28,7 +28,7 @@ class Weights:
     ``optim="cpu_offload"`` copies, gradients and the optimizer are on the host. ``takes_each`` gradient as soon as it
     is there: a launch for each parameter, and no moment at which there are two of all.
 
-    Here each of several processes holds all of them; `verifiers.trainers.distributed.sharding` has those that hold a part.
+    Here each of several processes holds all of them; `distributed.sharding` has those that hold a part.
     """
 
     is_sharded = False  # whether a forward or backward pass is one of all processes together
@@ -171,7 +171,7 @@ class Weights:
         return {name: tuple(one.shape) for name, one in zip(self.names, self.live, strict=True)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights and the optimizer's state by name (see `verifiers.trainers.distributed.shards`), to be written or read."""
+        """The weights and the optimizer's state by name (see `distributed.shards`), to be written or read."""
         found = {}
         for i, (name, master) in enumerate(zip(self.names, self.masters, strict=True)):
             found[f"weights.{name}"] = self.spread(i, master.detach())

@@ -1,7 +1,7 @@
 """Samples become micro-batches of tokens, of about the same size each and small enough for one forward pass.
 
 Two layouts: a rectangle of sequences, padded on the right; or packed, where a shared prefix is computed once and there
-is no padding (`verifiers.trainers.learning.packing`). In both, positions after the last one that predicts a trained token are
+is no padding (`learning.packing`). In both, positions after the last one that predicts a trained token are
 cut off: no loss depends on them.
 """
 
