@@ -92,8 +92,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     making.evaluate(root / "evals", model="org/two", skill=0.8, seed=2, n=30, rollouts=4)
     making.evaluate(root / "evals", model="org/three", skill=0.6, seed=3, n=30, rollouts=4)
     making.judged_run(root / "evals")
-    making.labelled_run(root / "evals")
-    making.labelled_run(root / "evals", model="org/better", skill=1.0)
+    making.labelled_run(root / "labels")
+    making.labelled_run(root / "labels", model="org/better", skill=1.0)
     making.train(root / "train", steps=40)
     making.tool_run(root / "evals")
     hostile.hostile_run(root / "hostile", hostile.PAYLOADS[1].replace("/", "-"))
@@ -118,7 +118,7 @@ def browser(folder: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[ViewerServer]:
-    roots = [folder / name for name in ("evals", "train", "hostile", "live")]
+    roots = [folder / name for name in ("evals", "labels", "train", "hostile", "live")]
     with ViewerServer(Library(roots)) as server:
         yield server
 

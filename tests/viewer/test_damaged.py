@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -122,6 +123,7 @@ COLUMNS = (
 )
 
 
+@pytest.mark.timeout(600)  # many examples, each a file: minutes beside other programs
 @given(lines=st.lists(st.fixed_dictionaries(dict.fromkeys(COLUMNS, JSON)), max_size=5), tail=st.binary(max_size=30))
 def test_any_line_is_read_or_counted_as_damaged(lines, tail, tmp_path_factory):
     path = tmp_path_factory.mktemp("any") / "results.jsonl"

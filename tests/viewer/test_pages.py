@@ -232,8 +232,8 @@ def test_a_link_to_a_rollout_is_copied_and_opens_it_here_and_in_an_exported_file
 
 
 def test_figures_of_all_rows_are_shown_with_their_intervals_and_their_failures(page, server, folder):
-    one = address_of(folder, "evals", "multiples--org--labels", "*")
-    better = address_of(folder, "evals", "multiples--org--better", "*")
+    one = address_of(folder, "labels", "multiples--org--labels", "*")
+    better = address_of(folder, "labels", "multiples--org--better", "*")
     open_page(page, server, f"#/run/{one}", "table.aggregates")
     assert page.locator("table.aggregates td.word").all_inner_texts() == ["balanced", "f1", "others"]
     figures = page.locator("table.aggregates td.figure").all_inner_texts()
