@@ -214,7 +214,7 @@ class GRPOTrainer(Trainer):
         rate = learning_rate(self.config, self.step, self.total_steps)
         trained = self.sequences(batch)
         refused = refusals(batch, trained, self.accelerator)
-        if self.memory.releases_cache and isinstance(self.client, sampler.Sampler):
+        if isinstance(self.client, sampler.Sampler) and self.memory.releases_cache:
             self.client.engine.release_cache()
         figures = self.update.run(trained, rate)
         batch.ratios = self.update.ratios_of(self.config.log_rollouts)

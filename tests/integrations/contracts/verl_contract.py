@@ -54,12 +54,7 @@ def load_environment(tools=False):
         return vf.ToolEnv(dataset=rows, tools=[double], rubric=vf.Rubric([called]), max_turns=3)
     return Twice(dataset=rows, rubric=vf.Rubric([digits]), max_turns=2)
 """
-TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{{ message['content'] or '' }}"
-    "{% for call in message['tool_calls'] or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
-    "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-CALLS = [f'<tool_call>{{"name": "double", "arguments": {{"x": {x}}}}}</tool_call>' for x in (21, 42)]
+CALLS = [f'<tool_call>\n{{"name": "double", "arguments": {{"x": {x}}}}}\n</tool_call>' for x in (21, 42)]
 
 
 class TorchServer(LLMServerClient):
@@ -153,7 +148,6 @@ def save_model(folder: Path) -> tuple[Any, Any]:
     """A tiny model; its tokenizer has a token for a word that the model spells, so that tokens made anew would show."""
     model, tokenizer = vf.tiny_model(hidden_size=64, context=1024)
     tokenizer.add_tokens(["double"])
-    tokenizer.chat_template = TEMPLATE
     model.resize_token_embeddings(len(tokenizer))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

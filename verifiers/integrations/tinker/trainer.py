@@ -49,6 +49,9 @@ class RemotePolicy(torch.nn.Module):  # type: ignore[misc]  # torch is not typed
     def publish(self) -> None:
         """There is no copy here."""
 
+    def finish(self) -> None:
+        """Nothing is held here that an end of training would free."""
+
     def save_pretrained(self, path: str | Path) -> None:
         """Save the weights at Tinker, to sample from and to go on with; their paths go into a file."""
         name = f"vf-{uuid.uuid4().hex[:12]}"
@@ -73,8 +76,16 @@ class FreshWeights:
     def __init__(self, policy: RemotePolicy, client: TinkerClient) -> None:
         self._policy, self._client = policy, client
 
-    def send(self, _: Any = None) -> None:
+    def begin(self, processes: Any, version: int) -> None:
+        """The sampler is of the weights before a training that goes on had loaded its own."""
+        if version:
+            self.send(processes, version)
+
+    def send(self, processes: Any, version: int) -> None:
         self._client.remote.sampling = self._policy.training_client.save_weights_and_get_sampling_client()
+
+    def close(self) -> None:
+        """Nothing is held between two steps."""
 
 
 class TinkerTrainer(GRPOTrainer):
@@ -118,16 +129,18 @@ class TinkerTrainer(GRPOTrainer):
         self.tokenizer = training.get_tokenizer() if tokenizer is None else tokenizer
         setup.check_template(self.tokenizer, env)
         self.model = self.weights = policy = RemotePolicy(service, training, model)
+        policy.config = self.config  # a checkpoint keeps which optimizer it is of
         self.optimizer = policy
         sampler = training.save_weights_and_get_sampling_client()
         self.client = TinkerClient(sampler, self.tokenizer, name=model, length=length)
-        self._remote = FreshWeights(policy, self.client)  # type: ignore[assignment]
+        self._remote = FreshWeights(policy, self.client)
         rows, self.dropped_prompts = setup.short_enough(setup.rows_of(env, None), self.tokenizer, self.config, env)
         self.rows = RowStream(rows, seed=self.config.seed, shard=(0, 1))
         self.eval_rows = setup.eval_rows(env, eval_dataset)
         self.callbacks = list(callbacks)
         self.row_sampler, self.weight_schedule = row_sampler, weight_schedule
         self.step, self.epoch, self.cursor, self.should_stop, self.report = 0, 0, 0, False, None
+        self.learned, self._workers = [], None
         self._parts, self._batch_at = deque(), (0, 0)
         asked = sampling.flat(usual_sampling(self.config, env))
         self._update = TinkerUpdate(  # type: ignore[assignment]
@@ -138,19 +151,6 @@ class TinkerTrainer(GRPOTrainer):
         """Save the weights at Tinker; the folder has their paths there (tinker.json) and the tokenizer."""
         self.model.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
-
-    def train(self, resume: bool | str | Path = False) -> Any:
-        if resume:  # the sampler is of the weights before they were loaded
-            self.callbacks.append(_Resumed(self._remote))
-        return super().train(resume)
-
-
-class _Resumed:
-    def __init__(self, fresh: Any) -> None:
-        self._fresh = fresh
-
-    def on_train_begin(self, trainer: Any) -> None:
-        self._fresh.send()
 
 
 def check_sampling(args: Mapping[str, Any]) -> None:
