@@ -30,6 +30,8 @@ PATHS = "tinker.json"
 class RemotePolicy(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
     """What stands for a model whose weights are at Tinker: it can be saved and loaded, by the paths they have there."""
 
+    is_sharded = False
+
     def __init__(self, service: Any, training: Any, name: str) -> None:
         super().__init__()
         self.service, self.training_client, self.name_or_path = service, training, name
