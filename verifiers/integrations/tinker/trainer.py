@@ -38,6 +38,7 @@ class RemotePolicy(torch.nn.Module):  # type: ignore[misc]  # torch is not typed
         self.nothing = torch.nn.Parameter(torch.zeros(0))  # trainers ask a model for its device
         self.names: list[str] = []
         self.masters: list[Any] = []
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.scale = 1.0
         self.paths: dict[str, str] = {}
 
