@@ -14,8 +14,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from verifiers.trainers.watch.plot import plot_svg
+
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH, LABEL, LINE = 760, 230, 30
+REWARD = ("step", "reward", "reward_low", "reward_high")
 
 # Colours that read on white and on black; the reader's setting decides which.
 STYLE = """
@@ -145,7 +148,12 @@ def main(numbers: Sequence[str]) -> None:
         if not numbers or number in numbers:
             module = importlib.import_module(f"examples.{path.stem}")
             found = module.main(Path(tempfile.mkdtemp())) if number.startswith("3") else module.main()
-            (ROOT / "docs" / "images" / f"{path.stem}.svg").write_text(draw(number, found), encoding="utf-8")
+            images = ROOT / "docs" / "images"
+            (images / f"{path.stem}.svg").write_text(draw(number, found), encoding="utf-8")
+            if number == "303":  # its reward alone, for the README's first screen
+                rewards = [{key: line.get(key) for key in REWARD} for line in found.report.steps]
+                curve = plot_svg(rewards, title="reverse-text: a tiny transformer, made on the spot")
+                (images / "learning-curve.svg").write_text(curve, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch.autograd import gradcheck  # noqa: E402
 
 from verifiers.kernels import autograd, reference  # noqa: E402
-from verifiers.trainers import target_logprobs  # noqa: E402
+from verifiers.trainers.learning import target_logprobs  # noqa: E402
 
 
 def randn(*shape: int, seed: int = 0) -> Any:

@@ -17,7 +17,7 @@ from verifiers.kernels import autograd, reference  # noqa: E402
 from verifiers.kernels.cpu import learning as cpu  # noqa: E402
 from verifiers.kernels.cpu.binding import learn_functions  # noqa: E402
 from verifiers.kernels.cpu.build import find_compiler, library  # noqa: E402
-from verifiers.trainers import target_logprobs  # noqa: E402
+from verifiers.trainers.learning import target_logprobs  # noqa: E402
 from verifiers.trainers.learning.packing import Packing, Row  # noqa: E402
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C compiler")

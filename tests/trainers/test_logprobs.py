@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from tests.engine.support.exact import FAMILIES, random_model  # noqa: E402
 from verifiers.engine.logits import LogitsProcessor, processed  # noqa: E402
 from verifiers.engine.sequence import ActiveSequence, Sampling  # noqa: E402
-from verifiers.trainers import target_logprobs  # noqa: E402
+from verifiers.trainers.learning import target_logprobs  # noqa: E402
 from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.learning.micro_batches import MicroBatch  # noqa: E402
 from verifiers.trainers.sampling import Distribution  # noqa: E402

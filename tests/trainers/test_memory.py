@@ -20,7 +20,7 @@ from hypothesis import strategies as st  # noqa: E402
 import verifiers as vf  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.trainers import making  # noqa: E402
-from verifiers.trainers import planning  # noqa: E402
+from verifiers.trainers.memory import job  # noqa: E402
 from verifiers.trainers.memory.optimizers import OPTIMIZERS  # noqa: E402
 from verifiers.trainers.memory.plan import Device, ModelSize, Training, WillNotFitError, plan_memory  # noqa: E402
 from verifiers.trainers.memory.ways import _remedies, check_fits  # noqa: E402
@@ -173,7 +173,7 @@ def test_knobs_that_change_no_number_are_taken_and_told_and_losses_are_the_same(
     plain = making.trainer(tmp_path / "plain", **sizes)
     assert not plain.memory.told
     free = least_free(plain)
-    monkeypatch.setattr(planning, "free_memory", lambda device: free)
+    monkeypatch.setattr(job, "free_memory", lambda device: free)
     tight = making.trainer(tmp_path / "tight", show_progress=True, **sizes)
     told = ", ".join(tight.memory.told)
     assert "gradient checkpointing" in told
@@ -187,7 +187,7 @@ def test_a_model_that_will_not_fit_is_refused_before_its_weights_are_read(
 ) -> None:
     SEVEN_B.save_pretrained(tmp_path)  # and no weights: reading them would fail in another way
     tiny.tokenizer().save_pretrained(tmp_path)
-    monkeypatch.setattr(planning, "free_memory", lambda device: 20e9)
+    monkeypatch.setattr(job, "free_memory", lambda device: 20e9)
     with pytest.raises(WillNotFitError, match=r"training all weights needs .* GB at its peak"):
         vf.GRPOTrainer(model=str(tmp_path), env=making.environment(), config=making.config(tmp_path))
 
@@ -197,7 +197,7 @@ def test_lengths_that_nobody_gave_are_no_reason_to_refuse_a_training(
 ) -> None:
     plain = making.trainer(tmp_path / "plain")
     plan, free = plain.memory, least_free(plain) * 0.9
-    monkeypatch.setattr(planning, "free_memory", lambda device: free)
+    monkeypatch.setattr(job, "free_memory", lambda device: free)
     made = making.trainer(tmp_path / "tight")
     assert made.memory.asked.length < plan.asked.length
     assert "sequences of at most" in made.memory.told[0]
@@ -211,7 +211,7 @@ def test_checkpointing_that_was_switched_off_stays_off_and_is_advised(
 ) -> None:
     sizes = {"max_seq_length": 256}
     free = least_free(making.trainer(tmp_path / "plain", **sizes))
-    monkeypatch.setattr(planning, "free_memory", lambda device: free)
+    monkeypatch.setattr(job, "free_memory", lambda device: free)
     with pytest.raises(WillNotFitError, match="it fits with gradient_checkpointing=True"):
         making.trainer(tmp_path / "tight", gradient_checkpointing=False, **sizes)
 

@@ -15,9 +15,10 @@ from tests.engine import tiny  # noqa: E402
 from tests.trainers import making  # noqa: E402
 from verifiers.clients.protocol import Tokens  # noqa: E402
 from verifiers.samples import Sample  # noqa: E402
-from verifiers.trainers import sampling, target_logprobs  # noqa: E402
+from verifiers.trainers import sampling  # noqa: E402
 from verifiers.trainers.advantages import Estimator  # noqa: E402
 from verifiers.trainers.batch import with_advantages  # noqa: E402
+from verifiers.trainers.learning import target_logprobs  # noqa: E402
 from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.learning.micro_batches import Trained, micro_batches  # noqa: E402
 from verifiers.trainers.learning.target_logprobs import score_logits  # noqa: E402

@@ -17,8 +17,8 @@ from tests.engine.support.exact import FAMILIES, MIXTURES, random_model  # noqa:
 from tests.trainers.test_packing import sequences  # noqa: E402
 from verifiers.kernels import reference  # noqa: E402
 from verifiers.kernels.autograd import projected  # noqa: E402
-from verifiers.trainers import target_logprobs  # noqa: E402
 from verifiers.trainers.learning import logprobs as logprobs_module  # noqa: E402
+from verifiers.trainers.learning import target_logprobs  # noqa: E402
 from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.learning.micro_batches import MicroBatch, micro_batches  # noqa: E402
 from verifiers.trainers.learning.packing import Packing, Row  # noqa: E402

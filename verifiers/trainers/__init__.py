@@ -20,7 +20,7 @@ _HOME = {
     "GRPOTrainer": "grpo_trainer",
     "SFTConfig": "config",
     "SFTTrainer": "sft_trainer",
-    "Samplers": "samplers",
+    "Samplers": "distributed.samplers",
     "grpo_defaults": "config",
     "lora_defaults": "setup",
     "tiny_model": "tiny",

@@ -53,8 +53,7 @@ class GRPOTrainer(Trainer):
     ``model`` is a name, a folder or a module; ``client`` answers in its place where it is served elsewhere.
     ``row_sampler`` chooses the rows to draw from: (all rows, epochs so far) → rows; ``weight_schedule`` the rubric's
     weights: epochs so far → weights. ``advantage`` and ``loss`` are names of the configuration, or functions (see
-    `verifiers.trainers.advantages` and `verifiers.trainers.losses`). Each method below is a step of the loop and may be
-    overridden.
+    `trainers.advantages` and `trainers.losses`). Each method below is a step of the loop and may be overridden.
     """
 
     config: GRPOConfig
@@ -96,15 +95,8 @@ class GRPOTrainer(Trainer):
         if self.offline is None:
             setup.check_env(env)
         whole: Whole = "sampled" if client is None or self.config.kl_coef else "sent"
-        job = setup.job(
-            self.config,
-            self.accelerator,
-            kind,
-            env=env,
-            adapters=peft_config,
-            samples=client is None,
-            is_read=whole == "sampled",
-        )
+        asked = {"adapters": peft_config, "samples": client is None, "is_read": whole == "sampled"}
+        job = setup.job(self.config, self.accelerator, kind, env=env, **asked)
         self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, job)
         setup.check_template(self.tokenizer, env)
         setup.check_reference(self.model, self.config)
@@ -336,11 +328,8 @@ class GRPOTrainer(Trainer):
         return batch.rewarded([float(reward) for reward in rewards])
 
     def _start_sampling(self, what: int | str, count: int, *, is_apart: bool) -> None:
-        """Rollouts of a step get seeds of their own, made of the run's; the sampler begins them together.
-
-        The seeds of rows that no other process has do not depend on which process that is: one that runs alone would
-        draw the same.
-        """
+        """Rollouts of a step begin together, with seeds of their own; those of rows that no other process has (they are
+        apart) do not depend on which process it is: one that runs alone would draw the same."""
         process = 0 if is_apart else self.accelerator.process_index
         seed = sampler.seed_of(self.config.seed, process, self.step, what)
         sampler.start_sampling(self.client, seed, count if self.config.max_concurrent < 0 else 0)
