@@ -45,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
         "rates": {"full": 1e-5, "lora": 1e-4},
         # The model as it comes never puts a number into a box: there would be nothing to learn from.
         "warm_up_rates": {"full": 1e-4, "lora": 1e-3},
-        "warm_up_epochs": 3,
+        "warm_up_epochs": 5,
     },
 }
 
@@ -92,7 +92,9 @@ def run(name: str, how: str, model_name: str, minutes: float, seed: int) -> dict
     seconds = time.perf_counter() - began
     after = held_out(trainer)
     print(f"{name}, {how}, seed {seed}, {len(report.steps)} steps in {seconds:.0f} s", flush=True)
+    whole = compare(scores(at_first, metric), scores(after["greedy"], metric))
     print(f"   held-out {metric} as it came, greedy: {at_first.interval(metric)}", flush=True)
+    print(f"   question by question, greedy, A as it came and B after: {whole}", flush=True)
     figures = {}
     for way in before:
         gain = compare(scores(before[way], metric), scores(after[way], metric))

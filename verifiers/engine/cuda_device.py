@@ -65,13 +65,14 @@ class CudaDevice:
     def __init__(self) -> None:
         self.captures = 0  # graphs that were recorded
         self._pool: Any = None
+        self._aside = torch.cuda.Stream()  # one for all recordings: cuBLAS keeps memory for each stream it has seen
 
     def drop_graphs(self) -> None:
         self._pool = None
 
     def record(self, work: Callable[[], T], tidy: Callable[[], None] | None = None) -> tuple[torch.cuda.CUDAGraph, T]:
         """Do something a few times aside, tidying up each time, then record it."""
-        stream = torch.cuda.Stream()
+        stream = self._aside
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
@@ -80,7 +81,7 @@ class CudaDevice:
                     tidy()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with nothing_freed(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode=OWN_FAULTS):
+        with nothing_freed(), torch.cuda.graph(graph, self._pool, stream, capture_error_mode=OWN_FAULTS):
             outputs = work()
         if self._pool is None:
             self._pool = graph.pool()

@@ -1,12 +1,13 @@
-"""Prompts on CUDA: their new tokens are run, all prompts at once, over what their blocks hold already.
+"""Prompts on CUDA: their new tokens are run, many prompts at once, over what their blocks hold already.
 
-A few tokens are run by captured graphs: starting the operations one by one takes several times as long as doing them.
+They are run by captured graphs, in parts that are as long as the longest of these: starting the operations one by one
+takes longer than doing them, for as long as other threads compete with this one for the interpreter all the more.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,7 @@ from verifiers.kernels.devices import to_device
 if TYPE_CHECKING:
     from verifiers.engine.cuda_runner import CudaDecoder
 
-TOKENS = (32, 64, 128, 256, 512, 1024, 2048)  # a graph for each: the new tokens it takes
+TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # a graph for each: the new tokens it takes
 TOKENS_A_PROMPT, PROMPTS = 16, 16  # of which there may be so many: one for 16 tokens, and 16 at least
 CAPTURE_AT = 2  # a size of which there were so many is worth a graph
 
@@ -30,7 +31,7 @@ def blocks_of(segments: Sequence[Segment], step: int) -> np.ndarray:
     >>> blocks_of([Segment(0, 40, table=3, past=100)], step=32).tolist()
     [[0, 32], [32, 8], [3, 3], [100, 132]]
     """
-    start, end, table, past = np.array([(one.start, one.end, one.table, one.past) for one in segments], np.int32).T
+    start, end, table, past = np.array(segments, np.int32).T
     counts = -(-(end - start) // step)
     index = np.repeat(np.arange(len(counts)), counts)
     offset = (np.arange(len(index)) - np.repeat(counts.cumsum() - counts, counts)) * step
@@ -39,8 +40,28 @@ def blocks_of(segments: Sequence[Segment], step: int) -> np.ndarray:
     return blocks.astype(np.int32)
 
 
+def parts_of(segments: Sequence[Segment], most: int) -> Iterator[list[Segment]]:
+    """Segments one after the other, cut into parts of so many tokens.
+
+    >>> [[tuple(one) for one in part] for part in parts_of([Segment(0, 5, 0, 0), Segment(5, 9, 1, 16)], most=6)]
+    [[(0, 5, 0, 0), (5, 6, 1, 16)], [(0, 3, 1, 17)]]
+    """
+    part, begin = list[Segment](), 0
+    for start, end, table, past in segments:
+        at = start
+        while at < end:
+            stop = min(end, begin + most)
+            part.append(Segment(at - begin, stop - begin, table, past + at - start))
+            at = stop
+            if at == begin + most:
+                yield part
+                part, begin = [], at
+    if part:
+        yield part
+
+
 class CudaPrefill:
-    """Runs prompts: small ones by graphs."""
+    """Runs prompts by graphs; what is too much for the largest, part by part."""
 
     def __init__(self, decoder: CudaDecoder) -> None:
         self._decoder, self._card = decoder, decoder.card
@@ -53,7 +74,19 @@ class CudaPrefill:
         self._graphs.clear()
 
     def run(self, ids_T: np.ndarray, kept_N: np.ndarray, segments: list[Segment], tables: np.ndarray) -> Tensor:
-        """The logits at the places ``kept``."""
+        """The logits at the places ``kept``, which are in order."""
+        if len(ids_T) <= TOKENS[-1]:
+            return self._run(ids_T, kept_N, segments, tables)
+        logits, begin = list[Tensor](), 0
+        for part in parts_of(segments, TOKENS[-1]):
+            end, first, last = begin + part[-1].end, part[0].table, part[-1].table
+            kept = kept_N[slice(*np.searchsorted(kept_N, (begin, end)))] - begin
+            own = [Segment(start, stop, table - first, past) for start, stop, table, past in part]
+            logits.append(self._run(ids_T[begin:end], kept, own, tables[first : last + 1]).clone())
+            begin = end
+        return torch.cat(logits)
+
+    def _run(self, ids_T: np.ndarray, kept_N: np.ndarray, segments: list[Segment], tables: np.ndarray) -> Tensor:
         device = self._decoder.blocks.device
         tokens = next((size for size in TOKENS if size >= len(ids_T)), 0)
         most = max(PROMPTS, tokens // TOKENS_A_PROMPT)

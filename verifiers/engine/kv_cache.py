@@ -9,7 +9,7 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,8 +68,7 @@ class KVCache:
             self.store[:, :, host_index(blocks, self.store.device)] = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """One prompt's part of a packed prefill: tokens ``[start, end)`` go to a sequence that holds ``past`` already.
 
     ``table`` is the number of its block table.
@@ -87,7 +86,7 @@ def tables_and_positions(segments: Sequence[Segment]) -> tuple[np.ndarray, np.nd
     >>> [one.tolist() for one in tables_and_positions([Segment(0, 2, table=0, past=7), Segment(2, 3, table=1, past=0)])]
     [[0, 0, 1], [7, 8, 0]]
     """
-    start, end, table, past = np.array([(one.start, one.end, one.table, one.past) for one in segments]).T
+    start, end, table, past = np.array(segments).T
     table_T, offset_T = (np.repeat(values, end - start) for values in (table, past - start))
     return table_T, np.arange(len(table_T)) + offset_T
 
