@@ -22,33 +22,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import verifiers as vf
 
-SHAPES = {  # hidden, feed-forward, layers, heads, key/value heads, vocabulary
-    "tiny": (128, 256, 4, 4, 2, 512),
-    "smollm2": (576, 1536, 30, 9, 3, 49152),
+SHAPES = {  # hidden, feed-forward, layers, heads, key/value heads, width of a head, vocabulary
+    "tiny": (128, 256, 4, 4, 2, 32, 512),
+    "smollm2": (576, 1536, 30, 9, 3, 64, 49152),
+    "qwen3-1.7b": (2048, 6144, 28, 16, 8, 128, 151936),
 }
 
 
 def make(shape: str, device: str) -> tuple[Any, Any]:
     """A model with random weights, and a tokenizer that has a word for each of its tokens."""
-    hidden, feed_forward, layers, heads, kv_heads, vocabulary = SHAPES[shape]
+    hidden, feed_forward, layers, heads, kv_heads, head_dim, vocabulary = SHAPES[shape]
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, vocabulary)}}
     backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     torch.manual_seed(0)
-    config = LlamaConfig(
+    family = "Qwen3" if shape.startswith("qwen3") else "Llama"
+    config = getattr(transformers, f"{family}Config")(
         hidden_size=hidden,
         intermediate_size=feed_forward,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         vocab_size=vocabulary,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
@@ -56,7 +60,8 @@ def make(shape: str, device: str) -> tuple[Any, Any]:
         bos_token_id=1,
         eos_token_id=2,
     )
-    model = LlamaForCausalLM(config)
+    with torch.device(device):
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
     return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32), tokenizer
 
 
@@ -118,6 +123,7 @@ def ours(case: dict[str, Any], device: str) -> tuple[list[float], list[float]]:
         env=env,
         config=config,
         callbacks=[lambda trainer, figures: times.append(time.perf_counter())],
+        peft_config=vf.lora_defaults() if case.get("lora") else None,
     )
     report = trainer.train()
     last = report.steps[-1]
@@ -159,6 +165,7 @@ def trl(case: dict[str, Any], device: str) -> tuple[list[float], list[float]]:
         processing_class=tokenizer,
         args=config,
         train_dataset=rows,
+        peft_config=vf.lora_defaults() if case.get("lora") else None,
         reward_funcs=[lambda completions, **_: [REWARDS[case["reward"]](text) for text in completions]],
         callbacks=[Clock()],
     )
@@ -179,6 +186,16 @@ CASES = {
     "cuda": [
         {"shape": "smollm2", "rollouts": 256, "micro": 64, "group": 16, "words": 64, "new": 128, "steps": 6},
         {"shape": "smollm2", "rollouts": 1024, "micro": 128, "group": 16, "words": 64, "new": 128, "steps": 6},
+        {
+            "shape": "qwen3-1.7b",
+            "rollouts": 256,
+            "micro": 64,
+            "group": 16,
+            "words": 64,
+            "new": 512,
+            "steps": 4,
+            "lora": True,
+        },
     ],
 }
 
@@ -224,7 +241,7 @@ def main() -> None:
         print("TRL is not installed: pip install trl", flush=True)
     for shape in CASES[device]:
         case = {**shape, "reward": "coin", "rate": 1e-6, "seed": 0}
-        what = f"{case['shape']}, {case['rollouts']} rollouts in groups of {case['group']}, {case['new']} new tokens"
+        what = f"{case['shape']}, {case['rollouts']} rollouts in groups of {case['group']}, {case['new']} new tokens{', LoRA' if case.get('lora') else ''}"
         print(what, flush=True)
         mine, theirs = [], []
         for _ in range(ROUNDS[device]):  # in turn: other programs come and go

@@ -78,8 +78,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated(tmp_path: Pat
     model = model_of(1024, 12).cpu()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(500 * MB / total)
     before = torch.cuda.memory_allocated()
+    torch.cuda.set_per_process_memory_fraction((before + 500 * MB) / total)
     with pytest.raises(WillNotFitError, match=r"are free on cuda.*it fits with .*LoRA"):
         imitating(tmp_path, model)
     assert torch.cuda.memory_allocated() == before
@@ -136,9 +136,15 @@ def test_a_closed_model_gives_its_memory_back_and_a_second_of_default_size_fits(
     words().save_pretrained(tmp_path)
     gc.collect()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    for _ in range(2):
+    left = []
+    for _ in range(3):
+        before = torch.cuda.memory_reserved()
         with vf.LocalModel(str(tmp_path)) as model:
             model.engine.generate([[3, 4, 5]])
-            assert torch.cuda.memory_reserved() - before > 100 * MB
-        assert torch.cuda.memory_reserved() - before < 100 * MB
+            assert torch.cuda.memory_reserved() - before > 1000 * MB
+        del model  # and its weights
+        gc.collect()
+        torch.cuda.empty_cache()
+        left.append(torch.cuda.memory_reserved() - before)
+    assert left[0] < 200 * MB  # workspaces that libraries keep from their first use on
+    assert max(left[1:]) < 10 * MB

@@ -61,9 +61,11 @@ class ModelRunner:
             self.not_in_c = unsupported(self.decoder) if self.device.type == "cpu" else "it is not on the CPU"
         self.cpu = CpuModel(self.decoder) if self.not_in_c is None else None
         self.onednn = OneDNNLinears(module) if OneDNNLinears.helps(module) else None
-        self._norms = [(one, partial(reference.rms_norm, one, epsilon)) for one, epsilon in self.decoder.norms]
-        fused = self.decoder.fused_norms
-        self._other_norms = [pair for pair in self._norms if id(pair[0]) not in fused]
+        self._norms = [
+            (one, partial(reference.rms_norm, one, epsilon))
+            for one, epsilon in self.decoder.norms
+            if id(one) not in self.decoder.fused_norms
+        ]
         self._snapshot = ModuleSnapshot(module)
         self._adapters = _adapted(self._snapshot.modules)
         self._seen: tuple[int, Any] = (0, None)
@@ -113,8 +115,9 @@ class ModelRunner:
     def _run(self, ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor | int) -> Tensor:
         """By the model's forward, its norms and the layers that were recognised in fewer operations."""
         decoder, is_unhooked = self.decoder, self.decoder.is_unhooked
-        norms = self._other_norms if is_unhooked else self._norms
-        forwards: list[tuple[Any, Callable[..., Any]]] = [pair for pair in norms if "forward" not in vars(pair[0])]
+        forwards: list[tuple[Any, Callable[..., Any]]] = [
+            pair for pair in self._norms if "forward" not in vars(pair[0])
+        ]
         forwards += decoder.forwards if is_unhooked else []
         forwards += [] if self.onednn is None else self.onednn.forwards
         is_whole = is_unhooked and decoder.may_run_whole

@@ -23,7 +23,7 @@ from verifiers.kernels import reference
 from verifiers.kernels.attention import attend_rotated, attending
 from verifiers.kernels.cuda import projections
 from verifiers.kernels.modules import is_hooked, is_plain_linear, without_dropout
-from verifiers.kernels.norms import HeadNorms, Norm, fusible_norms
+from verifiers.kernels.norms import HeadNorms, fusible_norms
 from verifiers.kernels.prove import agree, is_nonzero
 
 logger = logging.getLogger("verifiers.kernels")
@@ -45,8 +45,7 @@ class DecoderLayer:
     index: int
     head_dim: int
     is_silu: bool
-    norms: tuple[Any, Any]  # before attention and before the feed-forward
-    epsilons: tuple[float | None, float | None]  # of these, where they are RMS norms
+    epsilons: tuple[float | None, float | None]  # of its two norms, where they are RMS norms
     head_norms: tuple[Any, Any] | None  # of queries and keys, head by head (Qwen3)
     head_epsilons: tuple[float | None, float | None]
     rotates: bool  # every fourth layer of SmolLM3 has no rotary embedding
@@ -58,6 +57,10 @@ class DecoderLayer:
     def qkv(self) -> tuple[Any, Any, Any]:
         attention = self.layer.self_attn
         return attention.q_proj, attention.k_proj, attention.v_proj
+
+    @property
+    def norms(self) -> tuple[Any, Any]:
+        return self.layer.input_layernorm, self.layer.post_attention_layernorm
 
     @property
     def fusible_head_norms(self) -> HeadNorms | None:
@@ -99,21 +102,15 @@ class DecoderLayer:
     def run(self, hidden: Tensor, shape: Sequence[int], rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Hidden states ``[tokens, width]``, overwritten; ``shape`` is (sequences, tokens of each)."""
         layer = self.layer
-        hidden = add_projected(hidden, layer.self_attn.o_proj, self._attended(hidden, shape, rotary))
-        return add_projected(hidden, layer.mlp.down_proj, self._fed_forward(hidden))
+        attended = self._attended(layer.input_layernorm(hidden), shape, rotary)
+        hidden = add_projected(hidden, layer.self_attn.o_proj, attended)
+        fed_forward = self._fed_forward(layer.post_attention_layernorm(hidden))
+        return add_projected(hidden, layer.mlp.down_proj, fed_forward)
 
-    def _normed(self, hidden: Tensor, i: int) -> tuple[Tensor, Norm | None]:
-        """The input of a norm and the norm, which is computed with what follows; or its output, and None."""
-        norm, epsilon = (self.layer.input_layernorm, self.layer.post_attention_layernorm)[i], self.epsilons[i]
-        if epsilon is None or norm is not self.norms[i] or is_hooked(norm):
-            return norm(hidden), None
-        return hidden, (norm.weight, epsilon)
-
-    def _attended(self, hidden: Tensor, shape: Sequence[int], rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def _attended(self, x: Tensor, shape: Sequence[int], rotary: tuple[Tensor, Tensor]) -> Tensor:
         attention = self.layer.self_attn
         shape = (*shape, -1, self.head_dim)
-        x, norm = self._normed(hidden, 0)
-        q, k, v = (one.view(shape) for one in projections.project(x, self.qkv, norm))
+        q, k, v = (one.view(shape) for one in projections.project(x, self.qkv))
         norms = self.fusible_head_norms
         if self.head_norms is not None and norms is None:
             q, k = attention.q_norm(q), attention.k_norm(k)
@@ -123,13 +120,11 @@ class DecoderLayer:
         )  # fmt: skip
         return out.transpose(1, 2).reshape(x.shape[0], -1)
 
-    def _fed_forward(self, hidden: Tensor) -> Tensor:
+    def _fed_forward(self, x: Tensor) -> Tensor:
         mlp = self.layer.mlp
-        x, norm = self._normed(hidden, 1)
         if not self.is_silu:
-            gate, up = projections.project(x, (mlp.gate_proj, mlp.up_proj), norm)
-            return mlp.act_fn(gate) * up
-        return projections.project_gated(x, mlp.gate_proj, mlp.up_proj, _gated, norm)
+            return mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)
+        return projections.project_gated(x, mlp.gate_proj, mlp.up_proj, _gated)
 
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -173,8 +168,8 @@ class CommonDecoder:
 
     @property
     def fused_norms(self) -> set[int]:
-        """Identities of the norms that layers compute themselves, and call as modules only where these have hooks."""
-        return {id(norm) for layer in self.layers for norm in (*layer.norms, *(layer.head_norms or ()))}
+        """Identities of the norms that are fused with attention, and not called as modules unless they have hooks."""
+        return {id(norm) for layer in self.layers for norm in layer.head_norms or ()}
 
     @property
     def forwards(self) -> list[tuple[Any, Callable[..., Any]]]:
@@ -221,11 +216,10 @@ def recognise(layer: Any, configs: Sequence[Any], epsilons: dict[int, float]) ->
     """A layer as one of the common kind, if that gives the layer's own numbers."""
     attention = layer.self_attn
     weight = layer.input_layernorm.weight
-    norms = layer.input_layernorm, layer.post_attention_layernorm
+    norms = epsilons.get(id(layer.input_layernorm)), epsilons.get(id(layer.post_attention_layernorm))
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     described = partial(
-        DecoderLayer, layer, attention.layer_idx, attention.head_dim, _is_silu(layer.mlp.act_fn, weight),
-        norms, (epsilons.get(id(norms[0])), epsilons.get(id(norms[1]))),
+        DecoderLayer, layer, attention.layer_idx, attention.head_dim, _is_silu(layer.mlp.act_fn, weight), norms,
         None if q_norm is None else (q_norm, k_norm), (epsilons.get(id(q_norm)), epsilons.get(id(k_norm))),
     )  # fmt: skip
     theirs = _Probe()

@@ -10,12 +10,6 @@ from torch import Tensor, nn
 
 from verifiers.kernels.modules import is_hooked
 
-Norm = tuple[Tensor, float]  # an RMS norm: its weight, and its epsilon
-
-
-def normed(x: Tensor, norm: Norm | None) -> Tensor:
-    return x if norm is None else F.rms_norm(x, norm[0].shape, *norm)
-
 
 class HeadNorms(NamedTuple):
     """RMS norms of queries and keys, head by head, before their rotary embedding (Qwen3): weights and epsilons."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from verifiers.kernels.cuda.splits import attend_block, capped, merge, partial_sums, store_part
 from verifiers.kernels.norms import HeadNorms
 
-BLOCK_S, WARPS, STAGES = 64, 4, 3
+BLOCK_S, WARPS, STAGES = 64, 4, 2
 SHARED_BYTES = 160 << 10  # what a block of threads may hold of keys and values on every card we aim at
 BLOCK_GATED = 1024
 
@@ -29,18 +29,18 @@ def rotate_pair(x, partner, cos, sin):
 
 
 @triton.jit
-def inverse_rms(squares, epsilon, DIM: tl.constexpr):
+def _inverse_rms(squares, epsilon, DIM: tl.constexpr):
     """One over the root mean square, from the sum of squares."""
     return tl.rsqrt(squares / DIM + epsilon)
 
 
 @triton.jit
-def normed(x, scale, weight):
+def _normed(x, scale, weight):
     return (x.to(tl.float32) * scale * weight.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
-def squares(x):
+def _squares(x):
     return x.to(tl.float32) * x.to(tl.float32)
 
 
@@ -82,12 +82,12 @@ def _attend(
         k_partner = tl.load(k_ptr + row * k_row + group * k_head + partner, mask=in_dim, other=0.0)
         q_partner = tl.load(q_heads + partner[None, :], mask=is_q, other=0.0)
         if NORMS:
-            k_scale = inverse_rms(tl.sum(squares(k_new), 0), k_epsilon, DIM)
-            q_scale = inverse_rms(tl.sum(squares(q), 1), q_epsilon, DIM)[:, None]
-            k_new = normed(k_new, k_scale, tl.load(k_norm_ptr + d, mask=in_dim, other=0.0))
-            k_partner = normed(k_partner, k_scale, tl.load(k_norm_ptr + partner, mask=in_dim, other=0.0))
-            q = normed(q, q_scale, tl.load(q_norm_ptr + d, mask=in_dim, other=0.0)[None, :])
-            q_partner = normed(q_partner, q_scale, tl.load(q_norm_ptr + partner, mask=in_dim, other=0.0)[None, :])
+            k_scale = _inverse_rms(tl.sum(_squares(k_new), 0), k_epsilon, DIM)
+            q_scale = _inverse_rms(tl.sum(_squares(q), 1), q_epsilon, DIM)[:, None]
+            k_new = _normed(k_new, k_scale, tl.load(k_norm_ptr + d, mask=in_dim, other=0.0))
+            k_partner = _normed(k_partner, k_scale, tl.load(k_norm_ptr + partner, mask=in_dim, other=0.0))
+            q = _normed(q, q_scale, tl.load(q_norm_ptr + d, mask=in_dim, other=0.0)[None, :])
+            q_partner = _normed(q_partner, q_scale, tl.load(q_norm_ptr + partner, mask=in_dim, other=0.0)[None, :])
         k_new = rotate_pair(k_new, k_partner, cos, sin)
         q = rotate_pair(q, q_partner, cos[None, :], sin[None, :])
     table = table_ptr + row * table_row
@@ -128,9 +128,9 @@ def block_of(row_bytes: int) -> tuple[int, int]:
     """Positions at a time and loads in flight, so that keys and values of wide heads fit too.
 
     >>> block_of(128), block_of(1024)
-    ((64, 3), (64, 1))
+    ((64, 2), (64, 1))
     """
-    for block, stages in ((BLOCK_S, STAGES), (BLOCK_S, 2), (BLOCK_S, 1), (BLOCK_S // 2, 1)):
+    for block, stages in ((BLOCK_S, STAGES), (BLOCK_S, 1), (BLOCK_S // 2, 1)):
         if 2 * block * row_bytes * stages <= SHARED_BYTES:
             return block, stages
     return 16, 1
@@ -182,9 +182,9 @@ def _rotate_heads(
     one = tl.load(at, mask=inside, other=0.0)
     two = tl.load(at + HALF, mask=inside, other=0.0)
     if NORMS:
-        scale = inverse_rms(tl.sum(squares(one) + squares(two), 1), epsilon, 2 * HALF)[:, None]
-        one = normed(one, scale, tl.load(norm_ptr + i, mask=i < HALF, other=0.0))
-        two = normed(two, scale, tl.load(norm_ptr + HALF + i, mask=i < HALF, other=0.0))
+        scale = _inverse_rms(tl.sum(_squares(one) + _squares(two), 1), epsilon, 2 * HALF)[:, None]
+        one = _normed(one, scale, tl.load(norm_ptr + i, mask=i < HALF, other=0.0))
+        two = _normed(two, scale, tl.load(norm_ptr + HALF + i, mask=i < HALF, other=0.0))
     tl.store(at, rotate_pair(one, two, cos_1, -sin_1), mask=inside)
     tl.store(at + HALF, rotate_pair(two, one, cos_2, sin_2), mask=inside)
 

@@ -1,5 +1,4 @@
-"""Triton: several projections of one input in one launch, the norm before them too; `projections` decides when that is
-faster."""
+"""Triton: several projections of one input in one launch; `projections` decides when that is faster."""
 
 from __future__ import annotations
 
@@ -9,41 +8,31 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from verifiers.kernels.cuda.decode import inverse_rms, normed, squares
-from verifiers.kernels.norms import Norm
-
 __all__ = ["OutOfResources", "project", "project_gated"]
 
 
 @triton.jit
-def _scales(x_ptr, m, M, epsilon, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """What an RMS norm multiplies each row by."""
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        at = x_ptr + m[:, None] * K + start + tl.arange(0, BLOCK_K)[None, :]
-        total += tl.sum(squares(tl.load(at, mask=m[:, None] < M, other=0.0)), 1)
-    return inverse_rms(total, epsilon, K)
-
-
-@triton.jit
-def _load_rows(
-    x_ptr, norm_ptr, m, M, start, scales, K: tl.constexpr, NORMS: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
-    """Columns of each row from ``start`` on, normed."""
-    k = start + tl.arange(0, BLOCK_K)
-    x = tl.load(x_ptr + m[:, None] * K + k[None, :], mask=m[:, None] < M, other=0.0)
-    if NORMS:
-        x = normed(x, scales[:, None], tl.load(norm_ptr + k)[None, :])
-    return x
+def _dot_rows(
+    x_ptr, w_ptr, m, n, M, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    k = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + m[:, None] * K + k[None, :]
+    w_at = w_ptr + n[None, :] * K + k[:, None]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for _ in range(K // BLOCK_K):
+        total = tl.dot(tl.load(x_at, mask=m[:, None] < M, other=0.0), tl.load(w_at), total)
+        x_at += BLOCK_K
+        w_at += BLOCK_K
+    return total
 
 
 @triton.jit(do_not_specialize=["M"])
 def _project(
-    x_ptr, norm_ptr, epsilon, w1_ptr, w2_ptr, w3_ptr, b1_ptr, b2_ptr, b3_ptr, out_ptr, M,
+    x_ptr, w1_ptr, w2_ptr, w3_ptr, b1_ptr, b2_ptr, b3_ptr, out_ptr, M,
     N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
-    NORMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N
     w_ptr, b_ptr, first = w1_ptr, b1_ptr, 0
     if column >= N1 + N2:
@@ -51,33 +40,31 @@ def _project(
     elif column >= N1:
         w_ptr, b_ptr, first = w2_ptr, b2_ptr, N1
     n = column - first + tl.arange(0, BLOCK_N)
-    scales = _scales(x_ptr, m, M, epsilon, K, BLOCK_M, BLOCK_K) if NORMS else 0.0
-    w_at = w_ptr + n[None, :] * K + tl.arange(0, BLOCK_K)[:, None]
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        x = _load_rows(x_ptr, norm_ptr, m, M, start, scales, K, NORMS, BLOCK_K)
-        total = tl.dot(x, tl.load(w_at + start), total)
+    total = _dot_rows(x_ptr, w_ptr, m.to(tl.int64), n, M, K, BLOCK_M, BLOCK_N, BLOCK_K)
     if HAS_BIAS:
         total += tl.load(b_ptr + n).to(tl.float32)[None, :]
-    at = out_ptr + m[:, None] * (N1 + N2 + N3) + first + n[None, :]
+    at = out_ptr + m.to(tl.int64)[:, None] * (N1 + N2 + N3) + first + n[None, :]
     tl.store(at, total.to(out_ptr.dtype.element_ty), mask=m[:, None] < M)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _project_gated(
-    x_ptr, norm_ptr, epsilon, gate_ptr, up_ptr, out_ptr, M, N: tl.constexpr, K: tl.constexpr,
-    NORMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, gate_ptr, up_ptr, out_ptr, M, N: tl.constexpr, K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    scales = _scales(x_ptr, m, M, epsilon, K, BLOCK_M, BLOCK_K) if NORMS else 0.0
-    w_at = n[None, :] * K + tl.arange(0, BLOCK_K)[:, None]
+    k = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + m[:, None] * K + k[None, :]
+    w_at = n[None, :] * K + k[:, None]
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        x = _load_rows(x_ptr, norm_ptr, m, M, start, scales, K, NORMS, BLOCK_K)
-        gate = tl.dot(x, tl.load(gate_ptr + w_at + start), gate)
-        up = tl.dot(x, tl.load(up_ptr + w_at + start), up)
+    for _ in range(K // BLOCK_K):
+        x = tl.load(x_at, mask=m[:, None] < M, other=0.0)
+        gate = tl.dot(x, tl.load(gate_ptr + w_at), gate)
+        up = tl.dot(x, tl.load(up_ptr + w_at), up)
+        x_at += BLOCK_K
+        w_at += BLOCK_K
     kind = out_ptr.dtype.element_ty
     gate = gate.to(kind).to(tl.float32)
     opened = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
@@ -95,8 +82,8 @@ def _tiles(rows: int) -> dict[str, int]:
     return {"BLOCK_M": block, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 
 
-def project(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], norm: Norm | None = None) -> list[Tensor]:
-    """Up to three projections of one input, normed or as it is, in one launch; sizes are multiples of 64."""
+def project(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    """Up to three projections of one input in one launch; sizes are multiples of 64."""
     flat = x.reshape(-1, x.shape[-1])
     sizes = [weight.shape[0] for weight in weights]
     n_1, n_2, n_3 = (*sizes, 0, 0)[:3]
@@ -106,20 +93,17 @@ def project(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], norm:
     tiles = _tiles(flat.shape[0])
     grid = (triton.cdiv(flat.shape[0], tiles["BLOCK_M"]), sum(sizes) // tiles["BLOCK_N"])
     _project[grid](
-        flat, *(norm or (flat, 0.0)), *given, out, flat.shape[0], N1=n_1, N2=n_2, N3=n_3, K=flat.shape[1],
-        HAS_BIAS=has_bias, NORMS=norm is not None, **tiles,
-    )  # fmt: skip
+        flat, *given, out, flat.shape[0], N1=n_1, N2=n_2, N3=n_3, K=flat.shape[1], HAS_BIAS=has_bias, **tiles
+    )
     return [part.view(*x.shape[:-1], -1) for part in out.split(sizes, 1)]
 
 
-def project_gated(x: Tensor, gate: Tensor, up: Tensor, norm: Norm | None = None) -> Tensor:
+def project_gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """SiLU of one projection times another, in one launch; sizes are multiples of 64."""
     flat = x.reshape(-1, x.shape[-1])
     rows, size = flat.shape[0], gate.shape[0]
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     tiles = _tiles(rows)
     grid = (triton.cdiv(rows, tiles["BLOCK_M"]), size // tiles["BLOCK_N"])
-    _project_gated[grid](
-        flat, *(norm or (flat, 0.0)), gate, up, out, rows, N=size, K=flat.shape[1], NORMS=norm is not None, **tiles
-    )
+    _project_gated[grid](flat, gate, up, out, rows, N=size, K=flat.shape[1], **tiles)
     return out.view(*x.shape[:-1], size)

@@ -1,4 +1,4 @@
-"""A norm and several projections of its output become one launch on CUDA, where that is faster: both are timed.
+"""Several projections of one input become one launch on CUDA, where that is faster: both are timed.
 
 A decode step of a small model multiplies by matrices so small that starting a multiplication takes as long as doing it.
 The weights are read where they are.
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from verifiers.kernels.modules import is_plain_linear
-from verifiers.kernels.norms import Norm, normed
 
 T = TypeVar("T")
 
@@ -33,41 +32,37 @@ OWN_FAULTS = "thread_local"  # a recording is spoilt by what its own thread does
 _choices: dict[tuple[Any, ...], bool] = {}
 
 
-def project(x: Tensor, linears: Sequence[Any], norm: Norm | None = None) -> list[Tensor]:
-    """The input, normed if there is a norm, through each of these layers."""
+def project(x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
+    """The input through each of these layers."""
 
     def plain() -> list[Tensor]:
-        y = normed(x, norm)
-        return [one(y) for one in linears]
+        return [one(x) for one in linears]
 
     def together() -> list[Tensor]:
         from verifiers.kernels.cuda import linear
 
-        return linear.project(x, [one.weight for one in linears], [one.bias for one in linears], norm)
+        return linear.project(x, [one.weight for one in linears], [one.bias for one in linears])
 
     has_bias = [getattr(one, "bias", None) is not None for one in linears]
     if not _is_known(x, linears) or any(has_bias) != all(has_bias):
         return plain()
-    return _faster(("project", norm is None, *has_bias), x, linears, plain, together)
+    return _faster(("project", *has_bias), x, linears, plain, together)
 
 
-def project_gated(
-    x: Tensor, gate: Any, up: Any, gated: Callable[[Tensor, Tensor], Tensor], norm: Norm | None = None
-) -> Tensor:
+def project_gated(x: Tensor, gate: Any, up: Any, gated: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """SiLU of one projection times another; ``gated`` does that to their results."""
 
     def plain() -> Tensor:
-        y = normed(x, norm)
-        return gated(gate(y), up(y))
+        return gated(gate(x), up(x))
 
     def together() -> Tensor:
         from verifiers.kernels.cuda import linear
 
-        return linear.project_gated(x, gate.weight, up.weight, norm)
+        return linear.project_gated(x, gate.weight, up.weight)
 
     if not _is_known(x, (gate, up)) or gate.bias is not None or up.bias is not None:
         return plain()
-    return _faster(("gated", norm is None), x, (gate, up), plain, together)
+    return _faster(("gated",), x, (gate, up), plain, together)
 
 
 def _is_known(x: Tensor, linears: Sequence[Any]) -> bool:
