@@ -241,7 +241,8 @@ def main() -> None:
         print("TRL is not installed: pip install trl", flush=True)
     for shape in CASES[device]:
         case = {**shape, "reward": "coin", "rate": 1e-6, "seed": 0}
-        what = f"{case['shape']}, {case['rollouts']} rollouts in groups of {case['group']}, {case['new']} new tokens{', LoRA' if case.get('lora') else ''}"
+        what = f"{case['shape']}, {case['rollouts']} rollouts in groups of {case['group']}, {case['new']} new tokens"
+        what += ", LoRA" if case.get("lora") else ""
         print(what, flush=True)
         mine, theirs = [], []
         for _ in range(ROUNDS[device]):  # in turn: other programs come and go
