@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, MIXTURES, assert_exact, expected, prompt_of, random_model  # noqa: E402
+from verifiers.engine import cuda_prefill  # noqa: E402
 from verifiers.engine.block_manager import BLOCK, blocks_for  # noqa: E402
 from verifiers.engine.engine import LEAST_SHARED_CUDA, Engine  # noqa: E402
 from verifiers.engine.kv_cache import Decode, KVCache, Prefill, Segment, Shape  # noqa: E402
@@ -77,6 +78,16 @@ def test_float32_logprobs_are_those_of_the_forward_pass(start: Any, family: str)
     requests = mixed(24)
     for answer, (_, way) in zip(answers_of(start(model), requests), requests, strict=True):
         assert_exact(model, answer, way, within=5e-3)  # the kernel's dot products may be TF32
+
+
+def test_prompts_that_are_run_in_parts_give_the_logprobs_of_the_forward_pass(start: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(cuda_prefill, "TOKENS", (32, 64))
+    model, requests = on_card(hidden_size=128), mixed(40)
+    engine = start(model)
+    engine.gather(len(requests))
+    for answer, (_, way) in zip(answers_of(engine, requests), requests, strict=True):
+        assert_exact(model, answer, way, within=5e-3)
+    assert 64 in engine.scheduler.cuda._prefill._graphs
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma2", "Mistral", "GPT2"])

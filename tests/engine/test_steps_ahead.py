@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from tests.engine.support.exact import prompt_of, random_model  # noqa: E402
 from tests.engine.support.host_card import on_host_card  # noqa: E402
+from verifiers.engine import cuda_prefill  # noqa: E402
 from verifiers.engine.engine import Engine  # noqa: E402
 from verifiers.engine.sequence import Generated, Sampling  # noqa: E402
 
@@ -66,6 +67,19 @@ def test_rows_that_end_at_different_times_give_the_tokens_that_they_give_one_ste
     assert card.scheduler.cuda.card.captures > 4  # graphs of several sizes, of prompts too
     assert card.scheduler.blocks.held == 0
     assert not card.scheduler.cuda.in_flight
+
+
+@pytest.mark.parametrize("more", [{}, {"prompt_logprobs": 0}], ids=["plain", "scored"])
+def test_prompts_that_are_run_in_parts_give_the_same_tokens(start: Any, monkeypatch: Any, more: Any) -> None:
+    monkeypatch.setattr(cuda_prefill, "TOKENS", (16, 32))
+    asked, card = mixed(40, **more), start()
+    ours, theirs = answers(card, asked), answers(start(Engine), asked)
+    assert_same(ours, theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert bool(one.prompt_logprobs) == bool(more)
+        scored, due = ([score[0] for score in (of.prompt_logprobs or [None])[1:]] for of in (one, other))
+        assert scored == pytest.approx(due, abs=1e-5)
+    assert 32 in card.scheduler.cuda._prefill._graphs or more
 
 
 @pytest.mark.parametrize(
