@@ -6,8 +6,11 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from tests.trainers.serving import Server, Vllm, until  # noqa: E402
 from verifiers.clients.protocol import Request  # noqa: E402
 from verifiers.engine.server.server import LocalServer  # noqa: E402
 from verifiers.errors import EndpointDownError  # noqa: E402
+from verifiers.trainers.distributed import weight_sender  # noqa: E402
 
 ASKED = Request(model="", prompt=[{"role": "user", "content": "hello"}], sampling={"max_tokens": 4, "logprobs": True})
 
@@ -142,6 +146,30 @@ def test_a_sampler_that_takes_nccl_only_is_refused_by_a_trainer_without_a_card(t
 
 def test_a_sampler_that_is_not_there_is_refused(tmp_path):
     assert "is the server at http://127.0.0.1:9 running?" in refused(tmp_path, "http://127.0.0.1:9/v1")
+
+
+def test_a_server_of_another_kind_that_answers_anything_with_a_page_is_refused(tmp_path):
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        said = refused(tmp_path, f"http://127.0.0.1:{server.server_port}/v1")
+        server.shutdown()
+    assert "is an endpoint that takes no weights" in said
+
+
+def test_a_server_that_never_answers_is_refused_soon(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_sender, "LOOK_S", 0.5)  # 30 s
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        said = refused(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}/v1")
+    assert "GET /version: no whole reply within 0.5 s" in said
 
 
 def test_a_port_in_use_is_one_sentence_before_the_model_is_loaded(tmp_path):
