@@ -48,11 +48,15 @@ def share_of_e(completion: Any) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A training: how long it took, the reward of the model as it is at the end, and the figures of its steps."""
+    """A training: how long it took, what its model is worth at the end, and the figures of its steps."""
 
     took_s: float
-    reward: float
+    rewards: dict[Any, list[float]]  # of each question, of the model as it is at the end
     steps: list[dict[str, Any]]
+
+    @property
+    def reward(self) -> float:
+        return mean(mean(of_question) for of_question in self.rewards.values())
 
     def steps_to(self, reward: float) -> int:
         """Steps until a batch first had this reward; all of them where none had."""
@@ -84,12 +88,15 @@ def train(folder: Path, steps: int, seed: int, **settings: Any) -> Trained:
     report = trainer.train()
     took_s = time.perf_counter() - began
     env.is_slow = False
-    return Trained(took_s=took_s, reward=trainer.evaluate().interval().mean, steps=report.steps)
+    results = trainer.evaluate()
+    rewards = vf.stats.by_example(results["rewards"], [(seed, state["example_id"]) for state in results["states"]])
+    return Trained(took_s=took_s, rewards=rewards, steps=report.steps)
 
 
 def show(name: str, runs: list[Trained], steps: int) -> None:
     an_hour = steps * len(runs) / sum(run.took_s for run in runs) * 3600
-    reward = vf.stats.mean_interval([run.reward for run in runs])
+    scores = [(one, question) for run in runs for question, of_it in run.rewards.items() for one in of_it]
+    reward = vf.stats.mean_interval(*zip(*scores, strict=True))
     late = mean(run.steps_to(0.9) for run in runs)
     print(f"{name}: {an_hour:.0f} steps an hour; a reward of 0.9 after {late:.1f} steps; at the end {reward}")
     stale, across, clipped = (mean(run.mean(one) for run in runs) for one in FIGURES)
@@ -113,8 +120,8 @@ def main() -> None:
         show(name, made, steps)
     in_turn, early, _ = runs.values()
     print(f"ahead ÷ in turn: {sum(a.took_s for a in in_turn) / sum(b.took_s for b in early):.2f}× the steps an hour")
-    print("reward at the end, A in turn, B ahead:")
-    print(vf.stats.compare(*({i: run.reward for i, run in enumerate(made)} for made in (in_turn, early))))
+    print("reward at the end, A in turn, B ahead, question by question of each seed:")
+    print(vf.stats.compare(*({k: v for run in made for k, v in run.rewards.items()} for made in (in_turn, early))))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -360,3 +361,23 @@ def test_a_worker_of_the_environment_that_is_killed_costs_its_own_rollouts_at_mo
     os.kill(worker, signal.SIGKILL)
     training.end()
     training.check_counted_once()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_one_server_samples_ahead_for_two_processes_that_each_hold_a_part_of_the_model(tmp_path):
+    asked = {"length": 2, "alphabet": "abc", "use_tags": False, "system_prompt": "Go.", "num_eval_examples": 4}
+    model, run = serving.save_model(tmp_path / "model"), tmp_path / "run"
+    words = ["train", "reverse-text", "-m", str(model), "-a", json.dumps(asked), "--output-dir", str(run)]
+    words += ["--batch-size", "8", "--group-size", "4", "--max-new-tokens", "4", "--max-steps", "4"]
+    words += ["--num-batches-ahead", "1", "--learning-rate", "1e-4", "--launch", "fsdp2", "--processes", "2"]
+    with Server(serving.save_model(tmp_path / "other", seed=5)) as server:
+        training = serving.start("-m", "verifiers", *words, "--sampler", server.url)
+        said = training.communicate(timeout=3 * serving.START_S)[1]
+        assert training.returncode == 0, said
+        with urlopen(f"{server.url.removesuffix('/v1')}/weight_info") as told:
+            assert json.load(told)["weight_version"] == "4"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["staleness_max"] for line in steps] == [0, 1, 1, 1]
+    assert [line.get("ratio_mean", 1.0) for line in steps] == pytest.approx([1.0] * 4, abs=0.05)
