@@ -85,6 +85,7 @@ class WeightChannel:
         self.is_ours = False
         self.failure: Error | None = None
         self._channel: GlooChannel | NcclChannel | None = None
+        self._named: tuple[str, ...] = ()  # what the weights there may be called: as they came last, and before that
 
     @property
     def where(self) -> str:
@@ -93,6 +94,7 @@ class WeightChannel:
     async def open(self) -> None:
         """Look at what the server is, and join a group with its processes; RequestRefusedError if that cannot be."""
         backend = await self.check()
+        await self._check_owner(*self._named, "0")  # "0": it was started anew
         await self.find_model()
         world_size = 1 + await self.told("/get_world_size", "world_size")
         self.close()
@@ -143,6 +145,15 @@ class WeightChannel:
             raise RequestRefusedError(f"GET {path}: {status}, and no {name!r} in it; is this `vf serve` or vLLM?")
         return said[name]
 
+    async def _check_owner(self, *named: str) -> None:
+        """Refuse a server that has got other weights since it was sent ours: its replies would be of another model."""
+        said = str((await self._look("/weight_info"))[1].get("weight_version", ""))
+        if self._named and said.isdecimal() and said not in named:
+            raise RequestRefusedError(
+                f"another trainer sends it weights (it has version {said}, and was sent {self._named[0]} from here): "
+                "give each training samplers of its own"
+            )
+
     async def _check_version(self) -> None:
         status, said = await self._look("/version")
         if status in (404, 405):
@@ -177,6 +188,7 @@ class WeightChannel:
     async def begin(self) -> None:
         """Requests under way stop where they are, until `end`."""
         self.failure = None
+        await self._check_owner(*self._named)
         await self._tell("/pause?mode=keep")
         await self._tell("/start_weight_update")
 
@@ -193,6 +205,7 @@ class WeightChannel:
 
     async def end(self, version: int) -> None:
         """The weights have come whole: this is their version; what was computed with those before is dropped."""
+        self._named = (str(version), *self._named[:1])
         await self._tell("/finish_weight_update", {"weight_version": str(version)})
         await self._tell(NEW_CACHE)
         await self._tell("/resume")
