@@ -71,6 +71,15 @@ def test_slow_scoring_is_named_as_what_holds_a_run_up() -> None:
     assert "scoring" in found.bottleneck
 
 
+def test_samplers_that_are_mostly_idle_are_not_named_as_what_holds_a_run_up() -> None:
+    idle = Setup(**PLAIN | {"sampler_gpus": 8, "max_staleness": 1, "env_s": 30})
+    assert simulate(idle).sampler_use < 0.5
+    assert "how long one rollout takes" in simulate(idle).bottleneck
+    half = simulate(replace(idle, sampler_gpus=4))
+    assert half.step_s < 1.2 * simulate(idle).step_s  # as it says
+    assert "the samplers" in simulate(Setup(**PLAIN | {"max_staleness": 1, "env_s": 0, "train_s": 1})).bottleneck
+
+
 def test_cards_that_sample_and_learn_in_turn_count_once() -> None:
     found = simulate(Setup(**PLAIN | {"sampler_gpus": 1, "colocated": True, "max_staleness": 0}))
     assert found.gpus == 1

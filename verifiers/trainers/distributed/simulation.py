@@ -362,15 +362,17 @@ def simulate(setup: Setup) -> Prediction:
         worst_staleness=max(seen),
         tokens_per_s=sampled / took,
         gpus=setup.gpus,
-        bottleneck=_bottleneck(setup, trainer_use, synced / took, took / setup.steps),
+        bottleneck=_bottleneck(setup, sampler_use, trainer_use, synced / took, took / setup.steps),
     )
 
 
-def _bottleneck(setup: Setup, trainer_use: float, sync_share: float, step_s: float) -> str:
+def _bottleneck(setup: Setup, sampler_use: float, trainer_use: float, sync_share: float, step_s: float) -> str:
     if setup.score_s * setup.batch / setup.env_workers > 0.9 * step_s:
         return "scoring: more env_workers"
     if trainer_use + sync_share > 0.95:
         return "the trainer: more of the GPUs for it" if trainer_use > sync_share else "the network: weights take long"
     if setup.max_staleness == 0:
         return "waiting for one another: max_staleness of 1 or more"
+    if sampler_use < 0.5:
+        return "how long one rollout takes: more at once (max_staleness, batch); samplers would do with fewer GPUs"
     return "the samplers: more of the GPUs for them, or more slots and rollouts at once"
