@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import CheckpointException
 
 from verifiers.engine.files.gguf_model import quietly
 from verifiers.files import open_regular, read_regular
@@ -223,12 +224,14 @@ def _python_rng() -> list[Any]:
 def load(path: Path, weights: Weights) -> dict[str, Any]:
     """Put weights, optimizer and random numbers back as they were; the rest of the state is returned."""
     try:
-        state: dict[str, Any] = json.loads(read_regular(path / STATE, most=MOST_STATE))
-        with open_regular(path / TENSORS) as file:
-            tensors = torch.load(file, map_location="cpu", weights_only=True)
+        with _readable(path):
+            state: dict[str, Any] = json.loads(read_regular(path / STATE, most=MOST_STATE))
+            with open_regular(path / TENSORS) as file:
+                tensors = torch.load(file, map_location="cpu", weights_only=True)
+            saved = _shapes(path, tensors)
     except FileNotFoundError:
         raise ValueError(f"{path} is no checkpoint: it has no {STATE} and {TENSORS}") from None
-    shapes, saved = weights.shapes, _shapes(path, tensors)
+    shapes = weights.shapes
     if shapes != saved:
         odd = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
         raise ValueError(
@@ -243,7 +246,8 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
             f"optim={' or '.join(map(repr, wanted))}, or begin a new run from its weights"
         )
     if "masters" not in tensors:
-        shards.read(weights, path)
+        with _readable(path):
+            shards.read(weights, path)
     elif isinstance(weights, ShardedWeights):
         shards.read_whole(weights, tensors)
     else:
@@ -259,6 +263,20 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
     version, internal, gauss = state.pop("python_rng")
     random.setstate((version, tuple(internal), gauss))
     return state
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """A file that was cut short or overwritten, as one sentence."""
+    try:
+        yield
+    except OSError:
+        raise
+    except (CheckpointException, Exception) as error:  # PyTorch says it in many ways, of which one is no Exception
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(
+            f"{path} is damaged and cannot be read ({said}); go on from an earlier checkpoint, as in --resume PATH"
+        ) from error
 
 
 def _shapes(path: Path, tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
