@@ -16,7 +16,7 @@ from torch.distributed import checkpoint as dcp
 from tests.trainers import making
 from verifiers.trainers import checkpoints
 from verifiers.trainers.checkpoints import CheckpointError
-from verifiers.trainers.distributed.shards import FOLDER
+from verifiers.trainers.distributed.shards import FOLDER, export_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -168,5 +168,8 @@ def test_a_checkpoint_that_was_cut_short_is_one_sentence_and_an_earlier_one_goes
     ) as caught:
         making.trainer(tmp_path, max_steps=3).train(resume=True)
     assert "\n" not in str(caught.value)
+    if which in ("parts", ".metadata"):
+        with pytest.raises(ValueError, match="step-000002 is damaged"):
+            export_checkpoint(checkpoint, tmp_path / "exported")
     report = making.trainer(tmp_path, max_steps=3).train(resume=str(folder / "step-000001"))
     assert [step["step"] for step in report.steps] == [1, 2, 3]

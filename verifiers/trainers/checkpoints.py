@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import CheckpointException
 
 from verifiers.engine.files.gguf_model import quietly
 from verifiers.files import open_regular, read_regular
@@ -224,7 +223,7 @@ def _python_rng() -> list[Any]:
 def load(path: Path, weights: Weights) -> dict[str, Any]:
     """Put weights, optimizer and random numbers back as they were; the rest of the state is returned."""
     try:
-        with _readable(path):
+        with shards.readable(path):
             state: dict[str, Any] = json.loads(read_regular(path / STATE, most=MOST_STATE))
             with open_regular(path / TENSORS) as file:
                 tensors = torch.load(file, map_location="cpu", weights_only=True)
@@ -246,7 +245,7 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
             f"optim={' or '.join(map(repr, wanted))}, or begin a new run from its weights"
         )
     if "masters" not in tensors:
-        with _readable(path):
+        with shards.readable(path):
             shards.read(weights, path)
     elif isinstance(weights, ShardedWeights):
         shards.read_whole(weights, tensors)
@@ -263,20 +262,6 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
     version, internal, gauss = state.pop("python_rng")
     random.setstate((version, tuple(internal), gauss))
     return state
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """A file that was cut short or overwritten, as one sentence."""
-    try:
-        yield
-    except OSError:
-        raise
-    except (CheckpointException, Exception) as error:  # PyTorch says it in many ways, of which one is no Exception
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ValueError(
-            f"{path} is damaged and cannot be read ({said}); go on from an earlier checkpoint, as in --resume PATH"
-        ) from error
 
 
 def _shapes(path: Path, tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
