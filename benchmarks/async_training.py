@@ -4,7 +4,7 @@ Every turn waits for a tool, for times with a long tail (log-normal: most take a
 searches, sandboxes and judges do. One after the other, each step waits for the slowest of its rollouts; asynchronously
 rollouts go on across updates, groups are learned from as they finish, and the ratio corrects what is stale.
 
-    python -m benchmarks.async_training [steps]
+    python -m benchmarks.async_training [steps] [seeds]
 """
 
 from __future__ import annotations
@@ -14,22 +14,25 @@ import random
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import verifiers as vf
 
-STEPS = 40
+STEPS, SEEDS = 40, 3
 MEDIAN_S, SIGMA, LONGEST_S = 0.25, 1.2, 8.0
 AHEAD, MAX_STALENESS = 3, 6
+FIGURES = ("staleness", "across_updates", "clip_fraction")
 
 
 class SlowTools(vf.MultiTurnEnv):
     """Two turns, and a tool between them that takes its time. Rewarded is the share of one letter."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, seed: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._latency = random.Random(0)
+        self._latency = random.Random(seed)
         self.is_slow = True
 
     async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
@@ -43,11 +46,30 @@ def share_of_e(completion: Any) -> float:
     return min(said.count("e") / max(len(said), 1), 1.0)
 
 
-def train(folder: Path, steps: int, **settings: Any) -> tuple[float, float, Any]:
-    """Seconds, the reward of the model as it is at the end, and the report."""
-    model, tokenizer = vf.tiny_model()
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A training: how long it took, what its model is worth at the end, and the figures of its steps."""
+
+    took_s: float
+    rewards: dict[Any, list[float]]  # of each question, of the model as it is at the end
+    steps: list[dict[str, Any]]
+
+    @property
+    def reward(self) -> float:
+        return mean(mean(of_question) for of_question in self.rewards.values())
+
+    def steps_to(self, reward: float) -> int:
+        """Steps until a batch first had this reward; all of them where none had."""
+        return next((i for i, one in enumerate(self.steps) if one["reward"] >= reward), len(self.steps))
+
+    def mean(self, figure: str) -> float:
+        return mean(one.get(figure, 0) for one in self.steps[1:])
+
+
+def train(folder: Path, steps: int, seed: int, **settings: Any) -> Trained:
+    model, tokenizer = vf.tiny_model(seed=seed)
     rows = [{"question": f"say {i}"} for i in range(64)]
-    env = SlowTools(dataset=rows, rubric=vf.Rubric([share_of_e]), max_turns=2)
+    env = SlowTools(seed=seed, dataset=rows, rubric=vf.Rubric([share_of_e]), max_turns=2)
     config = vf.GRPOConfig(
         batch_size=32,
         group_size=4,
@@ -57,7 +79,7 @@ def train(folder: Path, steps: int, **settings: Any) -> tuple[float, float, Any]
         output_dir=folder,
         show_progress=False,
         save_strategy="no",
-        seed=1,
+        seed=seed,
         eval_rollouts_per_example=4,
         **settings,
     )
@@ -66,26 +88,40 @@ def train(folder: Path, steps: int, **settings: Any) -> tuple[float, float, Any]
     report = trainer.train()
     took_s = time.perf_counter() - began
     env.is_slow = False
-    reward = trainer.evaluate().interval().mean
-    return took_s, reward, report
+    results = trainer.evaluate()
+    rewards = vf.stats.by_example(results["rewards"], [(seed, state["example_id"]) for state in results["states"]])
+    return Trained(took_s=took_s, rewards=rewards, steps=report.steps)
+
+
+def show(name: str, runs: list[Trained], steps: int) -> None:
+    an_hour = steps * len(runs) / sum(run.took_s for run in runs) * 3600
+    scores = [(one, question) for run in runs for question, of_it in run.rewards.items() for one in of_it]
+    reward = vf.stats.mean_interval(*zip(*scores, strict=True))
+    late = mean(run.steps_to(0.9) for run in runs)
+    print(f"{name}: {an_hour:.0f} steps an hour; a reward of 0.9 after {late:.1f} steps; at the end {reward}")
+    stale, across, clipped = (mean(run.mean(one) for run in runs) for one in FIGURES)
+    most = max(one.get("staleness_max", 0) for run in runs for one in run.steps)
+    print(f"    staleness {stale:.2f} updates on average, {most} at most; ", end="")
+    print(f"{across:.0%} of rollouts crossed an update; {clipped:.1%} of tokens clipped")
 
 
 def main() -> None:
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
+    steps, seeds = (int(given) for given in [*sys.argv[1:], *map(str, (STEPS, SEEDS)[len(sys.argv) - 1 :])])
+    ahead = {"num_batches_ahead": AHEAD, "max_staleness": MAX_STALENESS}
+    ways = {"in turn": {}, "ahead": ahead, "ahead, left to the clip": {**ahead, "importance_sampling_mode": "off"}}
+    runs: dict[str, list[Trained]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory() as folder:
-        train(Path(folder) / "warm", 1)  # compiles what is compiled once
-        in_turn_s, in_turn, _ = train(Path(folder) / "in-turn", steps)
-        ahead = {"num_batches_ahead": AHEAD, "max_staleness": MAX_STALENESS}
-        ahead_s, stale, report = train(Path(folder) / "ahead", steps, **ahead)
-    later = report.steps[1:]
-    clipped = sum(one["clip_fraction"] for one in later) / len(later)
-    print(f"one after the other: {steps / in_turn_s * 3600:7.0f} steps an hour, reward at the end {in_turn:.3f}")
-    print(f"ahead:               {steps / ahead_s * 3600:7.0f} steps an hour, reward at the end {stale:.3f}")
-    print(f"ahead ÷ one after the other: {in_turn_s / ahead_s:.2f}× the steps an hour")
-    mean, most = sum(one["staleness"] for one in later) / len(later), max(one["staleness_max"] for one in later)
-    across = sum(one["across_updates"] for one in later) / len(later)
-    print(f"staleness {mean:.2f} updates on average, {most} at most of {MAX_STALENESS} allowed; ", end="")
-    print(f"{across:.0%} of rollouts crossed an update; {clipped:.1%} of tokens clipped")
+        train(Path(folder) / "warm", 1, 0)  # compiles what is compiled once
+        for seed in range(1, seeds + 1):
+            for name, settings in ways.items():
+                runs[name].append(train(Path(folder) / f"{name}-{seed}", steps, seed, **settings))
+                print(f"seed {seed}, {name}: {runs[name][-1].took_s:.0f} s, {runs[name][-1].reward:.3f}", flush=True)
+    for name, made in runs.items():
+        show(name, made, steps)
+    in_turn, early, _ = runs.values()
+    print(f"ahead ÷ in turn: {sum(a.took_s for a in in_turn) / sum(b.took_s for b in early):.2f}× the steps an hour")
+    print("reward at the end, A in turn, B ahead, question by question of each seed:")
+    print(vf.stats.compare(*({k: v for run in made for k, v in run.rewards.items()} for made in (in_turn, early))))
 
 
 if __name__ == "__main__":

@@ -74,3 +74,23 @@ def test_bad_input_is_one_sentence(run, model, monkeypatch):
     assert "no such file or folder" in run("plan", "./nothing", "--gpus", "80GB", code=1).stderr
     said = run("plan", "some/model", "--gpus", "80GB", code=1).stderr
     assert "the configuration of some/model cannot be had" in said
+
+
+@pytest.mark.parametrize(("gpus", "rollouts", "batch"), [("3x80GB", "32", "48"), ("4x80GB", "1", "32")])
+def test_the_batch_of_the_printed_line_is_whole_groups_on_each_card(run, model, gpus, rollouts, batch):
+    from verifiers.cli.launch import _check_batch
+    from verifiers.trainers.config import GRPOConfig
+
+    shown = run("plan", model, "--gpus", gpus, "--rollouts", rollouts).stdout
+    assert f" {batch} rollouts a step" in shown
+    words = shown.splitlines()[-1].split()
+    assert words[words.index("--batch-size") + 1] == batch
+    _check_batch(GRPOConfig(batch_size=int(batch)), int(gpus[0]))  # what vf train asks of it
+
+
+def test_a_configuration_of_which_no_model_can_be_made_and_cards_past_counting_are_refused(run, model, folder):
+    (folder / "wrong.json").write_text(json.dumps({**QWEN3_8B, "hidden_size": -4}))
+    said = run("plan", "wrong.json", "--gpus", "80GB", code=1).stderr
+    assert "no model can be made by the configuration of wrong.json" in said
+    assert len(said.strip().splitlines()) == 1
+    assert "no number of cards" in run("plan", model, "--gpus", "999999999x80GB", code=2).stderr

@@ -173,8 +173,11 @@ def test_what_is_wrong_is_one_sentence(run, model, words, message):
 
 def test_processes_that_cannot_share_a_batch_are_refused_before_any_is_started(run, model):
     words = train_words(model, "--launch", "ddp", "--processes")
-    assert "batch_size = 8 cannot be divided among 3 processes: take 6 or 9" in run(*words, "3", code=2).stderr
-    assert "of each of 4 processes must be a multiple of group_size = 4" in run(*words, "4", code=2).stderr
+    said = run(*words, "3", code=2).stderr
+    assert (
+        "batch_size = 8 cannot be divided among 3 processes, each with whole groups of group_size = 4: take 12" in said
+    )
+    assert "take 16, or another number of processes" in run(*words, "4", code=2).stderr
     alone = run(*train_words(model, "--processes", "2"), code=2)
     assert "--processes needs --launch" in alone.stderr
 

@@ -215,6 +215,7 @@ def test_a_body_that_is_too_large_and_one_that_is_nonsense_are_refused() -> None
             status, said, _ = request(rollouts, body)
             assert status == 400, said
         assert request(f"{server.url}/rows?split=test")[0] == 400
+        assert request(f"{server.url}/rows?start=-1")[0] == request(f"{server.url}/rows?count=many")[0] == 400
         assert request(f"{server.url}/answers/nobody", {"completion": {}})[0] == 404
 
 

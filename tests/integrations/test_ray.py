@@ -61,8 +61,9 @@ def test_workers_that_are_not_known_are_refused_before_anything_is_begun() -> No
     env = vf.SingleTurnEnv(dataset=[{"question": "q", "answer": "a"}])
     with pytest.raises(ValueError, match="'ray', 'ray:HOST:PORT'"):
         env.evaluate(client=vf.FakeClient("a"), model="m", workers="slurm")
-    with pytest.raises(ValueError, match="workers='dask'"):
-        vf.GRPOConfig(workers="dask").check()
+    for wrong in ("dask", "ray:"):
+        with pytest.raises(ValueError, match=f"workers='{wrong}'"):
+            vf.GRPOConfig(workers=wrong).check()
 
 
 def test_without_ray_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import checkpoint as dcp
 
 from tests.trainers import making
 from verifiers.trainers import checkpoints
 from verifiers.trainers.checkpoints import CheckpointError
+from verifiers.trainers.distributed.shards import FOLDER, export_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -134,3 +138,38 @@ def test_an_empty_mount_point_is_an_output_dir_like_any_other(tmp_path: Path) ->
     done = in_a_process(TRAIN_INTO, str(tmp_path), "mounted")
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in ("checkpoints", "lost+found", "metadata.json", "results.jsonl"))
+
+
+def as_shards(checkpoint: Path) -> Path:
+    """Turn a checkpoint of one process into one that several have written; the file that holds their parts."""
+    tensors = torch.load(checkpoint / "trainer.pt", weights_only=True)
+    parts = {f"weights.{name}": one for name, one in zip(tensors["names"], tensors.pop("masters"), strict=True)}
+    torch.save(tensors, checkpoint / "trainer.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch, about its own functions
+        dcp.save(parts, checkpoint_id=checkpoint / FOLDER, no_dist=True)
+    (found,) = (checkpoint / FOLDER).glob("*.distcp")
+    return found
+
+
+@pytest.mark.parametrize("which", ["trainer.json", "trainer.pt", "parts", ".metadata"])
+def test_a_checkpoint_that_was_cut_short_is_one_sentence_and_an_earlier_one_goes_on(tmp_path: Path, which: str) -> None:
+    making.trainer(tmp_path, max_steps=2, save_steps=1).train()
+    folder = tmp_path / "run" / "checkpoints"
+    checkpoint = folder / "step-000002"
+    if which in ("parts", ".metadata"):
+        parts = as_shards(checkpoint)
+        damaged = parts if which == "parts" else parts.with_name(which)
+    else:
+        damaged = checkpoint / which
+    os.truncate(damaged, 100)
+    with pytest.raises(
+        ValueError, match=r"step-000002 is damaged and cannot be read \(.*go on from an earlier"
+    ) as caught:
+        making.trainer(tmp_path, max_steps=3).train(resume=True)
+    assert "\n" not in str(caught.value)
+    if which in ("parts", ".metadata"):
+        with pytest.raises(ValueError, match="step-000002 is damaged"):
+            export_checkpoint(checkpoint, tmp_path / "exported")
+    report = making.trainer(tmp_path, max_steps=3).train(resume=str(folder / "step-000001"))
+    assert [step["step"] for step in report.steps] == [1, 2, 3]

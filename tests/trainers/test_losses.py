@@ -205,18 +205,22 @@ def test_the_ratio_of_trainer_and_sampler_is_truncated_or_masked_by_token_or_seq
     log_ratio = torch.randn(30, generator=draw, dtype=torch.float64) * 0.5
     sequence = torch.arange(30) // 3
     objective = Objective(correction=mode, correction_min=low, correction_max=1.4)
-    wanted = []
+    wanted, is_outside = [], []
     for t in range(30):
         logs = [log_ratio[i] for i in range(30) if sequence[i] == sequence[t]] if "sequence" in mode else [log_ratio[t]]
         ratio = math.exp(sum(float(one) for one in logs))
         is_inside = (low is None or ratio >= low) and ratio <= 1.4
         kept = ratio if is_inside else 0.0
+        is_outside.append(not is_inside)
         wanted.append(min(max(ratio, low or 0.0), 1.4) if "truncate" in mode else kept)
-    assert sampler_correction(objective, log_ratio, sequence).tolist() == pytest.approx(wanted)
+    counts, is_bounded = sampler_correction(objective, log_ratio, sequence)
+    assert counts.tolist() == pytest.approx(wanted)
+    assert is_bounded.tolist() == is_outside
 
 
 def test_a_token_whose_sampler_gave_no_logprob_is_not_corrected():
-    found = sampler_correction(Objective(correction="token_mask"), torch.tensor([math.nan, 0.5]), torch.tensor([0, 0]))
+    ratios = torch.tensor([math.nan, 0.5])
+    found, _ = sampler_correction(Objective(correction="token_mask"), ratios, torch.tensor([0, 0]))
     assert found.tolist() == pytest.approx([1.0, math.exp(0.5)])
 
 

@@ -6,10 +6,14 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -23,6 +27,7 @@ from tests.trainers.serving import Server, Vllm, until  # noqa: E402
 from verifiers.clients.protocol import Request  # noqa: E402
 from verifiers.engine.server.server import LocalServer  # noqa: E402
 from verifiers.errors import EndpointDownError  # noqa: E402
+from verifiers.trainers.distributed import weight_sender  # noqa: E402
 
 ASKED = Request(model="", prompt=[{"role": "user", "content": "hello"}], sampling={"max_tokens": 4, "logprobs": True})
 
@@ -36,13 +41,18 @@ def served(tokenizer: Any = None, *, port: int = 0, **kwargs: Any) -> Iterator[A
     local.close()
 
 
+def ratios(report: Any) -> list[float]:
+    """The mean of each step; a step whose rollouts all earned the same, which nobody can seed elsewhere, has none."""
+    return [line.get("ratio_mean", 1.0) for line in report.steps]
+
+
 # --- one server ------------------------------------------------------------------------------------------------------
 
 
 def test_a_training_with_a_sampler_elsewhere_is_on_policy_at_every_step(tmp_path):
     with served(seed=9) as server:  # other weights: it gets the trainer's before the first step
         report = making.trainer(tmp_path, client=vf.Samplers(server.url), max_steps=3).train()
-    assert [line["ratio_mean"] for line in report.steps] == pytest.approx([1.0] * 3, abs=1e-4)
+    assert ratios(report) == pytest.approx([1.0] * 3, abs=1e-4)
     assert [line["clip_fraction"] for line in report.steps] == [0.0] * 3
     assert [line["staleness_max"] for line in report.steps] == [0, 0, 0]
 
@@ -51,7 +61,7 @@ def test_vllms_endpoints_are_asked_in_vllms_order_with_vllms_bodies(tmp_path):
     """A stand-in that refuses what vLLM 0.32 would; the real one is in tests/integrations/test_vllm_real.py."""
     with Vllm(seed=9) as server:
         report = making.trainer(tmp_path, client=vf.Samplers(server.url), max_steps=2).train()
-    assert [line["ratio_mean"] for line in report.steps] == pytest.approx([1.0] * 2, abs=1e-4)
+    assert ratios(report) == pytest.approx([1.0] * 2, abs=1e-4)
     assert [line["staleness_max"] for line in report.steps] == [0, 0]  # it does not say: when it was asked counts
     one_update = [
         "/pause?mode=keep",
@@ -71,7 +81,7 @@ def test_adapters_are_trained_with_a_sampler_elsewhere(tmp_path):
     with served() as server:
         made = making.trainer(tmp_path, client=vf.Samplers(server.url), peft_config=lora, learning_rate=0.05)
         report = made.train()
-    assert [line["ratio_mean"] for line in report.steps] == pytest.approx([1.0] * 3, abs=1e-3)
+    assert ratios(report) == pytest.approx([1.0] * 3, abs=1e-3)
 
 
 def test_adapters_on_weights_in_4_bits_are_trained_with_a_sampler_elsewhere(tmp_path):
@@ -81,7 +91,7 @@ def test_adapters_on_weights_in_4_bits_are_trained_with_a_sampler_elsewhere(tmp_
     asked = {"peft_config": vf.lora_defaults(r=4), "load_in_4bit": True, "learning_rate": 0.05}
     with served() as server:
         report = making.trainer(tmp_path, client=vf.Samplers(server.url), **asked).train()
-    assert [line["ratio_mean"] for line in report.steps] == pytest.approx([1.0] * 3, abs=1e-3)
+    assert ratios(report) == pytest.approx([1.0] * 3, abs=1e-3)
 
 
 def test_batches_ahead_of_a_sampler_elsewhere_stay_within_the_bound(tmp_path):
@@ -89,7 +99,7 @@ def test_batches_ahead_of_a_sampler_elsewhere_stay_within_the_bound(tmp_path):
         settings: dict[str, Any] = {"num_batches_ahead": 1, "max_staleness": 2, "max_steps": 5, "batch_size": 8}
         report = making.trainer(tmp_path, client=vf.Samplers(server.url), **settings).train()
     assert max(line["staleness_max"] for line in report.steps) in (1, 2)
-    assert any(line["clip_fraction"] > 0 for line in report.steps[1:])
+    assert any(line.get("ratio_max", 1.0) > 1.01 for line in report.steps[1:])
 
 
 # --- what cannot be trained with: one sentence, before the first step -----------------------------------------------
@@ -144,6 +154,30 @@ def test_a_sampler_that_is_not_there_is_refused(tmp_path):
     assert "is the server at http://127.0.0.1:9 running?" in refused(tmp_path, "http://127.0.0.1:9/v1")
 
 
+def test_a_server_of_another_kind_that_answers_anything_with_a_page_is_refused(tmp_path):
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        said = refused(tmp_path, f"http://127.0.0.1:{server.server_port}/v1")
+        server.shutdown()
+    assert "is an endpoint that takes no weights" in said
+
+
+def test_a_server_that_never_answers_is_refused_soon(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_sender, "LOOK_S", 0.5)  # 30 s
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        said = refused(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}/v1")
+    assert "GET /version: no whole reply within 0.5 s" in said
+
+
 def test_a_port_in_use_is_one_sentence_before_the_model_is_loaded(tmp_path):
     with served() as server:
         port = server.url.removesuffix("/v1").rsplit(":", 1)[1]
@@ -190,6 +224,25 @@ def test_a_server_that_comes_back_gets_the_newest_weights_before_any_request(tmp
             found = asyncio.run(many())
             assert {reply.tokens.weight_versions[0].version for reply in found} == {"2"}
         samplers.close()
+
+
+def test_a_server_that_two_trainings_send_weights_to_is_given_up_by_one_of_them_with_that_as_the_reason(tmp_path):
+    tokenizer = tiny.tokenizer()
+    with served() as server:
+        first, second = (vf.Samplers(server.url, patience_s=3) for _ in range(2))
+        first.start(tiny.model(tokenizer, seed=1), tokenizer, 5)
+        first.send(6)
+        second.start(tiny.model(tokenizer, seed=2), tokenizer, 3)  # another training goes on, with the same server
+        first.send(7)
+        try:
+            with pytest.raises(
+                EndpointDownError, match=r"another trainer sends it weights \(it has version 3, and was"
+            ):
+                asyncio.run(first.complete(ASKED))
+            assert asyncio.run(second.complete(ASKED)).tokens.weight_versions[0].version == "3"
+        finally:
+            first.close()
+            second.close()
 
 
 @pytest.mark.parametrize("how", ["is_broken", "hangs"])
@@ -332,3 +385,23 @@ def test_a_worker_of_the_environment_that_is_killed_costs_its_own_rollouts_at_mo
     os.kill(worker, signal.SIGKILL)
     training.end()
     training.check_counted_once()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_one_server_samples_ahead_for_two_processes_that_each_hold_a_part_of_the_model(tmp_path):
+    asked = {"length": 2, "alphabet": "abc", "use_tags": False, "system_prompt": "Go.", "num_eval_examples": 4}
+    model, run = serving.save_model(tmp_path / "model"), tmp_path / "run"
+    words = ["train", "reverse-text", "-m", str(model), "-a", json.dumps(asked), "--output-dir", str(run)]
+    words += ["--batch-size", "8", "--group-size", "4", "--max-new-tokens", "4", "--max-steps", "4"]
+    words += ["--num-batches-ahead", "1", "--learning-rate", "1e-4", "--launch", "fsdp2", "--processes", "2"]
+    with Server(serving.save_model(tmp_path / "other", seed=5)) as server:
+        training = serving.start("-m", "verifiers", *words, "--sampler", server.url)
+        said = training.communicate(timeout=3 * serving.START_S)[1]
+        assert training.returncode == 0, said
+        with urlopen(f"{server.url.removesuffix('/v1')}/weight_info") as told:
+            assert json.load(told)["weight_version"] == "4"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["staleness_max"] for line in steps] == [0, 1, 1, 1]
+    assert [line.get("ratio_mean", 1.0) for line in steps] == pytest.approx([1.0] * 4, abs=0.05)

@@ -256,7 +256,7 @@ def test_only_the_most_uncertain_tokens_of_a_step_are_learned_from_however_it_is
 
 
 def test_a_sampler_that_is_not_quite_the_policy_is_corrected_for(tmp_path):
-    """Its logprobs are off by a little here; with a correction the ratio is that of old and new policy alone."""
+    """Its logprobs are off by a little here; the figures tell by how much, and how many ratios the bound cut."""
     settings = {"importance_cap": None, "max_grad_norm": None, "learning_rate": 0.0, "loss_type": "bnpo"}
     made = keep_gradients(
         trainer(tmp_path, importance_sampling_mode="token_truncate", importance_sampling_clip_max=1.1, **settings)
@@ -275,9 +275,23 @@ def test_a_sampler_that_is_not_quite_the_policy_is_corrected_for(tmp_path):
     for one in made.model.parameters():
         one.grad = None
     figures = made.train_step(batch)
-    assert figures["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert figures["ratio_max"] == pytest.approx(math.exp(0.3), abs=1e-4)
+    assert figures["clip_fraction"] == pytest.approx(float((factor >= 1.1).float().mean()))
     for one, own in zip(gradients(made), wanted, strict=True):
         assert torch.allclose(one, own, atol=2e-6)
+
+
+@pytest.mark.parametrize(("mode", "is_clipped"), [(None, False), ("off", True)])
+def test_what_was_sampled_ahead_is_weighed_by_its_ratio_and_not_left_out_by_the_clip(tmp_path, mode, is_clipped):
+    settings = {"num_batches_ahead": 1, "importance_sampling_mode": mode, "learning_rate": 0.0}
+    made = trainer(tmp_path, **settings)
+    batch, _, _ = prepared(made)
+    for reply in batch["completions"]:
+        tokens = reply.state["trajectory"][0]["tokens"]
+        tokens["completion_logprobs"] = [one - 0.5 for one in tokens["completion_logprobs"]]
+    figures = made.train_step(batch)
+    assert figures["ratio_mean"] == pytest.approx(math.exp(0.5), rel=1e-3)
+    assert (figures["clip_fraction"] > 0) == is_clipped
 
 
 # --- several updates of one generation ----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from typing import IO, TYPE_CHECKING
 import click
 
 from verifiers.cli.knobs import WORDS
+from verifiers.trainers.base_config import is_count
 
 if TYPE_CHECKING:
     from verifiers.cli.training import Job
@@ -64,11 +66,17 @@ def divide_batch(config: TrainingConfig) -> None:
 
 
 def _check_batch(config: TrainingConfig, count: int) -> None:
-    if config.batch_size % count:
-        near = [n for n in (config.batch_size // count * count, -(-config.batch_size // count) * count) if n]
+    """A batch is divided among the processes, each with whole groups of it."""
+    size, group = config.batch_size, getattr(config, "group_size", 1)
+    unit, among = count, f"{count} processes"
+    if is_count(group) and is_count(config.gradient_accumulation_steps) and group > 1:
+        unit = count * group // math.gcd(group, config.gradient_accumulation_steps)
+        among += f", each with whole groups of group_size = {group}"
+    if is_count(size) and size % unit:
+        near = [str(n) for n in (size // unit * unit, -(-size // unit) * unit) if n]
         raise click.UsageError(
-            f"batch_size = {config.batch_size} cannot be divided among {count} processes: take "
-            f"{' or '.join(map(str, near))}, or another number of processes"
+            f"batch_size = {size} cannot be divided among {among}: take {' or '.join(near)}, or another number of "
+            "processes"
         )
     config.batch_size //= count
     try:

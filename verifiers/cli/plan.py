@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from verifiers.cli.tables import table
 
 if TYPE_CHECKING:
+    from verifiers.trainers.memory.plan import ModelSize
     from verifiers.trainers.memory.ways import Way
 
 PARTS = ("weights", "gradients", "optimizer", "KV cache", "activations", "logits")
@@ -21,7 +22,13 @@ WIDTHS = {"bfloat16": 2, "float32": 4}
 @click.argument("model", metavar="MODEL")
 @click.option("--gpus", metavar="NxSIZE", help="As in 4x24GB or 80GiB (default: what this machine has).")
 @click.option("--length", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens of a sequence.")
-@click.option("--rollouts", type=click.IntRange(min=1), default=32, show_default=True, help="Of one step.")
+@click.option(
+    "--rollouts",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    help="Of one step; each GPU has whole groups of 8.",
+)
 @click.option("--host", metavar="SIZE", help="Memory of the host, as in 128GB (default: not checked).")
 @click.option("--lora-r", type=click.IntRange(min=1), default=8, show_default=True, help="Rank of the adapters.")
 @click.option("--dtype", type=click.Choice(list(WIDTHS)), default="bfloat16", show_default=True, help="Of weights.")
@@ -35,10 +42,9 @@ def plan(model: str, gpus: str | None, length: int, rollouts: int, host: str | N
     Only the configuration is read, never the weights. Peaks are those of one GPU at its worst moment, not sums: there
     are no gradients while the model is sampled from. A tenth of each GPU is left alone.
     """
-    from verifiers.trainers.memory.plan import ModelSize
     from verifiers.trainers.memory.ways import best, ways_to_train
 
-    size = ModelSize.of(_config(model))
+    size = _size_of(model)
     if size.longest is not None and length > size.longest > 0:
         raise click.UsageError(f"--length {length} is more than the {size.longest:,} positions that {model} knows")
     cards, card_bytes, kind = _cards(gpus)
@@ -50,7 +56,7 @@ def plan(model: str, gpus: str | None, length: int, rollouts: int, host: str | N
     named = {"cuda": "GPU", "cpu": "CPU"}.get(kind, kind)
     click.echo(
         f"{model}: {size.parameters / 1e9:.2f}B parameters in {dtype}; {cards} × {card_bytes / 1e9:.1f} GB ({named}); "
-        f"sequences of {length:,} tokens, {rollouts} rollouts a step; GB on each GPU"
+        f"sequences of {length:,} tokens, {ways[0].rollouts} rollouts a step; GB on each GPU"
     )
     header = ["trained", "optim", "sharding", *PARTS, "peak", "host", "fits"]
     click.echo("\n".join(table([_row(way) for way in ways], header=header, right=range(3, len(header) - 1))))
@@ -87,13 +93,19 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:.1f}"
 
 
-def _config(model: str) -> Any:
+def _size_of(model: str) -> ModelSize:
     from verifiers.engine.files.models import get_config
+    from verifiers.trainers.memory.plan import ModelSize
 
     try:
-        return get_config(model)
+        config = get_config(model)
     except (OSError, ValueError, TypeError) as error:
         raise click.ClickException(f"the configuration of {model} cannot be had: {error}") from error
+    try:
+        return ModelSize.of(config)
+    except Exception as error:  # transformers lays the model out, and fails in ways of its own
+        said = " ".join(str(error).split())[:300]
+        raise click.ClickException(f"no model can be made by the configuration of {model}: {said}") from error
 
 
 def _cards(gpus: str | None) -> tuple[int, float, str]:

@@ -68,9 +68,9 @@ def simulate(as_json: bool, **given: Any) -> None:
     """
     try:
         setup = Setup(**given)
+        found = play(setup)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    found = play(setup)
     if as_json:
         click.echo(json.dumps({"setup": asdict(setup), "prediction": asdict(found)}))
         return

@@ -223,12 +223,14 @@ def _python_rng() -> list[Any]:
 def load(path: Path, weights: Weights) -> dict[str, Any]:
     """Put weights, optimizer and random numbers back as they were; the rest of the state is returned."""
     try:
-        state: dict[str, Any] = json.loads(read_regular(path / STATE, most=MOST_STATE))
-        with open_regular(path / TENSORS) as file:
-            tensors = torch.load(file, map_location="cpu", weights_only=True)
+        with shards.readable(path):
+            state: dict[str, Any] = json.loads(read_regular(path / STATE, most=MOST_STATE))
+            with open_regular(path / TENSORS) as file:
+                tensors = torch.load(file, map_location="cpu", weights_only=True)
+            saved = _shapes(path, tensors)
     except FileNotFoundError:
         raise ValueError(f"{path} is no checkpoint: it has no {STATE} and {TENSORS}") from None
-    shapes, saved = weights.shapes, _shapes(path, tensors)
+    shapes = weights.shapes
     if shapes != saved:
         odd = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
         raise ValueError(
@@ -243,7 +245,8 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
             f"optim={' or '.join(map(repr, wanted))}, or begin a new run from its weights"
         )
     if "masters" not in tensors:
-        shards.read(weights, path)
+        with shards.readable(path):
+            shards.read(weights, path)
     elif isinstance(weights, ShardedWeights):
         shards.read_whole(weights, tensors)
     else:

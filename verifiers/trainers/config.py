@@ -143,10 +143,17 @@ class GRPOConfig(TrainingConfig):
             kl_coef=self.kl_coef,
             sapo_temperature_pos=self.sapo_temperature_pos,
             sapo_temperature_neg=self.sapo_temperature_neg,
-            correction=self.importance_sampling_mode,
+            correction=self._correction,
             correction_min=self.importance_sampling_clip_min,
             correction_max=self.importance_sampling_clip_max,
         )
+
+    @property
+    def _correction(self) -> str | None:
+        """As given; else of rollouts that are sampled ahead, of which the clip alone would leave much out."""
+        if self.importance_sampling_mode is None:
+            return "token_truncate" if self.num_batches_ahead else None
+        return None if self.importance_sampling_mode == "off" else self.importance_sampling_mode
 
     def sampling(self, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What is asked of the model in training, for an environment with sampling arguments of its ``own``."""
@@ -221,7 +228,7 @@ class GRPOConfig(TrainingConfig):
         if self.importance_sampling_level is not None:
             self._require_one_of("importance_sampling_level", ("token", "sequence"))
         if self.importance_sampling_mode is not None:
-            self._require_one_of("importance_sampling_mode", CORRECTIONS)
+            self._require_one_of("importance_sampling_mode", (*CORRECTIONS, "off"))
         self._require("entropy_coef", is_finite(self.entropy_coef), "a finite number")
         self._require("top_entropy_quantile", 0 <= self.top_entropy_quantile <= 1, "between 0 and 1")
         self._require("kl_coef", is_finite(self.kl_coef) and self.kl_coef >= 0, "0 or more")

@@ -223,17 +223,17 @@ def truncation(ratio_T: Tensor, cap: float) -> Tensor:
     return (cap / ratio_T.detach()).clamp(max=1.0)
 
 
-def sampler_correction(objective: Objective, log_ratio_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """What each token counts because its sampler was not quite the policy that learns; ``log_ratio_T`` is between them.
+def sampler_correction(objective: Objective, log_ratio_T: Tensor, sequence_T: Tensor) -> tuple[Tensor, Tensor]:
+    """What each token counts because its sampler was not quite the policy that learns, and if that was bounded.
 
-    Ratios (of a token, or the product over its sequence) outside the bounds are put on them, or count nothing. A token
-    whose sampler gave no logprob (NaN) has a ratio of 1.
+    ``log_ratio_T`` is between the two. Ratios (of a token, or the product over its sequence) outside the bounds are put
+    on them, or count nothing. A token whose sampler gave no logprob (NaN) has a ratio of 1.
 
     >>> import torch
     >>> log_ratio_T, sequence_T = torch.tensor([0.5, 4.0, 2.0]).log(), torch.tensor([0, 0, 1])
     >>> sampler_correction(Objective(correction="token_truncate"), log_ratio_T, sequence_T)
-    tensor([0.5000, 3.0000, 2.0000])
-    >>> sampler_correction(Objective(correction="sequence_mask", correction_min=2.5), log_ratio_T, sequence_T)
+    (tensor([0.5000, 3.0000, 2.0000]), tensor([False,  True, False]))
+    >>> sampler_correction(Objective(correction="sequence_mask", correction_min=2.5), log_ratio_T, sequence_T)[0]
     tensor([0., 0., 0.])
     """
     level, _, how = str(objective.correction).partition("_")
@@ -241,11 +241,12 @@ def sampler_correction(objective: Objective, log_ratio_T: Tensor, sequence_T: Te
     if level == "sequence":
         log_ratio_T = _sequence_sums(log_ratio_T, sequence_T)[sequence_T]
     ratio_T = log_ratio_T.exp()
-    low, high = objective.correction_min, objective.correction_max
+    low = 0.0 if objective.correction_min is None else objective.correction_min
+    high = float("inf") if objective.correction_max is None else objective.correction_max
+    is_outside_T = (ratio_T < low) | (ratio_T > high)
     if how == "truncate":
-        return ratio_T.clamp(min=low, max=high) if low is not None or high is not None else ratio_T
-    is_outside_T = (ratio_T < (0.0 if low is None else low)) | (ratio_T > (float("inf") if high is None else high))
-    return ratio_T.masked_fill(is_outside_T, 0.0)
+        return ratio_T.clamp(low, high), is_outside_T
+    return ratio_T.masked_fill(is_outside_T, 0.0), is_outside_T
 
 
 def k3(new_T: Tensor, reference_T: Tensor) -> Tensor:

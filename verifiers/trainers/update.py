@@ -157,9 +157,11 @@ class PolicyUpdate:
         if not self._are_logprobs_known and (prepared.old_N is not None or self.weights.is_sharded):
             self._check_logprobs(batch, scored.logprob_N.detach(), prepared.old_N)
         if self.loss.objective.correction is not None and prepared.correction_N is None:
-            old_N = scored.logprob_N.detach()
-            prepared.correction_N = sampler_correction(self.loss.objective, old_N - batch.old_N, batch.sequence_N)
-            prepared.old_N = old_N
+            prepared.old_N = scored.logprob_N.detach()
+            prepared.log_ratio_N = prepared.old_N - batch.old_N
+            prepared.correction_N, prepared.is_bounded_N = sampler_correction(
+                self.loss.objective, prepared.log_ratio_N, batch.sequence_N
+            )
         if prepared.old_N is None:  # the sampler gave no logprobs: before the first update, new and old are the same
             prepared.old_N = scored.logprob_N.detach()
         losses = self.loss(
@@ -171,7 +173,7 @@ class PolicyUpdate:
             entropy_T=scored.entropy_N,
             factor_T=prepared.factor_N,
         )
-        return losses, scored
+        return prepared.as_of_sampler(losses), scored
 
     def _check_logprobs(self, batch: MicroBatch, new_N: Tensor, old_N: Tensor | None) -> None:
         """Refuse a server whose logprobs leave out the temperature; the first tokens of a training tell."""
@@ -200,6 +202,8 @@ class _Prepared:
         self.old_N: Tensor | None = self.batch.old_N if is_known else None
         self.reference_N: Tensor | None = None
         self.correction_N: Tensor | None = None
+        self.log_ratio_N: Tensor | None = None  # of the policy before the update and the sampler; and if it was bounded
+        self.is_bounded_N: Tensor | None = None
         self.is_uncertain_N: Tensor | None = None
 
     @property
@@ -208,6 +212,13 @@ class _Prepared:
         if self.correction_N is None:
             return None if self.is_uncertain_N is None else self.is_uncertain_N.float()
         return self.counted(self.correction_N)
+
+    def as_of_sampler(self, losses: TokenLosses) -> TokenLosses:
+        """For the figures: the ratio of the new policy to the one that sampled, and what either bound cut."""
+        if self.log_ratio_N is None or self.is_bounded_N is None:
+            return losses
+        ratio_T = losses.ratio_T * self.log_ratio_N.nan_to_num(nan=0.0).exp()
+        return replace(losses, ratio_T=ratio_T, is_clipped_T=losses.is_clipped_T | self.is_bounded_N)
 
     def counted(self, values_N: Tensor) -> Tensor:
         """Values of tokens, 0 of those that are left out."""

@@ -164,7 +164,9 @@ class ServedEnvironment:
         try:
             start, count = int(http.query.get("start", 0)), int(http.query.get("count", MOST_ROWS))
         except ValueError:
-            raise RequestRefusedError("start and count are whole numbers") from None
+            start = count = -1
+        if min(start, count) < 0:
+            raise RequestRefusedError("start and count are whole numbers, 0 or more")
         page = await asyncio.to_thread(lambda: rows[start : start + min(count, MOST_ROWS)].to_list())
         return _reply({"rows": plain(page)})
 

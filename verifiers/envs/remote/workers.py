@@ -53,7 +53,8 @@ def check_workers(given: Any) -> None:
     """Refuse what cannot be workers, before anything is begun."""
     if given is None or isinstance(given, Workers):
         return
-    if not isinstance(given, str) or given.partition(":")[0] not in KINDS:
+    kind, colon, address = given.partition(":") if isinstance(given, str) else ("", "", "")
+    if kind not in KINDS or (colon and not address.strip()):
         raise ValueError(f"workers={given!r} is not known; it is 'ray', 'ray:HOST:PORT' or a RayWorkers(...) object")
 
 

@@ -29,7 +29,7 @@ def check_config(config: GRPOConfig, num_processes: int) -> None:
         raise ValueError("kl_coef needs a reference model beside the policy, which --backend tinker does not have")
     if config.entropy_coef or config.top_entropy_quantile < 1.0:
         raise ValueError("entropy_coef and top_entropy_quantile need whole distributions, and Tinker gives logprobs")
-    if config.importance_sampling_mode is not None:
+    if config.importance_sampling_mode not in (None, "off"):
         raise ValueError("importance_sampling_mode corrects a sampler of another precision; Tinker's losses do that")
 
 

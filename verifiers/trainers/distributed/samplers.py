@@ -287,9 +287,8 @@ class Samplers:
 
     async def _find(self, sampler: _Sampler) -> None:
         """For a process that sends nothing: a server is there once another one has sent it the newest weights."""
-        control = sampler.channel.control
-        sampler.channel.model = (await control.ask("GET", "/v1/models"))["data"][0]["id"]
-        said = str((await control.ask("GET", "/weight_info"))["weight_version"])
+        await sampler.channel.find_model()
+        said = str(await sampler.channel.told("/weight_info", "weight_version"))
         if not said.isdecimal() or int(said) < self.version:
             raise RequestRefusedError(f"it has the weights of version {said} still")
         sampler.is_up, sampler.reason = True, ""

@@ -90,7 +90,8 @@ def export_checkpoint(checkpoint: str | Path, path: str | Path) -> Path:
     config = AutoConfig.from_pretrained(checkpoint)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    weights = whole_weights(checkpoint)
+    with readable(checkpoint):
+        weights = whole_weights(checkpoint)
     dtype = config.dtype or torch.float32
     model.load_state_dict({name: one.to(dtype) for name, one in weights.items()}, strict=False, assign=True)
     model.tie_weights()
@@ -98,6 +99,21 @@ def export_checkpoint(checkpoint: str | Path, path: str | Path) -> Path:
         raise ValueError(f"{checkpoint} is a checkpoint of another model: it has no {missing[0]}")
     save_model(model, tokenizer, path)
     return path
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """A checkpoint of which a file was cut short or overwritten, as one sentence."""
+    try:
+        yield
+    except OSError:
+        raise
+    except (dcp.CheckpointException, Exception) as error:  # PyTorch says it in many ways, of which one is no Exception
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        said = lines[-1] if isinstance(error, dcp.CheckpointException) else f"{type(error).__name__}: {lines[0]}"
+        raise ValueError(
+            f"{path} is damaged and cannot be read ({said:.200}); go on from an earlier checkpoint, as in --resume PATH"
+        ) from error
 
 
 @contextmanager

@@ -30,6 +30,8 @@ from typing import Any
 
 BYTES_A_PARAMETER = 2  # weights are sent in bf16
 OPERATIONS_A_TOKEN = 8
+AT_LEAST_1 = ("sampler_gpus", "gpus_a_replica", "slots", "turns", "env_workers", "trainer_gpus", "batch", "steps")
+MOST, MOST_SIGMA, MOST_TURNS = 1e18, 10, 20_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,23 +69,14 @@ class Setup:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        at_least_1 = (
-            "sampler_gpus",
-            "gpus_a_replica",
-            "slots",
-            "turns",
-            "env_workers",
-            "trainer_gpus",
-            "batch",
-            "steps",
-        )
         for one in fields(self):
             value = getattr(self, one.name)
-            if isinstance(value, bool) or (value is None and one.name == "train_s"):
+            if one.type == "bool" or (value is None and one.name == "train_s"):
                 continue
-            least = 1 if one.name in at_least_1 else 0
-            if not isinstance(value, int | float) or not math.isfinite(value) or value < least:
-                raise ValueError(f"{one.name}={value!r} must be a number, {least} or more")
+            kinds, word = ((int,), "whole number") if one.type == "int" else ((int, float), "number")
+            least, most = (1 if one.name in AT_LEAST_1 else 0), (MOST_SIGMA if one.name.endswith("_sigma") else MOST)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+                raise ValueError(f"{one.name}={value!r} must be a {word}, {least} to {most:g}")
         for name in ("tokens_per_s_alone", "tokens_per_s_full", "tokens_a_turn", "peak_tflops", "mfu", "sync_gb_per_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be above 0")
@@ -100,6 +93,11 @@ class Setup:
             )
         if self.tokens_per_s_full < self.tokens_per_s_alone:
             raise ValueError("tokens_per_s_full is of all sequences together, and not below tokens_per_s_alone")
+        if (turns := (self.steps + 2 * self.max_staleness + 2) * self.batch * self.turns) > MOST_TURNS:
+            raise ValueError(
+                f"{turns:,} turns would have to be played out, and {MOST_TURNS:,} take minutes: take fewer of steps, "
+                "max_staleness, batch or turns (a tenth of the cards with a tenth of the batch is about the same)"
+            )
 
     @property
     def replicas(self) -> int:
@@ -253,7 +251,9 @@ class _Run:
         replica.looks_at = math.inf
         replica.advance(self.now)
         ended = []
-        while replica.live and replica.live[0][0] <= replica.served + 1e-6:
+        # What is left may be less than the clock can tell apart, late in a long run.
+        near = 1e-6 + 2 * (math.ulp(replica.served) + replica.rate * math.ulp(self.now))
+        while replica.live and replica.live[0][0] <= replica.served + near:
             ended.append(heapq.heappop(replica.live)[2])
         if ended:
             replica.admit(self.numbers)
@@ -348,6 +348,8 @@ def simulate(setup: Setup) -> Prediction:
     run.finish(skipped + setup.steps)
     first, last = run.ends[skipped - 1], run.ends[-1]
     took, sampled, trained, synced = (end - begin for end, begin in zip(last, first, strict=True))
+    if took <= 0:
+        raise ValueError("a step takes no time with these figures, or less than can be told apart from the rest")
     sampler_use = sampled / (took * setup.replicas * setup.tokens_per_s_full)
     trainer_use = trained / took
     seen = run.staleness[skipped * setup.batch :]
@@ -360,15 +362,17 @@ def simulate(setup: Setup) -> Prediction:
         worst_staleness=max(seen),
         tokens_per_s=sampled / took,
         gpus=setup.gpus,
-        bottleneck=_bottleneck(setup, trainer_use, synced / took, took / setup.steps),
+        bottleneck=_bottleneck(setup, sampler_use, trainer_use, synced / took, took / setup.steps),
     )
 
 
-def _bottleneck(setup: Setup, trainer_use: float, sync_share: float, step_s: float) -> str:
+def _bottleneck(setup: Setup, sampler_use: float, trainer_use: float, sync_share: float, step_s: float) -> str:
     if setup.score_s * setup.batch / setup.env_workers > 0.9 * step_s:
         return "scoring: more env_workers"
     if trainer_use + sync_share > 0.95:
         return "the trainer: more of the GPUs for it" if trainer_use > sync_share else "the network: weights take long"
     if setup.max_staleness == 0:
         return "waiting for one another: max_staleness of 1 or more"
+    if sampler_use < 0.5:
+        return "how long one rollout takes: more at once (max_staleness, batch); samplers would do with fewer GPUs"
     return "the samplers: more of the GPUs for them, or more slots and rollouts at once"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verifiers.clients import wire
 from verifiers.clients.control import ServerControl
 from verifiers.engine.channel import (
     GlooChannel,
@@ -25,6 +26,7 @@ from verifiers.errors import ConnectionFailedError, Error, RequestRefusedError
 from verifiers.trainers.memory.optimizers import bitsandbytes
 
 OLDEST_VLLM = (0, 32)
+LOOK_S = 30.0  # for what a server says of itself: before the first step nobody waits long for one that says nothing
 QUICK_S = 120.0  # for what moves no weights: a server that hangs does not hold up a training for longer
 ADAPTER, BASE = re.compile(r"\.lora_|\.modules_to_save\."), ".base_layer"
 NEW_CACHE = "/reset_prefix_cache?reset_running_requests=true"
@@ -83,6 +85,7 @@ class WeightChannel:
         self.is_ours = False
         self.failure: Error | None = None
         self._channel: GlooChannel | NcclChannel | None = None
+        self._named: tuple[str, ...] = ()  # what the weights there may be called: as they came last, and before that
 
     @property
     def where(self) -> str:
@@ -91,9 +94,9 @@ class WeightChannel:
     async def open(self) -> None:
         """Look at what the server is, and join a group with its processes; RequestRefusedError if that cannot be."""
         backend = await self.check()
-        listed = await self.control.ask("GET", "/v1/models")
-        self.model = listed["data"][0]["id"]
-        world_size = 1 + (await self.control.ask("GET", "/get_world_size"))["world_size"]
+        await self._check_owner(*self._named, "0")  # "0": it was started anew
+        await self.find_model()
+        world_size = 1 + await self.told("/get_world_size", "world_size")
         self.close()
         timeout_s = self.control.timeout_s
         init: dict[str, Any] = {"rank_offset": 1, "world_size": world_size, "packed": False}
@@ -108,6 +111,11 @@ class WeightChannel:
         await _both(self.control.ask("POST", "/init_weight_transfer_engine", body), made.join, made.close)
         self._channel = made
 
+    async def find_model(self) -> None:
+        """Ask the server for the name of its model."""
+        listed = await self.told("/v1/models", "data")
+        self.model = str(listed[0]["id"]) if listed else ""
+
     async def check(self) -> str:
         """What the server can be sent weights by; RequestRefusedError if by nothing that this process has."""
         await self._check_version()
@@ -119,15 +127,40 @@ class WeightChannel:
             )
         return backend
 
+    async def _look(self, path: str) -> tuple[int, dict[str, Any]]:
+        """The status, and what the server says of itself there; an endpoint of another kind may say anything."""
+        status, text = await self.control.send("GET", path, None, min(self.control.timeout_s, LOOK_S))
+        if status not in (404, 405):
+            self.control.check("GET", path, status, text)
+        try:
+            said = wire.decode(text.encode())
+        except ValueError:
+            said = None
+        return (status, said) if isinstance(said, dict) else (404, {})
+
+    async def told(self, path: str, name: str) -> Any:
+        """One figure of what the server says of itself."""
+        status, said = await self._look(path)
+        if name not in said:
+            raise RequestRefusedError(f"GET {path}: {status}, and no {name!r} in it; is this `vf serve` or vLLM?")
+        return said[name]
+
+    async def _check_owner(self, *named: str) -> None:
+        """Refuse a server that has got other weights since it was sent ours: its replies would be of another model."""
+        said = str((await self._look("/weight_info"))[1].get("weight_version", ""))
+        if self._named and said.isdecimal() and said not in named:
+            raise RequestRefusedError(
+                f"another trainer sends it weights (it has version {said}, and was sent {self._named[0]} from here): "
+                "give each training samplers of its own"
+            )
+
     async def _check_version(self) -> None:
-        status, text = await self.control.send("GET", "/version", None, self.control.timeout_s)
+        status, said = await self._look("/version")
         if status in (404, 405):
             raise RequestRefusedError(
                 f"{self.where} is an endpoint that takes no weights; sample with `vf serve` or `vf-vllm`, or pass "
                 "weight_server=, an object with reload_weights(folder)"
             )
-        self.control.check("GET", "/version", status, text)
-        said = await self.control.ask("GET", "/version")
         self.is_ours = said.get("server") == "verifiers"
         number = tuple(int(part) for part in re.findall(r"\d+", str(said.get("version")))[:2])
         if not self.is_ours and number < OLDEST_VLLM:
@@ -137,8 +170,8 @@ class WeightChannel:
             )
 
     async def _backend(self) -> str:
-        info = await self.control.ask("GET", "/server_info?config_format=json")
-        config = (info.get("vllm_config") or {}).get("weight_transfer_config") if isinstance(info, dict) else None
+        _, info = await self._look("/server_info?config_format=json")
+        config = (info.get("vllm_config") or {}).get("weight_transfer_config")
         backend = config.get("backend") if isinstance(config, dict) else None
         if backend not in ("gloo", "nccl"):
             raise RequestRefusedError(
@@ -155,6 +188,7 @@ class WeightChannel:
     async def begin(self) -> None:
         """Requests under way stop where they are, until `end`."""
         self.failure = None
+        await self._check_owner(*self._named)
         await self._tell("/pause?mode=keep")
         await self._tell("/start_weight_update")
 
@@ -171,6 +205,7 @@ class WeightChannel:
 
     async def end(self, version: int) -> None:
         """The weights have come whole: this is their version; what was computed with those before is dropped."""
+        self._named = (str(version), *self._named[:1])
         await self._tell("/finish_weight_update", {"weight_version": str(version)})
         await self._tell(NEW_CACHE)
         await self._tell("/resume")

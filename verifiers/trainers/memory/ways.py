@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.memory.optimizers import OPTIMIZERS
 from verifiers.trainers.memory.plan import Device, MemoryPlan, ModelSize, Training, WillNotFitError, gb, plan_memory
 
+MOST_CARDS = 100_000
 UNITS = {"MB": 1e6, "MIB": 2**20, "GB": 1e9, "GIB": 2**30, "TB": 1e12, "TIB": 2**40}
 _CARDS = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(\d+(?:\.\d+)?)\s*([MGT]I?B)", re.IGNORECASE)
 
@@ -25,6 +27,11 @@ class Way:
     def sharding(self) -> str:
         return self.plan.asked.sharding
 
+    @property
+    def rollouts(self) -> int:
+        """Of one step, on all cards."""
+        return self.plan.asked.slots * self.plan.asked.processes
+
 
 def read_cards(text: str) -> tuple[int, float]:
     """How many cards, and the bytes of each.
@@ -33,7 +40,7 @@ def read_cards(text: str) -> tuple[int, float]:
     ((4, 24000000000.0), (1, 85899345920.0))
     """
     found = _CARDS.fullmatch(text.strip())
-    if found is None or int(found[1] or 1) < 1 or float(found[2]) <= 0:
+    if found is None or not 1 <= int(found[1] or 1) <= MOST_CARDS or float(found[2]) <= 0:
         raise ValueError(f"{text!r} is no number of cards and their memory: write 4x24GB, 80GB or 8x141GiB")
     return int(found[1] or 1), float(found[2]) * UNITS[found[3].upper()]
 
@@ -50,8 +57,11 @@ def ways_to_train(
     lora_r: int = 8,
     weight_bytes: int = 2,
 ) -> list[Way]:
-    """The ways, from the one that learns most to the one that takes least; ``rollouts`` are those of one step."""
-    each = max(1, rollouts // cards)
+    """The ways, from the one that learns most to the one that takes least; ``rollouts`` are those of one step.
+
+    Each card has whole groups of them, as `GRPOConfig` asks for, so that there may be a few more.
+    """
+    each = -(-rollouts // (cards * GRPOConfig.group_size)) * GRPOConfig.group_size
     device = Device(kind=kind, capacity=card_bytes, host=host_bytes / cards)
     found = []
     for name, trained, optim, sharding, flags in _ways(size, cards, lora_r, kind):
