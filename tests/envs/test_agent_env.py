@@ -6,6 +6,8 @@ import asyncio
 import json
 import pickle
 import threading
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -490,6 +492,52 @@ def test_a_request_that_cannot_be_read_is_refused_by_name_and_is_the_agents_faul
     state = play(make_env(run))
     assert isinstance(state["error"], vf.HookError)
     assert "web_search" in str(state["error"])
+
+
+def post(base_url: str, api_key: str, path: str, body: bytes) -> tuple[int, Any]:
+    request = urllib.request.Request(f"{base_url}{path}", body, {"Authorization": f"Bearer {api_key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def test_nonsense_is_refused_and_an_agent_that_goes_on_without_it_is_scored() -> None:
+    """What was never a call of the model is no failure of the model's."""
+    found: list[Any] = []
+
+    def run(base_url: str, api_key: str) -> str:
+        for path, body in (
+            ("/chat/completions", b"{"),
+            ("/chat/completions", b"null"),
+            ("/chat/completions", b'{"messages": [5]}'),
+            ("/chat/completions", b'{"messages": [{"content": "no role"}]}'),
+            ("/chat/completions", b'{"messages": ' + b"[" * 100_000),
+            ("/embeddings", b'{"input": "hello"}'),
+        ):
+            found.append(post(base_url, api_key, path, body))
+        return say(base_url, api_key, "hello")
+
+    state = play(make_env(run))
+    assert [status for status, _ in found] == [400, 400, 400, 400, 400, 404]
+    assert "a message is an object with a role, not 5" in found[2][1]["error"]["message"]
+    assert "/embeddings" in found[5][1]["error"]["message"]
+    assert (state["error"], state["reward"], len(state["trajectory"])) == (None, 1.0, 1)
+
+
+def test_an_agent_that_hangs_up_in_the_middle_of_a_stream_goes_on() -> None:
+    def run(base_url: str, api_key: str, prompt: Any) -> str:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            for _ in range(3):
+                stream = client.chat.completions.create(model="m", messages=prompt, stream=True)
+                next(iter(stream))
+                stream.close()
+        return say(base_url, api_key, "hello")
+
+    state = play(make_env(run), "4 " * 20_000)
+    assert (state["error"], state["reward"], len(state["trajectory"])) == (None, 1.0, 4)
 
 
 # --- keys ---------------------------------------------------------------------------------------------------------

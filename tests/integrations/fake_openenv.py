@@ -34,10 +34,16 @@ ADD = {
 
 
 class GuessServer(ServerThread):
-    """Guess a number: the seed is the number. At most ``sessions`` at once; ``is_mcp`` has an MCP tool instead."""
+    """Guess a number: the seed is the number. At most ``sessions`` at once; ``is_mcp`` has an MCP tool instead.
 
-    def __init__(self, *, sessions: int = 100, is_mcp: bool = False, has_rewards: bool = True) -> None:
+    ``answer`` is what a step is answered with instead of an observation; None closes the connection.
+    """
+
+    def __init__(
+        self, *, sessions: int = 100, is_mcp: bool = False, has_rewards: bool = True, answer: str | None = ""
+    ) -> None:
         super().__init__()
+        self.answer = answer
         self.sessions, self.is_mcp, self.has_rewards = sessions, is_mcp, has_rewards
         self.open = self.most_open = self.begun = self.refused = 0
 
@@ -75,6 +81,11 @@ class GuessServer(ServerThread):
                     secret = message["data"].get("seed", 0)
                     await asyncio.sleep(0.01)
                     await socket.send_json(_observed({"text": "Guess a number.", "metadata": {}}, None, False))
+                elif self.answer is None:
+                    assert http.transport is not None
+                    http.transport.abort()
+                elif self.answer:
+                    await socket.send_str(self.answer)
                 else:
                     await socket.send_json(self._step(message["data"], secret))
         finally:

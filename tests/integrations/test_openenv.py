@@ -97,6 +97,20 @@ def test_a_server_that_is_not_there_or_gives_no_reward_fails_the_rollout() -> No
     assert "gave no reward" in str(state["error"])
 
 
+def test_a_server_that_dies_or_talks_nonsense_in_an_episode_fails_the_rollout() -> None:
+    for answer, kind, said in (
+        (None, vf.InfraError, "closed the session"),
+        ("{not json", vf.InfraError, "no message of its protocol"),
+        ("[1]", vf.InfraError, "no message of its protocol"),
+        ('{"type": "observation"}', vf.GraderError, "gave no reward"),
+    ):
+        with GuessServer(answer=answer) as server:
+            (state,) = play(vf.OpenEnv(server.url, num_episodes=1)).rollouts
+        assert isinstance(state["error"], kind), state["error"]
+        assert said in str(state["error"])
+        assert state["reward"] is None
+
+
 def test_a_package_that_is_not_installed_is_one_sentence() -> None:
     (state,) = play(vf.OpenEnv("no_such_openenv_package", num_episodes=1)).rollouts
     assert "pip install 'verifiers[openenv]'" in str(state["error"])

@@ -242,6 +242,7 @@ def test_bad_input_is_refused_in_a_sentence_that_names_it(served: tuple[TinkerSe
         (learn(loss_fn="ppo"), 400, "datum 0 has no logprobs"),
         (learn(loss_fn="custom", loss_fn_config={"loss_id": "x"}), 404, "no custom loss 'x'"),
         (learn(loss_fn_config={"beta": 1}), 400, "no setting 'beta'"),
+        (learn(loss_fn_config=[1]), 400, "loss_fn_config is an object"),
         (learn(data=[]), 400, "no data"),
         (learn(data=[wide]), 400, "no tokens of this model"),
         (learn(data=[json_datum(ids * 100)]), 400, "the context of the model is 256"),
@@ -261,6 +262,14 @@ def test_bad_input_is_refused_in_a_sentence_that_names_it(served: tuple[TinkerSe
             400,
             "model_seq_id",
         ),
+        (
+            (
+                "create_model",
+                {"session_id": client.session, "base_model": "tiny", "model_seq_id": 8, "optimizer_config": [1]},
+            ),
+            400,
+            "optimizer adamw, not [1]",
+        ),
         (("create_session_of_my_own", {}), 404, "does not have it"),
         (sample(sampling_session_id="gone"), 404, "no sampling session 'gone'"),
         (sample(sampling_params={"beams": 4}), 400, "no sampling parameter 'beams'"),
@@ -276,6 +285,40 @@ def test_bad_input_is_refused_in_a_sentence_that_names_it(served: tuple[TinkerSe
     assert client.ask("retrieve_future", {"request_id": "gone"})[0] == 410
     assert client.ask("create_session", {}, {"Host": "evil.example"})[0] == 421
     assert client.ask("create_session", {}, {"Origin": "http://evil.example"})[0] == 403
+
+
+def test_numbers_that_are_not_finite_move_no_weights_and_are_told(served: tuple[TinkerServer, Any]) -> None:
+    server, tokenizer = served
+    client, ids = Wire(server.url), tokenizer.encode("0123")
+    model, step = client.model(), {"adam_params": {"learning_rate": 0.01}}
+
+    def learn(advantage: float, loss_fn: str = "importance_sampling", **config: float) -> tuple[int, Any]:
+        one = json_datum(ids)
+        for name, value in (("logprobs", -3.0), ("advantages", advantage)):
+            column = {"data": [value] * (len(ids) - 1), "dtype": "float32", "shape": [len(ids) - 1]}
+            one["loss_fn_inputs"][name] = column
+        body = {"model_id": model, "forward_backward_input": {"data": [one], "loss_fn": loss_fn}}
+        body["forward_backward_input"]["loss_fn_config"] = config
+        return fetched("forward_backward", body)
+
+    def fetched(path: str, body: Any) -> tuple[int, Any]:
+        status, found = client.ask(path, body)
+        return client.ask("retrieve_future", {"request_id": found["request_id"]}) if status == 200 else (status, found)
+
+    def of(found: tuple[int, Any]) -> Any:
+        return found[1]["loss_fn_outputs"][0]["logprobs"]["data"]
+
+    before = of(learn(0.0))
+    for wrong, words in (
+        (learn(float("nan")), "advantages holds a value that is not finite"),
+        (learn(1.0, "ppo", clip_low_threshold=float("nan")), "clip_low_threshold is a number, not nan"),
+        (learn(3e38), "the loss is -inf"),
+    ):
+        assert words in str(wrong[1]), wrong
+    learn(1e37)  # its loss is a number; the square of its gradient is not
+    assert "norm of the gradients is inf" in str(fetched("optim_step", {"model_id": model, **step})[1])
+    assert of(learn(0.0)) == before
+    assert fetched("optim_step", {"model_id": model, **step})[1]["metrics"]["grad_norm"] == 0.0
 
 
 def test_a_reply_ends_at_the_stops_that_are_given_and_at_no_other(served: tuple[TinkerServer, Any]) -> None:

@@ -36,9 +36,9 @@ def add_adapter(service: Service, size: float) -> str:
     return name
 
 
-def draw(service: Service, prompts: Sequence[list[int]], n_tokens: int) -> Drawn:
+def draw(service: Service, prompts: Sequence[list[int]], n_tokens: int, n: int = 2) -> Drawn:
     sampling = Sampling(max_tokens=n_tokens, temperature=1.0, seed=5)
-    asked = [(prompt, one) for prompt in prompts for one in service.ready.engine.submit(prompt, sampling, n=2)]
+    asked = [(prompt, one) for prompt in prompts for one in service.ready.engine.submit(prompt, sampling, n=n)]
     found = [(prompt, one.result()) for prompt, one in asked]
     return [(prompt, one.ids, np.array(one.logprobs)) for prompt, one in found]
 
@@ -85,10 +85,21 @@ def plain(service: Service, drawn: Drawn, dtype: torch.dtype) -> list[Any]:
     return found
 
 
+def gaps(one: Sequence[Any], other: Sequence[Any]) -> Any:
+    return np.concatenate([np.float64(a) - np.float64(b) for a, b in zip(one, other, strict=True)])
+
+
 def apart(one: Sequence[Any], other: Sequence[Any]) -> tuple[float, float]:
     """The largest distance, and the root mean square."""
-    gaps = np.concatenate([np.abs(np.float64(a) - np.float64(b)) for a, b in zip(one, other, strict=True)])
-    return float(gaps.max()), float(np.sqrt((gaps**2).mean()))
+    found = gaps(one, other)
+    return float(np.abs(found).max()), float(np.sqrt((found**2).mean()))
+
+
+def figures(one: Sequence[Any], other: Sequence[Any]) -> str:
+    found = gaps(one, other)
+    most, rms = apart(one, other)
+    high = np.quantile(np.abs(found), 0.999)
+    return f"mean {found.mean():.1e}, rms {rms:.1e}, 99.9 % {high:.1e}, max {most:.1e} of {len(found)}"
 
 
 def test_forward_gives_the_trainers_logprobs_and_the_sampler_too_to_1e_5(tmp_path: Path) -> None:
@@ -110,7 +121,7 @@ def test_forward_gives_the_trainers_logprobs_and_the_sampler_too_to_1e_5(tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_in_a_real_model_what_is_left_is_the_rounding_of_float32(tmp_path: Path) -> None:
-    """30 layers, 49,152 tokens: the sampler and forward are as far from float64 as the model's own forward is."""
+    """30 layers, 49,152 tokens: the sampler and forward are as far from float64 as sums of matrix products are."""
     try:
         server = TinkerServer("smollm2", folder=tmp_path, rows=8, length=512)
     except OSError as error:
@@ -118,22 +129,28 @@ def test_in_a_real_model_what_is_left_is_the_rounding_of_float32(tmp_path: Path)
     service = server.service
     try:
         add_adapter(service, 0.005)
-        asked = ("What is the capital of France?", "Write a story about a ship.", "Name five primes, and say why.")
+        asked = ("What is the capital of France?", "Write a story about a ship.", "Name five primes.", "Is snow white?")
         chat = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
         prompts = [service.ready.codec.encode(chat.format(text), special=True) for text in asked]
-        drawn = draw(service, prompts, 64)
-        exact = plain(service, drawn, torch.float64)
+        drawn = draw(service, prompts, 64, n=4)
+        exact, got = plain(service, drawn, torch.float64), forward(service, drawn)
         ways = {
             "sampler": [logprobs for _, _, logprobs in drawn],
-            "forward": forward(service, drawn),
-            "trainer": trained(service, drawn, **service.scoring.scorer.layouts.limits()),
+            "forward": got,
+            "trainer, laid out alike": trained(service, drawn),
+            "trainer, prompts once": trained(service, drawn, **service.scoring.scorer.layouts.limits()),
             "plain": plain(service, drawn, torch.float32),
         }
     finally:
         service.close()
-    found = {name: apart(one, exact) for name, one in ways.items()}
-    between = apart(ways["sampler"], ways["forward"]), apart(ways["trainer"], ways["forward"])
-    print(f"from float64: {found}; sampler, trainer from forward: {between}")
-    assert all(most < 2e-4 and mean < 5e-5 for most, mean in [*found.values(), *between]), (found, between)
-    noise = found["plain"][1]
-    assert all(mean < 2 * noise for _, mean in found.values()), f"one way is worse than rounding: {found}"
+    for name, one in ways.items():
+        print(f"{name}: from float64 {figures(one, exact)}; from forward {figures(one, got)}")
+    assert apart(ways["trainer, laid out alike"], got)[0] <= 1e-6
+    for one in (ways["sampler"], ways["trainer, prompts once"]):
+        assert apart(one, got)[0] < 1e-4
+        assert apart(one, got)[1] < 1.5e-5
+    for name in ways.keys() - {"plain"}:
+        found = gaps(ways[name], exact)
+        assert np.abs(found).max() < 1e-4, name
+        assert np.sqrt((found**2).mean()) < 1e-5, name
+        assert abs(found.mean()) < 3e-6, f"{name} errs to one side"

@@ -57,8 +57,23 @@ def test_compute_score_gives_the_rubrics_reward_and_its_metrics(tmp_path: Path) 
     wrong = compute_score("verifiers/arithmetic", "I do not know.", answer, extra_info=row["extra_info"])
     assert right["score"] > wrong["score"]
     assert right.keys() - {"score"}
-    with pytest.raises(ValueError, match="vf export verl"):
-        compute_score("elsewhere", "4", "4", extra_info={})
+    for wrong in ({}, None, "x", {"vf_env_id": "arithmetic"}, {"vf_env_id": "arithmetic", "vf_row": "5"}):
+        with pytest.raises(ValueError, match="vf export verl"):
+            compute_score("elsewhere", "4", "4", extra_info=wrong)  # type: ignore[arg-type]
+
+
+def test_prompts_of_parts_of_text_alone_and_of_calls_alone_are_exported_side_by_side(tmp_path: Path) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    prompts: list[Any] = [
+        [{"role": "user", "content": [{"type": "text", "text": "in parts"}]}],
+        [{"role": "user", "content": "whole"}, {"role": "assistant", "tool_calls": [call]}],
+    ]
+    env = vf.SingleTurnEnv(
+        dataset=[{"prompt": one, "answer": ""} for one in prompts], rubric=vf.Rubric([lambda completion: 1.0])
+    )
+    rows = rows_in(export_rows(env, tmp_path, env_id="x")["train"])
+    assert [[message["content"] for message in row["prompt"]] for row in rows] == [["in parts"], ["whole", ""]]
+    assert json.loads(rows[0]["extra_info"]["vf_row"])["prompt"] == prompts[0], "the row itself is kept as it is"
 
 
 class Counting:

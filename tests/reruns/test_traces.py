@@ -227,3 +227,31 @@ def test_tokens_that_an_application_recorded_make_a_trace_fit_to_learn_from_with
     (without,) = import_traces_of(exported(*trace_of("aa", TURNS[1:])))
     with pytest.raises(ValueError, match="no token ids"):
         exact_samples(without)
+
+
+def test_tokens_as_json_texts_are_read_and_those_that_are_none_are_refused_by_their_span() -> None:
+    from verifiers.samples import exact_samples
+
+    names = ("verifiers.prompt_ids", "verifiers.completion_ids", "verifiers.completion_logprobs")
+    written = dict(zip(names, ("[1, 2]", "[3]", "[0]"), strict=True))
+    (state,) = import_traces_of(exported(*trace_of("aa", TURNS[1:], **written)))
+    assert exact_samples(state)[0].completion_ids == [3]
+    for wrong in (("[1]", "[1, 2]", "[0]"), ("[1]", '["x"]', "[0]"), ("[1]", "[1", "[0]"), ("[1]", "[1]", None)):
+        given = {name: value for name, value in zip(names, wrong, strict=True) if value is not None}
+        with pytest.raises(ValueError, match=r"trace aa cannot be read.*as many logprobs as the reply has ids"):
+            import_traces_of(exported(*trace_of("aa", TURNS[1:], **given)))
+
+
+def test_spans_of_other_shapes_are_refused_in_a_sentence_that_names_file_or_trace(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    odd: Any = {"gen_ai.system_instructions": '["x"]'}
+    for text, said in (
+        ('{"resourceSpans": "x"}', "cannot be read as spans: AttributeError"),
+        ('{"spanId": "a", "attributes": [{"value": {}}]}', "cannot be read as spans: KeyError: 'key'"),
+        (exported(*trace_of("aa", TURNS[1:], **odd)), "trace aa cannot be read"),
+        (exported(*trace_of("aa", TURNS[1:], **{"gen_ai.usage.input_tokens": "many"})), "trace aa cannot be read"),
+    ):
+        path.write_text(text)
+        result = CliRunner().invoke(command, ["import", "otel", str(path), "-o", str(tmp_path / "run")])
+        assert result.exit_code == 1
+        assert said in " ".join(result.output.split()), result.output

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 from tests.engine.support.exact import FAMILIES, random_model  # noqa: E402
 from verifiers.engine.logits import LogitsProcessor, processed  # noqa: E402
 from verifiers.engine.sequence import ActiveSequence, Sampling  # noqa: E402
+from verifiers.kernels.sampling import log_softmax  # noqa: E402
 from verifiers.trainers.learning import target_logprobs  # noqa: E402
 from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.learning.micro_batches import MicroBatch  # noqa: E402
@@ -138,3 +139,21 @@ def test_a_bias_is_added_as_the_sampler_adds_it_whatever_the_type_of_the_logits(
         logits.expand(64, -1), torch.arange(64), Distribution(logit_bias=tuple(bias.items()))
     )
     assert torch.allclose(scored.logprob_N, drawn, atol=1e-4)
+
+
+def test_over_a_large_vocabulary_no_unlikely_token_is_lost_in_the_mass_of_a_row() -> None:
+    """One likely token among 50,000: PyTorch's own log_softmax of float32 is some 1e-5 too high there."""
+    generator = torch.Generator().manual_seed(3)
+    logits_NV = torch.randn(16, 50_000, generator=generator) * 3 + 5
+    logits_NV[:, 0] += 20
+    target_N = torch.softmax(logits_NV, -1).multinomial(1, generator=generator)[:, 0]
+    whole_NV = logits_NV.double().requires_grad_()
+    expected_N = torch.log_softmax(whole_NV, -1).gather(1, target_N[:, None])[:, 0]
+    expected_N.sum().backward()
+    logits_NV.requires_grad_()
+    found_N = target_logprobs.score_logits(logits_NV, target_N, Distribution(temperature=1.0)).logprob_N
+    found_N.sum().backward()
+    assert (found_N - expected_N).abs().max() < 2e-6
+    assert (logits_NV.grad - whole_NV.grad).abs().max() < 2e-6
+    sampled_N = log_softmax(logits_NV.detach()).gather(1, target_N[:, None])[:, 0]
+    assert (sampled_N - expected_N).abs().max() < 2e-6

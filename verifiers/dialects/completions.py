@@ -30,6 +30,8 @@ class Completions:
         messages = body.pop("messages", None)
         if not isinstance(messages, list):
             raise errors.RequestRefusedError("'messages' is missing: a list of messages")
+        if wrong := [one for one in messages if not (isinstance(one, dict) and isinstance(one.get("role"), str))]:
+            raise errors.RequestRefusedError(f"a message is an object with a role, not {wrong[0]!r:.80}")
         tools = body.pop("tools", None)
         return await self._answer(http, body, [[with_known_role(one) for one in messages]], "chat", tools=tools)
 

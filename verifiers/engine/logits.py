@@ -11,7 +11,7 @@ from torch import Tensor
 from verifiers.engine.constraints import ConstraintError, Matcher
 from verifiers.engine.sequence import ActiveSequence, Alternatives, Sampling
 from verifiers.kernels.devices import to_device
-from verifiers.kernels.sampling import SamplingColumns, truncate
+from verifiers.kernels.sampling import SamplingColumns, log_softmax, truncate
 
 HIGHEST = 1e30  # logit that can still be divided by a temperature: logprobs of infinite ones are not numbers
 
@@ -108,7 +108,7 @@ def note_alternatives(logits_NV: Tensor, sequences: Sequence[ActiveSequence], co
         return
     some = SamplingColumns(*(getattr(columns, name)[wanted] for name in SamplingColumns.__slots__))
     cold_B = torch.where(some.temperature_B <= 0, torch.ones_like(some.temperature_B), some.temperature_B)
-    logprobs_BV = torch.log_softmax(logits_NV[wanted].float() / cold_B[:, None], -1)
+    logprobs_BV = log_softmax(logits_NV[wanted].float() / cold_B[:, None])
     if any(sequences[i].sampling.truncates and sequences[i].sampling.temperature > 0 for i in wanted):
         probs_BV = truncate(logprobs_BV.exp(), some)
         cut_BV = probs_BV.log() - probs_BV.sum(-1, keepdim=True).log()

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from verifiers.engine.batch_table import BatchTable
 from verifiers.engine.logits import note_alternatives, processed
 from verifiers.engine.sequence import ActiveSequence
-from verifiers.kernels.sampling import sample
+from verifiers.kernels.sampling import log_softmax, sample
 
 if TYPE_CHECKING:
     from verifiers.engine.cuda_runner import CudaDecoder
@@ -43,7 +42,7 @@ def draw(
         is_plain = not truncates and bool((table.temperature[rows_N] == 1.0).all())
         token_N, logprob_N, raw_N = sample(logits_NV, columns, truncates=truncates, is_plain=is_plain)
     if raw_NV is not logits_NV:
-        raw_N = torch.log_softmax(raw_NV.float(), -1).gather(1, token_N[:, None])[:, 0]
+        raw_N = log_softmax(raw_NV).gather(1, token_N[:, None])[:, 0]
     if needs_logits:
         note_alternatives(logits_NV, sequences, columns)
     one, two, three = (value.cpu().numpy() for value in (token_N, logprob_N, raw_N))

@@ -83,6 +83,12 @@ def sample(
     return token_B, torch.where(is_greedy_B, raw_B, chosen_B.log() - mass_B.log()), raw_B
 
 
+def log_softmax(logits_NV: Tensor) -> Tensor:
+    """In float32. PyTorch's own on a CPU adds a row up from front to back: 1e-5 too high over a large vocabulary."""
+    logits_NV = logits_NV.float()
+    return logits_NV - torch.logsumexp(logits_NV, -1, keepdim=True)
+
+
 def _untruncated(columns: SamplingColumns) -> SamplingColumns:
     ones_B = torch.ones_like(columns.top_p_B)
     return replace(columns, top_p_B=ones_B, top_k_B=torch.zeros_like(columns.top_k_B), min_p_B=torch.zeros_like(ones_B))

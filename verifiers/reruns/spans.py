@@ -146,7 +146,7 @@ def call_in(span: Span) -> Call | None:
         return None
     prompt = [*_instructions(about), *_said(about, span, "input")]
     replies = [one for one in _said(about, span, "output") if one.get("role") == "assistant"]
-    stated = _json(about.get("gen_ai.response.finish_reasons"))
+    stated = json_value(about.get("gen_ai.response.finish_reasons"))
     reasons = stated if isinstance(stated, list) and stated else [one.get("finish_reason") for one in replies]
     for message in (*prompt, *replies):
         message.pop("finish_reason", None)
@@ -165,7 +165,7 @@ def _reason(reason: Any) -> str | None:
 
 def _said(about: Mapping[str, Any], span: Span, side: str) -> list[ChatMessage]:
     """The messages of one side of a call, in the first of the forms that it has."""
-    stated = _json(about.get(f"gen_ai.{side}.messages"))
+    stated = json_value(about.get(f"gen_ai.{side}.messages"))
     if isinstance(stated, list):
         return [message for one in stated for message in _of_parts(one)]
     events = list(_of_events(span, side))
@@ -173,7 +173,7 @@ def _said(about: Mapping[str, Any], span: Span, side: str) -> list[ChatMessage]:
 
 
 def _instructions(about: Mapping[str, Any]) -> list[ChatMessage]:
-    stated = _json(about.get("gen_ai.system_instructions"))
+    stated = json_value(about.get("gen_ai.system_instructions"))
     parts = stated if isinstance(stated, list) else [{"type": "text", "content": stated}] if stated else []
     text = "\n".join(str(part.get("content")) for part in parts if part.get("content"))
     return [{"role": "system", "content": text}] if text else []
@@ -207,7 +207,7 @@ def _of_events(span: Span, side: str) -> Iterator[ChatMessage]:
     """An event for each message: the form before the one of today."""
     for name, about in span.events:
         if side == "output" and name == "gen_ai.choice":
-            said = _json(about.get("message"))
+            said = json_value(about.get("message"))
             message = said if isinstance(said, dict) else {"content": about.get("content") or said}
             reason = {"finish_reason": about["finish_reason"]} if about.get("finish_reason") else {}
             yield {"role": "assistant", **_chat_fields(message), **reason}
@@ -244,7 +244,7 @@ def _of_indexes(about: Mapping[str, Any], prefixes: tuple[str, ...]) -> list[Cha
 
 
 def _chat_fields(about: Mapping[str, Any]) -> ChatMessage:
-    content, calls = _json(about.get("content")), _json(about.get("tool_calls"))
+    content, calls = json_value(about.get("content")), json_value(about.get("tool_calls"))
     text = content if isinstance(content, str) else text_of({"content": content}) or _text(content or "")
     return {"content": text, **({"tool_calls": [_call(one) for one in calls]} if isinstance(calls, list) else {})}
 
@@ -256,7 +256,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tools(stated: Any) -> list[dict[str, Any]] | None:
-    tools = _json(stated)
+    tools = json_value(stated)
     if not isinstance(tools, list) or not tools:
         return None
     kept = ("name", "description", "parameters")
@@ -267,7 +267,7 @@ def _tools(stated: Any) -> list[dict[str, Any]] | None:
     ]
 
 
-def _json(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Structured values are written as JSON texts where attributes cannot hold them."""
     if not isinstance(value, str) or value[:1] not in ("[", "{"):
         return value

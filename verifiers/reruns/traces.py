@@ -15,7 +15,7 @@ from verifiers.envs.environment import Environment
 from verifiers.envs.states import fresh_state
 from verifiers.errors import ModelError
 from verifiers.messages import as_messages, role_of, text_of
-from verifiers.reruns.spans import Call, Span, call_in, read_spans
+from verifiers.reruns.spans import Call, Span, call_in, json_value, read_spans
 from verifiers.store import Record, to_record
 from verifiers.types import Row, State, Usage
 
@@ -47,12 +47,15 @@ def import_traces(paths: Iterable[str | Path], env: Environment | None = None) -
     seen: dict[Any, int] = {}
     for trace, members in by_trace.items():
         members.sort(key=lambda span: (str(type(span.start)), span.start))
-        calls = [call for call in map(call_in, members) if call is not None]
-        if not any(call.prompt for call in calls):
-            made.left_out += 1
-            continue
+        try:
+            calls = [call for call in map(call_in, members) if call is not None]
+            if not any(call.prompt for call in calls):
+                made.left_out += 1
+                continue
+            state = _state(trace, members, calls, rows, seen)
+        except (ValueError, AttributeError, KeyError, TypeError) as error:  # whatever stands where messages should
+            raise ValueError(f"trace {trace} cannot be read: {type(error).__name__}: {error}") from error
         models.update(_model(call) for call in calls)
-        state = _state(trace, members, calls, rows, seen)
         made.matched += state["info"].get("is_matched", False)
         key = state["example_id"]
         made.records.append(to_record(state, rollout=repeats[key], state_columns=("trajectory",)))
@@ -66,7 +69,8 @@ def _read(path: Path) -> list[Span]:
     try:
         return read_spans(path.read_text(encoding="utf-8"))
     except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read as spans: {error}") from error
+        said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} cannot be read as spans: {said}") from error
 
 
 def _state(trace: str, members: list[Span], calls: list[Call], rows: Mapping[str, Row], seen: dict[Any, int]) -> State:
@@ -127,9 +131,13 @@ def _steps(trace: str, calls: list[Call]) -> list[dict[str, Any]]:
 
 
 def _tokens(call: Call) -> dict[str, Any] | None:
-    prompt, reply, logprobs = (call.span.attributes.get(name) for name in _TOKENS)
-    if not prompt or not reply or not logprobs or len(reply) != len(logprobs):
+    prompt, reply, logprobs = given = [json_value(call.span.attributes.get(name)) for name in _TOKENS]
+    if not any(given):
         return None
+    are_lists = all(isinstance(one, list) for one in given)
+    if not are_lists or len(reply) != len(logprobs) or not (_are(int, prompt + reply) and _are((int, float), logprobs)):
+        wanted = "lists of ids, and as many logprobs as the reply has ids"
+        raise ValueError(f"span {call.span.id}: {', '.join(_TOKENS)} are {wanted}, not {given!r:.200}")
     return {
         "prompt_ids": list(prompt),
         "prompt_mask": [0] * len(prompt),
@@ -139,6 +147,10 @@ def _tokens(call: Call) -> dict[str, Any] | None:
         "overlong_prompt": False,
         "is_truncated": call.finish_reason == "length",
     }
+
+
+def _are(kind: Any, values: list[Any]) -> bool:
+    return all(isinstance(one, kind) and not isinstance(one, bool) for one in values)
 
 
 def _question(prompt: Any) -> str:

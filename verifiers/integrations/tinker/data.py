@@ -167,13 +167,15 @@ def read_json(body: Mapping[str, Any], *, forward_only: bool) -> TrainingRequest
     given = body.get("forward_input" if forward_only else "forward_backward_input")
     if not isinstance(given, Mapping) or not isinstance(given.get("data"), list):
         raise RequestRefusedError("the body has no forward_backward_input with a list of data")
-    seq_id = body.get("seq_id")
+    config, seq_id = given.get("loss_fn_config") or {}, body.get("seq_id")
+    if not isinstance(config, Mapping):
+        raise RequestRefusedError(f"loss_fn_config is an object of settings, not {config!r:.80}")
     return TrainingRequest(
         model_id=str(body.get("model_id")),
         seq_id=seq_id if isinstance(seq_id, int) else None,
         data=[_json_datum(i, one) for i, one in enumerate(given["data"])],
         loss_fn=str(given.get("loss_fn")),
-        config=given.get("loss_fn_config") or {},
+        config=config,
         forward_only=forward_only,
     )
 

@@ -80,9 +80,16 @@ class Learner:
                 data = [request.data[i] for i in members]
                 logprob_N, sequence_N = self._scoring.logprobs(data)
                 loss, more = _loss(request, custom, data, logprob_N, sequence_N)
+                value = float(loss.detach())
+                if not math.isfinite(value):
+                    self.weights.clear()
+                    raise RequestRefusedError(
+                        f"the loss is {value}: the weights of this training or the numbers of the request are too "
+                        "large; gradients since the last step are dropped"
+                    )
                 if not request.forward_only:
                     self.weights.backward(loss)
-                figures["loss:sum"] += float(loss.detach())
+                figures["loss:sum"] += value
                 for name, value in more.items():
                     figures[name] = figures.get(name, 0.0) + value
                 _keep(found, members, data, logprob_N.detach().cpu().numpy())
@@ -97,7 +104,10 @@ class Learner:
         for group in self.weights.optimizer.param_groups:
             group.update(betas=(adam["beta1"], adam["beta2"]), eps=adam["eps"], weight_decay=adam["weight_decay"])
         self._config.max_grad_norm = adam["grad_clip_norm"] if adam["grad_clip_norm"] > 0 else None
-        return {"grad_norm": self.weights.step(adam["learning_rate"])}
+        norm = self.weights.step(adam["learning_rate"])
+        if not math.isfinite(norm):
+            raise RequestRefusedError(f"the norm of the gradients is {norm}: the weights stay as they were")
+        return {"grad_norm": norm}
 
     # --- what is saved --------------------------------------------------------------------------------------------
 

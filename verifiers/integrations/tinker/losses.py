@@ -5,6 +5,7 @@ Each takes the tokens of a micro-batch end to end: logprobs with gradients, the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,10 @@ LOSSES: dict[str, tuple[LossFunction, tuple[str, ...], tuple[str, ...], tuple[st
 _WITHOUT_EFFECT = frozenset(("target_tokens", "weights", "mask"))  # that clients send along
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
 def check_loss(name: str, inputs: Inputs, config: Config, where: str) -> None:
     """Refuse a loss that there is not, one that lacks what it needs, or settings that it does not have."""
     if name not in LOSSES:
@@ -116,5 +121,5 @@ def check_loss(name: str, inputs: Inputs, config: Config, where: str) -> None:
     if unknown := config.keys() - set(settings):
         known = f"it has {', '.join(settings)}" if settings else "it has none"
         raise RequestRefusedError(f"{name} has no setting {min(unknown)!r}; {known}")
-    if wrong := [key for key, value in config.items() if isinstance(value, str)]:
+    if wrong := [key for key, value in config.items() if not _is_number(value)]:
         raise RequestRefusedError(f"{name}: {wrong[0]} is a number, not {config[wrong[0]]!r:.80}")

@@ -124,7 +124,8 @@ class Service:
         model_id = f"{session.id}:train:{number_of(body, 'model_seq_id')}"
         if known := self.futures.known(("create", model_id)):
             return known
-        kind = (body.get("optimizer_config") or {}).get("type", "adamw")
+        given = body.get("optimizer_config") or {}
+        kind = given.get("type", "adamw") if isinstance(given, Mapping) else given
         if kind != "adamw":
             raise RequestRefusedError(f"this server has the optimizer adamw, not {kind!r:.80}")
         lora = body.get("lora_config")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.envs import Environment
+from verifiers.messages import text_of
 
 AGENT = "verifiers"
 
@@ -38,7 +39,7 @@ def _record(row: Mapping[str, Any], index: int, split: str, env_id: str, env_arg
     return {
         "data_source": f"verifiers/{env_id}",
         "agent_name": AGENT,
-        "prompt": [{"role": message["role"], "content": message["content"]} for message in messages],
+        "prompt": [{"role": message["role"], "content": text_of(message)} for message in messages],
         "ability": str(row.get("task") or "default"),
         "reward_model": {"style": "rule", "ground_truth": str(row.get("answer", ""))},
         "extra_info": {
