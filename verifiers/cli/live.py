@@ -95,7 +95,7 @@ class Watched(Tally):
     @property
     def tokens_so_far(self) -> int:
         """Of every reply that came, also of rollouts that are still under way."""
-        return max(self.tokens, self.activity.tokens if self.activity is not None else 0)
+        return max(self.tokens, self.activity.tokens_so_far if self.activity is not None else 0)
 
     def line(self, width: int | None = None) -> str:
         """The counts in one line, as many of them as fit."""
