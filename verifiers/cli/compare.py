@@ -119,7 +119,7 @@ def _describe(
     if len(shown) > 1:
         lines += ["", *_metric_table(shown)]
     lines += _aggregate_lines(runs, about)
-    if show and first.examples and first.is_paired:
+    if show and first.examples and first.is_paired and found.refusal is None:
         lines += ["", *_changed("won", first.won, sides, metric, show)]
         lines += _changed("lost", first.lost, sides, metric, show)
     return lines

@@ -142,6 +142,7 @@ class WatchedBar(Watched):
 
     def stop(self) -> None:
         self.bar.stop()
+        self.at_once = 0  # what was under way has ended, or been given up
         took = f" · in {clock(time.monotonic() - self.began)}"
         self.stream.write(f"{self.line(self.bar.console.width - len(took))}{took}\n")
 

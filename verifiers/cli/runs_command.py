@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verifiers.cli.runs import RUN, metadata_of
-from verifiers.cli.tables import dim, some, table
+from verifiers.cli.tables import dim, hang, some, table
 from verifiers.logs import printable
 
 if TYPE_CHECKING:
@@ -58,11 +58,13 @@ def list_command(words: tuple[str, ...], root: tuple[str, ...], show_all: bool, 
         click.echo(f"{what}; vf eval ENV -m MODEL makes one")
         return
     shown = wanted if show_all else wanted[:SHOWN_RUNS]
-    header = ["id", "environment", "model", "rollouts", "reward", "status", "when", "tags and note"]
-    rows = [_row(one) for one in shown]
-    if not any(row[-1] for row in rows):  # an empty column is not worth the width
-        header, rows = header[:-1], [row[:-1] for row in rows]
-    click.echo("\n".join(table(rows, header=header, right=[3, 4])))
+    header = ["id", "environment", "model", "rollouts", "reward", "status", "when"]
+    head, *lines = table([_row(one) for one in shown], header=header, right=[3, 4])
+    click.echo(head)
+    for one, line in zip(shown, lines, strict=True):
+        click.echo(line)
+        if said := _tags_and_note(one):
+            click.echo(f"  {hang(said, 2)}")
     more = f"; --all shows {len(wanted) - len(shown)} more" if len(wanted) > len(shown) else ""
     click.echo(dim(f"{some(len(wanted), 'run')}{more}; vf view ID looks into one"))
 
@@ -155,11 +157,15 @@ def _mentions(one: dict[str, Any], words: tuple[str, ...]) -> bool:
 def _row(one: dict[str, Any]) -> list[str]:
     reward = one["reward"]
     name = f"{one['env_id'] or '?'}{' (training)' if one['kind'] == 'training' else ''}"
-    said = " ".join([*(f"#{name}" for name in one["tags"]), " ".join(one["note"].split())[:40]]).strip()
     rollouts = "–" if one["rollouts"] is None else f"{one['rollouts']:,}"
     figure = "–" if not isinstance(reward, int | float) else f"{reward:.3f}"
     cells = [shortened(name), shortened(str(one["model"] or "?"))]
-    return [one["id"], *cells, rollouts, figure, one["status"], ago(one["date"]), said]
+    failed = f", {one['failed']:,} failed" if one["failed"] else ""
+    return [one["id"], *cells, rollouts, figure, f"{one['status']}{failed}", ago(one["date"])]
+
+
+def _tags_and_note(one: dict[str, Any]) -> str:
+    return " ".join([*(f"#{name}" for name in one["tags"]), *one["note"].split()])
 
 
 def shortened(name: str, most: int = 20) -> str:
