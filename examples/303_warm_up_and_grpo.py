@@ -70,7 +70,7 @@ def stop_early(trainer: vf.SFTTrainer, figures: dict[str, Any]) -> None:
     trainer.should_stop = figures["loss"] * tokens_of_a_reply < ENOUGH
 
 
-def learn(folder: Path, *, steps: int = 80, seed: int = 0, show_progress: bool = False) -> Learned:
+def learn(folder: Path, *, steps: int = 40, seed: int = 0, show_progress: bool = False) -> Learned:
     """Make a model, warm it up, train it; two run directories are left in the folder."""
     began, cpu = time.perf_counter(), time.process_time()
     env = environment(seed)
@@ -125,7 +125,7 @@ def new_folder() -> Path:
     return Path("outputs/train") / time.strftime("tiny-%Y%m%d-%H%M%S")
 
 
-def main(folder: Path | None = None, *, steps: int = 80, seed: int = 0, show_progress: bool = False) -> Learned:
+def main(folder: Path | None = None, *, steps: int = 40, seed: int = 0, show_progress: bool = False) -> Learned:
     done = learn(folder or new_folder(), steps=steps, seed=seed, show_progress=show_progress)
     show(done)
     return done
