@@ -92,11 +92,6 @@ class Watched(Tally):
             found.append((2, f"{clock(took / made * (self.total - self.done))} left"))
         return found
 
-    @property
-    def tokens_so_far(self) -> int:
-        """Of every reply that came, also of rollouts that are still under way."""
-        return max(self.tokens, self.activity.tokens_so_far if self.activity is not None else 0)
-
     def line(self, width: int | None = None) -> str:
         """The counts in one line, as many of them as fit."""
         parts = self.parts()
