@@ -75,9 +75,7 @@ class NoJudge:
     base_url = "recorded:"
 
     async def complete(self, request: Request) -> Completion:
-        raise NotRecordedError(
-            "no reply of the judge to this was saved; record a run with: vf eval … --record"
-        )
+        raise NotRecordedError("no reply of the judge to this was saved; record a run with: vf eval … --record")
 
 
 async def replay(env: Environment, run: RunDir, *, metadata: Mapping[str, Any] | None = None) -> Replayed:
