@@ -77,7 +77,7 @@ def test_a_list_of_runs_has_tags_and_notes_on_a_line_of_their_own_and_says_what_
     assert after[2].startswith("  #baseline before the new")
     assert max(map(len, after)) <= 80
     only_run().update_metadata({"num_failed": 3})
-    assert "finished, 3 failed" in run("runs").stdout
+    assert "  3 failed  " in run("runs").stdout
 
 
 def test_a_run_that_goes_on_to_its_end_is_finished(run, folder):
