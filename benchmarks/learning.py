@@ -13,14 +13,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-learn = importlib.import_module("examples.303_warm_up_and_grpo").learn
+example = importlib.import_module("examples.303_warm_up_and_grpo")
+example.ROWS, example.PASSES, example.ENOUGH = 20_000, 1, 2.5  # longer than the example: how far does it get?
 
 
 def main(seeds: list[int], steps: int) -> None:
     print("seed  warm-up  reward first → last  held-out before → after (95% intervals)          CPU     wall")
     for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
-            done = learn(Path(folder), steps=steps, seed=seed)
+            done = example.learn(Path(folder), steps=steps, seed=seed)
         before, after = (
             f"{found.mean:.3f} ({found.low:.3f}–{found.high:.3f})"
             for found in (done.before.interval(), done.after.interval())

@@ -93,7 +93,7 @@ def test_a_policy_learns_to_use_what_the_environment_says_between_its_turns(tmp_
 @pytest.mark.timeout(600)
 def test_a_tiny_transformer_learns_to_reverse_texts_it_has_never_seen(tmp_path: Path) -> None:
     example = load("303")
-    done = example.main(tmp_path, steps=35, seed=0)
+    done = example.main(tmp_path, seed=0)
     assert done.start < 0.3
     assert done.before.mean_reward < 0.3
     assert done.end > 0.7

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
+from verifiers.clients.activity import Activity
 from verifiers.progress import Bar, Lines, Tally, make_progress
 
 
@@ -61,6 +62,23 @@ def test_a_bar_draws_on_stderr_and_ends(capsys: pytest.CaptureFixture[str], monk
     assert out == ""
     assert "2/2 rollouts" in err
     assert "note" in err
+
+
+def test_a_bar_counts_tokens_while_no_rollout_ends_and_fits_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    bar = Bar()
+    bar.activity = Activity(under_way={lambda: 5000})
+    bar.start(200, 0)
+    bar.began -= 10
+    bar.bar.refresh()
+    bar.stop()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    assert "0/200 rollouts, reward –, " in shown
+    assert "tokens/s" in shown
+    assert max(map(len, re.split(r"[\r\n]", shown))) <= 80
 
 
 def test_silence_lines_or_a_bar_by_request_and_by_where_stderr_goes(monkeypatch: pytest.MonkeyPatch) -> None:

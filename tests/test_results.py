@@ -220,4 +220,4 @@ def test_a_saved_run_read_back_reports_the_same(tmp_path: Any) -> None:
 def test_results_warn_of_nothing_when_shown() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        str(vf.Results([scored(0, 1.0), scored(1, 1.0)]))
+        assert "2 rollouts of 2 examples, 0 failed" in str(vf.Results([scored(0, 1.0), scored(1, 1.0)]))

@@ -58,6 +58,11 @@ class Tally:
         """The mean reward so far; every example weighs the same."""
         return self._sum / len(self._means) if self._means else None
 
+    @property
+    def tokens_so_far(self) -> int:
+        """Of every reply that came, also of rollouts that are still under way."""
+        return max(self.tokens, self.activity.tokens_so_far if self.activity is not None else 0)
+
     def note(self, text: str) -> None: ...
 
     def stop(self) -> None: ...
@@ -65,9 +70,9 @@ class Tally:
     def line(self) -> str:
         """The counts in one line."""
         mean = "reward –" if self.mean is None else f"reward {self.mean:.3f}"
-        speed = self.tokens / max(time.monotonic() - self.began, 1e-9)
+        speed = self.tokens_so_far / max(time.monotonic() - self.began, 1e-9)
         failed = f", {self.failed} failed" if self.failed else ""
-        tokens = f", {speed:,.0f} tokens/s" if self.tokens else ""
+        tokens = f", {speed:,.0f} tokens/s" if self.tokens_so_far else ""
         return f"{self.done}/{self.total} rollouts{failed}, {mean}{tokens}"
 
 
@@ -121,7 +126,7 @@ class Lines(Tally):
 
 
 class Bar(Tally):
-    """A live bar in a terminal."""
+    """A live bar in a terminal, drawn anew by itself: replies come while no rollout ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,17 +137,19 @@ class Bar(Tally):
     def start(self, total: int, done: int) -> None:
         from rich import progress
         from rich.console import Console
+        from rich.text import Text
 
         super().start(total, done)
-        columns = (
-            progress.BarColumn(),
-            progress.TextColumn("{task.description}"),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-        )
+        tally = self
+
+        class Line(progress.ProgressColumn):
+            def render(self, task: progress.Task) -> Text:
+                return Text(tally.line(), no_wrap=True)
+
+        columns = (progress.BarColumn(16), Line(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
         console = Console(file=cast(IO[str], Enduring(sys.stderr)))
-        self.bar = progress.Progress(*columns, console=console)
-        self.task = self.bar.add_task(self.line(), total=total, completed=done)
+        self.bar = progress.Progress(*columns, console=console, refresh_per_second=4)
+        self.task = self.bar.add_task("", total=total, completed=done)
         self.bar.start()
 
     def update(self, state: State) -> None:
@@ -153,7 +160,7 @@ class Bar(Tally):
             self._draw()
 
     def _draw(self) -> None:
-        self.bar.update(self.task, completed=self.done, description=self.line())
+        self.bar.update(self.task, completed=self.done)
 
     def note(self, text: str) -> None:
         self.bar.console.print(text)

@@ -150,13 +150,13 @@ class Results:
         return {value: Results(states, metadata) for value, states in parts.items()}
 
     def judged_by(self, env: Any) -> Results:
-        """These results with the figures of all rows that an environment names."""
+        """These results with the aggregate metrics that an environment names."""
         self.aggregate_functions, self.parsers = dict(getattr(env, "aggregates", {})), env.parsers
         return self
 
     @cached_property
     def aggregates(self) -> dict[str, stats.Aggregate]:
-        """The environment's figures of all rows (balanced accuracy, its own functions), with bootstrap intervals."""
+        """The environment's aggregate metrics (balanced accuracy, its own functions), with bootstrap intervals."""
         return {name: self.aggregate(function) for name, function in self.aggregate_functions.items()}
 
     def aggregate(self, function: Any, *, level: float = 0.95) -> stats.Aggregate:

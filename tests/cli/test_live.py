@@ -124,6 +124,23 @@ def test_the_bar_is_drawn_in_80_columns_and_counts_replies_before_a_rollout_ends
     assert max(map(len, re.split(r"[\r\n]", plain))) <= 80
 
 
+def test_the_last_line_of_an_interrupted_run_says_of_nothing_that_it_is_still_running(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("COLUMNS", "120")
+    bar = make_watched(4)
+    bar.start(10, 0)
+    bar.began -= 30
+    bar.update(ended(0, 1.0))
+    bar.bar.refresh()
+    bar.stop()
+    last = screen.getvalue().splitlines()[-1]
+    assert "1/10" in last
+    assert "in 0:30" in last
+    assert "running" not in last
+    assert "left" not in last
+
+
 def test_the_run_tells_the_bar_of_replies_retries_and_refusals_as_they_come():
     seen = []
 

@@ -66,11 +66,18 @@ def test_ctrl_c_among_several_models_names_those_that_were_not_begun(start, run)
     assert stdout.splitlines()[-1] == "not begun: arithmetic with other"
 
 
-def test_a_list_of_runs_has_a_column_for_tags_only_where_there_are_some(run, folder):
+def test_a_list_of_runs_has_tags_and_notes_on_a_line_of_their_own_and_says_what_failed(run, folder, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     run("eval", "arithmetic", "-m", "fake", *SMALL)
-    assert "tags and note" not in run("runs").stdout
+    before = run("runs").stdout.splitlines()
     run("runs", "tag", "last", "baseline")
-    assert "tags and note" in run("runs").stdout
+    run("runs", "note", "last", "before " + "the new " * 20 + "prompt")
+    after = run("runs").stdout.splitlines()
+    assert after[:2] == before[:2]
+    assert after[2].startswith("  #baseline before the new")
+    assert max(map(len, after)) <= 80
+    only_run().update_metadata({"num_failed": 3})
+    assert "  3 failed  " in run("runs").stdout
 
 
 def test_a_run_that_goes_on_to_its_end_is_finished(run, folder):

@@ -201,6 +201,19 @@ def test_the_limit_doubles_until_the_first_complaint_and_only_while_it_is_in_the
     assert limit.size == 30
 
 
+@pytest.mark.parametrize(("retry_after_s", "longest_s"), [(None, 30.0), (0.1, 1.0), (2.0, 8.0), (60.0, 30.0)])
+def test_the_time_left_between_requests_is_of_the_order_of_what_the_endpoint_asked_for(
+    retry_after_s: float | None, longest_s: float
+) -> None:
+    async def go() -> float:
+        limit = Limit(start=1)
+        for _ in range(12):
+            limit.overloaded(limit.epoch, retry_after_s)
+        return limit._spacing_s
+
+    assert simulate(go()) == longest_s
+
+
 def test_a_client_that_announces_more_gets_it_at_once_unless_there_were_complaints() -> None:
     limit = Limit(start=8, cap=100)
     limit.expect(50)

@@ -391,7 +391,23 @@ def test_close_fails_what_is_under_way_and_what_waits(slow: Slow) -> None:
 
 
 def test_an_engine_that_was_never_asked_closes() -> None:
-    Engine(MODEL, rows=1, length=10).close()
+    engine = Engine(MODEL, rows=1, length=10)
+    engine.close()
+    with pytest.raises(InfraError, match="closed"):
+        engine.submit([3])
+
+
+def test_the_tokens_of_replies_under_way_are_counted_as_they_come(make: Any) -> None:
+    engine = make()
+    seen: list[int] = []
+
+    def see(token: int, logprob: float) -> bool:
+        seen.append(engine.tokens_under_way())
+        return False
+
+    engine.submit([3, 4], Sampling(max_tokens=6, ignore_eos=True), on_token=see)[0].result(60)
+    assert seen == [1, 2, 3, 4, 5, 6]
+    wait_for(lambda: engine.tokens_under_way() == 0)
 
 
 # --- a model that misbehaves ----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 
 from tests.engine import tiny  # noqa: E402
 from verifiers import errors  # noqa: E402
+from verifiers.clients.activity import Activity, count_here  # noqa: E402
 from verifiers.clients.protocol import Client, Request  # noqa: E402
 from verifiers.clients.resolve import as_client  # noqa: E402
 from verifiers.engine import Engine, LocalModel  # noqa: E402
@@ -539,8 +540,26 @@ def test_what_the_engine_cannot_do_is_refused_by_name(local: LocalModel, samplin
         ask(local, **sampling)
 
 
+def test_a_run_counts_the_tokens_of_a_local_model_before_its_replies_are_there(local: LocalModel) -> None:
+    async def two() -> tuple[Activity, int]:
+        activity = Activity(tokens=5)
+        count_here(activity)
+        await local.complete(chat())
+        await local.complete(chat())
+        return activity, (await local.ready()).engine.tokens_under_way()
+
+    activity, left = asyncio.run(two())
+    assert len(activity.under_way) == 1
+    assert activity.tokens_so_far == 5 + left
+    activity.under_way.add(lambda: 37)
+    assert activity.tokens_so_far == 42 + left
+
+
 def test_arguments_that_change_nothing_are_accepted(local: LocalModel) -> None:
-    ask(local, frequency_penalty=0.0, top_k=-1, user="me", response_format={"type": "text"}, seed=None, best_of=1)
+    idle = {"frequency_penalty": 0.0, "top_k": -1, "user": "me", "response_format": {"type": "text"}, "best_of": 1}
+    plain, same = (ask(local, seed=5, max_tokens=8, **more) for more in ({}, idle))
+    assert same.tokens.completion_ids == plain.tokens.completion_ids
+    assert ask(local, seed=None, max_tokens=8).tokens.completion_ids
 
 
 @pytest.mark.parametrize("prompt", ["a string", [], [{"role": "user", "content": "\ud83d"}]])

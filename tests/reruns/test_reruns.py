@@ -146,9 +146,20 @@ def test_what_judges_said_is_recorded_and_said_again(tmp_path):
     assert found.same == 4
 
 
-def test_a_judge_that_was_not_recorded_is_not_asked(tmp_path):
+def test_a_replay_keeps_the_verdicts_that_were_saved_with_each_rollout_though_all_said_the_same(tmp_path):
+    sampled = ["yes", "no", "no", "yes", "yes", "yes", "no", "yes"]
+    env = judged(vf.FakeClient(sampled))
+    run = saved(env, tmp_path / "run", ["7"], rollouts_per_example=2, max_concurrent=1)
+    found = asyncio.run(replay(judged(vf.FakeClient(RuntimeError("the judge was asked"))), run))
+    assert (found.same, found.changes) == (8, [])
+    assert sum(state["reward"] for state in found.states) == sampled.count("yes")
+
+
+def test_a_judge_is_not_asked_what_the_record_has_no_reply_to(tmp_path):
     run = saved(judged(vf.FakeClient("yes")), tmp_path / "run")
-    found = asyncio.run(replay(judged(vf.FakeClient("yes")), run))
+    other = judged(vf.FakeClient("yes"))
+    judges_of(other)[0].judge_prompt += " Think again."
+    found = asyncio.run(replay(other, run))
     assert found.same == 0
     assert "vf eval … --record" in found.changes[0].what
 

@@ -1,4 +1,4 @@
-"""Figures of all rows: right, honest about how sure they are, and never a reason to lose a run."""
+"""Aggregate metrics: right, honest about how sure they are, and never a reason to lose a run."""
 
 from __future__ import annotations
 

@@ -171,6 +171,16 @@ def test_collapsing_entropy() -> None:
     assert "learning_rate (now 0.0001)" in notice.text
 
 
+def test_entropy_that_falls_while_rewards_still_rise_is_learning_and_is_told_once_they_do_not() -> None:
+    watch, found = Watch(GRPOConfig()), []
+    for step in range(1, 61):
+        reward = min(0.02 * step, 0.8)
+        rewards = [1.0] * round(50 * reward) + [0.0] * (50 - round(50 * reward))
+        metrics = {"step": step, "reward": reward, "entropy": 1.5 * 0.8**step}
+        found += watch.look(metrics, {"rewards": rewards})
+    assert only(found, "entropy").step > 40
+
+
 def test_entropy_that_was_always_low_has_not_collapsed() -> None:
     assert watched({"entropy": 0.05}) == []
 

@@ -265,7 +265,7 @@ def judged_run(root: Path, *, n: int = 8) -> Path:
 
 
 def labelled_run(root: Path, *, model: str = "org/labels", skill: float = 0.8, seed: int = 0) -> Path:
-    """Yes or no, where figures of all rows say more than a mean; one of them has a function that fails."""
+    """Yes or no, where aggregate metrics say more than a mean; one of them has a function that fails."""
     draw = random.Random(seed)
 
     def reply(messages: Any) -> str:

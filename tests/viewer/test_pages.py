@@ -231,7 +231,7 @@ def test_a_link_to_a_rollout_is_copied_and_opens_it_here_and_in_an_exported_file
 # --- narrow screens -------------------------------------------------------------------------------------------------
 
 
-def test_figures_of_all_rows_are_shown_with_their_intervals_and_their_failures(page, server, folder):
+def test_aggregate_metrics_are_shown_with_their_intervals_and_their_failures(page, server, folder):
     one = address_of(folder, "labels", "multiples--org--labels", "*")
     better = address_of(folder, "labels", "multiples--org--better", "*")
     open_page(page, server, f"#/run/{one}", "table.aggregates")
@@ -288,6 +288,23 @@ def test_no_page_is_wider_than_a_telephone_and_rewards_are_in_sight(page, server
     assert all(one.bounding_box()["height"] < 40 for one in page.locator(".versus .figure").all()), (
         "digits side by side"
     )
+
+
+def test_on_a_narrow_screen_every_run_of_a_comparison_and_the_name_of_every_training_are_in_sight(
+    page, server, folder, trainings
+):
+    page.set_viewport_size({"width": 390, "height": 844})
+    open_page(page, server, f"#/compare/{'/'.join(evaluations(folder))}", "table.stacked td.figure")
+    for cell in page.locator("table.many td.figure").all():
+        box = cell.bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 391
+    label = "getComputedStyle(document.querySelector('table.stacked td[data-name]'), '::before').content"
+    assert "org/one" in page.evaluate(label)
+    open_page(page, server, "#/", "table.runs")
+    names = page.locator("table.runs tr.row td.id")
+    assert {"second", "third", "warm-start"} <= set(names.all_inner_texts())
+    assert all(name.is_visible() for name in names.all())
 
 
 # --- the exported file ----------------------------------------------------------------------------------------------

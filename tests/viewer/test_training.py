@@ -41,6 +41,16 @@ def test_a_training_has_curves_evaluations_notices_and_samples_by_step(ask, root
     assert (card["step"], card["kind"], len(card["rewards"])) == (40, "training", 40)
 
 
+def test_the_list_shows_the_whole_curve_of_a_long_training(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, *({"step": step, "reward": float(step)} for step in range(600)))
+    log = MetricsLog(path)
+    log.refresh()
+    outline = log.outline("reward", 60)
+    assert (len(outline), outline[0], outline[-1]) == (60, 4.5, 594.5)
+    assert log.outline("nothing", 60) == []
+
+
 def test_keys_may_be_missing_null_or_unknown(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(

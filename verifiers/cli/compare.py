@@ -119,14 +119,14 @@ def _describe(
     if len(shown) > 1:
         lines += ["", *_metric_table(shown)]
     lines += _aggregate_lines(runs, about)
-    if show and first.examples and first.is_paired:
+    if show and first.examples and first.is_paired and found.refusal is None:
         lines += ["", *_changed("won", first.won, sides, metric, show)]
         lines += _changed("lost", first.lost, sides, metric, show)
     return lines
 
 
 def _aggregate_lines(runs: Sequence[RunDir], about: Sequence[dict[str, Any]]) -> list[str]:
-    """Figures of all rows, where both runs have them: each with its interval, and their paired difference."""
+    """Aggregate metrics, where both runs have them: each with its interval, and their paired difference."""
     found = compare_aggregates(runs, about)
     rows = []
     for name, (a, b, difference) in found.items():
@@ -140,7 +140,7 @@ def _aggregate_lines(runs: Sequence[RunDir], about: Sequence[dict[str, Any]]) ->
 def compare_aggregates(
     runs: Sequence[RunDir], about: Sequence[dict[str, Any]]
 ) -> dict[str, tuple[Aggregate, Aggregate, Aggregate]]:
-    """A's, B's and the difference of each figure of all rows; the environment's own code makes them."""
+    """A's, B's and the difference of each aggregate metric; the environment's own code makes them."""
     from verifiers import stats
     from verifiers.cli.environments import FOLDER
     from verifiers.cli.rescore import environment_of
@@ -153,12 +153,12 @@ def compare_aggregates(
     try:
         env = environment_of(about[1], None, None, FOLDER, verbose=False)
     except click.ClickException as error:
-        click.echo(f"notice: figures of all rows are left out: {error.message}", err=True)
+        click.echo(f"notice: aggregate metrics are left out: {error.message}", err=True)
         return {}
     try:
         a, b = ([row_of(one, env.parsers) for one in run.records() if not is_failed(one)] for run in runs)
     except BaseException as error:  # foreign code: a parser
-        click.echo(f"notice: figures of all rows are left out: {failure(error)}", err=True)
+        click.echo(f"notice: aggregate metrics are left out: {failure(error)}", err=True)
         return {}
     return {
         name: (stats.aggregate(a, one), stats.aggregate(b, one), stats.aggregate_difference(a, b, one))

@@ -92,11 +92,6 @@ class Watched(Tally):
             found.append((2, f"{clock(took / made * (self.total - self.done))} left"))
         return found
 
-    @property
-    def tokens_so_far(self) -> int:
-        """Of every reply that came, also of rollouts that are still under way."""
-        return max(self.tokens, self.activity.tokens if self.activity is not None else 0)
-
     def line(self, width: int | None = None) -> str:
         """The counts in one line, as many of them as fit."""
         parts = self.parts()
@@ -142,6 +137,7 @@ class WatchedBar(Watched):
 
     def stop(self) -> None:
         self.bar.stop()
+        self.at_once = 0  # what was under way has ended, or been given up
         took = f" · in {clock(time.monotonic() - self.began)}"
         self.stream.write(f"{self.line(self.bar.console.width - len(took))}{took}\n")
 

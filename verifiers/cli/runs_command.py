@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verifiers.cli.runs import RUN, metadata_of
-from verifiers.cli.tables import dim, some, table
+from verifiers.cli.tables import dim, hang, some, table, terminal_width
 from verifiers.logs import printable
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 ROOTS = ("outputs/evals", "outputs/train")
 SHOWN_RUNS = 30
+NAME_CHARS = (20, 14, 10, 8)  # of environments and models
 
 
 @click.group("runs", short_help="List, tag, annotate and delete saved runs.", invoke_without_command=True)
@@ -58,11 +60,12 @@ def list_command(words: tuple[str, ...], root: tuple[str, ...], show_all: bool, 
         click.echo(f"{what}; vf eval ENV -m MODEL makes one")
         return
     shown = wanted if show_all else wanted[:SHOWN_RUNS]
-    header = ["id", "environment", "model", "rollouts", "reward", "status", "when", "tags and note"]
-    rows = [_row(one) for one in shown]
-    if not any(row[-1] for row in rows):  # an empty column is not worth the width
-        header, rows = header[:-1], [row[:-1] for row in rows]
-    click.echo("\n".join(table(rows, header=header, right=[3, 4])))
+    head, *lines = _table(shown)
+    click.echo(head)
+    for one, line in zip(shown, lines, strict=True):
+        click.echo(line)
+        if said := _tags_and_note(one):
+            click.echo(f"  {hang(said, 2)}")
     more = f"; --all shows {len(wanted) - len(shown)} more" if len(wanted) > len(shown) else ""
     click.echo(dim(f"{some(len(wanted), 'run')}{more}; vf view ID looks into one"))
 
@@ -152,20 +155,35 @@ def _mentions(one: dict[str, Any], words: tuple[str, ...]) -> bool:
     return all(word.lower() in text for word in words)
 
 
-def _row(one: dict[str, Any]) -> list[str]:
+def _table(shown: list[dict[str, Any]]) -> list[str]:
+    """A line each; in a terminal names are cut until it holds them, below some width the terminal breaks lines."""
+    header = ["id", "environment", "model", "rollouts", "reward", "status", "when"]
+    lines: list[str] = []
+    for most in NAME_CHARS:
+        lines = table([_row(one, most) for one in shown], header=header, right=[3, 4])
+        if not sys.stdout.isatty() or max(map(len, lines)) <= terminal_width():
+            break
+    return lines
+
+
+def _row(one: dict[str, Any], most: int) -> list[str]:
     reward = one["reward"]
     name = f"{one['env_id'] or '?'}{' (training)' if one['kind'] == 'training' else ''}"
-    said = " ".join([*(f"#{name}" for name in one["tags"]), " ".join(one["note"].split())[:40]]).strip()
     rollouts = "–" if one["rollouts"] is None else f"{one['rollouts']:,}"
     figure = "–" if not isinstance(reward, int | float) else f"{reward:.3f}"
-    cells = [shortened(name), shortened(str(one["model"] or "?"))]
-    return [one["id"], *cells, rollouts, figure, one["status"], ago(one["date"]), said]
+    cells = [shortened(name, most), shortened(str(one["model"] or "?"), most)]
+    status = f"{one['failed']:,} failed" if one["failed"] and one["status"] == "finished" else one["status"]
+    return [one["id"], *cells, rollouts, figure, status, ago(one["date"])]
 
 
-def shortened(name: str, most: int = 20) -> str:
+def _tags_and_note(one: dict[str, Any]) -> str:
+    return " ".join([*(f"#{name}" for name in one["tags"]), *one["note"].split()])
+
+
+def shortened(name: str, most: int) -> str:
     """A name that leaves room for the rest of its line; the end of a path says more than its beginning.
 
-    >>> shortened("capitals"), shortened("Qwen/Qwen3-30B-A3B-Instruct-2507")
+    >>> shortened("capitals", 20), shortened("Qwen/Qwen3-30B-A3B-Instruct-2507", 20)
     ('capitals', '…0B-A3B-Instruct-2507')
     """
     return name if len(name) <= most else f"…{name[-most:]}"

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+QUIET = ("WARNING", "ERROR", "CRITICAL")
+
 
 @contextmanager
 def told(verbose: bool) -> Iterator[None]:
@@ -18,7 +20,9 @@ def told(verbose: bool) -> Iterator[None]:
 
     logger = logging.getLogger("verifiers")
     handlers, level = list(logger.handlers), logger.level
-    setup_logging("DEBUG" if verbose else os.environ.get("VF_LOG_LEVEL", "WARNING"))
+    level_name = "DEBUG" if verbose else os.environ.get("VF_LOG_LEVEL", "WARNING")
+    # When and in which module is of use to those who asked for a log.
+    setup_logging(level_name, "notice: %(message)s" if level_name.upper() in QUIET else None)
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = _warn

@@ -98,15 +98,21 @@ class Limit:
             if self._line:
                 self._admit()
 
-    def overloaded(self, epoch: int) -> None:
-        """The endpoint complained about a request that entered in this ``epoch``: halve, once for all of its peers."""
+    def overloaded(self, epoch: int, retry_after_s: float | None = None) -> None:
+        """The endpoint complained about a request that entered in this ``epoch``: halve, once for all of its peers.
+
+        Where it said when to come back, nobody comes before, and the time left between requests stays of that order.
+        """
+        if retry_after_s:
+            self.pause(retry_after_s)
         if epoch != self.epoch:
             return
         self.epoch += 1
         busy = min(self.size, float(max(self.in_flight, 1)))
         self._has_complained = True
         if busy == 1.0:  # one at a time is still too much (so many a minute, say): leave time between them
-            self._spacing_s = min(max(2 * self._spacing_s, FIRST_SPACING_S), LONGEST_SPACING_S)
+            longest_s = min(LONGEST_SPACING_S, max(1.0, 4 * retry_after_s)) if retry_after_s else LONGEST_SPACING_S
+            self._spacing_s = min(max(2 * self._spacing_s, FIRST_SPACING_S), longest_s)
             self.pause(self._spacing_s)
         self.size = max(1.0, busy / 2)
 

@@ -125,9 +125,7 @@ class Pool:
             if gate is not None:
                 gate.succeeded(now)
         elif outcome is not None and outcome.is_overload:
-            limit.overloaded(epoch)
-            if outcome.retry_after_s:
-                limit.pause(outcome.retry_after_s)
+            limit.overloaded(epoch, outcome.retry_after_s)
 
     async def close(self) -> None:
         await self.session.close()

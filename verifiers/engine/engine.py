@@ -113,6 +113,10 @@ class Engine:
         """How many were drawn."""
         return self._steps.tokens
 
+    def tokens_under_way(self) -> int:
+        """How many the replies that are not finished have so far; any thread may ask."""
+        return int(self.table.steps[: len(self.live)].sum())
+
     @property
     def waiting(self) -> deque[ActiveSequence]:
         """Requests that have no blocks yet."""

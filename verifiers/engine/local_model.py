@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verifiers.clients.activity import note_under_way
 from verifiers.clients.openai_looks import OpenAILooks
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.recording import is_recording, record
@@ -106,6 +107,7 @@ class LocalModel(OpenAILooks):
         if prompt.options.stop:
             watches = [StopWatch(ready.codec, prompt.options.stop) for _ in range(prompt.options.n)]
         futures = ready.engine.submit(prompt.ids, prompt.sampling, n=prompt.options.n, on_token=watches)
+        note_under_way(ready.engine.tokens_under_way)
         generated = await _results(futures, prompt.timeout_s)
         choices = list(map(partial(self._choice, ready, prompt), generated))
         if is_recording():

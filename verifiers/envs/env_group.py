@@ -183,7 +183,7 @@ class EnvGroup(Environment):
 
 
 def _of_member(name: str, function: Any) -> Any:
-    """A member's figure of all rows: of those that are its own, with the tasks that they have there."""
+    """A member's aggregate metric: of those rows that are its own, with the tasks that they have there."""
 
     def aggregate(rows: Sequence[Mapping[str, Any]]) -> float | None:
         own = [row for row in rows if row["task"] == name or row["task"].startswith(f"{name}/")]

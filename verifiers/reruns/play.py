@@ -26,12 +26,14 @@ async def play(
     model: str = "none",
     sampling_args: SamplingArgs | None = None,
     names: Sequence[str] | None = None,
+    judged: Sequence[Any] | None = None,
     on_function: OnFunction | None = None,
 ) -> list[State]:
     """Play each row with its client; rollouts of one example are scored as a group.
 
-    ``names`` says which rollout each is, so that recorded judges find what they said of it; ``on_function`` is told how
-    many seconds each reward function took.
+    ``names`` says which rollout each is, so that recorded judges find what they said of it; ``judged`` has what they
+    replied to what they were asked, where it was saved; ``on_function`` is told how many seconds each reward function
+    took.
     """
     sampling = merge_sampling(env.sampling_args, sampling_args)
     gate = asyncio.Semaphore(AT_ONCE)
@@ -45,6 +47,9 @@ async def play(
 
     plays = [play_one(env.formatted(row), client, name) for (row, client), name in zip(pairs, known, strict=True)]
     states = list(await asyncio.gather(*plays))
+    for state, replies in zip(states, judged or (), strict=False):
+        if isinstance(replies, Mapping):
+            state["judge_response"] = dict(replies)
     groups: dict[Any, list[tuple[State, str]]] = {}
     for state, name in zip(states, known, strict=True):
         groups.setdefault(state.get("example_id"), []).append((state, name))

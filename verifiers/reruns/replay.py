@@ -70,16 +70,16 @@ class Recorded:
 
 
 class NoJudge:
-    """In the place of judges whose replies were not recorded."""
+    """In the place of judges who are asked what no record has a reply to."""
 
     base_url = "recorded:"
 
     async def complete(self, request: Request) -> Completion:
-        raise NotRecordedError("what its judges said was not recorded; record a run with: vf eval … --record")
+        raise NotRecordedError("no reply of the judge to this was saved; record a run with: vf eval … --record")
 
 
 async def replay(env: Environment, run: RunDir, *, metadata: Mapping[str, Any] | None = None) -> Replayed:
-    """Play a saved run again. Judges answer from the run's cassette, and without one they cannot be asked."""
+    """Play a saved run again. Judges reply to each rollout as they did: as it was saved with it, or in the cassette."""
     rows = rows_by_id(env)
     found = Replayed()
     records = []
@@ -98,6 +98,7 @@ async def replay(env: Environment, run: RunDir, *, metadata: Mapping[str, Any] |
             model=str(metadata.get("model", "")),
             sampling_args=metadata.get("sampling_args"),
             names=[name_rollout(record["example_id"], record.get("rollout") or 0) for record in records],
+            judged=[record.get("judge_response") for record in records],
         )
     for record, state in zip(records, found.states, strict=True):
         rollout = record.get("rollout") or 0

@@ -21,7 +21,7 @@ MOST_IN_FULL = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregate:
-    """A figure of all rows; `value` is None where the function has none to give, and `error` says why it failed."""
+    """A metric of all rows; `value` is None where the function has none to give, and `error` says why it failed."""
 
     value: float | None
     low: float | None = None

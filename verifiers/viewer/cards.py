@@ -13,7 +13,7 @@ from verifiers.viewer.index import FAILED, RolloutIndex
 from verifiers.viewer.library import Run
 from verifiers.viewer.numbers import as_number, known
 
-SPARKLINE = 60  # steps that the list of runs shows of a training
+SPARKLINE = 60  # points of a training in the list of runs
 MAX_TAGS = 12
 MAX_AGGREGATES = 50
 MAX_KEPT = 4096  # runs whose figures are remembered
@@ -134,7 +134,7 @@ def _training_card(run: Run, card: dict[str, Any]) -> dict[str, Any]:
         "low": metrics.last("reward_low"),
         "high": metrics.last("reward_high"),
         "loss": metrics.last("loss"),
-        "rewards": metrics.recent(name, SPARKLINE),
+        "rewards": metrics.outline(name, SPARKLINE),
         "duration_ms": None if math.isnan(took_s) else 1000 * max(took_s, 0.0),
         "rollouts": card["rollouts"],
     }
@@ -162,7 +162,7 @@ def _tags(value: Any) -> list[str]:
 
 
 def _aggregates(found: Any) -> list[dict[str, Any]]:
-    """Figures of all rows as the run saved them: the functions behind them are the environment's, and not run here."""
+    """Aggregate metrics as the run saved them: the functions behind them are the environment's, and not run here."""
     named = [(name, one) for name, one in found.items() if isinstance(one, dict)] if isinstance(found, dict) else []
     return [
         {

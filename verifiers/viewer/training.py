@@ -168,9 +168,10 @@ class MetricsLog:
         column = self.series.get(name)
         return None if not column or math.isnan(column[-1]) else column[-1]
 
-    def recent(self, name: str, n: int) -> list[float | None]:
-        """The last values of one series, for a drawing the size of a word."""
-        return [known(value) for value in self.series.get(name, array("d"))[-n:]]
+    def outline(self, name: str, n: int) -> list[float | None]:
+        """The whole of one series in up to ``n`` points, for a drawing the size of a word."""
+        column = self.series.get(name, array("d"))
+        return [mean(column[start:end]) for start, end in _bucket_edges(len(column), n)]
 
     def page(self, first: float | None = None, last: float | None = None) -> dict[str, Any]:
         """All of it as plain data, or the steps from ``first`` to ``last``, thinned to what a chart can show."""

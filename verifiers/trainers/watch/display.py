@@ -252,7 +252,7 @@ class TrainingDisplay:
             return f"{self.phase}{took}"
         if tally is None or not tally.total:  # the engine measures what is quickest here, or compiles it
             return f"preparing the sampler, then {self.phase}{took}"
-        tokens = tally.activity.tokens if tally.activity is not None else tally.tokens
+        tokens = tally.activity.tokens_so_far if tally.activity is not None else tally.tokens
         return f"{self.phase}: {tally.done:,} of {tally.total:,} done, {tokens:,} tokens{took}"
 
     def _reward_text(self, label: bool = True) -> str:

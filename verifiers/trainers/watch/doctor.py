@@ -24,6 +24,7 @@ KL_MAX = 1.0  # nats a token
 ENTROPY_SHARE, ENTROPY_MAX = 0.2, 0.1  # of its start; nats a token
 SOLVED_SHARE = 0.9  # of the way from the worst to the best single reward seen
 SOLVED_LEAST = 0.5  # of what the weights add up to: the best seen must be this good
+GAIN_SHARE = 0.03  # of the same way in half a window: rewards still rise
 DOMINANT_SHARE = 0.98  # of the weighted variance
 DOMINANT_SCALE = 20.0  # how much wider one function's values are spread than another's
 SATURATED_SPREAD = 0.1  # of a function's own range, below which it is saturated
@@ -161,7 +162,7 @@ class Watch:
         if len(self._entropies) < 2 * PATIENCE:
             return None
         start, now = mean_of(self._entropies[:PATIENCE]), mean_of(self._entropies[-PATIENCE:])
-        if now >= ENTROPY_SHARE * start or now >= ENTROPY_MAX or self._is_solved():
+        if now >= ENTROPY_SHARE * start or now >= ENTROPY_MAX or self._is_solved() or self._is_gaining():
             return None
         return (
             f"entropy fell from {start:.2f} to {now:.3f} nats a token: the policy says nearly the same each time and "
@@ -290,6 +291,14 @@ class Watch:
         if self._best < SOLVED_LEAST * most:
             return False
         return mean - self._worst >= SOLVED_SHARE * (self._best - self._worst)
+
+    def _is_gaining(self) -> bool:
+        """Do rewards still rise from one handful of steps to the next? Then what the policy settles on is better."""
+        half = WINDOW // 2
+        if len(self._rewards) < WINDOW:
+            return False
+        gain = mean_of(self._rewards[-half:]) - mean_of(self._rewards[-WINDOW:-half])
+        return gain > GAIN_SHARE * max(self._best - self._worst, 0.0)
 
     def _values(self, name: str) -> list[float]:
         return [value for columns in self._columns for value in columns[name]]

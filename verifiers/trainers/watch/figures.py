@@ -32,7 +32,10 @@ def batch_view(batch: Batch) -> dict[str, Any]:
         "lengths": [len(logprobs) for logprobs in tokens],
         "failed": len(batch.failed),
         "drawn": (float(drawn.sum()), len(drawn)),
-        "scoring_ms": sum((state.get("timing") or {}).get("scoring_ms", 0.0) for state in states),
+        **{
+            name: sum((state.get("timing") or {}).get(name, 0.0) for state in states)
+            for name in ("scoring_ms", "total_ms")
+        },
     }
 
 
@@ -50,7 +53,7 @@ def joined(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         name: list(chain.from_iterable(view["metrics"].get(name, [None] * len(view["rewards"])) for view in views))
         for name in names
     }
-    for name in ("failed", "scoring_ms"):
+    for name in ("failed", "scoring_ms", "total_ms"):
         whole[name] = sum(view[name] for view in views)
     whole["drawn"] = tuple(map(sum, zip(*(view["drawn"] for view in views), strict=True)))
     return whole
@@ -85,9 +88,18 @@ def rollout_figures(view: Mapping[str, Any]) -> dict[str, Any]:
             "sampled_tokens": sum(lengths),
             "truncated": sum(view["is_truncated"][i] for i in played) / len(played),
             "entropy": -total / count if count else None,
-            "scoring_s": view["scoring_ms"] / 1000,
         }
     return figures
+
+
+def rollout_seconds(view: Mapping[str, Any], seconds: float) -> dict[str, float]:
+    """The time in which rollouts were made, by what they spent it on: they run side by side, so that sums mean nothing.
+
+    >>> rollout_seconds({"scoring_ms": 5000.0, "total_ms": 20000.0}, 2.0)
+    {'generation_s': 1.5, 'scoring_s': 0.5}
+    """
+    scoring_s = seconds * min(view["scoring_ms"] / view["total_ms"], 1.0) if view["total_ms"] else 0.0
+    return {"generation_s": seconds - scoring_s, "scoring_s": scoring_s}
 
 
 def _reward_figures(name: str, rewards: Sequence[float | None], examples: Sequence[Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from verifiers.trainers.stopping import NotFiniteError
 from verifiers.trainers.watch.audit import audit
 from verifiers.trainers.watch.display import TrainingDisplay
 from verifiers.trainers.watch.doctor import Watch
-from verifiers.trainers.watch.figures import batch_view, joined, rollout_figures
+from verifiers.trainers.watch.figures import batch_view, joined, rollout_figures, rollout_seconds
 from verifiers.trainers.watch.journal import Journal, record_of
 from verifiers.trainers.watch.plot import plot_svg, plot_text
 from verifiers.trainers.watch.tracking import trackers
@@ -178,7 +178,7 @@ class Report:
         batch = as_batch(batch)
         view = joined(gathered(trainer.accelerator, batch_view(batch)))
         seen = rollout_figures(view)
-        times = {"generation_s": batch.seconds.get("generation", waited_s), "training_s": trained_s}
+        times = {**rollout_seconds(view, batch.seconds.get("generation", waited_s)), "training_s": trained_s}
         weights = {"reward_weights": batch.reward_weights} if trainer.weight_schedule else {}
         self.keep_rollouts(trainer.step, batch)
         tokens = seen.get("sampled_tokens", 0)

@@ -94,3 +94,8 @@ export function between(low, high, digits = 3) {
   const text = (value) => (Math.abs(value) < 1000 ? value.toFixed(digits) : number(value)).replace("-", "−");
   return `${text(low)} – ${text(high)}`;
 }
+
+// What follows a p-value that allows for several comparisons.
+export function correctedFor(n, words = "") {
+  return n > 1 ? ` corrected for ${n}${words} (Holm)` : "";
+}

@@ -4,7 +4,7 @@ import { ask } from "./api.js";
 import { conversationView, messagesOf } from "./conversation.js";
 import { firstDifference } from "./difference.js";
 import { h, replace } from "./dom.js";
-import { count, number, plural, shortNumber, signed } from "./format.js";
+import { correctedFor, count, number, plural, shortNumber, signed } from "./format.js";
 import { setKeys } from "./keys.js";
 import { rolloutColumn } from "./page_group.js";
 import { overlayPage } from "./page_overlay.js";
@@ -96,7 +96,7 @@ function compareHead(found, params, choice) {
       h("span", {}, h("b", {}, run.env_id), h("span.muted", {}, ` ${run.model} · ${run.name}`)),
       h("span.figure", {}, number(mean)),
     );
-  const corrected = figures.metrics > 1 ? `, ${number(figures.adjusted_p)} of ${figures.metrics} metrics` : "";
+  const corrected = figures.metrics > 1 ? `, ${number(figures.adjusted_p)}${correctedFor(figures.metrics, " metrics")}` : "";
   const failed = figures.failed_a + figures.failed_b;
   return [
     h("header.page-head", {}, h("h1", {}, "Two runs"), choice),
@@ -151,7 +151,7 @@ function compareHead(found, params, choice) {
       ? h(
           "div.figures-box",
           {},
-          card("Figures of all rows, with their 95% intervals", aggregatesTable(["A", "B"], [found.a, found.b])),
+          card("Aggregate metrics, with their 95% intervals", aggregatesTable(["A", "B"], [found.a, found.b])),
         )
       : null,
   ];

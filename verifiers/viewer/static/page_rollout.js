@@ -202,7 +202,7 @@ function side(rollout, about) {
     card(
       "Reward",
       h("div.big", {}, rollout.status === "failed" ? h("span.chip.bad", {}, "failed") : number(rollout.reward)),
-      metricsList(rollout),
+      metricsList(rollout, about),
       rollout.advantage === null ? null : h("p.muted", {}, `advantage ${signed(rollout.advantage)}`),
     ),
     rollout.answer === "" || rollout.answer === null
@@ -227,13 +227,17 @@ function side(rollout, about) {
         ),
       ),
     ),
-    about.metadata.sampling_args
+    hasKeys(about.metadata.sampling_args)
       ? card("Sampling", textView(plainJson(about.metadata.sampling_args), { isCode: true }))
       : null,
   );
 }
 
-function metricsList(rollout) {
+function metricsList(rollout, about) {
+  // A training may change its weights from step to step: the page of its reward functions has them.
+  const weights = (about.kind === "training" ? null : about.metadata.reward_weights) ?? {};
+  const weight = (name) =>
+    typeof weights[name] === "number" ? h("span.muted", {}, ` × ${shortNumber(weights[name])}`) : null;
   const names = Object.keys(rollout.metrics);
   if (!names.length) return null;
   return h(
@@ -246,7 +250,7 @@ function metricsList(rollout) {
         h(
           "tr",
           {},
-          h("td.word", { title: name }, name),
+          h("td.word", { title: name }, name, weight(name)),
           h(
             "td",
             {},

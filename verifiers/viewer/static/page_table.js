@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { whisker } from "./charts.js";
 import { h, replace } from "./dom.js";
-import { between, count, number, plural, signed } from "./format.js";
+import { between, correctedFor, count, number, plural, signed } from "./format.js";
 import { setKeys } from "./keys.js";
 import { aggregatesTable } from "./run_cards.js";
 import { card } from "./table.js";
@@ -80,7 +80,7 @@ function manyTable(found, ids) {
         ? [
             h(
               "td.figure",
-              {},
+              { "data-name": "difference" },
               signed(against.difference),
               h("div.muted", {}, against.low === null ? "" : `${signed(against.low)} to ${signed(against.high)}`),
             ),
@@ -90,9 +90,9 @@ function manyTable(found, ids) {
               item.refusal ? h("span.muted", {}, `No verdict: ${item.refusal}`) : item.verdict,
               against.adjusted_p === null
                 ? null
-                : h("div.muted", {}, `p = ${number(against.adjusted_p)}, of ${against.metrics} (Holm)`),
+                : h("div.muted", {}, `p = ${number(against.adjusted_p)}${correctedFor(against.metrics)}`),
             ),
-            h("td.figure", {}, `${count(item.won)} / ${count(item.lost)}`),
+            h("td.figure", { "data-name": "won / lost" }, `${count(item.won)} / ${count(item.lost)}`),
             h(
               "td.wide",
               {},
@@ -127,10 +127,11 @@ function manyTable(found, ids) {
 
 function metricsTable(found) {
   if (found.metric_names.length < 2) return null;
-  const cell = (figure) =>
+  const heads = found.runs.map((run) => run.model || run.name);
+  const cell = (figure, i) =>
     h(
       "td.figure",
-      {},
+      { "data-name": heads[i] },
       number(figure.mean),
       figure.low === null ? null : h("div.muted", {}, between(figure.low, figure.high)),
     );
@@ -140,7 +141,7 @@ function metricsTable(found) {
       "div.scroll-box",
       {},
       h(
-        "table.small.many",
+        "table.small.many.stacked",
         {},
         h(
           "thead",
@@ -149,7 +150,7 @@ function metricsTable(found) {
             "tr",
             {},
             h("th", {}, "metric"),
-            found.runs.map((run) => h("th.figure", {}, run.model || run.name)),
+            heads.map((head) => h("th.figure", {}, head)),
           ),
         ),
         h(
@@ -160,7 +161,7 @@ function metricsTable(found) {
               "tr",
               {},
               h("td.word", {}, name),
-              found.rows.map((row) => cell(row.figures[i])),
+              found.rows.map((row, place) => cell(row.figures[i], place)),
             ),
           ),
         ),
@@ -172,5 +173,5 @@ function metricsTable(found) {
 function aggregates(found) {
   if (!found.runs.some((run) => run.aggregates.length)) return null;
   const heads = found.runs.map((run) => run.model || run.name);
-  return card("Figures of all rows, with their 95% intervals", aggregatesTable(heads, found.runs));
+  return card("Aggregate metrics, with their 95% intervals", aggregatesTable(heads, found.runs));
 }

@@ -23,7 +23,7 @@ export const CHARTS = [
     ],
   },
   {
-    title: "Clipped, without variance, cut off",
+    title: "Shares",
     lines: [
       ["clip_fraction", "clipped"],
       ["zero_variance", "groups without variance"],

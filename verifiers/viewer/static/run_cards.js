@@ -11,7 +11,7 @@ export function runTiles(about, known) {
     reward.low === null ? "no interval yet" : `95% interval ${number(reward.low)} to ${number(reward.high)}`;
   const best = known.pass_at_k.at(-1);
   const ends = known.mean_with_failures;
-  const failures = ends ? `, which could be ${number(ends[0])} to ${number(ends[1])}` : "";
+  const failures = ends ? `; with them it could be ${number(ends[0])} to ${number(ends[1])}` : "";
   const few = best?.left_out
     ? ` of ${count(best.examples)} in ${plural(best.examples + best.left_out, "example")}`
     : "";
@@ -24,7 +24,7 @@ export function runTiles(about, known) {
     tile(
       "failed",
       count(about.failed),
-      about.failed ? `${percent(about.failed / about.rollouts)}, in no mean${failures}` : "none",
+      about.failed ? `${percent(about.failed / about.rollouts)}, not in the mean${failures}` : "none",
       about.failed ? "bad" : "",
     ),
     best && best.k > 1 ? tile(`pass@${best.k}`, number(best.mean), `pass^${best.k} ${number(best.all)}${few}`) : null,
@@ -143,17 +143,17 @@ export function metricsCard(context, about, known, change) {
       ),
       h("tbody", {}, known.figures.map(row)),
     ),
-    about.aggregates.length ? [h("h2", {}, "Figures of all rows"), aggregatesTable(["value"], [about])] : null,
+    about.aggregates.length ? [h("h2", {}, "Aggregate metrics"), aggregatesTable(["value"], [about])] : null,
   );
 }
 
 // Balanced accuracy, F1 and the like, of one run or of several side by side, as each run saved them.
 export function aggregatesTable(heads, runs) {
   const names = [...new Set(runs.flatMap((run) => run.aggregates.map((figure) => figure.name)))];
-  const cell = (figure) =>
+  const cell = (figure, i) =>
     h(
       "td.figure",
-      {},
+      { "data-name": heads[i] },
       figure?.error ? h("span.bad-text", { title: figure.error }, "failed") : number(figure?.mean ?? null),
       h("div.muted", {}, between(figure?.low, figure?.high)),
     );
@@ -162,13 +162,13 @@ export function aggregatesTable(heads, runs) {
       "tr",
       {},
       h("td.word", {}, name),
-      runs.map((run) => cell(run.aggregates.find((figure) => figure.name === name))),
+      runs.map((run, i) => cell(run.aggregates.find((figure) => figure.name === name), i)),
     );
   return h(
     "div.scroll-box",
     {},
     h(
-      "table.small.many.aggregates",
+      "table.small.many.stacked.aggregates",
       {},
       h(
         "thead",
