@@ -58,7 +58,12 @@ def check_refused(said: str, wanted: str, folder: Path) -> None:
 
 TABLE = [
     ("a batch that is not divided", ("--launch", "ddp", "--processes", "3"), {}, "cannot be divided among 3"),
-    ("a group that is split", ("--launch", "ddp", "--processes", "4"), {}, "each with whole groups of group_size = 4: take 16"),
+    (
+        "a group that is split",
+        ("--launch", "ddp", "--processes", "4"),
+        {},
+        "each with whole groups of group_size = 4: take 16",
+    ),
     (
         "FSDP 1",
         (),
