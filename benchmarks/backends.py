@@ -78,7 +78,7 @@ def sampling(label: str, model: Any) -> None:
     def by(backend: str) -> None:
         with engine.lock:
             engine.run_by(backend)
-            engine.start_afresh()
+            engine.reset()
         engine.generate(prompts, Sampling(max_tokens=NEW, seed=1))
 
     backends = [TORCH, MODULES] if engine.runner.cpu is None else [CPU, TORCH, MODULES]

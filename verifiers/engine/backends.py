@@ -82,7 +82,7 @@ def choose_backend(engine: Engine) -> Backend:
                 is_steady = found is not None or _is_steady(engine)
         finally:
             engine.lock.undone += engine.runner.changes - before  # other engines of this model keep what they have
-            engine.start_afresh()
+            engine.reset()
     if not is_steady:
         raise UnsupportedModelError(f"{name} cannot be sampled from: {prove.UNSTEADY}")
     if found is None:

@@ -110,7 +110,7 @@ class BatchTable:
         full: np.ndarray = (self.steps[rows_N] >= self.max_tokens[rows_N]) | (self.length[rows_N] + 1 >= length)
         return full
 
-    def room(self, n: int, length: int) -> int:
+    def tokens_left(self, n: int, length: int) -> int:
         """How many more tokens each of the first rows can have, if none of them has to be looked at before."""
         if (self.is_watched | self.needs_logits)[:n].any():
             return 1

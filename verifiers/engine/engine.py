@@ -158,10 +158,10 @@ class Engine:
                 self.scheduler.cuda = CudaDecoder(self.table, self.runner, cache, CudaDevice())
         self._has_cache = True  # not before: where there was no memory for it, the next request tries again
 
-    def start_afresh(self) -> None:
+    def reset(self) -> None:
         """Forget all that was run so far."""
         self.scheduler.blocks.forget()
-        self.runner.start_afresh()
+        self.runner.reset()
         self._steps.steps = self._steps.tokens = 0
 
     # --- asking ---------------------------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ class ModelRunner:
         self._seen = (-1, self._seen[1])
         self._drop_copies()
 
-    def start_afresh(self) -> None:
+    def reset(self) -> None:
         """As if nothing had been run yet."""
         self.forget()
         self._seen, self.version = (0, None), 0

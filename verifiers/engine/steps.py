@@ -170,8 +170,8 @@ class Steps:
             logits_BV = cache.decode(scheduler.running, table.token[: len(scheduler.running)].tolist())
         else:
             self.runner.count_step(self.rows)
-            room = min(table.room(len(scheduler.running), self.length), BURST)
-            burst = self.runner.burst(room, len(self.is_stop_V)) if room > 1 else 0
+            most = min(table.tokens_left(len(scheduler.running), self.length), BURST)
+            burst = self.runner.burst(most, len(self.is_stop_V)) if most > 1 else 0
             steps = scheduler.reserve(max(burst, 1))[0]
             if not scheduler.running:  # the only one had to make room for a prompt that came before it
                 return

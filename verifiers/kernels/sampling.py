@@ -98,11 +98,11 @@ def _drawn_in_c(logits_BV: Tensor, columns: SamplingColumns) -> tuple[Tensor, Te
     n, vocabulary = logits_BV.shape
     token_B = torch.empty(n, dtype=torch.int64)
     logprob_B, raw_B = torch.empty(2, n)
-    room = torch.empty(decode_functions().draw_room(vocabulary))
+    workspace = torch.empty(decode_functions().draw_workspace(vocabulary))
     given = (columns.temperature_B, columns.top_p_B, columns.min_p_B, columns.top_k_B, columns.seed_B, columns.step_B)
     held = tuple(one.contiguous() for one in given)  # until C has read them
     how = CSampling(*(one.data_ptr() for one in held))
-    outputs = (one.data_ptr() for one in (token_B, logprob_B, raw_B, room))
+    outputs = (one.data_ptr() for one in (token_B, logprob_B, raw_B, workspace))
     decode_functions().draw(n, vocabulary, logits_BV.data_ptr(), byref(how), *outputs)
     return token_B, logprob_B, raw_B
 

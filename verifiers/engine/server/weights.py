@@ -13,7 +13,7 @@ from verifiers.dialects.http import json_reply, read_body
 from verifiers.engine.channel import backend_here, card_here
 from verifiers.engine.engine import PAUSES, Engine
 from verifiers.engine.local_model import LocalModel
-from verifiers.engine.receiver import WeightReceiver
+from verifiers.engine.weight_receiver import WeightReceiver
 
 
 class WeightEndpoints:

@@ -89,11 +89,11 @@ _PART = [_N, _AT]  # which part of the work, and the team that does it
 _DECODE: dict[str, tuple[list[Any], Any]] = {
     "panels_size": ([_N, _N], _N),
     "lay_out": ([_AT, _N, _N, _N, _AT, _AT], None),
-    "run_room": ([_AT, _N, _N], _N),
+    "run_workspace": ([_AT, _N, _N], _N),
     "run": ([_AT, _N, *[_AT] * 4, _N, _AT, _AT, *_PART], None),
-    "draw_room": ([_N], _N),
+    "draw_workspace": ([_N], _N),
     "draw": ([_N, _N, *[_AT] * 6], None),
-    "decode_room": ([_AT, _N, _N], _N),
+    "decode_workspace": ([_AT, _N, _N], _N),
     "decode": ([_AT, _AT, _N, _N, *[_AT] * 10, *_PART], _N),
 }
 _LEARN: dict[str, tuple[list[Any], Any]] = {
@@ -104,7 +104,7 @@ _LEARN: dict[str, tuple[list[Any], Any]] = {
     "gated_back": ([_N, *[_AT] * 5], None),
     "pick": ([_N, _N, _AT, _AT, _X, _AT, _AT], _N),
     "pick_back": ([_N, _N, _AT, _AT, _X, _AT, _AT], None),
-    "attention_room": ([_N, _N], _N),
+    "attention_workspace": ([_N, _N], _N),
     "attention": ([_N, _AT, _N, _N, _N, _X, _N, _N, *[_AT] * 6], None),
     "attention_back": ([_N, _AT, _N, _N, _N, _X, _N, _N, *[_AT] * 10], None),
 }

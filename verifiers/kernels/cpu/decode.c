@@ -2,7 +2,7 @@
 
    Matrices are laid out in panels of PANEL columns, so that a multiplication reads them from front to back, and have the
    weight of the norm before them multiplied in (see model.py). Several threads may call the same function at once, each
-   for its part of the work; none needs Python while it runs. Whoever calls asks the *_room functions how many floats of
+   for its part of the work; none needs Python while it runs. Whoever calls asks the *_workspace functions how many floats of
    scratch space a call needs. */
 
 #include "panels.h"
@@ -240,26 +240,26 @@ static int64_t most_after(const Model *model) {
 }
 
 /* Scores of the queries that share keys, of one thread. */
-static int64_t scores_room(const Model *model) {
+static int64_t scores_workspace(const Model *model) {
     return model->heads.heads / model->heads.kv_heads * (model->heads.length + LANES);
 }
 
 /* Floats of scratch space that `run` needs for `m` tokens and so many threads. */
-int64_t run_room(const Model *model, int64_t m, int64_t parts) {
-    return m * (most_before(model) + most_after(model)) + parts * scores_room(model);
+int64_t run_workspace(const Model *model, int64_t m, int64_t parts) {
+    return m * (most_before(model) + most_after(model)) + parts * scores_workspace(model);
 }
 
 /* `m` tokens, whose embeddings are in `hidden`, each at `position` of a sequence: the logits of those in `keep`. */
 void run(
     const Model *model, int64_t m, float *hidden, const int64_t *sequence, const int64_t *position, const int64_t *keep,
-    int64_t n_keep, float *logits, float *room, int64_t part, Team *team) {
+    int64_t n_keep, float *logits, float *workspace, int64_t part, Team *team) {
     const Heads *heads = &model->heads;
     const Cache *cache = &model->cache;
     int64_t width = model->width, per_layer = cache->blocks * heads->kv_heads * cache->block * heads->dim;
-    float *x = room, *y = x + m * most_before(model), *scores = y + m * most_after(model);
+    float *x = workspace, *y = x + m * most_before(model), *scores = y + m * most_after(model);
     Part rows = part_of(m, part, team), kept = part_of(n_keep, part, team);
     int64_t first = rows.first * width, n = rows.end - rows.first;
-    scores += part * scores_room(model);
+    scores += part * scores_workspace(model);
     for (int64_t l = 0; l < model->n_layers; l++) {
         const Layer *layer = model->layers + l;
         float *keys = cache->store + 2 * l * per_layer, *values = keys + per_layer;
@@ -291,18 +291,18 @@ void run(
 
 /* --- tokens ----------------------------------------------------------------------------------------------------- */
 
-/* A token of each of `m` rows of logits; `room` is that of `draw_room`. */
+/* A token of each of `m` rows of logits; `workspace` is that of `draw_workspace`. */
 void draw(
     int64_t m, int64_t vocabulary, const float *logits, const Sampling *sampling, int64_t *token, float *logprob, float *raw,
-    float *room) {
+    float *workspace) {
     for (int64_t i = 0; i < m; i++)
-        token[i] = drawn(logits + i * vocabulary, vocabulary, sampling, i, logprob + i, raw + i, room);
+        token[i] = drawn(logits + i * vocabulary, vocabulary, sampling, i, logprob + i, raw + i, workspace);
 }
 
 /* Floats of scratch space that `decode` needs for `m` sequences and so many threads. */
-int64_t decode_room(const Model *model, int64_t m, int64_t parts) {
+int64_t decode_workspace(const Model *model, int64_t m, int64_t parts) {
     int64_t vocabulary = model->head.columns;
-    return parts * draw_room(vocabulary) + m * (model->width + vocabulary) + run_room(model, m, parts);
+    return parts * draw_workspace(vocabulary) + m * (model->width + vocabulary) + run_workspace(model, m, parts);
 }
 
 /* One token after the other for `m` sequences, at most `n` each, until one of them has to be looked
@@ -311,10 +311,11 @@ int64_t decode_room(const Model *model, int64_t m, int64_t parts) {
 int64_t decode(
     const Model *model, const float *embedding, int64_t m, int64_t n, int64_t *token, int64_t *position,
     const int64_t *sequence, const Sampling *sampling, int64_t *step, const uint8_t *is_end, int64_t *tokens, float *logprobs,
-    float *raws, float *room, int64_t part, Team *team) {
+    float *raws, float *workspace, int64_t part, Team *team) {
     int64_t width = model->width, vocabulary = model->head.columns;
     Part rows = part_of(m, part, team);
-    float *weights = room + part * draw_room(vocabulary), *hidden = room + team->parts * draw_room(vocabulary);
+    int64_t of_one = draw_workspace(vocabulary);
+    float *weights = workspace + part * of_one, *hidden = workspace + team->parts * of_one;
     float *logits = hidden + m * width, *rest = logits + m * vocabulary;
     for (int64_t done = 1;; done++, tokens += m, logprobs += m, raws += m) {
         for (int64_t i = rows.first; i < rows.end; i++)

@@ -199,10 +199,10 @@ def _by_groups(
     function: Any, segments: Segments, scale: float, q: Tensor, k: Tensor, given: tuple[Tensor, ...]
 ) -> None:
     groups, share, dim = k.shape[1], q.shape[1] // k.shape[1], q.shape[2]
-    room = learn_functions().attention_room(segments.most_keys, dim)
+    workspace = learn_functions().attention_workspace(segments.most_keys, dim)
 
     def work(first: int, end: int) -> None:
-        scratch = q.new_empty(room)
+        scratch = q.new_empty(workspace)
         function(
             len(segments.segments_S4), _at(segments.segments_S4), groups, share, dim, scale, first, end,
             *map(_at, given), _at(scratch),

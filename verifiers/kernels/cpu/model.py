@@ -191,10 +191,10 @@ class _Matrices:
         hidden = F.embedding(ids_T, self._embedded)
         logits = torch.empty(len(keep_N), self._model.head.columns)
         model = self._with(cache)
-        room = torch.empty(self._functions.run_room(model, len(ids_T), self.team.parts))
+        workspace = torch.empty(self._functions.run_workspace(model, len(ids_T), self.team.parts))
         self.team.call(
             self._functions.run, model, len(ids_T), hidden.data_ptr(), sequence_T.ctypes.data,
-            position_T.ctypes.data, keep_N.ctypes.data, len(keep_N), logits.data_ptr(), room.data_ptr(),
+            position_T.ctypes.data, keep_N.ctypes.data, len(keep_N), logits.data_ptr(), workspace.data_ptr(),
         )  # fmt: skip
         return logits
 
@@ -207,11 +207,11 @@ class _Matrices:
         token_KB = np.empty((steps, n), np.int64)
         logprob_KB, raw_KB = np.empty((2, steps, n), np.float32)
         model = self._with(cache)
-        room = np.empty(self._functions.decode_room(model, n, self.team.parts), np.float32)
+        workspace = np.empty(self._functions.decode_workspace(model, n, self.team.parts), np.float32)
         done = self.team.call(
             self._functions.decode, model, self._embedded.data_ptr(), n, steps, token_B.ctypes.data,
             position_B.ctypes.data, sequence_B.ctypes.data, ctypes.byref(sampling),
-            *(one.ctypes.data for one in (step_B, is_end_V, token_KB, logprob_KB, raw_KB, room)),
+            *(one.ctypes.data for one in (step_B, is_end_V, token_KB, logprob_KB, raw_KB, workspace)),
         )  # fmt: skip
         return Drawn(token_KB[:done], logprob_KB[:done], raw_KB[:done])
 

@@ -120,8 +120,8 @@ static int64_t queries_of(int64_t n_runs, const Run *runs) {
     return last->first + last->tokens - runs->first;
 }
 
-/* Floats of room that attention over so many keys needs. */
-int64_t attention_room(int64_t keys, int64_t dim) {
+/* Floats of the workspace that attention over so many keys needs. */
+int64_t attention_workspace(int64_t keys, int64_t dim) {
     return 4 * padded(keys) * padded(dim) + 2 * padded(keys) * LANES + 5 * LANES * padded(dim);
 }
 
@@ -129,12 +129,12 @@ int64_t attention_room(int64_t keys, int64_t dim) {
    greatest score of each query, and after these all sums, over its keys, of e to the score less that. */
 void attention(
     int64_t n_runs, const Run *runs, int64_t groups, int64_t share, int64_t dim, float scale, int64_t first_group,
-    int64_t end_group, const float *q, const float *k, const float *v, float *out, float *sums, float *room) {
+    int64_t end_group, const float *q, const float *k, const float *v, float *out, float *sums, float *workspace) {
     Shape shape = {groups, share, dim, padded(dim), scale};
     int64_t wide = shape.wide, skipped = runs->first * groups * share, n = queries_of(n_runs, runs) * groups * share;
     for (const Run *run = runs; run < runs + n_runs; run++) {
         int64_t all = padded(run->before + run->tokens);
-        float *keys = room, *values = keys + all * wide, *scores = values + all * wide;
+        float *keys = workspace, *values = keys + all * wide, *scores = values + all * wide;
         float *columns = scores + all * LANES, *found = columns + wide * LANES;
         for (int64_t g = first_group; g < end_group; g++) {
             gather(&shape, run, k, g, keys);
@@ -177,12 +177,12 @@ void attention(
 void attention_back(
     int64_t n_runs, const Run *runs, int64_t groups, int64_t share, int64_t dim, float scale, int64_t first_group,
     int64_t end_group, const float *q, const float *k, const float *v, const float *out, const float *sums,
-    const float *grad, float *back_q, float *back_k, float *back_v, float *room) {
+    const float *grad, float *back_q, float *back_k, float *back_v, float *workspace) {
     Shape shape = {groups, share, dim, padded(dim), scale};
     int64_t wide = shape.wide, skipped = runs->first * groups * share, m = queries_of(n_runs, runs) * groups * share;
     for (const Run *run = runs; run < runs + n_runs; run++) {
         int64_t n = run->before + run->tokens, all = padded(n);
-        float *keys = room, *values = keys + all * wide, *grad_keys = values + all * wide;
+        float *keys = workspace, *values = keys + all * wide, *grad_keys = values + all * wide;
         float *grad_values = grad_keys + all * wide, *shares = grad_values + all * wide, *back = shares + all * LANES;
         float *columns = back + all * LANES, *grad_columns = columns + wide * LANES;
         float *rows = grad_columns + wide * LANES, *grad_rows = rows + wide * LANES, *found = grad_rows + wide * LANES;

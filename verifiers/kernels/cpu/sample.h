@@ -85,32 +85,33 @@ static int64_t pick(const float *weights, const float *sums, int64_t n, double t
 }
 
 /* Floats of scratch space that drawing needs: the weights, and the sum of each span of them. */
-int64_t draw_room(int64_t vocabulary) { return vocabulary + (vocabulary + SPAN - 1) / SPAN; }
+int64_t draw_workspace(int64_t vocabulary) { return vocabulary + (vocabulary + SPAN - 1) / SPAN; }
 
 /* One of `n` tokens; temperature 0 takes the likeliest. */
 static int64_t drawn(
-    const float *logits, int64_t n, const Sampling *sampling, int64_t row, float *logprob, float *raw, float *room) {
-    float *sums = room + n, most = logits[0], temperature = sampling->temperature[row];
+    const float *logits, int64_t n, const Sampling *sampling, int64_t row, float *logprob, float *raw,
+    float *workspace) {
+    float *sums = workspace + n, most = logits[0], temperature = sampling->temperature[row];
     float top_p = sampling->top_p[row], floor = sampling->min_p[row];
     int64_t top_k = sampling->top_k[row] > 0 ? sampling->top_k[row] : n; /* 0: no limit */
 #pragma omp simd reduction(max : most)
     for (int64_t j = 0; j < n; j++) most = logits[j] > most ? logits[j] : most;
-    weigh(logits, n, most, 1.0f, room);
-    double whole = add_up(room, n, 0.0f, sums), total = whole;
+    weigh(logits, n, most, 1.0f, workspace);
+    double whole = add_up(workspace, n, 0.0f, sums), total = whole;
     int64_t token = 0;
     if (temperature <= 0.0f) {
         while (token < n - 1 && logits[token] != most) token++;
     } else {
         if (temperature != 1.0f) {
-            weigh(logits, n, most, 1.0f / temperature, room);
-            total = add_up(room, n, 0.0f, sums);
+            weigh(logits, n, most, 1.0f / temperature, workspace);
+            total = add_up(workspace, n, 0.0f, sums);
         }
         if (top_p < 1.0f || top_k < n) {
-            float lowest = floor_of(room, n, top_k, top_p < 1.0f ? top_p * total : INFINITY);
+            float lowest = floor_of(workspace, n, top_k, top_p < 1.0f ? top_p * total : INFINITY);
             floor = lowest > floor ? lowest : floor;
         }
-        if (floor > 0.0f) total = add_up(room, n, floor, sums);
-        token = pick(room, sums, n, uniform(sampling->seed[row], sampling->step[row]) * total);
+        if (floor > 0.0f) total = add_up(workspace, n, floor, sums);
+        token = pick(workspace, sums, n, uniform(sampling->seed[row], sampling->step[row]) * total);
     }
     float above = logits[token] - most;
     *raw = above - (float)log(whole);
