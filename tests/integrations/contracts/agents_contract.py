@@ -5,12 +5,15 @@ Run by tests/integrations/test_agents.py in an environment with those packages.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import operator
+import sys
 from typing import Annotated, Any, TypedDict
 
 import verifiers as vf
 from verifiers.clients.fake import encode_prompt
+from verifiers.integrations.vllm import exact_tokens
 from verifiers.samples import samples_of
 
 ROWS = [{"question": "What is 2+2?", "answer": "4"}]
@@ -152,6 +155,70 @@ def langgraph() -> None:
     print("langgraph done")
 
 
+# --- a model that samples -----------------------------------------------------------------------------------------
+
+
+async def gathered_agents(base_url: str, api_key: str, prompt: Any) -> str:
+    """Two of openai-agents at the same time; then the first goes on, as a stream."""
+    from agents import Agent, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        model = OpenAIChatCompletionsModel(model="gpt-5", openai_client=client)
+        one, other = (Agent(name=name, instructions=f"You are {name}.", model=model) for name in ("one", "other"))
+        asked = prompt[-1]["content"]
+        first, _ = await asyncio.gather(Runner.run(one, asked), Runner.run(other, asked))
+        result = Runner.run_streamed(one, [*first.to_input_list(), {"role": "user", "content": "more"}])
+        async for _ in result.stream_events():
+            pass
+        return str(result.final_output)
+
+
+async def gathered_nodes(base_url: str, api_key: str, model: str, prompt: Any) -> str:
+    """Two nodes of a LangGraph at the same time, then a third on what they said; all stream."""
+    from langchain_core.messages import HumanMessage
+    from langchain_openai import ChatOpenAI
+    from langgraph.graph import END, START, StateGraph
+
+    chat = ChatOpenAI(base_url=base_url, api_key=api_key, model=model, streaming=True)
+
+    async def speak(state: Conversation) -> Any:
+        return {"messages": [await chat.ainvoke(state["messages"])]}
+
+    async def sum_up(state: Conversation) -> Any:
+        said = " ".join(str(message.content) for message in state["messages"])
+        return {"messages": [await chat.ainvoke([HumanMessage(said)])]}
+
+    graph = StateGraph(Conversation)
+    graph.add_node("a", speak)
+    graph.add_node("b", speak)
+    graph.add_node("end", sum_up)
+    for start, end in ((START, "a"), (START, "b"), ("a", "end"), ("b", "end"), ("end", END)):
+        graph.add_edge(start, end)
+    ended = await graph.compile().ainvoke({"messages": [HumanMessage(prompt[-1]["content"])]})
+    return str(ended["messages"][-1].content)
+
+
+def sampled(url: str) -> None:
+    """Both with a model that samples, behind `url`: a line with the tokens of each call, which the test checks."""
+    for agent in (gathered_agents, gathered_nodes):
+        env = vf.AgentEnv(run=agent, dataset=ROWS, rubric=vf.Rubric([lambda completion: 1.0]))
+        args = {**exact_tokens(), "temperature": 1.0, "max_tokens": 8, "seed": 3}
+        results = env.evaluate(client=url, model="tiny", sampling_args=args, rollouts_per_example=2, use_tqdm=False)
+        assert not results.failed, results.failed[0]["error"]
+        for state in results.rollouts:
+            assert len(state["trajectory"]) == 3
+            assert state["metrics"]["num_branches"] >= 2.0
+            learned = sum(sum(sample.completion_mask) for sample in samples_of(state["trajectory"]))
+            assert learned == sum(len(step["tokens"]["completion_ids"]) for step in state["trajectory"])
+            for step in state["trajectory"]:
+                print(json.dumps(step["tokens"]))
+
+
 if __name__ == "__main__":
-    openai_agents()
-    langgraph()
+    if len(sys.argv) > 1:
+        sampled(sys.argv[1])
+    else:
+        openai_agents()
+        langgraph()
