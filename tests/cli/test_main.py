@@ -131,3 +131,17 @@ def test_serving_beyond_this_machine_needs_a_key_or_insecure(run):
     said = " ".join(run("serve", "local", "--host", "0.0.0.0", code=2).stderr.split())
     assert "--host 0.0.0.0 without a key lets whoever reaches it use the model and replace its weights" in said
     assert "--insecure if that is meant" in said
+
+
+def test_what_the_library_logs_is_a_notice_to_a_person_and_a_log_line_to_who_asks_for_one(capsys, monkeypatch):
+    import logging
+
+    from verifiers.cli.telling import told
+
+    monkeypatch.delenv("VF_LOG_LEVEL", raising=False)
+    with told(verbose=False):
+        logging.getLogger("verifiers.engine").warning("fetching a model")
+    assert capsys.readouterr().err == "notice: fetching a model\n"
+    with told(verbose=True):
+        logging.getLogger("verifiers.engine").warning("fetching a model")
+    assert capsys.readouterr().err.endswith("verifiers.engine WARNING fetching a model\n")
