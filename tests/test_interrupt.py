@@ -62,22 +62,23 @@ def test_the_first_ctrl_c_finishes_and_saves_what_is_under_way(
     is_async: bool, rewards: str, server: vf.FakeServer, tmp_path: Path
 ) -> None:
     plan = Plan(
-        url=server.url, path=str(tmp_path / "run"), rows=16, is_async=is_async, rewards=rewards, max_concurrent=8
+        url=server.url, path=str(tmp_path / "run"), rows=24, is_async=is_async, rewards=rewards, max_concurrent=8
     )
     asked_before = len(server.requests)
     with plan.started() as process:
         wait_for(lambda: len(records_of(tmp_path / "run")) >= 8, process)
-        time.sleep(0.1)  # the next eight are under way
+        time.sleep(0.1)  # the next eight are under way, or more if this process was held up
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=30)
     asked = len(server.requests) - asked_before
     outcome = json.loads(said)
     saved = records_of(tmp_path / "run")
-    assert outcome["rollouts"] == len(saved) == asked == 16
-    assert outcome["stopped"] == f"stopped after 16 of 32 rollouts; resume it with resume={plan.path!r}"
+    assert outcome["rollouts"] == len(saved) == asked
+    assert 16 <= asked < 48
+    assert outcome["stopped"] == f"stopped after {asked} of 48 rollouts; resume it with resume={plan.path!r}"
     assert not any(record["error"] for record in saved)
     metadata = json.loads((tmp_path / "run/metadata.json").read_bytes())
-    assert metadata["num_rollouts"] == 16
+    assert metadata["num_rollouts"] == asked
     check_resumable(plan, saved)
 
 
