@@ -1,7 +1,7 @@
 """Prompts on CUDA: their new tokens are run, many prompts at once, over what their blocks hold already.
 
-They are run by captured graphs, in parts that are as long as the longest of these: starting the operations one by one
-takes longer than doing them, for as long as other threads compete with this one for the interpreter all the more.
+They are run by captured graphs, in parts that are no longer than the longest of these: starting the operations one by
+one takes longer than doing them, above all while other threads want the interpreter too.
 """
 
 from __future__ import annotations

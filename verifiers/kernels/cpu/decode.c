@@ -2,8 +2,8 @@
 
    Matrices are laid out in panels of PANEL columns, so that a multiplication reads them from front to back, and have the
    weight of the norm before them multiplied in (see model.py). Several threads may call the same function at once, each
-   for its part of the work; none needs Python while it runs. Whoever calls asks the *_workspace functions how many floats of
-   scratch space a call needs. */
+   for its part of the work; none needs Python while it runs. Whoever calls asks the *_workspace functions how many
+   floats of scratch space a call needs. */
 
 #include "panels.h"
 #include "sample.h"

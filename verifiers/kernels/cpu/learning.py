@@ -199,13 +199,13 @@ def _by_groups(
     function: Any, segments: Segments, scale: float, q: Tensor, k: Tensor, given: tuple[Tensor, ...]
 ) -> None:
     groups, share, dim = k.shape[1], q.shape[1] // k.shape[1], q.shape[2]
-    workspace = learn_functions().attention_workspace(segments.most_keys, dim)
+    floats = learn_functions().attention_workspace(segments.most_keys, dim)
 
     def work(first: int, end: int) -> None:
-        scratch = q.new_empty(workspace)
+        workspace = q.new_empty(floats)
         function(
             len(segments.segments_S4), _at(segments.segments_S4), groups, share, dim, scale, first, end,
-            *map(_at, given), _at(scratch),
+            *map(_at, given), _at(workspace),
         )  # fmt: skip
 
     _split(groups, q.numel(), work)
