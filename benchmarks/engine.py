@@ -29,8 +29,10 @@ from verifiers.engine.sequence import Sampling
 SHAPES = {  # hidden, feed-forward, layers, heads, key/value heads, vocabulary
     "smollm2": (576, 1536, 30, 9, 3, 49152),
     "qwen2-1.5b": (1536, 8960, 28, 12, 2, 151936),
+    "qwen3-1.7b": (2048, 6144, 28, 16, 8, 151936),
     "tiny": (128, 256, 4, 4, 2, 2048),
 }
+WARM_UP = {"cpu": 1, "cuda": 3}  # rounds: on a card, what is run a second time is recorded as a graph
 
 
 def make(name: str, device: str, family: str = "Llama") -> Any:
@@ -100,18 +102,20 @@ Work = Callable[[list[list[int]]], int]
 
 
 def compare(name: str, prompts: Callable[[], list[list[int]]], ours: Work, theirs: Work | None, rounds: int) -> None:
-    """Medians over several rounds, one after the other in turn, each with fresh prompts; the first warms up."""
+    """Medians over several rounds, one after the other in turn, each with fresh prompts; the first ones warm up."""
     rates: list[float] = []
     others: list[float] = []
-    for _ in range(rounds + 1):
+    warm_up = WARM_UP["cuda" if torch.cuda.is_available() else "cpu"]
+    for _ in range(rounds + warm_up):
         asked = prompts()
         rates.append(timed(lambda: ours(asked)))  # noqa: B023
         if theirs is not None:
             others.append(timed(lambda: theirs(asked)))  # noqa: B023
-    line = f"{name:<58} engine {median(rates[1:]):>9,.0f} tokens/s"
+    del rates[:warm_up], others[:warm_up]
+    line = f"{name:<58} engine {median(rates):>9,.0f} tokens/s"
     if theirs is not None:
-        ratio = median(one / other for one, other in zip(rates[1:], others[1:], strict=True))
-        line += f"   generate {median(others[1:]):>9,.0f}   {ratio:.1f}×"
+        ratio = median(one / other for one, other in zip(rates, others, strict=True))
+        line += f"   generate {median(others):>9,.0f}   {ratio:.1f}×"
     print(line, flush=True)
 
 

@@ -47,8 +47,7 @@ RULES: dict[str, Callable[[int], None]] = {
     "prefill_graphs": lambda n: setattr(cuda_prefill, "TOKENS", tuple(size for size in PREFILL_SIZES if size <= n)),
     "bucket_step": lambda n: setattr(cuda_runner, "BUCKETS", (1, 2, 4, 8, 16, 32, *range(64, 2049, n))),
     "attend_positions": lambda n: setattr(kernels("decode"), "BLOCK_S", n),
-    "attend_warps": lambda n: setattr(kernels("decode"), "WARPS", n),
-    "attend_stages": lambda n: setattr(kernels("decode"), "STAGES", n),
+    "attend_bytes_in_flight": lambda n: setattr(kernels("decode"), "IN_FLIGHT_BYTES", n),
     "programs_per_multiprocessor": lambda n: setattr(kernels("splits"), "PER_MULTIPROCESSOR", n),
     "fused_projections": lambda n: setattr(kernels("projections"), "MARGIN", 0.97 * n),  # 0: never, 1: where quicker
 }

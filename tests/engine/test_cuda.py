@@ -188,6 +188,35 @@ def test_rotation_within_attention_is_rotation_before_it(shape: Any, dtype: Any,
     assert torch.allclose(one, three, rtol=within, atol=within)
 
 
+def test_parts_of_a_history_are_merged_in_their_order_whoever_ends_last() -> None:
+    from verifiers.kernels.cuda import decode
+    from verifiers.kernels.cuda.splits import counters
+
+    torch.manual_seed(0)
+    q, k, v = (heads_of(40, 1, n, 64, torch.bfloat16) for n in (9, 3, 3))
+    length = torch.randint(0, 3000, (40,), device="cuda")
+    _, tables, cache = blocks_of_sequences((length + 1).tolist(), 3, 64, torch.bfloat16)
+    stored = counters(40 * 3, length.device)
+    settings: Any = {"scale": 0.2, "window": None, "softcap": None, "stored": stored}
+    found = [decode.attend(q, k, v, *cache.layers[0], tables, length, 32, **settings) for _ in range(20)]
+    assert not stored.any()
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [40, 576, 2048])
+def test_the_norm_of_a_module_is_its_norm(width: int, dtype: Any) -> None:
+    from verifiers.kernels.cuda import decode
+
+    module = torch.nn.RMSNorm(width, eps=1e-5, dtype=dtype, device="cuda")
+    torch.nn.init.normal_(module.weight)
+    for shape in ((1, width), (7, 3, width), (width, 5)):
+        x = torch.randn(shape, dtype=dtype, device="cuda") * 3
+        x = x.t().expand(2, 5, width) if shape[-1] == 5 else x  # one that is not laid out as the kernel reads
+        within = 1e-5 if dtype is torch.float32 else 2e-2
+        assert torch.allclose(decode.rms_norm(module, 1e-5, x), module(x), rtol=within, atol=within)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rotation_in_place_is_rotation(shape: Any, dtype: Any) -> None:

@@ -12,8 +12,9 @@ from verifiers.engine.kv_cache import KVCache
 from verifiers.kernels.cuda import decode
 from verifiers.kernels.cuda import sampling as cuda_sampling
 from verifiers.kernels.cuda.extend import extend, queries_at_once, store
+from verifiers.kernels.cuda.launch import multiprocessors
 from verifiers.kernels.cuda.projections import OWN_FAULTS, nothing_freed
-from verifiers.kernels.cuda.splits import multiprocessors, splits_for
+from verifiers.kernels.cuda.splits import counters, splits_for
 from verifiers.kernels.norms import HeadNorms
 from verifiers.kernels.sampling import SamplingColumns
 
@@ -27,10 +28,13 @@ class CudaDecode:
         self.cache, self.tables, self.length_B = cache, tables, length_B
         programs = len(length_B) * cache.store.shape[3]
         self.splits = splits_for(programs, multiprocessors(tables.device))
+        self.stored = counters(programs, tables.device) if self.splits > 1 else None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
         keys, values = self.cache.layers[layer]
-        return decode.attend(q, k, v, keys, values, self.tables, self.length_B, self.splits, **settings)
+        return decode.attend(
+            q, k, v, keys, values, self.tables, self.length_B, self.splits, stored=self.stored, **settings
+        )
 
     def rotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **settings: Any) -> Tensor:
         return self(layer, q, k, v, rotary=(cos, sin), **settings)
@@ -43,11 +47,12 @@ class CudaExtend:
         self.cache, self.tables, self.row_T, self.position_T, self.blocks = cache, tables, row_T, position_T, blocks
         programs = blocks.shape[1] * cache.store.shape[3]
         self.splits = splits_for(programs, multiprocessors(tables.device))
+        self.stored = counters(programs, tables.device) if self.splits > 1 else None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
         keys, values = self.cache.layers[layer]
         store(k, v, keys, values, self.tables, self.row_T, self.position_T)
-        return extend(q, keys, values, self.tables, self.blocks, splits=self.splits, **settings)
+        return extend(q, keys, values, self.tables, self.blocks, splits=self.splits, stored=self.stored, **settings)
 
     def rotated(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None,

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # a graph for each: the new tokens it takes
 TOKENS_A_PROMPT, PROMPTS = 16, 16  # of which there may be so many: one for 16 tokens, and 16 at least
-CAPTURE_AT = 2  # a size of which there were so many is worth a graph
+CAPTURE_AT = 2  # a size of which there were so many is worth a graph;
+CAPTURE_BESIDE = 16  # of which there were so many, where a larger one can stand in for it
 
 
 def blocks_of(segments: Sequence[Segment], step: int) -> np.ndarray:
@@ -60,6 +61,11 @@ def parts_of(segments: Sequence[Segment], most: int) -> Iterator[list[Segment]]:
         yield part
 
 
+def most_prompts(tokens: int) -> int:
+    """That a graph takes, of so many tokens."""
+    return max(PROMPTS, tokens // TOKENS_A_PROMPT)
+
+
 class CudaPrefill:
     """Runs prompts by graphs; what is too much for the largest, part by part."""
 
@@ -88,20 +94,27 @@ class CudaPrefill:
 
     def _run(self, ids_T: np.ndarray, kept_N: np.ndarray, segments: list[Segment], tables: np.ndarray) -> Tensor:
         device = self._decoder.blocks.device
-        tokens = next((size for size in TOKENS if size >= len(ids_T)), 0)
-        most = max(PROMPTS, tokens // TOKENS_A_PROMPT)
-        is_small = tokens > 0 and len(kept_N) <= most and len(segments) <= most
         token_T = np.stack([ids_T, *tables_and_positions(segments)]).astype(np.int32)
         inputs = [token_T, blocks_of(segments, self._step), kept_N.astype(np.int32), tables]
-        if is_small:
-            self._seen[tokens] += 1
-        if not is_small or self._seen[tokens] < CAPTURE_AT:
+        tokens = self._size(len(ids_T), max(len(kept_N), len(segments)))
+        if not tokens:
             return self._forward(*(to_device(one, device) for one in inputs))
-        inputs = self._padded(inputs, tokens, most)
+        inputs = self._padded(inputs, tokens, most_prompts(tokens))
         graph, target, logits = self._graph(tokens, inputs)
         target.copy_(to_device(np.concatenate([one.reshape(-1) for one in inputs]), device))
         graph.replay()
         return logits[: len(kept_N)]
+
+    def _size(self, tokens: int, prompts: int) -> int:
+        """Of the graph that takes so many; 0: there is none yet, and it is not worth one."""
+        fitting = [size for size in TOKENS if size >= tokens and most_prompts(size) >= prompts]
+        if not fitting:
+            return 0
+        least = fitting[0]
+        self._seen[least] += 1
+        stands_in = next((size for size in fitting if size in self._graphs), 0)
+        is_due = self._seen[least] >= (CAPTURE_BESIDE if stands_in else CAPTURE_AT)
+        return least if is_due else stands_in
 
     def _padded(self, inputs: Sequence[np.ndarray], tokens: int, most: int) -> list[np.ndarray]:
         """Filled up to sizes that depend on ``tokens`` alone. What fills up is written to nobody's block."""

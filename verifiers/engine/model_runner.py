@@ -62,7 +62,7 @@ class ModelRunner:
         self.cpu = CpuModel(self.decoder) if self.not_in_c is None else None
         self.onednn = OneDNNLinears(module) if OneDNNLinears.helps(module) else None
         self._norms = [
-            (one, partial(reference.rms_norm, one, epsilon))
+            (one, partial(_rms_norm(self.device), one, epsilon))
             for one, epsilon in self.decoder.norms
             if id(one) not in self.decoder.fused_norms
         ]
@@ -229,6 +229,14 @@ class ModelRunner:
         finally:
             for one in trained:
                 one.__dict__["training"] = True
+
+
+def _rms_norm(device: torch.device) -> Callable[[Any, float, Tensor], Tensor]:
+    if device.type != "cuda":
+        return reference.rms_norm
+    from verifiers.kernels.cuda import decode
+
+    return decode.rms_norm
 
 
 @cache

@@ -7,17 +7,23 @@ is ten launches a layer. They round where plain operations round.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from verifiers.kernels.cuda.splits import attend_block, capped, merge, partial_sums, store_part
+from verifiers.kernels import reference
+from verifiers.kernels.cuda.launch import begin, overlap
+from verifiers.kernels.cuda.splits import attend_block, capped, merge_part, partial_sums, span_of
 from verifiers.kernels.norms import HeadNorms
 
-BLOCK_S, WARPS, STAGES = 64, 4, 2
-SHARED_BYTES = 160 << 10  # what a block of threads may hold of keys and values on every card we aim at
+BLOCK_S = 64  # positions that are attended to at a time
+IN_FLIGHT_BYTES = 32 << 10  # of keys and values a program; with more, fewer programs share a multiprocessor
+NARROW_BYTES = 128  # a key this short or shorter: two warps are quicker than four
 BLOCK_GATED = 1024
+NORM_WARPS = 4
 
 
 @triton.jit
@@ -45,128 +51,145 @@ def _squares(x):
 
 
 @triton.jit
+def _rotated(
+    x_ptr, d, in_dim, mask, cos, sin, norm_ptr, epsilon, AXIS: tl.constexpr, NORMS: tl.constexpr, DIM: tl.constexpr
+):
+    """One head, or several, at ``x_ptr``: normed where they are to be, and rotated."""
+    partner = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
+    if AXIS == 1:
+        d, partner, cos, sin = d[None, :], partner[None, :], cos[None, :], sin[None, :]
+        in_dim = in_dim[None, :]
+    x = tl.load(x_ptr + d, mask=mask, other=0.0)
+    other = tl.load(x_ptr + partner, mask=mask, other=0.0)
+    if NORMS:
+        scale = _inverse_rms(tl.sum(_squares(x), AXIS, keep_dims=True), epsilon, DIM)
+        x = _normed(x, scale, tl.load(norm_ptr + d, mask=in_dim, other=0.0))
+        other = _normed(other, scale, tl.load(norm_ptr + partner, mask=in_dim, other=0.0))
+    return rotate_pair(x, other, cos, sin)
+
+
+@triton.jit
 def _attend(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_epsilon, k_epsilon,
     keys_ptr, values_ptr, out_ptr, length_ptr, scale, softcap,
     q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row,
-    table_ptr, part_ptr, sum_ptr, table_row, cache_block, cache_head, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-    NORMS: tl.constexpr, ROTATES: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr,
-    PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
+    table_ptr, part_ptr, sum_ptr, stored_ptr, table_row, cache_block, cache_head,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, NORMS: tl.constexpr, ROTATES: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     split = tl.program_id(2)
     n = tl.load(length_ptr + row)
-    span = (n + BLOCK * SPLITS - 1) // (BLOCK * SPLITS) * BLOCK
-    begin, stop = split * span, tl.minimum((split + 1) * span, n)
-    head = tl.arange(0, PADDED_HEADS)
-    part = ((row * tl.num_programs(1) + group) * SPLITS + split) * PADDED_HEADS + head
+    first, stop, parts = span_of(n, split, BLOCK, SPLITS)
     if SPLITS > 1:  # noqa: SIM102 (this one is decided by the compiler)
-        if (split > 0) & (begin >= n):
-            tl.store(sum_ptr + part * 2, tl.full([PADDED_HEADS], -1e38, tl.float32))
-            tl.store(sum_ptr + part * 2 + 1, tl.zeros([PADDED_HEADS], tl.float32))
+        if split >= parts:
             return
+    head = tl.arange(0, PADDED_HEADS)
     d = tl.arange(0, PADDED_DIM)
     in_dim = d < DIM
-    k_new = tl.load(k_ptr + row * k_row + group * k_head + d, mask=in_dim, other=0.0)
+    is_q = (head < HEADS)[:, None] & in_dim[None, :]
+    k_at = k_ptr + row * k_row + group * k_head
+    q_at = q_ptr + row * q_row + (group * HEADS + head[:, None]) * q_head
     v_new = tl.load(v_ptr + row * v_row + group * v_head + d, mask=in_dim, other=0.0)
-    is_head = head < HEADS
-    is_q = is_head[:, None] & in_dim[None, :]
-    q_heads = q_ptr + row * q_row + (group * HEADS + head[:, None]) * q_head
-    q = tl.load(q_heads + d[None, :], mask=is_q, other=0.0)
     if ROTATES:
-        partner = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
-        sign = tl.where(d < DIM // 2, -1.0, 1.0)
         cos = tl.load(cos_ptr + row * cos_row + d, mask=in_dim, other=0.0)
-        sin = tl.load(sin_ptr + row * sin_row + d, mask=in_dim, other=0.0).to(tl.float32) * sign
-        k_partner = tl.load(k_ptr + row * k_row + group * k_head + partner, mask=in_dim, other=0.0)
-        q_partner = tl.load(q_heads + partner[None, :], mask=is_q, other=0.0)
-        if NORMS:
-            k_scale = _inverse_rms(tl.sum(_squares(k_new), 0), k_epsilon, DIM)
-            q_scale = _inverse_rms(tl.sum(_squares(q), 1), q_epsilon, DIM)[:, None]
-            k_new = _normed(k_new, k_scale, tl.load(k_norm_ptr + d, mask=in_dim, other=0.0))
-            k_partner = _normed(k_partner, k_scale, tl.load(k_norm_ptr + partner, mask=in_dim, other=0.0))
-            q = _normed(q, q_scale, tl.load(q_norm_ptr + d, mask=in_dim, other=0.0)[None, :])
-            q_partner = _normed(q_partner, q_scale, tl.load(q_norm_ptr + partner, mask=in_dim, other=0.0)[None, :])
-        k_new = rotate_pair(k_new, k_partner, cos, sin)
-        q = rotate_pair(q, q_partner, cos[None, :], sin[None, :])
+        sin = tl.load(sin_ptr + row * sin_row + d, mask=in_dim, other=0.0).to(tl.float32)
+        sin = tl.where(d < DIM // 2, -sin, sin)
+        k_new = _rotated(k_at, d, in_dim, in_dim, cos, sin, k_norm_ptr, k_epsilon, 0, NORMS, DIM)
+        q = _rotated(q_at, d, in_dim, is_q, cos, sin, q_norm_ptr, q_epsilon, 1, NORMS, DIM)
+    else:
+        k_new = tl.load(k_at + d, mask=in_dim, other=0.0)
+        q = tl.load(q_at + d[None, :], mask=is_q, other=0.0)
     table = table_ptr + row * table_row
     keys, values = keys_ptr + group * cache_head, values_ptr + group * cache_head
     top = tl.full([PADDED_HEADS], -1e38, tl.float32)
     total = tl.zeros([PADDED_HEADS], tl.float32)
     out = tl.zeros([PADDED_HEADS, PADDED_DIM], tl.float32)
-    if split == 0:  # its part are the first positions and the new one
-        at = tl.load(table + n // PAGE).to(tl.int64) * cache_block + n % PAGE * DIM + d
-        tl.store(keys + at, k_new, mask=in_dim)
-        tl.store(values + at, v_new, mask=in_dim)
-        top = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
-        if CAPPED:
-            top = capped(top, softcap)
-        total = total + 1.0
-        out = out + v_new.to(tl.float32)[None, :]
-    first = 0
+    oldest = 0
     if WINDOW > 0:
-        first = tl.maximum(n + 1 - WINDOW, 0)
-        begin = tl.maximum(begin, first // BLOCK * BLOCK)
-    for start in range(begin, stop, BLOCK):
+        oldest = tl.maximum(n + 1 - WINDOW, 0)
+        first = tl.maximum(first, oldest // BLOCK * BLOCK)
+    # Where a block is, is read one ahead of it: keys and values can then be loaded while others are worked on.
+    column = (first + tl.arange(0, BLOCK)) // PAGE
+    page = tl.load(table + column, mask=column < table_row, other=0)
+    for start in range(first, stop, BLOCK):
         s = start + tl.arange(0, BLOCK)
-        seen = (s < n) & (s >= first)
-        page = tl.load(table + s // PAGE, mask=seen, other=0).to(tl.int64)
-        at = (page * cache_block + s % PAGE * DIM)[:, None] + d[None, :]
+        seen = (s < n) & (s >= oldest)
+        at = (page.to(tl.int64) * cache_block + s % PAGE * DIM)[:, None] + d[None, :]
+        page = tl.load(table + (s + BLOCK) // PAGE, mask=s + BLOCK < n, other=0)
         top, total, out = attend_block(
             q, keys + at, values + at, seen[:, None] & in_dim[None, :], seen[None, :], scale, softcap, top, total, out,
             CAPPED,
         )  # fmt: skip
-    if SPLITS == 1:
+    if split == 0:  # its part are the first positions and the new one
+        at = tl.load(table + n // PAGE).to(tl.int64) * cache_block + n % PAGE * DIM + d
+        tl.store(keys + at, k_new, mask=in_dim)
+        tl.store(values + at, v_new, mask=in_dim)
+        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+        if CAPPED:
+            score = capped(score, softcap)
+        higher = tl.maximum(top, score)
+        shrink, weight = tl.exp(top - higher), tl.exp(score - higher)
+        total = total * shrink + weight
+        out = out * shrink[:, None] + weight[:, None] * v_new.to(tl.float32)[None, :]
+        top = higher
+    is_done = True
+    if SPLITS > 1:
+        history = row * tl.num_programs(1) + group
+        is_done, total, out = merge_part(
+            part_ptr, sum_ptr, stored_ptr, history, split, parts, head, d, top, total, out, is_q,
+            PADDED_HEADS, PADDED_DIM, SPLITS,
+        )  # fmt: skip
+    if is_done:
         out_at = out_ptr + (row * tl.num_programs(1) * HEADS + group * HEADS + head[:, None]) * DIM + d[None, :]
         tl.store(out_at, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_q)
-    else:
-        store_part(part_ptr, sum_ptr, part, d, top, total, out, is_q, PADDED_DIM)
 
 
-def block_of(row_bytes: int) -> tuple[int, int]:
-    """Positions at a time and loads in flight, so that keys and values of wide heads fit too.
+def block_of(row_bytes: int) -> dict[str, int]:
+    """Positions at a time, and stages of their pipeline, for keys of so many bytes.
 
-    >>> block_of(128), block_of(1024)
-    ((64, 2), (64, 1))
+    >>> block_of(128), block_of(512)
+    ({'BLOCK': 64, 'num_stages': 3}, {'BLOCK': 32, 'num_stages': 2})
     """
-    for block, stages in ((BLOCK_S, STAGES), (BLOCK_S, 1), (BLOCK_S // 2, 1)):
-        if 2 * block * row_bytes * stages <= SHARED_BYTES:
-            return block, stages
-    return 16, 1
+    for block, stages in ((BLOCK_S, 3), (BLOCK_S, 2), (BLOCK_S // 2, 2)):
+        if 2 * block * row_bytes * (stages - 1) <= IN_FLIGHT_BYTES:
+            return {"BLOCK": block, "num_stages": stages}
+    return {"BLOCK": BLOCK_S // 4, "num_stages": 2}
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tables: Tensor, length: Tensor, splits: int = 1,
     *, scale: float, window: int | None, softcap: float | None, rotary: tuple[Tensor, Tensor] | None = None,
-    norms: HeadNorms | None = None,
+    norms: HeadNorms | None = None, stored: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Write the new keys and values behind each sequence's, and attend to all of them; ``[B, heads, 1, dim]``.
 
     ``keys`` and ``values`` are blocks ``[blocks, kv_heads, page, dim]``, ``tables`` names those of each sequence.
 
     With ``rotary`` (cosines and sines, ``[B, 1, dim]``) queries and keys are rotated first, and before that normed.
+    ``stored`` are `counters` of the histories, of which one sequence and head of keys has one.
     """
     batch, heads, _, dim = q.shape
     groups, page = keys.shape[1:3]
     out = torch.empty((batch, heads, 1, dim), dtype=q.dtype, device=q.device)
     share = heads // groups
     padded = max(16, triton.next_power_of_2(dim))
-    block, stages = block_of(padded * keys.element_size())
-    queries = max(16, triton.next_power_of_2(share))
-    parts, sums = partial_sums(batch * groups, splits, queries, padded, out)
+    queries, row_bytes = max(16, triton.next_power_of_2(share)), padded * keys.element_size()
+    parts = partial_sums(batch * groups, splits, queries, padded, out, stored)
     cos, sin = (x.expand(batch, -1, -1) for x in rotary) if rotary is not None else (q, q)
     _attend[(batch, groups, splits)](
         q, k, v, cos, sin, *(norms or (q, k, 0.0, 0.0)), keys, values, out, length, scale, softcap or 1.0,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        cos.stride(0), sin.stride(0), tables, parts, sums, tables.stride(0), keys.stride(0), keys.stride(1),
+        cos.stride(0), sin.stride(0), tables, *parts, tables.stride(0), keys.stride(0), keys.stride(1),
         PAGE=page, SPLITS=splits,
         NORMS=norms is not None, ROTATES=rotary is not None, WINDOW=window or 0, CAPPED=softcap is not None,
         HEADS=share, PADDED_HEADS=queries,
-        DIM=dim, PADDED_DIM=padded, BLOCK=block, num_warps=WARPS, num_stages=stages,
+        DIM=dim, PADDED_DIM=padded, num_warps=2 if row_bytes <= NARROW_BYTES else 4, **block_of(row_bytes),
+        **overlap(q.device),
     )  # fmt: skip
-    if splits > 1:
-        merge(out, parts, sums, groups=groups, share=share, dim=dim, out_token=out.stride(0))
     return out
 
 
@@ -230,7 +253,34 @@ def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | N
 
 
 @triton.jit
-def _gated(gate_ptr, up_ptr, out_ptr, n, BLOCK: tl.constexpr):
+def _rms_norm(
+    x_ptr, weight_ptr, out_ptr, epsilon, DIM: tl.constexpr, PADDED: tl.constexpr, OVERLAPS: tl.constexpr
+):  # fmt: skip
+    begin(OVERLAPS)
+    at = tl.program_id(0).to(tl.int64) * DIM
+    d = tl.arange(0, PADDED)
+    x = tl.load(x_ptr + at + d, mask=d < DIM, other=0.0)
+    weight = tl.load(weight_ptr + d, mask=d < DIM, other=0.0)
+    scale = _inverse_rms(tl.sum(_squares(x), 0), epsilon, DIM)
+    tl.store(out_ptr + at + d, _normed(x, scale, weight), mask=d < DIM)
+
+
+def rms_norm(module: Any, epsilon: float, x: Tensor) -> Tensor:
+    """The RMS norm that a module is, as `reference.rms_norm`."""
+    weight = module.weight
+    if x.dtype is not weight.dtype or not x.is_contiguous():
+        return reference.rms_norm(module, epsilon, x)
+    out = torch.empty_like(x)
+    dim = x.shape[-1]
+    _rms_norm[(x.numel() // dim,)](
+        x, weight, out, epsilon, DIM=dim, PADDED=triton.next_power_of_2(dim), num_warps=NORM_WARPS, **overlap(x.device)
+    )
+    return out
+
+
+@triton.jit
+def _gated(gate_ptr, up_ptr, out_ptr, n, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    begin(OVERLAPS)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_ptr + at, mask=at < n, other=0.0)
     up = tl.load(up_ptr + at, mask=at < n, other=0.0)
@@ -244,5 +294,5 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     n = gate.numel()
-    _gated[(triton.cdiv(n, BLOCK_GATED),)](gate, up, out, n, BLOCK=BLOCK_GATED, num_warps=4)
+    _gated[(triton.cdiv(n, BLOCK_GATED),)](gate, up, out, n, BLOCK=BLOCK_GATED, num_warps=4, **overlap(gate.device))
     return out

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from verifiers.kernels.cuda.decode import block_of
-from verifiers.kernels.cuda.splits import attend_block, merge, partial_sums, store_part
+from verifiers.kernels.cuda.splits import attend_block, merge_part, partial_sums, span_of
 
 QUERIES = 64  # tokens times heads that share a key, at a time
 
@@ -46,7 +46,7 @@ def store(
 
 @triton.jit(do_not_specialize=["blocks", "table_row"])
 def _extend(
-    q_ptr, keys_ptr, values_ptr, out_ptr, part_ptr, sum_ptr, block_ptr, scale, softcap, blocks,
+    q_ptr, keys_ptr, values_ptr, out_ptr, part_ptr, sum_ptr, stored_ptr, block_ptr, scale, softcap, blocks,
     q_head, q_token, out_token, table_ptr, table_row, cache_block, cache_head, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
@@ -59,7 +59,9 @@ def _extend(
     count = tl.load(block_ptr + blocks + block)
     row = tl.load(block_ptr + 2 * blocks + block)
     position = tl.load(block_ptr + 3 * blocks + block)
-    if count == 0:
+    end = position + count
+    first, stop, parts = span_of(end, split, BLOCK, SPLITS)
+    if (count == 0) | (split >= parts):
         return
     m = tl.arange(0, QUERIES)
     d = tl.arange(0, PADDED_DIM)
@@ -74,15 +76,14 @@ def _extend(
     out = tl.zeros([QUERIES, PADDED_DIM], tl.float32)
     table = table_ptr + row * table_row
     keys, values = keys_ptr + group * cache_head, values_ptr + group * cache_head
-    end = position + count
-    span = (end + BLOCK * SPLITS - 1) // (BLOCK * SPLITS) * BLOCK
-    begin, stop = split * span, tl.minimum((split + 1) * span, end)
     if WINDOW > 0:
-        begin = tl.maximum(begin, tl.maximum(position + 1 - WINDOW, 0) // BLOCK * BLOCK)
-    for start in range(begin, stop, BLOCK):
+        first = tl.maximum(first, tl.maximum(position + 1 - WINDOW, 0) // BLOCK * BLOCK)
+    column = first + tl.arange(0, BLOCK)
+    page = tl.load(table + column // PAGE, mask=column < end, other=0)
+    for start in range(first, stop, BLOCK):
         s = start + tl.arange(0, BLOCK)
-        page = tl.load(table + s // PAGE, mask=s < end, other=0).to(tl.int64)
-        at = (page * cache_block + s % PAGE * DIM)[:, None] + d[None, :]
+        at = (page.to(tl.int64) * cache_block + s % PAGE * DIM)[:, None] + d[None, :]
+        page = tl.load(table + (s + BLOCK) // PAGE, mask=s + BLOCK < end, other=0)  # one ahead, as in `decode`
         inside = (s < end)[:, None] & in_dim[None, :]
         seen = s[None, :] <= last[:, None]
         if WINDOW > 0:
@@ -90,17 +91,21 @@ def _extend(
         top, total, out = attend_block(
             q, keys + at, values + at, inside, seen, scale, softcap, top, total, out, CAPPED
         )  # fmt: skip
-    if SPLITS == 1:
+    is_done = True
+    if SPLITS > 1:
+        history = block * tl.num_programs(1) + group
+        is_done, total, out = merge_part(
+            part_ptr, sum_ptr, stored_ptr, history, split, parts, m, d, top, total, out, is_q,
+            QUERIES, PADDED_DIM, SPLITS,
+        )  # fmt: skip
+    if is_done:
         out_at = out_ptr + (first_token + token)[:, None].to(tl.int64) * out_token + head[:, None] * DIM + d[None, :]
         tl.store(out_at, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_q)
-    else:
-        part = ((block * tl.num_programs(1) + group) * SPLITS + split).to(tl.int64) * QUERIES + m
-        store_part(part_ptr, sum_ptr, part, d, top, total, out, is_q, PADDED_DIM)
 
 
 def extend(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, blocks: Tensor,
-    *, scale: float, window: int | None, softcap: float | None, splits: int = 1,
+    *, scale: float, window: int | None, softcap: float | None, splits: int = 1, stored: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of queries ``[1, heads, T, dim]`` whose own keys and values are in their sequences' blocks already.
 
@@ -111,17 +116,13 @@ def extend(
     share = heads // groups
     queries, padded = queries_at_once(share), max(16, triton.next_power_of_2(dim))
     out = torch.zeros((1, tokens, heads, dim), dtype=q.dtype, device=q.device)
-    parts, sums = partial_sums(blocks.shape[1] * groups, splits, queries, padded, out)
-    block, stages = block_of(padded * keys.element_size())
+    parts = partial_sums(blocks.shape[1] * groups, splits, queries, padded, out, stored)
     _extend[(blocks.shape[1], groups, splits)](
-        q, keys, values, out, parts, sums, blocks, scale, softcap or 1.0, blocks.shape[1],
+        q, keys, values, out, *parts, blocks, scale, softcap or 1.0, blocks.shape[1],
         q.stride(1), q.stride(2), out.stride(1), tables, tables.stride(0), keys.stride(0), keys.stride(1), PAGE=page,
         WINDOW=window or 0, CAPPED=softcap is not None, HEADS=share, QUERIES=queries,
-        DIM=dim, PADDED_DIM=padded, BLOCK=block, SPLITS=splits, num_warps=4, num_stages=stages,
+        DIM=dim, PADDED_DIM=padded, SPLITS=splits, num_warps=4, **block_of(padded * keys.element_size()),
     )  # fmt: skip
-    if splits > 1:
-        listed = blocks[0], blocks[1]
-        merge(out, parts, sums, groups=groups, share=share, dim=dim, out_token=out.stride(1), listed=listed)
     return out.transpose(1, 2)
 
 

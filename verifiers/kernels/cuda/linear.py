@@ -8,7 +8,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from verifiers.kernels.cuda.launch import begin, multiprocessors, overlap, shared_memory
+
 __all__ = ["OutOfResources", "project", "project_gated"]
+
+TILE = 64  # rows, columns and terms of a sum at a time: the sizes of matrices are multiples of it
 
 
 @triton.jit
@@ -30,8 +34,9 @@ def _dot_rows(
 def _project(
     x_ptr, w1_ptr, w2_ptr, w3_ptr, b1_ptr, b2_ptr, b3_ptr, out_ptr, M,
     N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N
     w_ptr, b_ptr, first = w1_ptr, b1_ptr, 0
@@ -50,8 +55,9 @@ def _project(
 @triton.jit(do_not_specialize=["M"])
 def _project_gated(
     x_ptr, gate_ptr, up_ptr, out_ptr, M, N: tl.constexpr, K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -72,14 +78,17 @@ def _project_gated(
     tl.store(at, (opened * up.to(kind).to(tl.float32)).to(kind), mask=m[:, None] < M)
 
 
-def _tiles(rows: int) -> dict[str, int]:
-    """Rows at a time, so that small batches do not multiply padding and large ones keep every multiprocessor busy.
-
-    >>> _tiles(8)["BLOCK_M"], _tiles(1024)["BLOCK_M"]
-    (16, 128)
-    """
-    block = 128 if rows > 512 else min(64, max(16, triton.next_power_of_2(rows)))
-    return {"BLOCK_M": block, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+def _tiles(rows: int, columns: int, products: int, device: torch.device) -> dict[str, int]:
+    """Tiles of 64 × 64, for ``products`` at once; narrower ones where a small batch would keep few multiprocessors
+    busy. Loads run as far ahead as the shared memory allows, where that keeps no program from being resident."""
+    if rows <= TILE:
+        few = max(16, triton.next_power_of_2(rows))
+        return {"BLOCK_M": few, "BLOCK_N": TILE // 2, "BLOCK_K": TILE, "num_warps": 4, "num_stages": 3}
+    programs = triton.cdiv(rows, TILE) * columns // TILE
+    fit = shared_memory(device) // ((1 + products) * TILE * TILE * 2)
+    is_resident = programs <= multiprocessors(device) * 2 // products
+    stages = max(3, min(6, fit)) if is_resident else 3
+    return {"BLOCK_M": TILE, "BLOCK_N": TILE, "BLOCK_K": TILE, "num_warps": 4, "num_stages": stages}
 
 
 def project(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
@@ -90,10 +99,20 @@ def project(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> li
     out = torch.empty((flat.shape[0], sum(sizes)), dtype=x.dtype, device=x.device)
     has_bias = biases[0] is not None
     given = [*weights, *weights][:3] + ([*biases, *biases][:3] if has_bias else [flat] * 3)
-    tiles = _tiles(flat.shape[0])
+    tiles = _tiles(flat.shape[0], sum(sizes), 1, x.device)
     grid = (triton.cdiv(flat.shape[0], tiles["BLOCK_M"]), sum(sizes) // tiles["BLOCK_N"])
     _project[grid](
-        flat, *given, out, flat.shape[0], N1=n_1, N2=n_2, N3=n_3, K=flat.shape[1], HAS_BIAS=has_bias, **tiles
+        flat,
+        *given,
+        out,
+        flat.shape[0],
+        N1=n_1,
+        N2=n_2,
+        N3=n_3,
+        K=flat.shape[1],
+        HAS_BIAS=has_bias,
+        **tiles,
+        **overlap(x.device),
     )
     return [part.view(*x.shape[:-1], -1) for part in out.split(sizes, 1)]
 
@@ -103,7 +122,7 @@ def project_gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     rows, size = flat.shape[0], gate.shape[0]
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
-    tiles = _tiles(rows)
+    tiles = _tiles(rows, size, 2, x.device)
     grid = (triton.cdiv(rows, tiles["BLOCK_M"]), size // tiles["BLOCK_N"])
-    _project_gated[grid](flat, gate, up, out, rows, N=size, K=flat.shape[1], **tiles)
+    _project_gated[grid](flat, gate, up, out, rows, N=size, K=flat.shape[1], **tiles, **overlap(x.device))
     return out.view(*x.shape[:-1], size)

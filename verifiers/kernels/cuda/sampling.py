@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verifiers.kernels.cuda.launch import begin, overlap
+
 BLOCK_V = 4096
 
 
@@ -22,8 +24,9 @@ def _mix(seed, step):
 @triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "seed_ptr", "step_ptr"])
 def _sample(
     logits_ptr, temperature_ptr, seed_ptr, step_ptr, token_ptr, logprob_ptr, raw_ptr, row_stride,
-    V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     logits = logits_ptr + row * row_stride
     temperature = tl.load(temperature_ptr + row)
@@ -81,5 +84,6 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, step_B: Ten
     _sample[(batch,)](
         logits_BV, temperature_B, seed_B, step_B, token, logprob, raw, logits_BV.stride(0),
         V=vocabulary, BLOCK=BLOCK_V, BLOCKS=blocks, PADDED_BLOCKS=triton.next_power_of_2(blocks), num_warps=8,
+        **overlap(logits_BV.device),
     )  # fmt: skip
     return token, logprob, raw
