@@ -32,7 +32,7 @@ SHAPES = {  # hidden, feed-forward, layers, heads, key/value heads, vocabulary
     "qwen3-1.7b": (2048, 6144, 28, 16, 8, 151936),
     "tiny": (128, 256, 4, 4, 2, 2048),
 }
-WARM_UP = {"cpu": 1, "cuda": 3}  # rounds: on a card, what is run a second time is recorded as a graph
+WARM_UP, WARM_UP_CUDA = 1, 3  # rounds: on a card, what is run a second time is recorded as a graph
 
 
 def make(name: str, device: str, family: str = "Llama") -> Any:
@@ -101,11 +101,12 @@ def by_engine(engine: Engine, prompts: list[list[int]], tokens: list[int], n: in
 Work = Callable[[list[list[int]]], int]
 
 
-def compare(name: str, prompts: Callable[[], list[list[int]]], ours: Work, theirs: Work | None, rounds: int) -> None:
+def compare(
+    name: str, prompts: Callable[[], list[list[int]]], ours: Work, theirs: Work | None, rounds: int, warm_up: int
+) -> None:
     """Medians over several rounds, one after the other in turn, each with fresh prompts; the first ones warm up."""
     rates: list[float] = []
     others: list[float] = []
-    warm_up = WARM_UP["cuda" if torch.cuda.is_available() else "cpu"]
     for _ in range(rounds + warm_up):
         asked = prompts()
         rates.append(timed(lambda: ours(asked)))  # noqa: B023
@@ -129,6 +130,7 @@ def on_cuda(model: Any, label: str, rows: int, *, is_alone: bool = False) -> Non
         lambda asked: by_engine(engine, asked, limits),
         None if is_alone else lambda asked: by_generate_mixed(model, asked, limits),
         rounds=3,
+        warm_up=WARM_UP_CUDA,
     )
     more = [random.randint(64, 256) for _ in range(4 * rows)]
     compare(
@@ -137,6 +139,7 @@ def on_cuda(model: Any, label: str, rows: int, *, is_alone: bool = False) -> Non
         lambda asked: by_engine(engine, asked, more),
         None,
         rounds=1,
+        warm_up=WARM_UP,
     )
     engine.close()
     torch.cuda.empty_cache()
@@ -152,6 +155,7 @@ def on_cpu(model: Any, label: str, tokens: int) -> None:
         lambda asked: by_engine(engine, asked, [tokens] * 4, n=8),
         lambda asked: by_generate(model, [prompt for prompt in asked for _ in range(8)], tokens),
         rounds=3,
+        warm_up=WARM_UP,
     )
     compare(
         f"{label}: 32 chats, {tokens // 2}–{tokens * 3 // 2} tokens",
@@ -159,6 +163,7 @@ def on_cpu(model: Any, label: str, tokens: int) -> None:
         lambda asked: by_engine(engine, asked, limits),
         lambda asked: by_generate_mixed(model, asked, limits),
         rounds=3,
+        warm_up=WARM_UP,
     )
     engine.close()
 
@@ -173,6 +178,7 @@ def long_replies(model: Any, label: str, rows: int, low: int, high: int) -> None
         lambda asked: by_engine(engine, asked, limits),
         None,
         rounds=1,
+        warm_up=WARM_UP,
     )
     engine.close()
     torch.cuda.empty_cache()

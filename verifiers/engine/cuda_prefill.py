@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # a graph for each: the new tokens it takes
 TOKENS_A_PROMPT, PROMPTS = 16, 16  # of which there may be so many: one for 16 tokens, and 16 at least
-CAPTURE_AT = 2  # a size of which there were so many is worth a graph;
-CAPTURE_BESIDE = 16  # of which there were so many, where a larger one can stand in for it
+CAPTURE_AT, CAPTURE_BESIDE = 2, 4  # a size of which there were so many is worth a graph; where a larger one stands in
 
 
 def blocks_of(segments: Sequence[Segment], step: int) -> np.ndarray:

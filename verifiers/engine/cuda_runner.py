@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from verifiers.engine.model_runner import ModelRunner
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+WHOLE, REAL, HEAD_WORDS = 6, 3, 16  # columns of a row on the device, and the words of 32 bits before its blocks
 WORDS = 4  # of 32 bits that a row sends to the host: its token has two, each logprob one
 
 
@@ -55,11 +56,10 @@ class CudaDecoder:
         self.rows, device = len(table.length), cache.store.device
         # Rows that are not live have no blocks: they stay at position 0 of nobody's. The last one never is.
         rows, width = table.blocks.shape
-        self.blocks = torch.zeros((rows + 1, width), dtype=torch.int32, device=device)
-        self._whole = torch.zeros((6, rows + 1), dtype=torch.int64, device=device)
-        self._real = torch.zeros((3, rows + 1), device=device)
-        self.token, self.length, self.is_live, top_k, seed, step = self._whole
-        temperature, top_p, min_p = self._real
+        self._rows = torch.zeros((rows + 1, row_words(width)), dtype=torch.int32, device=device)
+        whole, real, self.blocks = columns_of(self._rows, width)
+        self.token, self.length, self.is_live, top_k, seed, step = whole
+        temperature, top_p, min_p = real
         self.columns = SamplingColumns(temperature, top_p, top_k, min_p, seed, step)
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._launched: deque[_LaunchedStep] = deque()
@@ -73,12 +73,15 @@ class CudaDecoder:
     def assign(self, rows_N: np.ndarray) -> None:
         """Tell the device about rows that were just filled."""
         table, device = self.table, self.blocks.device
-        index, live = host_index(rows_N, device), np.ones_like(table.length)
-        whole = (table.token, table.length, live, table.top_k, table.seed, table.steps)
-        real = (table.temperature, table.top_p, table.min_p)
-        for target, columns in ((self._whole, whole), (self._real, real)):
-            target[:, index] = to_device(np.stack([column[rows_N] for column in columns]), device)
-        self.blocks[index] = to_device(table.blocks[rows_N], device)
+        told = torch.zeros((len(rows_N), self._rows.shape[1]), dtype=torch.int32)
+        whole, real, blocks = columns_of(told, table.blocks.shape[1])
+        live = np.ones_like(table.length)
+        given: list[np.ndarray] = [table.token, table.length, live, table.top_k, table.seed, table.steps]
+        given += [table.temperature, table.top_p, table.min_p]
+        for target, column in zip((*whole, *real), given, strict=True):
+            target.numpy()[:] = column[rows_N]
+        blocks.numpy()[:] = table.blocks[rows_N]
+        self._rows[host_index(rows_N, device)] = to_device(told.numpy(), device)
 
     def add_blocks(self, rows_N: np.ndarray, column_N: np.ndarray) -> None:
         """Tell the device of the blocks that rows got."""
@@ -92,8 +95,7 @@ class CudaDecoder:
         n = len(holes) + last - first
         index = [*holes, *range(first, last), *movers, *[self.rows] * (last - first)]
         to, source = host_index(index, self.blocks.device).split(n)
-        for columns, axis in ((self._whole, 1), (self._real, 1), (self.blocks, 0)):
-            columns.index_copy_(axis, to, columns.index_select(axis, source))
+        self._rows.index_copy_(0, to, self._rows.index_select(0, source))
 
     def follow(self, now: np.ndarray) -> None:
         """Sequences have left or moved: the one of row i is in row ``now[i]``, or nowhere (-1, which stays)."""
@@ -154,8 +156,7 @@ class CudaDecoder:
     def reset(self) -> None:
         """Forget the steps in flight, and let no row write."""
         self._launched.clear()
-        for columns in (self._whole, self._real, self.blocks):
-            columns.zero_()
+        self._rows.zero_()
 
     def _capture(self, size: int, truncates: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Record a step. What is practised is the step that comes next: it writes the keys that this one will."""
@@ -182,6 +183,18 @@ class CudaDecoder:
 
     def _draw(self, logits: Tensor, columns: SamplingColumns, *, truncates: bool) -> tuple[Tensor, Tensor, Tensor]:
         return sample(logits, columns, truncates=True) if truncates else self.sample(logits, columns)
+
+
+def row_words(blocks: int) -> int:
+    """Words of 32 bits that a row has on the device; an even number of them."""
+    return HEAD_WORDS + blocks + blocks % 2
+
+
+def columns_of(rows: Tensor, blocks: int) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
+    """Rows of words as columns: whole numbers of 64 bits, real ones, and the block table. One copy moves a row."""
+    whole = rows.view(torch.int64)[:, :WHOLE].unbind(1)
+    real = rows.view(torch.float32)[:, 2 * WHOLE : 2 * WHOLE + REAL].unbind(1)
+    return whole, real, rows[:, HEAD_WORDS : HEAD_WORDS + blocks]
 
 
 def _words(outputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:

@@ -68,11 +68,11 @@ def _rotated(
     return rotate_pair(x, other, cos, sin)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length_row", "table_row"], do_not_specialize_on_alignment=["length_ptr"])
 def _attend(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_epsilon, k_epsilon,
     keys_ptr, values_ptr, out_ptr, length_ptr, scale, softcap,
-    q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row,
+    length_row, q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row,
     table_ptr, part_ptr, sum_ptr, stored_ptr, table_row, cache_block, cache_head,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, NORMS: tl.constexpr, ROTATES: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr,
@@ -82,7 +82,7 @@ def _attend(
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     split = tl.program_id(2)
-    n = tl.load(length_ptr + row)
+    n = tl.load(length_ptr + row * length_row)
     first, stop, parts = span_of(n, split, BLOCK, SPLITS)
     if SPLITS > 1:  # noqa: SIM102 (this one is decided by the compiler)
         if split >= parts:
@@ -109,12 +109,15 @@ def _attend(
     total = tl.zeros([PADDED_HEADS], tl.float32)
     out = tl.zeros([PADDED_HEADS, PADDED_DIM], tl.float32)
     oldest = 0
+    if SPLITS == 1:  # known before the length is
+        first = 0
     if WINDOW > 0:
         oldest = tl.maximum(n + 1 - WINDOW, 0)
         first = tl.maximum(first, oldest // BLOCK * BLOCK)
     # Where a block is, is read one ahead of it: keys and values can then be loaded while others are worked on.
     column = (first + tl.arange(0, BLOCK)) // PAGE
     page = tl.load(table + column, mask=column < table_row, other=0)
+    new_page = tl.load(table + n // PAGE).to(tl.int64)
     for start in range(first, stop, BLOCK):
         s = start + tl.arange(0, BLOCK)
         seen = (s < n) & (s >= oldest)
@@ -125,7 +128,7 @@ def _attend(
             CAPPED,
         )  # fmt: skip
     if split == 0:  # its part are the first positions and the new one
-        at = tl.load(table + n // PAGE).to(tl.int64) * cache_block + n % PAGE * DIM + d
+        at = new_page * cache_block + n % PAGE * DIM + d
         tl.store(keys + at, k_new, mask=in_dim)
         tl.store(values + at, v_new, mask=in_dim)
         score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
@@ -148,13 +151,13 @@ def _attend(
         tl.store(out_at, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_q)
 
 
-def block_of(row_bytes: int) -> dict[str, int]:
-    """Positions at a time, and stages of their pipeline, for keys of so many bytes.
+def block_of(row_bytes: int, *, is_split: bool = True) -> dict[str, int]:
+    """Positions at a time, and stages of their pipeline, for keys of so many bytes. A part of a history is short.
 
-    >>> block_of(128), block_of(512)
-    ({'BLOCK': 64, 'num_stages': 3}, {'BLOCK': 32, 'num_stages': 2})
+    >>> block_of(128), block_of(128, is_split=False), block_of(512)
+    ({'BLOCK': 128, 'num_stages': 2}, {'BLOCK': 64, 'num_stages': 3}, {'BLOCK': 32, 'num_stages': 2})
     """
-    for block, stages in ((BLOCK_S, 3), (BLOCK_S, 2), (BLOCK_S // 2, 2)):
+    for block, stages in ((2 * BLOCK_S, 2) if is_split else (BLOCK_S, 3), (BLOCK_S, 2), (BLOCK_S // 2, 2)):
         if 2 * block * row_bytes * (stages - 1) <= IN_FLIGHT_BYTES:
             return {"BLOCK": block, "num_stages": stages}
     return {"BLOCK": BLOCK_S // 4, "num_stages": 2}
@@ -182,13 +185,13 @@ def attend(
     cos, sin = (x.expand(batch, -1, -1) for x in rotary) if rotary is not None else (q, q)
     _attend[(batch, groups, splits)](
         q, k, v, cos, sin, *(norms or (q, k, 0.0, 0.0)), keys, values, out, length, scale, softcap or 1.0,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        length.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cos.stride(0), sin.stride(0), tables, *parts, tables.stride(0), keys.stride(0), keys.stride(1),
         PAGE=page, SPLITS=splits,
         NORMS=norms is not None, ROTATES=rotary is not None, WINDOW=window or 0, CAPPED=softcap is not None,
         HEADS=share, PADDED_HEADS=queries,
-        DIM=dim, PADDED_DIM=padded, num_warps=2 if row_bytes <= NARROW_BYTES else 4, **block_of(row_bytes),
-        **overlap(q.device),
+        DIM=dim, PADDED_DIM=padded, **block_of(row_bytes, is_split=splits > 1),
+        num_warps=2 if row_bytes <= NARROW_BYTES and splits == 1 else 4, **overlap(q.device),
     )  # fmt: skip
     return out
 

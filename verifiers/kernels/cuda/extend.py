@@ -121,7 +121,8 @@ def extend(
         q, keys, values, out, *parts, blocks, scale, softcap or 1.0, blocks.shape[1],
         q.stride(1), q.stride(2), out.stride(1), tables, tables.stride(0), keys.stride(0), keys.stride(1), PAGE=page,
         WINDOW=window or 0, CAPPED=softcap is not None, HEADS=share, QUERIES=queries,
-        DIM=dim, PADDED_DIM=padded, SPLITS=splits, num_warps=4, **block_of(padded * keys.element_size()),
+        DIM=dim, PADDED_DIM=padded, SPLITS=splits, num_warps=4,
+        **block_of(padded * keys.element_size(), is_split=False),
     )  # fmt: skip
     return out.transpose(1, 2)
 

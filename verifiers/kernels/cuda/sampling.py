@@ -21,15 +21,19 @@ def _mix(seed, step):
     return z ^ (z >> 31)
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "seed_ptr", "step_ptr"])
+@triton.jit(
+    do_not_specialize=["temperature_row", "seed_row", "step_row"],
+    do_not_specialize_on_alignment=["temperature_ptr", "seed_ptr", "step_ptr"],
+)
 def _sample(
-    logits_ptr, temperature_ptr, seed_ptr, step_ptr, token_ptr, logprob_ptr, raw_ptr, row_stride,
+    logits_ptr, temperature_ptr, seed_ptr, step_ptr, token_ptr, logprob_ptr, raw_ptr,
+    row_stride, temperature_row, seed_row, step_row,
     V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     logits = logits_ptr + row * row_stride
-    temperature = tl.load(temperature_ptr + row)
+    temperature = tl.load(temperature_ptr + row * temperature_row)
     is_greedy = temperature <= 0.0
     inverse = tl.where(is_greedy, 1.0, 1.0 / tl.where(is_greedy, 1.0, temperature))
     v = tl.arange(0, BLOCK)
@@ -54,7 +58,7 @@ def _sample(
     masses = masses * tl.exp((tops - top) * inverse)
     total = tl.sum(masses, 0)
     # One number in [0, 1) picks a block by its mass, then a token within it by its own.
-    mixed = _mix(tl.load(seed_ptr + row), tl.load(step_ptr + row))
+    mixed = _mix(tl.load(seed_ptr + row * seed_row), tl.load(step_ptr + row * step_row))
     target = (mixed >> 40).to(tl.float32) * 5.9604644775390625e-08 * total
     block = tl.minimum(tl.sum((tl.cumsum(masses, 0) <= target).to(tl.int32), 0), BLOCKS - 1)
     if is_greedy:
@@ -82,7 +86,8 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, step_B: Ten
     logprob, raw = (torch.empty(batch, dtype=torch.float32, device=logits_BV.device) for _ in range(2))
     blocks = triton.cdiv(vocabulary, BLOCK_V)
     _sample[(batch,)](
-        logits_BV, temperature_B, seed_B, step_B, token, logprob, raw, logits_BV.stride(0),
+        logits_BV, temperature_B, seed_B, step_B, token, logprob, raw,
+        logits_BV.stride(0), temperature_B.stride(0), seed_B.stride(0), step_B.stride(0),
         V=vocabulary, BLOCK=BLOCK_V, BLOCKS=blocks, PADDED_BLOCKS=triton.next_power_of_2(blocks), num_warps=8,
         **overlap(logits_BV.device),
     )  # fmt: skip
