@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.fake_vllm import OPTIONS, FakeServer, install
+from tests.integrations.fake_vllm import OPTIONS, OPTIONS_0_32, FakeServer, install
 from verifiers import errors
 from verifiers.clients.http import HTTPClient
 from verifiers.clients.protocol import Completion, Request
@@ -197,6 +197,72 @@ def test_a_model_must_be_named_and_help_is_there(launcher: Started) -> None:
     assert process.returncode == 0
 
 
+# --- which weights made a token -----------------------------------------------------------------------------------
+
+OLD_AND_NEW = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}]
+OLD = [{"version": "3", "start": 0, "end": 5}]
+
+
+def test_choices_of_every_endpoint_say_which_weights_made_their_tokens(launcher: Started) -> None:
+    """The server is vLLM's own, which answers with what its engine says of each choice added."""
+    process = launcher.begin("--model", "m", "--port=answer", FAKE_VLLM_OPTIONS=OPTIONS_0_32)
+    out, said = process.communicate(timeout=60)
+    assert process.returncode == 41, said
+    answers = dict(map(json.loads, out.splitlines()))
+    assert answers["started as"][:3] == ["--model", "m", "--port=answer"]
+
+    def versions(name: str) -> list[Any]:
+        return [choice.get("weight_versions") for choice in answers[name]]
+
+    assert versions("chat") == [OLD_AND_NEW, OLD]
+    assert answers["error"] == {"error": "none"}
+    assert versions("beams") == [None, None]  # of which vLLM's engine does not know it
+    assert versions("completion") == [OLD, OLD_AND_NEW, OLD_AND_NEW, OLD]  # of two prompts, in the order of choices
+    for name, first in (("chat stream", 0), ("completion stream", 2)):
+        *events, done = answers[name]
+        assert done == "data: [DONE]\n\n"
+        assert all(event.startswith("data: {") and event.endswith("}\n\n") for event in events)
+        choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+        found = [(one["index"] - first, one.get("weight_versions"), one["delta"]["content"]) for one in choices]
+        smile = "\N{GRINNING FACE}"
+        expected = [(0, None), (1, None), (1, OLD), (0, None), (0, OLD_AND_NEW)]  # where a choice ends
+        assert found == [(index, spans, smile) for index, spans in expected]
+
+
+@pytest.mark.parametrize(
+    ("module", "word", "missing"),
+    [
+        ("outputs.py", "weight_versions", "CompletionOutput has no weight_versions"),
+        (
+            "entrypoints/openai/chat_completion/serving.py",
+            "result_generator",
+            "OpenAIServingChat has no chat_completion_full_generator(request, result_generator, …)",
+        ),
+        (
+            "entrypoints/openai/completion/serving.py",
+            "completion_stream_generator",
+            "OpenAIServingCompletion has no completion_stream_generator(request, engine_inputs, result_generator, …)",
+        ),
+        ("entrypoints/openai/completion/serving.py", "OpenAIServingCompletion", "cannot import name"),
+    ],
+)
+def test_a_vllm_that_is_made_in_another_way_is_one_sentence_and_not_started(
+    launcher: Started, tmp_path: Path, module: str, word: str, missing: str
+) -> None:
+    path = tmp_path / "vllm" / module
+    path.write_text(path.read_text().replace(word, f"{word}s"))
+    code, said, started = launcher.run("--model", "m", FAKE_VLLM_OPTIONS=OPTIONS_0_32)
+    assert (code, started) == (2, None)
+    assert said.startswith("vf-vllm: this vLLM cannot be made to say which weights made a token (")
+    assert missing in said
+    assert len(said.splitlines()) == 1
+
+
+def test_an_older_vllm_that_knows_no_versions_is_started_as_it_is(launcher: Started, tmp_path: Path) -> None:
+    (tmp_path / "vllm" / "outputs.py").unlink()
+    assert launcher.run("--model", "m")[0] == 41
+
+
 # --- talking to it ------------------------------------------------------------------------------------------------
 
 
@@ -368,6 +434,7 @@ def test_completions_carry_their_tokens_once_they_are_asked_for() -> None:
                 assert completion.tokens.prompt_ids == [1, 282, 201]
                 assert completion.tokens.completion_ids == [52, 2]
                 assert completion.tokens.logprobs == [-0.5, -0.1]
+                assert completion.tokens.weight_versions == (("default", 0, 2),)
             assert (await ask(url, given, prompt=chat)).tokens is None
             bodies = [body for _, body in fake.asked]
             assert [body["top_k"] for body in bodies] == [20, 20, 20]
