@@ -296,12 +296,26 @@ def test_new_weights_come_in_while_no_request_runs_and_the_cache_is_reset(weight
     ]
 
 
+def test_new_weights_are_named_before_anything_is_sampled_from_them(weights: Path) -> None:
+    async def use(fake: FakeServer, server: VLLMServer) -> None:
+        await server.reload_weights(weights, version=12)
+        fake.answer("/update_weight_version", (422, {"detail": "no"}))
+        with pytest.raises(errors.RequestRefusedError, match="/update_weight_version"):
+            await server.name_weights(13)
+
+    asked = with_server(use).asked
+    assert [path for path, _ in asked[2:5]] == ["/update_weight_version", "/reset_prefix_cache", "/resume"]
+    assert asked[2][1] == {"new_version": "12"}
+
+
 def test_an_older_vllm_that_cannot_pause_gets_new_weights_all_the_same(weights: Path) -> None:
     async def use(fake: FakeServer, server: VLLMServer) -> None:
-        fake.answer("/pause", (404, {"detail": "Not Found"}))
-        await server.reload_weights(str(weights))
+        for path in ("/pause", "/update_weight_version"):
+            fake.answer(path, (404, {"detail": "Not Found"}))
+        await server.reload_weights(str(weights), version=1)
 
-    assert with_server(use).paths == ["/pause", "/collective_rpc", "/reset_prefix_cache"]
+    expected = ["/pause", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache"]
+    assert with_server(use).paths == expected
 
 
 def test_a_folder_without_weights_never_reaches_the_server_which_it_would_kill(tmp_path: Path) -> None:

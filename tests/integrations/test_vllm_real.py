@@ -206,12 +206,16 @@ async def _story(setup: Setup) -> None:
     # New weights: a request in flight ends with the old ones, the next has the new ones, and no stale cache.
     in_flight = asyncio.create_task(setup.ask(max_tokens=150, ignore_eos=True))
     await asyncio.sleep(0.1)
-    await server.reload_weights(setup.folders["second"])
+    await server.reload_weights(setup.folders["second"], version="second")
     old = await in_flight
     assert old.tokens is not None
     assert len(old.tokens.completion_ids) == 150
     assert_sampled_from(first, old)
-    assert_sampled_from(second, await setup.ask())
+    assert old.tokens.weight_versions == (("default", 0, 150),)
+    new = await setup.ask()
+    assert_sampled_from(second, new)
+    assert new.tokens is not None
+    assert {span.version for span in new.tokens.weight_versions} == {"second"}
 
     # A folder that would end the engine is refused here.
     with pytest.raises(errors.RequestRefusedError, match="holds no weights"):
@@ -316,9 +320,10 @@ async def streamed(setup: Setup, path: str, **body: Any) -> list[Reply]:
     return list(made.values())
 
 
-async def preemptions(setup: Setup) -> float:
+async def metric(setup: Setup, name: str, **labels: str) -> float:
     said = str(await VLLMServer(setup.url).ask("GET", "/metrics"))
-    return sum(map(float, re.findall(r"(?m)^vllm:num_preemptions_total\{.*\} (\S+)$", said)))
+    lines = re.findall(rf"(?m)^vllm:{name}(\{{.*\}}) (\S+)$", said)
+    return sum(float(value) for given, value in lines if all(f'{key}="{one}"' in given for key, one in labels.items()))
 
 
 def test_a_reply_says_token_by_token_which_weights_made_it_also_where_they_changed_in_its_midst(setup: Setup) -> None:
@@ -333,15 +338,18 @@ def test_a_reply_says_token_by_token_which_weights_made_it_also_where_they_chang
         samplers.send(4)
 
     async def across_an_update() -> list[list[Reply]]:
-        before = await preemptions(setup)
         chat, plain = {"messages": CHAT, "logprobs": True, **LONG}, {"logprobs": 0, **LONG}
         asked = [
             asyncio.create_task(streamed(setup, "chat/completions", **chat)),
             asyncio.create_task(replies(setup, "chat/completions", **chat, n=2)),
             asyncio.create_task(replies(setup, "completions", prompt=["hello", "hello world"], **plain)),
         ]
-        while await preemptions(setup) == before:  # until one is put aside, to be computed anew once there is room
-            await asyncio.sleep(0.01)
+        while await metric(setup, "num_requests_running") < 5:
+            await asyncio.sleep(0.1)
+        while not await metric(
+            setup, "num_requests_waiting"
+        ):  # one is put aside, to be computed anew: no block is left
+            await asyncio.sleep(0.1)
         await VLLMServer(setup.url).ask("POST", "/pause?mode=keep")  # the update does so, too, but not as soon
         await asyncio.to_thread(update)
         return await asyncio.gather(*asked)
@@ -366,6 +374,22 @@ def test_streams_of_several_choices_and_calls_of_tools_say_which_weights_made_th
         assert [call["function"]["name"] for call in called.message["tool_calls"]] == ["add"]
         assert called.tokens is not None
         assert called.tokens.weight_versions == (("8", 0, len(called.tokens.completion_ids)),)
+
+    asyncio.run(story())
+
+
+def test_a_client_that_goes_away_ends_its_request_as_before(setup: Setup) -> None:
+    async def story() -> None:
+        ended = await metric(setup, "request_success_total", finished_reason="length")
+        for ask in (replies, streamed):
+            asked = asyncio.create_task(ask(setup, "chat/completions", messages=CHAT, logprobs=True, **LONG))
+            while not await metric(setup, "num_requests_running"):
+                await asyncio.sleep(0.05)
+            asked.cancel()
+            await asyncio.wait([asked])
+            while await metric(setup, "num_requests_running"):
+                await asyncio.sleep(0.05)
+        assert await metric(setup, "request_success_total", finished_reason="length") == ended  # they were cut short
 
     asyncio.run(story())
 
@@ -427,3 +451,10 @@ def test_a_trainer_sends_its_weights_from_memory_and_learns_from_what_vllm_sampl
             assert sum(span.end - span.start for span in spans) == len(turn["tokens"]["completion_ids"])
             assert all(0 <= updates - int(span.version) <= 2 for span in spans)
     assert asyncio.run(VLLMServer(setup.url).ask("GET", "/weight_info")) == {"weight_version": "4"}
+
+    # By a folder, which vLLM reads after each step: what it samples from it has the version, too.
+    client, server = HTTPClient(f"{setup.url}/v1"), VLLMServer(setup.url, timeout_s=300)
+    read = making.trainer(
+        tmp_path / "read", model=model, client=client, max_steps=2, extra={"weight_server": server}
+    ).train()
+    assert [step["staleness_max"] for step in read.steps] == [0, 0]
