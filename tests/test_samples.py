@@ -14,6 +14,7 @@ import verifiers as vf
 from verifiers.clients.protocol import Tokens
 from verifiers.rollout import step_tokens
 from verifiers.samples import Sample, batches, samples_of, tokenized
+from verifiers.types import VersionSpan
 
 ids = st.lists(st.integers(0, 9), max_size=6)
 
@@ -152,6 +153,16 @@ def test_a_token_that_was_sampled_is_never_masked_even_when_steps_are_cut(
 
 def test_no_tokens_stay_no_tokens() -> None:
     assert step_tokens(None, 5) is None
+
+
+def test_versions_of_a_reply_that_is_cut_are_those_of_the_tokens_that_are_left() -> None:
+    spans = (VersionSpan("3", 0, 2), VersionSpan("4", 2, 5), VersionSpan("5", 5, 6))
+    drawn = Tokens(prompt_ids=[1, 2], completion_ids=[3] * 6, logprobs=[-1.0] * 6, weight_versions=spans)
+    whole, cut = step_tokens(drawn, None), step_tokens(drawn, 5)
+    assert whole is not None
+    assert cut is not None
+    assert whole["weight_versions"] == list(spans)
+    assert cut["weight_versions"] == [("3", 0, 2), ("4", 2, 3)]
 
 
 # --- batches ------------------------------------------------------------------------------------------------------

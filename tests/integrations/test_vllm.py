@@ -112,8 +112,9 @@ def test_a_port_in_use_is_named_before_anything_starts(launcher: Started) -> Non
     assert re.fullmatch(r"vf-vllm: 127\.0\.0\.1:\d+ cannot be listened on: Address already in use\n", said)
 
 
-def test_a_signal_reaches_the_server_and_its_exit_code_comes_back(launcher: Started) -> None:
-    process = launcher.begin("--model", "m", "--port=wait")
+@pytest.mark.parametrize("options", [OPTIONS, OPTIONS_0_32])
+def test_a_signal_reaches_the_server_and_its_exit_code_comes_back(launcher: Started, options: str) -> None:
+    process = launcher.begin("--model", "m", "--port=wait", FAKE_VLLM_OPTIONS=options)
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     assert json.loads(launcher.log.read_text())["pid"] == process.pid

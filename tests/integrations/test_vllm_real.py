@@ -455,6 +455,11 @@ def test_a_trainer_sends_its_weights_from_memory_and_learns_from_what_vllm_sampl
     # By a folder, which vLLM reads after each step: what it samples from it has the version, too.
     client, server = HTTPClient(f"{setup.url}/v1"), VLLMServer(setup.url, timeout_s=300)
     read = making.trainer(
-        tmp_path / "read", model=model, client=client, max_steps=2, extra={"weight_server": server}
+        tmp_path / "read",
+        env=making.environment(model="served"),
+        model=model,
+        client=client,
+        max_steps=2,
+        extra={"weight_server": server},
     ).train()
     assert [step["staleness_max"] for step in read.steps] == [0, 0]
