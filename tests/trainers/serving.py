@@ -215,6 +215,8 @@ class Vllm(ServerThread):
         body = await http.json()
         messages = body.pop("messages")
         body.pop("model")
+        if self.lies is not None:
+            body["ignore_eos"] = True  # as many tokens as are lied about
         reply = (await self._local.complete(Request(model="", prompt=messages, sampling=body))).raw
         for choice in reply["choices"]:
             said = choice.pop("weight_versions")

@@ -338,6 +338,29 @@ def test_a_server_that_two_trainings_send_weights_to_is_given_up_by_one_of_them_
             second.close()
 
 
+def test_what_comes_back_in_the_place_of_a_server_is_checked_as_it_was(monkeypatch):
+    from verifiers.trainers.distributed import samplers as module
+
+    monkeypatch.setattr(module, "LOOK_S", 0.05)
+    tokenizer = tiny.tokenizer()
+    with served() as first:
+        samplers = vf.Samplers(first.url, patience_s=3)
+        samplers.start(tiny.model(tokenizer), tokenizer, 1)
+        port = int(first.url.removesuffix("/v1").rsplit(":", 1)[1])
+        first.stop()
+    until(lambda: not any(one.is_up for one in samplers._samplers.values()))
+    other = tiny.tokenizer(tiny.CHATML.replace("<|im_start|>", "<|im_end|>"))
+    with served(other, port=port), pytest.raises(EndpointDownError, match="it has another tokenizer or chat template"):
+        asyncio.run(samplers.complete(ASKED))
+    samplers.patience_s = 60
+    with served(seed=9, port=port):  # it gets the newest weights, and answers
+        spans = asyncio.run(samplers.complete(ASKED)).tokens.weight_versions
+        assert [tuple(span) for span in spans] == [("1", 0, 4)]
+        samplers.send(2)
+        assert asyncio.run(samplers.complete(ASKED)).tokens.weight_versions[0].version == "2"
+    samplers.close()
+
+
 @pytest.mark.parametrize("name", ["default", "3", "6", "-5"])
 def test_a_server_that_has_other_weights_all_of_a_sudden_gets_the_newest_before_anything_is_learned(name, caplog):
     """It was started anew, say, and nobody has noticed: what it answers is asked once more."""

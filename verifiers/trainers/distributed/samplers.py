@@ -29,7 +29,7 @@ from verifiers.errors import (
     RequestRefusedError,
     ServerError,
 )
-from verifiers.trainers.distributed.weight_sender import WeightChannel, parameters_of, send
+from verifiers.trainers.distributed.weight_sender import QUICK_S, WeightChannel, parameters_of, send
 from verifiers.trainers.staleness import OtherWeightsError, with_versions
 
 logger = logging.getLogger("verifiers.trainers")
@@ -49,7 +49,6 @@ class _Sampler:
     in_flight: int = 0
     is_up: bool = False
     misses: int = 0
-    is_known: bool = False  # it has been seen to be this model with this tokenizer
     reason: str = ""
 
 
@@ -119,11 +118,9 @@ class Samplers:
                 continue
             except (ServerError, BadReplyError) as error:
                 if isinstance(error, OtherWeightsError):
-                    sampler.is_known = False  # it is looked at again before it is asked anything
                     self._lose(sampler, str(error))
-                failed.append(
-                    sampler
-                )  # for this request perhaps: a server that has failed is not healthy, which is seen
+                # Else it may be this request: a server that has failed as a whole is not healthy, which is seen.
+                failed.append(sampler)
                 if len(failed) > MOST_FAILURES:
                     raise
                 continue
@@ -232,9 +229,8 @@ class Samplers:
                 with self.lock:
                     parameters = parameters_of(self._model)
                     (error,) = calls.run(lambda: send(parameters, [sampler.channel], self.version))
-                    if error is None and not sampler.is_known:
+                    if error is None:
                         calls.run(lambda: self._check(sampler))
-                        sampler.is_known = True
             except Error as found:
                 error = found
             if error is None:
@@ -249,7 +245,9 @@ class Samplers:
         prompt: Any = [{"role": "user", "content": words}] if is_chat else words
         kind: Any = "chat" if is_chat else "completion"
         asked = exact_tokens({"temperature": 1.0, "max_tokens": 8}, message_type=kind)
-        request = Request(model=sampler.channel.model, prompt=prompt, sampling=asked, message_type=kind)
+        request = Request(
+            model=sampler.channel.model, prompt=prompt, sampling=asked, message_type=kind, timeout_s=QUICK_S
+        )
         completion = await sampler.client.complete(request)
         if (tokens := completion.tokens) is None:
             raise RequestRefusedError("it gives no token ids and logprobs; nothing can be learned from its replies")
