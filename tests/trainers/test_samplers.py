@@ -519,6 +519,7 @@ def test_a_sampler_that_is_killed_is_done_without_and_one_that_joins_takes_part(
         training.after(4)
         with Server(model, port) as third:  # in its place: it gets the newest weights, then requests
             assert third.url
+            second.kill()
             training.end()
     training.check_counted_once()
 
