@@ -14,6 +14,7 @@ import verifiers as vf
 from verifiers.clients.protocol import Tokens
 from verifiers.rollout import step_tokens
 from verifiers.samples import Sample, batches, samples_of, tokenized
+from verifiers.types import VersionSpan
 
 ids = st.lists(st.integers(0, 9), max_size=6)
 
@@ -49,14 +50,21 @@ def trained(samples: Sequence[Sample]) -> list[tuple[int, float]]:
     ]
 
 
+def by_turn(pair: tuple[int, float]) -> float:
+    return -pair[1]
+
+
 @given(conversations())
 def test_the_trained_tokens_are_the_sampled_ones_with_their_logprobs_in_order(steps: list[dict[str, Any]]) -> None:
+    """In each sample; a turn that joins an earlier sample than the last has one of another between."""
     sampled = [
         pair
         for step in steps
         for pair in zip(step["tokens"]["completion_ids"], step["tokens"]["completion_logprobs"], strict=True)
     ]
-    assert trained(samples_of(steps)) == sampled
+    samples = samples_of(steps)
+    assert sorted(trained(samples), key=by_turn) == sampled
+    assert all(trained([one]) == sorted(trained([one]), key=by_turn) for one in samples)
 
 
 @given(conversations())
@@ -152,6 +160,16 @@ def test_a_token_that_was_sampled_is_never_masked_even_when_steps_are_cut(
 
 def test_no_tokens_stay_no_tokens() -> None:
     assert step_tokens(None, 5) is None
+
+
+def test_versions_of_a_reply_that_is_cut_are_those_of_the_tokens_that_are_left() -> None:
+    spans = (VersionSpan("3", 0, 2), VersionSpan("4", 2, 5), VersionSpan("5", 5, 6))
+    drawn = Tokens(prompt_ids=[1, 2], completion_ids=[3] * 6, logprobs=[-1.0] * 6, weight_versions=spans)
+    whole, cut = step_tokens(drawn, None), step_tokens(drawn, 5)
+    assert whole is not None
+    assert cut is not None
+    assert whole["weight_versions"] == list(spans)
+    assert cut["weight_versions"] == [("3", 0, 2), ("4", 2, 3)]
 
 
 # --- batches ------------------------------------------------------------------------------------------------------

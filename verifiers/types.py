@@ -35,6 +35,16 @@ class VersionSpan(NamedTuple):
     start: int
     end: int
 
+    @property
+    def updates(self) -> int | None:
+        """The version as the count of updates that a trainer names it by; None if it is another name.
+
+        >>> VersionSpan("12", 0, 5).updates, VersionSpan("default", 0, 5).updates
+        (12, None)
+        """
+        is_count = len(self.version) < 20 and self.version.isascii() and self.version.isdecimal()
+        return int(self.version) if is_count else None
+
 
 class TrajectoryStepTokens(TypedDict):
     """Ids, masks and sampling logprobs of one turn, exactly as the engine produced them."""

@@ -79,6 +79,18 @@ TABLE = [
         "2 processes were started (WORLD_SIZE), and Accelerate",
     ),
     (
+        "no number of processes",
+        (),
+        {"RANK": "0", "WORLD_SIZE": "banana"},
+        "WORLD_SIZE=banana in the environment is not a",
+    ),
+    ("a number that nobody asks for", (), {"WORLD_SIZE": "1.5"}, "WORLD_SIZE=1.5 in the environment is not a whole"),
+    ("no rank", (), {"RANK": "first"}, "RANK=first in the environment is not a whole number"),
+    ("no rank on this machine", (), {"LOCAL_RANK": "x"}, "LOCAL_RANK=x in the environment is not a whole number"),
+    ("no port", (), {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "http"}, "MASTER_PORT=http in the environment is"),
+    ("one too many", (), {"RANK": "2", "WORLD_SIZE": "2"}, "this is process 2 of 2 (RANK, WORLD_SIZE)"),
+    ("none at all", (), {"RANK": "0", "WORLD_SIZE": "0"}, "this is process 0 of 0 (RANK, WORLD_SIZE)"),
+    (
         "one for several",
         (),
         {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "::1"},

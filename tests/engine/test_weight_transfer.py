@@ -108,6 +108,22 @@ def test_weights_go_from_memory_to_memory_and_the_next_tokens_say_their_version(
     asyncio.run(story())
 
 
+def test_a_stream_says_of_each_choice_which_weights_made_it_where_that_ends(served: Served) -> None:
+    served.local.engine.name_weights("7")
+    sampling = {"stream": True, "max_tokens": 5, "ignore_eos": True, "n": 2}
+    for path, prompt in (("chat/completions", {"messages": CHAT}), ("completions", {"prompt": "hello"})):
+        request = urllib.request.Request(
+            f"{served.server.url}/{path}", data=json.dumps({"model": "tiny", **prompt, **sampling}).encode()
+        )
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            events = [line.removeprefix(b"data: ") for line in reply if line.startswith(b"data: {")]
+        choices = [choice for event in events for choice in json.loads(event)["choices"]]
+        said = {one["index"]: one["weight_versions"] for one in choices if "weight_versions" in one}
+        assert said == {index: [{"version": "7", "start": 0, "end": 5}] for index in range(2)}
+        assert all(("weight_versions" in one) is (one["finish_reason"] is not None) for one in choices)
+
+
 def test_adapters_are_sent_as_what_they_make_of_the_weights(served: Served) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.fake_vllm import OPTIONS, FakeServer, install
+from tests.integrations.fake_vllm import OPTIONS, OPTIONS_0_32, FakeServer, install
 from verifiers import errors
 from verifiers.clients.http import HTTPClient
 from verifiers.clients.protocol import Completion, Request
@@ -112,8 +112,9 @@ def test_a_port_in_use_is_named_before_anything_starts(launcher: Started) -> Non
     assert re.fullmatch(r"vf-vllm: 127\.0\.0\.1:\d+ cannot be listened on: Address already in use\n", said)
 
 
-def test_a_signal_reaches_the_server_and_its_exit_code_comes_back(launcher: Started) -> None:
-    process = launcher.begin("--model", "m", "--port=wait")
+@pytest.mark.parametrize("options", [OPTIONS, OPTIONS_0_32])
+def test_a_signal_reaches_the_server_and_its_exit_code_comes_back(launcher: Started, options: str) -> None:
+    process = launcher.begin("--model", "m", "--port=wait", FAKE_VLLM_OPTIONS=options)
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     assert json.loads(launcher.log.read_text())["pid"] == process.pid
@@ -197,6 +198,72 @@ def test_a_model_must_be_named_and_help_is_there(launcher: Started) -> None:
     assert process.returncode == 0
 
 
+# --- which weights made a token -----------------------------------------------------------------------------------
+
+OLD_AND_NEW = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}]
+OLD = [{"version": "3", "start": 0, "end": 5}]
+
+
+def test_choices_of_every_endpoint_say_which_weights_made_their_tokens(launcher: Started) -> None:
+    """The server is vLLM's own, which answers with what its engine says of each choice added."""
+    process = launcher.begin("--model", "m", "--port=answer", FAKE_VLLM_OPTIONS=OPTIONS_0_32)
+    out, said = process.communicate(timeout=60)
+    assert process.returncode == 41, said
+    answers = dict(map(json.loads, out.splitlines()))
+    assert answers["started as"][:3] == ["--model", "m", "--port=answer"]
+
+    def versions(name: str) -> list[Any]:
+        return [choice.get("weight_versions") for choice in answers[name]]
+
+    assert versions("chat") == [OLD_AND_NEW, OLD]
+    assert answers["error"] == {"error": "none"}
+    assert versions("beams") == [None, None]  # of which vLLM's engine does not know it
+    assert versions("completion") == [OLD, OLD_AND_NEW, OLD_AND_NEW, OLD]  # of two prompts, in the order of choices
+    for name, first in (("chat stream", 0), ("completion stream", 2)):
+        *events, done = answers[name]
+        assert done == "data: [DONE]\n\n"
+        assert all(event.startswith("data: {") and event.endswith("}\n\n") for event in events)
+        choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+        found = [(one["index"] - first, one.get("weight_versions"), one["delta"]["content"]) for one in choices]
+        smile = "\N{GRINNING FACE}"
+        expected = [(0, None), (1, None), (1, OLD), (0, None), (0, OLD_AND_NEW)]  # where a choice ends
+        assert found == [(index, spans, smile) for index, spans in expected]
+
+
+@pytest.mark.parametrize(
+    ("module", "word", "missing"),
+    [
+        ("outputs.py", "weight_versions", "CompletionOutput has no weight_versions"),
+        (
+            "entrypoints/openai/chat_completion/serving.py",
+            "result_generator",
+            "OpenAIServingChat has no chat_completion_full_generator(request, result_generator, …)",
+        ),
+        (
+            "entrypoints/openai/completion/serving.py",
+            "completion_stream_generator",
+            "OpenAIServingCompletion has no completion_stream_generator(request, engine_inputs, result_generator, …)",
+        ),
+        ("entrypoints/openai/completion/serving.py", "OpenAIServingCompletion", "cannot import name"),
+    ],
+)
+def test_a_vllm_that_is_made_in_another_way_is_one_sentence_and_not_started(
+    launcher: Started, tmp_path: Path, module: str, word: str, missing: str
+) -> None:
+    path = tmp_path / "vllm" / module
+    path.write_text(path.read_text().replace(word, f"{word}s"))
+    code, said, started = launcher.run("--model", "m", FAKE_VLLM_OPTIONS=OPTIONS_0_32)
+    assert (code, started) == (2, None)
+    assert said.startswith("vf-vllm: this vLLM cannot be made to say which weights made a token (")
+    assert missing in said
+    assert len(said.splitlines()) == 1
+
+
+def test_an_older_vllm_that_knows_no_versions_is_started_as_it_is(launcher: Started, tmp_path: Path) -> None:
+    (tmp_path / "vllm" / "outputs.py").unlink()
+    assert launcher.run("--model", "m")[0] == 41
+
+
 # --- talking to it ------------------------------------------------------------------------------------------------
 
 
@@ -230,12 +297,26 @@ def test_new_weights_come_in_while_no_request_runs_and_the_cache_is_reset(weight
     ]
 
 
+def test_new_weights_are_named_before_anything_is_sampled_from_them(weights: Path) -> None:
+    async def use(fake: FakeServer, server: VLLMServer) -> None:
+        await server.reload_weights(weights, version=12)
+        fake.answer("/update_weight_version", (422, {"detail": "no"}))
+        with pytest.raises(errors.RequestRefusedError, match="/update_weight_version"):
+            await server.name_weights(13)
+
+    asked = with_server(use).asked
+    assert [path for path, _ in asked[2:5]] == ["/update_weight_version", "/reset_prefix_cache", "/resume"]
+    assert asked[2][1] == {"new_version": "12"}
+
+
 def test_an_older_vllm_that_cannot_pause_gets_new_weights_all_the_same(weights: Path) -> None:
     async def use(fake: FakeServer, server: VLLMServer) -> None:
-        fake.answer("/pause", (404, {"detail": "Not Found"}))
-        await server.reload_weights(str(weights))
+        for path in ("/pause", "/update_weight_version"):
+            fake.answer(path, (404, {"detail": "Not Found"}))
+        await server.reload_weights(str(weights), version=1)
 
-    assert with_server(use).paths == ["/pause", "/collective_rpc", "/reset_prefix_cache"]
+    expected = ["/pause", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache"]
+    assert with_server(use).paths == expected
 
 
 def test_a_folder_without_weights_never_reaches_the_server_which_it_would_kill(tmp_path: Path) -> None:
@@ -368,6 +449,7 @@ def test_completions_carry_their_tokens_once_they_are_asked_for() -> None:
                 assert completion.tokens.prompt_ids == [1, 282, 201]
                 assert completion.tokens.completion_ids == [52, 2]
                 assert completion.tokens.logprobs == [-0.5, -0.1]
+                assert completion.tokens.weight_versions == (("default", 0, 2),)
             assert (await ask(url, given, prompt=chat)).tokens is None
             bodies = [body for _, body in fake.asked]
             assert [body["top_k"] for body in bodies] == [20, 20, 20]

@@ -6,7 +6,10 @@ The environment takes a few minutes and 3.4 GB; VERIFIERS_VLLM_PYTHON names the 
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -14,7 +17,7 @@ import sys
 import time
 import venv
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
+import aiohttp  # noqa: E402
+
+import verifiers as vf  # noqa: E402
 from tests.engine import tiny  # noqa: E402
+from tests.trainers import making  # noqa: E402
 from verifiers import errors  # noqa: E402
 from verifiers.clients.http import HTTPClient  # noqa: E402
 from verifiers.clients.protocol import Completion, Request  # noqa: E402
@@ -128,8 +135,10 @@ def setup(python: str, repo: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = f"--model {folders['first']} --served-model-name served --port {port} --dtype float32 --max-model-len 256"
+    flags = f"--model {folders['first']} --served-model-name served --port {port} --dtype float32 --max-model-len 512"
     own = ["--enforce-eager", "--disable-log-requests", "--enable-prefix-caching", "--enable-lora"]
+    own += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    own += ["--num-gpu-blocks-override", "6"]  # of 128 tokens: few enough that five long replies do not fit at once
     env = {
         **os.environ,
         "PYTHONPATH": str(repo),
@@ -197,12 +206,16 @@ async def _story(setup: Setup) -> None:
     # New weights: a request in flight ends with the old ones, the next has the new ones, and no stale cache.
     in_flight = asyncio.create_task(setup.ask(max_tokens=150, ignore_eos=True))
     await asyncio.sleep(0.1)
-    await server.reload_weights(setup.folders["second"])
+    await server.reload_weights(setup.folders["second"], version="second")
     old = await in_flight
     assert old.tokens is not None
     assert len(old.tokens.completion_ids) == 150
     assert_sampled_from(first, old)
-    assert_sampled_from(second, await setup.ask())
+    assert old.tokens.weight_versions == (("default", 0, 150),)
+    new = await setup.ask()
+    assert_sampled_from(second, new)
+    assert new.tokens is not None
+    assert {span.version for span in new.tokens.weight_versions} == {"second"}
 
     # A folder that would end the engine is refused here.
     with pytest.raises(errors.RequestRefusedError, match="holds no weights"):
@@ -232,31 +245,221 @@ def test_the_real_help_was_read_and_the_retired_flag_named(setup: Setup) -> None
     assert "unrecognized arguments" not in said
 
 
+# --- which weights made each token ---------------------------------------------------------------------------------
+
+LONG = {"max_tokens": 400, "ignore_eos": True}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]},
+    },
+}
+
+
+@dataclass
+class Reply:
+    """One choice, whole or put together from a stream."""
+
+    prompt_ids: list[int]
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def add(self, choice: Any) -> None:
+        logprobs = choice["logprobs"]
+        chat = logprobs.get("content")
+        self.ids += choice["token_ids"]
+        self.logprobs += [one["logprob"] for one in chat] if chat is not None else logprobs["token_logprobs"]
+        self.spans += [(span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or ()]
+
+    def check(self, models: dict[str, Any]) -> list[str]:
+        """Each token's logprob is that of the model whose version it is said to be from; those versions, in order."""
+        assert [start for _, start, _ in self.spans] == [0, *(end for *_, end in self.spans[:-1])]
+        assert self.spans[-1][2] == len(self.ids) == len(self.logprobs)
+        for version, start, end in self.spans:
+            found = torch.tensor(self.logprobs[start:end])
+            torch.testing.assert_close(found, self._of(models[version])[start:end], atol=2e-3, rtol=1e-3)
+            for other in models.keys() - {version}:  # and of no other
+                is_like = torch.isclose(found, self._of(models[other])[start:end], atol=2e-3, rtol=1e-3)
+                assert is_like.float().mean() < 0.2 or end - start < 10
+        return [version for version, *_ in self.spans]
+
+    def _of(self, model: Any) -> Any:
+        with torch.inference_mode():
+            logits = model(torch.tensor([self.prompt_ids + self.ids])).logits[0, len(self.prompt_ids) - 1 : -1]
+        return torch.log_softmax(logits / TEMPERATURE, -1).gather(1, torch.tensor(self.ids)[:, None])[:, 0]
+
+
+async def replies(setup: Setup, path: str, **body: Any) -> list[Reply]:
+    """The choices of one request, by HTTP alone."""
+    asked = {"model": "served", "temperature": TEMPERATURE, "return_token_ids": True, **body}
+    async with aiohttp.ClientSession() as session, session.post(f"{setup.url}/v1/{path}", json=asked) as response:
+        whole = await response.json()
+    made = []
+    for choice in whole["choices"]:
+        made.append(Reply(whole.get("prompt_token_ids") or choice["prompt_token_ids"]))
+        made[-1].add(choice)
+    return made
+
+
+async def streamed(setup: Setup, path: str, **body: Any) -> list[Reply]:
+    """The same from a stream."""
+    asked = {"model": "served", "temperature": TEMPERATURE, "return_token_ids": True, "stream": True, **body}
+    made: dict[int, Reply] = {}
+    async with aiohttp.ClientSession() as session, session.post(f"{setup.url}/v1/{path}", json=asked) as response:
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line.removeprefix(b"data: "))
+            for choice in chunk["choices"]:
+                prompt = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
+                reply = made.setdefault(choice["index"], Reply(prompt))
+                if choice.get("token_ids"):
+                    reply.add(choice)
+    return list(made.values())
+
+
+async def metric(setup: Setup, name: str, **labels: str) -> float:
+    said = str(await VLLMServer(setup.url).ask("GET", "/metrics"))
+    lines = re.findall(rf"(?m)^vllm:{name}(\{{.*\}}) (\S+)$", said)
+    return sum(float(value) for given, value in lines if all(f'{key}="{one}"' in given for key, one in labels.items()))
+
+
+def test_a_reply_says_token_by_token_which_weights_made_it_also_where_they_changed_in_its_midst(setup: Setup) -> None:
+    model, other = llama(setup.tokenizer, seed=5), llama(setup.tokenizer, seed=6)
+    models = {"3": copy.deepcopy(model), "4": other}
+    samplers = vf.Samplers(setup.url)
+    samplers.start(model, setup.tokenizer, 3)
+
+    def update() -> None:
+        with samplers.lock, torch.no_grad():
+            model.load_state_dict(other.state_dict())
+        samplers.send(4)
+
+    async def across_an_update() -> list[list[Reply]]:
+        chat, plain = {"messages": CHAT, "logprobs": True, **LONG}, {"logprobs": 0, **LONG}
+        asked = [
+            asyncio.create_task(streamed(setup, "chat/completions", **chat)),
+            asyncio.create_task(replies(setup, "chat/completions", **chat, n=2)),
+            asyncio.create_task(replies(setup, "completions", prompt=["hello", "hello world"], **plain)),
+        ]
+        while await metric(setup, "num_requests_running") < 5:
+            await asyncio.sleep(0.1)
+        while not await metric(
+            setup, "num_requests_waiting"
+        ):  # one is put aside, to be computed anew: no block is left
+            await asyncio.sleep(0.1)
+        await VLLMServer(setup.url).ask("POST", "/pause?mode=keep")  # the update does so, too, but not as soon
+        await asyncio.to_thread(update)
+        return await asyncio.gather(*asked)
+
+    made = asyncio.run(across_an_update())
+    samplers.close()
+    assert [len(choices) for choices in made] == [1, 2, 2]
+    assert [reply.check(models) for choices in made for reply in choices] == [["3", "4"]] * 5
+
+
+def test_streams_of_several_choices_and_calls_of_tools_say_which_weights_made_them(setup: Setup) -> None:
+    async def story() -> None:
+        await VLLMServer(setup.url).ask("POST", "/update_weight_version", {"new_version": "8"})
+        few: dict[str, Any] = {"max_tokens": 5, "ignore_eos": True}
+        chat, plain = {"messages": CHAT, "logprobs": True, **few}, {"prompt": ["a", "b"], "logprobs": 0, **few}
+        found = await streamed(setup, "chat/completions", **chat, n=3)
+        found += await streamed(setup, "completions", **plain, n=2)
+        found += await replies(setup, "completions", **plain, n=2)
+        assert [reply.spans for reply in found] == [[("8", 0, 5)]] * 11
+        tools = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}
+        called = await setup.ask(max_tokens=200, extra_body=tools)
+        assert [call["function"]["name"] for call in called.message["tool_calls"]] == ["add"]
+        assert called.tokens is not None
+        assert called.tokens.weight_versions == (("8", 0, len(called.tokens.completion_ids)),)
+
+    asyncio.run(story())
+
+
+def test_a_client_that_goes_away_ends_its_request_as_before(setup: Setup) -> None:
+    async def story() -> None:
+        ended = await metric(setup, "request_success_total", finished_reason="length")
+        for ask in (replies, streamed):
+            asked = asyncio.create_task(ask(setup, "chat/completions", messages=CHAT, logprobs=True, **LONG))
+            while not await metric(setup, "num_requests_running"):
+                await asyncio.sleep(0.05)
+            asked.cancel()
+            await asyncio.wait([asked])
+            while await metric(setup, "num_requests_running"):
+                await asyncio.sleep(0.05)
+        assert await metric(setup, "request_success_total", finished_reason="length") == ended  # they were cut short
+
+    asyncio.run(story())
+
+
+def test_turns_before_and_after_an_update_and_after_a_restart_are_of_the_weights_that_they_say(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llama(setup.tokenizer, seed=5)
+    samplers = vf.Samplers(setup.url, patience_s=120)
+    samplers.start(model, setup.tokenizer, 6)
+    args = exact_tokens({"temperature": TEMPERATURE, **LONG, "max_tokens": 16})
+    request = Request(model="", prompt=CHAT, sampling=args)
+
+    def turn() -> str:
+        completion = asyncio.run(samplers.complete(request))
+        assert_sampled_from(model, completion)
+        assert completion.tokens is not None
+        ((version, start, end),) = completion.tokens.weight_versions
+        assert (start, end) == (0, 16)
+        return version
+
+    try:
+        assert turn() == "6"
+        with samplers.lock, torch.no_grad():
+            model.load_state_dict(llama(setup.tokenizer, seed=6).state_dict())
+        samplers.send(7)
+        assert turn() == "7"
+        assert not caplog.messages  # such as that it does not say which weights made a token
+        # What a vLLM that was started anew says of its weights, which nobody here has sent it.
+        asyncio.run(VLLMServer(setup.url).ask("POST", "/update_weight_version", {"new_version": "default"}))
+        assert turn() == "7"
+        assert "is passed over: it answered from weights that it calls 'default'" in caplog.text
+    finally:
+        samplers.close()
+
+
 def test_a_trainer_sends_its_weights_from_memory_and_learns_from_what_vllm_samples(
     setup: Setup, tmp_path: Path
 ) -> None:
-    import verifiers as vf
-    from tests.trainers import making
-
     model = llama(setup.tokenizer, seed=5)
-    samplers = vf.Samplers(setup.url)
-    samplers.start(model, setup.tokenizer, 0)
-
-    async def across_an_update() -> Completion:
-        in_flight = asyncio.create_task(setup.ask(max_tokens=150, ignore_eos=True))
-        await asyncio.sleep(0.2)
-        await asyncio.to_thread(samplers.send, 1)
-        return await in_flight
-
-    found = asyncio.run(across_an_update())
-    assert found.tokens is not None
-    assert len(found.tokens.completion_ids) == 150  # it went on
-    assert_sampled_from(model, asyncio.run(setup.ask()))
-    assert asyncio.run(VLLMServer(setup.url).ask("GET", "/weight_info")) == {"weight_version": "1"}
-    samplers.close()
-
     in_turn = making.trainer(tmp_path / "in-turn", model=model, client=vf.Samplers(setup.url), max_steps=3).train()
     assert [step["ratio_mean"] for step in in_turn.steps] == pytest.approx([1.0] * 3, abs=1e-3)
+    assert [step["staleness_max"] for step in in_turn.steps] == [0, 0, 0]
     ahead: dict[str, Any] = {"num_batches_ahead": 1, "max_staleness": 2, "max_steps": 4}
-    report = making.trainer(tmp_path / "ahead", model=model, client=vf.Samplers(setup.url), **ahead).train()
+    trainer = making.trainer(tmp_path / "ahead", model=model, client=vf.Samplers(setup.url), **ahead)
+    learned: list[Any] = []
+    step = trainer.train_step
+
+    def noting(batch: Any) -> Any:
+        learned.extend((trainer.step, state) for state in batch.states)
+        return step(batch)
+
+    trainer.train_step = noting
+    report = trainer.train()
     assert 1 <= max(step["staleness_max"] for step in report.steps) <= 2
+    for updates, state in learned:
+        for turn in state["trajectory"]:
+            spans = turn["tokens"]["weight_versions"]
+            assert sum(span.end - span.start for span in spans) == len(turn["tokens"]["completion_ids"])
+            assert all(0 <= updates - int(span.version) <= 2 for span in spans)
+    assert asyncio.run(VLLMServer(setup.url).ask("GET", "/weight_info")) == {"weight_version": "4"}
+
+    # By a folder, which vLLM reads after each step: what it samples from it has the version, too.
+    client, server = HTTPClient(f"{setup.url}/v1"), VLLMServer(setup.url, timeout_s=300)
+    read = making.trainer(
+        tmp_path / "read",
+        env=making.environment(model="served"),
+        model=model,
+        client=client,
+        max_steps=2,
+        extra={"weight_server": server},
+    ).train()
+    assert [step["staleness_max"] for step in read.steps] == [0, 0]

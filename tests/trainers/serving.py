@@ -86,12 +86,22 @@ def until(found: Any, process: subprocess.Popen[str] | None = None, limit_s: flo
 
 
 class Vllm(ServerThread):
-    """The endpoints of vLLM 0.32 that a trainer asks, with what it takes as their bodies, over a model of ours."""
+    """The endpoints of vLLM 0.32 that a trainer asks, with what it takes as their bodies, over a model of ours.
+
+    Started by `vf-vllm` it says which weights made each token, as the real one does: their name is "default" until they
+    are given one. ``says_versions=False`` is a plain `vllm serve`; ``lies`` is said instead of the truth.
+    """
 
     INIT = {"master_address", "master_port", "rank_offset", "world_size", "packed", "nccl_unique_id_b64"}
 
     def __init__(
-        self, *, version: Any = "0.32.0", config: Any = None, seed: int = 0, takes_weights: bool = True
+        self,
+        *,
+        version: Any = "0.32.0",
+        config: Any = None,
+        seed: int = 0,
+        takes_weights: bool = True,
+        says_versions: bool = True,
     ) -> None:
         super().__init__(host="127.0.0.1", port=0)
         self._version = {"version": version} if isinstance(version, str) else version
@@ -99,7 +109,11 @@ class Vllm(ServerThread):
         self._takes = takes_weights
         tokenizer = tiny.tokenizer()
         self._local = vf.LocalModel(tiny.model(tokenizer, seed=seed), tokenizer, name="served", rows=16)
+        self.engine = self._local.engine
+        self.engine.name_weights("default")
         self._channel: Any = None
+        self._says_versions = says_versions
+        self.lies: Any = None
         self.is_broken = self.hangs = False
         self.asked: list[str] = []
         self.versions: list[str] = []
@@ -125,8 +139,11 @@ class Vllm(ServerThread):
         app.router.add_get("/health", self._health)
         for path, found in gets.items():
             app.router.add_get(path, self._answer(found))
-        for path in ("/pause", "/resume", "/start_weight_update", "/reset_prefix_cache"):
+        app.router.add_get("/weight_info", self._weight_info)
+        for path in ("/start_weight_update", "/reset_prefix_cache"):
             app.router.add_post(path, self._answer({}))
+        app.router.add_post("/pause", self._pause)
+        app.router.add_post("/resume", self._resume)
         app.router.add_post("/init_weight_transfer_engine", self._init)
         app.router.add_post("/update_weights", self._update)
         app.router.add_post("/finish_weight_update", self._finish)
@@ -150,6 +167,17 @@ class Vllm(ServerThread):
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({}, status=503 if self.hangs else 200)
 
+    async def _weight_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.engine.runner.weight_version})
+
+    async def _pause(self, http: web.Request) -> web.Response:
+        await asyncio.to_thread(self.engine.pause, http.query["mode"])
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, _: web.Request) -> web.Response:
+        self.engine.resume()
+        return web.json_response({"status": "resumed"})
+
     async def _init(self, http: web.Request) -> web.Response:
         body = await http.json()
         info = body.pop("init_info")
@@ -166,9 +194,8 @@ class Vllm(ServerThread):
         return web.json_response({"message": "Weights updated"})
 
     def _receive(self, info: Any) -> None:
-        engine = self._local.engine
-        own = dict(engine.model.named_parameters())
-        with engine.lock, torch.no_grad():
+        own = dict(self.engine.model.named_parameters())
+        with self.engine.lock, torch.no_grad():
             for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype))
                 self._channel.broadcast(tensor)
@@ -177,6 +204,7 @@ class Vllm(ServerThread):
 
     async def _finish(self, http: web.Request) -> web.Response:
         self.versions.append((await http.json())["weight_version"])
+        await asyncio.to_thread(self.engine.name_weights, self.versions[-1])
         return web.json_response({"message": "Weight update finished"})
 
     async def _chat(self, http: web.Request) -> web.Response:
@@ -187,8 +215,12 @@ class Vllm(ServerThread):
         body = await http.json()
         messages = body.pop("messages")
         body.pop("model")
+        if self.lies is not None:
+            body["ignore_eos"] = True  # as many tokens as are lied about
         reply = (await self._local.complete(Request(model="", prompt=messages, sampling=body))).raw
         for choice in reply["choices"]:
-            choice.pop("weight_versions")
+            said = choice.pop("weight_versions")
+            if self._says_versions:
+                choice["weight_versions"] = said if self.lies is None else self.lies
         reply.pop("sampling")
         return web.json_response(reply)

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def test_vllms_endpoints_are_asked_in_vllms_order_with_vllms_bodies(tmp_path):
     with Vllm(seed=9) as server:
         report = making.trainer(tmp_path, client=vf.Samplers(server.url), max_steps=2).train()
     assert ratios(report) == pytest.approx([1.0] * 2, abs=1e-4)
-    assert [line["staleness_max"] for line in report.steps] == [0, 0]  # it does not say: when it was asked counts
+    assert [line["staleness_max"] for line in report.steps] == [0, 0]
     one_update = [
         "/pause?mode=keep",
         "/start_weight_update",
@@ -73,6 +74,65 @@ def test_vllms_endpoints_are_asked_in_vllms_order_with_vllms_bodies(tmp_path):
     ]
     assert server.asked == ["/init_weight_transfer_engine", *one_update * 3]
     assert server.versions == ["0", "1", "2"]
+
+
+def test_a_vllm_says_of_each_token_which_weights_made_it_also_where_they_change_in_its_midst():
+    """Of the versions that a reply can be from it says the true ones, which are not the oldest."""
+    tokenizer = tiny.tokenizer()
+    asked = replace(ASKED, sampling={**ASKED.sampling, "max_tokens": 300, "ignore_eos": True})
+    with Vllm() as server:
+        samplers = vf.Samplers(server.url)
+        model = tiny.model(tokenizer)
+        samplers.start(model, tokenizer, 4)
+
+        async def across(version: int) -> Any:
+            before = server.engine.tokens
+            reply = asyncio.create_task(samplers.complete(asked))
+            while server.engine.tokens < before + 20:
+                await asyncio.sleep(0)
+            with samplers.lock, torch.no_grad():
+                next(model.parameters()).mul_(1.01)
+            await asyncio.to_thread(samplers.send, version)
+            return (await reply).tokens
+
+        for version in range(5, 25):  # on a busy machine the reply may have ended before the update
+            spans = asyncio.run(across(version)).weight_versions
+            assert [spans[0].start, *(span.end for span in spans)] == [0, *(span.start for span in spans[1:]), 300]
+            if len(spans) == 2:
+                break
+        assert [span.version for span in spans] == [str(version - 1), str(version)]
+        samplers.close()
+
+
+def test_a_plain_vllm_does_not_say_and_a_reply_counts_as_of_the_weights_when_it_was_asked_for(tmp_path, caplog):
+    with Vllm(says_versions=False) as server:
+        ahead = {"num_batches_ahead": 1, "max_staleness": 2, "max_steps": 4, "batch_size": 8}
+        report = making.trainer(tmp_path, client=vf.Samplers(server.url), **ahead).train()
+    assert 1 <= max(line["staleness_max"] for line in report.steps) <= 2
+    assert [line["across_updates"] for line in report.steps] == [0.0] * 4
+    assert caplog.text.count("does not say which weights made a token") == 1
+
+
+def test_versions_are_kept_with_the_trajectory_and_no_token_is_older_than_the_bound(tmp_path):
+    learned: list[Any] = []
+    with Vllm(seed=9) as server:
+        ahead = {"num_batches_ahead": 1, "max_staleness": 2, "max_steps": 5, "batch_size": 8}
+        made = making.trainer(tmp_path, client=vf.Samplers(server.url), **ahead)
+        step = made.train_step
+
+        def noting(batch: Any) -> Any:
+            learned.extend((made.step, state["trajectory"]) for state in batch.states)
+            return step(batch)
+
+        made.train_step = noting
+        report = made.train()
+    assert len(learned) == 40
+    for updates, turns in learned:
+        for tokens in (turn["tokens"] for turn in turns):
+            spans = tokens["weight_versions"]
+            assert sum(span.end - span.start for span in spans) == len(tokens["completion_ids"])
+            assert all(0 <= updates - int(span.version) <= 2 for span in spans)
+    assert 1 <= max(line["staleness_max"] for line in report.steps) <= 2
 
 
 def test_adapters_are_trained_with_a_sampler_elsewhere(tmp_path):
@@ -128,6 +188,39 @@ def test_a_sampler_that_keeps_its_own_weights_is_refused(tmp_path):
     """It says that it has taken them; its logprobs say otherwise."""
     with Vllm(seed=9, takes_weights=False) as server:
         assert "samples from other weights than it was sent" in refused(tmp_path, server.url)
+
+
+def spans(*named: tuple[Any, Any, Any]) -> list[dict[str, Any]]:
+    return [dict(zip(("version", "start", "end"), one, strict=True)) for one in named]
+
+
+OTHERS = [spans((name, 0, 8)) for name in ("1", "-1", "0.0", "default", "", "00000000000000000000", "9" * 5000)]
+NO_SPANS: list[Any] = [
+    spans(("0", 0, 7)),
+    spans(("0", 0, 9)),
+    spans(("0", 0, 5), ("0", 6, 8)),  # a gap
+    spans(("0", 0, 6), ("0", 4, 6)),  # as many as there are tokens, some of them twice
+    spans(("0", 0, 9), ("0", 9, 8)),
+    spans(("0", 1, 9)),
+    spans(("0", 0, 8), ("0", 8, 8)),
+    spans(("0", 0, 8.0)),
+    spans(("0", False, 8)),
+    spans((0, 0, 8)),
+    [{"version": "0"}],
+    ["0"],
+    "0",
+    {"0": 8},
+]
+
+
+@pytest.mark.parametrize("lies", [*OTHERS, *NO_SPANS])
+def test_a_sampler_that_says_what_cannot_be_of_its_weights_is_refused(tmp_path, lies):
+    with Vllm() as server:
+        server.lies = lies
+        said = refused(tmp_path, server.url)
+    assert ("it answered from weights that it calls" in said) is (lies in OTHERS)
+    assert ("do not say what made each of its 8 tokens" in said) is (lies in NO_SPANS)
+    assert len(said) < 1000
 
 
 @pytest.mark.parametrize(
@@ -245,6 +338,73 @@ def test_a_server_that_two_trainings_send_weights_to_is_given_up_by_one_of_them_
             second.close()
 
 
+def test_what_comes_back_in_the_place_of_a_server_is_checked_as_it_was(monkeypatch):
+    from verifiers.trainers.distributed import samplers as module
+
+    monkeypatch.setattr(module, "LOOK_S", 0.05)
+    tokenizer = tiny.tokenizer()
+    with served() as first:
+        samplers = vf.Samplers(first.url, patience_s=3)
+        samplers.start(tiny.model(tokenizer), tokenizer, 1)
+        port = int(first.url.removesuffix("/v1").rsplit(":", 1)[1])
+        first.stop()
+    until(lambda: not any(one.is_up for one in samplers._samplers.values()))
+    other = tiny.tokenizer(tiny.CHATML.replace("<|im_start|>", "<|im_end|>"))
+    with served(other, port=port), pytest.raises(EndpointDownError, match="it has another tokenizer or chat template"):
+        asyncio.run(samplers.complete(ASKED))
+    samplers.patience_s = 60
+    with served(seed=9, port=port):  # it gets the newest weights, and answers
+        spans = asyncio.run(samplers.complete(ASKED)).tokens.weight_versions
+        assert [tuple(span) for span in spans] == [("1", 0, 4)]
+        samplers.send(2)
+        assert asyncio.run(samplers.complete(ASKED)).tokens.weight_versions[0].version == "2"
+    samplers.close()
+
+
+@pytest.mark.parametrize("name", ["default", "3", "6", "-5"])
+def test_a_server_that_has_other_weights_all_of_a_sudden_gets_the_newest_before_anything_is_learned(name, caplog):
+    """It was started anew, say, and nobody has noticed: what it answers is asked once more."""
+    tokenizer = tiny.tokenizer()
+    with Vllm() as server:
+        samplers = vf.Samplers(server.url, patience_s=60)
+        samplers.start(tiny.model(tokenizer), tokenizer, 4)
+        samplers.send(5)
+        server.engine.name_weights(name)
+        if not name.isdecimal():
+            reply = asyncio.run(samplers.complete(ASKED))
+            assert [tuple(span) for span in reply.tokens.weight_versions] == [("5", 0, 4)]
+            assert server.versions == ["4", "5", "5"]
+        else:
+            samplers.patience_s = 3
+            with pytest.raises(EndpointDownError, match=f"another trainer sends it weights .it has version {name}"):
+                asyncio.run(samplers.complete(ASKED))
+        samplers.close()
+    assert (
+        f"is passed over: it answered from weights that it calls '{name}', and can have those of version 5"
+        in caplog.text
+    )
+
+
+def test_what_a_server_says_wrong_of_its_weights_is_asked_of_another_and_one_that_goes_on_is_given_up():
+    tokenizer = tiny.tokenizer()
+    with served() as good, Vllm() as bad:
+        both, alone = vf.Samplers(bad.url, good.url, patience_s=60), vf.Samplers(bad.url, patience_s=3)
+        both.start(tiny.model(tokenizer), tokenizer, 2)
+        bad.lies = spans(("1", 0, 4))
+
+        async def many() -> list[Any]:
+            return await asyncio.gather(*(both.complete(ASKED) for _ in range(6)))
+
+        assert {reply.tokens.weight_versions for reply in asyncio.run(many())} == {(("2", 0, 4),)}
+        both.close()
+        bad.lies = None
+        alone.start(tiny.model(tokenizer), tokenizer, 2)
+        bad.lies = spans(("1", 0, 4))
+        with pytest.raises(EndpointDownError, match=r"no sampler is there .*do not say what made each of its 8 tokens"):
+            asyncio.run(alone.complete(ASKED))
+        alone.close()
+
+
 @pytest.mark.parametrize("how", ["is_broken", "hangs"])
 def test_what_a_server_fails_at_or_never_answers_is_asked_of_another(monkeypatch, how):
     from verifiers.trainers.distributed import samplers as module
@@ -265,7 +425,7 @@ def test_what_a_server_fails_at_or_never_answers_is_asked_of_another(monkeypatch
 
 def test_without_any_server_requests_wait_and_then_say_so():
     samplers = vf.Samplers("http://127.0.0.1:9/v1", patience_s=0.2)
-    with pytest.raises(EndpointDownError, match="no sampler is there"):
+    with pytest.raises(EndpointDownError, match=r"no sampler is there"):
         asyncio.run(samplers.complete(ASKED))
 
 
@@ -359,6 +519,7 @@ def test_a_sampler_that_is_killed_is_done_without_and_one_that_joins_takes_part(
         training.after(4)
         with Server(model, port) as third:  # in its place: it gets the newest weights, then requests
             assert third.url
+            second.kill()
             training.end()
     training.check_counted_once()
 

@@ -227,12 +227,21 @@ def read_tokens(response: Any, choice: Any) -> Tokens | None:
 
 
 def _version_spans(spans: Any, tokens: int) -> tuple[VersionSpan, ...]:
-    """Which weights each token is from, as our engine says it, and vLLM where it gives token ids."""
-    found = [[field(one, name) for name in VersionSpan._fields] for one in spans] if isinstance(spans, list) else []
-    if not all(isinstance(one[0], str) and type(one[1]) is type(one[2]) is int for one in found):
+    """Which weights each token is from, as our engine says it, and vLLM where `vf-vllm` started it."""
+    if spans is None or spans == []:
         return ()
-    whole = sum(end - start for _, start, end in found) == tokens
-    return tuple(VersionSpan(*one) for one in found) if whole else ()
+    found = [[field(one, name) for name in VersionSpan._fields] for one in spans] if isinstance(spans, list) else []
+    end = 0
+    for version, start, after in found:
+        if not isinstance(version, str) or (type(start), type(after)) != (int, int) or not start == end < after:
+            break
+        end = after
+    else:
+        if end == tokens:
+            return tuple(VersionSpan(*one) for one in found)
+    raise BadReplyError(
+        f"weight_versions of the reply do not say what made each of its {tokens} tokens: {spans!r:.200}"
+    )
 
 
 def _read_nemo_tokens(message: Any) -> Tokens | None:

@@ -13,7 +13,7 @@ from aiohttp import web
 from verifiers.chat.tool_calls import ToolCall
 from verifiers.clients.openai_objects import fields_of
 from verifiers.clients.protocol import Completion, Request
-from verifiers.types import MessageType, unique_id
+from verifiers.types import MessageType, VersionSpan, unique_id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +28,7 @@ class Piece:
     calls: list[ToolCall] = field(default_factory=list)
     finish_reason: str | None = None
     stop: str | None = None
+    weight_versions: Sequence[VersionSpan] = ()  # of the whole choice, with its last piece
 
 
 class Reply(Protocol):
@@ -133,7 +134,8 @@ class WholeReply:
 
     def extras(self, piece: Piece, *, is_first: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         choice = self._raw["choices"][piece.index]
-        kept = {name: choice[name] for name in ("logprobs", "token_ids") if choice.get(name) is not None}
+        names = ("logprobs", "token_ids", "weight_versions")
+        kept = {name: choice[name] for name in names if choice.get(name) is not None}
         whole = {"prompt_token_ids": self._raw["prompt_token_ids"]} if "prompt_token_ids" in self._raw else {}
         return kept, whole
 

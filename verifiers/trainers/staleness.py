@@ -1,11 +1,39 @@
-"""Rollouts and the weights that their tokens were sampled from → how old they are when they are learned from."""
+"""The weights that made each token, as its server says it → how old tokens are when they are learned from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from verifiers.clients.protocol import Completion
+from verifiers.errors import BadReplyError
 from verifiers.trainers.batch import Batch
+from verifiers.types import VersionSpan
+
+
+class OtherWeightsError(BadReplyError):
+    """A reply from weights that its server was not sent from here."""
+
+
+def with_versions(completion: Completion, oldest: int, newest: int | None) -> Completion:
+    """A reply with the versions of its weights: what its server says, if that can be; else the oldest they can be."""
+    tokens = completion.tokens
+    if tokens is None:
+        return completion
+    if not tokens.weight_versions:
+        span = VersionSpan(str(oldest), 0, len(tokens.completion_ids))
+        return replace(completion, tokens=replace(tokens, weight_versions=(span,)))
+    least = oldest
+    for span in tokens.weight_versions:
+        if span.updates is None or span.updates < least or (newest is not None and span.updates > newest):
+            raise OtherWeightsError(
+                f"it answered from weights that it calls {span.version!r:.50}, and can have those of version {oldest}"
+                + (" or later" if newest is None else f" to {newest}" if newest > oldest else "")
+                + " only: it was started anew, or another trainer sends it weights"
+            )
+        least = span.updates
+    return completion
 
 
 def versions_of(state: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -16,11 +44,11 @@ def versions_of(state: Mapping[str, Any]) -> list[tuple[int, int]]:
     [(2, 4), (1, 5)]
     """
     spans = [
-        span
+        VersionSpan(str(version), start, end)
         for step in state.get("trajectory") or ()
-        for span in ((step.get("tokens") or {}).get("weight_versions") or ())
+        for version, start, end in ((step.get("tokens") or {}).get("weight_versions") or ())
     ]
-    return [(end - start, int(version)) for version, start, end in spans if str(version).isdecimal()]
+    return [(span.end - span.start, span.updates) for span in spans if span.updates is not None]
 
 
 def staleness_figures(batch: Batch, updates: int) -> dict[str, Any]:

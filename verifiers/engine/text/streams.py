@@ -59,7 +59,14 @@ class _PartialChoice:
         self._ids = generated.ids[self._sent :]
         self._logprobs = generated.logprobs[self._sent :]
         shown = 0 if choice.calls else len(self._held)
-        return self._piece(index, shown, calls=choice.calls, finish_reason=choice.finish_reason, stop=choice.stop)
+        return self._piece(
+            index,
+            shown,
+            calls=choice.calls,
+            finish_reason=choice.finish_reason,
+            stop=choice.stop,
+            weight_versions=generated.weight_versions,
+        )
 
 
 class ReplyStream:
@@ -130,6 +137,8 @@ class ReplyStream:
             of_choice["token_ids"] = piece.ids
             if is_first:
                 of_prompt["prompt_token_ids"] = prompt.ids
+        if piece.weight_versions:
+            of_choice["weight_versions"] = [span._asdict() for span in piece.weight_versions]
         return of_choice, of_prompt
 
     @property

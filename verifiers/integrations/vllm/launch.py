@@ -21,6 +21,7 @@ MODULE = "vllm.entrypoints.openai.api_server"
 HELP_TIMEOUT_S = 300.0
 INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
 WORKER, WORKER_FOLDER = "verifiers_gloo.Worker", Path(__file__).parent / "worker"
+SERVER = WORKER_FOLDER / "verifiers_vllm.py"  # runs MODULE, whose replies then say which weights made each token
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 USAGE = """\
 Usage: vf-vllm --model MODEL [--python PATH] [FLAGS OF VLLM]
@@ -70,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         python, flags = take_python(flags)
         known = ask_options(python)
         check_port(flags)
-        may_have_card = "--weight-transfer-config" not in (known or ()) or has_card(python)
-        flags, notices = prepare(flags, known, has_card=may_have_card)
+        takes_weights = "--weight-transfer-config" in (known or ())  # and then its engine knows their versions, too
+        flags, notices = prepare(flags, known, has_card=not takes_weights or has_card(python))
     except LaunchError as error:
         click.echo(f"vf-vllm: {error}", err=True)
         sys.exit(2)
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if warning := exposure(flags, env):
         click.echo(f"vf-vllm: {warning}", err=True)
     sys.stderr.flush()
-    os.execve(python, [python, "-m", MODULE, *flags], env)
+    os.execve(python, [python, *([str(SERVER)] if takes_weights else ["-m", MODULE]), *flags], env)
 
 
 def take_python(flags: Sequence[str]) -> tuple[str, list[str]]:

@@ -25,8 +25,10 @@ class VLLMServer(ServerControl):
 
     # --- weights and adapters -------------------------------------------------------------------------------------
 
-    async def reload_weights(self, path: str | Path, *, check: bool = True) -> None:
+    async def reload_weights(self, path: str | Path, *, check: bool = True, version: int | str | None = None) -> None:
         """Load the weights in a folder (as `save_pretrained` writes it) in place of the present ones.
+
+        ``version`` is what completions will call them (`Tokens.weight_versions`).
 
         Requests in flight end with the old weights, later ones wait for the new. The server reads the folder itself;
         one that it cannot read ends its engine for good, so it is looked at from here first, unless ``check`` is False
@@ -35,7 +37,16 @@ class VLLMServer(ServerControl):
         body = {"method": "reload_weights", "kwargs": {"weights_path": _weights(path, check=check)}}
         async with self.paused():
             await self.ask("POST", "/collective_rpc", body)
+            if version is not None:
+                await self.name_weights(version)
             await self.reset_prefix_cache()
+
+    async def name_weights(self, version: int | str) -> None:
+        """Say what completions call the present weights; a vLLM older than 0.32 calls them nothing."""
+        path = "/update_weight_version"
+        status, text = await self.send("POST", path, {"new_version": str(version)}, self.timeout_s)
+        if status != 404:
+            self.check("POST", path, status, text)
 
     async def load_lora(self, name: str, path: str | Path) -> None:
         """Load an adapter (a folder of `peft`), to be asked for as the model ``name``; one of that name is replaced."""

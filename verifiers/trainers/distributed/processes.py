@@ -160,7 +160,7 @@ def _started() -> int:
     """How many processes were started together, by the variables of torchrun, Accelerate or MPI."""
     for rank, size in _RANKS.items():
         if rank in os.environ:
-            return int(os.environ.get(size) or 1)
+            return _whole(size, 1)
     if "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true"):
         raise ValueError(
             "accelerate launch --cpu was asked for several processes and started one; start them with "
@@ -169,7 +169,25 @@ def _started() -> int:
     return 1
 
 
+def _whole(variable: str, otherwise: int) -> int:
+    """A variable that a launcher sets to a whole number."""
+    said = os.environ.get(variable) or str(otherwise)
+    try:
+        return int(said)
+    except ValueError:
+        raise ValueError(
+            f"{variable}={said:.50} in the environment is not a whole number: let a launcher set it (torchrun, "
+            "accelerate launch, vf train --launch), or unset it for one process alone"
+        ) from None
+
+
 def _check_settings() -> None:
+    for variable in (*_RANKS, *_RANKS.values(), "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        _whole(variable, 0)  # Accelerate and PyTorch read them, too
+    if _rank() not in range(started := _started()):
+        raise ValueError(f"this is process {_rank()} of {started} (RANK, WORLD_SIZE): they count from 0")
+    if started > 1:  # else Kubernetes may have set it, for a service of the name "master"
+        _whole("MASTER_PORT", 0)
     mixed_precision()
     for variable, name in _REFUSED.items():
         if _is_on(variable):
@@ -230,7 +248,7 @@ def _config_file() -> Path | None:
 
 
 def _rank() -> int:
-    return next((int(os.environ[rank]) for rank in _RANKS if rank in os.environ), 0)
+    return next((_whole(rank, 0) for rank in _RANKS if rank in os.environ), 0)
 
 
 def gathered(processes: Any, value: T) -> list[T]:

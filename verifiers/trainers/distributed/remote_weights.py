@@ -37,18 +37,17 @@ class FolderWeights:
         """A server that was started with the model has its weights, unless the training goes on from later ones."""
         if version:
             self.send(processes, version)
+        elif processes.is_main_process and hasattr(self._server, "name_weights"):
+            _run(self._server.name_weights(version))
 
     def send(self, processes: Any, version: int) -> None:
         """Hand the weights over, by the first process; the others wait."""
         with together(processes):
             if processes.is_main_process:
-                self._hand_over()
-
-    def _hand_over(self) -> None:
-        save_model(self._model, self._tokenizer, self._folder)
-        sent = self._server.reload_weights(self._folder)
-        if inspect.isawaitable(sent):
-            calls.run(lambda: _awaited(sent))
+                save_model(self._model, self._tokenizer, self._folder)
+                load = self._server.reload_weights
+                named = {"version": version} if "version" in inspect.signature(load).parameters else {}
+                _run(load(self._folder, **named))
 
     def close(self) -> None:
         """Nothing is held between two steps."""
@@ -79,8 +78,14 @@ class TransferredWeights:
         self._samplers.close()
 
 
-async def _awaited(value: Any) -> Any:
-    return await value
+def _run(sent: Any) -> None:
+    """Wait for what a server was asked, if its method is async."""
+
+    async def awaited() -> None:
+        await sent
+
+    if inspect.isawaitable(sent):
+        calls.run(awaited)
 
 
 def remote_weights(client: Any, server: Any, model: Any, tokenizer: Any) -> RemoteWeights | None:

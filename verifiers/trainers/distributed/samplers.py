@@ -21,6 +21,7 @@ from verifiers.clients.http import HTTPClient
 from verifiers.clients.protocol import Completion, Request, Tokens
 from verifiers.engine.fair_lock import FairLock
 from verifiers.errors import (
+    BadReplyError,
     ConnectionFailedError,
     EndpointDownError,
     Error,
@@ -28,8 +29,8 @@ from verifiers.errors import (
     RequestRefusedError,
     ServerError,
 )
-from verifiers.trainers.distributed.weight_sender import WeightChannel, parameters_of, send
-from verifiers.types import VersionSpan
+from verifiers.trainers.distributed.weight_sender import QUICK_S, WeightChannel, parameters_of, send
+from verifiers.trainers.staleness import OtherWeightsError, with_versions
 
 logger = logging.getLogger("verifiers.trainers")
 
@@ -48,7 +49,6 @@ class _Sampler:
     in_flight: int = 0
     is_up: bool = False
     misses: int = 0
-    is_known: bool = False  # it has been seen to be this model with this tokenizer
     reason: str = ""
 
 
@@ -80,6 +80,7 @@ class Samplers:
             self._add(url)
         self.lock = FairLock()  # held while the weights are changed, and while they are read to be sent
         self.version = 0
+        self._newest = 0  # of the versions that servers may have: the one that is being sent, or was last
         self._guard = threading.Lock()  # held while a server joins, or all get weights
         self._model: Any = None
         self._tokenizer: Any = None
@@ -107,13 +108,18 @@ class Samplers:
         while True:
             sampler = await self._least_busy(end, failed)
             version = self.version
+            if not sampler.is_up:  # it failed to get this version
+                continue
             sampler.in_flight += 1
             try:
-                completion = await self._ask(sampler, replace(request, model=sampler.channel.model))
+                completion = await self._ask(sampler, replace(request, model=sampler.channel.model), version)
             except (ConnectionFailedError, EndpointDownError) as error:
                 self._lose(sampler, str(error))
                 continue
-            except ServerError:  # of this request perhaps: a server that has failed is not healthy, which is seen
+            except (ServerError, BadReplyError) as error:
+                if isinstance(error, OtherWeightsError):
+                    self._lose(sampler, str(error))
+                # Else it may be this request: a server that has failed as a whole is not healthy, which is seen.
                 failed.append(sampler)
                 if len(failed) > MOST_FAILURES:
                     raise
@@ -126,7 +132,7 @@ class Samplers:
             finally:
                 sampler.in_flight -= 1
             if completion is not None:
-                return _with_versions(completion, version)
+                return completion
 
     async def _least_busy(self, end: float, failed: Sequence[_Sampler]) -> _Sampler:
         while True:
@@ -139,13 +145,17 @@ class Samplers:
                 raise EndpointDownError(f"no sampler is there ({reasons})")
             await asyncio.sleep(LOOK_FOR_LOST_S / 5)
 
-    async def _ask(self, sampler: _Sampler, request: Request) -> Completion | None:
-        """The reply, or None once the server has been given up: one that hangs does not answer."""
+    async def _ask(self, sampler: _Sampler, request: Request, version: int) -> Completion | None:
+        """The reply, or None once the server has been given up: one that hangs does not answer.
+
+        ``version`` is the oldest that it can be from: that of the weights when it is asked for.
+        """
         asked = asyncio.ensure_future(sampler.client.complete(request))
         try:
             while not asked.done() and sampler.is_up:
                 await asyncio.wait((asked,), timeout=LOOK_FOR_LOST_S)
-            return asked.result() if asked.done() else None
+            newest = self._newest if self._is_sender else None  # another process may have sent more than is known here
+            return with_versions(asked.result(), version, newest) if asked.done() else None
         finally:
             asked.cancel()
 
@@ -172,7 +182,8 @@ class Samplers:
 
     def start(self, model: Any, tokenizer: Any, version: int, *, is_sender: bool = True) -> None:
         """Give every server the weights, and check that it is this model; then watch over them until `close`."""
-        self._model, self._tokenizer, self.version = model, tokenizer, version
+        self._model, self._tokenizer = model, tokenizer
+        self.version = self._newest = version
         self._is_sender = is_sender
         for sampler in self._listed():
             error = self._join(sampler)
@@ -198,12 +209,13 @@ class Samplers:
             there = [one for one in self._samplers.values() if one.is_up]
             channels = [one.channel for one in there]
             parameters = parameters_of(self._model)
+            self._newest = version
             with self.lock:
                 errors = calls.run(lambda: send(parameters, channels, version))
-            self.version = version  # from here on: what is asked before may be answered by the weights before
             for sampler, error in zip(there, errors, strict=True):
                 if error is not None:
                     self._lose(sampler, str(error))
+            self.version = version  # from here on: what is asked before may be answered by the weights before
 
     def _join(self, sampler: _Sampler) -> Error | None:
         """Give a server that is new, or back, the newest weights; only then is it asked anything."""
@@ -217,9 +229,8 @@ class Samplers:
                 with self.lock:
                     parameters = parameters_of(self._model)
                     (error,) = calls.run(lambda: send(parameters, [sampler.channel], self.version))
-                    if error is None and not sampler.is_known:
+                    if error is None:
                         calls.run(lambda: self._check(sampler))
-                        sampler.is_known = True
             except Error as found:
                 error = found
             if error is None:
@@ -227,16 +238,18 @@ class Samplers:
             return error
 
     async def _check(self, sampler: _Sampler) -> None:
-        """Refuse a server with another tokenizer, or one whose logprobs are not those of the weights it was sent."""
+        """Refuse a server with another tokenizer, or one whose tokens are not from the weights it was sent."""
         writer = ChatWriter(self._tokenizer)
         is_chat = bool(getattr(self._tokenizer, "chat_template", None))
         words = _words(self._tokenizer)
         prompt: Any = [{"role": "user", "content": words}] if is_chat else words
         kind: Any = "chat" if is_chat else "completion"
         asked = exact_tokens({"temperature": 1.0, "max_tokens": 8}, message_type=kind)
-        request = Request(model=sampler.channel.model, prompt=prompt, sampling=asked, message_type=kind)
-        tokens = (await sampler.client.complete(request)).tokens
-        if tokens is None:
+        request = Request(
+            model=sampler.channel.model, prompt=prompt, sampling=asked, message_type=kind, timeout_s=QUICK_S
+        )
+        completion = await sampler.client.complete(request)
+        if (tokens := completion.tokens) is None:
             raise RequestRefusedError("it gives no token ids and logprobs; nothing can be learned from its replies")
         ours = (writer.prompt(prompt) if is_chat else writer.text_prompt(prompt))[1]
         if tokens.prompt_ids != ours:
@@ -250,6 +263,12 @@ class Samplers:
                 f"it samples from other weights than it was sent: the logprobs of its tokens are {off:.2g} away from "
                 f"this model's, and {most:g} is the most that rounding explains"
             )
+        with_versions(completion, self.version, self.version)
+        if not tokens.weight_versions:
+            said = (
+                "%s does not say which weights made a token: a reply counts as being of the oldest that it can be from"
+            )
+            logger.warning(said, sampler.channel.where)
 
     def _distance(self, tokens: Tokens) -> float:
         device, start = next(self._model.parameters()).device, len(tokens.prompt_ids) - 1
@@ -322,12 +341,3 @@ def _words(tokenizer: Any) -> str:
     if tokenizer.decode(tokenizer.encode(WORDS, add_special_tokens=False)) == WORDS:
         return WORDS
     return str(tokenizer.decode(range(min(len(tokenizer), 64)), skip_special_tokens=True))[:16] or "a"
-
-
-def _with_versions(completion: Completion, version: int) -> Completion:
-    """A reply of a server that does not say what weights it is from: at the oldest those of when it was asked."""
-    tokens = completion.tokens
-    if tokens is None or tokens.weight_versions:
-        return completion
-    span = VersionSpan(str(version), 0, len(tokens.completion_ids))
-    return replace(completion, tokens=replace(tokens, weight_versions=(span,)))

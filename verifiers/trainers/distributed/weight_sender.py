@@ -94,7 +94,9 @@ class WeightChannel:
     async def open(self) -> None:
         """Look at what the server is, and join a group with its processes; RequestRefusedError if that cannot be."""
         backend = await self.check()
-        await self._check_owner(*self._named, "0")  # "0": it was started anew
+        if self._named:
+            self._named = (*self._named[:2], "0")  # it was started anew
+        await self._check_owner(*self._named)
         await self.find_model()
         world_size = 1 + await self.told("/get_world_size", "world_size")
         self.close()
