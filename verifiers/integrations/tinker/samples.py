@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from verifiers.engine.text.detokenizer import StopWatch
 from verifiers.errors import RequestRefusedError
 from verifiers.integrations.tinker import wire
 from verifiers.integrations.tinker.data import Datum, Written, json_tensor, json_tokens
+from verifiers.trainers.sampling import PLAIN, Distribution
 
 MOST_SAMPLES = 1024
 MOST_TOPK = 1024
@@ -71,11 +72,24 @@ class SampleRequest:
             records=bool(body.get("record_stability_info")),
         )
 
-    def submit(self, ready: ReadyModel) -> list[Answer]:
+    @property
+    def scores_prompt(self) -> bool:
+        return self.sampling.prompt_logprobs is not None
+
+    def submit(self, ready: ReadyModel, *, scores_prompt: bool) -> list[Answer]:
+        sampling = self.sampling if scores_prompt else replace(self.sampling, prompt_logprobs=None)
         watches: list[OnToken] | None = None
         if self.stop_texts:
             watches = [StopWatch(ready.codec, self.stop_texts) for _ in range(self.n)]
-        return ready.engine.submit(self.prompt, self.sampling, n=self.n, on_token=watches)
+        return ready.engine.submit(self.prompt, sampling, n=self.n, on_token=watches)
+
+    @property
+    def drawn_from(self) -> Distribution:
+        """What tokens are drawn from; the likeliest ones, taken without a draw, count as the model's own."""
+        one = self.sampling
+        if one.temperature == 0:
+            return PLAIN
+        return Distribution(temperature=one.temperature, top_p=one.top_p, top_k=one.top_k)
 
     @property
     def target_datum(self) -> Datum:
