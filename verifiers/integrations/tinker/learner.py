@@ -41,7 +41,10 @@ class Scoring:
         self.device = next(model.parameters()).device
         self.scorer = TokenScorer(model)
         layouts = self.scorer.layouts
-        self._limits: dict[str, Any] = {"longest_packed": layouts.longest_packed, "longest_batched": layouts.longest_batched}
+        self._limits: dict[str, Any] = {
+            "longest_packed": layouts.longest_packed,
+            "longest_batched": layouts.longest_batched,
+        }
         job = Job(config=TrainingConfig(gradient_checkpointing=False), device=self.device)
         dtype = next(model.parameters()).dtype
         self._tokens = job.plan_module(model, dtype=dtype, is_whole=True).micro_batch_tokens

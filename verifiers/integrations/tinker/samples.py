@@ -132,7 +132,7 @@ def _sampling(
             max_tokens=min(wanted, room),
             temperature=float(given.get("temperature", 1.0)),
             top_p=float(given.get("top_p", 1.0)),
-            top_k=0 if top_k == -1 else int(top_k),
+            top_k=0 if top_k == -1 else min(int(top_k), ready.vocabulary),
             seed=None if seed is None else int(seed) % (1 << 62),
             stop_ids=ready.stop_ids - ready.engine.stop_ids if ids is None else ids,
             ignore_eos=ids is not None,
@@ -150,7 +150,7 @@ def _stops(given: Any, ready: ReadyModel) -> tuple[frozenset[int] | None, tuple[
     stops = [given] if isinstance(given, str) else given
     if not isinstance(stops, list) or any(type(one) not in (int, str) or one == "" for one in stops):
         raise RequestRefusedError(f"stop holds texts or token ids, not {given!r:.80}")
-    ids = {one for one in stops if isinstance(one, int)}
+    ids = {one for one in stops if isinstance(one, int) and 0 <= one < ready.vocabulary}  # others never come
     texts = tuple(one for one in stops if isinstance(one, str))
     for text in texts:
         found = ready.codec.encode(text, special=False)
