@@ -108,7 +108,7 @@ def _printable_content(content: Any) -> Any:
     return "\n".join(lines)
 
 
-def strip_nones_from_content(messages: list[ChatMessage]) -> list[ChatMessage]:
+def strip_nones_from_content(messages: list[Any]) -> list[Any]:
     """Drop None-valued keys inside content parts (data sets fill them in when parts differ in shape).
 
     Token ids, which a completion may be asked with, stay as they are."""
