@@ -108,10 +108,14 @@ def _printable_content(content: Any) -> Any:
     return "\n".join(lines)
 
 
-def strip_nones_from_content(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Drop None-valued keys inside content parts (data sets fill them in when parts differ in shape)."""
+def strip_nones_from_content(messages: list[Any]) -> list[Any]:
+    """Drop None-valued keys inside content parts (data sets fill them in when parts differ in shape).
+
+    Token ids, which a completion may be asked with, stay as they are."""
     return [
-        message if not isinstance(message.get("content"), list) else {**message, "content": _without_nones(message)}
+        {**message, "content": _without_nones(message)}
+        if not isinstance(message, int) and isinstance(message.get("content"), list)
+        else message
         for message in messages
     ]
 

@@ -41,6 +41,22 @@ def test_openais_sdk_reads_chat_completions_models_and_responses() -> None:
         assert server.requests[0].headers["Authorization"] == "Bearer k"
 
 
+def test_a_prompt_of_token_ids_is_answered_and_one_of_anything_else_refused_in_a_sentence() -> None:
+    with FakeServer(lambda prompt: prompt.upper(), tokens=True) as server, sdk(server) as client:
+        for prompt in ([104, 105], [[104, 105]], ["hi"], "hi"):
+            told = client.completions.create(model="m", prompt=prompt)
+            assert (told.choices[0].text, told.prompt_token_ids) == ("HI", [104, 105])
+        for prompt, why in (
+            ([9707], "tokens are bytes|a FakeClient's are bytes"),
+            (["hi", "you"], "one text, a list of token ids"),
+            ([1.5], "this one holds 1.5"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=why):
+                client.completions.create(model="m", prompt=prompt)  # type: ignore[arg-type]
+        with pytest.raises(openai.BadRequestError, match="this one holds None"):
+            client.chat.completions.create(model="m", messages=[None])  # type: ignore[list-item]
+
+
 def test_tool_calls_survive_in_all_dialects() -> None:
     seen: list[Any] = []
 

@@ -527,6 +527,35 @@ def test_nonsense_is_refused_and_an_agent_that_goes_on_without_it_is_scored() ->
     assert (state["error"], state["reward"], len(state["trajectory"])) == (None, 1.0, 1)
 
 
+def test_an_agent_that_asks_with_token_ids_is_answered_and_its_turns_have_these_very_ids(tmp_path: Any) -> None:
+    def run(base_url: str, api_key: str) -> str:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            first = client.completions.create(model="m", prompt=[104, 105]).choices[0].text
+            return client.completions.create(model="m", prompt=[[104, 105, 257, 33]]).choices[0].text + first
+
+    state = play(make_env(run), save_results=True, results_path=tmp_path / "run")
+    assert [step["tokens"]["prompt_ids"] for step in state["trajectory"]] == [[104, 105], [104, 105, 257, 33]]
+    assert (state["error"], state["reward"]) == (None, 1.0)
+    (again,) = make_env(run).evaluate(
+        client=vf.FakeClient("4", tokens=True), model="policy", use_tqdm=False, resume=tmp_path / "run"
+    ).rollouts  # fmt: skip
+    assert again["reward"] == 1.0
+
+
+def test_a_limit_on_tokens_that_is_no_number_is_refused_and_not_left_out() -> None:
+    found: list[Any] = []
+
+    def run(base_url: str, api_key: str) -> str:
+        for limit in (b"1.5", b'"4"', b"true"):
+            body = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": ' + limit + b"}"
+            found.append(post(base_url, api_key, "/chat/completions", body))
+        return say(base_url, api_key, "hi")
+
+    play(make_env(run))
+    assert [status for status, _ in found] == [400, 400, 400]
+    assert "max_tokens is a number of tokens, not 1.5" in found[0][1]["error"]["message"]
+
+
 def test_an_agent_that_hangs_up_in_the_middle_of_a_stream_goes_on() -> None:
     def run(base_url: str, api_key: str, prompt: Any) -> str:
         with openai.OpenAI(base_url=base_url, api_key=api_key) as client:

@@ -69,6 +69,55 @@ def test_an_evaluation_is_pushed_as_a_data_set_that_loads_again_and_is_evaluated
     assert hub.unknown == []
 
 
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (401, "the hub answered 401; it does not know this token: set HF_TOKEN, or run `hf auth login`"),
+        (403, "the hub answered 403; it does not allow this token to do that"),
+        (404, "the hub answered 404; there is no such repository, or this token may not see it"),
+        (500, "the hub answered 500; it failed on its side: try again later"),
+        (0, "the hub cannot be reached"),
+    ],
+)
+def test_what_the_hub_refuses_is_said_in_a_sentence_and_nothing_is_lost(
+    hub: Hub, fault: int, said: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("datasets")
+    hub.fault = fault
+    script = (
+        "import verifiers as vf, huggingface_hub.utils._http as http\n"
+        "http.time.sleep = lambda seconds: None\n"  # its client tries again for half a minute
+        "env = vf.SingleTurnEnv(eval_dataset=[{'question': 'q', 'answer': 'a'}], rubric=vf.Rubric([lambda: 1.0]))\n"
+        "results = env.evaluate(client=vf.FakeClient('a'), model='fake', use_tqdm=False)\n"
+        "for run in (lambda: env.make_dataset(results, push_to_hub=True, hub_name='me/x'), vf.load_example_dataset):\n"
+        "    try:\n"
+        "        run()\n"
+        "    except vf.InfraError as error:\n"
+        "        print(error)\n"
+        "print(results['reward'])\n"
+    )
+    shown = run([sys.executable, "-c", script], environment_of(hub, tmp_path), tmp_path).splitlines()
+    assert shown[-3].startswith(f"the data set 'me/x' was not pushed: {said}")
+    assert shown[-2].startswith(f"the data set 'openai/gsm8k' cannot be loaded: {said}")
+    assert shown[-1] == "[1.0]"
+
+
+def test_a_run_whose_push_failed_is_on_disk_and_is_pushed_by_the_command_that_is_told(hub: Hub, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    hub.fault = 403
+    env = environment_of(hub, tmp_path)
+    command = [sys.executable, "-m", "verifiers", "eval", "capitals", "-m", "fake", "-n", "2", "-r", "1"]
+    done = subprocess.run(
+        [*command, "-H", "-D", "me/x"], capture_output=True, text=True, env=env, cwd=tmp_path, timeout=300, check=False
+    )
+    assert done.returncode == 1
+    assert "Error: the data set 'me/x' was not pushed: the hub answered 403" in done.stderr
+    again = done.stderr.split("push them again with: vf ")[1].strip()
+    hub.fault = None
+    assert "pushed to the hub as me/x" in run([sys.executable, "-m", "verifiers", *again.split()], env, tmp_path)
+    assert [path for path in hub.repos["me/x"] if path.endswith(".parquet")]
+
+
 @pytest.mark.slow
 def test_a_published_wheel_is_installed_by_prime_and_evaluated(tmp_path: Path) -> None:
     python = python_with("prime", "prime==0.18.0")

@@ -249,6 +249,18 @@ def test_bad_input_is_refused_in_a_sentence_that_names_it(served: tuple[TinkerSe
         (("forward_backward", {"model_id": "gone", "forward_backward_input": good}), 404, "no training 'gone'"),
         (("optim_step", {"model_id": model, "adam_params": {"lr": 1}}), 400, "no setting 'lr'"),
         (("optim_step", {"model_id": model, "adam_params": {"learning_rate": "x"}}), 400, "learning_rate"),
+        (
+            ("optim_step", {"model_id": model, "adam_params": {"learning_rate": 1e30}}),
+            400,
+            "the learning rate is 1e+30",
+        ),
+        (("optim_step", {"model_id": model, "adam_params": {"learning_rate": -1e-4}}), 400, "no such number: -0.0001"),
+        (
+            ("optim_step", {"model_id": model, "adam_params": {"learning_rate": float("nan")}}),
+            400,
+            "no such number: nan",
+        ),
+        (("optim_step", {"model_id": model, "adam_params": {"learning_rate": 1, "weight_decay": 2}}), 400, "is 2"),
         (("save_weights", {"model_id": model, "path": "../up"}), 400, "name"),
         (("load_weights", {"model_id": model, "path": "tinker://a/weights/../../x"}), 400, "no path of saved weights"),
         (("create_model", {"session_id": client.session, "base_model": "other"}), 404, "'other' is not served here"),

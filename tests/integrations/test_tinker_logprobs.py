@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +11,51 @@ import pytest
 import torch
 
 import verifiers as vf
-from verifiers.engine.sequence import Sampling
-from verifiers.integrations.tinker import TinkerServer
-from verifiers.integrations.tinker.adapters import LoraShape
+from verifiers.integrations.tinker import TinkerServer, wire
+from verifiers.integrations.tinker.adapters import LoraShape, Snapshot
 from verifiers.integrations.tinker.data import Datum
+from verifiers.integrations.tinker.samples import SampleRequest
 from verifiers.integrations.tinker.service import Service
 from verifiers.samples import Sample
 from verifiers.trainers.learning.micro_batches import Trained, micro_batches
+from verifiers.trainers.sampling import Distribution
 
 pytest.importorskip("peft")
 
 Drawn = list[tuple[list[int], list[int], Any]]  # prompt, reply, logprobs of sampling
+SHAPE = LoraShape(rank=8)
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+ASKED = ("What is the capital of France?", "Write a story about a ship.", "Name five primes.", "Is snow white?")
 
 
-def add_adapter(service: Service, size: float) -> str:
-    """An adapter that makes another model of the base."""
-    name = service.adapters.add(LoraShape(rank=8), 0)
+def add_adapter(service: Service, size: float) -> Snapshot:
+    """An adapter that makes another model of the base, in force, and a copy of it to sample from."""
+    name = service.adapters.add(SHAPE, 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for key, one in service.adapters._state(name).items():
             if "lora_B" in key:
                 one.copy_(torch.randn(one.shape, generator=generator) * size)
     service.adapters.use(name)
-    return name
+    return service.adapters.read(name, SHAPE)
 
 
-def draw(service: Service, prompts: Sequence[list[int]], n_tokens: int, n: int = 2) -> Drawn:
-    sampling = Sampling(max_tokens=n_tokens, temperature=1.0, seed=5)
-    asked = [(prompt, one) for prompt in prompts for one in service.ready.engine.submit(prompt, sampling, n=n)]
-    found = [(prompt, one.result()) for prompt, one in asked]
-    return [(prompt, one.ids, np.array(one.logprobs)) for prompt, one in found]
+def ask(service: Service, snapshot: Snapshot, prompt: list[int], **more: Any) -> Any:
+    """What a client is told of a sample request, begun at once."""
+    params = {"max_tokens": 64, "temperature": 1.0, "seed": 5, **more.pop("params", {})}
+    chunk = {"type": "encoded_text", "tokens": prompt}
+    body = {"prompt": {"chunks": [chunk]}, "sampling_params": params, **more}
+    return service.drawing.draw(SampleRequest.read(body, service.ready), snapshot).future
+
+
+def draw(service: Service, snapshot: Snapshot, prompts: Sequence[list[int]], n_tokens: int, n: int = 2) -> Drawn:
+    params = {"max_tokens": n_tokens}
+    asked = [(prompt, ask(service, snapshot, prompt, num_samples=n, params=params)) for prompt in prompts]
+    return [
+        (prompt, one["tokens"], np.array(one["logprobs"]))
+        for prompt, answer in asked
+        for one in answer.result().json()["sequences"]
+    ]
 
 
 def forward(service: Service, drawn: Drawn) -> list[Any]:
@@ -49,9 +64,12 @@ def forward(service: Service, drawn: Drawn) -> list[Any]:
         Datum(ids_T=np.array(ids[:-1]), inputs={"target_tokens": np.array(ids[1:])})
         for ids in ([*prompt, *reply] for prompt, reply, _ in drawn)
     ]
+    found = [np.empty(0)] * len(drawn)
     with service.ready.engine.lock, torch.no_grad():
-        logprob_N, sequence_N = service.scoring.logprobs(data)
-    return [logprob_N[sequence_N == i].numpy()[len(prompt) - 1 :] for i, (prompt, _, _) in enumerate(drawn)]
+        for members, logprob_N, sequence_N in service.scoring.logprobs(data):
+            for i, member in enumerate(members):
+                found[member] = logprob_N[sequence_N == i].numpy()[len(drawn[member][0]) - 1 :]
+    return found
 
 
 def trained(service: Service, drawn: Drawn, **layout: Any) -> list[Any]:
@@ -106,8 +124,8 @@ def test_forward_gives_the_trainers_logprobs_and_the_sampler_too_to_1e_5(tmp_pat
     model, tokenizer = vf.tiny_model("0123456789abc", hidden_size=64)
     service = TinkerServer(model, tokenizer, name="tiny", folder=tmp_path).service
     try:
-        add_adapter(service, 0.02)
-        drawn = draw(service, [tokenizer.encode("012"), tokenizer.encode("abcabc012")], 24)
+        snapshot = add_adapter(service, 0.02)
+        drawn = draw(service, snapshot, [tokenizer.encode("012"), tokenizer.encode("abcabc012")], 24)
         got, limits = forward(service, drawn), service.scoring.scorer.layouts.limits()
         assert limits["longest_packed"], "both layouts are tried"
         assert apart(trained(service, drawn), got)[0] <= 1e-6
@@ -118,39 +136,91 @@ def test_forward_gives_the_trainers_logprobs_and_the_sampler_too_to_1e_5(tmp_pat
         service.close()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_in_a_real_model_what_is_left_is_the_rounding_of_float32(tmp_path: Path) -> None:
-    """30 layers, 49,152 tokens: the sampler and forward are as far from float64 as sums of matrix products are."""
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, Snapshot]]:
+    """SmolLM2-135M: 30 layers, 49,152 tokens, an adapter on every layer and on the head."""
     try:
-        server = TinkerServer("smollm2", folder=tmp_path, rows=8, length=512)
+        server = TinkerServer("smollm2", folder=tmp_path_factory.mktemp("tinker"), rows=16, length=512)
     except OSError as error:
         pytest.skip(f"the model cannot be had here: {error}")
-    service = server.service
     try:
-        add_adapter(service, 0.005)
-        asked = ("What is the capital of France?", "Write a story about a ship.", "Name five primes.", "Is snow white?")
-        chat = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-        prompts = [service.ready.codec.encode(chat.format(text), special=True) for text in asked]
-        drawn = draw(service, prompts, 64, n=4)
-        exact, got = plain(service, drawn, torch.float64), forward(service, drawn)
-        ways = {
-            "sampler": [logprobs for _, _, logprobs in drawn],
-            "forward": got,
-            "trainer, laid out alike": trained(service, drawn),
-            "trainer, prompts once": trained(service, drawn, **service.scoring.scorer.layouts.limits()),
-            "plain": plain(service, drawn, torch.float32),
-        }
+        yield server.service, add_adapter(server.service, 0.005)
     finally:
-        service.close()
+        server.service.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_in_a_real_model_sampling_forward_and_our_trainer_agree_to_1e_5(real: tuple[Service, Snapshot]) -> None:
+    service, snapshot = real
+    prompts = [service.ready.codec.encode(CHAT.format(text), special=True) for text in ASKED]
+    drawn = draw(service, snapshot, prompts, 64, n=4)
+    got = forward(service, drawn)
+    assert sum(map(len, got)) > 500
+    layout = service.scoring.scorer.layouts.limits()
+    assert layout["longest_packed"], "prompts are computed once"
+    ways = {
+        "sampler": [logprobs for _, _, logprobs in drawn],
+        "forward, each datum alone": [forward(service, [one])[0] for one in drawn],
+        "trainer, rows side by side": trained(service, drawn),
+        "trainer, prompts once": trained(service, drawn, **layout),
+    }
     for name, one in ways.items():
-        print(f"{name}: from float64 {figures(one, exact)}; from forward {figures(one, got)}")
-    assert apart(ways["trainer, laid out alike"], got)[0] <= 1e-6
-    for one in (ways["sampler"], ways["trainer, prompts once"]):
-        assert apart(one, got)[0] < 1e-4
-        assert apart(one, got)[1] < 1.5e-5
-    for name in ways.keys() - {"plain"}:
-        found = gaps(ways[name], exact)
-        assert np.abs(found).max() < 1e-4, name
-        assert np.sqrt((found**2).mean()) < 1e-5, name
-        assert abs(found.mean()) < 3e-6, f"{name} errs to one side"
+        print(f"{name}: from forward {figures(one, got)}")
+        assert apart(one, got)[0] <= 1e-5, name
+    exact = plain(service, drawn, torch.float64)
+    print(f"forward: from float64 {figures(got, exact)}")
+    found = gaps(got, exact)
+    assert np.abs(found).max() < 1e-4
+    assert np.sqrt((found**2).mean()) < 1e-5
+    assert abs(found.mean()) < 3e-6, "it errs to one side"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_in_a_real_model_every_logprob_of_a_sample_is_that_of_forward(real: tuple[Service, Snapshot]) -> None:
+    """Of the prompt, of alternatives, of one token, and under other temperatures and truncations."""
+    service, snapshot = real
+    prompt = service.ready.codec.encode(CHAT.format(ASKED[1]), special=True)
+    told = ask(
+        service, snapshot, prompt, prompt_logprobs=True, topk_prompt_logprobs=3, topk_sample_logprobs=2,
+        params={"max_tokens": 24},
+    ).result()  # fmt: skip
+    body, message = told.json(), wire.message("SampleResponse")
+    message.ParseFromString(told.protobuf())
+    reply = body["sequences"][0]["tokens"]
+    wanted = [
+        [token, *(other for other, _ in some)]
+        for token, some in zip(prompt[1:], body["topk_prompt_logprobs"][1:], strict=True)
+    ]
+    got = several(service, [*prompt[:-1]], wanted)
+    assert np.abs(np.array(body["prompt_logprobs"][1:]) - got[:, 0]).max() <= 1e-5
+    assert (
+        np.abs(np.array([[value for _, value in some] for some in body["topk_prompt_logprobs"][1:]]) - got[:, 1:]).max()
+        <= 1e-5
+    )
+    top = message.sequences[0].topk_sampled_logprobs
+    ids, values = (
+        np.frombuffer(one, kind).reshape(-1, 2) for one, kind in ((top.token_ids, np.int32), (top.logprobs, np.float32))
+    )
+    got = several(service, [*prompt, *reply[:-1]], [[0, 0]] * (len(prompt) - 1) + ids.tolist())[len(prompt) - 1 :]
+    assert np.abs(values - got).max() <= 1e-5
+
+    (short,) = draw(service, snapshot, [prompt], 1, n=1)
+    assert apart(forward(service, [short]), [short[2]])[0] <= 1e-5
+    for params in ({"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5, "temperature": 1.5}, {"temperature": 0.0}):
+        one = ask(service, snapshot, prompt, params={"max_tokens": 16, **params}).result().json()["sequences"][0]
+        (again,) = service.scoring.replies(
+            prompt,
+            [one["tokens"]],
+            Distribution(**{**params, **({"temperature": 1.0} if params.get("temperature") == 0 else {})}),
+        )
+        assert np.abs(np.array(again) - one["logprobs"]).max() <= 1e-5, params
+
+
+def several(service: Service, ids: list[int], targets: list[list[int]]) -> Any:
+    """The logprobs that ``forward`` gives for several targets at each place."""
+    datum = Datum(ids_T=np.array(ids), inputs={"target_tokens": np.array(targets)})
+    with service.ready.engine.lock, torch.no_grad():
+        ((_, logprob_N, _),) = service.scoring.logprobs([datum])
+    return logprob_N.numpy().reshape(len(ids), -1)

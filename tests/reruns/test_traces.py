@@ -255,3 +255,79 @@ def test_spans_of_other_shapes_are_refused_in_a_sentence_that_names_file_or_trac
         result = CliRunner().invoke(command, ["import", "otel", str(path), "-o", str(tmp_path / "run")])
         assert result.exit_code == 1
         assert said in " ".join(result.output.split()), result.output
+
+
+def test_spans_of_openinference_are_read() -> None:
+    """As Phoenix's instrumentors write them, numbered, in words of their own."""
+    tool = json.dumps({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}})
+    said = "llm.output_messages.0.message"
+    first = {
+        "openinference.span.kind": "LLM",
+        "llm.model_name": "gpt-4o",
+        "llm.token_count.prompt": 20,
+        "llm.token_count.completion": 3,
+        "llm.tools.0.tool.json_schema": tool,
+        "llm.input_messages.0.message.role": "user",
+        "llm.input_messages.0.message.contents.0.message_content.type": "text",
+        "llm.input_messages.0.message.contents.0.message_content.text": QUESTION,
+        f"{said}.role": "assistant",
+        f"{said}.tool_calls.0.tool_call.id": "c1",
+        f"{said}.tool_calls.0.tool_call.function.name": "look",
+        f"{said}.tool_calls.0.tool_call.function.arguments": '{"what": "France"}',
+    }
+    asked = "llm.input_messages"
+    second = {
+        **{name: value for name, value in first.items() if not name.startswith(said)},
+        f"{asked}.1.message.role": "assistant",
+        f"{asked}.1.message.tool_calls.0.tool_call.id": "c1",
+        f"{asked}.1.message.tool_calls.0.tool_call.function.name": "look",
+        f"{asked}.1.message.tool_calls.0.tool_call.function.arguments": '{"what": "France"}',
+        f"{asked}.2.message.role": "tool",
+        f"{asked}.2.message.tool_call_id": "c1",
+        f"{asked}.2.message.content": "Paris",
+        f"{said}.role": "assistant",
+        f"{said}.content": "Paris",
+    }
+    spans = [otlp("a", 2, second), otlp("a", 1, first), otlp("a", 0, {"openinference.span.kind": "AGENT"})]
+    (record,) = import_traces_of(exported(*spans))
+    check_capital(record)
+
+
+def test_spans_of_vercels_ai_sdk_are_read() -> None:
+    asked: list[Any] = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
+    called = {"toolCallId": "c1", "toolName": "look", "input": {"what": "France"}}
+    common = {"ai.operationId": "ai.generateText.doGenerate", "ai.model.id": "gpt-4o", "ai.usage.promptTokens": 20}
+    first = {
+        **common,
+        "ai.prompt.messages": json.dumps(asked),
+        "ai.response.toolCalls": json.dumps([called]),
+        "ai.response.finishReason": "tool-calls",
+    }
+    asked += [
+        {"role": "assistant", "content": [{"type": "tool-call", **called}]},
+        {"role": "tool", "content": [{"type": "tool-result", "toolCallId": "c1", "output": "Paris"}]},
+    ]
+    second = {**common, "ai.prompt.messages": json.dumps(asked), "ai.response.text": "Paris"}
+    outer = {"ai.operationId": "ai.generateText", "ai.prompt": json.dumps({"prompt": QUESTION})}
+    spans = [otlp("a", 0, outer), otlp("a", 1, first), otlp("a", 2, second)]
+    (record,) = import_traces_of(exported(*spans))
+    check_capital(record)
+
+
+def check_capital(record: Any) -> None:
+    steps = record["trajectory"]
+    assert [len(step["prompt"]) for step in steps] == [1, 3]
+    (call,) = steps[0]["completion"][0]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look", {"what": "France"})
+    assert [one["role"] for one in record["completion"]] == ["assistant", "tool", "assistant"]
+    assert record["completion"][-1]["content"] == "Paris"
+    assert {step["trajectory_id"] for step in steps} == {"a"}
+
+
+def test_a_span_that_was_sent_twice_or_recorded_by_framework_and_sdk_is_one_turn() -> None:
+    framework = otlp("a", 8, attributes(*TURNS[1]), parentSpanId="a0", startTimeUnixNano="2")
+    inner = otlp("a", 9, attributes(*TURNS[1]), parentSpanId="a8", startTimeUnixNano="3")
+    first = otlp("a", 1, attributes(*TURNS[0]), parentSpanId="a0")
+    looped = otlp("a", 7, {"x": 1}, parentSpanId="a7")  # its own parent
+    (record,) = import_traces_of(exported(inner, framework, first, looped, first, otlp("a", 0, {})))
+    assert [len(step["prompt"]) for step in record["trajectory"]] == [2, 4]

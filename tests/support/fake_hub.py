@@ -27,8 +27,11 @@ class Hub:
         self.unknown: list[str] = []
         self.wheels = wheels
         self.url = ""
+        self.fault: int | None = None  # the status that everything is answered with; 0: the connection is dropped
 
     def answer(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
+        if self.fault is not None:
+            return self.fault, {"error": "Repository not found" if self.fault == 404 else "no"}
         for wanted, pattern, reply in ROUTES:
             found = re.fullmatch(pattern, path)
             if method in wanted and found:
@@ -158,6 +161,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers.get("Transfer-Encoding") == "chunked":
             body = b"".join(self._chunks())
+        if self.server.hub.fault == 0:
+            self.close_connection = True
+            return
         status, said = self.server.hub.answer(self.command, unquote(asked.path), parse_qs(asked.query), body)
         content = said if isinstance(said, bytes) else json.dumps(said).encode()
         self.send_response(status)

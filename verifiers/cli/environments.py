@@ -62,6 +62,7 @@ def load(env_id: str, folder: str, env_args: Mapping[str, Any], *, verbose: bool
 def explained(error: Exception, what: str, verbose: bool) -> click.ClickException:
     """A sentence about an error: as it is where the library says it, with its place where foreign code raised it."""
     from verifiers.cli.ending import is_out_of_memory, out_of_memory
+    from verifiers.errors import Error
     from verifiers.logs import printable
 
     if verbose:
@@ -76,6 +77,8 @@ def explained(error: Exception, what: str, verbose: bool) -> click.ClickExceptio
     if Path(place.filename).resolve().is_relative_to(library):
         if isinstance(error, ValueError | TypeError):
             return click.UsageError(printable(str(error)))
+        if isinstance(error, Error):
+            return click.ClickException(printable(f"{what}: {error}"))
         if type(error) is ImportError:  # an extra that is missing: the sentence names the command
             return click.ClickException(printable(f"{what}: {error}"))
     hint = "" if verbose else "; -v shows the traceback"

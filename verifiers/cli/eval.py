@@ -286,6 +286,7 @@ def _show(
 def _push(ctx: click.Context, results: Results, prepared: Prepared) -> bool:
     """Push to the hub; where that fails the rollouts are on disk, and the same command with --resume pushes again."""
     from verifiers.envs.evaluation import make_dataset
+    from verifiers.errors import InfraError
 
     flags, metadata = prepared.flags, results.metadata
     size = f"n{metadata['num_examples']}_r{metadata['rollouts_per_example']}"
@@ -296,7 +297,7 @@ def _push(ctx: click.Context, results: Results, prepared: Prepared) -> bool:
         shown = explained(error, f"the data set {name!r} was not pushed", flags.verbose)
         path = metadata["path_to_save"]
         again = command_line(ctx, prepared.given, without=("save_results",), resume=str(path))
-        click.echo(f"Error: {shown.message}", err=True)
+        click.echo(f"Error: {error if isinstance(error, InfraError) else shown.message}", err=True)
         click.echo(f"nothing is lost: the rollouts are in {path}; push them again with: {again}", err=True)
         return False
     click.echo(f"pushed to the hub as {name}", err=flags.as_json)

@@ -46,8 +46,8 @@ class FakeClient(OpenAILooks):
         self._turns = itertools.count()
 
     async def complete(self, request: Request) -> Completion:
-        prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
-        self.requests.append(replace(request, prompt=prompt))
+        request, ids = _read(request)
+        self.requests.append(request)
         try:
             with deadlines.within(request.timeout_s):
                 if self.latency_s:
@@ -58,7 +58,7 @@ class FakeClient(OpenAILooks):
         except BaseException as error:  # the reply function is the caller's own code
             failure = wrap(calls.contained(error), ModelError, "the fake reply")
             raise failure from failure.__cause__
-        completion = _counted(_as_completion(said, request), request, with_tokens=self.tokens)
+        completion = _counted(_as_completion(said, request), request, ids, with_tokens=self.tokens)
         return record_completion(self, request, completion)
 
     async def _say(self, reply: Any, request: Request) -> Any:
@@ -85,6 +85,27 @@ def _check(reply: Any) -> None:
         raise ValueError("a list of replies needs at least one")
     for item in reply:
         _check(item)
+
+
+def _read(request: Request) -> tuple[Request, list[int] | None]:
+    """The request with a prompt of text or messages, and the token ids that it was asked with, if it was."""
+    prompt: Any = request.prompt
+    if isinstance(prompt, str):
+        return request, None
+    prompt = list(prompt)
+    if request.message_type == "completion" and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        return _read(replace(request, prompt=prompt[0]))  # a batch of one
+    if prompt and all(type(token) is int for token in prompt):
+        if odd := [token for token in prompt if not 0 <= token <= END]:
+            raise RequestRefusedError(
+                f"the prompt has the token {odd[0]}; a FakeClient's are bytes (0 to 255) and two marks ({START}, {END})"
+            )
+        return replace(request, prompt=decode_tokens(prompt)), prompt
+    if odd := [item for item in prompt if item is None or isinstance(item, str | int | float | list)]:
+        raise RequestRefusedError(
+            f"a prompt is one text, a list of token ids or a list of messages; this one holds {odd[0]!r:.80}"
+        )
+    return replace(request, prompt=prompt), None
 
 
 def _wants_request(function: Any) -> bool:
@@ -127,14 +148,15 @@ def _as_completion(said: Any, request: Request) -> Completion:
     return Completion(message=message, finish_reason=finish_reason, model=request.model)
 
 
-def _counted(completion: Completion, request: Request, *, with_tokens: bool) -> Completion:
+def _counted(completion: Completion, request: Request, ids: list[int] | None, *, with_tokens: bool) -> Completion:
     if completion.usage is not None and (completion.tokens is not None or not with_tokens):
         return completion
     if not with_tokens:
-        prompt_size, reply_size = _prompt_size(request.prompt), len(_body(completion.message)) + 1
+        prompt_size = _prompt_size(request.prompt) if ids is None else len(ids)
+        reply_size = len(_body(completion.message)) + 1
         usage = Usage(prompt_tokens=prompt_size, completion_tokens=reply_size)
         return replace(completion, usage=completion.usage or usage)
-    tokens = completion.tokens or _tokens(completion, request)
+    tokens = completion.tokens or _tokens(completion, encode_prompt(request.prompt) if ids is None else ids)
     usage = Usage(prompt_tokens=len(tokens.prompt_ids), completion_tokens=len(tokens.completion_ids))
     return replace(completion, usage=completion.usage or usage, tokens=tokens)
 
@@ -165,12 +187,12 @@ def decode_tokens(ids: Sequence[int]) -> str:
     return bytes(token for token in ids if token < START).decode(errors="replace")
 
 
-def _tokens(completion: Completion, request: Request) -> Tokens:
+def _tokens(completion: Completion, prompt_ids: list[int]) -> Tokens:
     ids = list(_body(completion.message))
     if not completion.is_truncated:
         ids.append(END)
     logprobs = [-((7 * token + 13 * position) % 50 + 1) / 100 for position, token in enumerate(ids)]
-    return Tokens(prompt_ids=encode_prompt(request.prompt), completion_ids=ids, logprobs=logprobs)
+    return Tokens(prompt_ids=prompt_ids, completion_ids=ids, logprobs=logprobs)
 
 
 def _prompt_size(prompt: str | Sequence[Any]) -> int:

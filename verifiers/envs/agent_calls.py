@@ -194,7 +194,10 @@ def call_sampling(asked: Mapping[str, Any], own: Mapping[str, Any], left: int | 
     if isinstance(theirs, Mapping) and "extra_body" in own:
         merged |= {name: value for name, value in theirs.items() if name not in taken}
     merged |= {name: value for name, value in own.items() if name not in _LIMITS}
-    limits = [args[name] for args in (asked, own) for name in _LIMITS if isinstance(args.get(name), int)]
+    given = [(name, args[name]) for args in (asked, own) for name in _LIMITS if args.get(name) is not None]
+    if odd := [f"{name} is a number of tokens, not {value!r:.80}" for name, value in given if type(value) is not int]:
+        raise RequestRefusedError(odd[0])
+    limits = [value for _, value in given]
     limits += [] if left is None else [left]
     if limits:
         merged[next((name for name in _LIMITS if name in own), "max_tokens")] = min(limits)

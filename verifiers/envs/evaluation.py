@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from verifiers.clients.activity import Activity, count_here
 from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling, sampling_from
+from verifiers.envs.hub_errors import in_a_sentence
 from verifiers.envs.jobs import jobs_of, jobs_of_inputs
 from verifiers.envs.remote.workers import check_workers, open_player
 from verifiers.envs.rows import RowFormat, Rows
@@ -475,5 +476,6 @@ def make_dataset(
         records.append(to_record(state, rollout=rollout, state_columns=columns))
     dataset = to_hf_dataset(records)
     if push_to_hub:
-        dataset.push_to_hub(hub_name, **kwargs)
+        with in_a_sentence(f"the data set {hub_name!r} was not pushed"):
+            dataset.push_to_hub(hub_name, **kwargs)
     return dataset

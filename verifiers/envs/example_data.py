@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verifiers.envs.hub_errors import in_a_sentence
 from verifiers.parsers import extract_boxed_answer, extract_hash_answer, strip_non_numeric
 from verifiers.types import Row
 
@@ -39,7 +40,8 @@ def load_example_dataset(name: str = "gsm8k", split: str | None = None, n: int |
     except ImportError:
         raise ImportError("example datasets need: pip install 'verifiers[data]'") from None
     wanted = split or example.split
-    rows = concatenate_datasets([load_dataset(example.hub_id, config, split=wanted) for config in example.configs])
+    with in_a_sentence(f"the data set {example.hub_id!r} cannot be loaded"):
+        rows = concatenate_datasets([load_dataset(example.hub_id, config, split=wanted) for config in example.configs])
     if example.keep is not None:
         rows = rows.select([i for i, row in enumerate(rows) if example.keep(row)])
     if n is not None and n > 0:

@@ -1,16 +1,20 @@
 """Files of OpenTelemetry spans → the calls of a model in them, as the GenAI conventions say them, old and new.
 
+What OpenInference and Vercel's AI SDK call by other names is translated (`vendor_spans`).
+
 OTLP/JSON (whole, or an object a line, as collectors write it) and the JSON of the SDKs' own spans are read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.messages import as_messages, text_of
+from verifiers.messages import as_messages, called_functions, text_of
+from verifiers.reruns.json_values import json_value
+from verifiers.reruns.vendor_spans import in_conventions
 from verifiers.types import ChatMessage
 
 _CALLS = ("chat", "completion", "generate_content", "text_completion")
@@ -49,6 +53,29 @@ class Call:
 def read_spans(text: str) -> list[Span]:
     """Every span of a file's text."""
     return [span for value in _values(text) for span in _spans_in(value)]
+
+
+def calls_in(spans: Sequence[Span]) -> list[Call]:
+    """The calls of a model in a trace, each once.
+
+    A span that an exporter sent twice is one. Where a framework and the SDK beneath it both recorded a call, so that
+    two spans, one within the other, have the same reply, the inner one counts.
+    """
+    by_id = {span.id if span.id not in ("", "None") else f"#{i}": span for i, span in enumerate(spans)}
+    found = {key: call for key, span in by_id.items() if (call := call_in(span)) is not None}
+    for call in list(found.values()):
+        parent, seen = call.span.parent, set[str]()
+        while parent in by_id and parent not in seen:
+            seen.add(parent)
+            if parent in found and _reply(found[parent]) == _reply(call):
+                del found[parent]
+            parent = by_id[parent].parent
+    return list(found.values())
+
+
+def _reply(call: Call) -> tuple[str, str]:
+    reply = call.reply or {}
+    return text_of(reply).strip(), repr([(one.get("name"), one.get("arguments")) for one in called_functions(reply)])
 
 
 def _values(text: str) -> Iterator[Any]:
@@ -94,7 +121,7 @@ def _of_otlp(span: Mapping[str, Any]) -> Span:
         parent=str(span.get("parentSpanId") or ""),
         name=str(span.get("name") or ""),
         start=float(span.get("startTimeUnixNano") or 0),
-        attributes=_attributes(span.get("attributes")),
+        attributes=in_conventions(_attributes(span.get("attributes"))),
         events=[(str(one.get("name")), _attributes(one.get("attributes"))) for one in span.get("events") or ()],
         error=(status.get("message") or "it failed") if status.get("code") in (2, "STATUS_CODE_ERROR") else None,
     )
@@ -108,7 +135,7 @@ def _of_sdk(span: Mapping[str, Any]) -> Span:
         parent=str(span.get("parent_id") or ""),
         name=str(span.get("name") or ""),
         start=str(span.get("start_time") or ""),
-        attributes=dict(span.get("attributes") or {}),
+        attributes=in_conventions(dict(span.get("attributes") or {})),
         events=[(str(one.get("name")), dict(one.get("attributes") or {})) for one in span.get("events") or ()],
         error=(status.get("description") or "it failed") if status.get("status_code") == "ERROR" else None,
     )
@@ -265,16 +292,6 @@ def _tools(stated: Any) -> list[dict[str, Any]] | None:
         for tool in tools
         if isinstance(tool, dict)
     ]
-
-
-def json_value(value: Any) -> Any:
-    """Structured values are written as JSON texts where attributes cannot hold them."""
-    if not isinstance(value, str) or value[:1] not in ("[", "{"):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
 
 
 def _text(value: Any) -> str:

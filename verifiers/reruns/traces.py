@@ -15,7 +15,8 @@ from verifiers.envs.environment import Environment
 from verifiers.envs.states import fresh_state
 from verifiers.errors import ModelError
 from verifiers.messages import as_messages, role_of, text_of
-from verifiers.reruns.spans import Call, Span, call_in, json_value, read_spans
+from verifiers.reruns.json_values import json_value
+from verifiers.reruns.spans import Call, Span, calls_in, read_spans
 from verifiers.store import Record, to_record
 from verifiers.types import Row, State, Usage
 
@@ -48,7 +49,7 @@ def import_traces(paths: Iterable[str | Path], env: Environment | None = None) -
     for trace, members in by_trace.items():
         members.sort(key=lambda span: (str(type(span.start)), span.start))
         try:
-            calls = [call for call in map(call_in, members) if call is not None]
+            calls = calls_in(members)
             if not any(call.prompt for call in calls):
                 made.left_out += 1
                 continue

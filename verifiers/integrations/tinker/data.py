@@ -204,18 +204,24 @@ def json_tokens(model_input: Any) -> list[int]:
 
 
 def json_tensor(name: str, value: Any) -> Any:
-    dtype = _NAMED.get(value.get("dtype", "float32"))
+    if not isinstance(value, Mapping) or not isinstance(value.get("data"), list):
+        raise RequestRefusedError(f"{name} is {{'data': […], 'dtype': …, 'shape': […]}}, not {value!r:.80}")
+    dtype = _NAMED.get(str(value.get("dtype", "float32")))
     if dtype is None:
-        raise RequestRefusedError(f"{name} is of the unknown dtype {value.get('dtype')!r}")
-    shape = None if value.get("shape") is None else tuple(value["shape"])
+        raise RequestRefusedError(f"{name} is of the unknown dtype {value.get('dtype')!r:.80}")
+    shape = value.get("shape")
+    if shape is not None and not (isinstance(shape, list) and all(type(size) is int for size in shape)):
+        raise RequestRefusedError(f"the shape of {name} is a list of sizes, not {shape!r:.80}")
     try:
         flat = np.array(value["data"], dtype)
         if value.get("sparse_crow_indices") is None:
-            return _shaped(name, flat, shape)
-        rows, columns = (np.array(value[key], np.int64) for key in ("sparse_crow_indices", "sparse_col_indices"))
-    except (ValueError, OverflowError) as error:
+            return _shaped(name, flat, None if shape is None else tuple(shape))
+        rows, columns = (np.array(value.get(key), np.int64) for key in ("sparse_crow_indices", "sparse_col_indices"))
+    except (ValueError, OverflowError, TypeError) as error:
         raise RequestRefusedError(f"{name} holds something else than numbers: {error}") from error
-    return _dense(name, flat, rows, columns, shape or ())
+    if rows.ndim != 1 or columns.ndim != 1 or not rows.size:
+        raise RequestRefusedError(f"{name} has sparse indices that are no lists of numbers")
+    return _dense(name, flat, rows, columns, tuple(shape or ()))
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,12 +13,14 @@ import numpy as np
 import torch
 
 from verifiers.engine.ready_model import ReadyModel
+from verifiers.engine.sequence import Alternatives, Generated
 from verifiers.errors import RequestRefusedError
 from verifiers.integrations.tinker.adapters import Snapshot
 from verifiers.integrations.tinker.data import Datum, Written
 from verifiers.integrations.tinker.learner import Scoring
 from verifiers.integrations.tinker.samples import SampleRequest, gathered, reply_logprobs, sample_response
-from verifiers.integrations.tinker.turns import Turns, settle
+from verifiers.integrations.tinker.turns import Turns
+from verifiers.trainers.sampling import PLAIN
 
 MOST_RECORDED = 1 << 16  # sampled sequences whose logprobs can be found again
 
@@ -42,18 +44,14 @@ class Drawing:
     def draw(self, asked: SampleRequest, snapshot: Snapshot | None) -> Drawn:
         names = [uuid.uuid4().hex for _ in range(asked.n)]
         answers: list[Any] = []
-        done: Future[Any] = Future()
         unwanted = False
 
         def start() -> Future[Any]:
             if unwanted:
                 raise RequestRefusedError("the request was cancelled")
-            scores = None if asked.targets is None else self._score(asked)
-            answers.extend(asked.submit(self._ready))
-            gathered(answers).add_done_callback(
-                lambda drawn: settle(done, lambda: self._written(asked, drawn, names, scores))
-            )
-            return done
+            scores_prompt = asked.topk_prompt > 0 or not self._scoring.is_exact  # else it is done afterwards
+            answers.extend(asked.submit(self._ready, scores_prompt=scores_prompt))
+            return gathered(answers)
 
         def cancel() -> None:
             nonlocal unwanted
@@ -61,21 +59,55 @@ class Drawing:
             for answer in answers:
                 answer.cancel()
 
-        return Drawn(self._turns.submit(start, key=(snapshot,)), names, cancel)
+        future = self._turns.submit(start, key=(snapshot,), finish=lambda found: self._written(asked, found, names))
+        return Drawn(future, names, cancel)
 
-    def _score(self, asked: SampleRequest) -> Any:
-        with self._ready.engine.lock, torch.no_grad():
-            logprobs = self._scoring.logprobs([asked.target_datum])[0].cpu().numpy().reshape(asked.targets.shape)
-        return np.where(asked.targets < 0, 0.0, logprobs)
-
-    def _written(self, asked: SampleRequest, drawn: Future[Any], names: list[str], scores: Any) -> Written:
-        found = drawn.result()
+    def _written(self, asked: SampleRequest, found: list[Generated], names: list[str]) -> Written:
+        with self._ready.engine.lock:
+            scores = None if asked.targets is None else self._score(asked)
+            found = self._rescored(asked, found) if self._scoring.is_exact else found
         if asked.records:
             for name, one in zip(names, found, strict=True):
                 self._recorded[name] = np.array(reply_logprobs(asked, one), np.float32)
             while len(self._recorded) > MOST_RECORDED:
                 self._recorded.popitem(last=False)
         return sample_response(asked, found, scores)
+
+    def _score(self, asked: SampleRequest) -> Any:
+        with torch.no_grad():
+            ((_, logprob_N, _),) = self._scoring.logprobs([asked.target_datum])
+        return np.where(asked.targets < 0, 0.0, logprob_N.cpu().numpy().reshape(asked.targets.shape))
+
+    def _rescored(self, asked: SampleRequest, found: list[Generated]) -> list[Generated]:
+        """The same replies with the logprobs that learning computes for them, which adds up in another order."""
+        prompt, drawn_from = asked.prompt, asked.drawn_from
+        logprobs = self._scoring.replies(prompt, [one.ids for one in found], drawn_from)
+        made = [
+            replace(one, logprobs=own, raw_logprobs=own, top_logprobs=self._alternatives(
+                [*prompt, *one.ids], own, one.top_logprobs, 1 / drawn_from.temperature
+            ))
+            for one, own in zip(found, logprobs, strict=True)
+        ]  # fmt: skip
+        if asked.scores_prompt:
+            (own,) = self._scoring.replies(prompt[:1], [prompt[1:]], PLAIN)
+            known = [one[1] for one in found[0].prompt_logprobs or () if one is not None]
+            tops = self._alternatives(prompt, own, known) or [[]] * len(own)
+            made[0] = replace(made[0], prompt_logprobs=[None, *zip(own, tops, strict=True)])
+        return made
+
+    def _alternatives(
+        self, ids: list[int], own: list[float], found: Sequence[Alternatives], by: float = 1.0
+    ) -> Sequence[Alternatives]:
+        """Alternatives of the last tokens of ``ids``, whose logprobs are ``own``."""
+        if not any(found):
+            return found
+        tokens = [[token for token, _ in some] for some in found]
+        gaps = self._scoring.beside(ids, tokens)
+        made = [
+            [(token, logprob + gap * by) for token, gap in zip(*both, strict=True)]
+            for logprob, *both in zip(own, tokens, gaps, strict=True)
+        ]
+        return [sorted(some, key=lambda one: -one[1]) for some in made]
 
     def with_recorded(self, i: int, one: Datum) -> Datum:
         """A datum with the logprobs that its tokens were sampled with here, as its spans say."""

@@ -64,8 +64,9 @@ class Futures:
             one.cancel()
 
     def forget(self, owner: str) -> None:
-        """Drop all of a session."""
+        """Drop all of a session; what it still waits for is not wanted any more."""
         for request_id in [one.id for one in self._all.values() if one.owner == owner]:
+            self.cancel(request_id)
             self._drop(request_id)
 
     def _drop(self, request_id: str) -> None:

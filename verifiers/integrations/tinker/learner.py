@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,21 @@ from verifiers.integrations.tinker.adapters import Adapters, LoraShape, Snapshot
 from verifiers.integrations.tinker.custom_losses import CustomLoss
 from verifiers.integrations.tinker.data import Datum, TrainingRequest
 from verifiers.integrations.tinker.losses import LOSSES
+from verifiers.samples import Sample
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.learning.logprobs import TokenScorer
-from verifiers.trainers.learning.micro_batches import MicroBatch, balanced
+from verifiers.trainers.learning.micro_batches import Trained, micro_batches
+from verifiers.trainers.learning.target_logprobs import chunks_of
 from verifiers.trainers.memory.job import Job
-from verifiers.trainers.sampling import PLAIN
+from verifiers.trainers.sampling import PLAIN, Distribution
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.weights import Weights
 
+# A product of few rows adds up in another order than one of many (MKL: of fewer than 12): what has fewer tokens is
+# computed beside others.
+LEAST_ROWS = 16
+FILLER = Datum(ids_T=np.zeros(LEAST_ROWS, np.int64), inputs={"target_tokens": np.zeros(LEAST_ROWS, np.int64)})
+MOST_RATE = 10.0
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 
 
@@ -33,30 +40,60 @@ class Scoring:
         self.model = model
         self.device = next(model.parameters()).device
         self.scorer = TokenScorer(model)
-        self._longest_batched = self.scorer.layouts.limits().get("longest_batched", math.inf)
+        layouts = self.scorer.layouts
+        self._limits: dict[str, Any] = {
+            "longest_packed": layouts.longest_packed,
+            "longest_batched": layouts.longest_batched,
+        }
         job = Job(config=TrainingConfig(gradient_checkpointing=False), device=self.device)
         dtype = next(model.parameters()).dtype
         self._tokens = job.plan_module(model, dtype=dtype, is_whole=True).micro_batch_tokens
+        # Whether a token's logprob is the same in every layout, so that samples can be given the one that it has here.
+        self.is_exact = self.device.type == "cpu" and dtype is torch.float32
 
-    def batches(self, data: Sequence[Datum]) -> list[list[int]]:
-        """Which data are computed together: those of about the same length, so many as memory allows."""
-        lengths = np.array([len(one.ids_T) for one in data])
-        order = np.argsort(-lengths, kind="stable")
-        sizes = lengths[order].tolist()
+    def logprobs(self, data: Sequence[Datum]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """Some data at a time, laid out as a trainer does: which, each target's logprob, and the sequence it is of."""
+        n, data = len(data), [*data, *([FILLER] if sum(len(one.ids_T) for one in data) < LEAST_ROWS else [])]
+        trained = [_trained(ids[:1], [*ids[1:], 0]) for ids in (one.ids_T.tolist() for one in data)]
+        for batch in micro_batches(trained, max_tokens=self._tokens, **self._limits):
+            some, out = [data[i] for i in batch.members], self.scorer.outputs(batch.to(self.device))
+            sequence_N, target_N = batch.sequence_N, np.concatenate([one.targets.reshape(-1) for one in some])
+            each = torch.tensor([one.targets[0].size for one in some])[sequence_N]
+            if each.max() > 1:  # several targets at a place
+                out = out.repeat_interleave(each.to(self.device), 0)
+                sequence_N = sequence_N.repeat_interleave(each)
+            targets = torch.from_numpy(target_N.astype(np.int64)).to(self.device)
+            logprob_N = self.scorer.score_outputs(out, targets, PLAIN).logprob_N
+            if n in batch.members:
+                is_real = sequence_N != batch.members.index(n)
+                logprob_N, sequence_N = logprob_N[is_real], sequence_N[is_real].unique(return_inverse=True)[1]
+            yield [i for i in batch.members if i < n], logprob_N, sequence_N.to(self.device)
 
-        def end(i: int, cost: int) -> int:
-            return i + 1 if sizes[i] > self._longest_batched else min(len(sizes), i + cost // sizes[i])
+    @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not typed here
+    def replies(self, prompt: list[int], replies: Sequence[list[int]], drawn_from: Distribution) -> list[list[float]]:
+        """The logprobs of replies to one prompt, which is computed once, under what they were drawn from."""
+        trained = [_trained(prompt, ids, drawn_from) for ids in replies]
+        found: list[list[float]] = [[] for _ in (*replies, FILLER)]
+        with sensible_threads(self.model):
+            for batch in micro_batches(_filled(trained), max_tokens=self._tokens, **self._limits):
+                logprobs = self.scorer.logprobs(batch.to(self.device)).cpu()
+                for i, member in enumerate(batch.members):
+                    found[member] = logprobs[batch.sequence_N == i].tolist()
+        return found[:-1]
 
-        return [order[i:j].tolist() for i, j in balanced(len(sizes), end, self._tokens)]
-
-    def logprobs(self, data: Sequence[Datum]) -> tuple[Tensor, Tensor]:
-        """The logprob of each target, end to end, and which datum each is of."""
-        batch, row_N = _micro_batch(data)
-        batch = batch.to(self.device)
-        out = self.scorer.outputs(batch)
-        if row_N is not None:  # several targets at a place
-            out = out.index_select(0, row_N.to(self.device))
-        return self.scorer.score_outputs(out, batch.target_N, PLAIN).logprob_N, batch.sequence_N
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def beside(self, ids: list[int], tokens: Sequence[Sequence[int]]) -> list[list[float]]:
+        """How far the logits of tokens at the last places of ``ids`` are from those of the tokens that stand there."""
+        found = []
+        with sensible_threads(self.model):
+            (batch,) = micro_batches(_filled([_trained(ids[:1], ids[1:])]), max_tokens=len(ids) + 2 * LEAST_ROWS)
+            own = batch.sequence_N == batch.members.index(0)
+            out = self.scorer.outputs(batch.to(self.device))[own.to(self.device)][-len(tokens) :]
+            for part in chunks_of(len(out), self.model.config.get_text_config().vocab_size * 4, self.device):
+                logits_NV = self.scorer.logits(out[part]).float().cpu()
+                for logits_V, token, others in zip(logits_NV, ids[-len(tokens) :][part], tokens[part], strict=True):
+                    found.append((logits_V[list(others)] - logits_V[token]).tolist())
+        return found
 
 
 class Learner:
@@ -76,9 +113,8 @@ class Learner:
         found: list[Any] = [None] * len(request.data)
         figures: dict[str, float] = {"loss:sum": 0.0}
         with sensible_threads(self._adapters.model), torch.set_grad_enabled(not request.forward_only):
-            for members in self._scoring.batches(request.data):
+            for members, logprob_N, sequence_N in self._scoring.logprobs(request.data):
                 data = [request.data[i] for i in members]
-                logprob_N, sequence_N = self._scoring.logprobs(data)
                 loss, more = _loss(request, custom, data, logprob_N, sequence_N)
                 value = float(loss.detach())
                 if not math.isfinite(value):
@@ -154,6 +190,16 @@ def read_adam(given: Mapping[str, Any]) -> dict[str, float]:
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not is_number or value < 0 or (name.startswith("beta") and value >= 1):
             raise RequestRefusedError(f"{name} of a step is no such number: {value!r:.80}")
+    if read["learning_rate"] > MOST_RATE:
+        raise RequestRefusedError(
+            f"the learning rate is {read['learning_rate']!r:.80}: Adam moves every weight by about so much, and more "
+            f"than {MOST_RATE:g} leaves nothing of them; usual are 1e-6 to 1e-3"
+        )
+    if read["learning_rate"] * read["weight_decay"] > 1:
+        raise RequestRefusedError(
+            f"learning_rate × weight_decay is {read['learning_rate'] * read['weight_decay']:g}: above 1 a step turns "
+            "all weights around"
+        )
     return {name: float(value) for name, value in read.items()}
 
 
@@ -201,27 +247,12 @@ def _keep(found: list[Any], members: Sequence[int], data: Sequence[Datum], logpr
         found[i] = part.reshape(one.targets.shape)
 
 
-def _micro_batch(data: Sequence[Datum]) -> tuple[MicroBatch, Tensor | None]:
-    """A rectangle padded on the right, and the place of each target in it; which place, where one has several."""
-    lengths = np.array([len(one.ids_T) for one in data])
-    each = np.array([one.targets[0].size for one in data])
-    width = int(lengths.max())
-    ids_BT = np.zeros((len(data), width), np.int64)
-    for row, one in enumerate(data):
-        ids_BT[row, : len(one.ids_T)] = one.ids_T
-    place_P = np.concatenate([row * width + np.arange(n) for row, n in enumerate(lengths)])
-    target_N = np.concatenate([one.targets.reshape(-1) for one in data]).astype(np.int64)
-    unused_N = torch.zeros(0)
-    batch = MicroBatch(
-        ids_BT=torch.from_numpy(ids_BT),
-        place_N=torch.from_numpy(place_P),
-        target_N=torch.from_numpy(target_N),
-        sequence_N=torch.from_numpy(np.repeat(np.arange(len(data)), lengths * each)),
-        old_N=unused_N,
-        advantage_N=unused_N,
-        weight_N=unused_N,
-        members=tuple(range(len(data))),
-    )
-    if each.max() == 1:
-        return batch, None
-    return batch, torch.from_numpy(np.repeat(np.arange(len(place_P)), np.repeat(each, lengths)))
+def _filled(trained: list[Trained]) -> list[Trained]:
+    few = sum(len(one.sample.completion_ids) for one in trained) < LEAST_ROWS
+    return [*trained, _trained([0], [0] * LEAST_ROWS)] if few else trained
+
+
+def _trained(prompt: list[int], reply: list[int], drawn_from: Distribution = PLAIN) -> Trained:
+    n = len(reply)
+    sample = Sample(prompt_ids=prompt, completion_ids=reply, completion_mask=[1] * n, completion_logprobs=[0.0] * n)
+    return Trained(sample=sample, advantage=1.0, drawn_from=((n, drawn_from),))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from verifiers.engine.text.detokenizer import StopWatch
 from verifiers.errors import RequestRefusedError
 from verifiers.integrations.tinker import wire
 from verifiers.integrations.tinker.data import Datum, Written, json_tensor, json_tokens
+from verifiers.trainers.sampling import PLAIN, Distribution
 
 MOST_SAMPLES = 1024
 MOST_TOPK = 1024
@@ -71,11 +72,24 @@ class SampleRequest:
             records=bool(body.get("record_stability_info")),
         )
 
-    def submit(self, ready: ReadyModel) -> list[Answer]:
+    @property
+    def scores_prompt(self) -> bool:
+        return self.sampling.prompt_logprobs is not None
+
+    def submit(self, ready: ReadyModel, *, scores_prompt: bool) -> list[Answer]:
+        sampling = self.sampling if scores_prompt else replace(self.sampling, prompt_logprobs=None)
         watches: list[OnToken] | None = None
         if self.stop_texts:
             watches = [StopWatch(ready.codec, self.stop_texts) for _ in range(self.n)]
-        return ready.engine.submit(self.prompt, self.sampling, n=self.n, on_token=watches)
+        return ready.engine.submit(self.prompt, sampling, n=self.n, on_token=watches)
+
+    @property
+    def drawn_from(self) -> Distribution:
+        """What tokens are drawn from; the likeliest ones, taken without a draw, count as the model's own."""
+        one = self.sampling
+        if one.temperature == 0:
+            return PLAIN
+        return Distribution(temperature=one.temperature, top_p=one.top_p, top_k=one.top_k)
 
     @property
     def target_datum(self) -> Datum:
@@ -118,7 +132,7 @@ def _sampling(
             max_tokens=min(wanted, room),
             temperature=float(given.get("temperature", 1.0)),
             top_p=float(given.get("top_p", 1.0)),
-            top_k=0 if top_k == -1 else int(top_k),
+            top_k=0 if top_k == -1 else min(int(top_k), ready.vocabulary),
             seed=None if seed is None else int(seed) % (1 << 62),
             stop_ids=ready.stop_ids - ready.engine.stop_ids if ids is None else ids,
             ignore_eos=ids is not None,
@@ -136,7 +150,7 @@ def _stops(given: Any, ready: ReadyModel) -> tuple[frozenset[int] | None, tuple[
     stops = [given] if isinstance(given, str) else given
     if not isinstance(stops, list) or any(type(one) not in (int, str) or one == "" for one in stops):
         raise RequestRefusedError(f"stop holds texts or token ids, not {given!r:.80}")
-    ids = {one for one in stops if isinstance(one, int)}
+    ids = {one for one in stops if isinstance(one, int) and 0 <= one < ready.vocabulary}  # others never come
     texts = tuple(one for one in stops if isinstance(one, str))
     for text in texts:
         found = ready.codec.encode(text, special=False)

@@ -78,6 +78,7 @@ class Service:
         self.futures = Futures()
         self.sessions: dict[str, Session] = {}
         self.samplers: dict[str, Sampler] = {}
+        self._by_paths: dict[str, tuple[int, Sampler]] = {}  # with the stamp of the checkpoint that was read
         self.models: dict[str, Session] = {}
         self._learners: dict[str, Learner] = {}
 
@@ -310,9 +311,13 @@ class Service:
         return Sampler(None)
 
     def _by_path(self, path: str) -> Sampler:
-        if path not in self.samplers:
-            self.samplers[path] = Sampler(self.store.load(self.place(path)), path)
-        return self.samplers[path]
+        place = self.place(path)
+        stamp = self.store.stamp(place)
+        if self._by_paths.get(path, (0, None))[0] != stamp:
+            self._by_paths[path] = stamp, Sampler(self.store.load(place), path)
+            while len(self._by_paths) > MOST_UNSAVED:
+                del self._by_paths[next(iter(self._by_paths))]
+        return self._by_paths[path][1]
 
     def _put_in_force(self, key: tuple[Snapshot | None]) -> None:
         with self.ready.engine.lock:
@@ -350,7 +355,7 @@ class Service:
     def _learner(self, model_id: str) -> Learner:
         found = self._learners.get(model_id)
         if found is None:
-            raise NotHereError(f"the training {model_id!r} could not be made")
+            raise NotHereError(f"the training {model_id!r} could not be made, or was unloaded")
         return found
 
 

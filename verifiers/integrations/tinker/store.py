@@ -28,6 +28,7 @@ KINDS = {"weights": "training", "sampler_weights": "sampler"}
 RUN, CHECKPOINT, ADAPTER, STATE = "run.json", "checkpoint.json", "adapter_model.safetensors", "optimizer.pt"
 SHORTEST_S, LONGEST_S = 3600, 10 * 366 * 86400  # that a checkpoint may be kept for
 MOST_JSON = 1 << 20  # bytes
+MOST_METADATA = 1 << 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 
 
@@ -63,10 +64,14 @@ class Store:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        for kind in KINDS:
+            for parts in self.folder.glob(f"*/{kind}/.*"):
+                _recover(parts)
 
     # --- runs -----------------------------------------------------------------------------------------------------
 
     def add_run(self, run: str, *, base_model: str, shape: LoraShape, metadata: Any) -> None:
+        check_metadata(metadata)
         told = {"base_model": base_model, "lora": shape.as_dict(), "user_metadata": metadata, "began": time.time()}
         (self.folder / run).mkdir(exist_ok=True)
         _write_json(self.folder / run / RUN, told)
@@ -97,6 +102,7 @@ class Store:
         """Write a checkpoint, whole or not at all."""
         from safetensors.torch import save_file
 
+        check_metadata(metadata)
         path = self._path(place)
         if path.exists() and not overwrite and not self._is_expired(path):
             raise RequestRefusedError(f"{place} is there already; take another name, or overwrite=True")
@@ -114,7 +120,7 @@ class Store:
                 parts / CHECKPOINT,
                 {"lora": snapshot.shape.as_dict(), "time": now, "expires": expires, "user_metadata": metadata},
             )
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)  # killed here, the next server finds the new one: `_recover`
             parts.rename(path)
         except BaseException:
             shutil.rmtree(parts, ignore_errors=True)
@@ -124,16 +130,28 @@ class Store:
         from safetensors.torch import load_file
 
         path = self.find(place)
-        told = _read_json(path / CHECKPOINT)
-        return Snapshot(LoraShape(**told["lora"]), load_file(path / ADAPTER))
+        try:
+            told = _read_json(path / CHECKPOINT)
+            return Snapshot(LoraShape(**told["lora"]), load_file(path / ADAPTER))
+        except Exception as error:  # what is wrong with a file, its library says in an error of its own
+            raise RequestRefusedError(f"{place} is damaged: {type(error).__name__}: {error}") from error
 
     def load_state(self, place: Place) -> dict[str, Any]:
         path = self.find(place)
         if not (path / STATE).is_file():
             raise RequestRefusedError(f"{place} was saved for sampling, without the state of an optimizer")
-        with open_regular(path / STATE) as file:
-            state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        try:
+            with open_regular(path / STATE) as file:
+                state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise RequestRefusedError(
+                f"the optimizer of {place} is damaged: {type(error).__name__}: {error}"
+            ) from error
         return state
+
+    def stamp(self, place: Place) -> int:
+        """Another number when the checkpoint was written again."""
+        return (self.find(place) / CHECKPOINT).stat().st_mtime_ns
 
     def find(self, place: Place) -> Path:
         """The folder of a checkpoint that is there and has not expired."""
@@ -192,6 +210,11 @@ def read_ttl(value: Any) -> int | None:
     return value
 
 
+def check_metadata(given: Any) -> None:
+    if len(json.dumps(given)) > MOST_METADATA:
+        raise RequestRefusedError(f"user_metadata takes more than {MOST_METADATA} bytes; it is for a few words")
+
+
 def as_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
@@ -200,6 +223,18 @@ def check_name(name: Any) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestRefusedError(f"a checkpoint's name is of letters, digits, '.', '_', ':' and '-', not {name!r:.80}")
     return name
+
+
+def _recover(parts: Path) -> None:
+    """What a server that is gone was writing: put it in its place if it was whole and the other is gone, or drop it."""
+    name, _, pid = parts.name[1:].rpartition(".")
+    if not name or not pid.isdecimal() or (int(pid) != os.getpid() and Path(f"/proc/{pid}").exists()):
+        return
+    path = parts.with_name(name)
+    if (parts / CHECKPOINT).is_file() and not path.exists():
+        parts.rename(path)
+    else:
+        shutil.rmtree(parts, ignore_errors=True)
 
 
 def _write_json(path: Path, told: Mapping[str, Any]) -> None:

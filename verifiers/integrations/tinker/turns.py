@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from verifiers.errors import InfraError
@@ -26,6 +27,7 @@ class Job:
 
     run: Callable[[], Any]
     key: Any = None  # (snapshot,); None: it needs the model alone
+    finish: Callable[[Any], Any] = lambda found: found  # makes the result of what was started, within the turn
     future: Future[Any] = field(default_factory=Future)
 
 
@@ -36,13 +38,14 @@ class Turns:
         self._prepare = prepare  # puts the snapshot of a key in force
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
-        self._running = 0
+        self._running: set[Job] = set()
+        self._ended: deque[tuple[Job, Future[Any]]] = deque()
         self._is_closed = False
         self._thread = threading.Thread(target=self._loop, name="verifiers-tinker", daemon=True)
         self._thread.start()
 
-    def submit(self, run: Callable[[], Any], key: Any = None) -> Future[Any]:
-        job = Job(run, key)
+    def submit(self, run: Callable[[], Any], key: Any = None, **more: Any) -> Future[Any]:
+        job = Job(run, key, **more)
         with self._changed:
             if self._is_closed:
                 raise InfraError("the server is closing")
@@ -53,11 +56,11 @@ class Turns:
     def close(self) -> None:
         with self._changed:
             self._is_closed = True
-            for job in self._waiting:
-                job.future.set_exception(InfraError("the server is closing"))
-            self._waiting.clear()
             self._changed.notify_all()
         self._thread.join()
+        for job in (*self._waiting, *self._running):
+            job.future.set_exception(InfraError("the server is closing"))
+        self._waiting.clear()
 
     def _loop(self) -> None:
         while True:
@@ -81,23 +84,29 @@ class Turns:
             first.future.set_exception(error)
             return
         with self._changed:
-            same = [job for job in self._waiting if job.key == first.key]
+            starting = [first, *(job for job in self._waiting if job.key == first.key)]
             self._waiting = deque(job for job in self._waiting if job.key != first.key)
-            for job in (first, *same):
+        while starting or self._running:
+            for job in starting:
                 self._start(job)
-            while True:
-                joining = self._joining(first.key)
-                for job in joining:
-                    self._start(job)
-                if not self._running or self._is_closed:
-                    return
-                if not joining:
+            with self._changed:
+                while not (self._ended or self._is_closed) and self._running and not self._may_join(first.key):
                     self._changed.wait()
+                if self._is_closed:
+                    return
+                starting = self._joining(first.key)
+                ended, self._ended = self._ended, deque()
+            for job, done in ended:
+                settle(job.future, partial(_finished, job, done))
+                self._running.discard(job)
+
+    def _may_join(self, key: Any) -> bool:
+        return bool(self._waiting) and self._waiting[0].key == key
 
     def _joining(self, key: Any) -> list[Job]:
         """Those that may start now: all of this key that nobody else waits before."""
         found = []
-        while self._waiting and self._waiting[0].key == key:
+        while self._may_join(key):
             found.append(self._waiting.popleft())
         return found
 
@@ -107,15 +116,17 @@ class Turns:
         except Exception as error:  # the request cannot be run
             job.future.set_exception(error)
             return
-        with self._changed:
-            self._running += 1
+        self._running.add(job)
         started.add_done_callback(lambda done: self._end(job, done))
 
     def _end(self, job: Job, done: Future[Any]) -> None:
-        settle(job.future, done.result)
         with self._changed:
-            self._running -= 1
+            self._ended.append((job, done))
             self._changed.notify_all()
+
+
+def _finished(job: Job, done: Future[Any]) -> Any:
+    return job.finish(done.result())
 
 
 def settle(future: Future[Any], run: Callable[[], Any]) -> None:

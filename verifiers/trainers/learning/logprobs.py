@@ -153,6 +153,10 @@ class TokenScorer:
             return Scored(fused_logprobs(out, head.weight, head.bias, target_N, drawn_from.temperature))
         return chunked_logprobs(head, out, target_N, drawn_from, with_entropy=with_entropy)
 
+    def logits(self, out: Tensor) -> Tensor:
+        """The logits of some of `outputs`."""
+        return self._head(out) if self._is_split else out
+
     def outputs(self, batch: MicroBatch, *, fused: bool | None = None, row: Row | None = None) -> Tensor:
         """What the model makes of the places that predict trained tokens: hidden states, or logits if it must be."""
         packing = batch.packing

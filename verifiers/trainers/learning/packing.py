@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,9 @@ def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float = 0.0, seen: Tensor | None = None
 ) -> Tensor:
     """Attention of ``[B, T, heads, dim]``, causal or to what is seen; keys and values may have fewer heads."""
+    if seen is None and _suit_c(q, k, v, dropout):  # as in a packed row, to the bit
+        flat_q, flat_k, flat_v = (one.flatten(0, 1) for one in (q, k, v))
+        return attended(flat_q, flat_k, flat_v, _rectangle(*q.shape[:2]), scale).view(q.shape)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     share = q.shape[1] // k.shape[1]
     # A card has fused kernels for groups of heads in half precision only, and none that take a mask besides.
@@ -132,6 +135,20 @@ def dense_attention(
         q, k, v, seen, dropout_p=dropout, is_causal=seen is None, scale=scale, enable_gqa=is_grouped
     )
     return out.transpose(1, 2)
+
+
+def _suit_c(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
+    # Autocast may leave queries in float32 beside values in half precision.
+    return all(map(cpu.suit, (q, k, v))) and k.shape == v.shape and k.shape[-1] == q.shape[-1] and not dropout
+
+
+@lru_cache(maxsize=64)
+def _rectangle(rows: int, length: int) -> Segments:
+    start_B = torch.arange(rows) * length
+    segments_B4 = torch.stack(
+        (start_B, torch.full_like(start_B, length), *torch.zeros((2, rows), dtype=torch.int64)), 1
+    )
+    return Segments(segments_B4, 0, length)
 
 
 class _VarlenAttention:
@@ -193,8 +210,7 @@ class Row:
         packing, dim = self.packing, q.shape[-1]
         if self.varlen and q.is_cuda and q.element_size() == 2 and dim <= LARGEST_HEAD_DIM and dim % 8 == 0:
             return (packing.suffix_segments if suffixes_only else packing.segments).attend(q, k, v, scale, dropout)
-        # Autocast may leave queries in float32 beside values in half precision.
-        if all(map(cpu.suit, (q, k, v))) and k.shape == v.shape and k.shape[-1] == dim and not dropout:
+        if _suit_c(q, k, v, dropout):
             return attended(q, k, v, packing.cpu_segments[suffixes_only], scale)
         return packing.padded.attend(q, k, v, scale, dropout, suffixes_only)
 
