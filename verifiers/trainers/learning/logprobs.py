@@ -18,7 +18,6 @@ from verifiers.trainers.learning.decoder_training import DecoderTraining
 from verifiers.trainers.learning.micro_batches import MicroBatch
 from verifiers.trainers.learning.packing import Row
 from verifiers.trainers.learning.target_logprobs import Scored, chunked_logprobs, fused_logprobs, score_logits
-from verifiers.trainers.learning.token_layout import select
 from verifiers.trainers.sampling import Distribution
 
 if TYPE_CHECKING:
@@ -160,7 +159,8 @@ class TokenScorer:
                 out = self._body(input_ids=batch.ids_BT, use_cache=False, **more).last_hidden_state
             else:
                 out = self.model(input_ids=batch.ids_BT, use_cache=False, **more).logits
-        return select(out.flatten(0, 1), batch.place_N)
+        found: Tensor = out.flatten(0, 1).index_select(0, batch.place_N)
+        return found
 
 
 def _in_order(parts: list[Any], order: Tensor) -> Tensor:

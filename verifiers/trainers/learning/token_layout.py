@@ -1,4 +1,4 @@
-"""Ranges of tokens end to end: some of them chosen, and keys copied to the suffixes that attend to them."""
+"""Tokens end to end: ranges of them, and keys copied to the suffixes that attend to them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,6 @@ from verifiers.kernels.devices import to_device
 
 if TYPE_CHECKING:
     from verifiers.trainers.learning.packing import Packing
-
-
-def select(x: Tensor, places: Tensor) -> Tensor:
-    """``x[places]``, none of them twice: the backward pass copies, where indexing would add up."""
-    found: Tensor = _Select.apply(x, places)
-    return found
-
-
-class _Select(Function):  # type: ignore[misc]  # torch is not typed here
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.shape = x.shape
-        return x.index_select(0, places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad.new_zeros(ctx.shape).index_copy_(0, *ctx.saved_tensors, grad), None
 
 
 class SuffixKeys:
