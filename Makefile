@@ -113,10 +113,11 @@ gpu: $(VENV)/.dev
 	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("make gpu: torch sees no CUDA device here")'
 	@$(BIN)/python -m pytest --quiet -m gpu --timeout 1800
 
-# The sanitizer's library has to be loaded before anything else; Python itself leaks on purpose.
+# The sanitizer's library has to be loaded before anything else, and with it that of C++, whose exceptions it looks up
+# when it starts: torch throws some. Python itself leaks on purpose.
 sanitize: $(VENV)/.dev
-	@LD_PRELOAD=$$($${CC:-cc} -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 VERIFIERS_SANITIZE=1 \
-	$(BIN)/python -m pytest --quiet -p no:cacheprovider --timeout 1800 tests/kernels/test_cpu.py \
+	@cc=$${CC:-cc}; LD_PRELOAD="$$($$cc -print-file-name=libasan.so) $$($$cc -print-file-name=libstdc++.so.6)" \
+	ASAN_OPTIONS=detect_leaks=0 VERIFIERS_SANITIZE=1 $(BIN)/python -m pytest --quiet -p no:cacheprovider --timeout 1800 tests/kernels/test_cpu.py \
 	tests/kernels/test_cpu_model.py tests/kernels/test_cpu_learning.py
 
 bench: $(VENV)/.dev

@@ -26,7 +26,6 @@ from verifiers.kernels.attention import Attend, attending, register
 from verifiers.kernels.cpu.model import CpuModel, DecodeColumns, Drawn, Paged, unsupported
 from verifiers.kernels.decoder import CommonDecoder
 from verifiers.kernels.modules import ModuleSnapshot, linear_parameters, replaced_forwards
-from verifiers.kernels.onednn import OneDNNLinears
 
 LAY_OUT_AFTER = 8  # steps on the same weights: copying them costs about as much as it saves in so many
 # Tokens that those of a prompt attend to, on average: C sees each query's keys alone, PyTorch's attention many queries
@@ -60,7 +59,6 @@ class ModelRunner:
             self.decoder = CommonDecoder(module, self._configs)
             self.not_in_c = unsupported(self.decoder) if self.device.type == "cpu" else "it is not on the CPU"
         self.cpu = CpuModel(self.decoder) if self.not_in_c is None else None
-        self.onednn = OneDNNLinears(module) if OneDNNLinears.helps(module) else None
         self._norms = [
             (one, partial(_rms_norm(self.device), one, epsilon))
             for one, epsilon in self.decoder.norms
@@ -119,7 +117,6 @@ class ModelRunner:
             pair for pair in self._norms if "forward" not in vars(pair[0])
         ]
         forwards += decoder.forwards if is_unhooked else []
-        forwards += [] if self.onednn is None else self.onednn.forwards
         is_whole = is_unhooked and decoder.may_run_whole
         with attending(self._configs, attend), replaced_forwards(forwards):
             return decoder.forward(ids, positions, keep) if is_whole else self._run_module(ids, positions, keep)
@@ -143,16 +140,13 @@ class ModelRunner:
             self._run_module(ids, ids, 0)
         return found
 
-    def count_step(self, rows: int) -> None:
-        """After some steps on the same weights it pays to copy them in C's layout, or oneDNN's for so many rows."""
+    def count_step(self) -> None:
+        """After some steps on the same weights it pays to copy them in C's layout."""
         self._steps += 1
-        has_copies = (self.uses_c and self.cpu is not None) or self.onednn is not None
-        if self.uses_modules or not has_copies or self._steps != LAY_OUT_AFTER or not self._has_room():
+        if self.uses_modules or not self.uses_c or self._steps != LAY_OUT_AFTER:
             return
-        if self.uses_c and self.cpu is not None and self.cpu.is_unchanged:
+        if self.cpu is not None and self.cpu.is_unchanged and self._has_room():
             self.cpu.lay_out()
-        elif self.onednn is not None:
-            self.onednn.lay_out(rows)
 
     def _has_room(self) -> bool:
         """Is there memory for a copy of the weights, and as much again for everybody else?"""
@@ -213,8 +207,6 @@ class ModelRunner:
 
     def _drop_copies(self) -> None:
         self._steps = 0
-        if self.onednn is not None:
-            self.onednn.drop()
         if self.cpu is not None:
             self.cpu.drop()
 

@@ -169,7 +169,7 @@ class Steps:
         if isinstance(cache, SequentialCache):
             logits_BV = cache.decode(scheduler.running, table.token[: len(scheduler.running)].tolist())
         else:
-            self.runner.count_step(self.rows)
+            self.runner.count_step()
             most = min(table.tokens_left(len(scheduler.running), self.length), BURST)
             burst = self.runner.burst(most, len(self.is_stop_V)) if most > 1 else 0
             steps = scheduler.reserve(max(burst, 1))[0]

@@ -27,20 +27,19 @@ from verifiers.envs.calling import (
     override_arguments,
     read_call,
 )
+from verifiers.envs.env_scoring import EnvScoring
 from verifiers.envs.hooks import ClassicHooks, Hooks
 from verifiers.envs.host_calls import Group, get_results_path, read_host_call, run_for_host, the_one
 from verifiers.envs.own_rollouts import SPEAKING_HOOKS, add_steps
 from verifiers.envs.rows import RowFormat, Rows, as_rows, few_shot_messages
 from verifiers.envs.states import fresh_state
 from verifiers.envs.trainer_calls import TrainerCalls
-from verifiers.errors import GraderError, HookError, RequestRefusedError, wrap
+from verifiers.errors import HookError, RequestRefusedError, wrap
 from verifiers.escapes import hurry
 from verifiers.messages import concat_messages, strip_nones_from_content
 from verifiers.parsers import Parser
 from verifiers.rollout import note_error, note_timing, read_error
 from verifiers.rubrics import Rubric
-from verifiers.rubrics.score import Score
-from verifiers.rubrics.signature import Plan, as_score
 from verifiers.stats import as_aggregates
 from verifiers.types import Messages, MessageType, Row, SamplingArgs, State
 
@@ -55,7 +54,7 @@ AT_EXIT_S = 60.0  # for each teardown hook when Python ends: one that hangs must
 HURRIED_S = 3.0  # the same, after a second Ctrl-C
 
 
-class Environment(ClassicHooks, TrainerCalls):
+class Environment(ClassicHooks, EnvScoring, TrainerCalls):
     """A task: a data set, how a rollout goes, and a rubric. Any further keyword becomes an attribute."""
 
     def __init__(
@@ -399,60 +398,11 @@ class Environment(ClassicHooks, TrainerCalls):
             self._is_armed = True
             atexit.register(_close_if_alive, weakref.ref(self))
 
-    # --- scoring --------------------------------------------------------------------------------------------------
-
-    @property
-    def parsers(self) -> dict[str | None, Parser]:
-        """The parser that reads the answers of a task; None: of all other tasks."""
-        return {None: self.parser}
-
-    @property
-    def has_group_rewards(self) -> bool:
-        return self.rubric.has_group_rewards and self._hook("score_rollout") is None
-
-    async def score_alone(self, state: State) -> Score:
-        """Score one finished rollout, by the environment's own ``score_rollout`` if a subclass has one."""
-        hook = self._hook("score_rollout")
-        score = await (self.rubric.score_alone(state) if hook is None else self._score_by_hook(hook, state))
-        if score.error is None:
-            score.metrics.update(self.own_metrics(state))
-        return score
-
-    async def _score_by_hook(self, hook: calls.Hook, state: State) -> Score:
-        try:
-            objects = {"parser": self.parser, "rubric": self.rubric, "messages": state["completion"]}
-            plan = Plan(hook.function, objects)
-            result = await hook(**plan.arguments(state, objects))
-            if state.get("error") is not None:  # the rubric, asked by the hook, could not score it
-                return Score(error=state["error"])
-            if isinstance(result, Mapping):
-                flat = {name: as_score(value, name) for name, value in result.items() if name != "metrics"}
-                nested = result.get("metrics") or {}
-                return Score(reward=flat.pop("reward"), metrics={**flat, **nested})
-            value = state.get("reward") if result is None or isinstance(result, State) else result
-            return Score(reward=as_score(value, "score_rollout"), metrics=dict(state.get("metrics") or {}))
-        except BaseException as error:  # foreign code
-            return Score(error=wrap(calls.contained(error), GraderError, f"{type(self).__name__}.score_rollout"))
-
-    def own_metrics(self, state: State) -> dict[str, float]:
-        """What the environment itself reports of a rollout, beside the rubric's scores."""
-        return {} if not self.max_retries else {"parse_retries": float(state.get("parse_retries", 0))}
-
-    async def add_group_scores(self, states: Sequence[State], scores: Sequence[Score]) -> None:
-        """Add what only the whole group can say."""
-        await self.rubric.add_group_scores(states, scores)
-
-    async def _score_rollout(self, state: State) -> dict[str, Any]:
-        """Score one rollout with the rubric and write the score into it."""
-        return await Rubric._score_rollout(self.rubric, state)
-
-    score_rollout = calls.both(_score_rollout)
+    # --- many rollouts --------------------------------------------------------------------------------------------
 
     def player(self, *, is_scored: bool) -> Player:
         """Who plays and scores the rollouts of a run in this process."""
         return self
-
-    # --- many rollouts --------------------------------------------------------------------------------------------
 
     async def _generate(self, inputs: Any = None, client: Any = None, model: Any = None, **kwargs: Any) -> Results:
         """Roll out (and score) rows: ``inputs``, or ``n_samples`` of the environment's own."""

@@ -33,7 +33,7 @@ class Attend(Protocol):
 
 
 class _Current(threading.local):
-    attend: Attend | None = None
+    attend: Any = None
 
 
 _current = _Current()
@@ -93,37 +93,37 @@ def attend_rotated(
 
 
 def _attend() -> Attend:
-    if _current.attend is None:
+    attend: Attend | None = _current.attend
+    if attend is None:
         raise RuntimeError("the engine is sampling from this model just now: run it `with engine.lock:`")
+    return attend
+
+
+def current() -> Any:
+    """What attends on this thread, if anything of ours does."""
     return _current.attend
 
 
-def register() -> None:
-    """Make the attention function known to transformers; doing it twice changes nothing."""
+def register(name: str = NAME, function: Callable[..., Any] = paged_attention) -> None:
+    """Make an attention function known to transformers; doing it twice changes nothing."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
+    ALL_ATTENTION_FUNCTIONS.register(name, function)
 
 
 @contextmanager
-def attending(configs: Sequence[Any], attend: Attend) -> Iterator[None]:
-    """While this lasts, the model that these configurations belong to attends by ``attend``, on this thread."""
-    with implemented_by(NAME, configs):
-        _current.attend = attend
-        try:
-            yield
-        finally:
-            _current.attend = None
+def attending(configs: Sequence[Any], attend: Any, name: str = NAME) -> Iterator[None]:
+    """While this lasts, the model that these configurations belong to attends by ``attend``, on this thread.
 
-
-@contextmanager
-def implemented_by(name: str, configs: Sequence[Any]) -> Iterator[None]:
-    """While this lasts, the model of these configurations calls the attention function registered under this name."""
-    before = [config._attn_implementation for config in configs]
+    It calls the function that is registered under this name, which asks for `current`.
+    """
+    before, implementations = _current.attend, [config._attn_implementation for config in configs]
+    _current.attend = attend
     for config in configs:
         config._attn_implementation = name
     try:
         yield
     finally:
-        for config, own in zip(configs, before, strict=True):
+        _current.attend = before
+        for config, own in zip(configs, implementations, strict=True):
             config._attn_implementation = own

@@ -158,9 +158,8 @@ def plain_logits(model: Any, ids: Sequence[int], keep: int) -> Tensor:
     that ends there: that is what their tokens were drawn from.
     """
     device = next(model.parameters()).device
-    can_keep = (
-        "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
-    )  # those of all places may take gigabytes
+    # Those of all places may take gigabytes.
+    can_keep = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
     first, parts = len(ids) - keep, []
     for end in (*(bound for bound in rope_bounds(model.config) if first < bound < len(ids)), len(ids)):
         more = {"logits_to_keep": end - first} if can_keep else {}

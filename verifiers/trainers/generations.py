@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
-from types import TracebackType
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from verifiers.progress import Tally
@@ -14,14 +15,14 @@ from verifiers.runner import RunInterruptedError
 from verifiers.trainers.advantages import flat_groups
 from verifiers.trainers.batch import Batch
 from verifiers.trainers.distributed.processes import gathered
-from verifiers.trainers.pipeline import LoopThread, Pipeline
+from verifiers.trainers.pipeline import Pipeline, loop_thread
 from verifiers.trainers.row_stream import RowStream
 
 if TYPE_CHECKING:
     from verifiers.trainers.grpo_trainer import GRPOTrainer
 
 
-class Generations:
+class Generations(ExitStack):
     """With ``num_batches_ahead`` rollouts go on while the trainer learns, across its updates.
 
     Their parts are groups, which are learned from as they finish, within ``max_staleness``. A batch that the trainer
@@ -30,22 +31,14 @@ class Generations:
     """
 
     def __init__(self, trainer: GRPOTrainer, *, whole: bool) -> None:
+        super().__init__()
         config = trainer.config
         self._trainer, self._ahead, self._stride = trainer, config.num_batches_ahead, config.updates_per_generation
         self._whole, self._patience = whole, config.generations_late
         most = max(1, config.max_concurrent // config.group_size) if config.max_concurrent > 0 else None
         self._room: AbstractAsyncContextManager[Any] = nullcontext() if most is None else asyncio.Semaphore(most)
-        self._resources = ExitStack()
         self._maker = self._pool() if trainer.accelerator.num_processes > 1 and not self._ahead else None
         self._pipeline: Pipeline[Batch] | None = None
-
-    def __enter__(self) -> Generations:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._resources.close()
 
     def take(self, step: int) -> Batch:
         """The batch of this step; there is one every ``updates_per_generation`` steps."""
@@ -63,7 +56,7 @@ class Generations:
 
     def _pool(self) -> ThreadPoolExecutor:
         pool = ThreadPoolExecutor(1, thread_name_prefix="verifiers-batches")
-        self._resources.callback(pool.shutdown, cancel_futures=True)
+        self.callback(pool.shutdown, cancel_futures=True)
         return pool
 
     def _start(self, step: int) -> Pipeline[Batch]:
@@ -75,12 +68,12 @@ class Generations:
                 return pool.submit(self._trainer._generate_batch, step + number * self._stride)
 
             return Pipeline(make, size=1, **limits)
-        loop = self._resources.enter_context(LoopThread("verifiers-rollouts"))
+        loop = self.enter_context(loop_thread("verifiers-rollouts"))
         self._trainer._start_sampling("ahead", 0, is_apart=False)
 
         def begin(_: int) -> Future[Batch]:
             # The row is taken here, on the trainer's thread: in order, and counted in a checkpoint as not learned from.
-            return loop.submit(self._group(*self._trainer.rows.take_one()))
+            return asyncio.run_coroutine_threadsafe(self._group(*self._trainer.rows.take_one()), loop)
 
         return Pipeline(begin, size=self._trainer.rows_per_generation, **limits)
 
@@ -109,14 +102,10 @@ class Generations:
 
 def _joined(parts: list[Batch]) -> Batch:
     """Groups as one batch, numbered in the order they were begun in."""
-    numbered = []
     for number, part in enumerate(parts):
         part["groups"] = [number] * len(part["groups"])
         part.places = {number: part.rows_taken}
-        numbered.append(part)
-    batch = numbered[0]
-    for part in numbered[1:]:
-        batch = batch + part
+    batch = reduce(operator.add, parts)
     batch.seconds["generation"] = max(part.seconds["generation"] for part in parts)
     return batch
 

@@ -23,7 +23,7 @@ from verifiers.trainers.batch import Batch, Reply, as_batch, refusals, with_adva
 from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.distributed import processes
 from verifiers.trainers.distributed.remote_weights import remote_weights
-from verifiers.trainers.distributed.sharding import Whole, check_sharding, make_weights
+from verifiers.trainers.distributed.sharding import Whole
 from verifiers.trainers.functions import call_fitting, is_overridden, own_function
 from verifiers.trainers.generations import Generations, rows_learned
 from verifiers.trainers.learning.micro_batches import Trained
@@ -32,13 +32,11 @@ from verifiers.trainers.losses import Loss
 from verifiers.trainers.offline import read_offline
 from verifiers.trainers.reference import Reference
 from verifiers.trainers.reward_weights import reward_weights, scheduled_weights
-from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.staleness import staleness_figures
 from verifiers.trainers.stopping import nothing_scored
 from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.update import PolicyUpdate
 from verifiers.trainers.watch.report import Report
-from verifiers.trainers.watch.tracking import check_report_to
 from verifiers.trainers.weights import learning_rate
 from verifiers.types import Row
 
@@ -57,6 +55,9 @@ class GRPOTrainer(Trainer):
     """
 
     config: GRPOConfig
+    _update: PolicyUpdate | None = None
+    _workers: Workers | None = None  # while training: one connection for all steps
+    _batch_at = (0, 0)  # the epoch that a batch is made for, and the step of it
 
     def __init__(
         self,
@@ -79,30 +80,20 @@ class GRPOTrainer(Trainer):
         loss: str | Function | None = None,
     ) -> None:
         self.config = GRPOConfig.of(setup.one_of("config", config, "args", args))
+        tokenizer = setup.one_of("tokenizer", tokenizer, "processing_class", processing_class)
         self._own_loss = own_function(self.config, "loss", "loss_type", loss)
         self._own_advantage = own_function(self.config, "advantage", "advantage", advantage)
-        tokenizer = setup.one_of("tokenizer", tokenizer, "processing_class", processing_class)
-        self.accelerator, kind = processes.accelerator(), processes.sharding()
-        self.config.check(self.accelerator.num_processes)
-        check_sharding(self.config, self.accelerator, kind)
-        check_installed(self.config.workers)
-        if self._own_advantage is not None and (self.config.advantage or self.config.scale_rewards is not None):
-            raise TypeError("advantage= is a function, and the configuration names another estimator; pass one of them")
-        Estimator(self._own_advantage or self.config.estimator)  # functions that cannot be called are found before
-        Loss(self.config.objective, self._own_loss)  # anything is loaded
-        check_report_to(self.config.report_to)
+        self._check_config()
         self.env, self.offline = env, None if dataset is None else read_offline(dataset)
         if self.offline is None:
             setup.check_env(env)
         whole: Whole = "sampled" if client is None or self.config.kl_coef else "sent"
         asked = {"adapters": peft_config, "samples": client is None, "is_read": whole == "sampled"}
-        job = setup.job(self.config, self.accelerator, kind, env=env, **asked)
-        self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, job)
+        self._load(model, tokenizer, env=env, **asked)
         setup.check_template(self.tokenizer, env)
         setup.check_reference(self.model, self.config)
         sampling.check(self.sampling, "this environment with this configuration")
-        self.weights = make_weights(self.model, self.config, self.accelerator, kind, whole=whole, plan=self.memory)
-        self.optimizer = self.weights.optimizer
+        self._make_weights(whole)
         self._remote = remote_weights(client, weight_server, self.model, self.tokenizer)
         if client is None:
             client = sampler.make_sampler(self.model, self.tokenizer, self.config, env, self.memory)
@@ -112,20 +103,20 @@ class GRPOTrainer(Trainer):
         else:
             found = setup.rows_of(env, dataset)
             rows, self.dropped_prompts = setup.short_enough(found, self.tokenizer, self.config, env)
-        shard = (self.accelerator.process_index, self.accelerator.num_processes)
-        self.rows = RowStream(rows, seed=self.config.seed, shard=shard)
+        self._make_stream(rows)
         self.eval_rows = setup.eval_rows(env, eval_dataset)
-        self.callbacks = list(callbacks)
-        self.row_sampler, self.weight_schedule = row_sampler, weight_schedule
-        self.step, self.epoch, self.cursor, self.should_stop = 0, 0, 0, False
-        self.learned: list[int] = []  # places of rows beyond the cursor, where they are not learned from in order
-        self.report = None
-        self._update: PolicyUpdate | None = None
-        self._workers: Workers | None = None  # while training: one connection for all steps
+        self.callbacks, self.row_sampler, self.weight_schedule = list(callbacks), row_sampler, weight_schedule
         self._parts: deque[Batch] = deque()  # of the last generation, not learned from yet
-        self._batch_at = (0, 0)  # the epoch that a batch is made for, and the step of it
         # Saved rollouts are texts: they are tokenized where their tokens were not saved. Rollouts of this policy never.
         self._writer = None if self.offline is None else ChatWriter(self.tokenizer)
+
+    def _check_config(self) -> None:
+        super()._check_config()
+        check_installed(self.config.workers)
+        if self._own_advantage is not None and (self.config.advantage or self.config.scale_rewards is not None):
+            raise TypeError("advantage= is a function, and the configuration names another estimator; pass one of them")
+        Estimator(self._own_advantage or self.config.estimator)  # functions that cannot be called are found here
+        Loss(self.config.objective, self._own_loss)
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -373,8 +364,7 @@ class GRPOTrainer(Trainer):
         return None if reference is None or reference.is_adapter else reference
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
-        self.step, self.cursor, self.learned = state["step"], state["cursor"], list(state.get("learned", ()))
-        self.rows.go_on(self.cursor, self.learned)
+        super()._go_on(state)
         self._parts.clear()
         self._name_weights(self.step)
         if self._remote is not None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from verifiers.threads import leave_threads_behind
 
@@ -58,12 +58,6 @@ class Pipeline(Generic[T]):
                 raise error
         return choose([part.due for part in self._parts], is_done_N, batch, self._size)
 
-    def close(self) -> None:
-        """Give up what is under way."""
-        for part in self._parts:
-            part.future.cancel()
-        self._parts.clear()
-
 
 def choose(due_N: Sequence[int], is_done_N: Sequence[bool], batch: int, size: int) -> list[int] | None:
     """Which of the finished parts make this batch, so that those left can all be in time; None if more have to finish.
@@ -88,34 +82,26 @@ def choose(due_N: Sequence[int], is_done_N: Sequence[bool], batch: int, size: in
     return sorted(chosen) if len(chosen) == size else None
 
 
-class LoopThread:
+@contextmanager
+def loop_thread(name: str) -> Iterator[asyncio.AbstractEventLoop]:
     """An event loop in a thread of its own, while the block lasts; what still runs then is cancelled."""
+    loop = asyncio.new_event_loop()
+    leave_threads_behind(loop)
+    thread = threading.Thread(target=loop.run_forever, name=name, daemon=True)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        wait([asyncio.run_coroutine_threadsafe(_end_tasks(loop), loop)], timeout=ENDING_S)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(ENDING_S)
+        if not thread.is_alive():
+            loop.close()
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._loop = asyncio.new_event_loop()
-        leave_threads_behind(self._loop)
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def __enter__(self) -> LoopThread:
-        self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        wait([self.submit(self._end())], timeout=ENDING_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(ENDING_S)
-        if not self._thread.is_alive():
-            self._loop.close()
-
-    async def _end(self) -> None:
-        left = [one for one in asyncio.all_tasks() if one is not asyncio.current_task()]
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        await self._loop.shutdown_asyncgens()
+async def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    left = [one for one in asyncio.all_tasks() if one is not asyncio.current_task()]
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    await loop.shutdown_asyncgens()

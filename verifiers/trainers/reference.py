@@ -23,7 +23,7 @@ class Reference:
     def __init__(self, model: Any) -> None:
         self._policy = model
         self.is_adapter = hasattr(model, "disable_adapter")
-        self.model = model if self.is_adapter else _frozen(model)
+        self.model = model if self.is_adapter else copy.deepcopy(model).eval().requires_grad_(False)
         self.scorer = TokenScorer(self.model)
         self.version = 0
         self.saved: tuple[int, Path] | None = None  # which version, and where
@@ -50,10 +50,3 @@ class Reference:
         with torch.no_grad():
             for name, one in self.model.named_parameters():
                 one.copy_(weights[name])
-
-
-def _frozen(model: Any) -> Any:
-    frozen = copy.deepcopy(model).eval()
-    for parameter in frozen.parameters():
-        parameter.requires_grad_(False)
-    return frozen

@@ -16,15 +16,8 @@ from verifiers.samples import Sample
 if TYPE_CHECKING:
     from verifiers.trainers.config import GRPOConfig
 
-# Fields of a configuration and the sampling arguments that they are.
-_FIELDS = {
-    "temperature": "temperature",
-    "max_new_tokens": "max_tokens",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-}
 _ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
+_FIELDS = ("temperature", "max_new_tokens", "top_p", "top_k", "min_p")  # of a configuration
 _IN_BODY = ("top_k", "min_p")  # OpenAI's clients take them nowhere else
 _OFF: dict[str, tuple[Any, ...]] = {"top_p": (1, 1.0), "top_k": (0, -1), "min_p": (0, 0.0)}
 
@@ -34,10 +27,7 @@ _NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "best_of": (1,),
     "frequency_penalty": (0,),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
     "logits_processors": ([],),
     "min_tokens": (0,),
     "presence_penalty": (0,),
@@ -91,8 +81,8 @@ def merged(
     """
     given = flat(config.sampling_args, "sampling_args of the configuration")
     defaults: dict[str, Any] = {}
-    for field, name in _FIELDS.items():
-        value = getattr(config, field)
+    for field in _FIELDS:
+        name, value = _ALIASES.get(field, field), getattr(config, field)
         if not config.is_set(field):
             if value not in _OFF.get(name, ()):
                 defaults[name] = value

@@ -117,14 +117,10 @@ def _in_precision(model: Any, job: Job) -> tuple[Any, torch.dtype]:
 
 def with_adapters(model: Any, peft_config: Any) -> Any:
     """The model with LoRA adapters, in its own precision (their float32 copies are with the optimizer)."""
-    try:
-        from peft import get_peft_model
-    except ImportError:
-        raise ImportError("LoRA needs: pip install 'verifiers[train]'") from None
     if hasattr(model, "peft_config"):
         raise ValueError("this model has adapters already; leave out peft_config")
     dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
-    adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+    adapted = _peft().get_peft_model(model, peft_config, autocast_adapter_dtype=False)
     for one in adapted.parameters():
         if one.requires_grad:  # on weights in 4 bits they are float32
             one.data = one.data.to(dtype)
@@ -133,12 +129,16 @@ def with_adapters(model: Any, peft_config: Any) -> Any:
 
 def lora_defaults(r: int = 8, alpha: int = 16, **kwargs: Any) -> Any:
     """A `peft.LoraConfig` for every linear layer but the head; further keywords go to it."""
+    settings = {"target_modules": "all-linear", "lora_dropout": 0.0, "task_type": "CAUSAL_LM", **kwargs}
+    return _peft().LoraConfig(r=r, lora_alpha=alpha, **settings)
+
+
+def _peft() -> Any:
     try:
-        from peft import LoraConfig
+        import peft
     except ImportError:
         raise ImportError("LoRA needs: pip install 'verifiers[train]'") from None
-    settings = {"target_modules": "all-linear", "lora_dropout": 0.0, "task_type": "CAUSAL_LM", **kwargs}
-    return LoraConfig(r=r, lora_alpha=alpha, **settings)
+    return peft
 
 
 def _check_pad(tokenizer: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,13 @@ from verifiers.samples import Sample
 from verifiers.trainers import setup
 from verifiers.trainers.config import SFTConfig
 from verifiers.trainers.distributed import processes
-from verifiers.trainers.distributed.sharding import check_sharding, make_weights
 from verifiers.trainers.generations import rows_so_far
 from verifiers.trainers.learning.logprobs import TokenScorer
 from verifiers.trainers.learning.micro_batches import Trained, idle_batch, micro_batches
-from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.sft_rows import SFTSamples, read_samples
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.watch.report import Report
-from verifiers.trainers.watch.tracking import check_report_to
 from verifiers.trainers.weights import learning_rate
 
 
@@ -59,23 +56,13 @@ class SFTTrainer(Trainer):
     ) -> None:
         self.config = SFTConfig.of(setup.one_of("config", config, "args", args))
         tokenizer = setup.one_of("tokenizer", tokenizer, "processing_class", processing_class)
-        self.config.check()
-        check_report_to(self.config.report_to)
-        self.env = env
-        self.accelerator, kind = processes.accelerator(), processes.sharding()
-        check_sharding(self.config, self.accelerator, kind)
-        job = setup.job(self.config, self.accelerator, kind, adapters=peft_config, is_read=False)
-        self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, job)
+        self._check_config()
+        self.env, self.callbacks = env, list(callbacks)
+        self._load(model, tokenizer, adapters=peft_config, is_read=False)
         self.examples = self._read(dataset)
         self.eval_samples: list[Sample] = [] if eval_dataset is None else self._read(eval_dataset).samples
-        self.weights = make_weights(self.model, self.config, self.accelerator, kind, whole="saved", plan=self.memory)
-        self.optimizer = self.weights.optimizer
-        shard = (self.accelerator.process_index, self.accelerator.num_processes)
-        self.rows = RowStream(self.examples.samples, seed=self.config.seed, shard=shard)
-        self.callbacks = list(callbacks)
-        self.step, self.epoch, self.cursor, self.should_stop = 0, 0, 0, False
-        self.learned: list[int] = []
-        self.report = None
+        self._make_weights("saved")
+        self._make_stream(self.examples.samples)
         self._scorer: TokenScorer | None = None
 
     def train(self, resume: bool | str | Path = False) -> Report:
@@ -162,8 +149,3 @@ class SFTTrainer(Trainer):
         for i, one in enumerate(made, 1):
             on_device = one.to(self.weights.device)
             yield -(self._scorer.logprobs(on_device) * on_device.weight_N).sum(), i == len(made)
-
-    def _go_on(self, state: Mapping[str, Any]) -> None:
-        self.step, self.cursor = state["step"], state["cursor"]
-        self.learned = list(state.get("learned", ()))
-        self.rows.go_on(self.cursor, self.learned)

@@ -8,14 +8,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verifiers.trainers import setup
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.checkpoints import save_model
-from verifiers.trainers.distributed.sharding import ShardedWeights
+from verifiers.trainers.distributed import processes
+from verifiers.trainers.distributed.sharding import ShardedWeights, Whole, check_sharding, make_weights
 from verifiers.trainers.functions import call_callbacks
 from verifiers.trainers.memory.plan import MemoryPlan
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.watch.report import Report
+from verifiers.trainers.watch.tracking import check_report_to
 from verifiers.trainers.weights import Weights
 
 if TYPE_CHECKING:
@@ -33,9 +36,32 @@ class Trainer:
     weights: Weights
     memory: MemoryPlan
     rows: RowStream
-    step: int
-    report: Report | None
-    learned: Sequence[int] = ()  # places of rows beyond the cursor of a checkpoint that are not to be taken again
+    step = epoch = cursor = 0
+    should_stop = False
+    learned: Sequence[int] = ()  # places of rows beyond the cursor, where they are not learned from in order
+    report: Report | None = None
+
+    def _check_config(self) -> None:
+        """Refuse what cannot be, in the processes that were started, before anything is loaded."""
+        self.accelerator, self._sharding = processes.accelerator(), processes.sharding()
+        self.config.check(self.accelerator.num_processes)
+        check_sharding(self.config, self.accelerator, self._sharding)
+        check_report_to(self.config.report_to)
+
+    def _load(self, model: Any, tokenizer: Any, **job: Any) -> None:
+        """The model and its tokenizer, as far as there is memory for what is to be done with them."""
+        wanted = setup.job(self.config, self.accelerator, self._sharding, **job)
+        self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, wanted)
+
+    def _make_weights(self, whole: Whole) -> None:
+        self.weights = make_weights(
+            self.model, self.config, self.accelerator, self._sharding, whole=whole, plan=self.memory
+        )
+        self.optimizer = self.weights.optimizer
+
+    def _make_stream(self, rows: Any) -> None:
+        shard = (self.accelerator.process_index, self.accelerator.num_processes)
+        self.rows = RowStream(rows, seed=self.config.seed, shard=shard)
 
     @property
     def rows_per_step(self) -> int:
@@ -76,7 +102,8 @@ class Trainer:
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
         """Take the loop up where a checkpoint left it."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be resumed")
+        self.step, self.cursor, self.learned = state["step"], state["cursor"], list(state.get("learned", ()))
+        self.rows.go_on(self.cursor, self.learned)
 
     @contextmanager
     def _training(self, resume: bool | str | Path) -> Iterator[Report]:

@@ -26,12 +26,8 @@ def tokenizer_of(file: GGUF) -> Any:
     core = _core(file, tokens)
     options: dict[str, Any] = {}
     for option, key in _SPECIALS.items():
-        number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if number is None:
-            continue
-        if not isinstance(number, int) or not 0 <= number < len(tokens):
-            raise ValueError(f"{file.path}: the {key} token is number {number!r} of {len(tokens):,} tokens")
-        options[option] = tokens[number]
+        if (number := _special(file, key, tokens)) is not None:
+            options[option] = tokens[number]
     template = file.metadata.get("tokenizer.chat_template")
     if isinstance(template, str) and template.strip():
         options["chat_template"] = template
@@ -39,6 +35,13 @@ def tokenizer_of(file: GGUF) -> Any:
     if isinstance(context, int):
         options["model_max_length"] = context
     return PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **options)
+
+
+def _special(file: GGUF, key: str, tokens: list[str]) -> int | None:
+    number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if number is not None and not (isinstance(number, int) and 0 <= number < len(tokens)):
+        raise ValueError(f"{file.path}: the {key} token is number {number!r} of {len(tokens):,} tokens")
+    return number
 
 
 def _list(file: GGUF, key: str, kind: type) -> list[Any]:
@@ -108,10 +111,8 @@ def _post_processor(file: GGUF, tokens: list[str], *, adds_bos: bool) -> Any:
     around = {"bos": adds_bos, "eos": False}
     found: dict[str, tuple[str, int]] = {}
     for key, default in around.items():
-        number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if file.metadata.get(f"tokenizer.ggml.add_{key}_token", default) and isinstance(number, int):
-            if not 0 <= number < len(tokens):
-                raise ValueError(f"{file.path}: the {key} token is number {number} of {len(tokens):,} tokens")
+        number = _special(file, key, tokens)
+        if file.metadata.get(f"tokenizer.ggml.add_{key}_token", default) and number is not None:
             found[key] = (tokens[number], number)
     if not found:
         return byte_level

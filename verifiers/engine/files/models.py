@@ -358,23 +358,16 @@ def _plain_errors(place: str | Path, what: str = "model") -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        causes = _chain(error)
-        if isinstance(place, str):
-            if any(isinstance(cause, GatedRepoError) for cause in causes):
-                raise ValueError(
-                    f"the {what} {place!r} is gated: ask for access on its page, then `hf auth login`"
-                ) from error
-            if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
-                raise ValueError(
-                    f"there is no {what} {place!r}, neither here as a folder nor on Hugging Face"
-                ) from error
-            if any(isinstance(cause, LocalEntryNotFoundError | ConnectionError) for cause in causes):
-                raise ValueError(
-                    f"the {what} {place!r} is no folder here and not in the cache, and Hugging Face cannot be reached: "
-                    "check the name, or use -m smollm2"
-                ) from error
+        of_hub: dict[Any, str] = {  # a gated repository counts as one that was not found, too
+            GatedRepoError: f"the {what} {place!r} is gated: ask for access on its page, then `hf auth login`",
+            RepositoryNotFoundError: f"there is no {what} {place!r}, neither here as a folder nor on Hugging Face",
+            (LocalEntryNotFoundError, ConnectionError): f"the {what} {place!r} is no folder here and not in the cache, "
+            "and Hugging Face cannot be reached: check the name, or use -m smollm2",
+        }
+        causes = _chain(error) if isinstance(place, str) else []
+        found = (said for kind, said in of_hub.items() if any(isinstance(cause, kind) for cause in causes))
         reason = " ".join(str(error).split())
-        raise ValueError(f"the {what} {str(place)!r} could not be loaded: {reason[:300]}") from error
+        raise ValueError(next(found, f"the {what} {str(place)!r} could not be loaded: {reason[:300]}")) from error
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -28,11 +29,11 @@ class WeightEndpoints:
             web.get("/version", self._version),
             web.get("/server_info", self._server_info),
             web.post("/pause", self._pause),
-            web.post("/resume", self._resume),
+            web.post("/resume", self._does("resume", status="resumed")),
             web.get("/is_paused", self._is_paused),
             web.post("/init_weight_transfer_engine", self._init),
-            web.post("/shutdown_weight_transfer_engine", self._shutdown),
-            web.post("/start_weight_update", self._start),
+            web.post("/shutdown_weight_transfer_engine", self._does("close", message="Weight transfer shut down")),
+            web.post("/start_weight_update", self._does("start", message="Weight update started")),
             web.post("/update_weights", self._update),
             web.post("/finish_weight_update", self._finish),
             web.get("/weight_info", self._weight_info),
@@ -55,6 +56,15 @@ class WeightEndpoints:
             self._made = WeightReceiver(engine)
         return self._made
 
+    def _does(self, what: str, **said: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """A handler that calls a method of the receiver's."""
+
+        async def handle(http: web.Request) -> web.Response:
+            await asyncio.to_thread(getattr(await self._receiver(), what))
+            return json_reply(said)
+
+        return handle
+
     async def _version(self, http: web.Request) -> web.Response:
         try:
             number = version("verifiers")
@@ -75,10 +85,6 @@ class WeightEndpoints:
         await asyncio.to_thread((await self._engine()).pause, mode)
         return json_reply({"status": "paused"})
 
-    async def _resume(self, http: web.Request) -> web.Response:
-        await asyncio.to_thread((await self._receiver()).resume)
-        return json_reply({"status": "resumed"})
-
     async def _is_paused(self, http: web.Request) -> web.Response:
         return json_reply({"is_paused": (await self._engine()).is_paused})
 
@@ -88,14 +94,6 @@ class WeightEndpoints:
         receiver, body = await self._receiver(), await read_body(http)
         await asyncio.to_thread(receiver.open, _object(body, "init_info"))
         return json_reply({"message": "Weight transfer initialized"})
-
-    async def _shutdown(self, http: web.Request) -> web.Response:
-        await asyncio.to_thread((await self._receiver()).close)
-        return json_reply({"message": "Weight transfer shut down"})
-
-    async def _start(self, http: web.Request) -> web.Response:
-        await asyncio.to_thread((await self._receiver()).start)
-        return json_reply({"message": "Weight update started"})
 
     async def _update(self, http: web.Request) -> web.Response:
         body = await read_body(http)

@@ -142,9 +142,7 @@ class TinkerTrainer(GRPOTrainer):
         self.eval_rows = setup.eval_rows(env, eval_dataset)
         self.callbacks = list(callbacks)
         self.row_sampler, self.weight_schedule = row_sampler, weight_schedule
-        self.step, self.epoch, self.cursor, self.should_stop, self.report = 0, 0, 0, False, None
-        self.learned, self._workers = [], None
-        self._parts, self._batch_at = deque(), (0, 0)
+        self._parts = deque()
         asked = sampling.flat(usual_sampling(self.config, env))
         self._update = TinkerUpdate(  # type: ignore[assignment]
             policy, self.config, max_new_tokens=int(asked["max_tokens"]), loss=self._own_loss

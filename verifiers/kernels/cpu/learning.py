@@ -53,19 +53,30 @@ def _split(n: int, numbers: int, work: Callable[[int, int], object]) -> list[tup
     return bounds
 
 
+def _by_rows(function: Any, n: int, numbers: int, *given: Any) -> dict[int, Any]:
+    """Call a function of C with parts of ``n`` rows; what it returns, by the first row of each part.
+
+    It is given how many rows there are, and these arguments: of ``(tensor, width)`` where the rows of the part begin.
+    """
+    found = {}
+
+    def work(first: int, end: int) -> None:
+        at = (_at(one[0], first * one[1]) if isinstance(one, tuple) else one for one in given)
+        found[first] = function(end - first, *at)
+
+    _split(n, numbers, work)
+    return found
+
+
 def norm(x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     """RMS norm of ``x`` (plus ``more``): the sum, its norm, and by how much each row was scaled."""
     total_ND = x_ND if more_ND is None else torch.empty_like(x_ND)
     normed_ND, scale_N = torch.empty_like(x_ND), x_ND.new_empty(len(x_ND))
-    weight, width, function = _ready(weight), x_ND.shape[1], learn_functions().norm
-
-    def work(first: int, end: int) -> None:
-        function(
-            end - first, width, _at(x_ND, first * width), _at(more_ND, first * width), _at(weight), epsilon,
-            _at(total_ND, first * width), _at(normed_ND, first * width), _at(scale_N, first),
-        )  # fmt: skip
-
-    _split(len(x_ND), x_ND.numel(), work)
+    weight, width = _ready(weight), x_ND.shape[1]
+    _by_rows(
+        learn_functions().norm, len(x_ND), x_ND.numel(), width, (x_ND, width), (more_ND, width), _at(weight), epsilon,
+        (total_ND, width), (normed_ND, width), (scale_N, 1),
+    )  # fmt: skip
     return total_ND, normed_ND, scale_N
 
 
@@ -115,37 +126,25 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU of ``gate`` times ``up``."""
-    product, function = torch.empty_like(gate), learn_functions().gated
-
-    def work(first: int, end: int) -> None:
-        function(end - first, *(_at(one, first) for one in (gate, up, product)))
-
-    _split(gate.numel(), gate.numel(), work)
+    product, n = torch.empty_like(gate), gate.numel()
+    _by_rows(learn_functions().gated, n, n, (gate, 1), (up, 1), (product, 1))
     return product
 
 
 def gated_back(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``gate`` and ``up``, given that of SiLU of ``gate`` times ``up``."""
-    back, function = (torch.empty_like(gate), torch.empty_like(up)), learn_functions().gated_back
-
-    def work(first: int, end: int) -> None:
-        function(end - first, *(_at(one, first) for one in (gate, up, grad, *back)))
-
-    _split(gate.numel(), gate.numel(), work)
+    back, n = (torch.empty_like(gate), torch.empty_like(up)), gate.numel()
+    _by_rows(learn_functions().gated_back, n, n, *((one, 1) for one in (gate, up, grad, *back)))
     return back
 
 
 def pick(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, mass_N: Tensor) -> None:
     """Write each target's logprob, and the logarithm of the mass of its row."""
-    (n, words), function, wrong = logits_NV.shape, learn_functions().pick, {}
-
-    def work(first: int, end: int) -> None:
-        wrong[first] = function(
-            end - first, words, _at(logits_NV, first * words), _at(target_N, first), temperature,
-            _at(logprob_N, first), _at(mass_N, first),
-        )  # fmt: skip
-
-    _split(n, logits_NV.numel(), work)
+    n, words = logits_NV.shape
+    wrong = _by_rows(
+        learn_functions().pick, n, logits_NV.numel(), words, (logits_NV, words), (target_N, 1), temperature,
+        (logprob_N, 1), (mass_N, 1),
+    )  # fmt: skip
     for first, row in wrong.items():
         if row >= 0:
             token = int(target_N[first + row])
@@ -154,15 +153,11 @@ def pick(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Ten
 
 def pick_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, mass_N: Tensor, grad_N: Tensor) -> None:
     """Turn logits into their gradients, in place, given those of the targets' logprobs."""
-    (n, words), function = logits_NV.shape, learn_functions().pick_back
-
-    def work(first: int, end: int) -> None:
-        function(
-            end - first, words, _at(logits_NV, first * words), _at(target_N, first), temperature,
-            _at(mass_N, first), _at(grad_N, first),
-        )  # fmt: skip
-
-    _split(n, logits_NV.numel(), work)
+    n, words = logits_NV.shape
+    _by_rows(
+        learn_functions().pick_back, n, logits_NV.numel(), words, (logits_NV, words), (target_N, 1), temperature,
+        (mass_N, 1), (grad_N, 1),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -167,7 +167,8 @@ class _Matrices:
     def __init__(self, decoder: CommonDecoder) -> None:
         self._functions = decode_functions()
         inner, layers = decoder.model.model, decoder.layers
-        self._embedding, self._angles = inner.embed_tokens, _Angles(inner)
+        self._inner = inner
+        self._angles: tuple[Tensor, ...] = ()  # cosines and sines of the rotary embedding, [positions, head_dim]
         self._panels: list[_Panels] = []
         self._head_norms: list[_HeadNorms] = []
         self._layers = (Layer * len(layers))(*map(self._layer, layers))  # held: the structure below points to it
@@ -180,7 +181,7 @@ class _Matrices:
 
     def lay_out(self) -> None:
         """Copy the parameters as they are now."""
-        self._embedded = self._embedding.weight.detach().contiguous()
+        self._embedded = self._inner.embed_tokens.weight.detach().contiguous()
         self.team.share([partial(one.lay_out, self._functions) for one in self._panels])
         for norms in self._head_norms:
             norms.lay_out()
@@ -218,7 +219,10 @@ class _Matrices:
     def _with(self, cache: Paged) -> Any:
         """The model as C sees it, reading from and writing to this cache."""
         model, tables = self._model, cache.tables
-        cos, sin = self._angles.up_to(cache.length)
+        if not self._angles or len(self._angles[0]) != cache.length:  # as the model's own module makes them
+            found = self._inner.rotary_emb(self._embedded, position_ids=torch.arange(cache.length)[None])
+            self._angles = tuple(one[0].contiguous() for one in found)
+        cos, sin = self._angles
         model.heads.cos, model.heads.sin, model.heads.length = cos.data_ptr(), sin.data_ptr(), cache.length
         blocks, block = cache.store.shape[2], cache.store.shape[4]
         model.cache = Cache(cache.store.data_ptr(), blocks, block, tables.ctypes.data, tables.strides[0] // 4)
@@ -289,21 +293,6 @@ class _HeadNorms:
     def lay_out(self) -> None:
         for to, norm in zip(self._weights, self._norms, strict=True):
             to[:] = (norm.weight.detach() * len(to) ** 0.5).numpy()
-
-
-class _Angles:
-    """Cosines and sines of the rotary embedding ``[positions, head_dim]``, as the model's own module makes them."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self._known: tuple[int, Tensor, Tensor] | None = None
-
-    def up_to(self, length: int) -> tuple[Tensor, Tensor]:
-        if self._known is None or self._known[0] != length:
-            like = self._inner.embed_tokens.weight
-            cos, sin = self._inner.rotary_emb(like, position_ids=torch.arange(length)[None])
-            self._known = length, cos.contiguous(), sin.contiguous()
-        return self._known[1:]
 
 
 def _floor(norm: Any, epsilon: float | None) -> float:

@@ -125,8 +125,9 @@ int64_t attention_workspace(int64_t keys, int64_t dim) {
     return 4 * padded(keys) * padded(dim) + 2 * padded(keys) * LANES + 5 * LANES * padded(dim);
 }
 
-/* What tokens see of the values, of the heads of some groups. `out` begins with the first run, and so does what the way back needs (`sums`): the
-   greatest score of each query, and after these all sums, over its keys, of e to the score less that. */
+/* What tokens see of the values, of the heads of some groups. `out` begins with the first run, and so does what the way
+   back needs (`sums`): the greatest score of each query, and after these all sums, over its keys, of e to the score less
+   that. */
 void attention(
     int64_t n_runs, const Run *runs, int64_t groups, int64_t share, int64_t dim, float scale, int64_t first_group,
     int64_t end_group, const float *q, const float *k, const float *v, float *out, float *sums, float *workspace) {

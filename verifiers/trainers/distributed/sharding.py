@@ -145,6 +145,16 @@ class ShardedWeights(Weights):
         found = self.whole.named_parameters()
         return {f"frozen.{name}": one.detach() for name, one in found if not one.requires_grad}
 
+    def _parts(self) -> list[Tensor]:
+        """What this process holds of each trained parameter."""
+        return self.masters
+
+    def _not_finite(self) -> list[str]:
+        parts = zip(self.names, self._parts(), strict=True)
+        own = [name for name, one in parts if one.numel() and not bool(one.isfinite().all())]
+        found = {name for part in gathered(self.processes, own) for name in part}
+        return [name for name in self.names if name in found]
+
     def refresh(self) -> None:
         """Take over what others wrote to the whole model, which must be the same in all processes."""
         if not self._is_sampled:
@@ -219,15 +229,6 @@ class FSDPWeights(ShardedWeights):
         squares = torch.tensor(super()._norm(gradients) ** 2, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(squares)
         return math.sqrt(float(squares)) if math.isfinite(float(squares)) else float(squares)
-
-    def _not_finite(self) -> list[str]:
-        own = [
-            name
-            for name, one in zip(self.names, self.masters, strict=True)
-            if one.numel() and not bool(one.isfinite().all())
-        ]
-        found = {name for part in gathered(self.processes, own) for name in part}
-        return [name for name in self.names if name in found]
 
 
 def twin_of(model: Any, parameter: Callable[[Any], Any]) -> Any:

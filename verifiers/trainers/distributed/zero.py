@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from verifiers.trainers.base_config import TrainingConfig
-from verifiers.trainers.distributed.processes import gathered
 from verifiers.trainers.distributed.sharding import Root, ShardedWeights, Whole, proven, twin_of
 
 NOT_OURS = ("optimizer", "scheduler")  # sections of DeepSpeed's configuration whose place ours takes
@@ -187,11 +186,8 @@ class ZeroWeights(ShardedWeights):
     def _master(self, parameter: Any) -> Tensor:
         return parameter
 
-    def _not_finite(self) -> list[str]:
-        parts = [getattr(one, "ds_tensor", one) for one in self.live]
-        own = [name for name, one in zip(self.names, parts, strict=True) if not bool(one.isfinite().all())]
-        found = {name for part in gathered(self.processes, own) for name in part}
-        return [name for name in self.names if name in found]
+    def _parts(self) -> list[Tensor]:
+        return [getattr(one, "ds_tensor", one) for one in self.live]
 
 
 def _same_storage(parameter: Any) -> Any:

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from verifiers.kernels import prove as probe
-from verifiers.kernels.modules import is_plain_linear, replaced_forwards
+from verifiers.kernels.modules import base_model, is_plain_linear, replaced_forwards, without_dropout
 from verifiers.trainers.learning.decoder_training import DecoderTraining
 from verifiers.trainers.learning.micro_batches import MicroBatch
 from verifiers.trainers.learning.packing import Row
 from verifiers.trainers.learning.target_logprobs import Scored, chunked_logprobs, fused_logprobs, score_logits
-from verifiers.trainers.learning.token_layout import select
 from verifiers.trainers.sampling import Distribution
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class TokenScorer:
         self.model, self.may_fuse = model, may_fuse
         self._run = run or (lambda function, *args: function(*args))
         self._is_split: bool
-        self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._base = base_model(model)
         self._body: Any = getattr(self._base, getattr(self._base, "base_model_prefix", ""), None)
         self._head: Any = self._base.get_output_embeddings()
         if proven is not None:
@@ -89,10 +88,8 @@ class TokenScorer:
         logits does not show in those of a model that was never trained.
         """
         base, body = self._base, self._body
-        training = [module for module in base.modules() if module.training]
-        base.eval()
         try:
-            with torch.no_grad(), probe.without_hooks(base):
+            with torch.no_grad(), probe.without_hooks(base), without_dropout(base):
                 ids = torch.tensor(probe.prompts(base.config, [4]), device=next(base.parameters()).device)
                 out = body(input_ids=ids, use_cache=False)
                 hidden = out.last_hidden_state
@@ -105,9 +102,6 @@ class TokenScorer:
         except Exception as error:  # foreign code: it may cast or project hidden states before its head
             logger.debug("%s is not run in two parts: %r", type(base).__name__, error)
             return False
-        finally:
-            for module in training:  # some may have been frozen as they are evaluated
-                module.training = True
         return all(whole.shape == split.shape and _same(whole, split) for whole, split in pairs)
 
     def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
@@ -169,7 +163,8 @@ class TokenScorer:
                 out = self._body(input_ids=batch.ids_BT, use_cache=False, **more).last_hidden_state
             else:
                 out = self.model(input_ids=batch.ids_BT, use_cache=False, **more).logits
-        return select(out.flatten(0, 1), batch.place_N)
+        found: Tensor = out.flatten(0, 1).index_select(0, batch.place_N)
+        return found
 
 
 def _in_order(parts: list[Any], order: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ cut off: no loss depends on them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -64,15 +64,12 @@ class MicroBatch:
     drawn_from_N: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        names = ("ids_BT", "place_N", "target_N", "sequence_N", "old_N", "advantage_N", "weight_N")
-        tensors = {name: getattr(self, name) for name in names}
-        if self.packing is not None:
-            tensors["position_T"] = self.packing.position_T
-        if self.drawn_from_N is not None:
-            tensors["drawn_from_N"] = self.drawn_from_N
-        on_device = moved(tensors, device)
-        packing = None if self.packing is None else self.packing.at(on_device.pop("position_T"))
-        return MicroBatch(**on_device, members=self.members, packing=packing, distributions=self.distributions)
+        tensors = {one.name: value for one in fields(self) if isinstance(value := getattr(self, one.name), Tensor)}
+        if self.packing is None:
+            return replace(self, **moved(tensors, device))
+        on_device = moved({**tensors, "position_T": self.packing.position_T}, device)
+        packing = replace(self.packing, position_T=on_device.pop("position_T"))
+        return replace(self, **on_device, packing=packing)
 
 
 def moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -9,10 +9,9 @@ forward.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -21,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verifiers.kernels.attention import Asked, as_called, implemented_by
+from verifiers.kernels import attention
+from verifiers.kernels.attention import Asked, as_called
 from verifiers.kernels.autograd import attended
 from verifiers.kernels.cpu import learning as cpu
 from verifiers.kernels.cpu.learning import Segments
 from verifiers.kernels.devices import to_device
-from verifiers.trainers.learning.token_layout import PaddedLayout, SuffixKeys
+from verifiers.trainers.learning.token_layout import SuffixKeys, ranges
 
 NAME = "verifiers_packed"
 LARGEST_HEAD_DIM = 256  # of an attention head, in fused kernels
@@ -43,10 +43,6 @@ class Packing:
     suffix_B: tuple[int, ...]
     prefix_of_B: tuple[int, ...]
     position_T: Tensor
-
-    def at(self, position_T: Tensor) -> Packing:
-        """The same, where these positions are."""
-        return replace(self, position_T=position_T)
 
     @property
     def prefix_tokens(self) -> int:
@@ -97,7 +93,7 @@ class _PaddedAttention:
         prefix_G, suffix_B = np.array(packing.prefix_G, np.int64), np.array(packing.suffix_B, np.int64)
         before_B = prefix_G[np.array(packing.prefix_of_B, np.int64)]
         self._split = packing.prefix_tokens
-        self._prefixes, self._suffixes = (PaddedLayout(one, device) for one in (prefix_G, suffix_B))
+        self._prefixes, self._suffixes = (_Rectangle(lengths, device) for lengths in (prefix_G, suffix_B))
         self._width = packing.longest
         self._keys = SuffixKeys(packing, np.arange(len(suffix_B)) * self._width, len(suffix_B) * self._width)
         is_even = len(set(before_B.tolist())) == 1
@@ -107,13 +103,27 @@ class _PaddedAttention:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, suffixes_only: bool) -> Tensor:
         keys, values = (one.unflatten(0, (-1, self._width)) for one in self._keys.of(k, v))
-        suffixes = dense_attention(self._suffixes.pad(q[self._split :]), keys, values, scale, dropout, self._seen)
-        suffixes = self._suffixes.unpad(suffixes)
+        queries = self._suffixes.pad(q[self._split :])
+        suffixes = self._suffixes.unpad(dense_attention(queries, keys, values, scale, dropout, self._seen))
         if suffixes_only or not self._split:
             return suffixes
         q, k, v = (self._prefixes.pad(one[: self._split]) for one in (q, k, v))
-        prefixes = dense_attention(q, k, v, scale, dropout)
-        return torch.cat((self._prefixes.unpad(prefixes), suffixes))
+        return torch.cat((self._prefixes.unpad(dense_attention(q, k, v, scale, dropout)), suffixes))
+
+
+class _Rectangle:
+    """Sequences end to end ``[T, …]`` in a padded rectangle ``[B, longest, …]``, and back."""
+
+    def __init__(self, lengths: Any, device: torch.device) -> None:
+        self._shape = len(lengths), int(lengths.max())
+        self._places = to_device(ranges(np.arange(len(lengths)) * self._shape[1], lengths), device)
+
+    def pad(self, x: Tensor) -> Tensor:
+        rows, width = self._shape
+        return x.new_zeros((rows * width, *x.shape[1:])).index_copy(0, self._places, x).unflatten(0, self._shape)
+
+    def unpad(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1).index_select(0, self._places)
 
 
 def dense_attention(
@@ -215,36 +225,22 @@ class Row:
         return packing.padded.attend(q, k, v, scale, dropout, suffixes_only)
 
 
-class _Current(threading.local):
-    row: Row | None = None
-
-
-_current = _Current()
-
-
 def current() -> Row | None:
     """The packed row that is being computed on this thread, if one is."""
-    return _current.row
+    found = attention.current()
+    return found if isinstance(found, Row) else None
 
 
-@contextmanager
-def computing(configs: Sequence[Any], row: Row) -> Iterator[None]:
+def computing(configs: Sequence[Any], row: Row) -> AbstractContextManager[None]:
     """While this lasts, the model that these configurations belong to computes a packed row, on this thread."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(NAME, shared_attention)
-    with implemented_by(NAME, configs):
-        _current.row = row
-        try:
-            yield
-        finally:
-            _current.row = None
+    attention.register(NAME, shared_attention)
+    return attention.attending(configs, row, NAME)
 
 
 @as_called
 def shared_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
     """The attention function that transformers calls while a packed row is computed."""
-    row = _current.row
+    row = current()
     if row is None:
         raise RuntimeError("a trainer learns with this model just now: run it once the step is over")
     if asked.mask is not None or not asked.is_causal or len(query) != 1:

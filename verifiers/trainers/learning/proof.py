@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from verifiers.kernels import prove as probe
+from verifiers.kernels.modules import without_dropout
 from verifiers.kernels.prove import agree
 from verifiers.samples import Sample
 from verifiers.trainers.learning.micro_batches import ANY_LENGTH, MicroBatch, Trained, micro_batches
@@ -57,16 +58,9 @@ class Layouts:
 def proven_layouts(scorer: TokenScorer) -> Layouts:
     """The quickest layouts in which the model gives the numbers and gradients of its own forward."""
     base = scorer._base
-    training = [module for module in base.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        with probe.without_hooks(base), probe.realistic(base) as is_conclusive:
-            _check_steady(base)
-            found = _Proof(scorer).layouts() if is_conclusive else Layouts()
-    finally:
-        for module in training:
-            module.training = True
+    with without_dropout(base), probe.without_hooks(base), probe.realistic(base) as is_conclusive:
+        _check_steady(base)
+        found = _Proof(scorer).layouts() if is_conclusive else Layouts()
     if not found.longest_batched:
         why = "side by side its numbers differ" if is_conclusive else "its weights say too little yet to prove more"
         logger.warning("%s learns one sequence at a time: %s", type(base).__name__, why)

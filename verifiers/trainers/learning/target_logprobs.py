@@ -168,7 +168,8 @@ class _FusedLogprobs(Function):  # type: ignore[misc]  # torch is not typed here
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_N = grad_N.contiguous()
         grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
-        weight_parts, bias_parts = _Sum(), _Sum()
+        grad_weight: Tensor | None = None
+        grad_bias: Tensor | None = None
         for part in reversed(ctx.chunks):
             grad_NV, ctx.last_NV = ctx.last_NV, None
             if grad_NV is None:
@@ -177,23 +178,13 @@ class _FusedLogprobs(Function):  # type: ignore[misc]  # torch is not typed here
             if grad_hidden is not None:
                 torch.mm(grad_NV, weight_VD, out=grad_hidden[part])
             if needs_weight:
-                weight_parts.add(grad_NV.t() @ hidden_ND[part])
+                grad_weight = _added(grad_weight, grad_NV.t() @ hidden_ND[part])
             if needs_bias:
-                bias_parts.add(grad_NV.sum(0))
-        return grad_hidden, weight_parts.total, bias_parts.total, None, None, None
+                grad_bias = _added(grad_bias, grad_NV.sum(0))
+        whole = (None if one is None else one.to(weight_VD.dtype) for one in (grad_weight, grad_bias))
+        return grad_hidden, *whole, None, None, None
 
 
-class _Sum:
-    """Tensors added up in float32, and given back in the type they came in."""
-
-    def __init__(self) -> None:
-        self._sum: Tensor | None = None
-        self._dtype = torch.float32
-
-    def add(self, part: Tensor) -> None:
-        self._dtype = part.dtype
-        self._sum = part if self._sum is None else self._sum.float().add_(part)
-
-    @property
-    def total(self) -> Tensor | None:
-        return None if self._sum is None else self._sum.to(self._dtype)
+def _added(total: Tensor | None, part: Tensor) -> Tensor:
+    """Sums of several parts are taken in float32."""
+    return part if total is None else total.float().add_(part)

@@ -1,4 +1,4 @@
-"""Tokens end to end become a padded rectangle and back; keys are copied to the suffixes that attend to them."""
+"""Tokens end to end: ranges of them, and keys copied to the suffixes that attend to them."""
 
 from __future__ import annotations
 
@@ -13,61 +13,6 @@ from verifiers.kernels.devices import to_device
 
 if TYPE_CHECKING:
     from verifiers.trainers.learning.packing import Packing
-
-
-class PaddedLayout:
-    """Sequences of these lengths, end to end ``[T, …]`` or in a padded rectangle ``[B, longest, …]``."""
-
-    def __init__(self, lengths: Any, device: torch.device) -> None:
-        self._shape = (len(lengths), int(lengths.max()))
-        self._is_full = bool((lengths == self._shape[1]).all())
-        if self._is_full:
-            return
-        sequence_T = np.repeat(np.arange(len(lengths)), lengths)
-        places = sequence_T * self._shape[1] + ranges(0 * lengths, lengths)
-        tokens = np.zeros(self._shape[0] * self._shape[1], np.int64)  # padding repeats a token, and has no gradient
-        tokens[places] = np.arange(len(places))
-        self._places, self._tokens = to_device(places, device), to_device(tokens, device)
-
-    def pad(self, x: Tensor) -> Tensor:
-        if not self._is_full:
-            x = _Pad.apply(x, self._tokens, self._places)
-        return x.unflatten(0, self._shape)
-
-    def unpad(self, x: Tensor) -> Tensor:
-        x = x.flatten(0, 1)
-        return x if self._is_full else select(x, self._places)
-
-
-class _Pad(Function):  # type: ignore[misc]  # torch is not typed here
-    """``tokens`` says which token is at each place of the rectangle, ``places`` at which place each token is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return x.index_select(0, tokens)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad.index_select(0, *ctx.saved_tensors), None, None
-
-
-def select(x: Tensor, places: Tensor) -> Tensor:
-    """``x[places]``, none of them twice: the backward pass copies, where indexing would add up."""
-    found: Tensor = _Select.apply(x, places)
-    return found
-
-
-class _Select(Function):  # type: ignore[misc]  # torch is not typed here
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.shape = x.shape
-        return x.index_select(0, places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad.new_zeros(ctx.shape).index_copy_(0, *ctx.saved_tensors, grad), None
 
 
 class SuffixKeys:

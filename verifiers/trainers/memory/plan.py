@@ -24,9 +24,8 @@ KEPT_OF_HIDDEN, KEPT_OF_INNER, KEPT_OF_ATTENTION = 4, 3, 2
 WORKING = 3  # gradients of each kind that the layer has alive which is going back
 IN_4_BIT = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes: a scale of 8 bits for 64 weights, and one of 32 for 256 scales
 LOGIT_CHUNKS = 2  # that are alive at once
-CHUNK_BYTES = {
-    "cuda": 2 << 30
-}  # logits that are alive at once, as `verifiers.trainers.learning.target_logprobs` cuts them
+# Logits that are alive at once, as `verifiers.trainers.learning.target_logprobs` cuts them.
+CHUNK_BYTES = {"cuda": 2 << 30}
 CHUNK_BYTES_ELSEWHERE = 1 << 30
 SAMPLED_LOGITS = 16  # bytes for each of a slot's logits that sampling has alive at once
 

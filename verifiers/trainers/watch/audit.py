@@ -9,12 +9,13 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from verifiers.messages import messages_to_printable, role_of, text_of
 from verifiers.stats import mean_interval
 from verifiers.trainers.watch.journal import is_step_line
-from verifiers.trainers.watch.wording import clean, is_filtered, mean_of, number, variance
+from verifiers.trainers.watch.wording import clean, is_filtered, number, variance
 
 SHOWN = 5  # rollouts of each list
 KEPT = 50  # candidates of each list that are held with their text
@@ -187,11 +188,11 @@ def _metrics_part(made: Sequence[Mapping[str, Any]]) -> list[str]:
             continue
         quarter = max(1, len(known) // 4)
         before, after = known[:quarter], known[-quarter:]
-        change = mean_of(after) - mean_of(before)
+        change = fmean(after) - fmean(before)
         error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))
         if change and abs(change) > ERRORS * error:
             (rose if change > 0 else fell).append(_inline(name))
-        rows.append(f"| {_inline(name)} | {mean_of(before):.3f} | {mean_of(after):.3f} | {change:+.3f} |")
+        rows.append(f"| {_inline(name)} | {fmean(before):.3f} | {fmean(after):.3f} | {change:+.3f} |")
     if not rows:
         return []
     said = [

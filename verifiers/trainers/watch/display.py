@@ -6,15 +6,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from verifiers.notebooks import is_notebook
 from verifiers.progress import Enduring, Tally
 from verifiers.trainers.watch.notebook_panel import NotebookPanel
 from verifiers.trainers.watch.wording import clean, clock, is_filtered, named, number, sparkline, with_interval
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 BAR_CHARS = 24
 RECENT_STEPS = 20  # steps that the time left is judged by
@@ -123,8 +127,6 @@ class TrainingDisplay:
         if self._live is None:
             self._say(text)
             return
-        from rich.text import Text
-
         self._live.console.print(Text(text, style=style))
 
     def notice(self, text: str) -> None:
@@ -166,11 +168,6 @@ class TrainingDisplay:
 
     def panel(self) -> RenderableType:
         """The live picture."""
-        from rich.console import Group
-        from rich.panel import Panel
-        from rich.table import Table
-        from rich.text import Text
-
         curves = Table.grid(padding=(0, 2))
         for name, value, history in self._curves():
             curves.add_row(Text(name, style="bold" if name == "reward" else ""), Text(value), sparkline(history))
@@ -187,10 +184,6 @@ class TrainingDisplay:
         return Panel(Group(*rows), title=Text(self.title), title_align="left", border_style="dim")
 
     def _progress_row(self) -> RenderableType:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
         step = number(self.metrics.get("step")) or 0
         epoch = named("epoch", self.metrics.get("epoch"), ".2f")
         gone = f"{clock(time.monotonic() - self._began)} gone, {clock(self._time_left_s())} left"
@@ -231,8 +224,6 @@ class TrainingDisplay:
         return [part for part in found if part[1] > 0]
 
     def _time_row(self) -> RenderableType:
-        from rich.text import Text
-
         parts = self._seconds()
         total = sum(seconds for _, seconds, _ in parts)
         row = Text()
@@ -312,10 +303,7 @@ class _Counted(Tally):
         self._display.say(text)
 
 
-def _make_live(stream: IO[str], picture: Any) -> Any:
-    from rich.console import Console
-    from rich.live import Live
-
+def _make_live(stream: IO[str], picture: Any) -> Live:
     console = Console(file=stream)
     # A terminal writes ^C where the cursor is: in a line that is full, that would move the panel down by one.
     console.width = max(console.width - ECHO_CHARS, 20)

@@ -6,9 +6,10 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
-from verifiers.trainers.watch.wording import mean_of, number, variance
+from verifiers.trainers.watch.wording import number, variance
 
 SILENCE = 50  # steps for which a kind of notice, once given, is not repeated
 PATIENCE = 3  # steps in a row before something is more than an accident
@@ -161,7 +162,7 @@ class Watch:
     def _entropy(self) -> str | None:
         if len(self._entropies) < 2 * PATIENCE:
             return None
-        start, now = mean_of(self._entropies[:PATIENCE]), mean_of(self._entropies[-PATIENCE:])
+        start, now = fmean(self._entropies[:PATIENCE]), fmean(self._entropies[-PATIENCE:])
         if now >= ENTROPY_SHARE * start or now >= ENTROPY_MAX or self._is_solved() or self._is_gaining():
             return None
         return (
@@ -205,14 +206,14 @@ class Watch:
         blocks = [recent[end - STRETCH : end] for end in range(len(recent), STRETCH - 1, -STRETCH)]
         if len(blocks) < 2:
             return None
-        last, best = blocks[0], max(blocks[1:], key=mean_of)
-        drop = mean_of(best) - mean_of(last)
-        error = math.sqrt(2 * mean_of([variance(block) for block in blocks]) / STRETCH)
+        last, best = blocks[0], max(blocks[1:], key=fmean)
+        drop = fmean(best) - fmean(last)
+        error = math.sqrt(2 * fmean([variance(block) for block in blocks]) / STRETCH)
         span = self._best - self._worst if self._best > self._worst else max(recent) - min(recent)
         if drop <= FALL_ERRORS * error or drop <= FALL_SHARE * span:
             return None
         return (
-            f"the reward fell from {mean_of(best):.3f} to {mean_of(last):.3f} (means of {STRETCH} steps): lower "
+            f"the reward fell from {fmean(best):.3f} to {fmean(last):.3f} (means of {STRETCH} steps): lower "
             f"{self._knob('learning_rate')}, raise {self._knob('kl_coef')}, or go back to an earlier checkpoint; "
             "harder rows explain it too"
         )
@@ -285,7 +286,7 @@ class Watch:
         if not self._rewards:
             return False
         most = sum(weight for weight in self.weights.values() if weight > 0)
-        mean = mean_of(self._rewards[-PATIENCE:])
+        mean = fmean(self._rewards[-PATIENCE:])
         if self._best <= self._worst:
             return most > 0 and mean >= SOLVED_SHARE * most
         if self._best < SOLVED_LEAST * most:
@@ -297,7 +298,7 @@ class Watch:
         half = WINDOW // 2
         if len(self._rewards) < WINDOW:
             return False
-        gain = mean_of(self._rewards[-half:]) - mean_of(self._rewards[-WINDOW:-half])
+        gain = fmean(self._rewards[-half:]) - fmean(self._rewards[-WINDOW:-half])
         return gain > GAIN_SHARE * max(self._best - self._worst, 0.0)
 
     def _values(self, name: str) -> list[float]:

@@ -42,13 +42,13 @@ class Curve:
 
     name: str
     points: list[tuple[float, float]]
-    band: list[tuple[float, float, float]]  # step, low, high
-    evals: list[tuple[float, float, float | None, float | None]]  # step, reward, low, high
-    sampled: list[tuple[float, float]]  # the same of all that was sampled, where that is more
+    band: Sequence[tuple[float, float, float]] = ()  # step, low, high
+    evals: Sequence[tuple[float, float, float | None, float | None]] = ()  # step, reward, low, high
+    sampled: Sequence[tuple[float, float]] = ()  # the same of all that was sampled, where that is more
 
     def range(self) -> tuple[float, float]:
         """The lowest and the highest value that is drawn."""
-        values = [value for _, value in self.points + self.sampled]
+        values = [value for _, value in [*self.points, *self.sampled]]
         values += [bound for _, *bounds in self.band for bound in bounds]
         values += [value for _, *found in self.evals for value in found if value is not None]
         return min(values), max(values)
@@ -91,31 +91,20 @@ def plot_svg(steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, An
 
 
 def _curves(steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]) -> Iterator[Curve]:
+    rewards, measured = _series(steps, "reward"), list(_eval_points(evals))
+    if rewards or measured:
+        sampled = _thin(_series(steps, "reward_sampled")) if any(map(is_filtered, steps)) else []
+        yield Curve(name="reward", points=_thin(rewards), band=_band(steps), evals=measured, sampled=sampled)
     names = {
-        "reward": "reward",
         "kl": "KL to the reference",
         "entropy": "entropy",
         "completion_tokens": "tokens of a completion",
         "tokens_per_s": "tokens per second",
+        **({} if rewards else {"loss": "loss"}),  # what a supervised training has instead
     }
-    measured = list(_eval_points(evals))
-    if not _series(steps, "reward"):  # what a supervised training has instead
-        names["loss"] = "loss"
     for key, name in names.items():
-        points = _series(steps, key)
-        is_reward = key == "reward"
-        if points or (is_reward and measured):
-            yield Curve(
-                name=name,
-                points=_thin(points),
-                band=_band(steps) if is_reward else [],
-                evals=measured if is_reward else [],
-                sampled=_thin(_sampled(steps)) if is_reward else [],
-            )
-
-
-def _sampled(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    return _series(steps, "reward_sampled") if any(map(is_filtered, steps)) else []
+        if points := _series(steps, key):
+            yield Curve(name=name, points=_thin(points))
 
 
 def _band(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, float]]:

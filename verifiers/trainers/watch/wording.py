@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from verifiers.logs import printable
@@ -41,7 +42,7 @@ def stretches(values: list[float], count: int) -> list[float]:
     if len(values) <= count:
         return [float(value) for value in values]
     bounds = [len(values) * i // count for i in range(count + 1)]
-    return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
+    return [fmean(values[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
 def clean(text: str) -> str:
@@ -115,15 +116,11 @@ def clock(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def mean_of(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 def variance(values: Sequence[float]) -> float:
     """Of a sample.
 
     >>> variance([1.0, 3.0]), variance([1.0])
     (2.0, 0.0)
     """
-    mean = mean_of(values)
+    mean = fmean(values)
     return math.fsum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)

@@ -1,4 +1,4 @@
-"""Linear layers in oneDNN's layout: the same numbers, quicker, and a module that is as it was."""
+"""A model that PyTorch runs, its layers replaced while it samples: afterwards its modules are as they were."""
 
 from __future__ import annotations
 
@@ -13,14 +13,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import assert_exact, prompt_of, random_model  # noqa: E402
-from verifiers.engine import model_runner  # noqa: E402
 from verifiers.engine.engine import Engine  # noqa: E402
 from verifiers.engine.sequence import Sampling  # noqa: E402
-from verifiers.kernels.cpu import threads  # noqa: E402
-from verifiers.kernels.modules import replaced_forwards  # noqa: E402
-from verifiers.kernels.onednn import OneDNNLinears  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 WAY = Sampling(max_tokens=30, seed=1)
 
 
@@ -30,13 +25,7 @@ def one_thread() -> None:
 
 
 @pytest.fixture
-def pack_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny models too."""
-    monkeypatch.setattr(threads, "PARAMETERS_PER_THREAD", 1)
-
-
-@pytest.fixture
-def model(pack_all: None) -> Any:
+def model() -> Any:
     return random_model("Gemma", attention_bias=True)  # not one that is run in C
 
 
@@ -45,38 +34,6 @@ def engine(model: Any) -> Iterator[Engine]:
     made = Engine(model, rows=4, length=128)
     yield made
     made.close()
-
-
-@pytest.mark.parametrize("rows", [1, 8, 32])
-def test_the_numbers_are_the_same_to_rounding(model: Any, rows: int) -> None:
-    linears = OneDNNLinears(model)
-    linears.lay_out(rows)
-    assert linears.is_laid_out
-    for shape in ((1, 1), (rows, 1), (1, 50), (3, 7)):
-        ids = torch.randint(3, 90, shape)
-        with torch.inference_mode():
-            plain = model(input_ids=ids).logits
-            with replaced_forwards(linears.forwards):
-                quick = model(input_ids=ids).logits
-        assert not torch.equal(plain, torch.zeros_like(plain))
-        assert torch.allclose(plain, quick, atol=1e-4)
-
-
-def test_the_engine_packs_after_a_few_steps_and_stays_exact(model: Any, engine: Engine) -> None:
-    answers = engine.generate([prompt_of(5), prompt_of(20, seed=1)], WAY, n=3)
-    assert engine.runner.onednn is not None
-    assert engine.runner.onednn.is_laid_out
-    again = engine.generate([prompt_of(5), prompt_of(20, seed=1)], WAY, n=3)
-    for answer in answers + again:
-        assert_exact(model, answer, WAY)
-
-
-def test_nothing_is_packed_where_there_is_no_memory_for_a_copy(
-    model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_runner, "free_memory", lambda device: 1000)
-    assert_exact(model, engine.generate([prompt_of(5)], WAY)[0], WAY)
-    assert not engine.runner.onednn.is_laid_out
 
 
 def test_the_module_is_untouched_afterwards(model: Any, engine: Engine) -> None:
@@ -123,7 +80,7 @@ def test_a_forward_put_there_by_someone_else_is_called_and_stays(model: Any, eng
     assert vars(layer)["forward"] is hooked
 
 
-def test_an_optimizer_step_drops_what_was_packed(model: Any, engine: Engine) -> None:
+def test_an_optimizer_step_is_sampled_from_at_once(model: Any, engine: Engine) -> None:
     engine.generate([prompt_of(20)], WAY)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     ids = torch.tensor([prompt_of(20)])
@@ -141,10 +98,3 @@ def test_a_forward_that_raises_leaves_the_module_untouched(model: Any, engine: E
         engine.generate([prompt_of(5)], WAY)
     handle.remove()
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
-
-
-def test_packing_is_for_float32_models_of_some_size_on_the_cpu() -> None:
-    assert not OneDNNLinears.helps(random_model())
-    assert not OneDNNLinears.helps(random_model(dtype=torch.bfloat16, hidden_size=512, intermediate_size=1536))
-    assert OneDNNLinears.helps(random_model(hidden_size=512, intermediate_size=1536))
-    assert model_runner.LAY_OUT_AFTER > 1

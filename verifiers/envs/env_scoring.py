@@ -1,0 +1,72 @@
+"""How an environment scores its rollouts: by its rubric, or by a ``score_rollout`` of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verifiers import calls
+from verifiers.errors import GraderError, wrap
+from verifiers.parsers import Parser
+from verifiers.rubrics import Rubric
+from verifiers.rubrics.score import Score
+from verifiers.rubrics.signature import Plan, as_score
+from verifiers.types import State
+
+
+class EnvScoring:
+    """The part of an environment that gives scores."""
+
+    parser: Parser
+    rubric: Rubric
+    max_retries: int
+
+    def _hook(self, name: str) -> calls.Hook | None:
+        raise NotImplementedError
+
+    @property
+    def parsers(self) -> dict[str | None, Parser]:
+        """The parser that reads the answers of a task; None: of all other tasks."""
+        return {None: self.parser}
+
+    @property
+    def has_group_rewards(self) -> bool:
+        return self.rubric.has_group_rewards and self._hook("score_rollout") is None
+
+    async def score_alone(self, state: State) -> Score:
+        """Score one finished rollout, by the environment's own ``score_rollout`` if a subclass has one."""
+        hook = self._hook("score_rollout")
+        score = await (self.rubric.score_alone(state) if hook is None else self._score_by_hook(hook, state))
+        if score.error is None:
+            score.metrics.update(self.own_metrics(state))
+        return score
+
+    async def _score_by_hook(self, hook: calls.Hook, state: State) -> Score:
+        try:
+            objects = {"parser": self.parser, "rubric": self.rubric, "messages": state["completion"]}
+            plan = Plan(hook.function, objects)
+            result = await hook(**plan.arguments(state, objects))
+            if state.get("error") is not None:  # the rubric, asked by the hook, could not score it
+                return Score(error=state["error"])
+            if isinstance(result, Mapping):
+                flat = {name: as_score(value, name) for name, value in result.items() if name != "metrics"}
+                nested = result.get("metrics") or {}
+                return Score(reward=flat.pop("reward"), metrics={**flat, **nested})
+            value = state.get("reward") if result is None or isinstance(result, State) else result
+            return Score(reward=as_score(value, "score_rollout"), metrics=dict(state.get("metrics") or {}))
+        except BaseException as error:  # foreign code
+            return Score(error=wrap(calls.contained(error), GraderError, f"{type(self).__name__}.score_rollout"))
+
+    def own_metrics(self, state: State) -> dict[str, float]:
+        """What the environment itself reports of a rollout, beside the rubric's scores."""
+        return {} if not self.max_retries else {"parse_retries": float(state.get("parse_retries", 0))}
+
+    async def add_group_scores(self, states: Sequence[State], scores: Sequence[Score]) -> None:
+        """Add what only the whole group can say."""
+        await self.rubric.add_group_scores(states, scores)
+
+    async def _score_rollout(self, state: State) -> dict[str, Any]:
+        """Score one rollout with the rubric and write the score into it."""
+        return await Rubric._score_rollout(self.rubric, state)
+
+    score_rollout = calls.both(_score_rollout)
