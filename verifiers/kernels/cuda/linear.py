@@ -79,16 +79,18 @@ def _project_gated(
 
 
 def _tiles(rows: int, columns: int, products: int, device: torch.device) -> dict[str, int]:
-    """Tiles of 64 × 64, for ``products`` at once; narrower ones where a small batch would keep few multiprocessors
+    """Tiles of 64 × 64, for ``products`` at once; half as wide where a small batch would keep few multiprocessors
     busy. Loads run as far ahead as the shared memory allows, where that keeps no program from being resident."""
-    if rows <= TILE:
-        few = max(16, triton.next_power_of_2(rows))
-        return {"BLOCK_M": few, "BLOCK_N": TILE // 2, "BLOCK_K": TILE, "num_warps": 4, "num_stages": 3}
     programs = triton.cdiv(rows, TILE) * columns // TILE
     fit = shared_memory(device) // ((1 + products) * TILE * TILE * 2)
-    is_resident = programs <= multiprocessors(device) * 2 // products
-    stages = max(3, min(6, fit)) if is_resident else 3
-    return {"BLOCK_M": TILE, "BLOCK_N": TILE, "BLOCK_K": TILE, "num_warps": 4, "num_stages": stages}
+    is_resident = rows > TILE and programs <= multiprocessors(device) * 2 // products
+    return {
+        "BLOCK_M": TILE,
+        "BLOCK_N": TILE if rows > TILE else TILE // 2,
+        "BLOCK_K": TILE,
+        "num_warps": 4,
+        "num_stages": max(3, min(6, fit)) if is_resident else 3,
+    }
 
 
 def project(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
@@ -102,18 +104,9 @@ def project(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> li
     tiles = _tiles(flat.shape[0], sum(sizes), 1, x.device)
     grid = (triton.cdiv(flat.shape[0], tiles["BLOCK_M"]), sum(sizes) // tiles["BLOCK_N"])
     _project[grid](
-        flat,
-        *given,
-        out,
-        flat.shape[0],
-        N1=n_1,
-        N2=n_2,
-        N3=n_3,
-        K=flat.shape[1],
-        HAS_BIAS=has_bias,
-        **tiles,
+        flat, *given, out, flat.shape[0], N1=n_1, N2=n_2, N3=n_3, K=flat.shape[1], HAS_BIAS=has_bias, **tiles,
         **overlap(x.device),
-    )
+    )  # fmt: skip
     return [part.view(*x.shape[:-1], -1) for part in out.split(sizes, 1)]
 
 
