@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -62,6 +64,15 @@ class CudaExtend:
         return self(layer, q, k, v, **settings)
 
 
+_recording = threading.Lock()
+
+
+@cache
+def _recording_stream(device: int) -> torch.cuda.Stream:
+    """One for all recordings of a process, one at a time: cuBLAS keeps memory for each stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
 class CudaDevice:
     """The card."""
 
@@ -70,24 +81,23 @@ class CudaDevice:
     def __init__(self) -> None:
         self.captures = 0  # graphs that were recorded
         self._pool: Any = None
-        self._aside = torch.cuda.Stream()  # one for all recordings: cuBLAS keeps memory for each stream it has seen
 
     def drop_graphs(self) -> None:
         self._pool = None
 
     def record(self, work: Callable[[], T], tidy: Callable[[], None] | None = None) -> tuple[torch.cuda.CUDAGraph, T]:
         """Do something a few times aside, tidying up each time, then record it."""
-        stream = self._aside
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                work()
-                if tidy is not None:
-                    tidy()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with nothing_freed(), torch.cuda.graph(graph, self._pool, stream, capture_error_mode=OWN_FAULTS):
-            outputs = work()
+        stream, graph = _recording_stream(torch.cuda.current_device()), torch.cuda.CUDAGraph()
+        with _recording:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    work()
+                    if tidy is not None:
+                        tidy()
+            torch.cuda.current_stream().wait_stream(stream)
+            with nothing_freed(), torch.cuda.graph(graph, self._pool, stream, capture_error_mode=OWN_FAULTS):
+                outputs = work()
         if self._pool is None:
             self._pool = graph.pool()
         self.captures += 1
