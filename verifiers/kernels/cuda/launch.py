@@ -29,8 +29,11 @@ def begin(OVERLAPS: tl.constexpr):
 @cache
 def overlap(device: torch.device) -> dict[str, Any]:
     """How to launch a kernel that calls `begin`."""
-    can = device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
-    return {"OVERLAPS": True, "launch_pdl": True} if can else {"OVERLAPS": False}
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    if not is_nvidia or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return {"OVERLAPS": False}
+    knows = hasattr(tl.extra.cuda, "gdc_wait")  # an older Triton does not
+    return {"OVERLAPS": True, "launch_pdl": True} if knows else {"OVERLAPS": False}
 
 
 @cache
