@@ -1,9 +1,10 @@
-"""``make demo``: without a GPU the CPU build of torch is asked for first, and no index has to have it."""
+"""The Makefile: which build of torch is asked for, and what the sanitizer's target loads before Python."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,23 @@ def test_where_no_index_has_it_the_usual_build_will_do(tmp_path, repo):
 
 def test_where_there_is_a_gpu_pip_chooses(tmp_path, repo):
     assert asked(tmp_path, repo, torch="any", usual=0, own=0)[0] == []
+
+
+def test_an_exception_of_torchs_does_not_end_what_is_run_with_the_sanitizer(tmp_path, repo):
+    pytest.importorskip("torch")
+    for program in ("make", "cc"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not here")
+    found = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    if not Path(found.stdout.strip()).exists():
+        pytest.skip("this compiler has no sanitizer")
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    raising = "import torch\ntry:\n torch.zeros(2).view(3)\nexcept RuntimeError:\n print('it was raised')"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{raising}"\n')
+    python.chmod(0o755)
+    stamp = python.parents[1] / ".dev"
+    stamp.touch()
+    words = ["make", "-o", str(stamp), f"VENV={python.parents[1]}", "sanitize"]
+    done = subprocess.run(words, cwd=repo, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "it was raised", done.stderr[-2000:]

@@ -98,7 +98,7 @@ def gated_back(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 def pick(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, mass_N: Tensor) -> None:
     """Write each target's logprob, and the logarithm of the mass of its row."""
-    rows = _few_rows(logits_NV)
+    rows = int(max(1, CACHED_NUMBERS // logits_NV.shape[1]))  # that stay in the cache from one sweep to the next
     for part_NV, part_N in zip(logits_NV.split(rows), mass_N.split(rows), strict=True):
         torch.logsumexp(part_NV if temperature == 1.0 else part_NV / temperature, -1, out=part_N)
     chosen_N = logits_NV.gather(1, target_N[:, None])[:, 0]
@@ -107,16 +107,8 @@ def pick(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Ten
 
 def pick_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, mass_N: Tensor, grad_N: Tensor) -> None:
     """Turn logits into their gradients, in place, given those of the targets' logprobs."""
-    grad_N1, rows = (grad_N / temperature)[:, None], _few_rows(logits_NV)
-    for part_NV, mass_N1, less_N1 in zip(
-        logits_NV.split(rows), mass_N[:, None].split(rows), (-grad_N1).split(rows), strict=True
-    ):
-        if temperature != 1.0:
-            part_NV.div_(temperature)
-        part_NV.sub_(mass_N1).exp_().mul_(less_N1)
+    grad_N1 = (grad_N / temperature)[:, None]
+    if temperature != 1.0:
+        logits_NV.div_(temperature)
+    logits_NV.sub_(mass_N[:, None]).exp_().mul_(-grad_N1)
     logits_NV.scatter_add_(1, target_N[:, None], grad_N1)
-
-
-def _few_rows(logits_NV: Tensor) -> int:
-    """So many rows that they stay in the cache from one sweep to the next."""
-    return int(max(1, CACHED_NUMBERS // logits_NV.shape[1]))

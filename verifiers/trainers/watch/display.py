@@ -104,18 +104,13 @@ class TrainingDisplay:
         self._remember(metrics)
         self._ends.append(time.monotonic())
         step = metrics.get("step")
-        if self._live is not None:
-            self._draw()
-        elif not isinstance(step, int) or step % self.logging_steps == 0 or step == self.total_steps:
-            self._say(self.line())
+        is_due = not isinstance(step, int) or step % self.logging_steps == 0 or step == self.total_steps
+        self._show(self.line() if is_due else "")
 
     def enter(self, phase: str) -> None:
         """What is being done from now on: in words, for until the first step ends there is nothing else to show."""
         self.phase, self._phase_began = phase, time.monotonic()
-        if self._live is not None:
-            self._draw()
-        elif not self.metrics:
-            self._say(phase)
+        self._show("" if self.metrics else phase)
 
     def counted(self) -> Tally:
         """What counts the rollouts that are being made, and has its notes shown here."""
@@ -139,10 +134,7 @@ class TrainingDisplay:
         """The figures of an evaluation: ``reward``, ``low``, ``high``, ``n``, ``failed``."""
         self.last_eval = {**figures, "step": self.metrics.get("step")}
         self.evals.append(self.last_eval)
-        if self._live is not None:
-            self._draw(force=True)
-        else:
-            self._say(self._eval_text())
+        self._show(self._eval_text(), force=True)
 
     def stop(self) -> None:
         """End, leaving the last figures on the screen; a second call does nothing."""
@@ -285,9 +277,13 @@ class TrainingDisplay:
         if self.show:
             print(text, file=cast(IO[str], Enduring(self.stream or sys.stderr)), flush=True)
 
-    def _draw(self, force: bool = False) -> None:
+    def _show(self, text: str, force: bool = False) -> None:
+        """Draw the panel anew; where there is none, say it in words, if there are any."""
         now = time.monotonic()
-        if force or now - self._drawn_at >= DRAW_EVERY_S:
+        if self._live is None:
+            if text:
+                self._say(text)
+        elif force or now - self._drawn_at >= DRAW_EVERY_S:
             self._drawn_at = now
             self._live.refresh()
 
