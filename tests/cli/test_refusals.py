@@ -89,7 +89,7 @@ TABLE = [
     ("no rank on this machine", (), {"LOCAL_RANK": "x"}, "LOCAL_RANK=x in the environment is not a whole number"),
     ("no port", (), {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "http"}, "MASTER_PORT=http in the environment is"),
     ("one too many", (), {"RANK": "2", "WORLD_SIZE": "2"}, "this is process 2 of 2 (RANK, WORLD_SIZE)"),
-    ("none at all", (), {"RANK": "0", "WORLD_SIZE": "0"}, "this is process 0 of 0 (RANK, WORLD_SIZE)"),
+    ("none at all", (), {"RANK": "0", "WORLD_SIZE": "0"}, "0 processes were started (WORLD_SIZE), and Accelerate"),
     (
         "one for several",
         (),

@@ -184,10 +184,10 @@ def _whole(variable: str, otherwise: int) -> int:
 def _check_settings() -> None:
     for variable in (*_RANKS, *_RANKS.values(), "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         _whole(variable, 0)  # Accelerate and PyTorch read them, too
-    if _rank() not in range(started := _started()):
-        raise ValueError(f"this is process {_rank()} of {started} (RANK, WORLD_SIZE): they count from 0")
-    if started > 1:  # else Kubernetes may have set it, for a service of the name "master"
-        _whole("MASTER_PORT", 0)
+    if (started := _started()) > 1:
+        _whole("MASTER_PORT", 0)  # of one process Kubernetes may have set it, for a service of the name "master"
+        if _rank() not in range(started):
+            raise ValueError(f"this is process {_rank()} of {started} (RANK, WORLD_SIZE): they count from 0")
     mixed_precision()
     for variable, name in _REFUSED.items():
         if _is_on(variable):

@@ -37,8 +37,10 @@ class FolderWeights:
         """A server that was started with the model has its weights, unless the training goes on from later ones."""
         if version:
             self.send(processes, version)
-        elif processes.is_main_process and hasattr(self._server, "name_weights"):
-            _run(self._server.name_weights(version))
+            return
+        with together(processes):
+            if processes.is_main_process and hasattr(self._server, "name_weights"):
+                _run(self._server.name_weights(version))
 
     def send(self, processes: Any, version: int) -> None:
         """Hand the weights over, by the first process; the others wait."""
