@@ -321,3 +321,24 @@ def test_the_first_of_a_group_that_failed_whole_says_why_there_is_none() -> None
     outputs = env.run_group([row], NeMoRLChatCompletionsClient(HostClient(refuse)), "m", sampling_args={})
     with pytest.raises(IndexError, match="the engine is gone"):
         outputs[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda env: env.run_group("x", client=vf.FakeClient("4"), model="m"), "group_inputs is a list of rows"),
+        (lambda env: env.run_group([], client=vf.FakeClient(), model="m", max_retries="2"), "max_retries='2' must be"),
+        (lambda env: env.set_max_seq_len("1024"), "max_seq_len='1024' must be a number of tokens"),
+        (lambda env: env.set_max_seq_len(0), "max_seq_len=0 must be a number of tokens"),
+        (
+            lambda env: env.generate({"prompt": ["a", "b"], "answer": ["4"]}, client=vf.FakeClient("4"), model="m"),
+            "the dataset's columns differ in length: {'prompt': 2, 'answer': 1}",
+        ),
+    ],
+)
+def test_a_host_that_calls_with_something_else_is_told_in_a_sentence_what_it_gave(call: Any, said: str) -> None:
+    env = vf.SingleTurnEnv(dataset=[{"question": "2+2?", "answer": "4"}], rubric=vf.Rubric([lambda: 1.0]))
+    with pytest.raises((TypeError, ValueError), match=re.escape(said)):
+        call(env)
+    env.set_max_seq_len(-1)
+    assert env.max_seq_len is None

@@ -119,6 +119,7 @@ def test_a_run_whose_push_failed_is_on_disk_and_is_pushed_by_the_command_that_is
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_published_wheel_is_installed_by_prime_and_evaluated(tmp_path: Path) -> None:
     python = python_with("prime", "prime==0.18.0")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PRIME_API_KEY": "none"}

@@ -102,6 +102,8 @@ def test_a_server_that_dies_or_talks_nonsense_in_an_episode_fails_the_rollout() 
         (None, vf.InfraError, "closed the session"),
         ("{not json", vf.InfraError, "no message of its protocol"),
         ("[1]", vf.InfraError, "no message of its protocol"),
+        ('{"type": "observation", "data": [1]}', vf.InfraError, "no message of its protocol"),
+        ('{"type": "observation", "data": "x"}', vf.InfraError, "no message of its protocol"),
         ('{"type": "observation"}', vf.GraderError, "gave no reward"),
     ):
         with GuessServer(answer=answer) as server:

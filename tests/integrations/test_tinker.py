@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -21,6 +23,7 @@ from tests.support.venvs import python_with, run_contract
 from verifiers.cli.main import vf as command
 from verifiers.errors import RequestRefusedError
 from verifiers.integrations.tinker import TinkerServer, wire
+from verifiers.integrations.tinker.client import TinkerClient
 from verifiers.integrations.tinker.custom_losses import CustomLoss
 from verifiers.integrations.tinker.losses import LOSSES
 from verifiers.integrations.tinker.store import Place
@@ -489,6 +492,37 @@ def test_tinker_is_asked_for_temperature_1_and_for_nothing_it_cannot_do() -> Non
     for wrong in ({"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"bf16": True}, {"importance_sampling_mode": "token_mask"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             check_config(GRPOConfig(**wrong), 1)
+
+
+@pytest.fixture
+def sdk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much of the SDK as a request for samples is made of."""
+    types = SimpleNamespace(ModelInput=SimpleNamespace(from_ints=list), SamplingParams=dict)
+    monkeypatch.setitem(sys.modules, "tinker", SimpleNamespace(types=types))
+
+
+@pytest.mark.usefixtures("sdk")
+def test_what_tinker_samples_is_a_rollout_and_an_answer_that_makes_no_sense_fails_it_at_once() -> None:
+    _, tokenizer = vf.tiny_model("0123456789abc", hidden_size=32)
+    (four,) = tokenizer.encode("4")
+    whole = SimpleNamespace(tokens=[four], logprobs=[-0.5], stop_reason="stop")
+    env = vf.SingleTurnEnv(
+        eval_dataset=[{"prompt": "012", "answer": "4"}],
+        rubric=vf.Rubric([lambda completion, answer: float(completion == answer)]),
+        message_type="completion",
+    )
+    for sequences, rewards, error in (
+        ([whole], [1.0], None),
+        ([SimpleNamespace(tokens=[four], logprobs=[], stop_reason="stop")], [], "Tinker gave 1 tokens and 0 logprobs"),
+        ([], [], "Tinker did not answer"),
+    ):
+        answered: Future[Any] = Future()
+        answered.set_result(SimpleNamespace(sequences=sequences))
+        client = TinkerClient(SimpleNamespace(sample=lambda answered=answered, **_: answered), tokenizer, name="tiny")
+        results = env.evaluate(client=client, model="tiny", use_tqdm=False)
+        client.close()
+        assert results["reward"] == rewards
+        assert [error in str(one["error"]) for one in results.failed if error] == [True] * (1 - len(rewards))
 
 
 def test_paths_of_saved_weights_name_a_place_in_the_folder_and_nowhere_else() -> None:

@@ -224,3 +224,20 @@ def several(service: Service, ids: list[int], targets: list[list[int]]) -> Any:
     with service.ready.engine.lock, torch.no_grad():
         ((_, logprob_N, _),) = service.scoring.logprobs([datum])
     return logprob_N.numpy().reshape(len(ids), -1)
+
+
+def test_a_model_that_computes_one_sequence_at_a_time_scores_short_ones_too(tmp_path: Path) -> None:
+    model, tokenizer = vf.tiny_model("0123456789abc", hidden_size=32)
+    service = TinkerServer(model, tokenizer, name="tiny", folder=tmp_path).service
+    try:
+        snapshot = add_adapter(service, 0.02)
+        drawn = draw(service, snapshot, [tokenizer.encode("01")], 3, n=1)
+        before = forward(service, drawn)
+        service.scoring._limits = {"longest_packed": 0, "longest_batched": 0}
+        assert apart(forward(service, drawn), before)[0] <= 1e-5
+        told = (
+            ask(service, snapshot, tokenizer.encode("01"), prompt_logprobs=True, topk_prompt_logprobs=2).result().json()
+        )
+        assert told["topk_prompt_logprobs"][1][0][1] >= told["prompt_logprobs"][1] - 1e-6
+    finally:
+        service.close()

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, WINDOW, random_model  # noqa: E402
+from verifiers.kernels.cpu.binding import learn_functions  # noqa: E402
 from verifiers.samples import Sample  # noqa: E402
 from verifiers.trainers.learning import packing as packed_rows  # noqa: E402
 from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
@@ -224,3 +225,27 @@ def test_an_error_on_the_way_leaves_the_model_as_it_was() -> None:
     assert model.config._attn_implementation == "eager"
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
     scorer.logprobs(packed)
+
+
+@pytest.mark.skipif(learn_functions() is None, reason="no C compiler")
+def test_a_token_attends_alike_to_the_bit_alone_in_a_rectangle_and_in_a_packed_row() -> None:
+    generator = torch.Generator().manual_seed(0)
+    prefix, suffix = 9, (12, 5)
+    shared = [torch.randn((prefix, heads, 8), generator=generator) for heads in (4, 2, 2)]
+    own = [[torch.randn((n, heads, 8), generator=generator) for heads in (4, 2, 2)] for n in suffix]
+    whole = [[torch.cat(both)[None] for both in zip(shared, one, strict=True)] for one in own]
+    alone = [packed_rows.dense_attention(*one, 0.3)[0, prefix:] for one in whole]
+    width = prefix + max(suffix)
+    padded = [
+        torch.cat([torch.nn.functional.pad(one[i], (0, 0, 0, 0, 0, width - one[i].shape[1])) for one in whole])
+        for i in range(3)
+    ]
+    beside = packed_rows.dense_attention(*padded, 0.3)
+    packing = packed_rows.Packing(
+        prefix_G=(prefix,), suffix_B=suffix, prefix_of_B=(0, 0), position_T=torch.arange(prefix + sum(suffix))
+    )
+    row = [torch.cat([shared[i], *(one[i] for one in own)]) for i in range(3)]
+    packed = packed_rows.Row(packing, varlen=False).attend(*row, scale=0.3, suffixes_only=True).split(suffix)
+    for i, n in enumerate(suffix):
+        assert torch.equal(alone[i], beside[i, prefix : prefix + n])
+        assert torch.equal(alone[i], packed[i])

@@ -58,7 +58,7 @@ class HostCall:
     is_newer: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_retries < 0:
+        if type(self.max_retries) is not int or self.max_retries < 0:
             raise ValueError(f"max_retries={self.max_retries!r} must be a whole number, 0 or more")
         if isinstance(self.state_columns, str):
             raise TypeError(f"state_columns is a list of names, not the text {self.state_columns!r}")
@@ -85,6 +85,8 @@ def read_host_call(where: str, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     new_names = kwargs.keys() & {"sampling_args", "max_retries", "state_columns"}
     is_newer = given.get("gen_sem") is None and (bool(new_names) or "env_client" in given or _has_retries(args))
     row = given.pop(played)
+    if played == "group_inputs" and (isinstance(row, str | Mapping) or not isinstance(row, Iterable)):
+        raise TypeError(f"group_inputs is a list of rows, not {row!r:.80}")
     known = {name: given.pop(name) for name in list(given) if name in HostCall.__dataclass_fields__}
     for name, value in given.items():
         if value is not None:

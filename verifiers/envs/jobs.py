@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verifiers.envs.rows import RowFormat, Rows, as_rows
+from verifiers.envs.rows import RowFormat, Rows, as_rows, from_columns
 from verifiers.escapes import contained
 from verifiers.runner import Job
 from verifiers.types import Row
@@ -60,7 +60,7 @@ def _without_ids(inputs: Any) -> Any:
     if isinstance(inputs, Mapping) and _is_one_row(inputs):
         inputs = [inputs]
     if isinstance(inputs, Mapping):
-        inputs = [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
+        inputs = from_columns(inputs)
     rows = []
     for row in inputs:
         row = dict(row)

@@ -246,7 +246,7 @@ def _load(source: Any) -> Sequence[Any]:
     if hasattr(source, "column_names") and hasattr(source, "select"):
         return source  # type: ignore[no-any-return]
     if isinstance(source, Mapping):
-        return _from_columns(source)
+        return from_columns(source)
     if hasattr(source, "to_dict") and hasattr(source, "columns"):
         return list(source.to_dict("records"))
     if isinstance(source, Iterable):
@@ -257,7 +257,7 @@ def _load(source: Any) -> Sequence[Any]:
     )
 
 
-def _from_columns(columns: Mapping[str, Sequence[Any]]) -> list[Row]:
+def from_columns(columns: Mapping[str, Sequence[Any]]) -> list[Row]:
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"the dataset's columns differ in length: {lengths}")

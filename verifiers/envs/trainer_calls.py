@@ -109,7 +109,10 @@ class TrainerCalls:
             self.rubric = rubric if self.rubric.is_empty else RubricGroup([self.rubric, rubric])
 
     def set_max_seq_len(self, max_seq_len: int | None) -> None:
-        self.max_seq_len = max_seq_len
+        """How long a sample may be; None, or -1 as some trainers say it: as long as it is."""
+        if max_seq_len is not None and (type(max_seq_len) is not int or max_seq_len == 0):
+            raise ValueError(f"max_seq_len={max_seq_len!r} must be a number of tokens, or None for no limit")
+        self.max_seq_len = None if max_seq_len is None or max_seq_len < 0 else max_seq_len
 
     def set_interleaved_rollouts(self, interleaved_rollouts: bool) -> None:
         self.interleaved_rollouts = interleaved_rollouts

@@ -107,7 +107,9 @@ def _read(text: str) -> dict[str, Any]:
     try:
         message = wire.decode(text.encode())
         kind, data = message["type"], message.get("data") or {}
-    except (ValueError, TypeError, KeyError) as error:
+        if not isinstance(data, dict):
+            raise TypeError("data is an object")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InfraError(f"an OpenEnv server answered {text!r:.100}, which is no message of its protocol") from error
     if kind != "error":
         answer: dict[str, Any] = data
@@ -116,7 +118,8 @@ def _read(text: str) -> dict[str, Any]:
     if code == "CAPACITY_REACHED":
         raise FullError(f"the OpenEnv server has no session to spare: {said}")
     if code in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
-        wrong = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in data.get("errors") or ()]
+        known = [one for one in data.get("errors") or () if isinstance(one, dict)]
+        wrong = [f"{'.'.join(map(str, one.get('loc') or ()))}: {one.get('msg')}" for one in known]
         raise ActionRefusedError("; ".join([said, *wrong]))
     raise InfraError(f"the OpenEnv server failed ({code}): {said}")
 

@@ -60,18 +60,30 @@ class RemoteEngine:
         def deliver(done: Any) -> None:
             try:
                 replies = done.result().sequences
+                found = [_generated(prompt, reply, watch) for reply, watch in zip(replies, told, strict=True)]
             except BaseException as error:  # of the SDK, whatever it is
                 failure = InfraError(f"Tinker did not answer: {type(error).__name__}: {error}")
                 for answer in answers:
                     if not answer.done():
                         answer.set_exception(failure)
                 return
-            for answer, reply, watch in zip(answers, replies, told, strict=True):
+            for answer, generated in zip(answers, found, strict=True):
                 if not answer.done():
-                    answer.set_result(_generated(prompt, reply, watch))
+                    answer.set_result(generated)
 
         drawing.add_done_callback(deliver)
         return answers
+
+    @property
+    def device(self) -> Any:
+        """Where memory is given back when the client is closed."""
+        import torch
+
+        return torch.device("cpu")
+
+    def tokens_under_way(self) -> int:
+        """Tokens are not seen before a reply is whole."""
+        return 0
 
     def forget(self) -> None:
         """Nothing is kept for reuse here."""

@@ -56,6 +56,8 @@ class Scoring:
         n, data = len(data), [*data, *([FILLER] if sum(len(one.ids_T) for one in data) < LEAST_ROWS else [])]
         trained = [_trained(ids[:1], [*ids[1:], 0]) for ids in (one.ids_T.tolist() for one in data)]
         for batch in micro_batches(trained, max_tokens=self._tokens, **self._limits):
+            if batch.members == (n,):  # a model that computes one sequence at a time
+                continue
             some, out = [data[i] for i in batch.members], self.scorer.outputs(batch.to(self.device))
             sequence_N, target_N = batch.sequence_N, np.concatenate([one.targets.reshape(-1) for one in some])
             each = torch.tensor([one.targets[0].size for one in some])[sequence_N]
@@ -86,7 +88,9 @@ class Scoring:
         """How far the logits of tokens at the last places of ``ids`` are from those of the tokens that stand there."""
         found = []
         with sensible_threads(self.model):
-            (batch,) = micro_batches(_filled([_trained(ids[:1], ids[1:])]), max_tokens=len(ids) + 2 * LEAST_ROWS)
+            both = _filled([_trained(ids[:1], ids[1:])])
+            batches = micro_batches(both, max_tokens=len(ids) + 2 * LEAST_ROWS, **self._limits)
+            batch = next(one for one in batches if 0 in one.members)
             own = batch.sequence_N == batch.members.index(0)
             out = self.scorer.outputs(batch.to(self.device))[own.to(self.device)][-len(tokens) :]
             for part in chunks_of(len(out), self.model.config.get_text_config().vocab_size * 4, self.device):
