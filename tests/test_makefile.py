@@ -75,4 +75,4 @@ def test_an_exception_of_torchs_does_not_end_what_is_run_with_the_sanitizer(tmp_
     stamp.touch()
     words = ["make", "-o", str(stamp), f"VENV={python.parents[1]}", "sanitize"]
     done = subprocess.run(words, cwd=repo, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "it was raised", done.stderr[-2000:]
+    assert "it was raised" in done.stdout.splitlines(), done.stderr[-2000:]  # make says where it is, called by another

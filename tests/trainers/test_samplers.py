@@ -30,7 +30,8 @@ from verifiers.engine.server.server import LocalServer  # noqa: E402
 from verifiers.errors import EndpointDownError  # noqa: E402
 from verifiers.trainers.distributed import weight_sender  # noqa: E402
 
-ASKED = Request(model="", prompt=[{"role": "user", "content": "hello"}], sampling={"max_tokens": 4, "logprobs": True})
+SAMPLING = {"max_tokens": 4, "logprobs": True, "ignore_eos": True}
+ASKED = Request(model="", prompt=[{"role": "user", "content": "hello"}], sampling=SAMPLING)
 
 
 @contextmanager
@@ -79,7 +80,7 @@ def test_vllms_endpoints_are_asked_in_vllms_order_with_vllms_bodies(tmp_path):
 def test_a_vllm_says_of_each_token_which_weights_made_it_also_where_they_change_in_its_midst():
     """Of the versions that a reply can be from it says the true ones, which are not the oldest."""
     tokenizer = tiny.tokenizer()
-    asked = replace(ASKED, sampling={**ASKED.sampling, "max_tokens": 300, "ignore_eos": True})
+    asked = replace(ASKED, sampling={**SAMPLING, "max_tokens": 300})
     with Vllm() as server:
         samplers = vf.Samplers(server.url)
         model = tiny.model(tokenizer)
@@ -344,14 +345,16 @@ def test_what_comes_back_in_the_place_of_a_server_is_checked_as_it_was(monkeypat
     monkeypatch.setattr(module, "LOOK_S", 0.05)
     tokenizer = tiny.tokenizer()
     with served() as first:
-        samplers = vf.Samplers(first.url, patience_s=3)
+        samplers = vf.Samplers(first.url, patience_s=1)
         samplers.start(tiny.model(tokenizer), tokenizer, 1)
         port = int(first.url.removesuffix("/v1").rsplit(":", 1)[1])
         first.stop()
     until(lambda: not any(one.is_up for one in samplers._samplers.values()))
     other = tiny.tokenizer(tiny.CHATML.replace("<|im_start|>", "<|im_end|>"))
-    with served(other, port=port), pytest.raises(EndpointDownError, match="it has another tokenizer or chat template"):
-        asyncio.run(samplers.complete(ASKED))
+    with served(other, port=port):
+        until(lambda: any("another tokenizer" in one.reason for one in samplers._samplers.values()))
+        with pytest.raises(EndpointDownError, match="it has another tokenizer or chat template"):
+            asyncio.run(samplers.complete(ASKED))
     samplers.patience_s = 60
     with served(seed=9, port=port):  # it gets the newest weights, and answers
         spans = asyncio.run(samplers.complete(ASKED)).tokens.weight_versions
@@ -375,7 +378,10 @@ def test_a_server_that_has_other_weights_all_of_a_sudden_gets_the_newest_before_
             assert [tuple(span) for span in reply.tokens.weight_versions] == [("5", 0, 4)]
             assert server.versions == ["4", "5", "5"]
         else:
-            samplers.patience_s = 3
+            samplers.patience_s = 1
+            with pytest.raises(EndpointDownError):
+                asyncio.run(samplers.complete(ASKED))
+            until(lambda: any("another trainer" in one.reason for one in samplers._samplers.values()))
             with pytest.raises(EndpointDownError, match=f"another trainer sends it weights .it has version {name}"):
                 asyncio.run(samplers.complete(ASKED))
         samplers.close()

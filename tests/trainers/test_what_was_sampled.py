@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from verifiers.engine import LocalModel, LocalServer
 from verifiers.samples import Sample, samples_of
 from verifiers.store import read_records
 from verifiers.trainers.sft_rows import read_samples
+from verifiers.trainers.staleness import versions_of
 
 
 def add(a: int, b: int) -> int:
@@ -284,6 +286,44 @@ def test_a_served_model_is_asked_for_its_tokens_and_they_are_learned_as_it_sampl
         assert step["ratio_max"] == pytest.approx(1.0, abs=1e-3)
         assert step["sampled_tokens"] > 0
         assert "refused" not in step
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_tokens_of_a_server_that_names_no_weights_have_the_version_of_when_they_were_asked_for(
+    tmp_path: Any, ahead: int
+) -> None:
+    class Mute(vf.HTTPClient):
+        async def complete(self, request: Any) -> Any:
+            completion = await super().complete(request)
+            return replace(completion, tokens=replace(completion.tokens, weight_versions=()))
+
+    class Weights:
+        def reload_weights(self, folder: str) -> None:
+            local.update_weights(folder)
+
+    class Kept(vf.GRPOTrainer):
+        def train_step(self, batch: Any) -> Any:
+            seen.append([version for state in batch.states for _, version in versions_of(state)])
+            return super().train_step(batch)
+
+    seen: list[list[int]] = []
+    tokenizer = tiny.tokenizer()
+    env = making.environment()
+    env.model = "tiny"
+    with LocalModel(tiny.model(tokenizer), tokenizer, rows=4, name="tiny") as local, LocalServer(local) as server:
+        trainer = Kept(
+            model=tiny.model(tokenizer),
+            tokenizer=tokenizer,
+            env=env,
+            client=Mute(server.url),
+            weight_server=Weights(),
+            config=making.config(tmp_path, max_steps=3, num_batches_ahead=ahead),
+        )
+        report = trainer.train()
+    assert [len(versions) for versions in seen] == [16, 16, 16]
+    for step, versions in enumerate(seen):
+        assert all(step - ahead <= version <= step for version in versions)
+    assert [step["staleness_max"] for step in report.steps] == [0, ahead, ahead]
 
 
 def test_a_batch_of_texts_that_the_policy_never_said_is_refused_and_those_it_said_are_exact(tmp_path: Any) -> None:

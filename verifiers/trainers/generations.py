@@ -95,8 +95,9 @@ class Generations(ExitStack):
     async def _rollouts(self, row: Any) -> Batch:
         trainer = self._trainer
         async with self._room:
+            version = trainer.weight_version
             results = await trainer.env.generate_async(**trainer._rollouts_of([row], Tally()))
-        batch = Batch.of_states(results.rollouts, [0] * trainer.config.group_size)
+        batch = trainer._batch_of(results, [0] * trainer.config.group_size, version)
         return await asyncio.to_thread(trainer._rewarded, batch) if trainer._scores_itself else batch
 
 

@@ -32,7 +32,7 @@ from verifiers.trainers.losses import Loss
 from verifiers.trainers.offline import read_offline
 from verifiers.trainers.reference import Reference
 from verifiers.trainers.reward_weights import reward_weights, scheduled_weights
-from verifiers.trainers.staleness import staleness_figures
+from verifiers.trainers.staleness import note_versions, staleness_figures
 from verifiers.trainers.stopping import nothing_scored
 from verifiers.trainers.trainer import Trainer
 from verifiers.trainers.update import PolicyUpdate
@@ -290,10 +290,20 @@ class GRPOTrainer(Trainer):
         size = self.config.group_size
         self._start_sampling(self.rows.taken, len(rows) * size, is_apart=self.rows.is_apart)
         self.rows.is_apart = False
-        tally = Tally() if self.report is None else self.report.display.counted()
+        tally, version = Tally() if self.report is None else self.report.display.counted(), self.weight_version
         results: Results = self.env.generate_sync(**self._rollouts_of(rows, tally))
         groups = [first_group + i for i in range(len(rows)) for _ in range(size)]
-        return self._rewarded(Batch.of_states(results.rollouts, groups, cursor=self.rows.cursor))
+        return self._rewarded(self._batch_of(results, groups, version, cursor=self.rows.cursor))
+
+    @property
+    def weight_version(self) -> int:
+        """How many updates the weights that are sampled from have had, at least."""
+        return self.step if self._remote is None else self._remote.version
+
+    def _batch_of(self, results: Results, groups: Sequence[int], version: int, **more: Any) -> Batch:
+        if self._remote is not None:
+            note_versions(results.rollouts, version)
+        return Batch.of_states(results.rollouts, groups, **more)
 
     def _rollouts_of(self, rows: Sequence[Row], tally: Tally) -> dict[str, Any]:
         """What is asked of the environment for groups of these rows."""

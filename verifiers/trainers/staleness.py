@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,19 @@ def with_versions(completion: Completion, oldest: int, newest: int | None) -> Co
             )
         least = span.updates
     return completion
+
+
+def note_versions(states: Iterable[Mapping[str, Any]], version: int) -> None:
+    """Write the version to tokens whose server did not say what made them: that of when they were asked for.
+
+    >>> state = {"trajectory": [{"tokens": {"completion_ids": [1, 2, 3]}}]}
+    >>> note_versions([state], 4); versions_of(state)
+    [(3, 4)]
+    """
+    for state in states:
+        for step in state.get("trajectory") or ():
+            if (tokens := step.get("tokens")) and not tokens.get("weight_versions"):
+                tokens["weight_versions"] = [VersionSpan(str(version), 0, len(tokens["completion_ids"]))]
 
 
 def versions_of(state: Mapping[str, Any]) -> list[tuple[int, int]]:

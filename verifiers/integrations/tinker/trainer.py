@@ -77,7 +77,7 @@ class FreshWeights:
     """After each update the next rollouts are sampled from the new weights."""
 
     def __init__(self, policy: RemotePolicy, client: TinkerClient) -> None:
-        self._policy, self._client = policy, client
+        self._policy, self._client, self.version = policy, client, 0
 
     def begin(self, processes: Any, version: int) -> None:
         """The sampler is of the weights before a training that goes on had loaded its own."""
@@ -86,6 +86,7 @@ class FreshWeights:
 
     def send(self, processes: Any, version: int) -> None:
         self._client.remote.sampling = self._policy.training_client.save_weights_and_get_sampling_client()
+        self.version = version
 
     def close(self) -> None:
         """Nothing is held between two steps."""

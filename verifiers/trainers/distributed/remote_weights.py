@@ -16,7 +16,13 @@ from verifiers.trainers.sampler import Sampler
 
 
 class RemoteWeights(Protocol):
-    """How a model that is served elsewhere gets its weights; ``version`` counts the updates they have had."""
+    """How a model that is served elsewhere gets its weights; ``version`` counts the updates they have had.
+
+    As an attribute it is that of the weights which arrived last.
+    """
+
+    @property
+    def version(self) -> int: ...
 
     def begin(self, processes: Any, version: int) -> None: ...
 
@@ -30,7 +36,7 @@ class FolderWeights:
 
     def __init__(self, server: Any, model: Any, tokenizer: Any) -> None:
         self._server, self._model, self._tokenizer = server, model, tokenizer
-        self._folder = tempfile.mkdtemp(prefix="verifiers-weights-")
+        self._folder, self.version = tempfile.mkdtemp(prefix="verifiers-weights-"), 0
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def begin(self, processes: Any, version: int) -> None:
@@ -50,6 +56,7 @@ class FolderWeights:
                 load = self._server.reload_weights
                 named = {"version": version} if "version" in inspect.signature(load).parameters else {}
                 _run(load(self._folder, **named))
+        self.version = version
 
     def close(self) -> None:
         """Nothing is held between two steps."""
@@ -60,6 +67,10 @@ class TransferredWeights:
 
     def __init__(self, samplers: Samplers, model: Any, tokenizer: Any) -> None:
         self._samplers, self._model, self._tokenizer = samplers, model, tokenizer
+
+    @property
+    def version(self) -> int:
+        return self._samplers.version
 
     def begin(self, processes: Any, version: int) -> None:
         with together(processes):
