@@ -7,7 +7,7 @@ one takes longer than doing them, above all while other threads want the interpr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # a graph for each: the new tokens it takes
 TOKENS_A_PROMPT, PROMPTS = 16, 16  # of which there may be so many: one for 16 tokens, and 16 at least
-CAPTURE_AT, CAPTURE_BESIDE = 2, 4  # a size of which there were so many is worth a graph; where a larger one stands in
+CAPTURE_AT, CAPTURE_AT_LAST = 2, 4  # uses after which a size gets a graph; while a larger graph stands in for it
 
 
 def blocks_of(segments: Sequence[Segment], step: int) -> np.ndarray:
@@ -65,6 +65,23 @@ def most_prompts(tokens: int) -> int:
     return max(PROMPTS, tokens // TOKENS_A_PROMPT)
 
 
+def graph_size(tokens: int, prompts: int, recorded: Collection[int], seen: Counter[int]) -> int:
+    """The size of the graph that runs so many, counted in ``seen``; 0: there is none, and it is not worth one yet.
+
+    >>> seen = Counter()
+    >>> [graph_size(100, 3, {512}, seen) for _ in range(4)], [graph_size(3000, 9, {512}, seen) for _ in range(2)]
+    ([512, 512, 512, 128], [0, 4096])
+    """
+    fitting = [size for size in TOKENS if size >= tokens and most_prompts(size) >= prompts]
+    if not fitting:
+        return 0
+    least = fitting[0]
+    seen[least] += 1
+    stands_in = next((size for size in fitting if size in recorded), 0)
+    is_due = seen[least] >= (CAPTURE_AT_LAST if stands_in else CAPTURE_AT)
+    return least if is_due else stands_in
+
+
 class CudaPrefill:
     """Runs prompts by graphs; what is too much for the largest, part by part."""
 
@@ -95,7 +112,7 @@ class CudaPrefill:
         device = self._decoder.blocks.device
         token_T = np.stack([ids_T, *tables_and_positions(segments)]).astype(np.int32)
         inputs = [token_T, blocks_of(segments, self._step), kept_N.astype(np.int32), tables]
-        tokens = self._size(len(ids_T), max(len(kept_N), len(segments)))
+        tokens = graph_size(len(ids_T), max(len(kept_N), len(segments)), self._graphs, self._seen)
         if not tokens:
             return self._forward(*(to_device(one, device) for one in inputs))
         inputs = self._padded(inputs, tokens, most_prompts(tokens))
@@ -103,17 +120,6 @@ class CudaPrefill:
         target.copy_(to_device(np.concatenate([one.reshape(-1) for one in inputs]), device))
         graph.replay()
         return logits[: len(kept_N)]
-
-    def _size(self, tokens: int, prompts: int) -> int:
-        """Of the graph that takes so many; 0: there is none yet, and it is not worth one."""
-        fitting = [size for size in TOKENS if size >= tokens and most_prompts(size) >= prompts]
-        if not fitting:
-            return 0
-        least = fitting[0]
-        self._seen[least] += 1
-        stands_in = next((size for size in fitting if size in self._graphs), 0)
-        is_due = self._seen[least] >= (CAPTURE_BESIDE if stands_in else CAPTURE_AT)
-        return least if is_due else stands_in
 
     def _padded(self, inputs: Sequence[np.ndarray], tokens: int, most: int) -> list[np.ndarray]:
         """Filled up to sizes that depend on ``tokens`` alone. What fills up is written to nobody's block."""
