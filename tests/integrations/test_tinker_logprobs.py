@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from verifiers.integrations.tinker import TinkerServer, wire
 from verifiers.integrations.tinker.adapters import LoraShape, Snapshot
 from verifiers.integrations.tinker.data import Datum
 from verifiers.integrations.tinker.samples import SampleRequest
+from verifiers.integrations.tinker.scoring import Reply, Scoring
 from verifiers.integrations.tinker.service import Service
+from verifiers.integrations.tinker.turns import Turns
 from verifiers.samples import Sample
 from verifiers.trainers.learning.micro_batches import Trained, micro_batches
+from verifiers.trainers.learning.proof import Layouts
 from verifiers.trainers.sampling import Distribution
 
 pytest.importorskip("peft")
@@ -58,17 +62,17 @@ def draw(service: Service, snapshot: Snapshot, prompts: Sequence[list[int]], n_t
     ]
 
 
-def forward(service: Service, drawn: Drawn) -> list[Any]:
-    """What the request ``forward`` gives for the replies."""
+def forward(service: Service, drawn: Drawn, *, has_grad: bool = False) -> list[Any]:
+    """What the request ``forward`` gives for the replies, or ``forward_backward``."""
     data = [
         Datum(ids_T=np.array(ids[:-1]), inputs={"target_tokens": np.array(ids[1:])})
         for ids in ([*prompt, *reply] for prompt, reply, _ in drawn)
     ]
     found = [np.empty(0)] * len(drawn)
-    with service.ready.engine.lock, torch.no_grad():
+    with service.ready.engine.lock, torch.set_grad_enabled(has_grad):
         for members, logprob_N, sequence_N in service.scoring.logprobs(data):
             for i, member in enumerate(members):
-                found[member] = logprob_N[sequence_N == i].numpy()[len(drawn[member][0]) - 1 :]
+                found[member] = logprob_N[sequence_N == i].detach().cpu().numpy()[len(drawn[member][0]) - 1 :]
     return found
 
 
@@ -176,12 +180,8 @@ def test_in_a_real_model_sampling_forward_and_our_trainer_agree_to_1e_5(real: tu
     assert abs(found.mean()) < 3e-6, "it errs to one side"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_in_a_real_model_every_logprob_of_a_sample_is_that_of_forward(real: tuple[Service, Snapshot]) -> None:
+def check_every_logprob_of_a_sample(service: Service, snapshot: Snapshot, prompt: list[int]) -> None:
     """Of the prompt, of alternatives, of one token, and under other temperatures and truncations."""
-    service, snapshot = real
-    prompt = service.ready.codec.encode(CHAT.format(ASKED[1]), special=True)
     told = ask(
         service, snapshot, prompt, prompt_logprobs=True, topk_prompt_logprobs=3, topk_sample_logprobs=2,
         params={"max_tokens": 24},
@@ -210,12 +210,16 @@ def test_in_a_real_model_every_logprob_of_a_sample_is_that_of_forward(real: tupl
     assert apart(forward(service, [short]), [short[2]])[0] <= 1e-5
     for params in ({"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5, "temperature": 1.5}, {"temperature": 0.0}):
         one = ask(service, snapshot, prompt, params={"max_tokens": 16, **params}).result().json()["sequences"][0]
-        (again,) = service.scoring.replies(
-            prompt,
-            [one["tokens"]],
-            Distribution(**{**params, **({"temperature": 1.0} if params.get("temperature") == 0 else {})}),
-        )
+        drawn_from = Distribution(**{**params, **({"temperature": 1.0} if params.get("temperature") == 0 else {})})
+        (again,) = service.scoring.replies([Reply(prompt, one["tokens"], drawn_from)])
         assert np.abs(np.array(again) - one["logprobs"]).max() <= 1e-5, params
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_in_a_real_model_every_logprob_of_a_sample_is_that_of_forward(real: tuple[Service, Snapshot]) -> None:
+    service, snapshot = real
+    check_every_logprob_of_a_sample(service, snapshot, service.ready.codec.encode(CHAT.format(ASKED[1]), special=True))
 
 
 def several(service: Service, ids: list[int], targets: list[list[int]]) -> Any:
@@ -223,7 +227,7 @@ def several(service: Service, ids: list[int], targets: list[list[int]]) -> Any:
     datum = Datum(ids_T=np.array(ids), inputs={"target_tokens": np.array(targets)})
     with service.ready.engine.lock, torch.no_grad():
         ((_, logprob_N, _),) = service.scoring.logprobs([datum])
-    return logprob_N.numpy().reshape(len(ids), -1)
+    return logprob_N.cpu().numpy().reshape(len(ids), -1)
 
 
 def test_a_model_that_computes_one_sequence_at_a_time_scores_short_ones_too(tmp_path: Path) -> None:
@@ -233,7 +237,7 @@ def test_a_model_that_computes_one_sequence_at_a_time_scores_short_ones_too(tmp_
         snapshot = add_adapter(service, 0.02)
         drawn = draw(service, snapshot, [tokenizer.encode("01")], 3, n=1)
         before = forward(service, drawn)
-        service.scoring._limits = {"longest_packed": 0, "longest_batched": 0}
+        service.scoring.scorer.layouts = Layouts()
         assert apart(forward(service, drawn), before)[0] <= 1e-5
         told = (
             ask(service, snapshot, tokenizer.encode("01"), prompt_logprobs=True, topk_prompt_logprobs=2).result().json()
@@ -241,3 +245,46 @@ def test_a_model_that_computes_one_sequence_at_a_time_scores_short_ones_too(tmp_
         assert told["topk_prompt_logprobs"][1][0][1] >= told["prompt_logprobs"][1] - 1e-6
     finally:
         service.close()
+
+
+def test_rectangles_of_fixed_sizes_give_the_logprobs_of_packed_rows(tmp_path: Path, monkeypatch: Any) -> None:
+    """The layout of a card, here on the CPU: the same numbers, and gradients from the same places."""
+    model, tokenizer = vf.tiny_model("0123456789abc", hidden_size=32)
+    service = TinkerServer(model, tokenizer, name="tiny", folder=tmp_path, length=256).service
+    try:
+        snapshot = add_adapter(service, 0.02)
+        prompts = [tokenizer.encode("01" * n) for n in (1, 5, 40)]
+        drawn = draw(service, snapshot, prompts, 70, n=3)
+        packed, several_packed = forward(service, drawn), several(service, prompts[2], [[3, 4, 5]] * len(prompts[2]))
+        monkeypatch.setattr(Scoring, "_packed", Scoring._rectangles)
+        monkeypatch.setattr(service.scoring, "_tokens", 1024)
+        assert apart(forward(service, drawn), packed)[0] <= 1e-5
+        assert np.abs(several(service, prompts[2], [[3, 4, 5]] * len(prompts[2])) - several_packed).max() <= 1e-5
+        check_every_logprob_of_a_sample(service, snapshot, prompts[1])
+        service.scoring.scorer.layouts = Layouts()
+        assert apart(forward(service, drawn), packed)[0] <= 1e-5, "one sequence at a time"
+    finally:
+        service.close()
+
+
+def test_a_request_that_cannot_be_finished_fails_alone_among_those_that_end_with_it(tmp_path: Path) -> None:
+    def finish(done: list[tuple[Any, Any]]) -> list[Any]:
+        if any(asked == "bad" for asked, _ in done):
+            raise ValueError("no")
+        return [f"{asked}: {found}" for asked, found in done]
+
+    turns, started = Turns(lambda key: None), [Future[Any]() for _ in range(3)]
+    try:
+        asked = ("one", "bad", "two")
+        jobs = [
+            turns.submit(lambda one=one: one, key=(1,), finish=finish, asked=name)  # type: ignore[misc]
+            for one, name in zip(started, asked, strict=True)
+        ]
+        for i, one in enumerate(started):
+            one.set_result(i)
+        assert jobs[0].result(20) == "one: 0"
+        assert jobs[2].result(20) == "two: 2"
+        with pytest.raises(ValueError, match="no"):
+            jobs[1].result(20)
+    finally:
+        turns.close()

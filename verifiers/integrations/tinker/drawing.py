@@ -17,10 +17,9 @@ from verifiers.engine.sequence import Alternatives, Generated
 from verifiers.errors import RequestRefusedError
 from verifiers.integrations.tinker.adapters import Snapshot
 from verifiers.integrations.tinker.data import Datum, Written
-from verifiers.integrations.tinker.learner import Scoring
 from verifiers.integrations.tinker.samples import SampleRequest, gathered, reply_logprobs, sample_response
+from verifiers.integrations.tinker.scoring import Reply, Scoring
 from verifiers.integrations.tinker.turns import Turns
-from verifiers.trainers.sampling import PLAIN
 
 MOST_RECORDED = 1 << 16  # sampled sequences whose logprobs can be found again
 
@@ -49,8 +48,7 @@ class Drawing:
         def start() -> Future[Any]:
             if unwanted:
                 raise RequestRefusedError("the request was cancelled")
-            scores_prompt = asked.topk_prompt > 0 or not self._scoring.is_exact  # else it is done afterwards
-            answers.extend(asked.submit(self._ready, scores_prompt=scores_prompt))
+            answers.extend(asked.submit(self._ready, scores_prompt=asked.topk_prompt > 0))  # else it is done afterwards
             return gathered(answers)
 
         def cancel() -> None:
@@ -59,40 +57,50 @@ class Drawing:
             for answer in answers:
                 answer.cancel()
 
-        future = self._turns.submit(start, key=(snapshot,), finish=lambda found: self._written(asked, found, names))
+        future = self._turns.submit(start, key=(snapshot,), finish=self._written, asked=(asked, names))
         return Drawn(future, names, cancel)
 
-    def _written(self, asked: SampleRequest, found: list[Generated], names: list[str]) -> Written:
+    def _written(self, done: Sequence[tuple[tuple[SampleRequest, list[str]], list[Generated]]]) -> list[Written]:
+        """What clients are told of requests that are done, all of the snapshot in force."""
         with self._ready.engine.lock:
-            scores = None if asked.targets is None else self._score(asked)
-            found = self._rescored(asked, found) if self._scoring.is_exact else found
-        if asked.records:
-            for name, one in zip(names, found, strict=True):
-                self._recorded[name] = np.array(reply_logprobs(asked, one), np.float32)
-            while len(self._recorded) > MOST_RECORDED:
-                self._recorded.popitem(last=False)
-        return sample_response(asked, found, scores)
+            rescored = self._rescored([(asked, found) for (asked, _), found in done])
+            scores = [None if asked.targets is None else self._score(asked) for (asked, _), _ in done]
+        for ((asked, names), _), found in zip(done, rescored, strict=True):
+            if asked.records:
+                for name, one in zip(names, found, strict=True):
+                    self._recorded[name] = np.array(reply_logprobs(asked, one), np.float32)
+        while len(self._recorded) > MOST_RECORDED:
+            self._recorded.popitem(last=False)
+        return [
+            sample_response(asked, found, score)
+            for ((asked, _), _), found, score in zip(done, rescored, scores, strict=True)
+        ]
 
     def _score(self, asked: SampleRequest) -> Any:
         with torch.no_grad():
             ((_, logprob_N, _),) = self._scoring.logprobs([asked.target_datum])
         return np.where(asked.targets < 0, 0.0, logprob_N.cpu().numpy().reshape(asked.targets.shape))
 
-    def _rescored(self, asked: SampleRequest, found: list[Generated]) -> list[Generated]:
-        """The same replies with the logprobs that learning computes for them, which adds up in another order."""
-        prompt, drawn_from = asked.prompt, asked.drawn_from
-        logprobs = self._scoring.replies(prompt, [one.ids for one in found], drawn_from)
+    def _rescored(self, done: Sequence[tuple[SampleRequest, list[Generated]]]) -> list[list[Generated]]:
+        """The same replies with the logprobs that training computes for them, which adds up in another order."""
+        replies = [Reply(asked.prompt, one.ids, asked.drawn_from) for asked, found in done for one in found]
+        prompts = [Reply(asked.prompt[:1], asked.prompt[1:]) for asked, _ in done if asked.scores_prompt]
+        logprobs = iter(self._scoring.replies([*replies, *prompts]))
         made = [
-            replace(one, logprobs=own, raw_logprobs=own, top_logprobs=self._alternatives(
-                [*prompt, *one.ids], own, one.top_logprobs, 1 / drawn_from.temperature
-            ))
-            for one, own in zip(found, logprobs, strict=True)
+            [
+                replace(one, logprobs=own, raw_logprobs=own, top_logprobs=self._alternatives(
+                    [*asked.prompt, *one.ids], own, one.top_logprobs, 1 / asked.drawn_from.temperature
+                ))
+                for one, own in zip(found, logprobs, strict=False)
+            ]
+            for asked, found in done
         ]  # fmt: skip
-        if asked.scores_prompt:
-            (own,) = self._scoring.replies(prompt[:1], [prompt[1:]], PLAIN)
-            known = [one[1] for one in found[0].prompt_logprobs or () if one is not None]
-            tops = self._alternatives(prompt, own, known) or [[]] * len(own)
-            made[0] = replace(made[0], prompt_logprobs=[None, *zip(own, tops, strict=True)])
+        for (asked, found), some in zip(done, made, strict=True):
+            if asked.scores_prompt:
+                own = next(logprobs)
+                known = [one[1] for one in found[0].prompt_logprobs or () if one is not None]
+                tops = self._alternatives(asked.prompt, own, known) or [[]] * len(own)
+                some[0] = replace(some[0], prompt_logprobs=[None, *zip(own, tops, strict=True)])
         return made
 
     def _alternatives(

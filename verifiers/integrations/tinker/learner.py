@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,89 +15,13 @@ from verifiers.integrations.tinker.adapters import Adapters, LoraShape, Snapshot
 from verifiers.integrations.tinker.custom_losses import CustomLoss
 from verifiers.integrations.tinker.data import Datum, TrainingRequest
 from verifiers.integrations.tinker.losses import LOSSES
-from verifiers.samples import Sample
+from verifiers.integrations.tinker.scoring import Scoring
 from verifiers.trainers.base_config import TrainingConfig
-from verifiers.trainers.learning.logprobs import TokenScorer
-from verifiers.trainers.learning.micro_batches import Trained, micro_batches
-from verifiers.trainers.learning.target_logprobs import chunks_of
-from verifiers.trainers.memory.job import Job
-from verifiers.trainers.sampling import PLAIN, Distribution
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.weights import Weights
 
-# A product of few rows adds up in another order than one of many (MKL: of fewer than 12): what has fewer tokens is
-# computed beside others.
-LEAST_ROWS = 16
-FILLER = Datum(ids_T=np.zeros(LEAST_ROWS, np.int64), inputs={"target_tokens": np.zeros(LEAST_ROWS, np.int64)})
 MOST_RATE = 10.0
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
-
-
-class Scoring:
-    """The logprobs of any targets under the adapter in force: what learning and scoring share."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.device = next(model.parameters()).device
-        self.scorer = TokenScorer(model)
-        layouts = self.scorer.layouts
-        self._limits: dict[str, Any] = {
-            "longest_packed": layouts.longest_packed,
-            "longest_batched": layouts.longest_batched,
-        }
-        job = Job(config=TrainingConfig(gradient_checkpointing=False), device=self.device)
-        dtype = next(model.parameters()).dtype
-        self._tokens = job.plan_module(model, dtype=dtype, is_whole=True).micro_batch_tokens
-        # Whether a token's logprob is the same in every layout, so that samples can be given the one that it has here.
-        self.is_exact = self.device.type == "cpu" and dtype is torch.float32
-
-    def logprobs(self, data: Sequence[Datum]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-        """Some data at a time, laid out as a trainer does: which, each target's logprob, and the sequence it is of."""
-        n, data = len(data), [*data, *([FILLER] if sum(len(one.ids_T) for one in data) < LEAST_ROWS else [])]
-        trained = [_trained(ids[:1], [*ids[1:], 0]) for ids in (one.ids_T.tolist() for one in data)]
-        for batch in micro_batches(trained, max_tokens=self._tokens, **self._limits):
-            if batch.members == (n,):  # a model that computes one sequence at a time
-                continue
-            some, out = [data[i] for i in batch.members], self.scorer.outputs(batch.to(self.device))
-            sequence_N, target_N = batch.sequence_N, np.concatenate([one.targets.reshape(-1) for one in some])
-            each = torch.tensor([one.targets[0].size for one in some])[sequence_N]
-            if each.max() > 1:  # several targets at a place
-                out = out.repeat_interleave(each.to(self.device), 0)
-                sequence_N = sequence_N.repeat_interleave(each)
-            targets = torch.from_numpy(target_N.astype(np.int64)).to(self.device)
-            logprob_N = self.scorer.score_outputs(out, targets, PLAIN).logprob_N
-            if n in batch.members:
-                is_real = sequence_N != batch.members.index(n)
-                logprob_N, sequence_N = logprob_N[is_real], sequence_N[is_real].unique(return_inverse=True)[1]
-            yield [i for i in batch.members if i < n], logprob_N, sequence_N.to(self.device)
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not typed here
-    def replies(self, prompt: list[int], replies: Sequence[list[int]], drawn_from: Distribution) -> list[list[float]]:
-        """The logprobs of replies to one prompt, which is computed once, under what they were drawn from."""
-        trained = [_trained(prompt, ids, drawn_from) for ids in replies]
-        found: list[list[float]] = [[] for _ in (*replies, FILLER)]
-        with sensible_threads(self.model):
-            for batch in micro_batches(_filled(trained), max_tokens=self._tokens, **self._limits):
-                logprobs = self.scorer.logprobs(batch.to(self.device)).cpu()
-                for i, member in enumerate(batch.members):
-                    found[member] = logprobs[batch.sequence_N == i].tolist()
-        return found[:-1]
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def beside(self, ids: list[int], tokens: Sequence[Sequence[int]]) -> list[list[float]]:
-        """How far the logits of tokens at the last places of ``ids`` are from those of the tokens that stand there."""
-        found = []
-        with sensible_threads(self.model):
-            both = _filled([_trained(ids[:1], ids[1:])])
-            batches = micro_batches(both, max_tokens=len(ids) + 2 * LEAST_ROWS, **self._limits)
-            batch = next(one for one in batches if 0 in one.members)
-            own = batch.sequence_N == batch.members.index(0)
-            out = self.scorer.outputs(batch.to(self.device))[own.to(self.device)][-len(tokens) :]
-            for part in chunks_of(len(out), self.model.config.get_text_config().vocab_size * 4, self.device):
-                logits_NV = self.scorer.logits(out[part]).float().cpu()
-                for logits_V, token, others in zip(logits_NV, ids[-len(tokens) :][part], tokens[part], strict=True):
-                    found.append((logits_V[list(others)] - logits_V[token]).tolist())
-        return found
 
 
 class Learner:
@@ -249,14 +173,3 @@ def _keep(found: list[Any], members: Sequence[int], data: Sequence[Datum], logpr
     ends = np.cumsum([one.targets.size for one in data])
     for i, one, part in zip(members, data, np.split(logprobs, ends[:-1]), strict=True):
         found[i] = part.reshape(one.targets.shape)
-
-
-def _filled(trained: list[Trained]) -> list[Trained]:
-    few = sum(len(one.sample.completion_ids) for one in trained) < LEAST_ROWS
-    return [*trained, _trained([0], [0] * LEAST_ROWS)] if few else trained
-
-
-def _trained(prompt: list[int], reply: list[int], drawn_from: Distribution = PLAIN) -> Trained:
-    n = len(reply)
-    sample = Sample(prompt_ids=prompt, completion_ids=reply, completion_mask=[1] * n, completion_logprobs=[0.0] * n)
-    return Trained(sample=sample, advantage=1.0, drawn_from=((n, drawn_from),))

@@ -18,9 +18,10 @@ from verifiers.integrations.tinker.custom_losses import CustomLoss
 from verifiers.integrations.tinker.data import TrainingRequest, Written, forward_backward_output
 from verifiers.integrations.tinker.drawing import Drawing
 from verifiers.integrations.tinker.futures import Futures, Pending
-from verifiers.integrations.tinker.learner import Learner, Scoring, read_adam
+from verifiers.integrations.tinker.learner import Learner, read_adam
 from verifiers.integrations.tinker.losses import check_loss
 from verifiers.integrations.tinker.samples import SampleRequest
+from verifiers.integrations.tinker.scoring import Scoring
 from verifiers.integrations.tinker.store import Place, Store, check_name, read_ttl
 from verifiers.integrations.tinker.turns import Turns
 

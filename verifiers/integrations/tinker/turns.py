@@ -13,12 +13,15 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from verifiers.errors import InfraError
 
 logger = logging.getLogger("verifiers.integrations.tinker")
+
+
+# Makes the results of jobs that ended together, within the turn: of (what was asked, what was found) of each.
+Finish = Callable[[list[tuple[Any, Any]]], list[Any]]
 
 
 @dataclass(eq=False, slots=True)
@@ -27,7 +30,8 @@ class Job:
 
     run: Callable[[], Any]
     key: Any = None  # (snapshot,); None: it needs the model alone
-    finish: Callable[[Any], Any] = lambda found: found  # makes the result of what was started, within the turn
+    finish: Finish | None = None  # of jobs with a key, which have the same
+    asked: Any = None  # what ``finish`` is told beside what was found
     future: Future[Any] = field(default_factory=Future)
 
 
@@ -96,9 +100,8 @@ class Turns:
                     return
                 starting = self._joining(first.key)
                 ended, self._ended = self._ended, deque()
-            for job, done in ended:
-                settle(job.future, partial(_finished, job, done))
-                self._running.discard(job)
+            _finish(list(ended))
+            self._running.difference_update(job for job, _ in ended)
 
     def _may_join(self, key: Any) -> bool:
         return bool(self._waiting) and self._waiting[0].key == key
@@ -125,8 +128,27 @@ class Turns:
             self._changed.notify_all()
 
 
-def _finished(job: Job, done: Future[Any]) -> Any:
-    return job.finish(done.result())
+def _finish(ended: list[tuple[Job, Future[Any]]]) -> None:
+    """Settle jobs that ended together; if that fails, each for itself, so that one cannot spoil the others."""
+    for job, done in ended:
+        if (error := done.exception()) is not None:
+            job.future.set_exception(error)
+    done_well = [(job, done.result()) for job, done in ended if done.exception() is None]
+    if not done_well:
+        return
+    try:
+        results = _results(done_well)
+    except Exception:
+        for one in done_well:
+            settle(one[0].future, lambda one=one: _results([one])[0])  # type: ignore[misc]
+        return
+    for (job, _), result in zip(done_well, results, strict=True):
+        job.future.set_result(result)
+
+
+def _results(found: list[tuple[Job, Any]]) -> list[Any]:
+    finish = found[0][0].finish
+    return [one for _, one in found] if finish is None else finish([(job.asked, one) for job, one in found])
 
 
 def settle(future: Future[Any], run: Callable[[], Any]) -> None:

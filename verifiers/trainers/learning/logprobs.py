@@ -136,16 +136,21 @@ class TokenScorer:
         )
 
     def score_outputs(
-        self, out: Tensor, target_N: Tensor, drawn_from: Distribution, with_entropy: bool = False
-    ) -> Scored:
-        """The same, of what the model made of the places: `outputs`, or some of its rows several times."""
+        self, out: Tensor, target_N: Tensor, drawn_from: Distribution, with_entropy: bool = False,
+        rows: int | None = None,
+    ) -> Scored:  # fmt: skip
+        """The same, of what the model made of the places: `outputs`. There may be several targets at each (target_NK).
+
+        ``rows``: the head is run on so many places at a time, else on as many as is sensible.
+        """
         if not self._is_split:
             return score_logits(out, target_N, drawn_from, with_entropy=with_entropy)
         head = self._head
         is_plain = _is_ours(out) and is_plain_linear(head) and head.weight.dtype == out.dtype
+        is_plain = is_plain and target_N.ndim == 1
         if is_plain and drawn_from.is_tempered and not with_entropy:  # its backward pass needs the weights alone
-            return Scored(fused_logprobs(out, head.weight, head.bias, target_N, drawn_from.temperature))
-        return chunked_logprobs(head, out, target_N, drawn_from, with_entropy=with_entropy)
+            return Scored(fused_logprobs(out, head.weight, head.bias, target_N, drawn_from.temperature, rows))
+        return chunked_logprobs(head, out, target_N, drawn_from, with_entropy=with_entropy, rows=rows)
 
     def logits(self, out: Tensor) -> Tensor:
         """The logits of some of `outputs`."""

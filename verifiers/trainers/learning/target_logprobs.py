@@ -27,10 +27,10 @@ FREE_LOGITS = 1 << 24  # so few (64 MiB in float32) are kept for the backward pa
 NARROWED_COPIES = 4  # that a biased or truncated distribution takes: its probabilities, the likeliest, what is left
 
 
-def chunks_of(n: int, bytes_each: int, device: torch.device) -> list[slice]:
-    """``n`` positions in parts of about the same size, none of whose logits take more than `CHUNK_BYTES`."""
+def chunks_of(n: int, bytes_each: int, device: torch.device, rows: int | None = None) -> list[slice]:
+    """``n`` positions in parts of ``rows``, or of about the same size, whose logits take at most `CHUNK_BYTES` each."""
     most = max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES_ELSEWHERE) // bytes_each)
-    step = max(1, math.ceil(n / math.ceil(n / most))) if n else 1
+    step = rows or max(1, math.ceil(n / math.ceil(n / most))) if n else 1
     return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
 
@@ -44,9 +44,10 @@ class Scored:
 
 
 def chunked_logprobs(
-    head: Any, hidden_ND: Tensor, target_N: Tensor, drawn_from: Distribution, *, with_entropy: bool = False
-) -> Scored:
-    """As `score_logits` of the head's logits, of which no more than a chunk is alive at once."""
+    head: Any, hidden_ND: Tensor, target_N: Tensor, drawn_from: Distribution, *, with_entropy: bool = False,
+    rows: int | None = None,
+) -> Scored:  # fmt: skip
+    """As `score_logits` of the head's logits, of which no more than a chunk (of so many rows) is alive at once."""
 
     def score(hidden_ND: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor | None]:
         found = score_logits(head(hidden_ND), target_N, drawn_from, with_entropy=with_entropy)
@@ -54,10 +55,10 @@ def chunked_logprobs(
 
     n, vocabulary = len(hidden_ND), getattr(head, "out_features", None) or head.weight.shape[0]
     copies = 1 if drawn_from.is_tempered and not with_entropy else NARROWED_COPIES
-    if n * vocabulary * copies <= FREE_LOGITS:
+    if rows is None and n * vocabulary * copies <= FREE_LOGITS:
         return Scored(*score(hidden_ND, target_N))
     parts = []
-    for part in chunks_of(n, vocabulary * copies * 4, hidden_ND.device):
+    for part in chunks_of(n, vocabulary * copies * 4, hidden_ND.device, rows):
         given = hidden_ND[part], target_N[part]
         parts.append(checkpoint(score, *given, use_reentrant=False) if torch.is_grad_enabled() else score(*given))
     logprobs, entropies = zip(*parts, strict=True)
@@ -69,7 +70,8 @@ def score_logits(
 ) -> Scored:
     """Logprobs under what tokens were drawn from (biased, tempered, truncated), as the sampler computes them.
 
-    What it drew is kept even where the policy has moved and would now leave it out.
+    What it drew is kept even where the policy has moved and would now leave it out. A row may have several targets
+    (target_NK), if nothing is truncated.
     """
     scaled_NV = logits_NV.float()
     if drawn_from.logit_bias:
@@ -82,7 +84,9 @@ def score_logits(
         scaled_NV = scaled_NV / drawn_from.temperature
     if drawn_from.truncates:
         scaled_NV = scaled_NV.masked_fill(_left_out(scaled_NV.detach(), target_N, drawn_from), -torch.inf)
-    if scaled_NV.device.type == "cpu":
+    if target_N.ndim > 1:
+        logprob_N = scaled_NV.gather(1, target_N) - scaled_NV.logsumexp(1, keepdim=True)
+    elif scaled_NV.device.type == "cpu":
         logprob_N = _Picked.apply(scaled_NV.contiguous(), target_N)
     else:
         logprob_N = -functional.cross_entropy(scaled_NV, target_N, reduction="none")
@@ -135,10 +139,14 @@ def _left_out(scaled_NV: Tensor, target_N: Tensor, drawn_from: Distribution) -> 
 
 
 def fused_logprobs(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, temperature: float = 1.0
-) -> Tensor:
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, temperature: float = 1.0,
+    rows: int | None = None,
+) -> Tensor:  # fmt: skip
     """The logprob of each target under softmax(hidden · weightᵀ + bias), whose logits are held a chunk at a time."""
-    result: Tensor = _FusedLogprobs.apply(hidden_ND, weight_VD, bias_V, target_N, temperature, torch.is_grad_enabled())
+    chunks = chunks_of(len(hidden_ND), weight_VD.shape[0] * weight_VD.element_size(), hidden_ND.device, rows)
+    result: Tensor = _FusedLogprobs.apply(
+        hidden_ND, weight_VD, bias_V, target_N, temperature, chunks, torch.is_grad_enabled()
+    )
     return result
 
 
@@ -148,11 +156,10 @@ class _FusedLogprobs(Function):  # type: ignore[misc]  # torch is not typed here
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, temperature: float,
-        keeps: bool,
+        chunks: list[slice], keeps: bool,
     ) -> Tensor:  # fmt: skip
         n = len(hidden_ND)
         logprob_N, mass_N = (torch.empty(n, dtype=torch.float32, device=hidden_ND.device) for _ in range(2))
-        chunks = chunks_of(n, weight_VD.shape[0] * weight_VD.element_size(), hidden_ND.device)
         last_NV = None
         for part in chunks:
             last_NV = functional.linear(hidden_ND[part], weight_VD, bias_V)
@@ -182,7 +189,7 @@ class _FusedLogprobs(Function):  # type: ignore[misc]  # torch is not typed here
             if needs_bias:
                 grad_bias = _added(grad_bias, grad_NV.sum(0))
         whole = (None if one is None else one.to(weight_VD.dtype) for one in (grad_weight, grad_bias))
-        return grad_hidden, *whole, None, None, None
+        return grad_hidden, *whole, None, None, None, None
 
 
 def _added(total: Tensor | None, part: Tensor) -> Tensor:
