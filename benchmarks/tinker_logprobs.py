@@ -64,7 +64,7 @@ def main() -> None:
     clock = time.perf_counter if on_card else time.process_time
     for length in (16, 200):
         encoded = [service.ready.codec.encode(f"{text} " * (1 + length // 5), special=False) for text in QUESTIONS]
-        prompts = [[i, *one[: length - 1]] for i, one in zip(range(n_prompts), encoded * n_prompts, strict=False)]
+        prompts = [[i + 3, *one[: length - 1]] for i, one in zip(range(n_prompts), encoded * n_prompts, strict=False)]
         for _ in range(2 if on_card else 1):
             train(sample(prompts))  # to warm up
         sequences, sampling = _timed(lambda prompts=prompts: sample(prompts), clock)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,31 +15,35 @@ from verifiers.kernels.cuda.launch import begin, multiprocessors, overlap, share
 __all__ = ["OutOfResources", "project", "project_gated"]
 
 TILE = 64  # rows, columns and terms of a sum at a time: the sizes of matrices are multiples of it
+MOST_STAGES = 5
+KEPT_FREE = 8  # one part in so many of the shared memory is not counted on
 
 
 @triton.jit
-def _dot_rows(
-    x_ptr, w_ptr, m, n, M, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    k = tl.arange(0, BLOCK_K)
-    x_at = x_ptr + m[:, None] * K + k[None, :]
-    w_at = w_ptr + n[None, :] * K + k[:, None]
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for _ in range(K // BLOCK_K):
-        total = tl.dot(tl.load(x_at, mask=m[:, None] < M, other=0.0), tl.load(w_at), total)
-        x_at += BLOCK_K
-        w_at += BLOCK_K
-    return total
+def _dot(x, w, total, SWAPS: tl.constexpr):
+    """Go on with a sum of products. Few rows go on the right of it: the left side of a tensor core has 64 at least."""
+    return tl.dot(tl.trans(w), tl.trans(x), total) if SWAPS else tl.dot(x, w, total)
+
+
+@triton.jit
+def _load(at, inside, is_term, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A block of a matrix; there are fewer terms than that only at the end of a sum that is no multiple of a block."""
+    return tl.load(at, mask=inside, other=0.0) if K % BLOCK_K == 0 else tl.load(at, mask=inside & is_term, other=0.0)
+
+
+@triton.jit
+def _zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAPS: tl.constexpr):
+    return tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if SWAPS else tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _project(
     x_ptr, w1_ptr, w2_ptr, w3_ptr, b1_ptr, b2_ptr, b3_ptr, out_ptr, M,
-    N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, SWAPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     begin(OVERLAPS)
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     column = tl.program_id(1) * BLOCK_N
     w_ptr, b_ptr, first = w1_ptr, b1_ptr, 0
     if column >= N1 + N2:
@@ -45,16 +51,27 @@ def _project(
     elif column >= N1:
         w_ptr, b_ptr, first = w2_ptr, b2_ptr, N1
     n = column - first + tl.arange(0, BLOCK_N)
-    total = _dot_rows(x_ptr, w_ptr, m.to(tl.int64), n, M, K, BLOCK_M, BLOCK_N, BLOCK_K)
+    k = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + m[:, None] * K + k[None, :]
+    w_at = w_ptr + n[None, :] * K + k[:, None]
+    total = _zeros(BLOCK_M, BLOCK_N, SWAPS)
+    for done in range(0, K, BLOCK_K):
+        is_term = k < K - done
+        x = _load(x_at, m[:, None] < M, is_term[None, :], K, BLOCK_K)
+        total = _dot(x, _load(w_at, True, is_term[:, None], K, BLOCK_K), total, SWAPS)
+        x_at += BLOCK_K
+        w_at += BLOCK_K
+    if SWAPS:
+        total = tl.trans(total)
     if HAS_BIAS:
         total += tl.load(b_ptr + n).to(tl.float32)[None, :]
-    at = out_ptr + m.to(tl.int64)[:, None] * (N1 + N2 + N3) + first + n[None, :]
+    at = out_ptr + m[:, None] * (N1 + N2 + N3) + first + n[None, :]
     tl.store(at, total.to(out_ptr.dtype.element_ty), mask=m[:, None] < M)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _project_gated(
-    x_ptr, gate_ptr, up_ptr, out_ptr, M, N: tl.constexpr, K: tl.constexpr,
+    x_ptr, gate_ptr, up_ptr, out_ptr, M, N: tl.constexpr, K: tl.constexpr, SWAPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     begin(OVERLAPS)
@@ -63,14 +80,17 @@ def _project_gated(
     k = tl.arange(0, BLOCK_K)
     x_at = x_ptr + m[:, None] * K + k[None, :]
     w_at = n[None, :] * K + k[:, None]
-    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for _ in range(K // BLOCK_K):
-        x = tl.load(x_at, mask=m[:, None] < M, other=0.0)
-        gate = tl.dot(x, tl.load(gate_ptr + w_at), gate)
-        up = tl.dot(x, tl.load(up_ptr + w_at), up)
+    gate = _zeros(BLOCK_M, BLOCK_N, SWAPS)
+    up = _zeros(BLOCK_M, BLOCK_N, SWAPS)
+    for done in range(0, K, BLOCK_K):
+        is_term = k < K - done
+        x = _load(x_at, m[:, None] < M, is_term[None, :], K, BLOCK_K)
+        gate = _dot(x, _load(gate_ptr + w_at, True, is_term[:, None], K, BLOCK_K), gate, SWAPS)
+        up = _dot(x, _load(up_ptr + w_at, True, is_term[:, None], K, BLOCK_K), up, SWAPS)
         x_at += BLOCK_K
         w_at += BLOCK_K
+    if SWAPS:
+        gate, up = tl.trans(gate), tl.trans(up)
     kind = out_ptr.dtype.element_ty
     gate = gate.to(kind).to(tl.float32)
     opened = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
@@ -78,18 +98,23 @@ def _project_gated(
     tl.store(at, (opened * up.to(kind).to(tl.float32)).to(kind), mask=m[:, None] < M)
 
 
-def _tiles(rows: int, columns: int, products: int, device: torch.device) -> dict[str, int]:
-    """Tiles of 64 × 64, for ``products`` at once; half as wide where a small batch would keep few multiprocessors
-    busy. Loads run as far ahead as the shared memory allows, where that keeps no program from being resident."""
-    programs = triton.cdiv(rows, TILE) * columns // TILE
-    fit = shared_memory(device) // ((1 + products) * TILE * TILE * 2)
-    is_resident = rows > TILE and programs <= multiprocessors(device) * 2 // products
+def _tiles(rows: int, columns: int, products: int, device: torch.device) -> dict[str, Any]:
+    """Tiles for ``products`` at once, small enough that every multiprocessor has one. Loads run as far ahead as the
+    shared memory allows for programs that are resident together: a program waits for memory most of the time."""
+    block_m = min(TILE, max(16, triton.next_power_of_2(rows)))
+    down, many, shared = triton.cdiv(rows, block_m), multiprocessors(device), shared_memory(device)
+    is_few = block_m == TILE and down * columns // (TILE // 2) <= many
+    block_n = TILE // 2 if is_few else TILE
+    resident = triton.cdiv(down * columns // block_n, many)
+    room = shared * (KEPT_FREE - 1) // KEPT_FREE // resident // (2 * (block_m + products * block_n))
+    block_k = 2 * TILE if products == resident == 1 and room >= 3 * 2 * TILE else TILE
     return {
-        "BLOCK_M": TILE,
-        "BLOCK_N": TILE if rows > TILE else TILE // 2,
-        "BLOCK_K": TILE,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "SWAPS": block_m < TILE,
         "num_warps": 4,
-        "num_stages": max(3, min(6, fit)) if is_resident else 3,
+        "num_stages": max(3, min(MOST_STAGES, room // block_k)),
     }
 
 
