@@ -292,6 +292,56 @@ def test_projections_are_timed_before_a_step_is_captured(start: Any, monkeypatch
     assert {key[0] for key in projections._choices} == {"project", "gated"}
 
 
+@pytest.mark.parametrize("rank", [4, 16, 40])
+@pytest.mark.parametrize("rows", [1, 33, 256])
+def test_what_adapters_add_in_two_launches_is_what_they_add(rows: int, rank: int) -> None:
+    from verifiers.kernels.cuda import lora
+    from verifiers.kernels.modules import Lora
+
+    torch.manual_seed(0)
+    x = torch.randn((rows, 576), device="cuda", dtype=torch.bfloat16)
+    for sizes in ((576,), (576, 192), (576, 192, 192)):
+        whole = torch.randn((rows, sum(sizes)), device="cuda", dtype=torch.bfloat16)
+        loras = [
+            Lora(None, torch.randn(rank, 576).to(x) * 0.05, torch.randn(size, rank).to(x) * 0.05, 0.5 + i)
+            for i, size in enumerate(sizes)
+        ]
+        pairs = zip(whole.split(list(sizes), 1), loras, strict=True)
+        due = [y + one.scale * (x.float() @ one.a_RK.t().float()) @ one.b_NR.t().float() for y, one in pairs]
+        lora.add_adapted_(whole.split(list(sizes), 1), x, loras)
+        assert torch.allclose(whole.float(), torch.cat(due, 1), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
+def test_tokens_of_an_adapted_model_are_exact_and_its_adapters_run_by_kernels(
+    start: Any, monkeypatch: Any, targets: Any
+) -> None:
+    peft = pytest.importorskip("peft")
+    from verifiers.kernels.cuda import lora
+
+    asked, add = list[int](), lora.add_adapted_
+    monkeypatch.setattr(lora, "add_adapted_", lambda ys, x, loras: (asked.append(len(loras)), add(ys, x, loras)))
+    settings = {"head_dim": None, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2}
+    base = on_card("Qwen2", dtype=torch.bfloat16, initializer_range=0.08, num_key_value_heads=1, **settings)
+    config = peft.LoraConfig(r=8, target_modules=targets, init_lora_weights=False)
+    model = peft.get_peft_model(base, config, autocast_adapter_dtype=False).eval()
+    engine, gaps = start(model), list[float]()
+    for _ in range(2):
+        requests = mixed(32)
+        for answer, (_, way) in zip(answers_of(engine, requests), requests, strict=True):
+            _, raw = expected(model, answer, way)
+            gaps += [abs(a - b) for a, b in zip(answer.raw_logprobs, raw, strict=True)]
+        with torch.no_grad():
+            for name, one in model.named_parameters():
+                if "lora_" in name:
+                    one.mul_(0.9)  # in place, as an optimizer does
+        torch.cuda.synchronize()
+    gaps.sort()
+    assert gaps[len(gaps) // 2] < 0.02
+    assert gaps[-1] < 0.3
+    assert set(asked) == ({1, 2, 3} if targets == "all-linear" else {2})
+
+
 def test_the_card_draws_the_tokens_that_the_cpu_draws() -> None:
     from verifiers.kernels.cuda import sampling as cuda_sampling
 

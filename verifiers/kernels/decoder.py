@@ -22,7 +22,7 @@ from torch import Tensor
 from verifiers.kernels import reference
 from verifiers.kernels.attention import attend_rotated, attending
 from verifiers.kernels.cuda import projections
-from verifiers.kernels.modules import is_hooked, is_plain_linear, without_dropout
+from verifiers.kernels.modules import is_hooked, without_dropout
 from verifiers.kernels.norms import HeadNorms, fusible_norms
 from verifiers.kernels.prove import agree, is_nonzero
 
@@ -103,9 +103,9 @@ class DecoderLayer:
         """Hidden states ``[tokens, width]``, overwritten; ``shape`` is (sequences, tokens of each)."""
         layer = self.layer
         attended = self._attended(layer.input_layernorm(hidden), shape, rotary)
-        hidden = add_projected(hidden, layer.self_attn.o_proj, attended)
+        hidden = projections.add_projected(hidden, layer.self_attn.o_proj, attended)
         fed_forward = self._fed_forward(layer.post_attention_layernorm(hidden))
-        return add_projected(hidden, layer.mlp.down_proj, fed_forward)
+        return projections.add_projected(hidden, layer.mlp.down_proj, fed_forward)
 
     def _attended(self, x: Tensor, shape: Sequence[int], rotary: tuple[Tensor, Tensor]) -> Tensor:
         attention = self.layer.self_attn
@@ -133,13 +133,6 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
     from verifiers.kernels.cuda import decode
 
     return decode.gated(gate, up)
-
-
-def add_projected(total: Tensor, project: Any, x: Tensor) -> Tensor:
-    """Add a projection to ``total``, in place: by the multiplication itself where the projection is a plain one."""
-    if not (is_plain_linear(project) and project.bias is None and total.is_contiguous()):
-        return total.add_(project(x))
-    return total.addmm_(x, project.weight.t())
 
 
 class CommonDecoder:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+LORA_MODULES = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -20,6 +22,33 @@ def is_hooked(module: Any) -> bool:
 def is_plain_linear(linear: Any) -> bool:
     """Is this layer nothing but its weight and its bias?"""
     return type(linear) is nn.Linear and not is_hooked(linear)
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """A layer, and what an adapter adds to it: scale · (x · aᵀ) · bᵀ."""
+
+    base: Any
+    a_RK: Tensor
+    b_NR: Tensor
+    scale: float
+
+
+def lora_of(linear: Any) -> Lora | None:
+    """A layer with an adapter (peft) in force, if it is the only one, of the plain kind, and without dropout now."""
+    kind = type(linear)
+    if kind.__module__ not in LORA_MODULES or not kind.__name__.startswith("Linear") or is_hooked(linear):
+        return None
+    names = [name for name in linear.active_adapters if name in linear.lora_A]
+    if linear.disable_adapters or linear.merged or len(names) != 1 or names[0] in getattr(linear, "lora_variant", ()):
+        return None
+    (name,) = names
+    a, b, dropout = linear.lora_A[name], linear.lora_B[name], linear.lora_dropout[name]
+    if not all(is_plain_linear(one) and one.bias is None for one in (a, b)):
+        return None
+    if dropout.training and type(dropout) is not nn.Identity:
+        return None
+    return Lora(linear.base_layer, a.weight, b.weight, float(linear.scaling[name]))
 
 
 def base_model(model: Any) -> Any:

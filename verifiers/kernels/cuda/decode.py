@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verifiers.kernels import reference
 from verifiers.kernels.cuda.launch import begin, overlap
-from verifiers.kernels.cuda.splits import attend_block, capped, merge_part, partial_sums, span_of
+from verifiers.kernels.cuda.splits import attend_block, attend_new, merge_part, partial_sums, span_of
 from verifiers.kernels.norms import HeadNorms
 
 BLOCK_S = 64  # positions that are attended to at a time
@@ -74,7 +74,7 @@ def _attend(
     keys_ptr, values_ptr, out_ptr, length_ptr, scale, softcap,
     length_row, q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row,
     table_ptr, part_ptr, sum_ptr, stored_ptr, table_row, cache_block, cache_head,
-    PAGE: tl.constexpr, SPLITS: tl.constexpr, NORMS: tl.constexpr, ROTATES: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE: tl.constexpr, IS_SPLIT: tl.constexpr, NORMS: tl.constexpr, ROTATES: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -83,8 +83,9 @@ def _attend(
     group = tl.program_id(1)
     split = tl.program_id(2)
     n = tl.load(length_ptr + row * length_row)
-    first, stop, parts = span_of(n, split, BLOCK, SPLITS)
-    if SPLITS > 1:  # noqa: SIM102 (this one is decided by the compiler)
+    first, stop, parts = 0, n, 1
+    if IS_SPLIT:
+        first, stop, parts = span_of(n, split, tl.num_programs(2), BLOCK)
         if split >= parts:
             return
     head = tl.arange(0, PADDED_HEADS)
@@ -109,8 +110,6 @@ def _attend(
     total = tl.zeros([PADDED_HEADS], tl.float32)
     out = tl.zeros([PADDED_HEADS, PADDED_DIM], tl.float32)
     oldest = 0
-    if SPLITS == 1:  # known before the length is
-        first = 0
     if WINDOW > 0:
         oldest = tl.maximum(n + 1 - WINDOW, 0)
         first = tl.maximum(first, oldest // BLOCK * BLOCK)
@@ -131,20 +130,13 @@ def _attend(
         at = new_page * cache_block + n % PAGE * DIM + d
         tl.store(keys + at, k_new, mask=in_dim)
         tl.store(values + at, v_new, mask=in_dim)
-        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
-        if CAPPED:
-            score = capped(score, softcap)
-        higher = tl.maximum(top, score)
-        shrink, weight = tl.exp(top - higher), tl.exp(score - higher)
-        total = total * shrink + weight
-        out = out * shrink[:, None] + weight[:, None] * v_new.to(tl.float32)[None, :]
-        top = higher
+        top, total, out = attend_new(q, k_new, v_new, scale, softcap, top, total, out, CAPPED)
     is_done = True
-    if SPLITS > 1:
+    if IS_SPLIT:
         history = row * tl.num_programs(1) + group
         is_done, total, out = merge_part(
-            part_ptr, sum_ptr, stored_ptr, history, split, parts, head, d, top, total, out, is_q,
-            PADDED_HEADS, PADDED_DIM, SPLITS,
+            part_ptr, sum_ptr, stored_ptr, history, split, tl.num_programs(2), parts, head, d, top, total, out, is_q,
+            PADDED_HEADS, PADDED_DIM,
         )  # fmt: skip
     if is_done:
         out_at = out_ptr + (row * tl.num_programs(1) * HEADS + group * HEADS + head[:, None]) * DIM + d[None, :]
@@ -187,7 +179,7 @@ def attend(
         q, k, v, cos, sin, *(norms or (q, k, 0.0, 0.0)), keys, values, out, length, scale, softcap or 1.0,
         length.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cos.stride(0), sin.stride(0), tables, *parts, tables.stride(0), keys.stride(0), keys.stride(1),
-        PAGE=page, SPLITS=splits,
+        PAGE=page, IS_SPLIT=splits > 1,
         NORMS=norms is not None, ROTATES=rotary is not None, WINDOW=window or 0, CAPPED=softcap is not None,
         HEADS=share, PADDED_HEADS=queries,
         DIM=dim, PADDED_DIM=padded, **block_of(row_bytes, is_split=splits > 1),

@@ -49,7 +49,7 @@ def _extend(
     q_ptr, keys_ptr, values_ptr, out_ptr, part_ptr, sum_ptr, stored_ptr, block_ptr, scale, softcap, blocks,
     q_head, q_token, out_token, table_ptr, table_row, cache_block, cache_head, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of one prompt, the heads of one group, and a part of what their sequence holds."""
     block = tl.program_id(0)
@@ -60,7 +60,7 @@ def _extend(
     row = tl.load(block_ptr + 2 * blocks + block)
     position = tl.load(block_ptr + 3 * blocks + block)
     end = position + count
-    first, stop, parts = span_of(end, split, BLOCK, SPLITS)
+    first, stop, parts = span_of(end, split, tl.num_programs(2), BLOCK)
     if (count == 0) | (split >= parts):
         return
     m = tl.arange(0, QUERIES)
@@ -92,11 +92,11 @@ def _extend(
             q, keys + at, values + at, inside, seen, scale, softcap, top, total, out, CAPPED
         )  # fmt: skip
     is_done = True
-    if SPLITS > 1:
+    if IS_SPLIT:
         history = block * tl.num_programs(1) + group
         is_done, total, out = merge_part(
-            part_ptr, sum_ptr, stored_ptr, history, split, parts, m, d, top, total, out, is_q,
-            QUERIES, PADDED_DIM, SPLITS,
+            part_ptr, sum_ptr, stored_ptr, history, split, tl.num_programs(2), parts, m, d, top, total, out, is_q,
+            QUERIES, PADDED_DIM,
         )  # fmt: skip
     if is_done:
         out_at = out_ptr + (first_token + token)[:, None].to(tl.int64) * out_token + head[:, None] * DIM + d[None, :]
@@ -121,7 +121,7 @@ def extend(
         q, keys, values, out, *parts, blocks, scale, softcap or 1.0, blocks.shape[1],
         q.stride(1), q.stride(2), out.stride(1), tables, tables.stride(0), keys.stride(0), keys.stride(1), PAGE=page,
         WINDOW=window or 0, CAPPED=softcap is not None, HEADS=share, QUERIES=queries,
-        DIM=dim, PADDED_DIM=padded, SPLITS=splits, num_warps=4,
+        DIM=dim, PADDED_DIM=padded, IS_SPLIT=splits > 1, num_warps=4,
         **block_of(padded * keys.element_size(), is_split=False),
     )  # fmt: skip
     return out.transpose(1, 2)

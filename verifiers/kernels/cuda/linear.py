@@ -26,7 +26,7 @@ def _dot(x, w, total, SWAPS: tl.constexpr):
 
 
 @triton.jit
-def _load(at, inside, is_term, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def load_terms(at, inside, is_term, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """A block of a matrix; there are fewer terms than that only at the end of a sum that is no multiple of a block."""
     return tl.load(at, mask=inside, other=0.0) if K % BLOCK_K == 0 else tl.load(at, mask=inside & is_term, other=0.0)
 
@@ -57,8 +57,8 @@ def _project(
     total = _zeros(BLOCK_M, BLOCK_N, SWAPS)
     for done in range(0, K, BLOCK_K):
         is_term = k < K - done
-        x = _load(x_at, m[:, None] < M, is_term[None, :], K, BLOCK_K)
-        total = _dot(x, _load(w_at, True, is_term[:, None], K, BLOCK_K), total, SWAPS)
+        x = load_terms(x_at, m[:, None] < M, is_term[None, :], K, BLOCK_K)
+        total = _dot(x, load_terms(w_at, True, is_term[:, None], K, BLOCK_K), total, SWAPS)
         x_at += BLOCK_K
         w_at += BLOCK_K
     if SWAPS:
@@ -84,9 +84,9 @@ def _project_gated(
     up = _zeros(BLOCK_M, BLOCK_N, SWAPS)
     for done in range(0, K, BLOCK_K):
         is_term = k < K - done
-        x = _load(x_at, m[:, None] < M, is_term[None, :], K, BLOCK_K)
-        gate = _dot(x, _load(gate_ptr + w_at, True, is_term[:, None], K, BLOCK_K), gate, SWAPS)
-        up = _dot(x, _load(up_ptr + w_at, True, is_term[:, None], K, BLOCK_K), up, SWAPS)
+        x = load_terms(x_at, m[:, None] < M, is_term[None, :], K, BLOCK_K)
+        gate = _dot(x, load_terms(gate_ptr + w_at, True, is_term[:, None], K, BLOCK_K), gate, SWAPS)
+        up = _dot(x, load_terms(up_ptr + w_at, True, is_term[:, None], K, BLOCK_K), up, SWAPS)
         x_at += BLOCK_K
         w_at += BLOCK_K
     if SWAPS:

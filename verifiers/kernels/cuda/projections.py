@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from verifiers.kernels.modules import is_plain_linear
+from verifiers.kernels.modules import Lora, is_plain_linear, lora_of
 
 T = TypeVar("T")
 
 MOST_ROWS = 2048  # above, multiplications are long enough
+MOST_RANK = 128  # of adapters
 TILE = 64  # sizes that the kernels know are multiples of it
 REPEATS = 20
 MARGIN = 0.97  # faster by so much, else plain projections are kept
@@ -34,6 +35,13 @@ _choices: dict[tuple[Any, ...], bool] = {}
 
 def project(x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
     """The input through each of these layers."""
+
+    adapted = _adapted(x, linears)
+    if adapted:
+        ys = project(x, [one.base if one is not None else linear for one, linear in zip(adapted, linears, strict=True)])
+        pairs = [(y, one) for y, one in zip(ys, adapted, strict=True) if one is not None]
+        _add_adapted_([y for y, _ in pairs], x, [one for _, one in pairs])
+        return ys
 
     def plain() -> list[Tensor]:
         return [one(x) for one in linears]
@@ -51,6 +59,8 @@ def project(x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
 
 def project_gated(x: Tensor, gate: Any, up: Any, gated: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """SiLU of one projection times another; ``gated`` does that to their results."""
+    if _adapted(x, (gate, up)):
+        return gated(*project(x, (gate, up)))
 
     def plain() -> Tensor:
         return gated(gate(x), up(x))
@@ -65,9 +75,58 @@ def project_gated(x: Tensor, gate: Any, up: Any, gated: Callable[[Tensor, Tensor
     return _faster(("gated",), x, (gate, up), plain, together)
 
 
+def add_projected(total: Tensor, linear: Any, x: Tensor) -> Tensor:
+    """Add a projection to ``total``, in place: by the multiplication itself where the projection is a plain one."""
+    if not total.is_contiguous():
+        return total.add_(linear(x))
+    if adapted := _adapted(x, (linear,)):
+        (one,) = adapted
+        total = add_projected(total, one.base, x)
+        _add_adapted_([total], x, [one])
+        return total
+    if not is_plain_linear(linear) or linear.bias is not None:
+        return total.add_(linear(x))
+    return total.addmm_(x, linear.weight.t())
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def _adapted(x: Tensor, linears: Sequence[Any]) -> list[Any]:
+    """The adapters on these layers (None: none on this one), where kernels know all of them; else an empty list."""
+    if not x.is_cuda or not _is_small(x):
+        return []
+    loras = [lora_of(one) for one in linears]
+    found = [one for one in loras if one is not None]
+    is_known = all(
+        one.a_RK.dtype is one.b_NR.dtype is x.dtype
+        and one.a_RK.is_contiguous()
+        and one.b_NR.is_contiguous()
+        and one.b_NR.shape[0] % TILE == 0
+        and one.a_RK.shape[0] == found[0].a_RK.shape[0] <= MOST_RANK
+        for one in found
+    )
+    are_others_plain = all(lora is not None or is_plain_linear(one) for lora, one in zip(loras, linears, strict=True))
+    return loras if found and is_known and are_others_plain else []
+
+
+def _add_adapted_(ys: Sequence[Tensor], x: Tensor, loras: Sequence[Lora]) -> None:
+    from verifiers.kernels.cuda import lora
+
+    lora.add_adapted_(ys, x, loras)
+
+
+# --- plain layers -----------------------------------------------------------------------------------------------------
+
+
+def _is_small(x: Tensor) -> bool:
+    """A small batch in half precision."""
+    return x.dtype in (torch.bfloat16, torch.float16) and x.numel() <= MOST_ROWS * x.shape[-1]
+
+
 def _is_known(x: Tensor, linears: Sequence[Any]) -> bool:
     """A small batch in half precision, and plain layers of sizes that go into whole tiles."""
-    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or x.numel() > MOST_ROWS * x.shape[-1]:
+    if not x.is_cuda or not _is_small(x):
         return False
     return all(
         is_plain_linear(one)

@@ -5,23 +5,25 @@ A few sequences with long histories would keep a few multiprocessors busy for lo
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 PER_MULTIPROCESSOR = 3  # programs: enough for the ends of long and short ones to even out
-LEVELS = (1, 4, 32)  # a kernel is compiled for each
+MOST_SPLITS = 32
 
 
 def splits_for(programs: int, multiprocessors: int) -> int:
-    """Parts of each history, so that every multiprocessor has several programs.
+    """Parts of each history, so that every multiprocessor has several programs: the nearest power of two.
 
-    >>> [splits_for(rows * heads, 132) for rows, heads in ((1, 2), (128, 2), (256, 3), (1024, 3))]
-    [32, 4, 1, 1]
+    >>> [splits_for(rows * heads, 132) for rows, heads in ((1, 2), (12, 2), (32, 2), (128, 2), (256, 2), (1024, 3))]
+    [32, 16, 8, 2, 1, 1]
     """
-    wanted = -(-PER_MULTIPROCESSOR * multiprocessors // programs)
-    return next((level for level in LEVELS if level >= wanted), LEVELS[-1])
+    wanted = PER_MULTIPROCESSOR * multiprocessors / programs
+    return int(2 ** min(max(round(math.log2(wanted)), 0), math.log2(MOST_SPLITS)))
 
 
 def counters(programs: int, device: torch.device) -> Tensor:
@@ -63,20 +65,31 @@ def attend_block(q, keys, values, inside, seen, scale, softcap, top, total, out,
 
 
 @triton.jit
-def span_of(length, split, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+def attend_new(q, k, v, scale, softcap, top, total, out, CAPPED: tl.constexpr):
+    """Go on with a softmax by one key and its value."""
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
+    if CAPPED:
+        score = capped(score, softcap)
+    higher = tl.maximum(top, score)
+    shrink, weight = tl.exp(top - higher), tl.exp(score - higher)
+    return higher, total * shrink + weight, out * shrink[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
+
+
+@triton.jit
+def span_of(length, split, splits, BLOCK: tl.constexpr):
     """The positions of a part: the first, the one behind the last; and how many parts there are."""
-    span = tl.maximum((length + BLOCK * SPLITS - 1) // (BLOCK * SPLITS), 1) * BLOCK
+    span = tl.maximum((length + BLOCK * splits - 1) // (BLOCK * splits), 1) * BLOCK
     parts = tl.maximum((length + span - 1) // span, 1)
     return split * span, tl.minimum((split + 1) * span, length), parts
 
 
 @triton.jit
 def merge_part(
-    part_ptr, sum_ptr, stored_ptr, history, split, parts, queries, d, top, total, out, mask,
-    QUERIES: tl.constexpr, PADDED_DIM: tl.constexpr, SPLITS: tl.constexpr,
+    part_ptr, sum_ptr, stored_ptr, history, split, splits, parts, queries, d, top, total, out, mask,
+    QUERIES: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
     """Store a part. The program that stores the last one of a history merges them, in their order; did this one?"""
-    first = history.to(tl.int64) * SPLITS * QUERIES + queries
+    first = history.to(tl.int64) * splits * QUERIES + queries
     part = first + split * QUERIES
     tl.store(part_ptr + part[:, None] * PADDED_DIM + d[None, :], out, mask=mask)
     tl.store(sum_ptr + part * 2, top)
