@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from verifiers.integrations.tinker.data import Datum
+from verifiers.kernels.modules import linear_parameters
 from verifiers.samples import Sample
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.learning.logprobs import TokenScorer
@@ -29,7 +30,10 @@ from verifiers.trainers.threads import sensible_threads
 
 LEAST_ROWS = 16  # MKL's products of fewer than 12 rows add up in another order: what is shorter has others beside it
 HEAD_ROWS = 512  # places that the head is run on at a time, on a card
-RECTANGLE_TOKENS = 4096  # of one rectangle on a card, unless a sequence is longer
+# Tokens of a rectangle on a card, unless a sequence is longer. A pass over a small model takes as long as launching it
+# does, however few tokens it has; one over a large model takes as long as its tokens do, padding included.
+FEWEST_TOKENS, MOST_TOKENS = 1 << 12, 1 << 14
+PASS_FLOPS = 2e13
 NARROWEST = 64
 
 
@@ -74,7 +78,7 @@ class Scoring:
         job = Job(config=TrainingConfig(gradient_checkpointing=False), device=self.device)
         dtype = next(model.parameters()).dtype
         planned = job.plan_module(model, dtype=dtype, is_whole=True).micro_batch_tokens
-        self._tokens = planned if self.device.type == "cpu" else min(planned, RECTANGLE_TOKENS)
+        self._tokens = planned if self.device.type == "cpu" else min(planned, tokens_for(linear_parameters(model)))
         self._vocabulary = model.config.get_text_config().vocab_size
 
     def logprobs(self, data: Sequence[Datum]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
@@ -174,6 +178,16 @@ def _padded(one: Reply, width: int) -> Reply:
     """The same sequence, all of whose places are trained, and padding after it."""
     whole = [*one.prompt, *one.ids, *[0] * (width - one.places)]
     return Reply(whole[:1], whole[1:], one.drawn_from)
+
+
+def tokens_for(parameters: int) -> int:
+    """How many tokens a rectangle has, at most, for a model of so many parameters.
+
+    >>> [tokens_for(n) for n in (135_000_000, 1_700_000_000, 7_000_000_000)]
+    [16384, 4096, 4096]
+    """
+    wanted = int(PASS_FLOPS / (2 * max(parameters, 1)))
+    return min(max(1 << wanted.bit_length() - 1, FEWEST_TOKENS), MOST_TOKENS)
 
 
 def width_for(places: int) -> int:
