@@ -74,6 +74,49 @@ def test_projections_that_are_frozen_or_watched() -> None:
     assert heard
 
 
+@pytest.mark.parametrize("names", [("q_proj", "k_proj", "v_proj"), ("q_proj",)])
+def test_projections_with_adapters(names: tuple[str, ...]) -> None:
+    """As peft computes them, forward and backward, ranks and scales of each; and frozen layers below stay so."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+
+    class Three(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(8, n, bias=n > 4) for n in (6, 4, 10))
+
+    config = peft.LoraConfig(
+        r=2, lora_alpha=6, target_modules=list(names), init_lora_weights=False, rank_pattern={"q_proj": 3}
+    )
+    model = peft.get_peft_model(Three().double(), config, autocast_adapter_dtype=False)
+    linears = [getattr(model.base_model.model, name) for name in names]
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    learned = [one for one in model.parameters() if one.requires_grad]
+    weights = [torch.randn(2, 5, one.out_features, dtype=torch.float64) for one in linears]
+
+    def gradients(ys: Any) -> Any:
+        return torch.autograd.grad(sum((y * w).sum() for y, w in zip(ys, weights, strict=True)), [x, *learned])
+
+    found, due = autograd.projected(x, linears), [one(x) for one in linears]
+    assert "Adapted" in type(found[0].grad_fn).__name__
+    for one, other in zip([*found, *gradients(found)], [*due, *gradients(due)], strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+    (frozen,) = torch.autograd.grad(autograd.projected(x.detach(), linears)[0].sum(), learned[:1])
+    assert frozen.shape == learned[0].shape
+    with torch.no_grad():
+        assert torch.allclose(autograd.projected(x, linears)[0], due[0], atol=1e-12)
+
+
+def test_adapters_in_another_precision_are_called_as_modules() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(8, 6)).bfloat16(), config)
+    (layer,) = model.base_model.model
+    x = torch.randn(3, 8).bfloat16()
+    assert layer.lora_A["default"].weight.dtype is torch.float32
+    assert torch.equal(autograd.projected(x, [layer])[0], layer(x))
+
+
 def test_gating() -> None:
     gate, up = randn(3, 5), randn(3, 5, seed=1)
     assert torch.allclose(autograd.gated(gate, up), F.silu(gate) * up)

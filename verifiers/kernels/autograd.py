@@ -19,7 +19,7 @@ from verifiers.kernels import reference
 from verifiers.kernels.cpu import learning as cpu
 from verifiers.kernels.cpu.build import why_none
 from verifiers.kernels.cpu.learning import Segments
-from verifiers.kernels.modules import is_plain_linear
+from verifiers.kernels.modules import Lora, is_plain_linear, lora_of
 from verifiers.kernels.norms import HeadNorms
 
 NO_NORMS = (None, None, 0.0, 0.0)  # of heads
@@ -84,10 +84,23 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 def projected(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
     """The input through each of these layers; their ways back add up in the multiplications."""
-    if not are_plain(x, linears):
+    found: tuple[Tensor, ...]
+    if are_plain(x, linears):
+        if len(linears) == 1:
+            return (linears[0](x),)
+        found = _Projected.apply(x, *_weights(linears))
+        return found
+    loras = [one for one in map(lora_of, linears) if one is not None]
+    if len(loras) < len(linears) or not are_plain(x, [one.base for one in loras]) or _differ(x, loras):
         return tuple(one(x) for one in linears)
-    found: tuple[Tensor, ...] = _Projected.apply(x, *_weights(linears))
+    matrices = [one for lora in loras for one in (lora.a_RK, lora.b_NR)]
+    found = _Adapted.apply(x, [one.scale for one in loras], *_weights([one.base for one in loras]), *matrices)
     return found
+
+
+def _differ(x: Tensor, loras: Sequence[Lora]) -> bool:
+    """Do these adapters compute in another precision than the layers they are on?"""
+    return any(not (one.a_RK.dtype is one.b_NR.dtype is one.base.weight.dtype is x.dtype) for one in loras)
 
 
 def are_plain(x: Tensor, linears: Sequence[Any]) -> bool:
@@ -240,6 +253,39 @@ def _projected_back(
         if needs_x:
             total = grad_NE @ weight if total is None else total.addmm_(grad_NE, weight)
     return total, found
+
+
+class _Adapted(Function):  # type: ignore[misc]  # torch is not typed here
+    """Layers of one input with adapters, which add to the result of each: y + scale · (x · aᵀ) · bᵀ."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scales: Sequence[float], *given: Any) -> tuple[Tensor, ...]:
+        n, x_NK = len(scales), _flat(x)
+        weights, a, b = given[: 2 * n], given[2 * n :: 2], given[2 * n + 1 :: 2]
+        a_RK, ranks = torch.cat(a), [len(one) for one in a]
+        t_NR = x_NK @ a_RK.t()
+        ys = [linear(x, weight, bias) for weight, bias in zip(weights[::2], weights[1::2], strict=True)]
+        for y, t, one, scale in zip(ys, t_NR.split(ranks, 1), b, scales, strict=True):
+            y.view(-1, y.shape[-1]).addmm_(t, one.t(), alpha=scale)
+        ctx.save_for_backward(x, a_RK, t_NR, *weights[::2], *b)
+        ctx.scales, ctx.ranks = scales, ranks
+        return tuple(ys)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, a_RK, t_NR, *more = ctx.saved_tensors
+        n, x_NK = len(ctx.scales), _flat(x)
+        weights, b, needs = more[:n], more[n:], ctx.needs_input_grad
+        total, found = _projected_back(x_NK, weights, grads, needs[2 : 2 * n + 2], needs[0])
+        flat = [_flat(one) for one in grads]
+        back_NR = torch.cat([grad @ one * scale for grad, one, scale in zip(flat, b, ctx.scales, strict=True)], 1)
+        if total is not None:
+            total.addmm_(back_NR, a_RK)
+        grad_a = (back_NR.t() @ x_NK).split(ctx.ranks)
+        parts = zip(flat, t_NR.split(ctx.ranks, 1), ctx.scales, strict=True)
+        grad_b = [grad.t() @ t * scale for grad, t, scale in parts]
+        matrices = [one for pair in zip(grad_a, grad_b, strict=True) for one in pair]
+        return None if total is None else total.view(x.shape), None, *found, *matrices
 
 
 class _ProjectedHeads(Function):  # type: ignore[misc]  # torch is not typed here

@@ -5,7 +5,8 @@ a packed row computes no more of shared prefixes than their keys and values.
 
 A layer is recognised as the engine recognises it; the whole model is proven with it, forward and backward, before it is
 used (`learning.proof`). Whatever is unusual when it runs (a mask, a hook, dropout in attention, another
-attention than PyTorch's) is left to the layer's own forward. Projections are called as modules: adapters work.
+attention than PyTorch's) is left to the layer's own forward. Projections that are neither plain nor have a plain
+adapter are called as modules.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class LearningLayer:
         else:
             settings: dict[str, Any] = {"scale": self.known.scale, "window": self.known.window}
             out = row.attend(q[0], k[0], v[0], **settings, suffixes_only=skipped > 0)[None]
-        attended = self.layer.self_attn.o_proj(out.flatten(2))
+        (attended,) = autograd.projected(out.flatten(2), (self.layer.self_attn.o_proj,))
         hidden = self._fed_forward(hidden[:, skipped:] if skipped else hidden, attended)
         return F.pad(hidden, (0, 0, skipped, 0)) if skipped else hidden
 
@@ -114,8 +115,8 @@ class LearningLayer:
         hidden, normed = _add_norm(hidden, attended, norm, epsilon)
         gate, up = autograd.projected(normed, linears[:2])
         product = autograd.gated(gate, up) if self.known.is_silu else mlp.act_fn(gate) * up
-        result: Tensor = hidden + mlp.down_proj(product)
-        return result
+        (more,) = autograd.projected(product, linears[2:])
+        return hidden + more
 
 
 def _has_hooks(norm: Any) -> bool:
