@@ -18,6 +18,7 @@ import numpy as np
 
 from verifiers.engine.batch_table import BatchTable
 from verifiers.engine.block_manager import BLOCK, BlockManager, OutOfBlocksError, Prefix, blocks_for
+from verifiers.engine.finished import Ended
 from verifiers.engine.kv_cache import KVCache
 from verifiers.engine.logits import LogitsProcessor
 from verifiers.engine.model_runner import ModelRunner
@@ -56,7 +57,6 @@ class Scheduler:
         self.prefilling: list[Group] = []
         self.running: list[ActiveSequence] = []
         self.preempted = 0  # how often a request was
-        self._covered = 0  # steps for which every running sequence has blocks
         self._copies: dict[int, int] = {}  # blocks to fill before anything is run, and those to copy them from
         self.wake = threading.Condition()
         self.has_cancelled = False
@@ -207,7 +207,6 @@ class Scheduler:
         sequence.row = len(self.running)
         self.running.append(sequence)
         self.table.assign(sequence)
-        self._covered = 0
 
     def keep_prompt(self, sequence: ActiveSequence) -> None:
         """Let others share the full blocks of a prompt that has been run, and whose numbers are good."""
@@ -216,15 +215,6 @@ class Scheduler:
             self.blocks.keep(sequence.blocks[:n], sequence.tokens[: n * BLOCK])
 
     # --- blocks for the next tokens ---------------------------------------------------------------------------------
-
-    def reserve_ahead(self, steps: int, settle: Callable[[], object]) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks for the next step of all that run, taken for several steps at once: the rows and columns they got."""
-        if self._covered:
-            self._covered -= 1
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        steps, rows_M, column_M = self.reserve(steps, settle)
-        self._covered = steps - 1
-        return rows_M, column_M
 
     def reserve(self, steps: int, settle: Callable[[], object] | None = None) -> tuple[int, np.ndarray, np.ndarray]:
         """Blocks for the next tokens of all that run: for how many tokens of each, and the rows and columns they got.
@@ -284,15 +274,16 @@ class Scheduler:
 
     # --- the end of a sequence ------------------------------------------------------------------------------------
 
-    def finish(self, ended: Sequence[tuple[ActiveSequence, str | Exception]]) -> None:
+    def finish(self, ended: Sequence[Ended]) -> None:
         """Free the blocks of sequences that have ended; what they gave is handed out by `deliver`."""
         if not ended:
             return
-        for sequence, reason in ended:
+        for sequence, reason, beyond in ended:
+            self.table.take_back(sequence.row, beyond)
             outcome = self.table.output(sequence, reason, self._runner.version) if isinstance(reason, str) else reason
             self._finished.append((sequence, outcome))
-        failed = {sequence.row for sequence, reason in ended if not isinstance(reason, str)}
-        self._leave([sequence for sequence, _ in ended], failed)
+        failed = {one.sequence.row for one in ended if not isinstance(one.reason, str)}
+        self._leave([one.sequence for one in ended], failed)
 
     def drop_cancelled(self) -> None:
         """Free the blocks of requests under way that were cancelled, and forget those that wait."""
