@@ -30,8 +30,8 @@ class BatchTable:
         self.temperature, self.top_p, self.min_p = self._columns[1]
         self.truncates, self.needs_logits, self.is_watched, self.is_told = self._columns[2]
         words = np.zeros((3, rows, length + BEYOND), np.int32)
-        self._words, (ids, *logprobs) = words, words.reshape(3, -1)
-        self._outputs = (ids, *(column.view(np.float32) for column in logprobs))
+        self._words, self._ids, self._logprobs = words, words[0], words[1:].view(np.float32)
+        self._outputs = (self._ids.reshape(-1), *self._logprobs.reshape(2, -1))
 
     def assign(self, sequence: ActiveSequence) -> None:
         """Fill in the row of a sequence whose prompt has been run, with what it sampled before it was preempted."""
@@ -43,8 +43,7 @@ class BatchTable:
         self.ahead[row] = 0
         self.steps[row] = n = len(sequence.sampled[0])
         if n:
-            for column, values in zip(self._outputs, sequence.sampled, strict=True):
-                column[self._of(row)] = values
+            self._ids[row, :n], self._logprobs[:, row, :n] = sequence.sampled[0], sequence.sampled[1:]
         self.max_tokens[row] = min(sampling.max_tokens, self._length - len(sequence.prompt_ids))
         self.seed[row] = sequence.seed
         self.top_k[row] = min(sampling.top_k or NO_TOP_K, NO_TOP_K)
@@ -54,6 +53,10 @@ class BatchTable:
         self.needs_logits[row] = sampling.needs_logits
         self.is_told[row] = sequence.on_token is not None
         self.is_watched[row] = sequence.on_token is not None or bool(sampling.stop_ids) or sampling.is_watched
+
+    def blocks_of(self, row: int) -> list[int]:
+        blocks: list[int] = self.blocks[row, : self.n_blocks[row]].tolist()
+        return blocks
 
     def add_blocks(self, missing_N: np.ndarray, blocks: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Give the first rows as many blocks each as they miss; gives the row and the column of each block."""
@@ -67,8 +70,8 @@ class BatchTable:
     def missing_blocks(self, n: int, steps: int) -> np.ndarray:
         """How many blocks the first rows need for that many more tokens each, beyond those they have."""
         position = np.minimum(self.length[:n] + self.ahead[:n] + steps, self._length)
-        missing: np.ndarray = -(-position // BLOCK) - self.n_blocks[:n]
-        return missing.clip(0)
+        missing: np.ndarray = np.maximum((position + (BLOCK - 1)) // BLOCK - self.n_blocks[:n], 0)
+        return missing
 
     def rows_with_spare_blocks(self, n: int) -> np.ndarray:
         """Which of the first rows have blocks beyond those of their next token."""
@@ -105,19 +108,14 @@ class BatchTable:
         self.steps[row] -= tokens
         self.length[row] -= tokens
 
-    def _of(self, row: int) -> slice:
-        """Where the columns have what a row's sequence has sampled so far."""
-        start = row * self._words.shape[2]
-        return slice(start, start + int(self.steps[row]))
-
     def reply(self, row: int) -> np.ndarray:
         """What a row's sequence has sampled so far."""
-        return self._outputs[0][self._of(row)]
+        return self._ids[row, : self.steps[row]]
 
     def sampled(self, row: int) -> tuple[list[int], list[float], list[float]]:
         """The same with both logprobs of each token."""
-        ids, logprobs, raw = (column[self._of(row)].tolist() for column in self._outputs)
-        return ids, logprobs, raw
+        logprobs, raw = self._logprobs[:, row, : self.steps[row]].tolist()
+        return self.reply(row).tolist(), logprobs, raw
 
     def tokens_left(self, n: int) -> np.ndarray:
         """How many more tokens each of the first rows can have, beyond those that the device was asked for."""
@@ -140,7 +138,7 @@ class BatchTable:
             prompt_logprobs=sequence.future.prompt_logprobs or None,
         )
 
-    def move(self, holes: Sequence[int], movers: Sequence[int]) -> None:
+    def move(self, holes: np.ndarray, movers: np.ndarray) -> None:
         """Give rows that became free to the sequences of others, their blocks and all; no keys are copied."""
         for columns in self._columns:
             columns[:, holes] = columns[:, movers]

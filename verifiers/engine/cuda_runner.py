@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 WHOLE, REAL, HEAD_WORDS = 6, 3, 16  # columns of a row on the device, and the words of 32 bits before its blocks
 BURST = 4  # steps that are launched at once, and read at once
-WORTH = 16  # as many times more tokens a reply may have: what is run beyond its end stays little
+WORTH = 8  # times as many tokens the longest reply must have before it: what is run beyond its end stays little
 WORDS = 4  # of 32 bits that a row sends to the host: its token has two, each logprob one
 
 
@@ -88,17 +88,20 @@ class CudaDecoder:
 
     def add_blocks(self, rows_N: np.ndarray, column_N: np.ndarray) -> None:
         """Tell the device of the blocks that rows got."""
-        if len(rows_N):
-            new = np.stack([rows_N, column_N, self.table.blocks[rows_N, column_N]])
-            row, column, block = to_device(new, self.blocks.device)
-            self.blocks[row, column] = block.int()
+        n = len(rows_N)
+        if n:
+            words_N = rows_N * self._rows.shape[1] + HEAD_WORDS + column_N
+            told = to_device(np.concatenate([words_N, self.table.blocks[rows_N, column_N]]), self.blocks.device)
+            self._rows.view(-1).index_copy_(0, told[:n], told[n:].int())
 
-    def free(self, holes: Sequence[int], movers: Sequence[int], first: int, last: int) -> None:
+    def free(self, holes: np.ndarray, movers: np.ndarray, first: int, last: int) -> None:
         """Follow the host in closing gaps: rows ``first`` to ``last`` are free from here on."""
-        n = len(holes) + last - first
-        index = [*holes, *range(first, last), *movers, *[self.rows] * (last - first)]
-        to, source = host_index(index, self.blocks.device).split(n)
-        self._rows.index_copy_(0, to, self._rows.index_select(0, source))
+        freed = np.arange(first, last)
+        moves = to_device(
+            np.concatenate([holes, freed, movers, np.full(len(freed), self.rows)]), self.blocks.device
+        )
+        n = len(holes) + len(freed)
+        self._rows.index_copy_(0, moves[:n], self._rows.index_select(0, moves[n:]))
 
     def follow(self, now: np.ndarray) -> None:
         """Sequences have left or moved: the one of row i is in row ``now[i]``, or nowhere (-1, which stays)."""
@@ -109,15 +112,14 @@ class CudaDecoder:
 
     def burst(self, n: int) -> int:
         """How many steps to launch for the first n rows: none, if those in flight are the last of all of them."""
-        table = self.table
-        most = int(table.tokens_left(n).max())
-        if np.count_nonzero(table.is_told[:n]):  # each token as it comes
+        most = int(self.table.tokens_left(n).max())
+        if np.count_nonzero(self.table.is_told[:n]):  # each token as it comes
             return min(most, 1)
-        return min(most, BURST, max(1, int(table.max_tokens[:n].mean()) // WORTH))
+        return min(max(most // WORTH, 1), most, BURST)
 
     def launch(self, n: int, steps: int) -> None:
         """Start some steps for the first n rows without waiting for anything."""
-        truncates = bool(self.table.truncates[:n].any())
+        truncates = np.count_nonzero(self.table.truncates[:n]) > 0
         size = min(next((size for size in BUCKETS if size >= n), self.rows), self.rows)
         key = (size, truncates)
         if key not in self._graphs:

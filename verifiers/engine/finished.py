@@ -29,7 +29,9 @@ def ends(
     steps, left_N = len(drawn.token_KB), table.max_tokens[rows_N] - table.steps[rows_N]
     is_last_KN = is_stop_V[drawn.token_KB] | ~np.isfinite(drawn.raw_KB)
     some_M = (is_last_KN.any(0) | (left_N <= 0) | table.is_watched[rows_N]).nonzero()[0]
-    found = []
+    found = list[Ended]()
+    if not len(some_M):
+        return found
     for row, left, *tokens in zip(
         rows_N[some_M].tolist(), left_N[some_M].tolist(), *(one[:, some_M].T.tolist() for one in drawn), strict=True
     ):

@@ -45,7 +45,8 @@ class Steps:
         """A chunk of the prompts that are being run, then one token for every sequence that decodes."""
         scheduler = self.scheduler
         is_idle = not scheduler.running and not scheduler.prefilling
-        has_changed, has_moved = self.runner.notice(is_idle=is_idle)
+        has_prompts = bool(scheduler.waiting or scheduler.prefilling)
+        has_changed, has_moved = self.runner.notice(is_idle=is_idle, has_prompts=has_prompts)
         if has_changed:
             scheduler.blocks.forget()
         if self._version != self.runner.weight_version:
@@ -76,7 +77,7 @@ class Steps:
         is_worth_it = scheduler.free_rows * ADMIT_SHARE >= self.rows or not scheduler.running
         if scheduler.prefilling or (scheduler.waiting and is_worth_it):
             self._prefill(scheduler.admit())
-        if self.table.needs_logits[: len(scheduler.running)].any():
+        if np.count_nonzero(self.table.needs_logits[: len(scheduler.running)]):
             self._settle()
             if scheduler.running:
                 self._decode()  # what is changed differs between sequences and steps: not worth a graph
