@@ -110,7 +110,8 @@ class BatchTable:
 
     def reply(self, row: int) -> np.ndarray:
         """What a row's sequence has sampled so far."""
-        return self._ids[row, : self.steps[row]]
+        reply: np.ndarray = self._ids[row, : self.steps[row]]
+        return reply
 
     def sampled(self, row: int) -> tuple[list[int], list[float], list[float]]:
         """The same with both logprobs of each token."""

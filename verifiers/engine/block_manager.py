@@ -19,9 +19,9 @@ import numpy as np
 # sequence of 150 tokens. Smaller blocks make longer tables, and shorter runs of keys that lie side by side.
 BLOCK = 16
 NOBODYS = 0  # the block where what must not be kept is written on CUDA
-_ROOT = 0
-_TOKEN = 4  # bytes of a token
+_TOKEN, _SERIAL = 4, 8  # bytes of a token, and of a block's serial number
 _SIZE = BLOCK * _TOKEN
+_ROOT = bytes(_SERIAL)
 
 
 def blocks_for(tokens: int) -> int:
@@ -50,8 +50,6 @@ class Prefix(NamedTuple):
 
 
 Ids = Sequence[int] | np.ndarray
-Key = tuple[int, bytes]
-"""What a block keeps: the serial number of the block before it, and its tokens."""
 
 
 class BlockManager:
@@ -65,11 +63,13 @@ class BlockManager:
             range(blocks - 1, NOBODYS, -1)
         )  # the last one freed is the next one used: it is in the cache
         self._unheld: OrderedDict[int, None] = OrderedDict()  # blocks that keep something, the longest unused first
-        self._keys: list[Key | None] = [None] * blocks
-        self._by_key: dict[Key, int] = {}
+        # What a block keeps is known by a key: the serial number of the block before it, and its tokens. (Bytes: the
+        # garbage collector would look at each of so many tuples.)
+        self._keys: list[bytes | None] = [None] * blocks
+        self._by_key: dict[bytes, int] = {}
         self._serial = [_ROOT] * blocks
-        self._serials = count(_ROOT + 1)
-        self._after: dict[int, bytes | list[bytes]] = {}  # serial number → tokens that follow; several are sorted
+        self._serials = count(1)
+        self._after: dict[bytes, bytes | list[bytes]] = {}  # serial number → key of what follows; several are sorted
 
     @property
     def total(self) -> int:
@@ -130,8 +130,8 @@ class BlockManager:
             return
         text, before, by_key, serial = _bytes(ids), _ROOT, self._by_key, self._serial
         for block, start in zip(blocks, range(0, len(text), _SIZE), strict=False):
-            key = (before, text[start : start + _SIZE])
-            before = serial[by_key.get(key) or self._note(block, key)]
+            key = before + text[start : start + _SIZE]
+            before = serial[by_key.get(key) or self._note(block, before, key)]
 
     def longest_prefix(self, ids: Ids) -> Prefix:
         """The longest beginning of a prompt that any blocks keep; its last token has to be run for its logits."""
@@ -141,7 +141,7 @@ class BlockManager:
             return Prefix([])
         text, before, blocks = _bytes(ids), _ROOT, list[int]()
         while (end := (len(blocks) + 1) * BLOCK) <= most:
-            block = self._by_key.get((before, text[end * _TOKEN - _SIZE : end * _TOKEN]))
+            block = self._by_key.get(before + text[end * _TOKEN - _SIZE : end * _TOKEN])
             if block is None:
                 break
             blocks.append(block)
@@ -152,14 +152,15 @@ class BlockManager:
         found = Prefix(blocks, *self._longest_start(before, rest))
         return found if found.tokens >= least else Prefix([])
 
-    def _longest_start(self, before: int, text: bytes) -> tuple[int, int]:
+    def _longest_start(self, before: bytes, text: bytes) -> tuple[int, int]:
         """Of the blocks that follow one, that which begins with most of these tokens, and how many."""
         siblings = self._after.get(before, [])
+        wanted = before + text
         if isinstance(siblings, list):  # the most alike are side by side in this order
-            at = bisect_left(siblings, text)
-            siblings = max(siblings[max(at - 1, 0) : at + 1], key=lambda one: _alike(one, text), default=b"")
-        shared = _alike(siblings, text) // _TOKEN
-        return (self._by_key[before, siblings], shared) if shared > 0 else (NOBODYS, 0)
+            at = bisect_left(siblings, wanted)
+            siblings = max(siblings[max(at - 1, 0) : at + 1], key=lambda key: _alike(key, wanted), default=b"")
+        shared = (_alike(siblings, wanted) - _SERIAL) // _TOKEN
+        return (self._by_key[siblings], shared) if shared > 0 else (NOBODYS, 0)
 
     def forget(self) -> None:
         """Drop all that is kept: it was made by other weights, say."""
@@ -169,16 +170,15 @@ class BlockManager:
         for kept in (self._unheld, self._by_key, self._after):
             kept.clear()
 
-    def _note(self, block: int, key: Key) -> int:
+    def _note(self, block: int, before: bytes, key: bytes) -> int:
         if self._keys[block] is not None:  # it held fewer tokens when it was noted, or others before it
             self._drop(block)
-        self._keys[block], self._by_key[key], self._serial[block] = key, block, next(self._serials)
-        before, text = key
-        siblings = self._after.setdefault(before, text)
+        self._keys[block], self._by_key[key], self._serial[block] = key, block, next(self._serials).to_bytes(_SERIAL)
+        siblings = self._after.setdefault(before, key)
         if isinstance(siblings, list):
-            insort(siblings, text)
-        elif siblings is not text:
-            self._after[before] = sorted((siblings, text))
+            insort(siblings, key)
+        elif siblings is not key:
+            self._after[before] = sorted((siblings, key))
         return block
 
     def _drop(self, block: int) -> None:
@@ -186,12 +186,12 @@ class BlockManager:
         key, self._keys[block] = self._keys[block], None
         assert key is not None
         del self._by_key[key]
-        before, text = key
+        before = key[:_SERIAL]
         siblings = self._after[before]
         if isinstance(siblings, bytes):
             del self._after[before]
             return
-        del siblings[bisect_left(siblings, text)]
+        del siblings[bisect_left(siblings, key)]
         if len(siblings) == 1:
             self._after[before] = siblings[0]
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 WHOLE, REAL, HEAD_WORDS = 6, 3, 16  # columns of a row on the device, and the words of 32 bits before its blocks
-BURST = 4  # steps that are launched at once, and read at once
-WORTH = 8  # times as many tokens the longest reply must have before it: what is run beyond its end stays little
+BURST = 4  # steps that are launched at once, and read at once; a row runs on for two bursts, so 8 at most (see BEYOND)
 WORDS = 4  # of 32 bits that a row sends to the host: its token has two, each logprob one
 
 
@@ -97,9 +96,7 @@ class CudaDecoder:
     def free(self, holes: np.ndarray, movers: np.ndarray, first: int, last: int) -> None:
         """Follow the host in closing gaps: rows ``first`` to ``last`` are free from here on."""
         freed = np.arange(first, last)
-        moves = to_device(
-            np.concatenate([holes, freed, movers, np.full(len(freed), self.rows)]), self.blocks.device
-        )
+        moves = to_device(np.concatenate([holes, freed, movers, np.full(len(freed), self.rows)]), self.blocks.device)
         n = len(holes) + len(freed)
         self._rows.index_copy_(0, moves[:n], self._rows.index_select(0, moves[n:]))
 
@@ -112,14 +109,12 @@ class CudaDecoder:
 
     def burst(self, n: int) -> int:
         """How many steps to launch for the first n rows: none, if those in flight are the last of all of them."""
-        most = int(self.table.tokens_left(n).max())
-        if np.count_nonzero(self.table.is_told[:n]):  # each token as it comes
-            return min(most, 1)
-        return min(max(most // WORTH, 1), most, BURST)
+        is_told = np.count_nonzero(self.table.is_told[:n])  # of each token as it comes
+        return max(0, min(int(self.table.tokens_left(n).max()), 1 if is_told else BURST))
 
     def launch(self, n: int, steps: int) -> None:
         """Start some steps for the first n rows without waiting for anything."""
-        truncates = np.count_nonzero(self.table.truncates[:n]) > 0
+        truncates = bool(np.count_nonzero(self.table.truncates[:n]))
         size = min(next((size for size in BUCKETS if size >= n), self.rows), self.rows)
         key = (size, truncates)
         if key not in self._graphs:

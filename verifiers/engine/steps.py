@@ -24,7 +24,7 @@ from verifiers.engine.sequential import SequentialCache
 from verifiers.kernels.cpu.model import Drawn, Paged
 from verifiers.kernels.devices import host_index
 
-AHEAD = 2  # steps in flight on CUDA before the host reads the first of them
+AHEAD = 2  # steps that CUDA has to go on with, at least, while the host reads those before
 ADMIT_SHARE = 16  # on CUDA, new requests are taken in when a 16th of the rows is free: each time costs a prefill
 SPAN_STEP = 2 * BLOCK
 BURST = 32  # tokens at most that each sequence draws in one call of C; how many are, its speed decides
@@ -89,11 +89,11 @@ class Steps:
 
     def _launch(self, cuda: CudaDecoder) -> None:
         """Some more tokens for all that run; one, while there are prompts to go on with."""
-        scheduler, steps = self.scheduler, cuda.burst(len(self.scheduler.running))
-        if not steps:
+        scheduler, burst = self.scheduler, cuda.burst(len(self.scheduler.running))
+        if not burst:
             self._settle()
             return
-        steps, rows_M, column_M = scheduler.reserve(1 if scheduler.prefilling else steps, self._settle)
+        steps, rows_M, column_M = scheduler.reserve(1 if scheduler.prefilling else burst, self._settle)
         if scheduler.running:
             cuda.add_blocks(rows_M, column_M)
             cuda.launch(len(scheduler.running), steps)
