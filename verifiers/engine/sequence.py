@@ -125,7 +125,7 @@ OnToken = Callable[[int, float], bool]
 
 
 class Answer(Future[Generated]):
-    """What a request will give. Cancelling it while it is under way frees its blocks before the next token."""
+    """What a request will give. Cancelling it while it is under way frees its blocks before the next step."""
 
     is_unwanted = False
     on_cancel: Callable[[], None] | None = None
