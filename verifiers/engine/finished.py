@@ -27,25 +27,23 @@ def ends(
 ) -> list[Ended]:
     """Who has ended: by a token that stops, by somebody who listens, for want of room, or because of bad numbers."""
     steps, left_N = len(drawn.token_KB), table.max_tokens[rows_N] - table.steps[rows_N]
-    is_last_KN = is_stop_V[drawn.token_KB] | ~np.isfinite(drawn.raw_KB)
+    is_stop_KN = is_stop_V[drawn.token_KB]
+    is_last_KN = is_stop_KN | ~np.isfinite(drawn.raw_KB)
     some_M = (is_last_KN.any(0) | (left_N <= 0) | table.is_watched[rows_N]).nonzero()[0]
-    found = list[Ended]()
-    if not len(some_M):
-        return found
-    for row, left, *tokens in zip(
-        rows_N[some_M].tolist(), left_N[some_M].tolist(), *(one[:, some_M].T.tolist() for one in drawn), strict=True
-    ):
-        sequence = running[row]
-        for beyond, (token, logprob, raw) in zip(range(steps - 1, -1, -1), zip(*tokens, strict=True), strict=True):
-            is_stop, is_full = bool(is_stop_V[token]), left + beyond <= 0
-            if (reason := _reason(sequence, token, logprob, raw, is_stop=is_stop, is_full=is_full)) is not None:
-                found.append(Ended(sequence, reason, beyond))
-                break
-    return found
+    found, rows, left = dict[int, Ended](), rows_N[some_M].tolist(), left_N[some_M].tolist()
+    for k in range(steps if rows else 0):
+        beyond, columns = steps - 1 - k, (one[k][some_M].tolist() for one in (*drawn, is_stop_KN))
+        for row, room, token, logprob, raw, is_stop in zip(rows, left, *columns, strict=True):
+            if row in found:
+                continue
+            reason = _reason(running[row], token, logprob, raw, is_stop, room + beyond <= 0)
+            if reason is not None:
+                found[row] = Ended(running[row], reason, beyond)
+    return list(found.values())
 
 
 def _reason(
-    sequence: ActiveSequence, token: int, logprob: float, raw: float, *, is_stop: bool, is_full: bool
+    sequence: ActiveSequence, token: int, logprob: float, raw: float, is_stop: bool, is_full: bool
 ) -> str | Exception | None:
     if not math.isfinite(raw):
         return ModelError("the model gave logits that are not numbers (NaN); its weights are bad")
