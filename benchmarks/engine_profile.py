@@ -43,7 +43,7 @@ def kernels(name: str) -> Any:
 RULES: dict[str, Callable[[int], None]] = {
     "ahead": lambda n: setattr(steps, "AHEAD", n),
     "admit_share": lambda n: setattr(steps, "ADMIT_SHARE", n),
-    "look_ahead": lambda n: setattr(steps, "LOOK_AHEAD", n),
+    "burst": lambda n: setattr(cuda_runner, "BURST", n),  # 8 at most
     "prefill_graphs": lambda n: setattr(cuda_prefill, "TOKENS", tuple(size for size in PREFILL_SIZES if size <= n)),
     "bucket_step": lambda n: setattr(cuda_runner, "BUCKETS", (1, 2, 4, 8, 16, 32, *range(64, 2049, n))),
     "attend_positions": lambda n: setattr(kernels("decode"), "BLOCK_S", n),
@@ -204,7 +204,7 @@ def show_rounds(engine: Engine, args: argparse.Namespace) -> None:
     assert cuda is not None
     plain_event = cuda.card.event
     cuda.launch = marks.around(
-        lambda n: f"step of {next((b for b in cuda_runner.BUCKETS if b >= n), n)} rows", cuda.launch
+        lambda n, steps: f"{steps} steps of {next((b for b in cuda_runner.BUCKETS if b >= n), n)} rows", cuda.launch
     )  # type: ignore[method-assign]
     cuda.prefill = marks.around(lambda ids, *_: f"prompts, {-(-len(ids) // 1024)}k tokens", cuda.prefill)
 

@@ -155,7 +155,7 @@ def test_a_moved_row_takes_everything_with_it() -> None:
         sequence.sampled = ([row] * row, [-1.0 * row] * row, [-2.0 * row] * row)
         table.assign(sequence)
     kept = [(table.blocks[row].tolist(), table.sampled(row), int(table.max_tokens[row])) for row in range(4)]
-    table.move([0, 1], [3, 2])
+    table.move(np.array([0, 1]), np.array([3, 2]))
     moved = [(table.blocks[row].tolist(), table.sampled(row), int(table.max_tokens[row])) for row in (0, 1)]
     assert moved == [kept[3], kept[2]]
     assert table.length[:2].tolist() == [23, 22]

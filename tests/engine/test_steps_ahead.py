@@ -142,6 +142,63 @@ def test_a_group_shares_its_prompt_and_cancelled_ones_leave_the_others_alone(sta
     assert_same(left, due)
 
 
+def launches(card: Engine) -> list[int]:
+    """The steps of each launch, from here on."""
+    cuda: Any = card.scheduler.cuda
+    launch, noted = cuda.launch, list[int]()
+    cuda.launch = lambda n, steps: (noted.append(steps), launch(n, steps))[1]
+    return noted
+
+
+def test_steps_are_launched_four_at_a_time_and_none_beyond_the_longest_reply(start: Any) -> None:
+    card = start()
+    noted = launches(card)
+    answers(card, [(prompt_of(9, seed=i), Sampling(max_tokens=10 * i + 1, seed=i)) for i in range(1, 5)])
+    assert noted == [4] * 10  # the first of the 41 tokens comes with the prompt
+
+
+def test_whoever_listens_hears_each_token_before_the_next_ones_are_launched(start: Any) -> None:
+    card, heard = start(), list[int]()
+    noted = launches(card)
+
+    def listen(token: int, logprob: float) -> bool:
+        heard.append(token)
+        return False
+
+    card.submit(prompt_of(9), Sampling(max_tokens=20, seed=1), on_token=listen)[0].result(60)
+    assert len(heard) == 20
+    assert set(noted) == {1}
+
+
+def test_a_row_may_run_on_beyond_its_end_while_the_longest_stops_before_its_time(start: Any) -> None:
+    prompts = [prompt_of(12, seed=i) for i in range(4)]
+    plain = answers(start(Engine), [(prompt, Sampling(max_tokens=60, seed=i)) for i, prompt in enumerate(prompts)])
+    for at in range(1, 14):  # the longest ends by a token, at every place of a burst
+        stop = frozenset(plain[0].ids[at : at + 1])
+        asked = [(prompts[0], Sampling(max_tokens=60, seed=0, stop_ids=stop))]
+        asked += [(prompt, Sampling(max_tokens=at + i, seed=i)) for i, prompt in enumerate(prompts[1:], start=1)]
+        card = start()
+        noted = launches(card)
+        got = answers(card, asked)
+        assert [len(one.ids) for one in got[1:]] == [at + 1, at + 2, at + 3]
+        assert [one.ids for one in got] == [one.ids[: len(two.ids)] for one, two in zip(plain, got, strict=True)]
+        assert got[0].finish_reason == "stop"
+        assert card.tokens == sum(len(one.ids) for one in got)
+        assert not card.scheduler.cuda.in_flight
+        assert card.scheduler.blocks.held == 0
+        assert all(steps > 0 for steps in noted)
+
+
+@pytest.mark.parametrize("length", [64, 71])
+def test_a_reply_that_fills_the_context_ends_there_though_the_device_runs_on(start: Any, length: int) -> None:
+    asked = [(prompt_of(length - 1 - i, seed=i), Sampling(max_tokens=50, seed=i)) for i in range(20)]
+    card = start(length=length)
+    got = answers(card, asked)
+    assert_same(got, answers(start(Engine, length=length), asked))
+    assert [len(one.ids) for one in got] == [i + 1 for i in range(20)]
+    assert card.scheduler.blocks.held == 0
+
+
 def test_a_listener_that_ends_its_request_is_told_nothing_of_the_steps_in_flight(start: Any) -> None:
     card, heard = start(), list[int]()
 

@@ -115,6 +115,22 @@ def test_an_update_in_the_middle_of_a_reply_shows_in_its_weights_and_leaves_no_k
     assert_exact(model, after, WAY)
 
 
+def test_weights_written_to_without_the_lock_are_noticed_before_a_prompt_reuses_any_keys(start: Any) -> None:
+    model = random_model()
+    engine, answers = start(model), list[Any]()
+
+    def change(token: int, logprob: float) -> bool:
+        if not answers:
+            write_in_place(model)
+            answers.append(engine.submit(PROMPT, WAY)[0])
+        return answers[0].done()
+
+    engine.generate([PROMPT], WAY)
+    engine.submit([5, 6, 7], Sampling(max_tokens=110, seed=1), on_token=change)[0].result(60)
+    assert answers[0].result(60).reused == 0
+    assert_exact(model, answers[0].result(), WAY)
+
+
 def test_forget_covers_what_no_version_counter_shows(start: Any) -> None:
     model = random_model()
     engine = start(model)

@@ -9,10 +9,11 @@ import torch
 
 from verifiers.engine.block_manager import BLOCK, blocks_for
 from verifiers.engine.sequence import NO_TOP_K, ActiveSequence, Generated
-from verifiers.kernels.cpu.model import DecodeColumns
+from verifiers.kernels.cpu.model import DecodeColumns, Drawn
 from verifiers.kernels.devices import to_device
 from verifiers.kernels.sampling import SamplingColumns
 
+BEYOND = BLOCK  # tokens that a row may draw on CUDA beyond its last one, before the host has read that
 COLDEST = 1e-5  # a lower temperature is greedy: logits divided by it would not be numbers any more
 
 
@@ -20,17 +21,17 @@ class BatchTable:
     """One row for each sequence that decodes: they have the first rows, without gaps."""
 
     def __init__(self, rows: int, length: int) -> None:
-        self.blocks = np.zeros((rows, blocks_for(length) + 1), np.int32)  # the last one is nobody's
-        self._columns = (np.zeros((8, rows), np.int64), np.zeros((3, rows), np.float32), np.zeros((3, rows), bool))
+        self._length = length
+        self.blocks = np.zeros((rows, blocks_for(length + BEYOND)), np.int32)  # beyond the context they are nobody's
+        self._columns = (np.zeros((8, rows), np.int64), np.zeros((3, rows), np.float32), np.zeros((4, rows), bool))
         # Its blocks; positions that hold keys and values; steps that the device was given and the host has not read.
         self.n_blocks, self.length, self.ahead, *more = self._columns[0]
         self.token, self.steps, self.max_tokens, self.seed, self.top_k = more
         self.temperature, self.top_p, self.min_p = self._columns[1]
-        self.truncates, self.needs_logits, self.is_watched = self._columns[2]
-        self.out_ids = np.zeros((rows, length + 1), np.int32)
-        self.out_logprobs, self.out_raw = (np.zeros((rows, length + 1), np.float32) for _ in range(2))
-        self._outputs = (self.out_ids, self.out_logprobs, self.out_raw)
-        self._flat = [column.reshape(-1) for column in self._outputs]
+        self.truncates, self.needs_logits, self.is_watched, self.is_told = self._columns[2]
+        words = np.zeros((3, rows, length + BEYOND), np.int32)
+        self._words, self._ids, self._logprobs = words, words[0], words[1:].view(np.float32)
+        self._outputs = (self._ids.reshape(-1), *self._logprobs.reshape(2, -1))
 
     def assign(self, sequence: ActiveSequence) -> None:
         """Fill in the row of a sequence whose prompt has been run, with what it sampled before it was preempted."""
@@ -42,16 +43,20 @@ class BatchTable:
         self.ahead[row] = 0
         self.steps[row] = n = len(sequence.sampled[0])
         if n:
-            for column, values in zip(self._outputs, sequence.sampled, strict=True):
-                column[row, :n] = values
-        self.max_tokens[row] = min(sampling.max_tokens, self.out_ids.shape[1])
+            self._ids[row, :n], self._logprobs[:, row, :n] = sequence.sampled[0], sequence.sampled[1:]
+        self.max_tokens[row] = min(sampling.max_tokens, self._length - len(sequence.prompt_ids))
         self.seed[row] = sequence.seed
         self.top_k[row] = min(sampling.top_k or NO_TOP_K, NO_TOP_K)
         self.temperature[row] = sampling.temperature if sampling.temperature >= COLDEST else 0.0
         self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
         self.truncates[row] = sampling.truncates
         self.needs_logits[row] = sampling.needs_logits
+        self.is_told[row] = sequence.on_token is not None
         self.is_watched[row] = sequence.on_token is not None or bool(sampling.stop_ids) or sampling.is_watched
+
+    def blocks_of(self, row: int) -> list[int]:
+        blocks: list[int] = self.blocks[row, : self.n_blocks[row]].tolist()
+        return blocks
 
     def add_blocks(self, missing_N: np.ndarray, blocks: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Give the first rows as many blocks each as they miss; gives the row and the column of each block."""
@@ -64,9 +69,9 @@ class BatchTable:
 
     def missing_blocks(self, n: int, steps: int) -> np.ndarray:
         """How many blocks the first rows need for that many more tokens each, beyond those they have."""
-        position = np.minimum(self.length[:n] + self.ahead[:n] + steps, self.out_ids.shape[1] - 1)
-        missing: np.ndarray = -(-position // BLOCK) - self.n_blocks[:n]
-        return missing.clip(0)
+        position = np.minimum(self.length[:n] + self.ahead[:n] + steps, self._length)
+        missing: np.ndarray = np.maximum((position + (BLOCK - 1)) // BLOCK - self.n_blocks[:n], 0)
+        return missing
 
     def rows_with_spare_blocks(self, n: int) -> np.ndarray:
         """Which of the first rows have blocks beyond those of their next token."""
@@ -87,47 +92,36 @@ class BatchTable:
             top_p=self.top_p[:n], min_p=self.min_p[:n], top_k=self.top_k[:n], seed=self.seed[:n],
         )  # fmt: skip
 
-    def record(self, rows_N: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray) -> None:
-        steps_N = self.steps[rows_N]
-        self.token[rows_N] = token_N
-        at_N = rows_N * self.out_ids.shape[1] + steps_N
-        for column, drawn_N in zip(self._flat, (token_N, logprob_N, raw_N), strict=True):
-            column[at_N] = drawn_N
-        self.steps[rows_N] = steps_N + 1
+    def record(self, rows_N: np.ndarray, drawn: Drawn, *, is_first: bool = False) -> None:
+        """Keep what was drawn for these rows: several tokens of each, or the first of their replies."""
+        steps, steps_N = len(drawn.token_KB), self.steps[rows_N]
+        at_KN = rows_N * self._words.shape[2] + steps_N + np.arange(steps)[:, None]
+        for column, drawn_KN in zip(self._outputs, drawn, strict=True):
+            column[at_KN] = drawn_KN
+        self.token[rows_N] = drawn.token_KB[-1]
+        self.steps[rows_N] = steps_N + steps
+        if not is_first:
+            self.length[rows_N] += steps
+
+    def take_back(self, row: int, tokens: int) -> None:
+        """A row's sequence had ended before its last so many tokens."""
+        self.steps[row] -= tokens
+        self.length[row] -= tokens
 
     def reply(self, row: int) -> np.ndarray:
         """What a row's sequence has sampled so far."""
-        return self.out_ids[row, : self.steps[row]]
+        reply: np.ndarray = self._ids[row, : self.steps[row]]
+        return reply
 
     def sampled(self, row: int) -> tuple[list[int], list[float], list[float]]:
         """The same with both logprobs of each token."""
-        n = self.steps[row]
-        ids, logprobs, raw = (column[row, :n].tolist() for column in self._outputs)
-        return ids, logprobs, raw
+        logprobs, raw = self._logprobs[:, row, : self.steps[row]].tolist()
+        return self.reply(row).tolist(), logprobs, raw
 
-    def is_full(self, rows_N: np.ndarray, length: int) -> np.ndarray:
-        """Which of these rows have as many tokens as they may have."""
-        full: np.ndarray = (self.steps[rows_N] >= self.max_tokens[rows_N]) | (self.length[rows_N] + 1 >= length)
-        return full
-
-    def tokens_left(self, n: int, length: int) -> int:
-        """How many more tokens each of the first rows can have, if none of them has to be looked at before."""
-        if (self.is_watched | self.needs_logits)[:n].any():
-            return 1
-        left = np.minimum(self.max_tokens[:n] - self.steps[:n], length - 1 - self.length[:n])
-        return int(left.min())
-
-    def record_steps(self, token_KN: np.ndarray, logprob_KN: np.ndarray, raw_KN: np.ndarray) -> None:
-        """Several tokens of each of the first rows, whose keys and values are there already."""
-        steps, n = token_KN.shape
-        if not steps:
-            return
-        row_N1 = np.arange(n)[:, None]
-        step_NK = self.steps[:n, None] + np.arange(steps)
-        for column, drawn_KN in zip(self._outputs, (token_KN, logprob_KN, raw_KN), strict=True):
-            column[row_N1, step_NK] = drawn_KN.T
-        self.steps[:n] += steps
-        self.length[:n] += steps
+    def tokens_left(self, n: int) -> np.ndarray:
+        """How many more tokens each of the first rows can have, beyond those that the device was asked for."""
+        left: np.ndarray = self.max_tokens[:n] - self.steps[:n] - self.ahead[:n]
+        return left
 
     def output(self, sequence: ActiveSequence, finish_reason: str, version: int) -> Generated:
         """All that a request has sampled."""
@@ -145,11 +139,10 @@ class BatchTable:
             prompt_logprobs=sequence.future.prompt_logprobs or None,
         )
 
-    def move(self, holes: Sequence[int], movers: Sequence[int]) -> None:
+    def move(self, holes: np.ndarray, movers: np.ndarray) -> None:
         """Give rows that became free to the sequences of others, their blocks and all; no keys are copied."""
         for columns in self._columns:
             columns[:, holes] = columns[:, movers]
         self.blocks[holes] = self.blocks[movers]
         most = int(self.steps[movers].max(initial=0))
-        for column in self._outputs:
-            column[holes, :most] = column[movers, :most]
+        self._words[:, holes, :most] = self._words[:, movers, :most]

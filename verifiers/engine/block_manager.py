@@ -19,9 +19,9 @@ import numpy as np
 # sequence of 150 tokens. Smaller blocks make longer tables, and shorter runs of keys that lie side by side.
 BLOCK = 16
 NOBODYS = 0  # the block where what must not be kept is written on CUDA
-_ROOT = 0
 _TOKEN, _SERIAL = 4, 8  # bytes of a token, and of a block's serial number
 _SIZE = BLOCK * _TOKEN
+_ROOT = bytes(_SERIAL)
 
 
 def blocks_for(tokens: int) -> int:
@@ -63,12 +63,13 @@ class BlockManager:
             range(blocks - 1, NOBODYS, -1)
         )  # the last one freed is the next one used: it is in the cache
         self._unheld: OrderedDict[int, None] = OrderedDict()  # blocks that keep something, the longest unused first
-        # What a block keeps is known by a key: the serial number of the block before it, and its tokens.
-        self._keys: dict[int, bytes] = {}
+        # What a block keeps is known by a key: the serial number of the block before it, and its tokens. (Bytes: the
+        # garbage collector would look at each of so many tuples.)
+        self._keys: list[bytes | None] = [None] * blocks
         self._by_key: dict[bytes, int] = {}
         self._serial = [_ROOT] * blocks
-        self._serials = count(_ROOT + 1)
-        self._after: dict[int, bytes | list[bytes]] = {}  # serial number → key of what follows; several are sorted
+        self._serials = count(1)
+        self._after: dict[bytes, bytes | list[bytes]] = {}  # serial number → key of what follows; several are sorted
 
     @property
     def total(self) -> int:
@@ -114,7 +115,7 @@ class BlockManager:
             self._references[block] -= 1
             if self._references[block]:
                 continue
-            if block in self._keys:
+            if self._keys[block] is not None:
                 self._unheld[block] = None
             else:
                 self._empty.append(block)
@@ -127,26 +128,20 @@ class BlockManager:
         """Note which tokens the keys and values of a sequence's blocks belong to: from here on they can be reused."""
         if self.least_shared is None:
             return
-        text, before = _bytes(ids), _ROOT
-        keys, by_key, serial = self._keys, self._by_key, self._serial
+        text, before, by_key, serial = _bytes(ids), _ROOT, self._by_key, self._serial
         for block, start in zip(blocks, range(0, len(text), _SIZE), strict=False):
-            key = before.to_bytes(_SERIAL) + text[start : start + _SIZE]
-            noted = keys.get(block)
-            if noted != key:
-                if noted is not None:  # it held fewer tokens when it was noted, or others before it
-                    self._drop(block)
-                block = by_key.get(key) or self._note(block, before, key)
-            before = serial[block]
+            key = before + text[start : start + _SIZE]
+            before = serial[by_key.get(key) or self._note(block, before, key)]
 
     def longest_prefix(self, ids: Ids) -> Prefix:
         """The longest beginning of a prompt that any blocks keep; its last token has to be run for its logits."""
         most = len(ids) - 1
         least = self.least_shared or most + 1
-        if most < least or not self._keys:
+        if most < least or not self._by_key:
             return Prefix([])
         text, before, blocks = _bytes(ids), _ROOT, list[int]()
         while (end := (len(blocks) + 1) * BLOCK) <= most:
-            block = self._by_key.get(before.to_bytes(_SERIAL) + text[end * _TOKEN - _SIZE : end * _TOKEN])
+            block = self._by_key.get(before + text[end * _TOKEN - _SIZE : end * _TOKEN])
             if block is None:
                 break
             blocks.append(block)
@@ -157,10 +152,10 @@ class BlockManager:
         found = Prefix(blocks, *self._longest_start(before, rest))
         return found if found.tokens >= least else Prefix([])
 
-    def _longest_start(self, before: int, text: bytes) -> tuple[int, int]:
+    def _longest_start(self, before: bytes, text: bytes) -> tuple[int, int]:
         """Of the blocks that follow one, that which begins with most of these tokens, and how many."""
         siblings = self._after.get(before, [])
-        wanted = before.to_bytes(_SERIAL) + text
+        wanted = before + text
         if isinstance(siblings, list):  # the most alike are side by side in this order
             at = bisect_left(siblings, wanted)
             siblings = max(siblings[max(at - 1, 0) : at + 1], key=lambda key: _alike(key, wanted), default=b"")
@@ -171,11 +166,14 @@ class BlockManager:
         """Drop all that is kept: it was made by other weights, say."""
         self.version += 1
         self._empty += self._unheld
-        for kept in (self._unheld, self._keys, self._by_key, self._after):
+        self._keys = [None] * len(self._keys)
+        for kept in (self._unheld, self._by_key, self._after):
             kept.clear()
 
-    def _note(self, block: int, before: int, key: bytes) -> int:
-        self._keys[block], self._by_key[key], self._serial[block] = key, block, next(self._serials)
+    def _note(self, block: int, before: bytes, key: bytes) -> int:
+        if self._keys[block] is not None:  # it held fewer tokens when it was noted, or others before it
+            self._drop(block)
+        self._keys[block], self._by_key[key], self._serial[block] = key, block, next(self._serials).to_bytes(_SERIAL)
         siblings = self._after.setdefault(before, key)
         if isinstance(siblings, list):
             insort(siblings, key)
@@ -185,9 +183,10 @@ class BlockManager:
 
     def _drop(self, block: int) -> None:
         """Its serial number is gone with it: those after it cannot be found any more, and are given away in turn."""
-        key = self._keys.pop(block)
+        key, self._keys[block] = self._keys[block], None
+        assert key is not None
         del self._by_key[key]
-        before = int.from_bytes(key[:_SERIAL])
+        before = key[:_SERIAL]
         siblings = self._after[before]
         if isinstance(siblings, bytes):
             del self._after[before]

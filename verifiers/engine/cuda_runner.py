@@ -1,7 +1,7 @@
-"""Decoding on CUDA: captured graphs over static rows, sampling on the device, the host one step behind.
+"""Decoding on CUDA: captured graphs over static rows, sampling on the device, the host some steps behind.
 
 The device holds the truth while it runs: last token, length and columns of each row, updated by the graph itself. The
-host launches the next step before it reads the one before, so it never waits for a token; what a row samples after its
+host launches the next steps before it reads those before, so it never waits for a token; what a row samples after its
 end is thrown away.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from verifiers.engine.cuda_prefill import CudaPrefill
 from verifiers.engine.kv_cache import KVCache
-from verifiers.engine.sampler import Drawn
+from verifiers.kernels.cpu.model import Drawn
 from verifiers.kernels.devices import host_index, to_device
 from verifiers.kernels.sampling import SamplingColumns, sample
 
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 WHOLE, REAL, HEAD_WORDS = 6, 3, 16  # columns of a row on the device, and the words of 32 bits before its blocks
+BURST = 4  # steps that are launched at once, and read at once; a row runs on for two bursts, so 8 at most (see BEYOND)
 WORDS = 4  # of 32 bits that a row sends to the host: its token has two, each logprob one
 
 
 @dataclass(slots=True)
-class _LaunchedStep:
-    """A step that was launched: where its numbers arrive, of so many rows, and whose they are.
+class _Launch:
+    """Steps that were launched: where their numbers arrive, and whose they are.
 
     ``rows_N`` are the rows that the sequences have now, -1 for those that are gone; as long as nobody has left or
     moved ``is_whole``. Are these tokens the first of their replies?
@@ -42,8 +43,9 @@ class _LaunchedStep:
 
     rows_N: np.ndarray
     is_first: bool
+    steps: int
     arrived: Any
-    words: Tensor
+    words: Tensor  # [steps, WORDS, rows of the graph] and more
     size: int
     is_whole: bool = True
 
@@ -62,7 +64,7 @@ class CudaDecoder:
         temperature, top_p, min_p = real
         self.columns = SamplingColumns(temperature, top_p, top_k, min_p, seed, step)
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._launched: deque[_LaunchedStep] = deque()
+        self._launched: deque[_Launch] = deque()
         self._spare: list[Tensor] = []
         self._prefill = CudaPrefill(self)
         self.prefill = self._prefill.run
@@ -85,36 +87,45 @@ class CudaDecoder:
 
     def add_blocks(self, rows_N: np.ndarray, column_N: np.ndarray) -> None:
         """Tell the device of the blocks that rows got."""
-        if len(rows_N):
-            new = np.stack([rows_N, column_N, self.table.blocks[rows_N, column_N]])
-            row, column, block = to_device(new, self.blocks.device)
-            self.blocks[row, column] = block.int()
+        n = len(rows_N)
+        if n:
+            words_N = rows_N * self._rows.shape[1] + HEAD_WORDS + column_N
+            told = to_device(np.concatenate([words_N, self.table.blocks[rows_N, column_N]]), self.blocks.device)
+            self._rows.view(-1).index_copy_(0, told[:n], told[n:].int())
 
-    def free(self, holes: Sequence[int], movers: Sequence[int], first: int, last: int) -> None:
+    def free(self, holes: np.ndarray, movers: np.ndarray, first: int, last: int) -> None:
         """Follow the host in closing gaps: rows ``first`` to ``last`` are free from here on."""
-        n = len(holes) + last - first
-        index = [*holes, *range(first, last), *movers, *[self.rows] * (last - first)]
-        to, source = host_index(index, self.blocks.device).split(n)
-        self._rows.index_copy_(0, to, self._rows.index_select(0, source))
+        freed = np.arange(first, last)
+        moves = to_device(np.concatenate([holes, freed, movers, np.full(len(freed), self.rows)]), self.blocks.device)
+        n = len(holes) + len(freed)
+        self._rows.index_copy_(0, moves[:n], self._rows.index_select(0, moves[n:]))
 
     def follow(self, now: np.ndarray) -> None:
         """Sequences have left or moved: the one of row i is in row ``now[i]``, or nowhere (-1, which stays)."""
-        for step in self._launched:
-            step.rows_N, step.is_whole = now[step.rows_N], False
+        for launch in self._launched:
+            launch.rows_N, launch.is_whole = now[launch.rows_N], False
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
-    def launch(self, n: int) -> None:
-        """Start a step for the first n rows without waiting for anything."""
-        truncates = bool(self.table.truncates[:n].any())
+    def burst(self, n: int) -> int:
+        """How many steps to launch for the first n rows: none, if those in flight are the last of all of them."""
+        is_told = np.count_nonzero(self.table.is_told[:n])  # of each token as it comes
+        return max(0, min(int(self.table.tokens_left(n).max()), 1 if is_told else BURST))
+
+    def launch(self, n: int, steps: int) -> None:
+        """Start some steps for the first n rows without waiting for anything."""
+        truncates = bool(np.count_nonzero(self.table.truncates[:n]))
         size = min(next((size for size in BUCKETS if size >= n), self.rows), self.rows)
         key = (size, truncates)
         if key not in self._graphs:
             self._graphs[key] = self._capture(size, truncates)
         graph, words = self._graphs[key]
-        graph.replay()
-        self.table.ahead[:n] += 1
-        self._note(np.arange(n), words, is_first=False)
+        there, count = self._arrivals(), len(words)
+        for k in range(steps):
+            graph.replay()
+            there[k * count : (k + 1) * count].copy_(words, non_blocking=True)
+        self.table.ahead[:n] += steps
+        self._launched.append(_Launch(np.arange(n), False, steps, self.card.event(), there, size))
 
     def launch_first(self, logits_NV: Tensor, rows_N: np.ndarray) -> None:
         """Draw the first tokens of sequences that have just got these rows, without waiting for them."""
@@ -124,29 +135,38 @@ class CudaDecoder:
         outputs = self._draw(logits_NV, columns, truncates=bool(self.table.truncates[rows_N].any()))
         self.token[index] = outputs[0]
         self.columns.step_B[index] += 1
-        self._note(rows_N, _words(outputs), is_first=True)
-
-    def _note(self, rows_N: np.ndarray, words: Tensor, *, is_first: bool) -> None:
-        there = self._spare.pop() if self._spare else self.card.arrivals(WORDS * self.rows)
+        words = _words(outputs)
+        there = self._arrivals()
         there[: len(words)].copy_(words, non_blocking=True)
-        self._launched.append(_LaunchedStep(rows_N, is_first, self.card.event(), there, len(words) // WORDS))
+        self._launched.append(_Launch(rows_N, True, 1, self.card.event(), there, len(rows_N)))
+
+    def _arrivals(self) -> Tensor:
+        """Where the words of a launch arrive."""
+        return self._spare.pop() if self._spare else self.card.arrivals(BURST * WORDS * self.rows)
 
     @property
     def in_flight(self) -> int:
+        """Launches that were not read yet."""
         return len(self._launched)
 
+    @property
+    def steps_behind_oldest(self) -> int:
+        """Steps in flight that the device can go on with when the oldest launch is done."""
+        return sum(launch.steps for launch in self._launched) - self._launched[0].steps if self._launched else 0
+
     def collect(self) -> tuple[np.ndarray, bool, Drawn]:
-        """Wait for the oldest step in flight; gives the rows whose sequences still run, and their tokens (the first
+        """Wait for the oldest launch in flight; gives the rows whose sequences still run, and their tokens (the first
         of a reply?)."""
-        step = self._launched.popleft()
-        keep = slice(len(step.rows_N)) if step.is_whole else np.flatnonzero(step.rows_N >= 0)
-        rows_N = step.rows_N[keep]
+        launch = self._launched.popleft()
+        keep = slice(len(launch.rows_N)) if launch.is_whole else np.flatnonzero(launch.rows_N >= 0)
+        rows_N = launch.rows_N[keep]
         if len(rows_N):  # nobody waits for what was run on beyond the end
-            step.arrived.synchronize()
-        words, n = step.words.numpy(), step.size
-        token_N, others = words[: 2 * n].view(np.int64), words[2 * n : WORDS * n].view(np.float32)
-        self._spare.append(step.words)
-        return rows_N, step.is_first, (token_N[keep], others[:n][keep], others[n:][keep])
+            launch.arrived.synchronize()
+        n = launch.size
+        words_K = launch.words.numpy()[: launch.steps * WORDS * n].reshape(launch.steps, WORDS * n)
+        token_KN, others_K = words_K[:, : 2 * n].view(np.int64), words_K[:, 2 * n :].view(np.float32)
+        self._spare.append(launch.words)
+        return rows_N, launch.is_first, Drawn(token_KN[:, keep], others_K[:, :n][:, keep], others_K[:, n:][:, keep])
 
     def drop_graphs(self) -> None:
         self._graphs.clear()

@@ -154,17 +154,20 @@ class ModelRunner:
 
     # --- changes --------------------------------------------------------------------------------------------------
 
-    def notice(self, *, is_idle: bool) -> tuple[bool, bool]:
+    def notice(self, *, is_idle: bool, has_prompts: bool) -> tuple[bool, bool]:
         """Have the weights changed since last time, and have they moved (or adapters been switched)?
 
         An optimizer step counts up the versions of the tensors it changes. Writing through ``.data`` does not: say
-        `forget` after that.
+        `forget` after that. Whoever changes weights while sequences run takes the lock: if nobody has, they are looked
+        at only where there are prompts, which may find keys of others in the cache.
         """
         if is_idle and not self._snapshot.is_same:  # parameters were replaced, adapters added
             self._snapshot = ModuleSnapshot(self.module)
             self._adapters = _adapted(self._snapshot.modules)
         # Whoever puts parameters elsewhere has the lock meanwhile; `taken` is counted up when this thread has it, too.
         is_alone, self._taken = not is_idle and self.lock.taken - self._taken <= 1, self.lock.taken
+        if is_alone and not has_prompts:
+            return False, False
         where = self._seen[1]
         if not is_alone:
             pointers = [parameter.data_ptr() for parameter in self._snapshot.parameters]
@@ -197,7 +200,7 @@ class ModelRunner:
 
     def forget(self) -> None:
         """Whatever was made from the weights so far counts as made from others."""
-        self._seen = (-1, self._seen[1])
+        self._seen, self._taken = (-1, self._seen[1]), -2
         self._drop_copies()
 
     def reset(self) -> None:

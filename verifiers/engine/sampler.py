@@ -11,13 +11,11 @@ from torch import Tensor
 from verifiers.engine.batch_table import BatchTable
 from verifiers.engine.logits import note_alternatives, processed
 from verifiers.engine.sequence import ActiveSequence
+from verifiers.kernels.cpu.model import Drawn
 from verifiers.kernels.sampling import log_softmax, sample
 
 if TYPE_CHECKING:
     from verifiers.engine.cuda_runner import CudaDecoder
-
-Drawn = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Tokens, their logprobs under what they were drawn from, and under the model's own distribution."""
 
 
 def draw(
@@ -45,5 +43,4 @@ def draw(
         raw_N = log_softmax(raw_NV).gather(1, token_N[:, None])[:, 0]
     if needs_logits:
         note_alternatives(logits_NV, sequences, columns)
-    one, two, three = (value.cpu().numpy() for value in (token_N, logprob_N, raw_N))
-    return one, two, three
+    return Drawn(*(value.cpu().numpy()[None] for value in (token_N, logprob_N, raw_N)))

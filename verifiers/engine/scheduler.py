@@ -18,6 +18,7 @@ import numpy as np
 
 from verifiers.engine.batch_table import BatchTable
 from verifiers.engine.block_manager import BLOCK, BlockManager, OutOfBlocksError, Prefix, blocks_for
+from verifiers.engine.finished import Ended
 from verifiers.engine.kv_cache import KVCache
 from verifiers.engine.logits import LogitsProcessor
 from verifiers.engine.model_runner import ModelRunner
@@ -56,7 +57,6 @@ class Scheduler:
         self.prefilling: list[Group] = []
         self.running: list[ActiveSequence] = []
         self.preempted = 0  # how often a request was
-        self._covered = 0  # steps for which every running sequence has blocks
         self._copies: dict[int, int] = {}  # blocks to fill before anything is run, and those to copy them from
         self.wake = threading.Condition()
         self.has_cancelled = False
@@ -164,6 +164,7 @@ class Scheduler:
             first.computed = end
             if group.left:
                 continue
+            blocks = first.blocks
             self._start(first)
             started.append((first, i))
             whole, rest = divmod(end, BLOCK)
@@ -171,11 +172,11 @@ class Scheduler:
                 if rest and not self.blocks.available:
                     self._wait_again(group.copies[n:])
                     break
-                copy.blocks, copy.kept_version = first.blocks[:whole], first.kept_version
+                copy.blocks, copy.kept_version = blocks[:whole], first.kept_version
                 self.blocks.hold(copy.blocks)
                 if rest:
                     copy.blocks += self.blocks.allocate(1)
-                    self._copies[copy.blocks[-1]] = first.blocks[whole]
+                    self._copies[copy.blocks[-1]] = blocks[whole]
                 if not copy.sampled[0]:
                     copy.reused = len(copy.prompt_ids)
                 if copy.is_to_be_scored:
@@ -207,24 +208,15 @@ class Scheduler:
         sequence.row = len(self.running)
         self.running.append(sequence)
         self.table.assign(sequence)
-        self._covered = 0
+        sequence.blocks = []
 
     def keep_prompt(self, sequence: ActiveSequence) -> None:
         """Let others share the full blocks of a prompt that has been run, and whose numbers are good."""
         if sequence.row >= 0 and sequence.kept_version == self.blocks.version:
             n = len(sequence.tokens) // BLOCK
-            self.blocks.keep(sequence.blocks[:n], sequence.tokens[: n * BLOCK])
+            self.blocks.keep(self.table.blocks_of(sequence.row)[:n], sequence.tokens[: n * BLOCK])
 
     # --- blocks for the next tokens ---------------------------------------------------------------------------------
-
-    def reserve_ahead(self, steps: int, settle: Callable[[], object]) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks for the next step of all that run, taken for several steps at once: the rows and columns they got."""
-        if self._covered:
-            self._covered -= 1
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        steps, rows_M, column_M = self.reserve(steps, settle)
-        self._covered = steps - 1
-        return rows_M, column_M
 
     def reserve(self, steps: int, settle: Callable[[], object] | None = None) -> tuple[int, np.ndarray, np.ndarray]:
         """Blocks for the next tokens of all that run: for how many tokens of each, and the rows and columns they got.
@@ -233,26 +225,22 @@ class Scheduler:
         after ``settle`` has read all that the device was given.
         """
         missing_N = self.table.missing_blocks(len(self.running), steps)
-        if missing_N.sum() > self.blocks.available:
-            steps = 1
-            while (missing_N := self.table.missing_blocks(len(self.running), 1)).sum() > self.blocks.available:
-                if settle is not None:
-                    settle()
-                    settle = None
-                else:
-                    self._preempt_youngest()
-        blocks = self.blocks.allocate(int(missing_N.sum()))
-        rows_M, column_M = self.table.add_blocks(missing_N, blocks)
-        for row, block in zip(rows_M.tolist(), blocks, strict=True):
-            self.running[row].blocks.append(block)
-        return steps, rows_M, column_M
+        while (count := int(missing_N.sum())) > self.blocks.available:
+            if steps > 1:
+                steps = 1
+            elif settle is not None:
+                settle()
+                settle = None
+            else:
+                self._preempt_youngest()
+            missing_N = self.table.missing_blocks(len(self.running), steps)
+        return steps, *self.table.add_blocks(missing_N, self.blocks.allocate(count))
 
     def trim(self) -> None:
         """Give back blocks that were reserved for tokens which did not come."""
         for row in self.table.rows_with_spare_blocks(len(self.running)).tolist():
-            sequence, n = self.running[row], blocks_for(int(self.table.length[row]) + 1)
-            self.blocks.release(sequence.blocks[n:])
-            del sequence.blocks[n:]
+            n = blocks_for(int(self.table.length[row]) + 1)
+            self.blocks.release(self.table.blocks_of(row)[n:])
             self.table.blocks[row, n:] = 0
             self.table.n_blocks[row] = n
 
@@ -278,21 +266,22 @@ class Scheduler:
             self.waiting.extendleft(reversed(sequences))
 
     def _give_blocks(self, sequence: ActiveSequence) -> list[int]:
-        emptied = self.blocks.release(sequence.blocks)
+        blocks = self.table.blocks_of(sequence.row) if sequence.row >= 0 else sequence.blocks
         sequence.blocks, sequence.computed = [], 0
-        return emptied
+        return self.blocks.release(blocks)
 
     # --- the end of a sequence ------------------------------------------------------------------------------------
 
-    def finish(self, ended: Sequence[tuple[ActiveSequence, str | Exception]]) -> None:
+    def finish(self, ended: Sequence[Ended]) -> None:
         """Free the blocks of sequences that have ended; what they gave is handed out by `deliver`."""
         if not ended:
             return
-        for sequence, reason in ended:
+        for sequence, reason, beyond in ended:
+            self.table.take_back(sequence.row, beyond)
             outcome = self.table.output(sequence, reason, self._runner.version) if isinstance(reason, str) else reason
             self._finished.append((sequence, outcome))
-        failed = {sequence.row for sequence, reason in ended if not isinstance(reason, str)}
-        self._leave([sequence for sequence, _ in ended], failed)
+        failed = {one.sequence.row for one in ended if not isinstance(one.reason, str)}
+        self._leave([one.sequence for one in ended], failed)
 
     def drop_cancelled(self) -> None:
         """Free the blocks of requests under way that were cancelled, and forget those that wait."""
@@ -328,7 +317,7 @@ class Scheduler:
             if sequence.row not in failed and sequence.kept_version == self.blocks.version:
                 prompt_T = sequence.tokens[: len(sequence.prompt_ids)]
                 ids_T = np.concatenate([prompt_T, self.table.reply(sequence.row)])
-                self.blocks.keep(sequence.blocks, ids_T[: self.table.length[sequence.row]])
+                self.blocks.keep(self.table.blocks_of(sequence.row), ids_T[: self.table.length[sequence.row]])
             emptied = self._give_blocks(sequence)
             if isinstance(self.cache, SequentialCache):
                 self.cache.drop(sequence)
@@ -338,24 +327,22 @@ class Scheduler:
 
     def _close_gaps(self, sequences: Sequence[ActiveSequence]) -> None:
         """The last of the running sequences move to the rows of those that leave."""
-        gone = {sequence.row for sequence in sequences}
-        n = len(self.running) - len(gone)
-        holes = sorted(row for row in gone if row < n)
-        movers = [row for row in range(n, len(self.running)) if row not in gone]
-        if holes:
-            self.table.move(holes, movers)
-        for hole, mover in zip(holes, movers, strict=True):
+        now = np.arange(self._rows + 1)  # the row that the sequence of each has now
+        now[[self._rows, *(sequence.row for sequence in sequences)]] = -1  # one without a row stays without
+        last = len(self.running)
+        n = last - len(sequences)
+        holes, movers = (now[:n] < 0).nonzero()[0], now[n:last][now[n:last] >= 0]
+        self.table.move(holes, movers)
+        for hole, mover in zip(holes.tolist(), movers.tolist(), strict=True):
             self.running[hole] = self.running[mover]
             self.running[hole].row = hole
         del self.running[n:]
         for sequence in sequences:
             sequence.row = -1
         if self.cuda is not None:
-            now = np.arange(self._rows + 1)
-            now[[*gone, self._rows]] = -1  # the last one is that of a sequence without a row: -1 stays -1
             now[movers] = holes
             self.cuda.follow(now)
-            self.cuda.free(holes, movers, n, n + len(gone))
+            self.cuda.free(holes, movers, n, last)
 
     def deliver(self) -> None:
         """Hand out what has ended, now that the model is again as its owner left it."""

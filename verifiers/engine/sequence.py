@@ -125,7 +125,7 @@ OnToken = Callable[[int, float], bool]
 
 
 class Answer(Future[Generated]):
-    """What a request will give. Cancelling it while it is under way frees its blocks before the next token."""
+    """What a request will give. Cancelling it while it is under way frees its blocks before the next step."""
 
     is_unwanted = False
     on_cancel: Callable[[], None] | None = None
@@ -211,7 +211,7 @@ class ActiveSequence:
     on_token: OnToken | None = None
     future: Answer = field(default_factory=Answer)
     row: int = -1  # of the batch that decodes; -1: none
-    blocks: list[int] = field(default_factory=list)  # of the KV cache
+    blocks: list[int] = field(default_factory=list)  # of the KV cache, while its prompt is run; then the table has them
     sampled: Sampled = ((), (), ())  # before it was preempted, the last time
     tokens: np.ndarray = field(init=False)  # those to run before the next one is drawn: the prompt, and then these
     computed: int = 0  # of them have keys and values
@@ -249,9 +249,9 @@ class ActiveSequence:
         >>> [(span.version, span.start, span.end) for span in sequence.version_spans(5)]
         [('3', 0, 2), ('4', 2, 5)]
         """
-        starts = [start for start, _ in self.versions[1:]] + [tokens]
-        spans = zip(self.versions, starts, strict=True)
-        return tuple(VersionSpan(version=name, start=start, end=end) for (start, name), end in spans if start < end)
+        ends = [*(start for start, _ in self.versions[1:]), tokens]
+        spans = zip(self.versions, ends, strict=True)
+        return tuple([VersionSpan(name, start, end) for (start, name), end in spans if start < end])
 
 
 @dataclass(eq=False, slots=True)

@@ -21,12 +21,11 @@ from verifiers.engine.sampler import draw
 from verifiers.engine.scheduler import Scheduler
 from verifiers.engine.sequence import Chunk
 from verifiers.engine.sequential import SequentialCache
-from verifiers.kernels.cpu.model import Paged
+from verifiers.kernels.cpu.model import Drawn, Paged
 from verifiers.kernels.devices import host_index
 
-AHEAD = 2  # steps in flight on CUDA before the host reads the first of them
+AHEAD = 2  # steps that CUDA has to go on with, at least, while the host reads those before
 ADMIT_SHARE = 16  # on CUDA, new requests are taken in when a 16th of the rows is free: each time costs a prefill
-LOOK_AHEAD = 4  # tokens for which blocks are taken at once on CUDA: telling the device takes as long for many
 SPAN_STEP = 2 * BLOCK
 BURST = 32  # tokens at most that each sequence draws in one call of C; how many are, its speed decides
 
@@ -46,7 +45,8 @@ class Steps:
         """A chunk of the prompts that are being run, then one token for every sequence that decodes."""
         scheduler = self.scheduler
         is_idle = not scheduler.running and not scheduler.prefilling
-        has_changed, has_moved = self.runner.notice(is_idle=is_idle)
+        has_prompts = bool(scheduler.waiting or scheduler.prefilling)
+        has_changed, has_moved = self.runner.notice(is_idle=is_idle, has_prompts=has_prompts)
         if has_changed:
             scheduler.blocks.forget()
         if self._version != self.runner.weight_version:
@@ -77,17 +77,27 @@ class Steps:
         is_worth_it = scheduler.free_rows * ADMIT_SHARE >= self.rows or not scheduler.running
         if scheduler.prefilling or (scheduler.waiting and is_worth_it):
             self._prefill(scheduler.admit())
-        if self.table.needs_logits[: len(scheduler.running)].any():
+        if np.count_nonzero(self.table.needs_logits[: len(scheduler.running)]):
             self._settle()
             if scheduler.running:
                 self._decode()  # what is changed differs between sequences and steps: not worth a graph
                 cuda.assign(np.arange(len(scheduler.running)))
         elif scheduler.running:
-            cuda.add_blocks(*scheduler.reserve_ahead(LOOK_AHEAD, self._settle))
-            cuda.launch(len(scheduler.running))
-            self.steps += 1
-        while cuda.in_flight > (AHEAD if scheduler.running else 0):
+            self._launch(cuda)
+        while cuda.in_flight and cuda.steps_behind_oldest >= (AHEAD if scheduler.running else 0):
             self._collect(cuda)
+
+    def _launch(self, cuda: CudaDecoder) -> None:
+        """Some more tokens for all that run; one, while there are prompts to go on with."""
+        scheduler, burst = self.scheduler, cuda.burst(len(self.scheduler.running))
+        if not burst:
+            self._settle()
+            return
+        steps, rows_M, column_M = scheduler.reserve(1 if scheduler.prefilling else burst, self._settle)
+        if scheduler.running:
+            cuda.add_blocks(rows_M, column_M)
+            cuda.launch(len(scheduler.running), steps)
+            self.steps += steps
 
     def _settle(self) -> None:
         """Read all that was launched."""
@@ -95,12 +105,11 @@ class Steps:
             self._collect(self.scheduler.cuda)
 
     def _collect(self, cuda: CudaDecoder) -> None:
-        """Read the oldest step that was launched."""
+        """Read the oldest steps that were launched."""
         rows_N, is_first, drawn = cuda.collect()
         if not is_first:
-            self.table.length[rows_N] += 1
-            self.table.ahead[rows_N] -= 1
-        self._record(rows_N, *drawn, is_first=is_first)
+            self.table.ahead[rows_N] -= len(drawn.token_KB)
+        self._record(rows_N, drawn, is_first=is_first)
 
     # --- prompts --------------------------------------------------------------------------------------------------
 
@@ -119,7 +128,7 @@ class Steps:
         if cuda is not None and not self.table.needs_logits[rows_N].any():
             cuda.launch_first(logits_NV, rows_N)
             return
-        self._record(rows_N, *draw(logits_NV, sequences, rows_N, self.table, cuda), is_first=True)
+        self._record(rows_N, draw(logits_NV, sequences, rows_N, self.table, cuda), is_first=True)
         if cuda is not None and (begun := [sequence.row for sequence in sequences if sequence.row >= 0]):
             cuda.assign(np.array(begun))
 
@@ -170,8 +179,7 @@ class Steps:
             logits_BV = cache.decode(scheduler.running, table.token[: len(scheduler.running)].tolist())
         else:
             self.runner.count_step()
-            most = min(table.tokens_left(len(scheduler.running), self.length), BURST)
-            burst = self.runner.burst(most, len(self.is_stop_V)) if most > 1 else 0
+            burst = self._burst(len(scheduler.running))
             steps = scheduler.reserve(max(burst, 1))[0]
             if not scheduler.running:  # the only one had to make room for a prompt that came before it
                 return
@@ -180,9 +188,16 @@ class Steps:
                 return
             logits_BV = self._run_step(cache)
         rows_N = np.arange(len(scheduler.running))
-        table.length[rows_N] += 1
         self.steps += 1
-        self._record(rows_N, *draw(logits_BV, scheduler.running, rows_N, table, scheduler.cuda))
+        self._record(rows_N, draw(logits_BV, scheduler.running, rows_N, table, scheduler.cuda))
+
+    def _burst(self, rows: int) -> int:
+        """How many tokens each sequence draws in one call of C; 0: it is not done in C."""
+        table = self.table
+        if (table.is_watched | table.needs_logits)[:rows].any():
+            return 0
+        most = min(int(table.tokens_left(rows).min()), BURST)
+        return self.runner.burst(most, len(self.is_stop_V)) if most > 1 else 0
 
     def _run_step(self, cache: KVCache) -> Tensor:
         table, n, device = self.table, len(self.scheduler.running), self.runner.device
@@ -197,28 +212,18 @@ class Steps:
         drawn = self.runner.decode(
             table.decode_columns(rows), most, self.is_stop_V, Paged(cache.store, table.blocks, cache.length)
         )
-        steps = (drawn.token_KB, drawn.logprob_KB, drawn.raw_KB)
-        table.record_steps(*(one[:-1] for one in steps))
-        table.length[:rows] += 1
         self.steps += len(drawn.token_KB)
-        self.tokens += drawn.token_KB[:-1].size
-        self._record(np.arange(rows), *(one[-1] for one in steps))
+        self._record(np.arange(rows), drawn)
         if len(drawn.token_KB) < most:
             self.scheduler.trim()
 
-    def _record(
-        self, rows_N: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray, raw_N: np.ndarray,
-        *, is_first: bool = False,
-    ) -> None:  # fmt: skip
+    def _record(self, rows_N: np.ndarray, drawn: Drawn, *, is_first: bool = False) -> None:
         """Keep what was drawn, and finish the sequences for which it was the last."""
         table, scheduler = self.table, self.scheduler
-        table.record(rows_N, token_N, logprob_N, raw_N)
-        self.tokens += len(rows_N)
+        table.record(rows_N, drawn, is_first=is_first)
         begun = [scheduler.running[row] for row in rows_N] if is_first else []
-        is_full_N, is_watched_N = table.is_full(rows_N, self.length), table.is_watched[rows_N]
-        found = ends(
-            scheduler.running, rows_N, token_N, logprob_N, raw_N, is_full_N, self.is_stop_V, is_watched_N
-        )  # fmt: skip
+        found = ends(scheduler.running, rows_N, drawn, table, self.is_stop_V)
+        self.tokens += drawn.token_KB.size - sum(one.beyond for one in found)
         scheduler.finish(found)
         for sequence in begun:
             scheduler.keep_prompt(sequence)

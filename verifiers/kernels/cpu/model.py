@@ -91,8 +91,7 @@ class DecodeColumns:
     seed: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """Tokens of K steps for B sequences, and their logprobs: under what they were drawn from, and raw."""
 
     token_KB: np.ndarray
