@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 from verifiers.types import ChatMessage, Messages
@@ -216,6 +217,9 @@ def sanitize_tool_calls(messages: Messages) -> Messages:
     return clean
 
 
+LEAVES = frozenset((NoneType, bool, int, float))
+
+
 def chars_in(value: Any, *, stop_after: int) -> int:
     """The characters of all texts in a request, and one for each thing in it; counting ends once there are too many.
 
@@ -228,10 +232,10 @@ def chars_in(value: Any, *, stop_after: int) -> int:
         found += 1
         if isinstance(one, str):
             found += len(one) - 1
-        elif isinstance(one, Mapping):
-            waiting += one.keys()
-            waiting += one.values()
         elif isinstance(one, (list, tuple)):
             found += len(one)
             waiting += one if found <= stop_after else ()
+        elif isinstance(one, dict) or (type(one) not in LEAVES and isinstance(one, Mapping)):
+            waiting += one.keys()
+            waiting += one.values()
     return found

@@ -48,8 +48,8 @@ class Sampler(LocalModel):
         self._count = 0
 
     async def complete(self, request: Request) -> Completion:
-        missing = self._usual.keys() - names(request.sampling)
-        if missing:
+        missing = self._usual.keys() - request.sampling.keys()
+        if missing and (missing := missing - names(request.sampling)):
             usual = {name: self._usual[name] for name in missing}
             request = replace(request, sampling={**request.sampling, **usual})
         completion = await super().complete(request)
