@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import CodeType, CoroutineType
+from types import CodeType, CoroutineType, NoneType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -28,6 +28,7 @@ QUICK_S = 0.005
 SLOW_S = 0.05
 MAX_BLOCKED = 512
 MAX_STUCK = 64
+NEVER_AWAITED = frozenset((NoneType, bool, int, float, str, list, dict, tuple))
 
 
 class _Inline(threading.local):
@@ -151,7 +152,8 @@ class Hook:
                 result = self._call_on_loop(args, kwargs)
             else:
                 result = await self._call_elsewhere(args, kwargs, limit_s)
-            if type(result) is not CoroutineType and not inspect.isawaitable(result):
+            kind = type(result)
+            if kind in NEVER_AWAITED or (kind is not CoroutineType and not inspect.isawaitable(result)):
                 return result
             if not self.is_async:
                 self.is_async = True

@@ -270,8 +270,9 @@ class Run:
             state = await _through(self._generation, self.generate, job)
         except NotBegunError:
             return
-        score = Score()
-        if self.score_alone is not None and state.get("error") is None:
+        if self.score_alone is None or state.get("error") is not None:
+            score = Score()
+        else:
             began = time.perf_counter()
             score = await _through(self._scoring, self.score_alone, state)
             write_score(state, score)

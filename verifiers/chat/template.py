@@ -44,6 +44,8 @@ class ChatTemplate:
     def source(self, tools: Any = None) -> str:
         """The template in use: a tokenizer may have several, one of them for tools."""
         templates = getattr(self._tokenizer, "chat_template", None)
+        if isinstance(templates, str):
+            return templates
         if isinstance(templates, Mapping):
             named = "tool_use" if tools and "tool_use" in templates else "default"
             templates = templates.get(named) or next(iter(templates.values()), "")

@@ -176,18 +176,20 @@ class Engine:
     ) -> list[Answer]:
         """Queue ``n`` completions of one prompt, which is run once; ``on_token`` may be one function for each."""
         sampling = sampling or Sampling()
-        prompt = list(map(int, prompt_ids))
-        if not prompt:
+        if not len(prompt_ids):
             raise ValueError("the prompt is empty: give at least one token")
-        if len(prompt) >= self.length:
+        if len(prompt_ids) >= self.length:
             holds = f", all that the KV cache holds (cache_tokens={self.cache_tokens})"
             raise OverlongPromptError(
-                f"the prompt has {len(prompt)} tokens, and the context is {self.length}"
+                f"the prompt has {len(prompt_ids)} tokens, and the context is {self.length}"
                 f"{holds if self.length == self.cache_tokens else ''}"
             )
-        check_tokens((*prompt, *sampling.logit_bias), self.vocabulary)
-        first = sampling.seed if sampling.seed is not None else self._seeds.draw(prompt)
-        told = list(on_token) if isinstance(on_token, Sequence) else [on_token] * n
+        tokens = check_tokens(tuple(prompt_ids), self.vocabulary)
+        if sampling.logit_bias:
+            check_tokens(tuple(sampling.logit_bias), self.vocabulary)
+        first = sampling.seed if sampling.seed is not None else self._seeds.draw(tokens)
+        prompt = list(tokens)
+        told = [on_token] * n if on_token is None or not isinstance(on_token, Sequence) else list(on_token)
         sequences = [ActiveSequence(prompt, sampling, (first + i) % (1 << 63), told[i]) for i in range(n)]
         for sequence in sequences:
             sequence.future.on_cancel = self.scheduler.note_cancel

@@ -24,25 +24,20 @@ def only_reads(condition: F) -> F:
     return condition
 
 
-class Hooks:
-    """One object's hooks; each is looked up once."""
+class Hooks(dict[str, calls.Hook | None]):
+    """One object's methods by name, None for the library's own default (or none); each is looked up once."""
 
     def __init__(self, owner: Any) -> None:
+        super().__init__()
         self._owner = owner
-        self._named: dict[str, calls.Hook | None] = {}
         self._marked: dict[str, list[tuple[str, Callable[..., Awaitable[Any]]]]] = {}
 
-    def named(self, name: str) -> calls.Hook | None:
-        """The method of this name, unless it is the library's own default (or there is none)."""
-        try:
-            return self._named[name]
-        except KeyError:
-            owner = self._owner
-            method = getattr(owner, name, None)
-            is_ours = name not in vars(owner) and calls.is_default(getattr(type(owner), name, None))
-            hook = None if method is None or is_ours else _made(name, method)
-            self._named[name] = hook
-            return hook
+    def __missing__(self, name: str) -> calls.Hook | None:
+        owner = self._owner
+        method = getattr(owner, name, None)
+        is_ours = name not in vars(owner) and calls.is_default(getattr(type(owner), name, None))
+        hook = self[name] = None if method is None or is_ours else _made(name, method)
+        return hook
 
     def marked(self, kind: str) -> list[tuple[str, Callable[..., Awaitable[Any]]]]:
         """The methods marked ``@stop``, ``@cleanup`` or ``@teardown`` with their names, highest priority first."""

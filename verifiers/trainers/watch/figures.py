@@ -20,22 +20,21 @@ def batch_view(batch: Batch) -> dict[str, Any]:
     tokens = [_said(state) for state in states]
     drawn = np.fromiter(chain.from_iterable(tokens), np.float64, sum(map(len, tokens)))
     drawn = drawn[np.isfinite(drawn)]
-    names = sorted({name for state in states for name in state.get("metrics") or {}})
+    metrics = [state.get("metrics") or {} for state in states]
+    timings = [state.get("timing") or {} for state in states]
+    names = sorted({name for one in metrics for name in one})
     return {
         "rewards": batch["rewards"],
         "groups": batch["groups"],
         "examples": batch.examples,
         "sampled": batch.sampled,
-        "metrics": {name: [(state.get("metrics") or {}).get(name) for state in states] for name in names},
+        "metrics": {name: [one.get(name) for one in metrics] for name in names},
         "is_truncated": [bool(state.get("is_truncated")) for state in states],
         "is_played": [bool(state) for state in states],
         "lengths": [len(logprobs) for logprobs in tokens],
         "failed": len(batch.failed),
         "drawn": (float(drawn.sum()), len(drawn)),
-        **{
-            name: sum((state.get("timing") or {}).get(name, 0.0) for state in states)
-            for name in ("scoring_ms", "total_ms")
-        },
+        **{name: sum(one.get(name, 0.0) for one in timings) for name in ("scoring_ms", "total_ms")},
     }
 
 
