@@ -196,16 +196,17 @@ class Engine:
         with self._wake:
             if self._is_closed:
                 raise InfraError("the engine is closed")
-            waiting = len(self.waiting) + len(self._held or ())
+            queue = self.waiting
+            waiting = len(queue) + len(self._held or ())
             if waiting + n > self.max_waiting:
                 raise EngineFullError(f"{waiting} requests are waiting already; try again in a moment")
-            is_first = not self.waiting
-            (self.waiting if self._held is None else self._held).extend(sequences)
+            is_first = not queue
+            (queue if self._held is None else self._held).extend(sequences)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="verifiers-engine", daemon=True)
                 self._thread.start()
                 threads.remember(self, self._thread)
-            if is_first or len(self.waiting) >= self._gathering:  # of those between, the thread need not know
+            if is_first or len(queue) >= self._gathering:  # of those between, the thread need not know
                 self._wake.notify()
         return [sequence.future for sequence in sequences]
 
