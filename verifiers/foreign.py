@@ -11,7 +11,7 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import CodeType, CoroutineType, NoneType
@@ -181,11 +181,11 @@ class Hook:
         call = Call(self, functools.partial(self.function, *args, **kwargs), loop, limit_s)
         try:
             if self.is_quick:
-                return await _finished(call, lane_of(loop).submit(call), None)  # the lane sees to its limit
+                return await _finished(call, lane_of(loop).submit(call))  # the lane sees to its limit
             if home.get() is not None:  # nested in another hook, which holds a slot already: waiting could deadlock
-                return await _finished(call, in_thread(call.run), limit_s)
+                return await _finished(call, _within(limit_s, in_thread(call.run)))
             async with self._slot(loop):
-                return await _finished(call, in_thread(call.run), limit_s)
+                return await _finished(call, _within(limit_s, in_thread(call.run)))
         except ValueError as error:
             if "signal only works in main thread" not in str(error):
                 raise
@@ -239,10 +239,10 @@ async def _within(limit_s: float | None, result: Any) -> Any:
         raise TimeLimitError(f"it did not return within {limit_s:g} s") from None
 
 
-async def _finished(call: Call, future: asyncio.Future[Any], limit_s: float | None) -> Any:
+async def _finished(call: Call, result: Awaitable[Any]) -> Any:
     """Wait for a call in another thread; one that is given up is remembered for as long as it goes on."""
     try:
-        return await _within(limit_s, future)
+        return await result
     finally:
         if not call.has_ended:
             call.give_up()

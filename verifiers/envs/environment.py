@@ -337,9 +337,10 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         environment, conditions that only read what the model did are not asked again.
         """
         for name, is_met in self._hooks.marked("stop"):
-            if is_after_answer and hasattr(is_met, "only_reads"):
-                continue
-            if name not in self._hooks.stops_with_messages:
+            reads = getattr(is_met, "only_reads", None)
+            if reads is not None:
+                met = not is_after_answer and reads(self, state)
+            elif name not in self._hooks.stops_with_messages:
                 met = await is_met(state)
             else:
                 shown = self.conversation(state) if messages is None and state.get("trajectory") else messages

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from verifiers import calls
 from verifiers.rollout import marked
@@ -15,13 +15,16 @@ ASKING_TIMEOUT_S = 3600.0
 ASKING = ("rollout", "get_model_response")
 SCORING = ("score_rollout",)
 
-F = TypeVar("F", bound=Callable[..., Awaitable[bool]])
 
+def only_reads(condition: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Coroutine[Any, Any, bool]]:
+    """A stop condition of ours that reads the state and nothing else: awaited by others, and asked by us as it is."""
 
-def only_reads(condition: F) -> F:
-    """Mark a stop condition of ours that reads the state and nothing else: no foreign code, so no `Hook` around it."""
-    condition.only_reads = True  # type: ignore[attr-defined]
-    return condition
+    @functools.wraps(condition)
+    async def ask(self: Any, state: Any) -> bool:
+        return condition(self, state)
+
+    ask.only_reads = condition  # type: ignore[attr-defined]
+    return ask
 
 
 class Hooks(dict[str, calls.Hook | None]):
