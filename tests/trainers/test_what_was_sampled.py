@@ -372,6 +372,8 @@ def test_a_reply_that_was_changed_after_it_was_sampled_is_not_taken_for_what_the
     sampler.keep(Request(model="", prompt=prompt), message, Tokens(prompt_ids=[1], completion_ids=[2], logprobs=[-0.5]))
     said = dict(message)
     message["content"] = "a"
+    prompt.append(message)  # the loop goes on with its list
+    prompt = prompt[:1]
     assert sampler.samples(prompt, [message]) == []
     assert [one.completion_ids for one in sampler.samples(prompt, [said])] == [[2]]
 

@@ -50,7 +50,7 @@ class Sampler(LocalModel):
 
     async def complete(self, request: Request) -> Completion:
         given = request.sampling
-        if not self._usual.keys() <= given.keys() or None in given.values():
+        if not self._usual.keys() <= given.keys() or any(one is None for one in given.values()):
             usual = {name: self._usual[name] for name in self._usual.keys() - names(given)}
             request = replace(request, sampling={**given, **usual})
         completion = await super().complete(request)
@@ -60,7 +60,10 @@ class Sampler(LocalModel):
 
     def keep(self, request: Request, message: ChatMessage, tokens: Tokens) -> None:
         """Remember which tokens a reply was made of; the oldest replies go when there are too many."""
-        self._kept.append((request.prompt, dict(message), tokens))
+        prompt = (
+            request.prompt if isinstance(request.prompt, str) else list(request.prompt)
+        )  # its caller may go on with it
+        self._kept.append((prompt, dict(message), tokens))
 
     def _sort(self) -> None:
         """Put what was kept where it can be found: hardly anybody asks."""
