@@ -3,6 +3,7 @@
 python benchmarks/training.py                  # a tiny model on the CPU; SmolLM2's shape where there is a card
 python benchmarks/training.py --only ours      # without TRL (pip install trl for it)
 python benchmarks/training.py --learn          # instead, the reward of both after the same number of samples
+python benchmarks/training.py --host           # instead, CPU of the trainer's thread a rollout, with next to no model
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import verifiers as vf
 
 SHAPES = {  # hidden, feed-forward, layers, heads, key/value heads, width of a head, vocabulary
+    "least": (16, 16, 1, 1, 1, 16, 512),
     "tiny": (128, 256, 4, 4, 2, 32, 512),
     "smollm2": (576, 1536, 30, 9, 3, 64, 49152),
     "qwen3-1.7b": (2048, 6144, 28, 16, 8, 128, 151936),
@@ -98,7 +100,12 @@ def same_settings(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def ours(case: dict[str, Any], device: str) -> tuple[list[float], list[float]]:
+def ours(
+    case: dict[str, Any],
+    device: str,
+    trainer_class: type[vf.GRPOTrainer] = vf.GRPOTrainer,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[list[float], list[float]]:
     """Seconds and mean reward of each step."""
     model, tokenizer = make(case["shape"], device)
 
@@ -107,7 +114,7 @@ def ours(case: dict[str, Any], device: str) -> tuple[list[float], list[float]]:
 
     rows = [{"prompt": text, "answer": ""} for text in prompts_of(512, case["words"], SHAPES[case["shape"]][-1])]
     env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([reward]), message_type="completion")
-    times = [time.perf_counter()]
+    times = [clock()]
     config = vf.GRPOConfig(
         batch_size=case["micro"],
         group_size=case["group"],
@@ -117,12 +124,12 @@ def ours(case: dict[str, Any], device: str) -> tuple[list[float], list[float]]:
         output_dir=tempfile.mkdtemp() + "/run",
         show_progress=False,
     )
-    trainer = vf.GRPOTrainer(
+    trainer = trainer_class(
         model=model,
         tokenizer=tokenizer,
         env=env,
         config=config,
-        callbacks=[lambda trainer, figures: times.append(time.perf_counter())],
+        callbacks=[lambda trainer, figures: times.append(clock())],
         peft_config=vf.lora_defaults() if case.get("lora") else None,
     )
     report = trainer.train()
@@ -223,16 +230,41 @@ def compare_rewards(device: str, seeds: int) -> None:
         print(f"   {name}: {statistics.mean(values):.3f} on average{spread}", flush=True)
 
 
+HOST = {"shape": "least", "rollouts": 1024, "micro": 1024, "group": 16, "words": 64, "new": 64, "steps": 12}
+
+
+def host_time() -> None:
+    """CPU of the thread that makes rollouts and learns; the engine's steps are made by a thread of their own."""
+    learned: list[float] = []
+
+    class Clocked(vf.GRPOTrainer):
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            began = time.thread_time()
+            figures = super().train_step(batch)
+            learned.append(time.thread_time() - began)
+            return figures
+
+    steps, _ = ours({**HOST, "reward": "coin", "rate": 1e-6, "seed": 0}, "cpu", Clocked, time.thread_time)
+    around = [1000 * (step - part) / HOST["rollouts"] for step, part in zip(steps[1:], learned[1:], strict=True)]
+    learning = [1000 * part / HOST["rollouts"] for part in learned[1:]]
+    for name, values in {"making, scoring, reporting": around, "train_step": learning}.items():
+        print(f"   {name}: {statistics.median(values):.3f} ms of CPU a rollout (least {min(values):.3f})", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["ours", "trl"])
     parser.add_argument("--learn", action="store_true")
+    parser.add_argument("--host", action="store_true")
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     warnings.filterwarnings("ignore")
     if device == "cpu":
         torch.set_num_threads(1)
+    if args.host:
+        host_time()
+        return
     if args.learn:
         compare_rewards(device, args.seeds)
         return

@@ -390,6 +390,13 @@ def test_a_run_gives_the_garbage_collector_back() -> None:
     assert gc.get_freeze_count() == 0
 
 
+def test_what_a_run_has_made_is_old_when_it_ends_so_that_no_young_collection_looks_at_it() -> None:
+    results = evaluate(vf.SingleTurnEnv(dataset=rows(300), rubric=vf.Rubric([exact])))
+    young = {id(one) for generation in (0, 1) for one in gc.get_objects(generation)}
+    assert len(results.rollouts) == 300
+    assert not any(id(state) in young for state in results.rollouts)
+
+
 def test_what_was_there_before_a_run_is_not_scanned_while_it_lasts() -> None:
     frozen: list[int] = []
 

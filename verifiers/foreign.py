@@ -11,10 +11,10 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import CodeType, CoroutineType
+from types import CodeType, CoroutineType, NoneType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -28,6 +28,7 @@ QUICK_S = 0.005
 SLOW_S = 0.05
 MAX_BLOCKED = 512
 MAX_STUCK = 64
+NEVER_AWAITED = frozenset((NoneType, bool, int, float, str, list, dict, tuple))
 
 
 class _Inline(threading.local):
@@ -151,7 +152,8 @@ class Hook:
                 result = self._call_on_loop(args, kwargs)
             else:
                 result = await self._call_elsewhere(args, kwargs, limit_s)
-            if type(result) is not CoroutineType and not inspect.isawaitable(result):
+            kind = type(result)
+            if kind in NEVER_AWAITED or (kind is not CoroutineType and not inspect.isawaitable(result)):
                 return result
             if not self.is_async:
                 self.is_async = True
@@ -179,11 +181,11 @@ class Hook:
         call = Call(self, functools.partial(self.function, *args, **kwargs), loop, limit_s)
         try:
             if self.is_quick:
-                return await _finished(call, lane_of(loop).submit(call), None)  # the lane sees to its limit
+                return await _finished(call, lane_of(loop).submit(call))  # the lane sees to its limit
             if home.get() is not None:  # nested in another hook, which holds a slot already: waiting could deadlock
-                return await _finished(call, in_thread(call.run), limit_s)
+                return await _finished(call, _within(limit_s, in_thread(call.run)))
             async with self._slot(loop):
-                return await _finished(call, in_thread(call.run), limit_s)
+                return await _finished(call, _within(limit_s, in_thread(call.run)))
         except ValueError as error:
             if "signal only works in main thread" not in str(error):
                 raise
@@ -237,10 +239,10 @@ async def _within(limit_s: float | None, result: Any) -> Any:
         raise TimeLimitError(f"it did not return within {limit_s:g} s") from None
 
 
-async def _finished(call: Call, future: asyncio.Future[Any], limit_s: float | None) -> Any:
+async def _finished(call: Call, result: Awaitable[Any]) -> Any:
     """Wait for a call in another thread; one that is given up is remembered for as long as it goes on."""
     try:
-        return await _within(limit_s, future)
+        return await result
     finally:
         if not call.has_ended:
             call.give_up()

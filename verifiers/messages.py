@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 from verifiers.types import ChatMessage, Messages
@@ -21,7 +22,7 @@ def as_messages(value: Any, *, role: str = "user") -> list[ChatMessage]:
         return [value]
     if hasattr(value, "model_dump"):
         return [value.model_dump(exclude_none=True)]
-    return [message for item in value for message in as_messages(item, role=role)]
+    return [message for item in value for message in ((item,) if type(item) is dict else as_messages(item, role=role))]
 
 
 def concat_messages(messages_list: Sequence[Messages | ChatMessage]) -> Messages:
@@ -31,7 +32,7 @@ def concat_messages(messages_list: Sequence[Messages | ChatMessage]) -> Messages
     '2+2=4'
     """
     if messages_list and all(isinstance(messages, str) for messages in messages_list):
-        return "".join(str(messages) for messages in messages_list)
+        return "".join(map(str, messages_list))
     return [message for messages in messages_list for message in as_messages(messages)]
 
 
@@ -216,6 +217,9 @@ def sanitize_tool_calls(messages: Messages) -> Messages:
     return clean
 
 
+LEAVES = frozenset((NoneType, bool, int, float))
+
+
 def chars_in(value: Any, *, stop_after: int) -> int:
     """The characters of all texts in a request, and one for each thing in it; counting ends once there are too many.
 
@@ -226,12 +230,15 @@ def chars_in(value: Any, *, stop_after: int) -> int:
     while waiting and found <= stop_after:
         one = waiting.pop()
         found += 1
-        if isinstance(one, str):
+        kind = type(one)
+        if kind is str or isinstance(one, str):
             found += len(one) - 1
-        elif isinstance(one, Mapping):
-            waiting += one.keys()
-            waiting += one.values()
+        elif kind in LEAVES:
+            continue
         elif isinstance(one, (list, tuple)):
             found += len(one)
             waiting += one if found <= stop_after else ()
+        elif isinstance(one, (dict, Mapping)):
+            waiting += one.keys()
+            waiting += one.values()
     return found

@@ -40,8 +40,8 @@ class Tally:
         self.done += 1
         if state.get("error") is not None:
             self.failed += 1
-        elif state.get("reward") is not None:
-            self.count(state.get("example_id"), state["reward"])
+        elif (reward := state.get("reward")) is not None:
+            self.count(state.get("example_id"), reward)
         usage = state.get("usage")
         if usage is not None:
             self.tokens += usage.completion_tokens

@@ -171,8 +171,10 @@ def step_tokens(tokens: Tokens | None, max_seq_len: int | None = None) -> Trajec
     if tokens.sampling is not None:
         step["sampling"] = dict(tokens.sampling)
     if tokens.weight_versions:
-        kept_spans = (one for one in tokens.weight_versions if one.start < len(reply))
-        step["weight_versions"] = [one._replace(end=min(one.end, len(reply))) for one in kept_spans]
+        spans = list(tokens.weight_versions)
+        if spans[-1].end > len(reply):
+            spans = [one._replace(end=min(one.end, len(reply))) for one in spans if one.start < len(reply)]
+        step["weight_versions"] = spans
     return step
 
 

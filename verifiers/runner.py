@@ -270,8 +270,9 @@ class Run:
             state = await _through(self._generation, self.generate, job)
         except NotBegunError:
             return
-        score = Score()
-        if self.score_alone is not None and state.get("error") is None:
+        if self.score_alone is None or state.get("error") is not None:
+            score = Score()
+        else:
             began = time.perf_counter()
             score = await _through(self._scoring, self.score_alone, state)
             write_score(state, score)
@@ -358,8 +359,9 @@ class _LongLived:
     Thousands of waiting rollouts are live objects, and so are the modules of a program that trains: scanning all of
     them over and over costs as much as running the rollouts, and stops the loop for half a second at a time. New
     objects are let come together before they are looked at, since nearly all of them are kept; full collections come
-    more often instead, each over what is new. When the last run ends everything is handed back; Python no longer knows
-    how much of it is new then, so every now and then all of it is looked at.
+    more often instead, each over what is new. When the last run ends everything is handed back as old, what it has just
+    made too, which its caller keeps; Python no longer knows how much of it is new then, so every now and then all of it
+    is looked at.
     """
 
     def __init__(self) -> None:
@@ -383,8 +385,9 @@ class _LongLived:
             self.runs -= 1
             if self.runs == 0:
                 gc.callbacks.remove(self._after_collection)
-                gc.set_threshold(*self.threshold)
+                gc.freeze()
                 gc.unfreeze()
+                gc.set_threshold(*self.threshold)
                 if self.rollouts >= SWEPT_AFTER and self.threshold[0] and gc.isenabled():
                     self.rollouts = 0
                     gc.collect()

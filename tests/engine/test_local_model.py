@@ -136,6 +136,43 @@ def test_sampling_arguments_that_change_between_two_requests_are_read_anew(local
         lengths()
 
 
+def test_requests_that_are_the_same_share_their_prompt_and_nothing_that_a_caller_could_change(
+    local: LocalModel,
+) -> None:
+    async def both() -> list[Any]:
+        return await asyncio.gather(*(local.complete(chat(prompt=[dict(USER[0])], seed=i)) for i in range(2)))
+
+    one, other = asyncio.run(both())
+    assert one.tokens.prompt_ids == other.tokens.prompt_ids == one.raw["prompt_token_ids"]
+    assert one.raw["id"] != other.raw["id"]
+    for held in ("prompt_token_ids", "sampling", "usage"):
+        assert one.raw[held] is not other.raw[held]
+    one.tokens.prompt_ids.clear()
+    one.raw["sampling"].clear()
+    later = ask(local, seed=0)
+    assert (later.tokens.prompt_ids, later.raw["sampling"]["seed"]) == (other.tokens.prompt_ids, 0)
+
+
+def test_a_prompt_is_written_anew_when_the_template_has_changed() -> None:
+    tokenizer = tiny.tokenizer()
+    with LocalModel(tiny.model(tokenizer), tokenizer, rows=2, name="tiny") as model:
+        before = ask(model, seed=1).tokens.prompt_ids
+        tokenizer.chat_template = "{{ messages[0].content }}"
+        assert ask(model, seed=1).tokens.prompt_ids != before
+
+
+def test_the_reply_of_a_stream_has_the_name_of_its_chunks(local: LocalModel) -> None:
+    async def read() -> Any:
+        stream = await local.stream(chat())
+        async for _ in stream:
+            pass
+        return stream
+
+    stream = asyncio.run(read())
+    assert stream.completion.raw["id"] == stream.head["id"]
+    assert (stream.head["object"], stream.completion.raw["object"]) == ("chat.completion.chunk", "chat.completion")
+
+
 def test_several_choices_share_one_prefill(local: LocalModel) -> None:
     completion = ask(local, n=3, seed=1, logprobs=True)
     choices = completion.raw["choices"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -359,6 +360,36 @@ def test_the_same_text_sampled_as_different_tokens_is_learned_as_each_was_sample
         sampler.keep(Request(model="", prompt=prompt), message, tokens)
     found = [sampler.samples(prompt, [message])[0].completion_ids for _ in range(4)]
     assert found == [[5], [6, 7], [5], [6, 7]]
+
+
+def test_a_reply_that_was_changed_after_it_was_sampled_is_not_taken_for_what_the_policy_said() -> None:
+    from verifiers.clients.protocol import Tokens
+    from verifiers.trainers.sampler import Sampler
+
+    tokenizer = tiny.tokenizer()
+    sampler = Sampler(tiny.model(tokenizer), tokenizer)
+    prompt, message = [{"role": "user", "content": "hi"}], {"role": "assistant", "content": "a, b"}
+    sampler.keep(Request(model="", prompt=prompt), message, Tokens(prompt_ids=[1], completion_ids=[2], logprobs=[-0.5]))
+    said = dict(message)
+    message["content"] = "a"
+    prompt.append(message)  # the loop goes on with its list
+    prompt = prompt[:1]
+    assert sampler.samples(prompt, [message]) == []
+    assert [one.completion_ids for one in sampler.samples(prompt, [said])] == [[2]]
+
+
+def test_a_sampling_argument_that_is_none_is_the_usual_one() -> None:
+    from verifiers.trainers.sampler import Sampler
+
+    tokenizer = tiny.tokenizer()
+    with Sampler(tiny.model(tokenizer), tokenizer, usual={"temperature": 0.5, "max_tokens": 3}) as sampler:
+        asked = {"temperature": None, "max_completion_tokens": 2}
+        request = Request(model="", prompt=[{"role": "user", "content": "hello"}], sampling=asked)
+        tokens = asyncio.run(sampler.complete(request)).tokens
+    assert tokens is not None
+    assert tokens.sampling is not None
+    assert tokens.sampling["temperature"] == 0.5
+    assert len(tokens.completion_ids) <= 2
 
 
 def test_saved_tokens_are_learned_as_they_are_and_those_of_another_tokenizer_are_not(tmp_path: Any) -> None:

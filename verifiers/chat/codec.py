@@ -23,6 +23,7 @@ class Codec:
         self._enders: dict[str, frozenset[int] | None] = {}
         self._lock = threading.Lock()
         self._encode = lru_cache(RECENT)(self._encode_once)
+        self._decode_context = lru_cache(RECENT)(self._decode_once)
 
     @cached_property
     def longest_token(self) -> int:
@@ -88,6 +89,9 @@ class Codec:
     def _encode_once(self, text: str, special: bool) -> tuple[int, ...]:
         return tuple(self._fast.encode(text, add_special_tokens=special).ids)
 
+    def _decode_once(self, ids: tuple[int, ...], special: bool) -> str:
+        return self.decode(list(ids), special=special)
+
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of ids, with or without special tokens."""
         if self._fast is not None:
@@ -101,8 +105,8 @@ class Codec:
         """The text that ``ids`` add after the ids ``before``."""
         if self._is_bytewise:
             return self.decode(ids, special=special)
-        tail = list(before[-CONTEXT:])
-        start = self.decode(tail, special=special)
+        tail = tuple(before[-CONTEXT:])
+        start = self._decode_context(tail, special)
         text = self.decode([*tail, *ids], special=special)
         if text.startswith(start) and not start.endswith(BROKEN):
             return text[len(start) :]

@@ -30,6 +30,7 @@ class KnownTexts:
         self._sorted: list[str] = []
         self._shortest = max_chars  # no known text is shorter
         self._lock = threading.Lock()
+        self.count = 0  # texts that were ever seen
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -38,6 +39,7 @@ class KnownTexts:
         if not text or len(text) > self._max_chars:
             return
         with self._lock:
+            self.count += 1
             if text not in self._ids:
                 insort(self._sorted, text)
                 self._chars += len(text)

@@ -39,11 +39,13 @@ class ChatTemplate:
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     def style(self, tools: Any = None) -> Style:
-        return style_of(self._source(tools))
+        return style_of(self.source(tools))
 
-    def _source(self, tools: Any) -> str:
+    def source(self, tools: Any = None) -> str:
         """The template in use: a tokenizer may have several, one of them for tools."""
         templates = getattr(self._tokenizer, "chat_template", None)
+        if isinstance(templates, str):
+            return templates
         if isinstance(templates, Mapping):
             named = "tool_use" if tools and "tool_use" in templates else "default"
             templates = templates.get(named) or next(iter(templates.values()), "")
@@ -67,13 +69,13 @@ class ChatTemplate:
         plain = [plain_message(message) for message in messages]
         if not plain:
             raise RequestRefusedError("the conversation is empty: give at least one message")
-        source = self._source(tools)
+        source = self.source(tools)
         settings = {
             **kwargs,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "continue_final_message": continue_final_message,
         }
-        key = (source, repr(plain), repr(tools), repr(settings), time.localtime()[:3])  # templates may write the day
+        key = (source, repr(plain), repr(tools), repr(settings), today())
         text = self._recent.find(key)
         if text is None:
             text = self._write(list(_forms(plain, tools, source)), settings)
@@ -104,6 +106,11 @@ class ChatTemplate:
         _, found, after = text.rpartition(reply)
         ids = codec.encode(after.lstrip(), special=False) if found and after.strip() else []
         return ids[0] if ids and codec.decode(ids[:1]) == "" else None
+
+
+def today() -> tuple[int, ...]:
+    """The date, which templates may write."""
+    return time.localtime()[:3]
 
 
 # --- messages as templates take them ------------------------------------------------------------------------------

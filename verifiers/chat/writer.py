@@ -8,7 +8,7 @@ from typing import Any
 
 from verifiers.chat.codec import Codec
 from verifiers.chat.known import KnownTexts, shared_length
-from verifiers.chat.template import ChatTemplate
+from verifiers.chat.template import ChatTemplate, today
 from verifiers.errors import RequestRefusedError
 from verifiers.messages import as_messages, role_of, text_of
 
@@ -38,6 +38,11 @@ class ChatWriter:
         self.codec = Codec(tokenizer)
         self.template = ChatTemplate(tokenizer, model=model)
         self._known = KnownTexts()
+
+    @property
+    def now(self) -> tuple[Any, ...]:
+        """Whatever else the text and ids of a prompt depend on: the template, the day, and what was sampled so far."""
+        return self.template.source(), today(), self._known.count
 
     # --- prompts ----------------------------------------------------------------------------------------------------
 

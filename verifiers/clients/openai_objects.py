@@ -62,7 +62,4 @@ class Step(dict[str, Any]):
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            return default
+        return self[key] if key == "response" and key in self else dict.get(self, key, default)

@@ -176,34 +176,37 @@ class Engine:
     ) -> list[Answer]:
         """Queue ``n`` completions of one prompt, which is run once; ``on_token`` may be one function for each."""
         sampling = sampling or Sampling()
-        prompt = list(map(int, prompt_ids))
-        if not prompt:
+        if not len(prompt_ids):
             raise ValueError("the prompt is empty: give at least one token")
-        if len(prompt) >= self.length:
+        if len(prompt_ids) >= self.length:
             holds = f", all that the KV cache holds (cache_tokens={self.cache_tokens})"
             raise OverlongPromptError(
-                f"the prompt has {len(prompt)} tokens, and the context is {self.length}"
+                f"the prompt has {len(prompt_ids)} tokens, and the context is {self.length}"
                 f"{holds if self.length == self.cache_tokens else ''}"
             )
-        check_tokens((*prompt, *sampling.logit_bias), self.vocabulary)
-        first = sampling.seed if sampling.seed is not None else self._seeds.draw(prompt)
-        told = list(on_token) if isinstance(on_token, Sequence) else [on_token] * n
+        tokens = check_tokens(tuple(prompt_ids), self.vocabulary)
+        if sampling.logit_bias:
+            check_tokens(tuple(sampling.logit_bias), self.vocabulary)
+        first = sampling.seed if sampling.seed is not None else self._seeds.draw(tokens)
+        prompt = list(tokens)
+        told = [on_token] * n if on_token is None or not isinstance(on_token, Sequence) else list(on_token)
         sequences = [ActiveSequence(prompt, sampling, (first + i) % (1 << 63), told[i]) for i in range(n)]
         for sequence in sequences:
             sequence.future.on_cancel = self.scheduler.note_cancel
         with self._wake:
             if self._is_closed:
                 raise InfraError("the engine is closed")
-            waiting = len(self.waiting) + len(self._held or ())
+            queue = self.waiting
+            waiting = len(queue) + len(self._held or ())
             if waiting + n > self.max_waiting:
                 raise EngineFullError(f"{waiting} requests are waiting already; try again in a moment")
-            is_first = not self.waiting
-            (self.waiting if self._held is None else self._held).extend(sequences)
+            is_first = not queue
+            (queue if self._held is None else self._held).extend(sequences)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="verifiers-engine", daemon=True)
                 self._thread.start()
                 threads.remember(self, self._thread)
-            if is_first or len(self.waiting) >= self._gathering:  # of those between, the thread need not know
+            if is_first or len(queue) >= self._gathering:  # of those between, the thread need not know
                 self._wake.notify()
         return [sequence.future for sequence in sequences]
 

@@ -91,6 +91,11 @@ class Options:
     timeout_s: float | None = None
 
     @property
+    def is_of_plain_values(self) -> bool:
+        """Does it hold no object of the caller's that may change: no tools, variables of the template, or schema?"""
+        return self.tools is None and not self.template and self.response_format.is_text
+
+    @property
     def scores_prompt(self) -> bool:
         """Are the logprobs of the prompt's own tokens asked for?"""
         return self.prompt_logprobs is not None or (self.echo and self.logprobs)

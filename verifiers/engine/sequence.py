@@ -224,7 +224,7 @@ class ActiveSequence:
     failure: Exception | None = None  # of what was asked for, found out between two tokens
 
     def __post_init__(self) -> None:
-        self.tokens = np.array(self.prompt_ids, np.int32)
+        self.tokens = _as_array(tuple(self.prompt_ids))
 
     @property
     def is_to_be_scored(self) -> bool:
@@ -323,11 +323,18 @@ class Seeds:
 
 
 @lru_cache(RECENT)
-def check_tokens(tokens: tuple[int, ...], vocabulary: int) -> None:
-    """Refuse a token that a model does not have."""
+def check_tokens(tokens: tuple[int, ...], vocabulary: int) -> tuple[int, ...]:
+    """The same tokens as plain numbers; one that a model does not have is refused."""
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         stranger = next(token for token in tokens if not 0 <= token < vocabulary)
         raise ValueError(f"there is no token {stranger}: the model has {vocabulary}")
+    return tuple(map(int, tokens))
+
+
+@lru_cache(RECENT)
+def _as_array(tokens: tuple[int, ...]) -> np.ndarray:
+    """Tokens to run, which nobody changes."""
+    return np.array(tokens, np.int32)
 
 
 @lru_cache(RECENT)

@@ -292,7 +292,7 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
 
     async def _play_recorded(self, state: State, answerer: Answerer) -> State:
         """Play a rollout; what hooks of the user's own let the model say in between belongs to its trajectory too."""
-        if not any(map(self._hook, SPEAKING_HOOKS)):
+        if not any(map(self._hooks.__getitem__, SPEAKING_HOOKS)):
             return await self.play(state)
         with recorded_calls() as made:
             state = await self.play(state)
@@ -322,7 +322,7 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
 
     def _hook(self, name: str) -> calls.Hook | None:
         """A user's method by this name, ready to be called; None where the library's own (or none) is in force."""
-        return self._hooks.named(name)
+        return self._hooks[name]
 
     def _time_limits(self) -> AbstractContextManager[None]:
         """While this lasts, one call of a reward function or hook may take as long as this environment says."""
@@ -337,9 +337,10 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         environment, conditions that only read what the model did are not asked again.
         """
         for name, is_met in self._hooks.marked("stop"):
-            if is_after_answer and hasattr(is_met, "only_reads"):
-                continue
-            if name not in self._hooks.stops_with_messages:
+            reads = getattr(is_met, "only_reads", None)
+            if reads is not None:
+                met = not is_after_answer and reads(self, state)
+            elif name not in self._hooks.stops_with_messages:
                 met = await is_met(state)
             else:
                 shown = self.conversation(state) if messages is None and state.get("trajectory") else messages

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from verifiers import calls
 from verifiers.rollout import marked
@@ -15,34 +15,32 @@ ASKING_TIMEOUT_S = 3600.0
 ASKING = ("rollout", "get_model_response")
 SCORING = ("score_rollout",)
 
-F = TypeVar("F", bound=Callable[..., Awaitable[bool]])
+
+def only_reads(condition: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Coroutine[Any, Any, bool]]:
+    """A stop condition of ours that reads the state and nothing else: awaited by others, and asked by us as it is."""
+
+    @functools.wraps(condition)
+    async def ask(self: Any, state: Any) -> bool:
+        return condition(self, state)
+
+    ask.only_reads = condition  # type: ignore[attr-defined]
+    return ask
 
 
-def only_reads(condition: F) -> F:
-    """Mark a stop condition of ours that reads the state and nothing else: no foreign code, so no `Hook` around it."""
-    condition.only_reads = True  # type: ignore[attr-defined]
-    return condition
-
-
-class Hooks:
-    """One object's hooks; each is looked up once."""
+class Hooks(dict[str, calls.Hook | None]):
+    """One object's methods by name, None for the library's own default (or none); each is looked up once."""
 
     def __init__(self, owner: Any) -> None:
+        super().__init__()
         self._owner = owner
-        self._named: dict[str, calls.Hook | None] = {}
         self._marked: dict[str, list[tuple[str, Callable[..., Awaitable[Any]]]]] = {}
 
-    def named(self, name: str) -> calls.Hook | None:
-        """The method of this name, unless it is the library's own default (or there is none)."""
-        try:
-            return self._named[name]
-        except KeyError:
-            owner = self._owner
-            method = getattr(owner, name, None)
-            is_ours = name not in vars(owner) and calls.is_default(getattr(type(owner), name, None))
-            hook = None if method is None or is_ours else _made(name, method)
-            self._named[name] = hook
-            return hook
+    def __missing__(self, name: str) -> calls.Hook | None:
+        owner = self._owner
+        method = getattr(owner, name, None)
+        is_ours = name not in vars(owner) and calls.is_default(getattr(type(owner), name, None))
+        hook = self[name] = None if method is None or is_ours else _made(name, method)
+        return hook
 
     def marked(self, kind: str) -> list[tuple[str, Callable[..., Awaitable[Any]]]]:
         """The methods marked ``@stop``, ``@cleanup`` or ``@teardown`` with their names, highest priority first."""

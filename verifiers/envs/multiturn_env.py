@@ -36,22 +36,22 @@ class MultiTurnEnv(Environment):
 
     @stop(priority=100)
     @only_reads
-    async def has_error(self, state: State) -> bool:
+    def has_error(self, state: State) -> bool:
         return state.get("error") is not None
 
     @stop
     @only_reads
-    async def prompt_too_long(self, state: State) -> bool:
+    def prompt_too_long(self, state: State) -> bool:
         return bool(state.get("prompt_too_long"))
 
     @stop
     @only_reads
-    async def max_turns_reached(self, state: State) -> bool:
+    def max_turns_reached(self, state: State) -> bool:
         return 0 < self.max_turns <= len(state["trajectory"])
 
     @stop
     @only_reads
-    async def has_final_env_response(self, state: State) -> bool:
+    def has_final_env_response(self, state: State) -> bool:
         return state.get("final_env_response") is not None
 
     async def ask_completed(self, state: State) -> bool:

@@ -31,7 +31,7 @@ def fresh_state(
     fields.setdefault("task", task)
     fields.setdefault("example_id", 0)
     info = fields.get("info")
-    tools = info.get("oai_tools") if isinstance(info, Mapping) else None
+    tools = info.get("oai_tools") if info is not None and isinstance(info, (dict, Mapping)) else None
     extra = {key: value for key, value in fields.items() if key not in State.INPUT_FIELDS}
     state = State(
         extra,

@@ -39,7 +39,7 @@ class Score:
 
 
 def _unusable(reward: Any, metrics: Mapping[str, Any]) -> Error | None:
-    if not isinstance(reward, int | float) or not abs(reward) <= LARGEST_REWARD:
+    if not isinstance(reward, (int, float)) or not abs(reward) <= LARGEST_REWARD:
         return GraderError(
             f"the weighted rewards add up to {reward!r:.100}; a reward must be a number within ±{LARGEST_REWARD:g}, "
             "or nothing can be averaged or trained on"

@@ -148,7 +148,7 @@ def as_score(value: Any, name: str) -> float:
     Traceback (most recent call last):
     verifiers.errors.GraderError: reward 'is_right' returned '1.0', which is not a number
     """
-    if isinstance(value, str | bytes | bytearray):
+    if isinstance(value, (str, bytes, bytearray)):
         raise GraderError(f"reward {name!r} returned {value!r:.100}, which is not a number")
     try:
         score = float(value)

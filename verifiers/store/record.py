@@ -104,7 +104,7 @@ def is_usable(reward: Any) -> bool:
     """
     if reward is None:
         return True
-    return isinstance(reward, int | float) and abs(reward) <= LARGEST_SCORE
+    return isinstance(reward, (int, float)) and abs(reward) <= LARGEST_SCORE
 
 
 def example_key(example_id: Any) -> int | str:

@@ -212,10 +212,12 @@ def with_advantages(batch: Batch, estimator: Estimator, *, gather: Gather = list
 def _note_advantage(state: State, advantage: Advantage) -> None:
     """Write what a rollout and its turns train with, in the place of what its scoring wrote."""
     steps = state.get("trajectory") or []
-    turns = advantage if isinstance(advantage, Sequence) and len(advantage) == len(steps) else None
-    state["advantage"] = mean_advantage(advantage)
-    for i, step in enumerate(steps):
-        step["advantage"] = state["advantage"] if turns is None else turns[i]
+    state["advantage"] = mean = mean_advantage(advantage)
+    turns: Sequence[float | None] = [mean] * len(steps)
+    if mean is not advantage and isinstance(advantage, Sequence) and len(advantage) == len(steps):
+        turns = advantage
+    for step, one in zip(steps, turns, strict=True):
+        step["advantage"] = one
 
 
 def refusals(batch: Batch, trained: Sequence[Any], processes: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from verifiers.envs.evaluation import score_states
 from verifiers.envs.remote.workers import Workers, as_workers, check_installed
 from verifiers.progress import Tally
 from verifiers.results import Results
-from verifiers.runner import RunInterruptedError
+from verifiers.runner import RunInterruptedError, long_lived
 from verifiers.trainers import sampler, sampling, setup
 from verifiers.trainers.advantages import Estimator, flat_groups
 from verifiers.trainers.batch import Batch, Reply, as_batch, refusals, with_advantages
@@ -193,9 +193,10 @@ class GRPOTrainer(Trainer):
 
     def train_step(self, batch: Any) -> dict[str, Any]:
         """Learn from a batch: its figures (loss, kl, clip_fraction, grad_norm, …)."""
-        batch = self._with_advantages(as_batch(batch))
         rate = learning_rate(self.config, self.step, self.total_steps)
-        trained = self.sequences(batch)
+        with long_lived:  # thousands of new objects, all of them kept
+            batch = self._with_advantages(as_batch(batch))
+            trained = self.sequences(batch)
         refused = refusals(batch, trained, self.accelerator)
         if isinstance(self.client, sampler.Sampler) and self.memory.releases_cache:
             self.client.engine.release_cache()

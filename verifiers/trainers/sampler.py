@@ -44,14 +44,15 @@ class Sampler(LocalModel):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._remembers, self._usual = remembers, flat(usual)
-        self._sampled: OrderedDict[tuple[str, str], deque[Tokens]] = OrderedDict()
+        self._kept: deque[tuple[Any, ChatMessage, Tokens]] = deque(maxlen=remembers)
+        self._sampled: OrderedDict[tuple[Any, ...], deque[Tokens]] = OrderedDict()  # by prompt and reply
         self._count = 0
 
     async def complete(self, request: Request) -> Completion:
-        missing = self._usual.keys() - names(request.sampling)
-        if missing:
-            usual = {name: self._usual[name] for name in missing}
-            request = replace(request, sampling={**request.sampling, **usual})
+        given = request.sampling
+        if not self._usual.keys() <= given.keys() or any(one is None for one in given.values()):
+            usual = {name: self._usual[name] for name in self._usual.keys() - names(given)}
+            request = replace(request, sampling={**given, **usual})
         completion = await super().complete(request)
         if completion.tokens is not None:
             self.keep(request, completion.message, completion.tokens)
@@ -59,8 +60,17 @@ class Sampler(LocalModel):
 
     def keep(self, request: Request, message: ChatMessage, tokens: Tokens) -> None:
         """Remember which tokens a reply was made of; the oldest replies go when there are too many."""
-        self._sampled.setdefault(_key(request.prompt, message), deque()).append(tokens)
-        self._count += 1
+        prompt = (
+            request.prompt if isinstance(request.prompt, str) else list(request.prompt)
+        )  # its caller may go on with it
+        self._kept.append((prompt, dict(message), tokens))
+
+    def _sort(self) -> None:
+        """Put what was kept where it can be found: hardly anybody asks."""
+        while self._kept:
+            prompt, message, tokens = self._kept.popleft()
+            self._sampled.setdefault(_key(prompt, message), deque()).append(tokens)
+            self._count += 1
         while self._count > self._remembers:
             oldest = next(iter(self._sampled))
             self._sampled[oldest].popleft()
@@ -70,6 +80,7 @@ class Sampler(LocalModel):
 
     def _find(self, prompt: Any, reply: Any) -> Tokens | None:
         """The tokens of a reply. The same words sampled several times are found in the order they were sampled."""
+        self._sort()
         times = self._sampled.get(_key(prompt, reply))
         if times is None:
             return None
@@ -93,12 +104,12 @@ class Sampler(LocalModel):
         return samples_of(steps)
 
 
-def _key(prompt: Any, reply: Any) -> tuple[str, str]:
+def _key(prompt: Any, reply: Any) -> tuple[Any, ...]:
     if isinstance(prompt, str):
         return prompt, reply if isinstance(reply, str) else str(reply.get("content"))
-    turns = "\x00".join(f"{one.get('role')}\x01{one.get('content')}\x01{one.get('tool_calls')}" for one in prompt)
-    said = reply if isinstance(reply, Mapping) else {"content": str(reply)}
-    return turns, f"{said.get('content')}\x01{said.get('tool_calls')}"
+    said = reply if isinstance(reply, (dict, Mapping)) else {"content": str(reply)}
+    turns = [(one.get("role"), str(one.get("content")), str(one.get("tool_calls"))) for one in prompt]
+    return tuple(turns), str(said.get("content")), str(said.get("tool_calls"))
 
 
 def make_sampler(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from verifiers.chat.recent import Recent
 from verifiers.samples import Sample
 
 if TYPE_CHECKING:
@@ -211,7 +212,19 @@ def distributions(sample: Sample, usual: Distribution) -> tuple[tuple[int, Distr
     """(Tokens, distribution) of each part of a sample's completion; ``usual`` where none was recorded."""
     if not sample.sampling:
         return ((len(sample.completion_ids), usual),)
-    return tuple((n, usual if record is None else read_distribution(record)) for n, record in sample.sampling)
+    return tuple((n, usual if record is None else _distribution(record)) for n, record in sample.sampling)
+
+
+_read: Recent[Distribution] = Recent()
+
+
+def _distribution(record: Mapping[str, Any]) -> Distribution:
+    """`read_distribution`, once for all replies that were drawn alike."""
+    found = _read.find(key := repr(record))
+    if found is None:
+        found = read_distribution(record)
+        _read.keep(key, found)
+    return found
 
 
 def saved(sample: Sample) -> Sample:

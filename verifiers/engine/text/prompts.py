@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from verifiers.engine.constraints import Constraint, call_grammar, schema_gramma
 from verifiers.engine.options import Options, read_options
 from verifiers.engine.ready_model import ReadyModel
 from verifiers.engine.structured import tool_name, wants_grammar
-from verifiers.engine.text.replies import Prompt, reply_id
+from verifiers.engine.text.replies import Prompt
 from verifiers.errors import OverlongPromptError, RequestRefusedError
 from verifiers.messages import chars_in
 
@@ -22,11 +21,12 @@ SHORT_CHARS = 16_384  # that a tokenizer takes about a millisecond for
 
 
 class PromptWriter:
-    """The prompts of one model, whose replies all end at its ``stops``; the last sampling arguments are kept."""
+    """The prompts of one model, whose replies all end at its ``stops``; the last ones are kept: a group shares one."""
 
     def __init__(self, model: str, stops: Sequence[str]) -> None:
         self._model, self._stops = model, stops
         self._recent: Recent[Options] = Recent()
+        self._written: Recent[Prompt] = Recent()
 
     async def prepare(self, loaded: ReadyModel, request: Request, *, in_thread: bool = False) -> Prompt:
         """A request's prompt: written here if it is short, else in a thread, where it delays no other request."""
@@ -34,7 +34,13 @@ class PromptWriter:
         if wants_grammar(request.sampling):
             return await asyncio.wrap_future(loaded.constraints.submit(self._checked_prompt, loaded, request))
         if not in_thread and chars_in(given, stop_after=SHORT_CHARS) <= SHORT_CHARS:
-            return self._prompt(loaded, request)
+            key = (repr(given), request.message_type, request.timeout_s, *loaded.writer.now)
+            prompt = self._written.find(key)
+            if prompt is None:
+                prompt = self._prompt(loaded, request)
+                if prompt.options.is_of_plain_values:
+                    self._written.keep(key, prompt)
+            return prompt
         return await asyncio.to_thread(self._checked_prompt, loaded, request)
 
     def ids(self, loaded: ReadyModel, request: Request) -> list[int]:
@@ -79,14 +85,13 @@ class PromptWriter:
             text=text,
             ids=ids,
             options=options,
+            drawn=options.record(),
             sampling=options.sampling(room, loaded.stop_ids - loaded.engine.stop_ids, constraint),
             stop_ids=options.stop_ids if options.ignore_eos else loaded.stop_ids | options.stop_ids,
             tool_names=names,
             tool_style=style,
             echoed=_echoed(request.prompt, ids, loaded) if options.echo else "",
             timeout_s=min(seconds, default=None),
-            id=reply_id(request.message_type),
-            created=int(time.time()),
         )
 
     def _tokens(self, loaded: ReadyModel, request: Request, options: Options) -> tuple[str | None, list[int]]:
@@ -110,8 +115,7 @@ class PromptWriter:
         options = self._recent.find(key)
         if options is None:
             options = read_options(given, vocabulary=loaded.vocabulary)
-            # Tools, variables of the template and schemas are the caller's objects, and may change.
-            if options.tools is None and not options.template and options.response_format.is_text:
+            if options.is_of_plain_values:
                 self._recent.keep(key, options)
         return options
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,18 +27,13 @@ class Prompt:
     text: str | None
     ids: list[int]
     options: Options
+    drawn: Mapping[str, Any]  # how tokens are drawn, for the record
     sampling: Sampling
     stop_ids: frozenset[int]
     tool_names: tuple[str, ...] = ()
     tool_style: Style | None = None
     timeout_s: float | None = None
     echoed: str = ""  # what a reply begins with, where the prompt is to be part of it
-    id: str = ""
-    created: int = 0
-
-
-def reply_id(message_type: MessageType) -> str:
-    return f"{'chatcmpl' if message_type == 'chat' else 'cmpl'}-{unique_id()}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +46,7 @@ class Choice:
     generated: Generated
     body: int  # tokens that are not the one that ended it
     sampled_text: str  # all of them as text, special tokens and stop string included
-    sampling: Mapping[str, Any]  # how its tokens were drawn
+    drawn: Mapping[str, Any]  # how its tokens were
     stop: str | None = None  # the stop string that ended it
 
     @property
@@ -67,7 +63,7 @@ class Choice:
             prompt_ids=sampled.prompt_ids,
             completion_ids=sampled.ids,
             logprobs=sampled.logprobs,
-            sampling=self.sampling,
+            sampling=self.drawn,
             weight_versions=sampled.weight_versions,
         )
 
@@ -105,8 +101,8 @@ def read_choice(prompt: Prompt, generated: Generated, codec: Codec) -> Choice:
         generated=generated,
         body=body,
         sampled_text=sampled_text,
-        sampling=prompt.options.record(),
-        stop=next((one for one in prompt.options.stop if found.startswith(one)), None),
+        drawn=prompt.drawn,
+        stop=next((one for one in prompt.options.stop if found.startswith(one)), None) if found else None,
     )
 
 
@@ -116,42 +112,41 @@ def without_tokens(generated: Generated) -> Generated:
     return replace(generated, **nothing, weight_versions=(), finish_reason="length")
 
 
-def usage_of(prompt: Prompt, choices: Sequence[Choice]) -> dict[str, Any]:
-    sampled = sum(len(choice.generated.ids) for choice in choices)
-    cached = max((choice.generated.reused for choice in choices[:1]), default=0)
-    return {
-        "prompt_tokens": len(prompt.ids),
-        "completion_tokens": sampled,
-        "total_tokens": len(prompt.ids) + sampled,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-def completion_of(prompt: Prompt, choices: Sequence[Choice], codec: Codec) -> Completion:
-    """What `LocalModel.complete` returns; ``raw`` is what the server sends."""
+def completion_of(
+    prompt: Prompt, choices: Sequence[Choice], codec: Codec, head: Mapping[str, Any] | None = None
+) -> Completion:
+    """What `LocalModel.complete` returns; ``raw`` is what the server sends. ``head`` is that of a stream's chunks."""
     first = choices[0]
-    usage = usage_of(prompt, choices)
+    asked, sampled = len(prompt.ids), sum([len(choice.generated.ids) for choice in choices])
     return Completion(
         message=first.message,
         finish_reason=first.finish_reason,
         tokens=first.tokens,
-        usage=Usage(prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"]),
+        usage=Usage(prompt_tokens=asked, completion_tokens=sampled),
         model=prompt.model,
         raw={
-            **envelope(prompt),
+            **envelope(prompt, head),
             "choices": [_written(prompt, choice, index, codec) for index, choice in enumerate(choices)],
-            "usage": usage,
-            "prompt_token_ids": prompt.ids,
-            "sampling": prompt.options.record(),
+            "usage": {
+                "prompt_tokens": asked,
+                "completion_tokens": sampled,
+                "total_tokens": asked + sampled,
+                "prompt_tokens_details": {"cached_tokens": first.generated.reused},
+            },
+            "prompt_token_ids": first.generated.prompt_ids,
+            "sampling": dict(prompt.drawn),
         },
     )
 
 
-def envelope(prompt: Prompt, *, is_chunk: bool = False) -> dict[str, Any]:
-    kind = "text_completion"
+def envelope(prompt: Prompt, of: Mapping[str, Any] | None = None, *, is_chunk: bool = False) -> dict[str, Any]:
+    """What a reply or a chunk of one begins with: its name and time, or those of another part ``of`` it."""
+    kind, name = "text_completion", "cmpl"
     if prompt.message_type == "chat":
-        kind = "chat.completion.chunk" if is_chunk else "chat.completion"
-    return {"id": prompt.id, "object": kind, "created": prompt.created, "model": prompt.model}
+        kind, name = "chat.completion.chunk" if is_chunk else "chat.completion", "chatcmpl"
+    if of is not None:
+        return {**of, "object": kind}
+    return {"id": f"{name}-{unique_id()}", "object": kind, "created": int(time.time()), "model": prompt.model}
 
 
 def _written(prompt: Prompt, choice: Choice, index: int, codec: Codec) -> dict[str, Any]:

@@ -74,6 +74,7 @@ class ReplyStream:
 
     def __init__(self, loaded: ReadyModel, prompt: Prompt, read: Callable[[Generated], Choice]) -> None:
         self.prompt = prompt
+        self.head = envelope(prompt, is_chunk=True)  # what every chunk of it begins with
         self.completion: Completion | None = None
         self._loaded = loaded
         self._read = read
@@ -106,11 +107,6 @@ class ReplyStream:
         except RuntimeError:  # the loop is closed: the reader is gone
             return False
         return True
-
-    @property
-    def head(self) -> dict[str, Any]:
-        """What every chunk of it begins with."""
-        return envelope(self.prompt, is_chunk=True)
 
     @property
     def choices(self) -> int:
@@ -169,7 +165,8 @@ class ReplyStream:
             raise failure from failure.__cause__
         finally:
             self.close()
-        self.completion = completion_of(self.prompt, [choices[index] for index in sorted(choices)], self._loaded.codec)
+        whole = [choices[index] for index in sorted(choices)]
+        self.completion = completion_of(self.prompt, whole, self._loaded.codec, self.head)
 
     def close(self) -> None:
         """The rest is not wanted: free the rows."""

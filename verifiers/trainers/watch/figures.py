@@ -20,22 +20,21 @@ def batch_view(batch: Batch) -> dict[str, Any]:
     tokens = [_said(state) for state in states]
     drawn = np.fromiter(chain.from_iterable(tokens), np.float64, sum(map(len, tokens)))
     drawn = drawn[np.isfinite(drawn)]
-    names = sorted({name for state in states for name in state.get("metrics") or {}})
+    metrics = [state.get("metrics") or {} for state in states]
+    timings = [state.get("timing") or {} for state in states]
+    names = sorted({name for one in metrics for name in one})
     return {
         "rewards": batch["rewards"],
         "groups": batch["groups"],
         "examples": batch.examples,
         "sampled": batch.sampled,
-        "metrics": {name: [(state.get("metrics") or {}).get(name) for state in states] for name in names},
+        "metrics": {name: [one.get(name) for one in metrics] for name in names},
         "is_truncated": [bool(state.get("is_truncated")) for state in states],
         "is_played": [bool(state) for state in states],
         "lengths": [len(logprobs) for logprobs in tokens],
         "failed": len(batch.failed),
         "drawn": (float(drawn.sum()), len(drawn)),
-        **{
-            name: sum((state.get("timing") or {}).get(name, 0.0) for state in states)
-            for name in ("scoring_ms", "total_ms")
-        },
+        **{name: sum(one.get(name, 0.0) for one in timings) for name in ("scoring_ms", "total_ms")},
     }
 
 
@@ -62,6 +61,9 @@ def joined(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def rollout_figures(view: Mapping[str, Any]) -> dict[str, Any]:
     """What a batch says before it is learned from: ``reward`` is of what is learned from, ``reward_sampled`` of all."""
     groups = set(view["groups"])
+    learned = list(zip(view["examples"], view["rewards"], strict=True))
+    rewards = _reward_figures(learned)
+    sampled = rewards if view["sampled"] == learned else _reward_figures(view["sampled"])
     figures: dict[str, Any] = {
         "samples": len(view["rewards"]),
         "sampled": len(view["sampled"]) + view["failed"],
@@ -72,12 +74,12 @@ def rollout_figures(view: Mapping[str, Any]) -> dict[str, Any]:
             for name, values in view["metrics"].items()
             if (mean := _mean(values, view["examples"])) is not None
         },
-        **_reward_figures("reward", view["rewards"], view["examples"]),
-        **_reward_figures("reward_sampled", [one for _, one in view["sampled"]], [one for one, _ in view["sampled"]]),
+        **{f"reward{name}": value for name, value in rewards.items()},
+        **{f"reward_sampled{name}": value for name, value in sampled.items()},
     }
-    if rewards := [reward for reward in view["rewards"] if reward is not None]:
-        mean = math.fsum(rewards) / len(rewards)
-        figures["reward_std"] = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+    if known := [reward for reward in view["rewards"] if reward is not None]:
+        mean = math.fsum(known) / len(known)
+        figures["reward_std"] = math.sqrt(math.fsum((reward - mean) ** 2 for reward in known) / len(known))
     played = [i for i, is_played in enumerate(view["is_played"]) if is_played]
     if played:
         lengths = [view["lengths"][i] for i in played]
@@ -102,11 +104,13 @@ def rollout_seconds(view: Mapping[str, Any], seconds: float) -> dict[str, float]
     return {"generation_s": seconds - scoring_s, "scoring_s": scoring_s}
 
 
-def _reward_figures(name: str, rewards: Sequence[float | None], examples: Sequence[Any]) -> dict[str, Any]:
+def _reward_figures(pairs: Sequence[tuple[Any, float | None]]) -> dict[str, Any]:
+    """The mean of rewards, each with its example, and the interval; nothing where none was scored."""
+    rewards = [reward for _, reward in pairs]
     if not any(reward is not None for reward in rewards):
         return {}
-    interval = mean_interval(rewards, examples)
-    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    interval = mean_interval(rewards, [example for example, _ in pairs])
+    return {"": interval.mean, "_low": interval.low, "_high": interval.high}
 
 
 def _said(state: Any) -> list[float]:

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -224,12 +225,12 @@ class Report:
         n = self._processes.num_processes
         most = math.ceil(getattr(self.config, "log_rollouts", 0) / n)
         advantages = batch.get("advantages") or [None] * len(batch["completions"])
-        kept: list[tuple[Any, ...]] = [
+        played = (
             (reply.state, mean_advantage(advantage), batch.ratios.get(place))
             for place, (reply, advantage) in enumerate(zip(batch["completions"], advantages, strict=True))
             if getattr(reply, "state", None) is not None
-        ][:most]
-        kept += [(state, None) for state in batch.failed[:most]]
+        )
+        kept: list[tuple[Any, ...]] = [*islice(played, most), *((state, None) for state in batch.failed[:most])]
         records = gathered(self._processes, [record_of(step, *one) for one in kept] if n > 1 or self._is_open else [])
         if self._is_open:
             self.journal.write_records([record for part in records for record in part])
