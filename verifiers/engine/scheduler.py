@@ -266,7 +266,10 @@ class Scheduler:
             self.waiting.extendleft(reversed(sequences))
 
     def _give_blocks(self, sequence: ActiveSequence) -> list[int]:
-        blocks = self.table.blocks_of(sequence.row) if sequence.row >= 0 else sequence.blocks
+        blocks, row = sequence.blocks, sequence.row
+        if row >= 0:
+            blocks = self.table.blocks_of(row)
+            self.table.n_blocks[row] = 0  # they are given once, also if the step fails after this
         sequence.blocks, sequence.computed = [], 0
         return self.blocks.release(blocks)
 
