@@ -205,6 +205,54 @@ def test_a_function_in_the_configuration_is_pointed_to_the_trainer():
         vf.GRPOConfig(loss=lambda logprobs: logprobs).check()
 
 
+def own_rewards(given: Any) -> Any:
+    class Own(vf.GRPOTrainer):
+        def compute_rewards(self, completions, prompts):
+            return given(completions)
+
+    return Own
+
+
+def own_batch(change: Any) -> Any:
+    class Own(vf.GRPOTrainer):
+        def get_batch(self):
+            batch = super().get_batch()
+            return change(batch) or batch
+
+    return Own
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (own_rewards(lambda completions: [1.0]), "compute_rewards gave 1 rewards for 16 completions"),
+        (own_rewards(lambda completions: None), "compute_rewards gave None; it gives a list: a number for each of 16"),
+        (own_rewards(lambda completions: ["good"] * 16), r"compute_rewards gave \['good', .*; it gives a list"),
+        (own_batch(lambda batch: batch.update(rewards=[math.nan] * 16)), "the reward of rollout 0 of a batch is nan"),
+        (own_batch(lambda batch: batch.update(rewards=["x"] * 16)), "the reward of rollout 0 of a batch is 'x'"),
+        (own_batch(lambda batch: batch.update(advantages=[1.0])), "the column of a batch gave 1 values for 16"),
+        (own_batch(lambda batch: batch.update(advantages=[math.nan] * 16)), "gave nan for a rollout with reward"),
+        (own_batch(lambda batch: batch.update(advantages=["x"] * 16)), r"gave \['x', .*; it gives a list: a number"),
+        (own_batch(lambda batch: {**batch, "advantages": [1.0]}), "1 advantages for 16 completions"),
+    ],
+)
+def test_rewards_and_advantages_of_ones_own_that_are_none_are_told_in_one_sentence(tmp_path, kind, said):
+    with pytest.raises(ValueError, match=said):
+        trainer(tmp_path, kind).train()
+
+
+def test_a_reward_of_ones_own_that_is_none_is_a_rollout_that_was_not_scored(tmp_path):
+    kind = own_rewards(lambda completions: [None, *range(len(completions) - 1)])
+    assert [step["failed"] for step in trainer(tmp_path, kind, max_steps=2).train().steps] == [1, 1]
+
+
+@pytest.mark.parametrize("make", [torch.tensor, lambda values: torch.tensor(values).numpy(), list])
+def test_advantages_that_a_batch_brings_may_be_in_an_array(tmp_path, make):
+    given = [0.25 * (-1) ** i for i in range(16)]
+    _, sequences, _ = prepared(trainer(tmp_path, own_batch(lambda batch: batch.update(advantages=make(given)))))
+    assert [one.advantage for one in sequences] == given
+
+
 # --- entropies ----------------------------------------------------------------------------------------------------
 
 
@@ -292,6 +340,20 @@ def test_what_was_sampled_ahead_is_weighed_by_its_ratio_and_not_left_out_by_the_
     figures = made.train_step(batch)
     assert figures["ratio_mean"] == pytest.approx(math.exp(0.5), rel=1e-3)
     assert (figures["clip_fraction"] > 0) == is_clipped
+
+
+def test_a_rollout_without_logprobs_leaves_the_ratios_of_the_others_as_they_are(tmp_path):
+    """The trainer measures the old policy for it alone, whichever rollouts share its micro-batch."""
+    made = trainer(tmp_path, learning_rate=0.0)
+    batch, _, _ = prepared(made)
+    for i, reply in enumerate(batch["completions"]):
+        tokens = reply.state["trajectory"][0]["tokens"]
+        tokens["completion_logprobs"] = [math.nan if i == 0 else one - 0.5 for one in tokens["completion_logprobs"]]
+    made.train_step(batch)
+    ratios = made.update.ratios_of(16)
+    assert len(ratios) > 2
+    for rollout, found in ratios.items():
+        assert found == pytest.approx([1.0 if rollout == 0 else math.exp(0.5)] * len(found), rel=1e-3)
 
 
 # --- several updates of one generation ----------------------------------------------------------------------------

@@ -160,15 +160,19 @@ class Loss:
         factor_T: Tensor | None = None,
     ) -> TokenLosses:
         """The loss of each token before it is averaged; ``factor_T`` (no gradient) is what the policy's part counts."""
-        found = self._call(
-            logprobs=new_T,
-            old_logprobs=old_T,
-            advantages=advantage_T,
-            sequences=sequence_T,
-            ref_logprobs=reference_T,
-            entropies=entropy_T,
-            objective=self.objective,
-        )
+        tensors = {
+            "logprobs": new_T,
+            "old_logprobs": old_T,
+            "advantages": advantage_T,
+            "sequences": sequence_T,
+            "ref_logprobs": reference_T,
+            "entropies": entropy_T,
+        }
+        versions = {name: one._version for name, one in tensors.items() if one is not None}
+        found = self._call(**tensors, objective=self.objective)
+        for name, version in versions.items():
+            if tensors[name]._version != version:
+                raise ValueError(f"loss {self.name!r} changed {name} in place: make new tensors from what it is given")
         loss_T, is_clipped_T = self._checked(found, new_T)
         if factor_T is not None:
             loss_T = loss_T * factor_T
@@ -188,9 +192,9 @@ class Loss:
         if not self.is_own:
             return loss_T, is_clipped_T
         for one in (loss_T, is_clipped_T):
-            if getattr(one, "shape", None) != new_T.shape:
-                shape = getattr(one, "shape", None)
-                said = f"a {type(one).__name__}" if shape is None else f"a tensor of shape {tuple(shape)}"
+            is_tensor = isinstance(one, type(new_T.detach()))
+            if not is_tensor or one.shape != new_T.shape:
+                said = f"a tensor of shape {tuple(one.shape)}" if is_tensor else f"a {type(one).__name__}"
                 raise ValueError(
                     f"loss {self.name!r} gave {said} for {len(new_T)} tokens: it gives the loss of each token, shape "
                     f"({len(new_T)},), and they are averaged as loss_type={self.objective.kind!r} says"

@@ -162,8 +162,8 @@ class PolicyUpdate:
             prepared.correction_N, prepared.is_bounded_N = sampler_correction(
                 self.loss.objective, prepared.log_ratio_N, batch.sequence_N
             )
-        if prepared.old_N is None:  # the sampler gave no logprobs: before the first update, new and old are the same
-            prepared.old_N = scored.logprob_N.detach()
+        if prepared.old_N is None:  # of tokens without a logprob: before the first update, new and old are the same
+            prepared.old_N = batch.old_N.where(~batch.old_N.isnan(), scored.logprob_N.detach())
         losses = self.loss(
             new_T=scored.logprob_N,
             old_T=prepared.old_N,
