@@ -65,8 +65,12 @@ async def _abandon(env: Episode, state: State) -> None:
 
 async def _finish(env: Episode, state: State) -> None:
     state["is_completed"] = True
-    steps = state["trajectory"]
-    state["is_truncated"] = bool(state.get("is_truncated")) or any(step["is_truncated"] for step in steps)
+    try:
+        is_cut = any(step["is_truncated"] for step in state["trajectory"])
+    except (TypeError, KeyError):
+        note_error(state, _no_trajectory(state.get("trajectory")))
+        state["trajectory"], is_cut = [], False
+    state["is_truncated"] = bool(state.get("is_truncated")) or is_cut
     note_timing(state)
     try:
         await env.finish(state)
@@ -124,8 +128,17 @@ def merge_state(state: State, update: Mapping[str, Any] | None) -> None:
     """Take over what a hook returned as the state: the whole one, another one, or only what changed."""
     if update is None or update is state:
         return
+    if not isinstance(steps := update.get("trajectory", []), list):
+        raise _no_trajectory(steps)
     for key, value in update.items():
         state[key] = value
+
+
+def _no_trajectory(found: Any) -> HookError:
+    return HookError(
+        f"state['trajectory'] is the list of a rollout's turns, which are kept here, and not {found!r:.100}: leave it "
+        "out of what an agent or a hook returns"
+    )
 
 
 def split_response(result: Any) -> tuple[Any, Mapping[str, Any] | None]:

@@ -277,6 +277,21 @@ def test_what_is_no_completion_is_a_failure_that_says_so() -> None:
     assert "the agent returned 4.5" in str(state["error"])
 
 
+@pytest.mark.parametrize("steps", [None, "x", [None], [{"role": "assistant"}]])
+def test_turns_that_an_agent_returns_and_that_are_none_fail_it_in_a_sentence_and_it_is_cleaned_up(steps: Any) -> None:
+    cleaned: list[Any] = []
+
+    class Cleaning(vf.AgentEnv):
+        @vf.cleanup
+        async def note(self, state: Any) -> None:
+            cleaned.append(state["example_id"])
+
+    env = Cleaning(run=lambda: {"trajectory": steps}, dataset=[{"question": "2+2?", "answer": "4"}])
+    state = play(env)
+    assert str(state["error"]).startswith("state['trajectory'] is the list of a rollout's turns")
+    assert cleaned == [0]
+
+
 def test_an_argument_that_no_rollout_has_is_refused_when_the_environment_is_made() -> None:
     def run(base_url: str, difficulty: str) -> None: ...
 
