@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar, overload
 
 from verifiers.clients.protocol import Tokens
-from verifiers.errors import Error, HookError, OverlongPromptError, wrap
+from verifiers.errors import Error, HookError, OverlongPromptError, ToolError, wrap
 from verifiers.escapes import contained
 from verifiers.types import Messages, State, TrajectoryStepTokens
 
@@ -43,7 +43,7 @@ async def run_episode(
 ) -> State:
     """Play one rollout to its end. Whatever goes wrong ends up in the state; nothing but cancellation escapes."""
     try:
-        state = await env.start(state)
+        state = await _started(env, state)
         await turns(env, state)
     except BaseException as error:  # foreign code runs in every step
         try:
@@ -53,6 +53,14 @@ async def run_episode(
             raise
     await _finish(env, state)
     return state
+
+
+async def _started(env: Episode, state: State) -> State:
+    """The first state. A tool that fails in there is not the policy's fault, which has not been asked yet."""
+    try:
+        return await env.start(state)
+    except ToolError as error:
+        raise HookError(f"before the model was asked, {type(error).__name__}: {error}") from error
 
 
 async def _abandon(env: Episode, state: State) -> None:
