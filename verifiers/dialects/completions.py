@@ -139,7 +139,13 @@ def _prompts(prompt: Any) -> list[Any]:
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise errors.RequestRefusedError("'prompt' is missing: a text, a list of token ids, or a list of either")
-    return [prompt] if isinstance(prompt[0], int) else prompt
+    prompts = [prompt] if type(prompt[0]) is int else prompt
+    for one in prompts:
+        if not isinstance(one, str) and not (isinstance(one, list) and all(type(token) is int for token in one)):
+            raise errors.RequestRefusedError(
+                f"'prompt' is a text, a list of token ids, or a list of either; not {one!r:.80}"
+            )
+    return prompts
 
 
 def _said(body: dict[str, Any]) -> dict[str, Any]:
