@@ -530,6 +530,7 @@ def test_nonsense_is_refused_and_an_agent_that_goes_on_without_it_is_scored() ->
             ("/chat/completions", b'{"messages": [5]}'),
             ("/chat/completions", b'{"messages": [{"content": "no role"}]}'),
             ("/chat/completions", b'{"messages": ' + b"[" * 100_000),
+            ("/chat/completions", b'{"messages": [{"role": "assistant", "tool_calls": true}]}'),
             ("/completions", b'{"prompt": [{"role": "user", "content": "hello"}]}'),
             ("/completions", b'{"prompt": [null]}'),
             ("/completions", b'{"prompt": [1, "x"]}'),
@@ -539,10 +540,10 @@ def test_nonsense_is_refused_and_an_agent_that_goes_on_without_it_is_scored() ->
         return say(base_url, api_key, "hello")
 
     state = play(make_env(run))
-    assert [status for status, _ in found] == [400] * 8 + [404]
+    assert [status for status, _ in found] == [400] * 9 + [404]
     assert "a message is an object with a role, not 5" in found[2][1]["error"]["message"]
-    assert "a list of token ids, or a list of either; not None" in found[6][1]["error"]["message"]
-    assert "/embeddings" in found[8][1]["error"]["message"]
+    assert "a list of token ids, or a list of either; not None" in found[7][1]["error"]["message"]
+    assert "/embeddings" in found[9][1]["error"]["message"]
     assert (state["error"], state["reward"], len(state["trajectory"])) == (None, 1.0, 1)
 
 

@@ -489,7 +489,10 @@ def test_tinker_is_asked_for_temperature_1_and_for_nothing_it_cannot_do() -> Non
         check_sampling({"temperature": 0.7})
     with pytest.raises(ValueError, match="top_p"):
         check_sampling({"temperature": 1.0, "top_p": 0.9})
-    for wrong in ({"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"bf16": True}, {"importance_sampling_mode": "token_mask"}):
+    for wrong in (
+        *({"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"importance_sampling_mode": "token_mask"}),
+        *({"bf16": True}, {"optim": "adamw_8bit"}, {"load_in_4bit": True}),
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             check_config(GRPOConfig(**wrong), 1)
 
