@@ -107,6 +107,21 @@ def test_a_checkpoint_that_is_being_overwritten_is_always_there(tmp_path: Path) 
         saves.join()
 
 
+def test_what_is_saved_by_one_request_can_be_loaded_by_the_next_without_waiting(
+    served: tuple[TinkerServer, list[int]],
+) -> None:
+    client = Wire(served[0].url)
+    model = client.model()
+    path = f"tinker://{model}/weights/next"
+    saving = client.post("save_weights", {"model_id": model, "path": "next"})
+    loading = client.post("load_weights", {"model_id": model, "path": path, "optimizer": True})
+    for request in (saving, loading):
+        assert client.post("retrieve_future", {"request_id": request["request_id"]})["path"] == path
+    missing = client.done("load_weights", {"model_id": model, "path": f"{path}-not"})
+    assert missing["category"] == "user"
+    assert "there are no saved weights" in missing["error"]
+
+
 def test_a_session_that_is_at_work_is_not_over_for_want_of_a_heartbeat(served: tuple[TinkerServer, list[int]]) -> None:
     server, ids = served
     client = Wire(server.url)

@@ -250,9 +250,10 @@ class Service:
         )
 
     def load(self, body: Mapping[str, Any]) -> Pending:
-        session, place = self.session_of(body.get("model_id")), self.place(body.get("path"))
+        session, place = self.session_of(body.get("model_id")), Place.read(body.get("path"))
 
         def run(one: Learner) -> dict[str, Any]:
+            self.place(str(place))  # by now: it may have been saved by a request before this one
             state = self.store.load_state(place) if body.get("optimizer") else None
             one.restore(self.store.load(place), state)
             return {"type": "load_weights", "path": str(place), "model_id": body.get("model_id")}
