@@ -495,6 +495,9 @@ def test_tinker_is_asked_for_temperature_1_and_for_nothing_it_cannot_do() -> Non
     ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             check_config(GRPOConfig(**wrong), 1)
+    usual = GRPOConfig()
+    usual.check()
+    check_config(usual, 1)
 
 
 @pytest.fixture
