@@ -191,6 +191,8 @@ def test_names_are_arguments_fields_and_aliases(tmp_path):
         ({"importance_sampling_clip_min": 4.0}, "importance_sampling_clip_min=4.0 must be below"),
         ({"top_entropy_quantile": 1.5}, "top_entropy_quantile must be between 0 and 1"),
         ({"entropy_coef": math.nan}, "entropy_coef must be a finite number"),
+        ({"sampling_args": {"seed": 3}}, "samples with seed=3: all rollouts of a prompt would be the same"),
+        ({"sampling_args": {"extra_body": {"seed": 3}}}, "samples with seed=3"),
         ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg must be above 0"),
         ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "steps_per_generation must be a multiple of"),
     ],
