@@ -358,6 +358,41 @@ def test_a_rollout_without_logprobs_leaves_the_ratios_of_the_others_as_they_are(
         assert found == pytest.approx([1.0 if rollout == 0 else math.exp(0.5)] * len(found), rel=1e-3)
 
 
+@pytest.mark.parametrize("logprob", [-math.inf, -9999.0])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "grpo"},
+        {"loss_type": "grpo", "importance_cap": None},
+        {"loss_type": "gspo"},
+        {"loss_type": "cispo"},
+        {"loss_type": "sapo", "importance_cap": 2.0},
+        {"importance_sampling_mode": "token_mask"},
+        {"importance_sampling_mode": "sequence_truncate", "importance_sampling_clip_max": None},
+    ],
+)
+def test_a_token_that_its_sampler_gave_no_chance_does_not_undo_the_step(tmp_path, settings, logprob):
+    made = trainer(tmp_path, max_grad_norm=1.0, **settings)
+    batch, _, _ = prepared(made)
+    for reply in batch["completions"]:
+        reply.state["trajectory"][0]["tokens"]["completion_logprobs"][0] = logprob
+    before = [one.detach().clone() for one in made.model.parameters()]
+    figures = made.train_step(batch)
+    assert all(math.isfinite(figures[name]) for name in ("loss", "grad_norm", "ratio_mean", "ratio_max"))
+    assert any(not torch.equal(one, old) for one, old in zip(made.model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+@pytest.mark.parametrize("place", [0, -1])
+def test_tokens_of_another_model_are_refused_before_they_are_looked_up(tmp_path, token, place):
+    made = trainer(tmp_path)
+    batch, _, _ = prepared(made)
+    for reply in batch["completions"]:
+        reply.state["trajectory"][0]["tokens"]["completion_ids"][place] = token
+    with pytest.raises(ValueError, match=f"a token {token} to learn from, and the model has 301: was it made with"):
+        made.train_step(batch)
+
+
 # --- several updates of one generation ----------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ INPUTS = {
 
 Level = Literal["token", "sequence"]
 MeanOver = Literal["sequences", "tokens", "max_new_tokens"]
+FARTHEST = 20.0  # of a log ratio: beyond it a token that its sampler gave no chance (-inf, -9999) would undo a step
 CORRECTIONS: tuple[str, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -212,7 +213,7 @@ class Loss:
 
 def ratios(logprobs: Tensor, old_logprobs: Tensor, sequences: Tensor, objective: Objective) -> Tensor:
     """New over old policy, of each token; at level "sequence" its geometric mean over the token's sequence."""
-    log_ratio_T = logprobs - old_logprobs
+    log_ratio_T = (logprobs - old_logprobs).clamp(-FARTHEST, FARTHEST)
     level = objective.level or METHODS[objective.kind].level
     return (sequence_mean(log_ratio_T, sequences) if level == "sequence" else log_ratio_T).exp()
 
@@ -241,9 +242,9 @@ def sampler_correction(objective: Objective, log_ratio_T: Tensor, sequence_T: Te
     tensor([0., 0., 0.])
     """
     level, _, how = str(objective.correction).partition("_")
-    log_ratio_T = log_ratio_T.detach().nan_to_num(nan=0.0)
+    log_ratio_T = log_ratio_T.detach().nan_to_num(nan=0.0).clamp(-FARTHEST, FARTHEST)
     if level == "sequence":
-        log_ratio_T = _sequence_sums(log_ratio_T, sequence_T)[sequence_T]
+        log_ratio_T = _sequence_sums(log_ratio_T, sequence_T)[sequence_T].clamp(-FARTHEST, FARTHEST)
     ratio_T = log_ratio_T.exp()
     low = 0.0 if objective.correction_min is None else objective.correction_min
     high = float("inf") if objective.correction_max is None else objective.correction_max

@@ -14,10 +14,10 @@ from torch import Tensor
 from verifiers.engine.fair_lock import steady
 from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.distributed.processes import gathered, lacking
-from verifiers.trainers.learning.micro_batches import MicroBatch, Trained, idle_batch, micro_batches
+from verifiers.trainers.learning.micro_batches import MicroBatch, Trained, check_tokens, idle_batch, micro_batches
 from verifiers.trainers.learning.target_logprobs import Scored
 from verifiers.trainers.learning.update_figures import UpdateFigures, combined
-from verifiers.trainers.losses import Loss, TokenLosses, sampler_correction, token_weights
+from verifiers.trainers.losses import FARTHEST, Loss, TokenLosses, sampler_correction, token_weights
 from verifiers.trainers.memory.plan import MemoryPlan
 from verifiers.trainers.reference import Reference
 from verifiers.trainers.weights import Weights
@@ -59,7 +59,7 @@ class PolicyUpdate:
         """Learn from these; returns loss, kl, clip_fraction, ratios, grad_norm."""
         trained, tokens = self._weighted(sequences)
         made = micro_batches(trained, max_tokens=self._tokens, pad_id=self._pad_id, **self._limits)
-        batches = [_Prepared(batch, self.device) for batch in made]
+        batches = [_Prepared(check_tokens(batch, self.model.config), self.device) for batch in made]
         if self.weights.is_sharded:
             idle = lacking(self._processes, len(batches))
             batches += [_Prepared(idle_batch(self._pad_id), self.device, is_idle=True) for _ in range(idle)]
@@ -217,7 +217,7 @@ class _Prepared:
         """For the figures: the ratio of the new policy to the one that sampled, and what either bound cut."""
         if self.log_ratio_N is None or self.is_bounded_N is None:
             return losses
-        ratio_T = losses.ratio_T * self.log_ratio_N.nan_to_num(nan=0.0).exp()
+        ratio_T = losses.ratio_T * self.log_ratio_N.nan_to_num(nan=0.0).clamp(-FARTHEST, FARTHEST).exp()
         return replace(losses, ratio_T=ratio_T, is_clipped_T=losses.is_clipped_T | self.is_bounded_N)
 
     def counted(self, values_N: Tensor) -> Tensor:
