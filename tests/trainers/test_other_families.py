@@ -17,13 +17,20 @@ from verifiers.engine.sequence import Sampling  # noqa: E402
 pytestmark = pytest.mark.slow
 
 LATENT = {
-    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
-    **{"head_dim": 8, "num_key_value_heads": 4},
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
 }
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1}
 MULTIPLIERS = {
-    **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22},
-    **{"attention_multiplier": 0.02, "logits_scaling": 8.0},
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.02,
+    "logits_scaling": 8.0,
 }
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "attention sinks": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),

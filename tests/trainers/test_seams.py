@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import verifiers as vf  # noqa: E402
@@ -391,6 +391,22 @@ def test_tokens_of_another_model_are_refused_before_they_are_looked_up(tmp_path,
         reply.state["trajectory"][0]["tokens"]["completion_ids"][place] = token
     with pytest.raises(ValueError, match=f"a token {token} to learn from, and the model has 301: was it made with"):
         made.train_step(batch)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_told"),
+    [({"loss_type": "gspo"}, True), ({"importance_sampling_mode": "sequence_mask"}, True), ({}, False)],
+)
+def test_a_ratio_of_sequences_that_are_learned_from_in_parts_is_told(tmp_path, caplog, settings, is_told):
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    bounds = {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
+    rope |= {"factor": 4.0, "original_max_position_embeddings": 64}
+    config = transformers.LlamaConfig(vocab_size=301, **small, **bounds, rope_parameters=rope)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with caplog.at_level("WARNING", logger="verifiers.trainers"):
+        assert trainer(tmp_path, model=model, **settings).update is not None
+    assert ("the rotary embedding of this model changes at 64 tokens" in caplog.text) == is_told
 
 
 # --- several updates of one generation ----------------------------------------------------------------------------

@@ -51,6 +51,12 @@ class Objective:
     correction_min: float | None = None
     correction_max: float | None = 3.0
 
+    @property
+    def is_of_sequences(self) -> bool:
+        """Is a ratio one of a whole sequence, in the loss or in the correction for the sampler?"""
+        level = self.level or METHODS[self.kind].level
+        return level == "sequence" or str(self.correction).startswith("sequence")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLosses:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -21,6 +22,8 @@ from verifiers.trainers.losses import FARTHEST, Loss, TokenLosses, sampler_corre
 from verifiers.trainers.memory.plan import MemoryPlan
 from verifiers.trainers.reference import Reference
 from verifiers.trainers.weights import Weights
+
+logger = logging.getLogger("verifiers.trainers")
 
 
 class PolicyUpdate:
@@ -47,6 +50,12 @@ class PolicyUpdate:
             self.reference = Reference(model) if config.kl_coef > 0 else None
             others = [] if self.reference is None else [self.reference.scorer.layouts]
             self._limits = self.scorer.layouts.limits(*others)
+        if (bounds := self._limits["rope_bounds"]) and self.loss.objective.is_of_sequences:
+            logger.warning(
+                "the rotary embedding of this model changes at %d tokens: a sequence that grows past it is learned "
+                "from in two parts, and each has a ratio of its own",
+                bounds[0],
+            )
         self.device = weights.device
         self._lock, self._pad_id, self._processes = lock, pad_id, processes
         self._after_step = after_step
