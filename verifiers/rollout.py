@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar, overload
 
 from verifiers.clients.protocol import Tokens
-from verifiers.errors import Error, HookError, OverlongPromptError, wrap
+from verifiers.errors import Error, HookError, OverlongPromptError, ToolError, wrap
 from verifiers.escapes import contained
 from verifiers.types import Messages, State, TrajectoryStepTokens
 
@@ -43,7 +43,7 @@ async def run_episode(
 ) -> State:
     """Play one rollout to its end. Whatever goes wrong ends up in the state; nothing but cancellation escapes."""
     try:
-        state = await env.start(state)
+        state = await _started(env, state)
         await turns(env, state)
     except BaseException as error:  # foreign code runs in every step
         try:
@@ -53,6 +53,14 @@ async def run_episode(
             raise
     await _finish(env, state)
     return state
+
+
+async def _started(env: Episode, state: State) -> State:
+    """The first state. A tool that fails in there is not the policy's fault, which has not been asked yet."""
+    try:
+        return await env.start(state)
+    except ToolError as error:
+        raise HookError(f"before the model was asked, {type(error).__name__}: {error}") from error
 
 
 async def _abandon(env: Episode, state: State) -> None:
@@ -65,8 +73,12 @@ async def _abandon(env: Episode, state: State) -> None:
 
 async def _finish(env: Episode, state: State) -> None:
     state["is_completed"] = True
-    steps = state["trajectory"]
-    state["is_truncated"] = bool(state.get("is_truncated")) or any(step["is_truncated"] for step in steps)
+    try:
+        is_cut = any(step["is_truncated"] for step in state["trajectory"])
+    except (TypeError, KeyError):
+        note_error(state, _no_trajectory(state.get("trajectory")))
+        state["trajectory"], is_cut = [], False
+    state["is_truncated"] = bool(state.get("is_truncated")) or is_cut
     note_timing(state)
     try:
         await env.finish(state)
@@ -124,8 +136,17 @@ def merge_state(state: State, update: Mapping[str, Any] | None) -> None:
     """Take over what a hook returned as the state: the whole one, another one, or only what changed."""
     if update is None or update is state:
         return
+    if not isinstance(steps := update.get("trajectory", []), list):
+        raise _no_trajectory(steps)
     for key, value in update.items():
         state[key] = value
+
+
+def _no_trajectory(found: Any) -> HookError:
+    return HookError(
+        f"state['trajectory'] is the list of a rollout's turns, which are kept here, and not {found!r:.100}: leave it "
+        "out of what an agent or a hook returns"
+    )
 
 
 def split_response(result: Any) -> tuple[Any, Mapping[str, Any] | None]:

@@ -277,6 +277,21 @@ def test_what_is_no_completion_is_a_failure_that_says_so() -> None:
     assert "the agent returned 4.5" in str(state["error"])
 
 
+@pytest.mark.parametrize("steps", [None, "x", [None], [{"role": "assistant"}]])
+def test_turns_that_an_agent_returns_and_that_are_none_fail_it_in_a_sentence_and_it_is_cleaned_up(steps: Any) -> None:
+    cleaned: list[Any] = []
+
+    class Cleaning(vf.AgentEnv):
+        @vf.cleanup
+        async def note(self, state: Any) -> None:
+            cleaned.append(state["example_id"])
+
+    env = Cleaning(run=lambda: {"trajectory": steps}, dataset=[{"question": "2+2?", "answer": "4"}])
+    state = play(env)
+    assert str(state["error"]).startswith("state['trajectory'] is the list of a rollout's turns")
+    assert cleaned == [0]
+
+
 def test_an_argument_that_no_rollout_has_is_refused_when_the_environment_is_made() -> None:
     def run(base_url: str, difficulty: str) -> None: ...
 
@@ -515,15 +530,20 @@ def test_nonsense_is_refused_and_an_agent_that_goes_on_without_it_is_scored() ->
             ("/chat/completions", b'{"messages": [5]}'),
             ("/chat/completions", b'{"messages": [{"content": "no role"}]}'),
             ("/chat/completions", b'{"messages": ' + b"[" * 100_000),
+            ("/chat/completions", b'{"messages": [{"role": "assistant", "tool_calls": true}]}'),
+            ("/completions", b'{"prompt": [{"role": "user", "content": "hello"}]}'),
+            ("/completions", b'{"prompt": [null]}'),
+            ("/completions", b'{"prompt": [1, "x"]}'),
             ("/embeddings", b'{"input": "hello"}'),
         ):
             found.append(post(base_url, api_key, path, body))
         return say(base_url, api_key, "hello")
 
     state = play(make_env(run))
-    assert [status for status, _ in found] == [400, 400, 400, 400, 400, 404]
+    assert [status for status, _ in found] == [400] * 9 + [404]
     assert "a message is an object with a role, not 5" in found[2][1]["error"]["message"]
-    assert "/embeddings" in found[5][1]["error"]["message"]
+    assert "a list of token ids, or a list of either; not None" in found[7][1]["error"]["message"]
+    assert "/embeddings" in found[9][1]["error"]["message"]
     assert (state["error"], state["reward"], len(state["trajectory"])) == (None, 1.0, 1)
 
 

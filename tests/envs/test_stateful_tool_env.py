@@ -119,3 +119,16 @@ def test_what_the_environment_does_wrong_fails_the_rollout_and_is_not_shown_to_t
     assert isinstance(state["error"], vf.HookError)
     assert message in str(state["error"])
     assert tool_texts(state) == []
+
+
+def test_a_tool_that_fails_before_the_model_was_asked_is_a_failure_and_no_zero() -> None:
+    class Opening(Shop):
+        async def setup_state(self, state: vf.State, **kwargs: Any) -> vf.State:
+            await self.toolbox.call("put", {"article": "milk"})  # it has no argument of this name
+            return state
+
+    state = roll_out(Opening(rubric=vf.Rubric([lambda completion: 0.0])), "hello")
+    assert isinstance(state["error"], vf.HookError)
+    assert "before the model was asked, " in str(state["error"])
+    assert "article" in str(state["error"])
+    assert state["reward"] is None

@@ -36,14 +36,24 @@ ADD = {
 class GuessServer(ServerThread):
     """Guess a number: the seed is the number. At most ``sessions`` at once; ``is_mcp`` has an MCP tool instead.
 
-    ``answer`` is what a step is answered with instead of an observation; None closes the connection.
+    ``answer`` is what a step is answered with instead of an observation; None closes the connection. ``begins`` is what
+    a reset is answered with, ``action`` the schema of actions, and ``listed`` the MCP tools.
     """
 
     def __init__(
-        self, *, sessions: int = 100, is_mcp: bool = False, has_rewards: bool = True, answer: str | None = ""
+        self,
+        *,
+        sessions: int = 100,
+        is_mcp: bool = False,
+        has_rewards: bool = True,
+        answer: str | None = "",
+        begins: Any = None,
+        action: Any = None,
+        listed: Any = (ADD,),
     ) -> None:
         super().__init__()
-        self.answer = answer
+        self.answer, self.begins, self.listed = answer, begins, listed
+        self.action = action or (CALL if is_mcp else GUESS)
         self.sessions, self.is_mcp, self.has_rewards = sessions, is_mcp, has_rewards
         self.open = self.most_open = self.begun = self.refused = 0
 
@@ -57,7 +67,7 @@ class GuessServer(ServerThread):
         return web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
 
     async def _schema(self, http: web.Request) -> web.Response:
-        return web.json_response({"action": CALL if self.is_mcp else GUESS, "observation": {}, "state": {}})
+        return web.json_response({"action": self.action, "observation": {}, "state": {}})
 
     async def _play(self, http: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
@@ -80,7 +90,8 @@ class GuessServer(ServerThread):
                 if message["type"] == "reset":
                     secret = message["data"].get("seed", 0)
                     await asyncio.sleep(0.01)
-                    await socket.send_json(_observed({"text": "Guess a number.", "metadata": {}}, None, False))
+                    first = _observed({"text": "Guess a number.", "metadata": {}}, None, False)
+                    await socket.send_json(self.begins or first)
                 elif self.answer is None:
                     assert http.transport is not None
                     http.transport.abort()
@@ -94,7 +105,7 @@ class GuessServer(ServerThread):
 
     def _step(self, action: dict[str, Any], secret: int) -> dict[str, Any]:
         if action.get("type") == "list_tools":
-            return _observed({"tools": [ADD]}, None, False)
+            return _observed({"tools": self.listed}, None, False)
         if action.get("type") == "call_tool":
             given = action["arguments"]
             answer = {"tool_name": action["tool_name"], "result": {"data": given["a"] + given["b"]}, "error": None}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from tests.integrations.fake_openenv import GuessServer
+from tests.integrations.fake_openenv import ADD, GUESS, GuessServer
 from tests.support.venvs import python_with, run_contract
 
 
@@ -111,6 +111,48 @@ def test_a_server_that_dies_or_talks_nonsense_in_an_episode_fails_the_rollout() 
         assert isinstance(state["error"], kind), state["error"]
         assert said in str(state["error"])
         assert state["reward"] is None
+
+
+@pytest.mark.parametrize("code", ["EXECUTION_ERROR", "VALIDATION_ERROR"])
+def test_an_episode_that_the_server_cannot_begin_is_its_failure_and_no_zero(code: str) -> None:
+    refused = {"type": "error", "data": {"message": "no such level", "code": code}}
+    with GuessServer(begins=refused) as server:
+        (state,) = play(vf.OpenEnv(server.url, num_episodes=1)).rollouts
+    assert isinstance(state["error"], vf.InfraError)
+    assert "could not begin an episode: no such level" in str(state["error"])
+    assert state["reward"] is None
+
+
+@pytest.mark.parametrize(("reward", "done"), [('"1.0"', "true"), ("[1]", "true"), ("1.0", '"false"'), ("1.0", "1")])
+def test_a_reward_that_is_no_number_and_an_end_that_is_neither_yes_nor_no_fail_the_rollout(
+    reward: str, done: str
+) -> None:
+    answer = f'{{"type": "observation", "data": {{"observation": null, "reward": {reward}, "done": {done}}}}}'
+    with GuessServer(answer=answer) as server:
+        (state,) = play(vf.OpenEnv(server.url, num_episodes=1)).rollouts
+    assert isinstance(state["error"], vf.InfraError)
+    assert "they are a number and true or false" in str(state["error"])
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"action": {"properties": [1]}},
+        {"action": {"properties": {"number": 5}}},
+        {"action": {"oneOf": [5]}},
+        {"action": {"oneOf": [GUESS, GUESS]}},
+        {"is_mcp": True, "listed": [{}]},
+        {"is_mcp": True, "listed": [ADD, ADD]},
+        {"is_mcp": True, "listed": [{"name": "add", "input_schema": "x"}]},
+    ],
+)
+def test_actions_that_are_no_tools_fail_every_rollout_and_none_is_played_with_a_part_of_them(odd: Any) -> None:
+    with GuessServer(**odd) as server:
+        env = vf.OpenEnv(server.url, num_episodes=2)
+        for state in play(env).rollouts:
+            assert isinstance(state["error"], vf.InfraError)
+            assert "are no tools" in str(state["error"])
+        assert not list(env.toolbox)
 
 
 def test_a_package_that_is_not_installed_is_one_sentence() -> None:

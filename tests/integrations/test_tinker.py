@@ -479,6 +479,31 @@ def test_a_traced_loss_runs_and_one_that_reaches_further_is_refused() -> None:
     with pytest.raises(RequestRefusedError, match="__class__"):
         CustomLoss.read(loss(reading, out))(logprobs, {})
 
+    def growing(target: str, *args: Any, times: int = 100) -> list[dict[str, Any]]:
+        nodes = [node("call_function", "x0", target, *args)]
+        return [*nodes, *(node("call_function", f"x{i}", target, *[{"ref": f"x{i - 1}"}] * 2) for i in range(1, times))]
+
+    wide = node("call_method", "wide", "expand", {"ref": "total"}, 1 << 20)
+    for nodes, words in (
+        ([node("call_function", "x", "operator.pow", 9, 10**9)], "powers of up to 64"),
+        ([node("call_function", "x", "operator.pow", {"float": "2.0"}, 10**400)], "for a int like this"),
+        (growing("operator.mul", 3, 3), "for a int like this"),
+        (growing("operator.add", {"tuple": [1] * 9}, {"tuple": [1] * 9}), "for a tuple like this"),
+        ([node("call_function", "x", "operator.mul", {"tuple": [1]}, 10**12)], "for a tuple like this"),
+        ([node("call_function", "x", "operator.mod", "%1000000000d", 1)], "for a str like this"),
+        ([total, node("call_method", "x", "expand", {"ref": "total"}, 1 << 20, 1 << 20)], "at expand"),
+        ([total, wide, *growing("operator.mul", {"ref": "wide"}, {"ref": "wide"}, times=600)], "at operator.mul"),
+        (
+            [
+                *(total, wide, node("call_method", "tall", "unsqueeze", {"ref": "wide"}, 1)),
+                node("call_function", "x", "torch.add", {"ref": "wide"}, {"ref": "tall"}),
+            ],
+            "at torch.add",
+        ),
+    ):
+        with pytest.raises(RequestRefusedError, match=words):
+            CustomLoss.read(loss(*nodes, out))(logprobs, {})
+
 
 # --- the backend and the command line -------------------------------------------------------------------------------
 
@@ -489,9 +514,15 @@ def test_tinker_is_asked_for_temperature_1_and_for_nothing_it_cannot_do() -> Non
         check_sampling({"temperature": 0.7})
     with pytest.raises(ValueError, match="top_p"):
         check_sampling({"temperature": 1.0, "top_p": 0.9})
-    for wrong in ({"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"bf16": True}, {"importance_sampling_mode": "token_mask"}):
+    for wrong in (
+        *({"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"importance_sampling_mode": "token_mask"}),
+        *({"bf16": True}, {"optim": "adamw_8bit"}, {"load_in_4bit": True}),
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             check_config(GRPOConfig(**wrong), 1)
+    usual = GRPOConfig()
+    usual.check()
+    check_config(usual, 1)
 
 
 @pytest.fixture

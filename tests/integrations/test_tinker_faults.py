@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ import verifiers as vf
 from tests.integrations.test_tinker import Wire, json_datum, prompt_of
 from verifiers.errors import RequestRefusedError
 from verifiers.integrations.tinker import TinkerServer
+from verifiers.integrations.tinker.service import SILENT_S
 from verifiers.integrations.tinker.store import Place, Store
 
 pytest.importorskip("peft")
@@ -80,6 +82,70 @@ def test_a_server_that_was_killed_while_it_overwrote_a_checkpoint_has_one_of_the
         with pytest.raises(RequestRefusedError, match="there are no saved weights"):
             store.load(places[one])
     assert sorted(one.name for one in folder.iterdir()) == [f".other.{os.getppid()}", "kept", "whole"]
+
+
+def test_a_checkpoint_that_is_being_overwritten_is_always_there(tmp_path: Path) -> None:
+    """One client saves under the same name again and again; others load it, and are never told that it is gone."""
+    model, tokenizer = vf.tiny_model("0123456789abc", hidden_size=32)
+    with TinkerServer(model, tokenizer, name="tiny", folder=tmp_path) as server:
+        client = Wire(server.url)
+        client.model()
+        service, place = server.service, Place(run=f"{client.session}:train:0", kind="weights", name="same")
+        learner = service._learners[place.run]
+        snapshot, config = learner.snapshot(), service.adapters.config_of(learner.shape)
+
+        def save() -> None:
+            service.store.save(place, snapshot, config, state={"masters": []}, overwrite=True)
+
+        save()
+        saves = threading.Thread(target=lambda: [save() for _ in range(40)])
+        saves.start()
+        while saves.is_alive():
+            assert service.store.load(place).shape == snapshot.shape
+            assert service.store.load_state(place) == {"masters": []}
+            assert len(service.store.checkpoints(place.run)) == 1
+        saves.join()
+
+
+def test_what_is_saved_by_one_request_can_be_loaded_by_the_next_without_waiting(
+    served: tuple[TinkerServer, list[int]],
+) -> None:
+    client = Wire(served[0].url)
+    model = client.model()
+    path = f"tinker://{model}/weights/next"
+    saving = client.post("save_weights", {"model_id": model, "path": "next"})
+    loading = client.post("load_weights", {"model_id": model, "path": path, "optimizer": True})
+    for request in (saving, loading):
+        assert client.post("retrieve_future", {"request_id": request["request_id"]})["path"] == path
+    missing = client.done("load_weights", {"model_id": model, "path": f"{path}-not"})
+    assert missing["category"] == "user"
+    assert "there are no saved weights" in missing["error"]
+
+
+def test_a_session_that_is_at_work_is_not_over_for_want_of_a_heartbeat(served: tuple[TinkerServer, list[int]]) -> None:
+    server, ids = served
+    client = Wire(server.url)
+    model, sampler = client.model(), client.sampler(0, base_model="tiny")
+    session = server.service.sessions[client.session]
+    for work in (lambda: client.sample(sampler, ids), lambda: client.post("get_info", {"model_id": model})):
+        session.seen -= 2 * SILENT_S
+        work()
+        Wire(server.url)  # another one begins, and those that are silent are over
+        assert client.session in server.service.sessions
+    session.seen -= 2 * SILENT_S
+    Wire(server.url)
+    assert client.session not in server.service.sessions
+
+
+def test_numbers_beyond_any_type_are_refused(served: tuple[TinkerServer, list[int]]) -> None:
+    server, ids = served
+    client = Wire(server.url)
+    model = client.model()
+    datum = {**json_datum(ids), "model_input": prompt_of([10**40, *ids[2:]])}
+    learn = {"model_id": model, "forward_input": {"data": [datum], "loss_fn": "cross_entropy"}}
+    create = {"session_id": client.session, "model_seq_id": 10**300, "base_model": "tiny", "lora_config": {"rank": 1}}
+    for path, body in (("forward", learn), ("create_model", create), ("optim_step", {"model_id": model, "seq_id": -1})):
+        assert client.ask(path, body)[0] == 400, path
 
 
 def test_a_damaged_checkpoint_and_a_flood_of_metadata_are_refused_and_the_rest_is_listed(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pyarrow.parquet
 import pytest
 from click.testing import CliRunner
@@ -57,7 +59,9 @@ def test_compute_score_gives_the_rubrics_reward_and_its_metrics(tmp_path: Path) 
     wrong = compute_score("verifiers/arithmetic", "I do not know.", answer, extra_info=row["extra_info"])
     assert right["score"] > wrong["score"]
     assert right.keys() - {"score"}
-    for wrong in ({}, None, "x", {"vf_env_id": "arithmetic"}, {"vf_env_id": "arithmetic", "vf_row": "5"}):
+    named = {"vf_env_id": "arithmetic"}
+    rows: list[Any] = [{}, None, "x", named, {**named, "vf_row": "5"}, {**named, "vf_row": "{"}, {**named, "vf_row": 5}]
+    for wrong in (*rows, {**row["extra_info"], "vf_env_args": "[1]"}):
         with pytest.raises(ValueError, match="vf export verl"):
             compute_score("elsewhere", "4", "4", extra_info=wrong)  # type: ignore[arg-type]
 
@@ -74,6 +78,23 @@ def test_prompts_of_parts_of_text_alone_and_of_calls_alone_are_exported_side_by_
     rows = rows_in(export_rows(env, tmp_path, env_id="x")["train"])
     assert [[message["content"] for message in row["prompt"]] for row in rows] == [["in parts"], ["whole", ""]]
     assert json.loads(rows[0]["extra_info"]["vf_row"])["prompt"] == prompts[0], "the row itself is kept as it is"
+
+
+def test_arrays_and_dates_in_a_row_reach_the_rubric_as_plain_values_and_what_cannot_be_written_is_refused(
+    tmp_path: Path,
+) -> None:
+    def exported(info: Any, answer: Any = None) -> dict[str, Any]:
+        rows = [{"question": "q", "answer": answer, "info": info}]
+        env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([lambda completion: 1.0]))
+        (row,) = rows_in(export_rows(env, tmp_path, env_id="x")["train"])
+        return row
+
+    row = exported({"tests": numpy.array([1, 2]), "n": numpy.int64(3), "day": datetime.date(2026, 1, 2)})
+    assert json.loads(row["extra_info"]["vf_row"])["info"] == {"tests": [1, 2], "n": 3, "day": "2026-01-02"}
+    assert row["reward_model"]["ground_truth"] == ""
+    for odd in ({1, 2}, b"ab", object()):
+        with pytest.raises(TypeError, match=f"a {type(odd).__name__}, which cannot be written: make it plain data"):
+            exported({"odd": odd})
 
 
 class Counting:

@@ -267,12 +267,22 @@ def without_gradient(logprobs):
     return logprobs.detach()
 
 
+def an_array(logprobs):
+    return logprobs.detach().numpy()
+
+
+def in_place(logprobs, advantages):
+    return -logprobs * advantages.mul_(2.0)
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
         (scalar, r"loss 'scalar' gave a tensor of shape \(\) for 3 tokens: it gives the loss of each token"),
         (plain_number, "loss 'plain_number' gave a float for 3 tokens"),
         (not_finite, "loss 'not_finite' gave nan for a token with logprob -1: a loss is a finite number"),
+        (an_array, "loss 'an_array' gave a ndarray for 3 tokens"),
+        (in_place, "loss 'in_place' changed advantages in place: make new tensors from what it is given"),
         (without_gradient, "loss 'without_gradient' has no gradient: compute it from logprobs"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import verifiers as vf  # noqa: E402
@@ -191,6 +191,8 @@ def test_names_are_arguments_fields_and_aliases(tmp_path):
         ({"importance_sampling_clip_min": 4.0}, "importance_sampling_clip_min=4.0 must be below"),
         ({"top_entropy_quantile": 1.5}, "top_entropy_quantile must be between 0 and 1"),
         ({"entropy_coef": math.nan}, "entropy_coef must be a finite number"),
+        ({"sampling_args": {"seed": 3}}, "samples with seed=3: all rollouts of a prompt would be the same"),
+        ({"sampling_args": {"extra_body": {"seed": 3}}}, "samples with seed=3"),
         ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg must be above 0"),
         ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "steps_per_generation must be a multiple of"),
     ],
@@ -203,6 +205,54 @@ def test_what_cannot_be_is_said_when_the_trainer_is_built(wrong, said):
 def test_a_function_in_the_configuration_is_pointed_to_the_trainer():
     with pytest.raises(TypeError, match=r"pass a function to GRPOTrainer\(loss=...\)"):
         vf.GRPOConfig(loss=lambda logprobs: logprobs).check()
+
+
+def own_rewards(given: Any) -> Any:
+    class Own(vf.GRPOTrainer):
+        def compute_rewards(self, completions, prompts):
+            return given(completions)
+
+    return Own
+
+
+def own_batch(change: Any) -> Any:
+    class Own(vf.GRPOTrainer):
+        def get_batch(self):
+            batch = super().get_batch()
+            return change(batch) or batch
+
+    return Own
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (own_rewards(lambda completions: [1.0]), "compute_rewards gave 1 rewards for 16 completions"),
+        (own_rewards(lambda completions: None), "compute_rewards gave None; it gives a list: a number for each of 16"),
+        (own_rewards(lambda completions: ["good"] * 16), r"compute_rewards gave \['good', .*; it gives a list"),
+        (own_batch(lambda batch: batch.update(rewards=[math.nan] * 16)), "the reward of rollout 0 of a batch is nan"),
+        (own_batch(lambda batch: batch.update(rewards=["x"] * 16)), "the reward of rollout 0 of a batch is 'x'"),
+        (own_batch(lambda batch: batch.update(advantages=[1.0])), "the column of a batch gave 1 values for 16"),
+        (own_batch(lambda batch: batch.update(advantages=[math.nan] * 16)), "gave nan for a rollout with reward"),
+        (own_batch(lambda batch: batch.update(advantages=["x"] * 16)), r"gave \['x', .*; it gives a list: a number"),
+        (own_batch(lambda batch: {**batch, "advantages": [1.0]}), "1 advantages for 16 completions"),
+    ],
+)
+def test_rewards_and_advantages_of_ones_own_that_are_none_are_told_in_one_sentence(tmp_path, kind, said):
+    with pytest.raises(ValueError, match=said):
+        trainer(tmp_path, kind).train()
+
+
+def test_a_reward_of_ones_own_that_is_none_is_a_rollout_that_was_not_scored(tmp_path):
+    kind = own_rewards(lambda completions: [None, *range(len(completions) - 1)])
+    assert [step["failed"] for step in trainer(tmp_path, kind, max_steps=2).train().steps] == [1, 1]
+
+
+@pytest.mark.parametrize("make", [torch.tensor, lambda values: torch.tensor(values).numpy(), list])
+def test_advantages_that_a_batch_brings_may_be_in_an_array(tmp_path, make):
+    given = [0.25 * (-1) ** i for i in range(16)]
+    _, sequences, _ = prepared(trainer(tmp_path, own_batch(lambda batch: batch.update(advantages=make(given)))))
+    assert [one.advantage for one in sequences] == given
 
 
 # --- entropies ----------------------------------------------------------------------------------------------------
@@ -292,6 +342,71 @@ def test_what_was_sampled_ahead_is_weighed_by_its_ratio_and_not_left_out_by_the_
     figures = made.train_step(batch)
     assert figures["ratio_mean"] == pytest.approx(math.exp(0.5), rel=1e-3)
     assert (figures["clip_fraction"] > 0) == is_clipped
+
+
+def test_a_rollout_without_logprobs_leaves_the_ratios_of_the_others_as_they_are(tmp_path):
+    """The trainer measures the old policy for it alone, whichever rollouts share its micro-batch."""
+    made = trainer(tmp_path, learning_rate=0.0)
+    batch, _, _ = prepared(made)
+    for i, reply in enumerate(batch["completions"]):
+        tokens = reply.state["trajectory"][0]["tokens"]
+        tokens["completion_logprobs"] = [math.nan if i == 0 else one - 0.5 for one in tokens["completion_logprobs"]]
+    made.train_step(batch)
+    ratios = made.update.ratios_of(16)
+    assert len(ratios) > 2
+    for rollout, found in ratios.items():
+        assert found == pytest.approx([1.0 if rollout == 0 else math.exp(0.5)] * len(found), rel=1e-3)
+
+
+@pytest.mark.parametrize("logprob", [-math.inf, -9999.0])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "grpo"},
+        {"loss_type": "grpo", "importance_cap": None},
+        {"loss_type": "gspo"},
+        {"loss_type": "cispo"},
+        {"loss_type": "sapo", "importance_cap": 2.0},
+        {"importance_sampling_mode": "token_mask"},
+        {"importance_sampling_mode": "sequence_truncate", "importance_sampling_clip_max": None},
+    ],
+)
+def test_a_token_that_its_sampler_gave_no_chance_does_not_undo_the_step(tmp_path, settings, logprob):
+    made = trainer(tmp_path, max_grad_norm=1.0, **settings)
+    batch, _, _ = prepared(made)
+    for reply in batch["completions"]:
+        reply.state["trajectory"][0]["tokens"]["completion_logprobs"][0] = logprob
+    before = [one.detach().clone() for one in made.model.parameters()]
+    figures = made.train_step(batch)
+    assert all(math.isfinite(figures[name]) for name in ("loss", "grad_norm", "ratio_mean", "ratio_max"))
+    assert any(not torch.equal(one, old) for one, old in zip(made.model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+@pytest.mark.parametrize("place", [0, -1])
+def test_tokens_of_another_model_are_refused_before_they_are_looked_up(tmp_path, token, place):
+    made = trainer(tmp_path)
+    batch, _, _ = prepared(made)
+    for reply in batch["completions"]:
+        reply.state["trajectory"][0]["tokens"]["completion_ids"][place] = token
+    with pytest.raises(ValueError, match=f"a token {token} to learn from, and the model has 301: was it made with"):
+        made.train_step(batch)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_told"),
+    [({"loss_type": "gspo"}, True), ({"importance_sampling_mode": "sequence_mask"}, True), ({}, False)],
+)
+def test_a_ratio_of_sequences_that_are_learned_from_in_parts_is_told(tmp_path, caplog, settings, is_told):
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    bounds = {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
+    rope |= {"factor": 4.0, "original_max_position_embeddings": 64}
+    config = transformers.LlamaConfig(vocab_size=301, **small, **bounds, rope_parameters=rope)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with caplog.at_level("WARNING", logger="verifiers.trainers"):
+        assert trainer(tmp_path, model=model, **settings).update is not None
+    assert ("the rotary embedding of this model changes at 64 tokens" in caplog.text) == is_told
 
 
 # --- several updates of one generation ----------------------------------------------------------------------------

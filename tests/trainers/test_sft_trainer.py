@@ -281,3 +281,12 @@ def test_both_dialects_of_arguments_are_understood():
         vf.SFTTrainer(model=model, tokenizer=tokenizer, args=args, config=args, dataset=ROWS)
     with pytest.raises(TypeError, match=r"SFTConfig has no 'group_size'"):
         vf.SFTConfig(group_size=4)
+
+
+def test_a_tokenizer_of_another_model_is_told_before_its_tokens_are_looked_up(tmp_path):
+    model, _ = vf.tiny_model("ab", hidden_size=32)
+    _, tokenizer = vf.tiny_model("abcdefghijklmnopqrstuvwxyz", hidden_size=32)
+    rows = [{"prompt": "ab", "completion": "xyz"}] * 4
+    config = vf.SFTConfig(max_steps=1, batch_size=2, output_dir=tmp_path, show_progress=False)
+    with pytest.raises(ValueError, match=r"a token \d+ to learn from, and the model has \d+: was it made with"):
+        vf.SFTTrainer(model=model, tokenizer=tokenizer, dataset=rows, config=config).train()

@@ -32,6 +32,10 @@ class Completions:
             raise errors.RequestRefusedError("'messages' is missing: a list of messages")
         if wrong := [one for one in messages if not (isinstance(one, dict) and isinstance(one.get("role"), str))]:
             raise errors.RequestRefusedError(f"a message is an object with a role, not {wrong[0]!r:.80}")
+        for message in messages:
+            calls = message.get("tool_calls") or []
+            if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+                raise errors.RequestRefusedError(f"'tool_calls' of a message is a list of objects, not {calls!r:.80}")
         tools = body.pop("tools", None)
         return await self._answer(http, body, [[with_known_role(one) for one in messages]], "chat", tools=tools)
 
@@ -139,7 +143,13 @@ def _prompts(prompt: Any) -> list[Any]:
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise errors.RequestRefusedError("'prompt' is missing: a text, a list of token ids, or a list of either")
-    return [prompt] if isinstance(prompt[0], int) else prompt
+    prompts = [prompt] if type(prompt[0]) is int else prompt
+    for one in prompts:
+        if not isinstance(one, str) and not (isinstance(one, list) and all(type(token) is int for token in one)):
+            raise errors.RequestRefusedError(
+                f"'prompt' is a text, a list of token ids, or a list of either; not {one!r:.80}"
+            )
+    return prompts
 
 
 def _said(body: dict[str, Any]) -> dict[str, Any]:

@@ -184,36 +184,39 @@ class Estimator:
             return found
         for places in members:
             mine = [rewards[i] for i in places]
+            what = f"{len(mine)} rollouts of a {'batch' if is_whole else 'group'}"
             values = self._call(
-                rewards=mine,
+                rewards=list(mine),
                 states=[states[i] for i in places],
                 groups=[groups[i] for i in places],
                 weights=weights or {},
                 gather=gather,
             )
-            for i, value in zip(places, self._checked(values, mine, is_whole), strict=True):
+            given = checked(values, mine, whose=f"advantage {self.name!r}", what=what)
+            for i, value in zip(places, given, strict=True):
                 found[i] = value
         return found
 
-    def _checked(self, values: Any, rewards: Sequence[Any], is_whole: bool) -> list[Advantage]:
-        what = f"{len(rewards)} rollouts of a {'batch' if is_whole else 'group'}"
-        try:
-            found = [_plain(one) for one in values]
-        except (TypeError, ValueError):
+
+def checked(values: Any, rewards: Sequence[Any], *, whose: str, what: str) -> list[Advantage]:
+    """Advantages as plain numbers or lists of them, one for each reward; ``whose`` and ``what`` are for the errors."""
+    try:
+        found = [_plain(one) for one in values]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{whose} gave {values!r:.80}; it gives a list: a number for each of {what}, "
+            "or one for each of its turns or sampled tokens"
+        ) from None
+    if len(found) != len(rewards):
+        raise ValueError(f"{whose} gave {len(found)} values for {what}; it gives one for each")
+    for one, reward in zip(found, rewards, strict=True):
+        numbers = [] if one is None else [one] if isinstance(one, float) else one
+        if not all(map(math.isfinite, numbers)):
             raise ValueError(
-                f"advantage {self.name!r} gave {values!r:.80}; it gives a list: a number for each of {what}, "
-                "or one for each of its turns or sampled tokens"
-            ) from None
-        if len(found) != len(rewards):
-            raise ValueError(f"advantage {self.name!r} gave {len(found)} values for {what}; it gives one for each")
-        for one, reward in zip(found, rewards, strict=True):
-            numbers = [] if one is None else [one] if isinstance(one, float) else one
-            if not all(map(math.isfinite, numbers)):
-                raise ValueError(
-                    f"advantage {self.name!r} gave {one} for a rollout with reward {reward!r}; an advantage is a "
-                    "finite number (None: this rollout does not train)"
-                )
-        return found
+                f"{whose} gave {one} for a rollout with reward {reward!r}; an advantage is a finite number "
+                "(None: this rollout does not train)"
+            )
+    return found
 
 
 def mean_advantage(advantage: Advantage) -> float | None:

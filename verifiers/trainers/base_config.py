@@ -169,7 +169,8 @@ class TrainingConfig(Config):
             self._require(f"{name}_strategy", said is None or said in STRATEGIES, f"one of {', '.join(STRATEGIES)}")
             if self.strategy(name) == "steps" and getattr(self, f"{name}_steps") is None:
                 raise ValueError(f"{name}_strategy='steps' needs {name}_steps")
-        self.optim = SPELLINGS.get(self.optim, self.optim)
+        if self.optim in SPELLINGS:
+            self.optim = SPELLINGS[self.optim]
         self._require_one_of("optim", OPTIMIZERS)
         if self.fp16 and self.bf16:
             raise ValueError("fp16 and bf16 are two precisions; choose one")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 from verifiers.errors import GraderError
 from verifiers.messages import as_messages
-from verifiers.trainers.advantages import Advantage, Estimator, Gather, mean_advantage
+from verifiers.trainers.advantages import Advantage, Estimator, Gather, checked, mean_advantage
 from verifiers.trainers.distributed.processes import gathered
 from verifiers.types import State
 
@@ -146,21 +146,37 @@ class Batch(dict[str, list[Any]]):
         """The state of each rollout; None where only its text is known."""
         return [getattr(reply, "state", None) for reply in self["completions"]]
 
-    def rewarded(self, rewards: Sequence[float]) -> Batch:
-        """The batch with these rewards, without the rollouts that could not be scored or got none (NaN)."""
+    def rewarded(self, given: Any) -> Batch:
+        """The batch with the rewards that `compute_rewards` gave, without the rollouts that could not be scored or got
+        none (None, NaN)."""
         states = [reply.state for reply in self["completions"]]
+        rewards = _rewards_of(given, len(states))
         scored = [
             i
             for i, (state, reward) in enumerate(zip(states, rewards, strict=True))
             if state.get("error") is None and math.isfinite(reward)
         ]
-        kept = self.keep(scored)
+        kept, kept_places = self.keep(scored), set(scored)
         kept["rewards"] = [rewards[i] for i in scored]
-        unscored = [states[i] for i in range(len(states)) if i not in set(scored)]
+        unscored = [state for i, state in enumerate(states) if i not in kept_places]
         for state in unscored:
             if state.get("error") is None:
                 state["error"] = GraderError("compute_rewards gave a reward that is not finite")
         return Batch(kept, failed=self.failed + unscored, cursor=self.cursor)
+
+
+def _rewards_of(given: Any, n: int) -> list[float]:
+    """Rewards of one's own as numbers, NaN where there is none."""
+    try:
+        rewards = [math.nan if one is None else float(one) for one in given]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"compute_rewards gave {given!r:.80}; it gives a list: a number for each of {n} completions (None: it "
+            "could not be scored)"
+        ) from None
+    if len(rewards) != n:
+        raise ValueError(f"compute_rewards gave {len(rewards)} rewards for {n} completions; it gives one for each")
+    return rewards
 
 
 def as_batch(given: Any) -> Batch:
@@ -168,8 +184,17 @@ def as_batch(given: Any) -> Batch:
 
     There may be several completions to a prompt, one group after the other.
     """
-    if isinstance(given, Batch):
-        return given
+    batch = given if isinstance(given, Batch) else _batch_of_columns(given)
+    for place, reward in enumerate(batch["rewards"]):
+        if reward is not None and not (isinstance(reward, SupportsFloat) and math.isfinite(reward)):
+            raise ValueError(
+                f"the reward of rollout {place} of a batch is {reward!r}; it is a finite number (None: the rollout "
+                "could not be scored)"
+            )
+    return batch
+
+
+def _batch_of_columns(given: Any) -> Batch:
     if isinstance(given, tuple) and len(given) == 3:
         given = dict(zip(("prompts", "completions", "rewards"), given, strict=True))
     if not isinstance(given, Mapping) or not {"prompts", "completions", "rewards"} <= set(given.keys()):
@@ -184,6 +209,8 @@ def as_batch(given: Any) -> Batch:
     columns["prompts"] = [prompt for prompt in prompts for _ in range(n // m)]
     if "groups" not in columns:
         columns["groups"] = [i // (n // m) for i in range(n)] if n > m else group_equal(columns["prompts"])
+    if len(columns.get("advantages", columns["rewards"])) != n:
+        raise ValueError(f"{len(columns['advantages'])} advantages for {n} completions: there is one for each")
     return Batch({name: values for name, values in columns.items() if len(values) == n})
 
 
@@ -199,7 +226,10 @@ def group_equal(prompts: Sequence[Any]) -> list[int]:
 
 def with_advantages(batch: Batch, estimator: Estimator, *, gather: Gather = list) -> Batch:
     """The batch with a column of advantages; one that has them already keeps them. Its states have them, too."""
-    if "advantages" not in batch:
+    if "advantages" in batch:
+        what = f"{len(batch['rewards'])} rollouts"
+        batch["advantages"] = checked(batch["advantages"], batch["rewards"], whose="the column of a batch", what=what)
+    else:
         batch["advantages"] = estimator(
             batch["rewards"], batch["groups"], batch.states, weights=batch.reward_weights, gather=gather
         )

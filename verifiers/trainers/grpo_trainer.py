@@ -327,7 +327,7 @@ class GRPOTrainer(Trainer):
         if not self._scores_itself:
             return batch
         rewards = call_fitting(self.compute_rewards, batch["completions"], batch["prompts"], self._batch_at[0])
-        return batch.rewarded([float(reward) for reward in rewards])
+        return batch.rewarded(rewards)
 
     def _start_sampling(self, what: int | str, count: int, *, is_apart: bool) -> None:
         """Rollouts of a step begin together, with seeds of their own; those of rows that no other process has (they are

@@ -30,6 +30,7 @@ INPUTS = {
 
 Level = Literal["token", "sequence"]
 MeanOver = Literal["sequences", "tokens", "max_new_tokens"]
+FARTHEST = 20.0  # of a log ratio: beyond it a token that its sampler gave no chance (-inf, -9999) would undo a step
 CORRECTIONS: tuple[str, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -49,6 +50,12 @@ class Objective:
     correction: str | None = None  # of the trainer/sampler ratio, one of CORRECTIONS
     correction_min: float | None = None
     correction_max: float | None = 3.0
+
+    @property
+    def is_of_sequences(self) -> bool:
+        """Is a ratio one of a whole sequence, in the loss or in the correction for the sampler?"""
+        level = self.level or METHODS[self.kind].level
+        return level == "sequence" or str(self.correction).startswith("sequence")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,15 +167,19 @@ class Loss:
         factor_T: Tensor | None = None,
     ) -> TokenLosses:
         """The loss of each token before it is averaged; ``factor_T`` (no gradient) is what the policy's part counts."""
-        found = self._call(
-            logprobs=new_T,
-            old_logprobs=old_T,
-            advantages=advantage_T,
-            sequences=sequence_T,
-            ref_logprobs=reference_T,
-            entropies=entropy_T,
-            objective=self.objective,
-        )
+        tensors = {
+            "logprobs": new_T,
+            "old_logprobs": old_T,
+            "advantages": advantage_T,
+            "sequences": sequence_T,
+            "ref_logprobs": reference_T,
+            "entropies": entropy_T,
+        }
+        versions = {name: one._version for name, one in tensors.items() if one is not None}
+        found = self._call(**tensors, objective=self.objective)
+        for name, version in versions.items():
+            if tensors[name]._version != version:
+                raise ValueError(f"loss {self.name!r} changed {name} in place: make new tensors from what it is given")
         loss_T, is_clipped_T = self._checked(found, new_T)
         if factor_T is not None:
             loss_T = loss_T * factor_T
@@ -188,9 +199,9 @@ class Loss:
         if not self.is_own:
             return loss_T, is_clipped_T
         for one in (loss_T, is_clipped_T):
-            if getattr(one, "shape", None) != new_T.shape:
-                shape = getattr(one, "shape", None)
-                said = f"a {type(one).__name__}" if shape is None else f"a tensor of shape {tuple(shape)}"
+            is_tensor = isinstance(one, type(new_T.detach()))
+            if not is_tensor or one.shape != new_T.shape:
+                said = f"a tensor of shape {tuple(one.shape)}" if is_tensor else f"a {type(one).__name__}"
                 raise ValueError(
                     f"loss {self.name!r} gave {said} for {len(new_T)} tokens: it gives the loss of each token, shape "
                     f"({len(new_T)},), and they are averaged as loss_type={self.objective.kind!r} says"
@@ -208,7 +219,7 @@ class Loss:
 
 def ratios(logprobs: Tensor, old_logprobs: Tensor, sequences: Tensor, objective: Objective) -> Tensor:
     """New over old policy, of each token; at level "sequence" its geometric mean over the token's sequence."""
-    log_ratio_T = logprobs - old_logprobs
+    log_ratio_T = (logprobs - old_logprobs).clamp(-FARTHEST, FARTHEST)
     level = objective.level or METHODS[objective.kind].level
     return (sequence_mean(log_ratio_T, sequences) if level == "sequence" else log_ratio_T).exp()
 
@@ -237,9 +248,9 @@ def sampler_correction(objective: Objective, log_ratio_T: Tensor, sequence_T: Te
     tensor([0., 0., 0.])
     """
     level, _, how = str(objective.correction).partition("_")
-    log_ratio_T = log_ratio_T.detach().nan_to_num(nan=0.0)
+    log_ratio_T = log_ratio_T.detach().nan_to_num(nan=0.0).clamp(-FARTHEST, FARTHEST)
     if level == "sequence":
-        log_ratio_T = _sequence_sums(log_ratio_T, sequence_T)[sequence_T]
+        log_ratio_T = _sequence_sums(log_ratio_T, sequence_T)[sequence_T].clamp(-FARTHEST, FARTHEST)
     ratio_T = log_ratio_T.exp()
     low = 0.0 if objective.correction_min is None else objective.correction_min
     high = float("inf") if objective.correction_max is None else objective.correction_max

@@ -206,6 +206,11 @@ def check(args: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where} cannot be trained with: {error}") from None
     if not 0 < found.top_p <= 1 or not 0 <= found.min_p <= 1:
         raise ValueError(f"{where} has top_p={found.top_p:g} and min_p={found.min_p:g}; both are shares, top_p above 0")
+    if (seed := flat(args).get("seed")) is not None:
+        raise ValueError(
+            f"{where} samples with seed={seed!r}: all rollouts of a prompt would be the same, and nothing could be "
+            "learned from them; leave it out (seed= of the configuration makes a training repeatable)"
+        )
 
 
 def distributions(sample: Sample, usual: Distribution) -> tuple[tuple[int, Distribution], ...]:

@@ -15,7 +15,7 @@ from verifiers.trainers.config import SFTConfig
 from verifiers.trainers.distributed import processes
 from verifiers.trainers.generations import rows_so_far
 from verifiers.trainers.learning.logprobs import TokenScorer
-from verifiers.trainers.learning.micro_batches import Trained, idle_batch, micro_batches
+from verifiers.trainers.learning.micro_batches import Trained, check_tokens, idle_batch, micro_batches
 from verifiers.trainers.sft_rows import SFTSamples, read_samples
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
@@ -147,5 +147,5 @@ class SFTTrainer(Trainer):
         if self.weights.is_sharded:
             made += [idle_batch(pad_id)] * processes.lacking(self.accelerator, len(made))
         for i, one in enumerate(made, 1):
-            on_device = one.to(self.weights.device)
+            on_device = check_tokens(one, self.model.config).to(self.weights.device)
             yield -(self._scorer.logprobs(on_device) * on_device.weight_N).sum(), i == len(made)

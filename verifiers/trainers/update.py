@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -14,13 +15,15 @@ from torch import Tensor
 from verifiers.engine.fair_lock import steady
 from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.distributed.processes import gathered, lacking
-from verifiers.trainers.learning.micro_batches import MicroBatch, Trained, idle_batch, micro_batches
+from verifiers.trainers.learning.micro_batches import MicroBatch, Trained, check_tokens, idle_batch, micro_batches
 from verifiers.trainers.learning.target_logprobs import Scored
 from verifiers.trainers.learning.update_figures import UpdateFigures, combined
-from verifiers.trainers.losses import Loss, TokenLosses, sampler_correction, token_weights
+from verifiers.trainers.losses import FARTHEST, Loss, TokenLosses, sampler_correction, token_weights
 from verifiers.trainers.memory.plan import MemoryPlan
 from verifiers.trainers.reference import Reference
 from verifiers.trainers.weights import Weights
+
+logger = logging.getLogger("verifiers.trainers")
 
 
 class PolicyUpdate:
@@ -47,6 +50,12 @@ class PolicyUpdate:
             self.reference = Reference(model) if config.kl_coef > 0 else None
             others = [] if self.reference is None else [self.reference.scorer.layouts]
             self._limits = self.scorer.layouts.limits(*others)
+        if (bounds := self._limits["rope_bounds"]) and self.loss.objective.is_of_sequences:
+            logger.warning(
+                "the rotary embedding of this model changes at %d tokens: a sequence that grows past it is learned "
+                "from in two parts, and each has a ratio of its own",
+                bounds[0],
+            )
         self.device = weights.device
         self._lock, self._pad_id, self._processes = lock, pad_id, processes
         self._after_step = after_step
@@ -59,7 +68,7 @@ class PolicyUpdate:
         """Learn from these; returns loss, kl, clip_fraction, ratios, grad_norm."""
         trained, tokens = self._weighted(sequences)
         made = micro_batches(trained, max_tokens=self._tokens, pad_id=self._pad_id, **self._limits)
-        batches = [_Prepared(batch, self.device) for batch in made]
+        batches = [_Prepared(check_tokens(batch, self.model.config), self.device) for batch in made]
         if self.weights.is_sharded:
             idle = lacking(self._processes, len(batches))
             batches += [_Prepared(idle_batch(self._pad_id), self.device, is_idle=True) for _ in range(idle)]
@@ -162,8 +171,8 @@ class PolicyUpdate:
             prepared.correction_N, prepared.is_bounded_N = sampler_correction(
                 self.loss.objective, prepared.log_ratio_N, batch.sequence_N
             )
-        if prepared.old_N is None:  # the sampler gave no logprobs: before the first update, new and old are the same
-            prepared.old_N = scored.logprob_N.detach()
+        if prepared.old_N is None:  # of tokens without a logprob: before the first update, new and old are the same
+            prepared.old_N = batch.old_N.where(~batch.old_N.isnan(), scored.logprob_N.detach())
         losses = self.loss(
             new_T=scored.logprob_N,
             old_T=prepared.old_N,
@@ -217,7 +226,7 @@ class _Prepared:
         """For the figures: the ratio of the new policy to the one that sampled, and what either bound cut."""
         if self.log_ratio_N is None or self.is_bounded_N is None:
             return losses
-        ratio_T = losses.ratio_T * self.log_ratio_N.nan_to_num(nan=0.0).exp()
+        ratio_T = losses.ratio_T * self.log_ratio_N.nan_to_num(nan=0.0).clamp(-FARTHEST, FARTHEST).exp()
         return replace(losses, ratio_T=ratio_T, is_clipped_T=losses.is_clipped_T | self.is_bounded_N)
 
     def counted(self, values_N: Tensor) -> Tensor:

@@ -87,6 +87,8 @@ def as_text(observation: Any) -> str:
     >>> as_text({"board": "X.O", "metadata": {}}), as_text({"score": 1, "text": "go on"})
     ('X.O', '{"score": 1, "text": "go on"}')
     """
+    if observation is None:
+        return ""
     if not isinstance(observation, Mapping):
         return observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
     told = {

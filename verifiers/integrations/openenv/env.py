@@ -9,11 +9,12 @@ from typing import Any
 from verifiers.envs.tool_env import ToolEnv
 from verifiers.errors import HookError, InfraError
 from verifiers.integrations.openenv.actions import action_tools, as_text, is_mcp, mcp_tools
-from verifiers.integrations.openenv.connection import Connection
+from verifiers.integrations.openenv.connection import ActionRefusedError, Connection
 from verifiers.integrations.openenv.server import PackageServer
 from verifiers.messages import as_messages
 from verifiers.rollout import cleanup, teardown
 from verifiers.rubrics import Rubric
+from verifiers.tools.calling import ToolBox
 from verifiers.tools.tool import Tool
 from verifiers.types import Messages, State
 
@@ -86,6 +87,8 @@ class OpenEnv(ToolEnv):
         try:
             await self._learn_tools(connection)
             shown = await connection.begin("reset", self._reset_args(state), wait_s=self.wait_s)
+        except ActionRefusedError as error:  # nobody but the server has done anything yet
+            raise InfraError(f"the OpenEnv server at {self.source} could not begin an episode: {error}") from error
         except InfraError as error:
             raise self._explained(error) from error
         state["env_rewards"], state["env_steps"] = [], 0
@@ -116,17 +119,24 @@ class OpenEnv(ToolEnv):
         """Ask the server once what its actions are."""
         if self._is_known:
             return
-        action = (await connection.schema())["action"]
-        if is_mcp(action):
-            listed = await connection.begin("step", {"type": "list_tools"}, wait_s=self.wait_s)
-            tools = mcp_tools((listed.get("observation") or {}).get("tools") or (), self._action)
-        else:
-            tools = action_tools(action, self._action)
-        if not self._is_known:  # another rollout may have asked meanwhile
-            self._is_known = True
-            for tool in tools:
-                self.toolbox.add(tool)
-            self._tell_endpoint()
+        action, listed = (await connection.schema())["action"], dict[str, Any]()
+        try:
+            if is_mcp(action):
+                listed = await connection.begin("step", {"type": "list_tools"}, wait_s=self.wait_s)
+                tools = mcp_tools((listed.get("observation") or {}).get("tools") or (), self._action)
+            else:
+                tools = action_tools(action, self._action)
+            if not self._is_known:  # another rollout may have asked meanwhile
+                ToolBox([*self.toolbox, *tools])  # all of them, or none
+                self._is_known = True
+                for tool in tools:
+                    self.toolbox.add(tool)
+                self._tell_endpoint()
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InfraError(
+                f"the actions of the OpenEnv server at {self.source} are no tools: {error!r:.200} in "
+                f"{listed or action!r:.200}"
+            ) from error
 
     def _action(self, fixed: dict[str, Any]) -> Callable[..., Any]:
         return functools.partial(_act, fixed)
@@ -141,9 +151,15 @@ class OpenEnv(ToolEnv):
         if state.get("completed"):
             return "The episode is over."
         answer = await self._connections[state["trajectory_id"]].ask("step", action)
+        reward, is_done = answer.get("reward"), answer.get("done")
+        if not isinstance(reward, (int, float, type(None))) or not isinstance(is_done, (bool, type(None))):
+            raise InfraError(
+                f"the OpenEnv server at {self.source} answered a step with reward {reward!r:.80} and done "
+                f"{is_done!r:.80}: they are a number and true or false"
+            )
         state["env_steps"] += 1
-        state["env_rewards"].append(answer.get("reward"))
-        if answer.get("done"):
+        state["env_rewards"].append(reward)
+        if is_done:
             state["completed"], state["stop_condition"] = True, "episode_done"
         return self.show(answer.get("observation")) or "(nothing to see)"
 

@@ -1,7 +1,8 @@
 """A loss that a client traced (torch.fx, as plain data) → a function of tensors: only operations of a list are run.
 
 A graph comes from whoever reaches the server. A node can name nothing but an operation below, so that it can read no
-file, import no module and reach no attribute.
+file, import no module and reach no attribute; and what it computes with is limited in size, so that none takes the
+server's memory or time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from torch.nn import functional
 from verifiers.errors import RequestRefusedError
 
 MOST_NODES = 2000
+MOST_CELLS = 1 << 26  # of all tensors that the loss of one datum makes
+LARGEST = 1 << 63  # of Python's numbers, which have no end of their own
+MOST_EXPONENT, MOST_ITEMS = 64, 16
 _METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 _NAMES = [
     "abs", "add", "amax", "amin", "argmax", "argmin", "bool", "ceil", "clamp", "clamp_max", "clamp_min", "clip",
@@ -88,10 +92,15 @@ class CustomLoss:
             if given[name].ndim != rank:
                 raise RequestRefusedError(f"loss {self.name!r} takes {name} of {rank} axes, not {given[name].ndim}")
         known: dict[str, Any] = {}
+        cells = 0
         for node in self.nodes:
             if node["op"] == "output":
                 return self._checked(_value(node["args"][0], known))
-            known[node["name"]] = given[node["target"]] if node["op"] == "placeholder" else _run(node, known)
+            if node["op"] == "placeholder":
+                known[node["name"]] = given[node["target"]]
+                continue
+            made = known[node["name"]] = _run(node, known, MOST_CELLS - cells)
+            cells += made.numel() if isinstance(made, torch.Tensor) else 0
         raise RequestRefusedError(f"the graph of loss {self.name!r} has no output")
 
     def _checked(self, found: Any) -> tuple[Any, dict[str, Any]]:
@@ -123,14 +132,50 @@ def _check_node(node: Mapping[str, Any]) -> None:
         raise RequestRefusedError(f"a custom loss may not use {op} {target!r:.80}; run it in the client instead")
 
 
-def _run(node: Mapping[str, Any], known: Mapping[str, Any]) -> Any:
+def _run(node: Mapping[str, Any], known: Mapping[str, Any], room: int) -> Any:
+    """What a node gives; its tensors may have as many cells as there is ``room`` for."""
+    target = str(node["target"])
     args = [_value(one, known) for one in node.get("args", ())]
     kwargs = {str(key): _value(one, known) for key, one in node.get("kwargs", {}).items()}
+    if target.startswith("operator.") and target != "operator.getitem":
+        _check_operands(target, [*args, *kwargs.values()])
+    _check_room(target, _cells(target, [*args, *kwargs.values()]), room)
     if node["op"] == "call_function":
-        return _FUNCTIONS[node["target"]](*args, **kwargs)
-    if not args or not isinstance(args[0], torch.Tensor):
-        raise RequestRefusedError(f"{node['target']} is a method of tensors")
-    return getattr(args[0], node["target"])(*args[1:], **kwargs)
+        found = _FUNCTIONS[target](*args, **kwargs)
+    elif not args or not isinstance(args[0], torch.Tensor):
+        raise RequestRefusedError(f"{target} is a method of tensors")
+    else:
+        found = getattr(args[0], target)(*args[1:], **kwargs)
+    if isinstance(found, torch.Tensor):  # one that was expanded has cells before it has memory
+        _check_room(target, found.numel(), room)
+    return found
+
+
+def _check_operands(target: str, operands: Sequence[Any]) -> None:
+    """Python's own numbers and sequences grow without end: tensors, numbers of the usual size and short shapes only."""
+    for one in operands:
+        is_number = isinstance(one, (bool, float, torch.Tensor)) or (isinstance(one, int) and abs(one) < LARGEST)
+        is_shape = target == "operator.add" and isinstance(one, (tuple, list)) and len(one) <= MOST_ITEMS
+        if not is_number and not is_shape:
+            raise RequestRefusedError(f"{target} of a custom loss is not computed for a {type(one).__name__} like this")
+    if target == "operator.pow" and any(isinstance(one, int) and abs(one) > MOST_EXPONENT for one in operands[1:]):
+        raise RequestRefusedError(f"a custom loss takes powers of up to {MOST_EXPONENT}")
+
+
+def _cells(target: str, operands: Sequence[Any]) -> int:
+    """How many cells an operation may make of these, at most."""
+    tensors = [one for one in operands if isinstance(one, torch.Tensor)]
+    if target == "operator.matmul" and len(tensors) == 2:
+        return int(math.prod(tensors[0].shape[:-1]) * math.prod(tensors[1].shape[:-2]) * tensors[1].shape[-1])
+    try:
+        return math.prod(torch.broadcast_shapes(*(one.shape for one in tensors)))
+    except RuntimeError:  # the operation says so itself
+        return 0
+
+
+def _check_room(target: str, cells: int, room: int) -> None:
+    if cells > room:
+        raise RequestRefusedError(f"the tensors of a custom loss take more than {MOST_CELLS} cells, at {target}")
 
 
 def _value(encoded: Any, known: Mapping[str, Any]) -> Any:

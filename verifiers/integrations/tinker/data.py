@@ -14,6 +14,7 @@ from verifiers.integrations.tinker import wire
 
 _DTYPES = {wire.FLOAT32: np.dtype(np.float32), wire.INT64: np.dtype(np.int64), wire.INT32: np.dtype(np.int32)}
 _NAMED: dict[str, Any] = {"float32": np.dtype(np.float32), "int64": np.dtype(np.int64)}
+MOST_IDS = 1 << 31  # that protobuf has room for
 MOST_CELLS = 1 << 26  # of one tensor, once a sparse one is written out
 
 
@@ -197,7 +198,7 @@ def json_tokens(model_input: Any) -> list[int]:
     found: list[int] = []
     for chunk in chunks:
         tokens = chunk.get("tokens") if isinstance(chunk, Mapping) else None
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < MOST_IDS for token in tokens):
             raise RequestRefusedError("the model input holds something else than text tokens, which is all it may")
         found += tokens
     return found

@@ -26,6 +26,7 @@ from verifiers.integrations.tinker.store import Place, Store, check_name, read_t
 from verifiers.integrations.tinker.turns import Turns
 
 SILENT_S = 3600.0  # without a heartbeat, before a session is over; a client sends one every 10 seconds
+MOST_COUNTED = 1 << 63  # by a client, of its own things
 MOST_UNSAVED = 64  # samplers of a session whose weights have no name and are in memory alone; the oldest go
 
 
@@ -152,6 +153,7 @@ class Service:
         found = self.models.get(str(model_id))
         if found is None:
             raise NotHereError(f"there is no training {model_id!r:.200}; it was unloaded, or the server started anew")
+        found.seen = time.monotonic()
         return found
 
     def unload(self, model_id: str) -> Pending:
@@ -249,9 +251,10 @@ class Service:
         )
 
     def load(self, body: Mapping[str, Any]) -> Pending:
-        session, place = self.session_of(body.get("model_id")), self.place(body.get("path"))
+        session, place = self.session_of(body.get("model_id")), Place.read(body.get("path"))
 
         def run(one: Learner) -> dict[str, Any]:
+            self.place(str(place))  # by now: it may have been saved by a request before this one
             state = self.store.load_state(place) if body.get("optimizer") else None
             one.restore(self.store.load(place), state)
             return {"type": "load_weights", "path": str(place), "model_id": body.get("model_id")}
@@ -294,6 +297,8 @@ class Service:
         sampler_id, seq_id = body.get("sampling_session_id"), body.get("seq_id")
         sampler = self._sampler_of(body)
         session = str(sampler_id).partition(":")[0]
+        if session in self.sessions:
+            self.sessions[session].seen = time.monotonic()
         key = None if seq_id is None or sampler_id is None else ("sample", sampler_id, number_of(body, "seq_id"))
         if key is not None and (known := self.futures.known(key)):
             return known
@@ -334,7 +339,6 @@ class Service:
         return self.turns.submit(locked)
 
     def _submit(self, kind: str, run: Callable[[], Any], session: Session, key: Any, **told: Any) -> Pending:
-        session.seen = time.monotonic()
         return self.futures.add(kind, self._alone(run), key=key, owner=session.id, **told)
 
     def settled(self, kind: str, session: Session, result: Any) -> Pending:
@@ -363,6 +367,6 @@ class Service:
 def number_of(body: Mapping[str, Any], name: str) -> int:
     """A number that a client counts its own things by."""
     value = body.get(name)
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < MOST_COUNTED:
         raise RequestRefusedError(f"{name} is a number from 0, not {value!r:.80}")
     return value

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -59,10 +60,11 @@ class Place:
 
 
 class Store:
-    """The folder of a server."""
+    """The folder of a server. One thread writes and another reads: a checkpoint is never seen half replaced."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._lock = threading.RLock()
         self.folder.mkdir(parents=True, exist_ok=True)
         for kind in KINDS:
             for parts in self.folder.glob(f"*/{kind}/.*"):
@@ -120,8 +122,9 @@ class Store:
                 parts / CHECKPOINT,
                 {"lora": snapshot.shape.as_dict(), "time": now, "expires": expires, "user_metadata": metadata},
             )
-            shutil.rmtree(path, ignore_errors=True)  # killed here, the next server finds the new one: `_recover`
-            parts.rename(path)
+            with self._lock:
+                shutil.rmtree(path, ignore_errors=True)  # killed here, the next server finds the new one: `_recover`
+                parts.rename(path)
         except BaseException:
             shutil.rmtree(parts, ignore_errors=True)
             raise
@@ -129,20 +132,26 @@ class Store:
     def load(self, place: Place) -> Snapshot:
         from safetensors.torch import load_file
 
-        path = self.find(place)
         try:
-            told = _read_json(path / CHECKPOINT)
-            return Snapshot(LoraShape(**told["lora"]), load_file(path / ADAPTER))
+            with self._lock:
+                path = self.find(place)
+                told = _read_json(path / CHECKPOINT)
+                return Snapshot(LoraShape(**told["lora"]), load_file(path / ADAPTER))
+        except RequestRefusedError:
+            raise
         except Exception as error:  # what is wrong with a file, its library says in an error of its own
             raise RequestRefusedError(f"{place} is damaged: {type(error).__name__}: {error}") from error
 
     def load_state(self, place: Place) -> dict[str, Any]:
-        path = self.find(place)
-        if not (path / STATE).is_file():
-            raise RequestRefusedError(f"{place} was saved for sampling, without the state of an optimizer")
         try:
-            with open_regular(path / STATE) as file:
-                state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+            with self._lock:
+                path = self.find(place)
+                if not (path / STATE).is_file():
+                    raise RequestRefusedError(f"{place} was saved for sampling, without the state of an optimizer")
+                with open_regular(path / STATE) as file:
+                    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        except RequestRefusedError:
+            raise
         except Exception as error:
             raise RequestRefusedError(
                 f"the optimizer of {place} is damaged: {type(error).__name__}: {error}"
@@ -151,27 +160,32 @@ class Store:
 
     def stamp(self, place: Place) -> int:
         """Another number when the checkpoint was written again."""
-        return (self.find(place) / CHECKPOINT).stat().st_mtime_ns
+        with self._lock:
+            return (self.find(place) / CHECKPOINT).stat().st_mtime_ns
 
     def find(self, place: Place) -> Path:
         """The folder of a checkpoint that is there and has not expired."""
         path = self._path(place)
-        if path.exists() and self._is_expired(path):
-            shutil.rmtree(path, ignore_errors=True)
-        if not (path / CHECKPOINT).is_file():
-            raise RequestRefusedError(f"there are no saved weights {place} here")
+        with self._lock:
+            if path.exists() and self._is_expired(path):
+                shutil.rmtree(path, ignore_errors=True)
+            if not (path / CHECKPOINT).is_file():
+                raise RequestRefusedError(f"there are no saved weights {place} here")
         return path
 
     def delete(self, place: Place) -> None:
-        shutil.rmtree(self.find(place))
+        with self._lock:
+            shutil.rmtree(self.find(place))
 
     def keep_for(self, place: Place, ttl_s: int | None) -> None:
-        path = self.find(place) / CHECKPOINT
-        _write_json(path, {**_read_json(path), "expires": None if ttl_s is None else time.time() + ttl_s})
+        with self._lock:
+            path = self.find(place) / CHECKPOINT
+            _write_json(path, {**_read_json(path), "expires": None if ttl_s is None else time.time() + ttl_s})
 
     def checkpoints(self, run: str) -> list[dict[str, Any]]:
         """Those of a run, as clients read them, the newest first."""
-        return sorted(self._described(run), key=lambda one: str(one["time"]), reverse=True)
+        with self._lock:
+            return sorted(self._described(run), key=lambda one: str(one["time"]), reverse=True)
 
     def _described(self, run: str) -> Iterator[dict[str, Any]]:
         for kind, named in KINDS.items():

@@ -15,7 +15,8 @@ from verifiers.trainers.losses import METHODS, Loss, token_weights
 
 # Settings of a trainer in this process that a model elsewhere has no place for.
 NOT_HERE = (
-    "bf16", "fp16", "gradient_checkpointing", "micro_batch_tokens", "disable_dropout", "max_seq_length",
+    "bf16", "fp16", "optim", "load_in_4bit", "gradient_checkpointing", "micro_batch_tokens", "disable_dropout",
+    "max_seq_length",
 )  # fmt: skip
 
 

@@ -20,12 +20,19 @@ def environment_of(extra_info: Any) -> Environment:
 
 @lru_cache(maxsize=8)
 def _loaded(env_id: str, env_args: str) -> Environment:
-    return load_environment(env_id, **json.loads(env_args))
+    return load_environment(env_id, **_object(env_args, "vf_env_args"))
 
 
 def row_of(extra_info: Mapping[str, Any]) -> dict[str, Any]:
     """The row itself, as the environment had it."""
-    row = json.loads(extra_info["vf_row"])
-    if not isinstance(row, dict):
-        raise ValueError(f"vf_row is no row: {row!r:.80}; make the data with `vf export verl`")
-    return row
+    return _object(extra_info["vf_row"], "vf_row")
+
+
+def _object(text: Any, column: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (TypeError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{column} is no JSON object: {text!r:.80}; make the data with `vf export verl`")
+    return found

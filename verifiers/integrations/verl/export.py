@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
+import uuid
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from verifiers.envs import Environment
@@ -34,19 +37,31 @@ def export_rows(
 
 
 def _record(row: Mapping[str, Any], index: int, split: str, env_id: str, env_args: Mapping[str, Any]) -> dict[str, Any]:
-    prompt = row["prompt"]
+    prompt, answer = row["prompt"], row.get("answer")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return {
         "data_source": f"verifiers/{env_id}",
         "agent_name": AGENT,
         "prompt": [{"role": message["role"], "content": text_of(message)} for message in messages],
         "ability": str(row.get("task") or "default"),
-        "reward_model": {"style": "rule", "ground_truth": str(row.get("answer", ""))},
+        "reward_model": {"style": "rule", "ground_truth": "" if answer is None else str(answer)},
         "extra_info": {
             "index": index,
             "split": split,
             "vf_env_id": env_id,
-            "vf_env_args": json.dumps(dict(env_args)),
-            "vf_row": json.dumps(dict(row), default=str),
+            "vf_env_args": json.dumps(dict(env_args), default=_as_json),
+            "vf_row": json.dumps(dict(row), default=_as_json),
         },
     }
+
+
+def _as_json(value: Any) -> Any:
+    """What JSON does not know, as what it does: arrays as lists, dates and the like as text.
+
+    Nothing else: a rubric would be given its description in its place.
+    """
+    if hasattr(value, "tolist"):  # of NumPy
+        return value.tolist()
+    if isinstance(value, (datetime.date, datetime.time, decimal.Decimal, uuid.UUID, PurePath)):
+        return str(value)
+    raise TypeError(f"a row has {value!r:.80}, a {type(value).__name__}, which cannot be written: make it plain data")

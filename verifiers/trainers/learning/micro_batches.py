@@ -205,6 +205,19 @@ def _packs(columns: Columns) -> _Plan:
     return _Plan(order, end)
 
 
+def check_tokens(batch: MicroBatch, config: Any) -> MicroBatch:
+    """Refuse tokens that a model does not have: on a card, looking one up would end the process."""
+    vocabulary = (config.get_text_config() if hasattr(config, "get_text_config") else config).vocab_size
+    for ids in (batch.ids_BT, batch.target_N):
+        low, high = (int(one) for one in ids.aminmax())
+        if low < 0 or high >= vocabulary:
+            raise ValueError(
+                f"there is a token {low if low < 0 else high} to learn from, and the model has {vocabulary}: was it "
+                "made with the tokenizer of another model?"
+            )
+    return batch
+
+
 def idle_batch(pad_id: int) -> MicroBatch:
     """What a process computes because others have more to compute: a pass over a sharded model is one of all."""
     sample = Sample(prompt_ids=[pad_id], completion_ids=[pad_id], completion_mask=[1], completion_logprobs=[0.0])
