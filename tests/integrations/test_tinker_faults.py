@@ -21,6 +21,8 @@ import verifiers as vf
 from tests.integrations.test_tinker import Wire, json_datum, prompt_of
 from verifiers.errors import RequestRefusedError
 from verifiers.integrations.tinker import TinkerServer
+from verifiers.integrations.tinker.data import Datum, Span
+from verifiers.integrations.tinker.learner import read_adam
 from verifiers.integrations.tinker.service import SILENT_S
 from verifiers.integrations.tinker.store import Place, Store
 
@@ -242,3 +244,41 @@ def test_clients_that_train_and_sample_at_once_are_told_the_logprobs_of_their_ow
 
     with ThreadPoolExecutor(3) as threads:
         assert len(set(threads.map(play, range(3)))) == 3
+
+
+def test_a_state_that_does_not_fit_leaves_a_training_as_it_was(served: tuple[TinkerServer, list[int]]) -> None:
+    server, ids = served
+    client, service = Wire(server.url), server.service
+    model_id = client.model(31, rank=4)
+    body = {"data": [json_datum(ids)], "loss_fn": "cross_entropy"}
+
+    def learn() -> Any:
+        told = client.done("forward_backward", {"model_id": model_id, "forward_backward_input": body})
+        client.done("optim_step", {"model_id": model_id, "adam_params": {"learning_rate": 0.01}})
+        return told["loss_fn_outputs"][0]["logprobs"]["data"]
+
+    learn()
+    learner = service._learner(model_id)
+    snapshot, state = learner.snapshot(), learner.state()
+    state = {"masters": [one.clone() for one in state["masters"]], "optimizer": state["optimizer"]}
+    learn()
+    with service.ready.engine.lock:
+        before = learner.snapshot()
+        for wrong in ({}, {**state, "masters": state["masters"][:1]}, {**state, "optimizer": {"param_groups": []}}):
+            with pytest.raises(RequestRefusedError, match="does not fit this training"):
+                learner.restore(snapshot, wrong)
+        after = learner.snapshot()
+        assert all(np.array_equal(before.tensors[name], one) for name, one in after.tensors.items())
+        learner.restore(snapshot, state)
+    assert learn()
+
+
+def test_settings_and_spans_that_are_no_such_numbers_are_refused(served: tuple[TinkerServer, list[int]]) -> None:
+    server, _ = served
+    for wrong in (10**400, -1, float("nan"), True, "x"):
+        with pytest.raises(RequestRefusedError, match="weight_decay of a step is no such number"):
+            read_adam({"weight_decay": wrong})
+    for span in (Span(length=-1), Span(length=1, sequence_id="x", offset=-1)):
+        datum = Datum(ids_T=np.array([1]), inputs={}, spans=[span])
+        with pytest.raises(RequestRefusedError, match="datum 0: a span of"):
+            server.service.drawing.with_recorded(0, datum)

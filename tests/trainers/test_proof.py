@@ -171,6 +171,24 @@ def test_a_model_that_is_not_causal_is_refused_before_it_learns() -> None:
         _ = TokenScorer(transformers.BertLMHeadModel(config).eval()).layouts
 
 
+@pytest.mark.parametrize("family", ["DeepseekV32", "GlmMoeDsa"])
+def test_a_model_that_is_not_causal_past_a_bound_is_refused_before_it_learns(family: str) -> None:
+    """One that selects the keys a token attends to, in transformers among those after it too."""
+    config = getattr(transformers, f"{family}Config", None)
+    if config is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    torch.manual_seed(0)
+    made = config(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=VOCABULARY, max_position_embeddings=512, initializer_range=0.3, moe_intermediate_size=32,
+        n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, n_shared_experts=1,
+        first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+        v_head_dim=16, index_topk=8, index_head_dim=16, index_n_heads=2,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="is not causal"):
+        _ = TokenScorer(getattr(transformers, f"{family}ForCausalLM")(made).eval()).layouts
+
+
 def test_a_head_that_only_multiplies_is_still_run_apart() -> None:
     assert TokenScorer(random_model("Llama", initializer_range=FRESH))._is_split
 

@@ -124,6 +124,8 @@ class Drawing:
         logprobs = np.zeros(len(one.ids_T), np.float32)
         at = 0
         for span in one.spans:
+            if span.length < 0 or span.offset < 0:
+                raise RequestRefusedError(f"datum {i}: a span of {span.length} tokens from {span.offset} on is none")
             if span.sequence_id is not None:
                 known = self._recorded.get(span.sequence_id)
                 if known is None or span.offset + span.length > len(known):

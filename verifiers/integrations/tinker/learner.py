@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,20 +90,32 @@ class Learner:
         """Become what was saved; without a state the optimizer begins anew."""
         if snapshot.shape != self.shape:
             raise RequestRefusedError(f"this training has the LoRA {self.shape}, and the weights {snapshot.shape}")
+        before, old = self.snapshot(), self.weights
         self._adapters.write(self.adapter, snapshot)
         self._adapters.use(self.adapter)
-        self.weights.clear()  # gradients of what it was before
-        self.weights = Weights(self._adapters.model, self._config)
-        if state is None:
-            return
-        with torch.no_grad():
-            for master, saved in zip(self.weights.masters, state["masters"], strict=True):
-                master.copy_(saved)
-        self.weights.publish()
-        self.weights.optimizer.load_state_dict(state["optimizer"])
+        try:
+            weights = Weights(self._adapters.model, self._config)
+            if state is not None:
+                _load_state(weights, state)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            self._adapters.write(self.adapter, before)
+            old.publish()
+            raise RequestRefusedError(
+                f"the saved state of the optimizer does not fit this training: {error}"
+            ) from error
+        old.clear()  # gradients of what it was before
+        self.weights = weights
 
     def close(self) -> None:
         self._adapters.remove(self.adapter)
+
+
+def _load_state(weights: Weights, state: Mapping[str, Any]) -> None:
+    with torch.no_grad():
+        for master, saved in zip(weights.masters, state["masters"], strict=True):
+            master.copy_(saved)
+    weights.publish()
+    weights.optimizer.load_state_dict(state["optimizer"])
 
 
 def read_adam(given: Mapping[str, Any]) -> dict[str, float]:
@@ -115,8 +128,8 @@ def read_adam(given: Mapping[str, Any]) -> dict[str, float]:
         raise RequestRefusedError(f"Adam has no setting {min(unknown)!r}; it has {', '.join(ADAM)}")
     read = {name: given.get(name, usual) for name, usual in ADAM.items()}
     for name, value in read.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or value < 0 or (name.startswith("beta") and value >= 1):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value <= sys.float_info.max or (name.startswith("beta") and value >= 1):
             raise RequestRefusedError(f"{name} of a step is no such number: {value!r:.80}")
     if read["learning_rate"] > MOST_RATE:
         raise RequestRefusedError(

@@ -81,7 +81,8 @@ class _Proof:
         self._scorer, self._base = scorer, scorer._base
         text = probe.text_config(self._base.config)
         self._layers = text.num_hidden_layers
-        self._bounds = probe.bounds(text, getattr(text, "max_position_embeddings", None) or ANY_LENGTH)
+        self._most_positions = getattr(text, "max_position_embeddings", None) or ANY_LENGTH
+        self._bounds = probe.bounds(text, self._most_positions)
         is_narrow = min(self._bounds, default=ANY_LENGTH) < max(map(sum, LENGTHS))
         self._trained = _trained(self._base, SHORT_LENGTHS if is_narrow else LENGTHS)
         self._device = next(self._base.parameters()).device
@@ -107,13 +108,23 @@ class _Proof:
         return Layouts(longest_batched=batched, fused=fused)
 
     def _is_causal(self) -> bool:
-        """Does a sequence that ends earlier have the same numbers up to there?"""
-        one, sample = self._trained[-1], self._trained[-1].sample
-        n = len(sample.completion_ids) // 2
-        half = replace(one, sample=sample.first(n))
+        """Do sequences that end earlier have the same numbers up to there, also past the bounds of attention?
+
+        Past those of the rotary embedding they have others: there a sequence is learned from in parts.
+        """
+        others = set(probe.rope_bounds(self._base.config))
+        longest = min(LONGEST_TRIED, self._most_positions - 5 * probe.PAST)
+        bounds = [one for one in self._bounds if one <= longest and one not in others]
+        longer = [_trained(self._base, ((2, bound + 4 * probe.PAST),))[0] for bound in bounds]
+        return all(self._is_same_without_its_end(one) for one in (self._trained[-1], *longer))
+
+    def _is_same_without_its_end(self, one: Trained) -> bool:
+        count = len(one.sample.completion_ids)
+        n = count - min(count // 2, 2 * probe.PAST)
+        part = replace(one, sample=one.sample.first(n))
         with torch.no_grad():
-            whole, part = (self._answers(self._batch([each]), None, fused=False)[0] for each in (one, half))
-        return agree([whole[:n]], [part], rounds=self._layers)
+            all_of_it, start = (self._answers(self._batch([each]), None, fused=False)[0] for each in (one, part))
+        return agree([all_of_it[:n]], [start], rounds=self._layers)
 
     def _longest_packed(self, packed: MicroBatch, varlen: bool, fused: bool) -> int:
         """How long sequences may be that are packed; 0 if they must not be."""
