@@ -24,7 +24,12 @@ from verifiers.trainers.learning.micro_batches import MicroBatch, micro_batches 
 from verifiers.trainers.learning.packing import Packing, Row  # noqa: E402
 from verifiers.trainers.learning.proof import ANY_LENGTH  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card"),
+    # Told by whichever test is the first whose backward pass multiplies: autograd does it in a thread of its own.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WORSE = 1.5  # how much further from the truth than plain operations half precision may be
