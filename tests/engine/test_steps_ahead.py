@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from tests.engine.support.exact import prompt_of, random_model  # noqa: E402
 from tests.engine.support.host_card import on_host_card  # noqa: E402
-from verifiers.engine import cuda_prefill  # noqa: E402
+from verifiers.engine import cuda_prefill, cuda_runner  # noqa: E402
 from verifiers.engine.engine import Engine  # noqa: E402
 from verifiers.engine.sequence import Generated, Sampling  # noqa: E402
 
@@ -22,8 +22,9 @@ Asked = list[tuple[list[int], Sampling]]
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Engine]]:
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     torch.set_num_threads(1)
+    monkeypatch.setattr(cuda_runner, "FEW_ROWS", 0)  # as with many rows
     made: list[Engine] = []
 
     def start(make: Callable[..., Engine] = on_host_card, **settings: Any) -> Engine:
@@ -148,6 +149,15 @@ def launches(card: Engine) -> list[int]:
     launch, noted = cuda.launch, list[int]()
     cuda.launch = lambda n, steps: (noted.append(steps), launch(n, steps))[1]
     return noted
+
+
+def test_few_rows_are_run_step_by_step(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_runner, "FEW_ROWS", 3)
+    card = start()
+    card.gather(4)
+    noted = launches(card)
+    answers(card, [(prompt_of(9, seed=i), Sampling(max_tokens=9 + 8 * (i > 0), seed=i)) for i in range(4)])
+    assert noted == [4, 4, 4, *[1] * 4]  # four rows, then three: that one has ended is read a launch later
 
 
 def test_steps_are_launched_four_at_a_time_and_none_beyond_the_longest_reply(start: Any) -> None:

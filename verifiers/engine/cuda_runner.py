@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 WHOLE, REAL, HEAD_WORDS = 6, 3, 16  # columns of a row on the device, and the words of 32 bits before its blocks
 BURST = 4  # steps that are launched at once, and read at once; a row runs on for two bursts, so 8 at most (see BEYOND)
+# With so few rows a step is launched at a time: the host has little to do for it, and a batch that ends meets every
+# size of graph the first time already.
+FEW_ROWS = 64
 WORDS = 4  # of 32 bits that a row sends to the host: its token has two, each logprob one
 
 
@@ -110,7 +113,7 @@ class CudaDecoder:
     def burst(self, n: int) -> int:
         """How many steps to launch for the first n rows: none, if those in flight are the last of all of them."""
         is_told = np.count_nonzero(self.table.is_told[:n])  # of each token as it comes
-        return max(0, min(int(self.table.tokens_left(n).max()), 1 if is_told else BURST))
+        return max(0, min(int(self.table.tokens_left(n).max()), 1 if is_told or n <= FEW_ROWS else BURST))
 
     def launch(self, n: int, steps: int) -> None:
         """Start some steps for the first n rows without waiting for anything."""
