@@ -6,8 +6,8 @@ The engine reads the parameters of the module it was given: nothing has to be tr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -25,7 +25,7 @@ from verifiers.kernels import reference
 from verifiers.kernels.attention import Attend, attending, register
 from verifiers.kernels.cpu.model import CpuModel, DecodeColumns, Drawn, Paged, unsupported
 from verifiers.kernels.decoder import CommonDecoder
-from verifiers.kernels.modules import ModuleSnapshot, linear_parameters, replaced_forwards
+from verifiers.kernels.modules import ModuleSnapshot, linear_parameters, replaced_forwards, without_dropout
 
 LAY_OUT_AFTER = 8  # steps on the same weights: copying them costs about as much as it saves in so many
 # Tokens that those of a prompt attend to, on average: C sees each query's keys alone, PyTorch's attention many queries
@@ -213,17 +213,9 @@ class ModelRunner:
         if self.cpu is not None:
             self.cpu.drop()
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """A module that is being trained has no dropout while it is sampled from."""
-        trained = [one for one in self.module.modules() if one.training] if self.module.training else []
-        for one in trained:
-            one.__dict__["training"] = False  # a module's own way of setting an attribute takes far longer
-        try:
-            yield
-        finally:
-            for one in trained:
-                one.__dict__["training"] = True
+        return without_dropout(self.module) if self.module.training else nullcontext()
 
 
 def _rms_norm(device: torch.device) -> Callable[[Any, float, Tensor], Tensor]:

@@ -75,7 +75,7 @@ class Steps:
         """As `run`, but the host reads a step only when the next ones have been launched."""
         scheduler = self.scheduler
         is_worth_it = scheduler.free_rows * ADMIT_SHARE >= self.rows or not scheduler.running
-        if scheduler.prefilling or (scheduler.waiting and is_worth_it):
+        if has_prompts := bool(scheduler.prefilling or (scheduler.waiting and is_worth_it)):
             self._prefill(scheduler.admit())
         if np.count_nonzero(self.table.needs_logits[: len(scheduler.running)]):
             self._settle()
@@ -83,17 +83,17 @@ class Steps:
                 self._decode()  # what is changed differs between sequences and steps: not worth a graph
                 cuda.assign(np.arange(len(scheduler.running)))
         elif scheduler.running:
-            self._launch(cuda)
+            self._launch(cuda, is_growing=has_prompts)
         while cuda.in_flight and cuda.steps_behind_oldest >= (AHEAD if scheduler.running else 0):
             self._collect(cuda)
 
-    def _launch(self, cuda: CudaDecoder) -> None:
-        """Some more tokens for all that run; one, while there are prompts to go on with."""
+    def _launch(self, cuda: CudaDecoder, *, is_growing: bool) -> None:
+        """Some more tokens for all that run; one, while there are prompts: more of them may have come meanwhile."""
         scheduler, burst = self.scheduler, cuda.burst(len(self.scheduler.running))
         if not burst:
             self._settle()
             return
-        steps, rows_M, column_M = scheduler.reserve(1 if scheduler.prefilling else burst, self._settle)
+        steps, rows_M, column_M = scheduler.reserve(1 if is_growing else burst, self._settle)
         if scheduler.running:
             cuda.add_blocks(rows_M, column_M)
             cuda.launch(len(scheduler.running), steps)
