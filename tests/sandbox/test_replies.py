@@ -211,14 +211,14 @@ def test_a_rollout_whose_code_forges_an_error_number_is_scored_and_not_failed() 
 
 @pytest.mark.usefixtures("full_level")
 def test_a_hook_that_does_not_expect_a_lost_session_does_not_fail_the_rollout() -> None:
-    class Reader(vf.SingleTurnEnv):
-        async def setup_state(self, state: vf.State) -> vf.State:
+    class Reader(vf.MultiTurnEnv):
+        async def env_response(self, messages: vf.Messages, state: vf.State) -> vf.Messages:
             async with Sandbox(warm=0) as sandbox, sandbox.session() as session:
                 await session.run(forged_errno(1))
                 await session.read("out.txt")
-            return state
+            return []
 
-    env = Reader(dataset=[{"question": "?", "answer": ""}], rubric=vf.Rubric([lambda completion: 0.0]))
+    env = Reader(dataset=[{"question": "?", "answer": ""}], rubric=vf.Rubric([lambda completion: 0.0]), max_turns=2)
     results = env.evaluate(client=vf.FakeClient("1"), model="fake", use_tqdm=False)
     assert (results["rewards"], len(results.failed)) == ([0.0], 0)
     assert results.scored[0]["stop_condition"] == "SessionLostError"
