@@ -10,6 +10,7 @@ from typing import Self
 from aiohttp import web
 
 START_TIMEOUT_S = 60.0
+ROUNDS = 8  # of the loop: by then a connection that was accepted is the runner's, and one that was aborted is closed
 
 
 class ServerThread:
@@ -71,8 +72,15 @@ class ServerThread:
             self._port = runner.addresses[0][1]
             ready.set()
             await self._stopping.wait()
+            await site.stop()
+            await _rounds()
         finally:
+            left = [one.transport for one in (runner.server.connections if runner.server is not None else ())]
             await runner.cleanup()
+            for transport in left:
+                if transport is not None:
+                    transport.abort()  # one whose client reads no more would wait for it
+            await _rounds()
 
     def __enter__(self) -> Self:
         self.start()
@@ -91,3 +99,8 @@ class ServerThread:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await asyncio.to_thread(self.stop)
+
+
+async def _rounds() -> None:
+    for _ in range(ROUNDS):
+        await asyncio.sleep(0)
