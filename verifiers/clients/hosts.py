@@ -43,3 +43,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def check_guarded(host: str, api_key: str | None, insecure: bool, *, can: str) -> None:
+    """Refuse to listen beyond this machine without a key, unless that is meant; ``can``: what anybody could do then."""
+    if not is_loopback(host) and api_key is None and not insecure:
+        raise ValueError(
+            f"on {host or 'every address'} without an API key, whoever reaches this machine can {can}: set a key, or "
+            "say that this is meant (--insecure, insecure=True)"
+        )

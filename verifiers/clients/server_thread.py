@@ -34,6 +34,12 @@ class ServerThread:
             raise RuntimeError(f"the server is not running; use it in a block: `with {name}(...) as server:`")
         return self._port
 
+    @property
+    def root(self) -> str:
+        """Where it is reached from this machine."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
     def start(self) -> None:
         if self._thread is not None:
             raise RuntimeError("this server is already running")
@@ -66,16 +72,19 @@ class ServerThread:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         runner = self.make_runner()
         await runner.setup()
+        assert runner.server is not None
         try:
-            site = web.TCPSite(runner, self.host, self._wanted_port, backlog=4096)
-            await site.start()
-            self._port = runner.addresses[0][1]
+            server = await self._loop.create_server(runner.server, self.host, self._wanted_port, backlog=4096)
+            self._port = server.sockets[0].getsockname()[1]
             ready.set()
             await self._stopping.wait()
-            await site.stop()
+            # asyncio drops, unclosed, a connection that it accepts in the round in which its server closes.
+            for listening in server.sockets:
+                self._loop.remove_reader(listening.fileno())
             await _rounds()
+            server.close()
         finally:
-            left = [one.transport for one in (runner.server.connections if runner.server is not None else ())]
+            left = [one.transport for one in runner.server.connections]
             await runner.cleanup()
             for transport in left:
                 if transport is not None:

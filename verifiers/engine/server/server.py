@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
-from verifiers.clients.hosts import is_loopback
+from verifiers.clients.hosts import check_guarded
 from verifiers.clients.server_thread import ServerThread
 from verifiers.engine.local_model import LocalModel
 from verifiers.engine.server.endpoints import ServedModel
@@ -37,24 +37,14 @@ class LocalServer(ServerThread):
         insecure: bool = False,
     ) -> None:
         super().__init__(host=host, port=port)
-        if not is_loopback(host) and api_key is None and not insecure:
-            raise ValueError(
-                f"on {host or 'every address'} without an API key, whoever reaches this machine can use the model and "
-                "replace its weights: set a key, or say that this is meant (--insecure, insecure=True)"
-            )
+        check_guarded(host, api_key, insecure, can="use the model and replace its weights")
         self.model = model
         self.api_key = api_key
         self.served = ServedModel(model, api_key=api_key, host=host, allow_hosts=allow_hosts)
 
     @property
-    def root(self) -> str:
-        """Where `/health`, `/metrics` and `/update_weights` are."""
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
-
-    @property
     def url(self) -> str:
-        """The base URL for OpenAI clients."""
+        """The base URL for OpenAI clients; at `root` are `/health`, `/metrics` and `/update_weights`."""
         return f"{self.root}/v1"
 
     def start(self) -> None:

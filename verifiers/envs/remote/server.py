@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from aiohttp import web
 
 from verifiers.clients import wire
-from verifiers.clients.hosts import is_loopback
+from verifiers.clients.hosts import check_guarded
 from verifiers.clients.protocol import Client, Completion, Request
 from verifiers.clients.resolve import http_client
 from verifiers.clients.server_access import lost_client, refusal
@@ -379,19 +379,14 @@ class EnvServer(ServerThread):
         limits: ServerLimits | None = None,
     ) -> None:
         super().__init__(host=host, port=port)
-        if not is_loopback(host) and api_key is None and not insecure:
-            raise ValueError(
-                f"on {host or 'every address'} without an API key, whoever reaches this machine can run the "
-                "environment: set a key, or say that this is meant (--insecure, insecure=True)"
-            )
+        check_guarded(host, api_key, insecure, can="run the environment")
         self.served = ServedEnvironment(
             env, limits=limits or ServerLimits(), api_key=api_key, host=host, allow_hosts=allow_hosts
         )
 
     @property
     def url(self) -> str:
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return self.root
 
     def make_runner(self) -> web.AppRunner:
         # Cancelling the handler when its caller hangs up is what ends the rollout.

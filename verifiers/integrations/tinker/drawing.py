@@ -88,7 +88,7 @@ class Drawing:
         logprobs = iter(self._scoring.replies([*replies, *prompts]))
         made = [
             [
-                replace(one, logprobs=own, raw_logprobs=own, top_logprobs=self._alternatives(
+                one._replace(logprobs=own, raw_logprobs=own, top_logprobs=self._alternatives(
                     [*asked.prompt, *one.ids], own, one.top_logprobs, 1 / asked.drawn_from.temperature
                 ))
                 for one, own in zip(found, logprobs, strict=False)
@@ -100,7 +100,7 @@ class Drawing:
                 own = next(logprobs)
                 known = [one[1] for one in found[0].prompt_logprobs or () if one is not None]
                 tops = self._alternatives(asked.prompt, own, known) or [[]] * len(own)
-                some[0] = replace(some[0], prompt_logprobs=[None, *zip(own, tops, strict=True)])
+                some[0] = some[0]._replace(prompt_logprobs=[None, *zip(own, tops, strict=True)])
         return made
 
     def _alternatives(

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from verifiers.clients.hosts import is_loopback
+from verifiers.clients.hosts import check_guarded
 from verifiers.clients.server_thread import ServerThread
 from verifiers.engine.files import models
 from verifiers.engine.plan import Plan, free_memory, plan
@@ -48,11 +48,7 @@ class TinkerServer(ServerThread):
         length: int | None = None,
     ) -> None:
         super().__init__(host=host, port=port)
-        if not is_loopback(host) and api_key is None and not insecure:
-            raise ValueError(
-                f"on {host or 'every address'} without an API key, whoever reaches this machine can train and read: "
-                "set a key, or say that this is meant (--insecure, insecure=True)"
-            )
+        check_guarded(host, api_key, insecure, can="train and read")
         wire.message("Chunk")  # a package that is missing is found before a model is loaded
         base = models.get_model(model) if isinstance(model, str | Path) else model
         if hasattr(base, "peft_config"):
@@ -74,8 +70,7 @@ class TinkerServer(ServerThread):
     @property
     def url(self) -> str:
         """What clients are given as ``base_url``, or in TINKER_BASE_URL."""
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return self.root
 
     def make_runner(self) -> web.AppRunner:
         return web.AppRunner(self._endpoints.app(), access_log=None, shutdown_timeout=0.1)
