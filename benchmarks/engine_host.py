@@ -89,7 +89,7 @@ def model() -> Any:
 def make(rows: int, model: Any, *, runs_itself: bool = False) -> Engine:
     """An engine whose steps go the way of a card; the caller takes them, where it has no thread of its own."""
     engine = Engine(model, rows=rows, length=512, prefill_tokens=PREFILL_CUDA)
-    cache: Any = engine.cache
+    cache: Any = engine.scheduler.cache
     engine.scheduler.blocks = BlockManager(cache.store.shape[2], least_shared=LEAST_SHARED_CUDA)
     card: Any = IdleCard()
     engine.scheduler.cuda = decoder = IdleDecoder(engine.table, engine.runner, cache, card)
@@ -109,7 +109,7 @@ def drive(
     submitted = time.thread_time()
     if watch is not None:
         watch.enable()
-    while engine.waiting or engine.live or engine.prefilling:
+    while engine.waiting or engine.live or engine.scheduler.prefilling:
         with engine.lock, torch.inference_mode(), engine.runner.evaluating():
             engine._step()
         engine.scheduler.deliver()

@@ -184,15 +184,18 @@ def trl(case: dict[str, Any], device: str) -> tuple[list[float], list[float]]:
 ROUNDS = {"cpu": 5, "cuda": 1}
 
 
-def median_after_warmup(seconds: list[float]) -> float:
-    return statistics.median(seconds[len(seconds) // 3 :])
+def shown(whose: str, seconds: list[float]) -> float:
+    """The median of a step's seconds when a third of them have warmed up."""
+    median = statistics.median(seconds[len(seconds) // 3 :])
+    print(f"   {whose} {median:.3f} s a step; each: {', '.join(f'{one:.3f}' for one in seconds)}", flush=True)
+    return median
 
 
 CASES = {
     "cpu": [{"shape": "tiny", "rollouts": 16, "micro": 16, "group": 4, "words": 16, "new": 32, "steps": 24}],
     "cuda": [
-        {"shape": "smollm2", "rollouts": 256, "micro": 64, "group": 16, "words": 64, "new": 128, "steps": 6},
-        {"shape": "smollm2", "rollouts": 1024, "micro": 128, "group": 16, "words": 64, "new": 128, "steps": 6},
+        {"shape": "smollm2", "rollouts": 256, "micro": 64, "group": 16, "words": 64, "new": 128, "steps": 9},
+        {"shape": "smollm2", "rollouts": 1024, "micro": 128, "group": 16, "words": 64, "new": 128, "steps": 9},
         {
             "shape": "qwen3-1.7b",
             "rollouts": 256,
@@ -279,11 +282,9 @@ def main() -> None:
         mine, theirs = [], []
         for _ in range(ROUNDS[device]):  # in turn: other programs come and go
             if args.only != "trl":
-                mine.append(median_after_warmup(ours(case, device)[0]))
-                print(f"   ours {mine[-1]:.3f} s a step", flush=True)
+                mine.append(shown("ours", ours(case, device)[0]))
             if args.only != "ours" and has_trl:
-                theirs.append(median_after_warmup(trl(case, device)[0]))
-                print(f"   TRL  {theirs[-1]:.3f} s a step", flush=True)
+                theirs.append(shown("TRL", trl(case, device)[0]))
         if mine and theirs:
             print(f"   {statistics.median(theirs) / statistics.median(mine):.1f}× quicker", flush=True)
 

@@ -26,9 +26,9 @@ def _dot(x, w, total, SWAPS: tl.constexpr):
 
 
 @triton.jit
-def load_terms(at, inside, is_term, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A block of a matrix; there are fewer terms than that only at the end of a sum that is no multiple of a block."""
-    return tl.load(at, mask=inside, other=0.0) if K % BLOCK_K == 0 else tl.load(at, mask=inside & is_term, other=0.0)
+def load_terms(at, inside, is_term, K: tl.constexpr, PART: tl.constexpr):
+    """A block of a matrix; there are fewer terms than that only at the end of a sum that is no multiple of a part."""
+    return tl.load(at, mask=inside, other=0.0) if K % PART == 0 else tl.load(at, mask=inside & is_term, other=0.0)
 
 
 @triton.jit
