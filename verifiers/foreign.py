@@ -11,7 +11,7 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import CodeType, CoroutineType, NoneType
@@ -181,17 +181,20 @@ class Hook:
         call = Call(self, functools.partial(self.function, *args, **kwargs), loop, limit_s)
         try:
             if self.is_quick:
-                return await _finished(call, lane_of(loop).submit(call))  # the lane sees to its limit
+                return await lane_of(loop).submit(call)  # the lane sees to its limit
             if home.get() is not None:  # nested in another hook, which holds a slot already: waiting could deadlock
-                return await _finished(call, _within(limit_s, in_thread(call.run)))
+                return await _within(limit_s, in_thread(call.run))
             async with self._slot(loop):
-                return await _finished(call, _within(limit_s, in_thread(call.run)))
+                return await _within(limit_s, in_thread(call.run))
         except ValueError as error:
             if "signal only works in main thread" not in str(error):
                 raise
             self.is_main_only = True
             self._expect_on_loop()
             return self._call_on_loop(args, kwargs)
+        finally:
+            if not call.has_ended:  # one that is given up is remembered for as long as it goes on
+                call.give_up()
 
     def _slot(self, loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
         slots = self._slots.get(loop)
@@ -237,15 +240,6 @@ async def _within(limit_s: float | None, result: Any) -> Any:
         if not deadline.is_over or isinstance(error, TimeLimitError):
             raise
         raise TimeLimitError(f"it did not return within {limit_s:g} s") from None
-
-
-async def _finished(call: Call, result: Awaitable[Any]) -> Any:
-    """Wait for a call in another thread; one that is given up is remembered for as long as it goes on."""
-    try:
-        return await result
-    finally:
-        if not call.has_ended:
-            call.give_up()
 
 
 # --- tasks that it starts -----------------------------------------------------------------------------------------

@@ -208,3 +208,16 @@ def make_progress(show: bool | Progress) -> Progress:
     if is_notebook():
         return NotebookBar()
     return Bar() if sys.stderr.isatty() else Lines()
+
+
+def clock(seconds: float | None) -> str:
+    """A span of time as a clock shows it.
+
+    >>> clock(5), clock(75), clock(7384), clock(None)
+    ('0:05', '1:15', '2:03:04', '–')
+    """
+    if seconds is None:
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

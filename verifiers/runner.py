@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import length_hint
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from verifiers import deadlines
@@ -56,8 +56,7 @@ class NotBegunError(Exception):
     """A job was taken back before anyone began to play it; it is run when the run is resumed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """One rollout to make: which row, and the how-manieth of it; with an error where the row cannot be read."""
 
     position: int

@@ -112,8 +112,9 @@ NO_TOKENS = (
 def exact_samples(state: Mapping[str, Any], completion: Any = None) -> list[Sample]:
     """The samples of a rollout as it was sampled; NotSampledError where its tokens are not known."""
     steps = state.get("trajectory") or ()
-    if any(step.get("tokens") is not None for step in steps):
-        return samples_of(steps)
+    samples = samples_of(steps)
+    if samples or any(step.get("tokens") is not None for step in steps):
+        return samples
     if reason := getattr(state, "not_sampled", None):
         raise NotSampledError(reason)
     if steps:

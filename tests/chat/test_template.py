@@ -100,33 +100,45 @@ def test_the_token_after_a_reply_is_found_where_the_tokenizer_has_another_eos() 
 
 def test_the_longest_known_beginning_is_found() -> None:
     known = KnownTexts()
-    for text in ("ab", "abcd", "abce", "b"):
-        known.remember(text, [len(text), ord(text[-1])])
+    for prompt, reply in (("a", "b"), ("ab", "cd"), ("ab", "ce"), ("b", "")):
+        known.remember(prompt, reply, [len(prompt + reply), ord((prompt + reply)[-1])])
     assert known.longest("abcdef") == (4, [4, ord("d")])
     assert known.longest("abcz") == (2, [2, ord("b")])
     assert known.longest("a") == (0, [])
     assert known.longest("") == (0, [])
 
 
-@given(st.lists(st.text(alphabet="ab", min_size=1, max_size=6)), st.text(alphabet="ab", max_size=8))
-def test_it_is_the_one_that_a_plain_search_finds(texts: list[str], text: str) -> None:
+words = st.text(alphabet="ab", max_size=4)
+
+
+@given(st.lists(st.tuples(words.filter(bool), words)), st.text(alphabet="ab", max_size=8))
+def test_it_is_the_one_that_a_plain_search_finds(texts: list[tuple[str, str]], text: str) -> None:
     known = KnownTexts()
-    for one in texts:
-        known.remember(one, [len(one)])
-    best = max((len(one) for one in texts if text.startswith(one)), default=0)
+    for prompt, reply in texts:
+        known.remember(prompt, reply, [len(prompt + reply)])
+    best = max((len(one) for one in map("".join, texts) if text.startswith(one)), default=0)
     assert known.longest(text) == (best, [best] if best else [])
 
 
 def test_the_oldest_are_forgotten_and_memory_is_bounded() -> None:
     known = KnownTexts(max_chars=100)
     for n in range(50):
-        known.remember(f"{n:010d}", [n])
-        known.longest("0000000000")
+        known.remember(f"{n:09d}", "!", [n])
+        known.longest("000000000!")
     assert len(known) == 10
-    assert known.longest("0000000000") == (10, [0])
-    assert known.longest("0000000001") == (0, [])
-    known.remember("x" * 101, [1])
+    assert known.longest("000000000!") == (10, [0])
+    assert known.longest("000000001!") == (0, [])
+    known.remember("x" * 100, "!", [1])
     assert len(known) == 10
+
+
+def test_of_a_prompt_that_is_asked_on_and_on_the_oldest_replies_are_forgotten() -> None:
+    known = KnownTexts(max_chars=100)
+    for n in range(50):
+        known.remember("again", f"{n:05d}", [n])
+    assert len(known) == 19
+    assert known.longest("again00049, and") == (10, [49])
+    assert known.longest("again00030, and") == (0, [])
 
 
 def test_a_text_that_is_kept_is_not_given_for_another_template_or_conversation():

@@ -293,17 +293,17 @@ def test_projections_are_timed_before_a_step_is_captured(start: Any, monkeypatch
 
 
 @pytest.mark.parametrize("rank", [4, 16, 40])
-@pytest.mark.parametrize("rows", [1, 33, 256])
-def test_what_adapters_add_in_two_launches_is_what_they_add(rows: int, rank: int) -> None:
+@pytest.mark.parametrize(("rows", "width"), [(1, 576), (33, 576), (256, 576), (33, 2048), (256, 4992)])
+def test_what_adapters_add_in_two_launches_is_what_they_add(rows: int, width: int, rank: int) -> None:
     from verifiers.kernels.cuda import lora
     from verifiers.kernels.modules import Lora
 
     torch.manual_seed(0)
-    x = torch.randn((rows, 576), device="cuda", dtype=torch.bfloat16)
-    for sizes in ((576,), (576, 192), (576, 192, 192)):
+    x = torch.randn((rows, width), device="cuda", dtype=torch.bfloat16)
+    for sizes in ((576,), (576, 192), (576, 192, 192), (512, 128, 128)):
         whole = torch.randn((rows, sum(sizes)), device="cuda", dtype=torch.bfloat16)
         loras = [
-            Lora(None, torch.randn(rank, 576).to(x) * 0.05, torch.randn(size, rank).to(x) * 0.05, 0.5 + i)
+            Lora(None, torch.randn(rank, width).to(x) * 0.02, torch.randn(size, rank).to(x) * 0.05, 0.5 + i)
             for i, size in enumerate(sizes)
         ]
         pairs = zip(whole.split(list(sizes), 1), loras, strict=True)
@@ -374,6 +374,24 @@ def test_a_hook_on_a_layer_is_heard_and_the_tokens_stay_exact(start: Any) -> Non
     assert_exact(model, engine.generate([prompt_of(20)], way)[0], way, within=5e-3)
     assert heard
     handle.remove()
+
+
+def test_hooks_that_come_or_go_between_requests_are_part_of_what_is_captured(start: Any) -> None:
+    model, requests = on_card(), mixed(8)
+    engine = start(model)
+
+    def assert_as_now() -> None:
+        for _ in range(2):  # recorded, and replayed
+            for answer, (_, way) in zip(answers_of(engine, requests), requests, strict=True):
+                with engine.lock:
+                    assert_exact(model, answer, way, within=5e-3)
+
+    assert_as_now()
+    for part in (model.model.layers[0].self_attn.q_proj, model.model.layers[1]):
+        hook = part.register_forward_hook(lambda module, given, out: out * 1.5)
+        assert_as_now()
+        hook.remove()
+        assert_as_now()
 
 
 # --- load -----------------------------------------------------------------------------------------------------------

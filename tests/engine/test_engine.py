@@ -668,7 +668,7 @@ def test_others_get_a_token_for_each_chunk_of_a_long_prompt(make: Any) -> None:
     heard: list[int] = []
 
     def hear(*_: Any) -> bool:
-        heard.append(len(engine.prefilling))
+        heard.append(len(engine.scheduler.prefilling))
         return False
 
     short = engine.submit(prompt_of(5), Sampling(max_tokens=150, seed=1), on_token=hear)[0]
@@ -682,13 +682,13 @@ def test_others_get_a_token_for_each_chunk_of_a_long_prompt(make: Any) -> None:
 def test_a_long_prompt_that_is_cancelled_half_way_leaves_nothing(make: Any) -> None:
     engine = make(rows=3, length=200, prefill_tokens=8)
     started = engine.submit(prompt_of(150), Sampling(max_tokens=5, seed=1), n=2)
-    wait_for(lambda: bool(engine.prefilling))
+    wait_for(lambda: bool(engine.scheduler.prefilling))
     for future in started:
         future.cancel()
     for future in started:
         with pytest.raises(CancelledError):
             future.result(20)
-    wait_for(lambda: not engine.prefilling)
+    wait_for(lambda: not engine.scheduler.prefilling)
     assert engine.scheduler.blocks.held == 0
     answer = engine.generate([prompt_of(150)], Sampling(max_tokens=5, seed=1))[0]
     assert_exact(MODEL, answer, Sampling())

@@ -345,6 +345,8 @@ def test_the_positions_of_llama_3_are_known_by_their_table(tmp_path: Path) -> No
         ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
         ({"llama.rope.dimension_count": 4}, "part of each head|has the shape"),
         ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"llama.feed_forward_length": 1 << 40}, "has the shape|describe no model"),
+        ({"llama.feed_forward_length": (1 << 64) - 1}, "describe no model"),
     ],
     ids=str,
 )

@@ -650,7 +650,7 @@ def test_a_closed_model_leaves_no_reference_to_its_weights_its_cache_or_its_engi
     local = LocalModel(str(tmp_path), rows=2, length=64, device="cpu")
     asyncio.run(local.complete(Request(model="", prompt=USER, sampling={"max_tokens": 4})))
     engine = local.engine
-    held = [weakref.ref(one) for one in (engine, engine.model, engine.cache, next(engine.model.parameters()))]
+    held = [weakref.ref(one) for one in (engine, engine.model, engine.scheduler.cache, next(engine.model.parameters()))]
     del engine
     local.close()
     gc.collect()
@@ -659,7 +659,7 @@ def test_a_closed_model_leaves_no_reference_to_its_weights_its_cache_or_its_engi
 
 def test_closing_gives_the_cache_back_even_where_the_module_is_its_owners() -> None:
     local = LocalModel(MODULE, TOKENIZER, rows=2, length=64)
-    cache = weakref.ref(local.engine.cache)
+    cache = weakref.ref(local.engine.scheduler.cache)
     local.close()
     gc.collect()
     assert cache() is None

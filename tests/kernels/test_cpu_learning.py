@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -166,7 +167,9 @@ def test_what_is_no_number_stays_so(bad: float) -> None:
 def packed(prefix_G: tuple[int, ...], suffix_B: tuple[int, ...], prefix_of_B: tuple[int, ...]) -> Packing:
     positions = [torch.arange(n) for n in prefix_G]
     positions += [prefix_G[g] + torch.arange(n) for g, n in zip(prefix_of_B, suffix_B, strict=True)]
-    return Packing(prefix_G=prefix_G, suffix_B=suffix_B, prefix_of_B=prefix_of_B, position_T=torch.cat(positions))
+    divided = {"prefix_G": prefix_G, "suffix_B": suffix_B, "prefix_of_B": prefix_of_B}
+    arrays = {name: np.array(one, np.int64) for name, one in divided.items()}
+    return Packing(**arrays, position_T=torch.cat(positions))
 
 
 def dense(packing: Packing, q: Any, k: Any, v: Any, scale: float) -> Any:

@@ -86,6 +86,21 @@ def test_a_layer_that_does_one_thing_more_is_not_taken_for_the_common_kind() -> 
     assert len(ModelRunner(model).decoder.layers) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_bound_that_small_numbers_never_reach_makes_a_layer_one_of_another_kind(dtype: Any) -> None:
+    model = random_model("Llama", dtype=dtype, initializer_range=0.05)
+    mlp = type(model.model.layers[0].mlp)
+
+    class Bounded(mlp):  # type: ignore[misc,valid-type]
+        def forward(self, x: Any) -> Any:
+            return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=4) * self.up_proj(x).clamp(-4, 4))
+
+    assert len(ModelRunner(model).decoder.layers) == 3
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Bounded
+    assert not ModelRunner(model).decoder.layers
+
+
 @pytest.mark.parametrize("part", ["", ".self_attn", ".mlp", ".self_attn.q_proj", ".mlp.down_proj", ".input_layernorm"])
 def test_a_hook_on_any_part_is_heard_and_may_change_what_it_hears(start: Any, part: str) -> None:
     model = random_model()

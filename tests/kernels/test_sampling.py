@@ -231,6 +231,7 @@ def test_uniforms_are_even_and_unrelated(axis: str) -> None:
     [
         {"max_tokens": 0}, {"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_p": 0.0},
         {"top_p": 1.1}, {"top_p": math.nan}, {"top_k": -1}, {"min_p": -0.1}, {"min_p": 1.5}, {"min_p": math.nan},
+        {"logit_bias": {3: math.nan}}, {"logit_bias": {3: math.inf}},
     ],
 )  # fmt: skip
 def test_nonsense_is_refused_by_name(wrong: dict[str, Any]) -> None:

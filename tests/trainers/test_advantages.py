@@ -192,6 +192,8 @@ def test_rewards_may_have_any_name_and_values_any_kind_of_number():
         (lambda rewards: [math.nan, 0.0], "gave nan for a rollout with reward 1.0; an advantage is a finite number"),
         (lambda rewards: [[0.0, math.inf], 0.0], "an advantage is a finite number"),
         (lambda rewards: 3.0, "gave 3.0; it gives a list: a number for each of 2 rollouts of a group"),
+        (lambda rewards: dict(enumerate(rewards)), r"gave \{0: .*; it gives a list: a number for each"),
+        (lambda rewards: "10", "gave '10'; it gives a list: a number for each"),
         (lambda rewards: ["high", "low"], "it gives a list: a number for each"),
         (lambda rewards, groups: [0.0], "gave 1 values for 2 rollouts of a batch"),
         (lambda rewards, states: [0.0, 0.0], "asks for the states of rollouts, and this batch has texts without them"),

@@ -6,6 +6,7 @@ import itertools
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -196,7 +197,9 @@ def test_runs_attend_as_rectangles_do(monkeypatch: Any, heads: tuple[int, ...], 
     monkeypatch.setattr(packed_rows, "varlen_attention", one_by_one)
     tails = (3, 1, 6, 2, 5)
     positions = torch.zeros(sum(heads) + sum(tails), dtype=torch.int64)
-    packing = packed_rows.Packing(prefix_G=heads, suffix_B=tails, prefix_of_B=(0, 2, 0, 1, 2), position_T=positions)
+    packing = packed_rows.Packing(
+        prefix_G=np.array(heads), suffix_B=np.array(tails), prefix_of_B=np.array([0, 2, 0, 1, 2]), position_T=positions
+    )
     inputs = [torch.randn(len(positions), n, 8).requires_grad_() for n in (4, 2, 2)]
     runs = (packing.suffix_segments if suffixes_only else packing.segments).attend(*inputs, 0.3, 0.0)
     rectangles = packing.padded.attend(*inputs, 0.3, 0.0, suffixes_only)
@@ -242,7 +245,10 @@ def test_a_token_attends_alike_to_the_bit_alone_in_a_rectangle_and_in_a_packed_r
     ]
     beside = packed_rows.dense_attention(*padded, 0.3)
     packing = packed_rows.Packing(
-        prefix_G=(prefix,), suffix_B=suffix, prefix_of_B=(0, 0), position_T=torch.arange(prefix + sum(suffix))
+        prefix_G=np.array([prefix]),
+        suffix_B=np.array(suffix),
+        prefix_of_B=np.array([0, 0]),
+        position_T=torch.arange(prefix + sum(suffix)),
     )
     row = [torch.cat([shared[i], *(one[i] for one in own)]) for i in range(3)]
     packed = packed_rows.Row(packing, varlen=False).attend(*row, scale=0.3, suffixes_only=True).split(suffix)

@@ -339,8 +339,6 @@ def test_a_server_that_two_trainings_send_weights_to_is_given_up_by_one_of_them_
             second.close()
 
 
-# A server is stopped while it is asked: of a connection that it was just accepting, asyncio may say that it was left.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_what_comes_back_in_the_place_of_a_server_is_checked_as_it_was(monkeypatch):
     from verifiers.trainers.distributed import samplers as module
 

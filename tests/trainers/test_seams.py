@@ -193,6 +193,9 @@ def test_names_are_arguments_fields_and_aliases(tmp_path):
         ({"entropy_coef": math.nan}, "entropy_coef must be a finite number"),
         ({"sampling_args": {"seed": 3}}, "samples with seed=3: all rollouts of a prompt would be the same"),
         ({"sampling_args": {"extra_body": {"seed": 3}}}, "samples with seed=3"),
+        ({"gradient_checkpointing": "false"}, r"gradient_checkpointing must be bool \| None, got 'false'"),
+        ({"sync_ref_model": 1}, "sync_ref_model must be bool, got 1"),
+        ({"weight_decay": math.nan}, "weight_decay must be 0 or more, got nan"),
         ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg must be above 0"),
         ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "steps_per_generation must be a multiple of"),
     ],
@@ -229,6 +232,10 @@ def own_batch(change: Any) -> Any:
     [
         (own_rewards(lambda completions: [1.0]), "compute_rewards gave 1 rewards for 16 completions"),
         (own_rewards(lambda completions: None), "compute_rewards gave None; it gives a list: a number for each of 16"),
+        (
+            own_rewards(lambda completions: dict.fromkeys(range(16), 1.0)),
+            r"compute_rewards gave \{0: 1.0, .*; it gives a",
+        ),
         (own_rewards(lambda completions: ["good"] * 16), r"compute_rewards gave \['good', .*; it gives a list"),
         (own_batch(lambda batch: batch.update(rewards=[math.nan] * 16)), "the reward of rollout 0 of a batch is nan"),
         (own_batch(lambda batch: batch.update(rewards=["x"] * 16)), "the reward of rollout 0 of a batch is 'x'"),
@@ -464,6 +471,14 @@ def test_a_training_that_stopped_within_a_generation_goes_on_with_the_rows_it_ha
     seen = noted(made)
     made.train(resume=True)
     assert [(step, batch.cursor) for step, batch in seen] == [(1, 4), (2, 6)]
+
+
+def test_a_training_that_stopped_between_generations_goes_on_as_if_it_had_not(tmp_path):
+    settings = {"steps_per_generation": 2, "batch_size": 8, "num_iterations": 2, "save_steps": 2}
+    whole = trainer(tmp_path / "whole", max_steps=4, **settings).train()
+    trainer(tmp_path, max_steps=2, **settings).train()
+    resumed = trainer(tmp_path, max_steps=4, **settings).train(resume=True)
+    assert [step["loss"] for step in resumed.steps] == [step["loss"] for step in whole.steps]
 
 
 def test_a_generation_of_which_a_group_failed_is_not_said_to_have_failed_as_a_whole(tmp_path):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -266,9 +267,9 @@ def test_more_numbers_than_31_bits_count() -> None:
 def test_runs_attend_as_rectangles_do(heads: Any, shape: Any, suffixes_only: bool, dtype: Any) -> None:
     tails = (70, 1, 33, 200, 128, 5)
     packing = Packing(
-        prefix_G=heads,
-        suffix_B=tails,
-        prefix_of_B=(0, 0, 0, 1, 2, 2),
+        prefix_G=np.array(heads),
+        suffix_B=np.array(tails),
+        prefix_of_B=np.array((0, 0, 0, 1, 2, 2)),
         position_T=torch.zeros(sum(heads) + sum(tails), dtype=torch.int64, device="cuda"),
     )
     n, groups, dim = shape

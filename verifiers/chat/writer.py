@@ -56,9 +56,9 @@ class ChatWriter:
         text = _TEXT + prompt
         return text, self._ids(text, self._known)
 
-    def remember(self, text: str, ids: list[int]) -> None:
+    def remember(self, text: str, reply: str, ids: list[int]) -> None:
         """A prompt's text with the reply to it was sampled as these ids: what goes on from there begins with them."""
-        self._known.remember(text, ids)
+        self._known.remember(text, reply, ids)
 
     def _ids(self, text: str, known: KnownTexts) -> list[int]:
         def encode(rest: str) -> list[int]:
@@ -92,7 +92,7 @@ class ChatWriter:
                 text, said, end = self._written(messages, message, tools, settings)
                 ids = self._ids(_CHAT + text, known)
                 body = self.codec.encode_after(text, said)
-                known.remember(_CHAT + text + said, ids + body)
+                known.remember(_CHAT + text, said, ids + body)
                 found.append(Turn(prompt_ids=ids, reply_ids=body + end))
             messages = [*messages, message]
         if is_cut and found:

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import IO, Any, cast
 
-from verifiers.progress import Enduring, Tally
+from verifiers.progress import Enduring, Tally, clock
 from verifiers.types import State
 
 Z95 = 1.96  # while a run goes on; the report has the exact interval
@@ -180,14 +180,3 @@ class WatchedLines(Watched):
 def make_watched(at_once: int) -> Watched:
     """A bar where stderr is a terminal, lines elsewhere."""
     return WatchedBar(at_once) if sys.stderr.isatty() else WatchedLines(at_once)
-
-
-def clock(seconds: float) -> str:
-    """A span of time as a clock shows it.
-
-    >>> clock(5), clock(75), clock(3700)
-    ('0:05', '1:15', '1:01:40')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

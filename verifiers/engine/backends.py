@@ -169,7 +169,9 @@ def _fault(engine: Engine, backend: str) -> str | None:
 
 def _layers_of_their_own(engine: Engine) -> int:
     layers = int(engine.runner.text_config.num_hidden_layers)
-    return len(set(range(layers)) - engine.runner.attending_layers())
+    row = max(engine.length, engine.prefill_tokens)
+    engine.runner.attending = row, engine.runner.attending_layers(row)
+    return len(set(range(layers)) - engine.runner.attending[1])
 
 
 def _replies(engine: Engine) -> list[Generated]:

@@ -1,7 +1,8 @@
 """Tensors of one process → the same tensors in others, memory to memory: by gloo, or by NCCL where all have it.
 
-A channel is no part of `torch.distributed`'s default group: it is opened and closed beside it. This file imports
-nothing of the package, so that a vLLM worker in an environment of its own can read it, too.
+The sender is rank 0; each `broadcast` is one tensor, which the others fill with what the sender has. A channel is no
+part of `torch.distributed`'s default group: it is opened and closed beside it. This file imports nothing of the
+package, so that a vLLM worker in an environment of its own can read it, too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import base64
 import ctypes
 import socket
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -20,16 +21,6 @@ ID_BYTES = 128
 # Numbers of NCCL's types; what else there is goes as bytes.
 _NCCL_TYPES = {torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9, torch.int64: 4, torch.int32: 2}
 _NCCL_BYTES, _NCCL_SUM = 1, 0
-
-
-class Channel(Protocol):
-    """The sender is rank 0; each `broadcast` is one tensor, which the others fill with what the sender has."""
-
-    device: torch.device
-
-    def broadcast(self, tensor: Tensor) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def backend_here() -> str:

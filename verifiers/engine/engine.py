@@ -78,7 +78,7 @@ class Engine:
         self.max_waiting = max_waiting
         self.device, self.dtype = runner.device, runner.dtype
         self.stop_ids = frozenset(stop_ids)
-        self.vocabulary = int(text.vocab_size)
+        self.vocabulary = runner.vocabulary
         self.scheduler = Scheduler(
             runner,
             rows=rows,
@@ -126,15 +126,6 @@ class Engine:
     def live(self) -> list[ActiveSequence]:
         """Requests that decode."""
         return self.scheduler.running
-
-    @property
-    def prefilling(self) -> list[ActiveSequence]:
-        """Requests whose prompt is being run."""
-        return [sequence for group in self.scheduler.prefilling for sequence in group.members]
-
-    @property
-    def cache(self) -> KVCache | SequentialCache:
-        return self.scheduler.cache
 
     def run_by(self, backend: str) -> None:
         """Make what a backend needs: the KV cache and the device's graphs, or caches of the model's own."""
@@ -354,6 +345,7 @@ class Engine:
         self.scheduler.sort_waiting()
 
     def _step(self) -> None:
+        self.runner.check_kind()
         if not self._has_cache:
             self.run_by(self.backend.name)
         self._steps.run()

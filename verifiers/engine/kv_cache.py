@@ -18,6 +18,7 @@ from torch import Tensor
 from verifiers.engine.block_manager import BLOCK, blocks_for
 from verifiers.kernels.devices import host_index, to_device
 from verifiers.kernels.norms import HeadNorms
+from verifiers.kernels.prove import text_config
 from verifiers.kernels.reference import causal_attention
 
 
@@ -32,7 +33,7 @@ class Shape:
     @classmethod
     def of(cls, config: Any) -> Shape:
         """Read off a transformers configuration, under whatever names the family uses."""
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        text = text_config(config)
         heads = text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads

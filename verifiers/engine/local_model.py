@@ -123,7 +123,7 @@ class LocalModel(OpenAILooks):
     def _choice(self, loaded: ReadyModel, prompt: Prompt, generated: Generated) -> Choice:
         choice = read_choice(prompt, generated, loaded.codec)
         if prompt.text is not None:
-            loaded.writer.remember(prompt.text + choice.sampled_text, prompt.ids + generated.ids[: choice.body])
+            loaded.writer.remember(prompt.text, choice.sampled_text, prompt.ids + generated.ids[: choice.body])
         return choice
 
     async def prompt_ids(self, request: Request) -> list[int]:

@@ -1,4 +1,4 @@
-"""Logits of the model → logits to draw from, for requests that ask for it; and the likeliest of them, to be shown."""
+"""Logits of the model → logits to draw from, for requests that ask for it; and logprobs to show, of a prompt too."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from verifiers.engine.sequence import ActiveSequence, Alternatives, Sampling
 from verifiers.kernels.devices import to_device
 from verifiers.kernels.sampling import SamplingColumns, log_softmax, truncate
 
+CHUNK = 128  # tokens of a prompt scored at a time: their logits, one for each token of the vocabulary, take memory
 HIGHEST = 1e30  # logit that can still be divided by a temperature: logprobs of infinite ones are not numbers
 
 
@@ -126,3 +127,16 @@ def likeliest(logprobs_NV: Tensor, count: int) -> list[Alternatives]:
         [(token, value) for token, value in zip(tokens, values, strict=True) if value > -np.inf]
         for tokens, values in zip(tokens_NK.tolist(), values_NK.tolist(), strict=True)
     ]
+
+
+def score_prompt(sequence: ActiveSequence, start: int, logits_TV: Tensor) -> None:
+    """Note the logprobs, under the model, of the prompt's tokens that come after ``start``, and the likeliest there."""
+    count, scores = sequence.sampling.prompt_logprobs or 0, sequence.future.prompt_logprobs
+    if start == 0:
+        scores[:] = [None]
+    following = sequence.prompt_ids[start + 1 : start + 1 + len(logits_TV)]
+    logprobs_TV = log_softmax(logits_TV[: len(following)])
+    next_T = torch.tensor(following, device=logprobs_TV.device, dtype=torch.int64)
+    own_T = logprobs_TV.gather(1, next_T[:, None])[:, 0].tolist()
+    tops: list[Alternatives] = likeliest(logprobs_TV, count) if count else [[] for _ in own_T]
+    scores += zip(own_T, tops, strict=True)

@@ -21,18 +21,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from verifiers.engine.fair_lock import FairLock
 from verifiers.engine.kv_cache import Decode, Prefill
 from verifiers.engine.plan import free_memory
+from verifiers.errors import InfraError
 from verifiers.kernels import reference
 from verifiers.kernels.attention import Attend, attending, register
 from verifiers.kernels.cpu.model import CpuModel, DecodeColumns, Drawn, Paged, unsupported
 from verifiers.kernels.decoder import CommonDecoder
 from verifiers.kernels.modules import ModuleSnapshot, linear_parameters, replaced_forwards, without_dropout
+from verifiers.kernels.prove import PAST, agree, place_bounds, prompts, text_config
 
 LAY_OUT_AFTER = 8  # steps on the same weights: copying them costs about as much as it saves in so many
 # Tokens that those of a prompt attend to, on average: C sees each query's keys alone, PyTorch's attention many queries
 # at a time, which is quicker from here on.
 MOST_SEEN_IN_C = 128
 # How long tokens are drawn in C without looking at what came meanwhile: a request that arrives waits no longer for it.
-BURST_S = 0.005
+BURST_S = 0.02
 
 _locks: WeakValueDictionary[int, Any] = WeakValueDictionary()  # engines of one model share a lock
 
@@ -45,11 +47,12 @@ class ModelRunner:
         _note_optimizer_steps()
         self.module = module
         config = module.config
-        self.text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.text_config = text_config(config)
         self._configs = [config] if self.text_config is config else [config, self.text_config]
         parameter = next(module.parameters())
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
+        self.vocabulary = int(self.text_config.vocab_size)
         # Held while the model runs: whoever runs it besides, or updates its weights, takes it.
         self.lock = _locks.setdefault(id(config), FairLock())
         self.version = 0
@@ -66,6 +69,8 @@ class ModelRunner:
         ]
         self._snapshot = ModuleSnapshot(module)
         self._adapters = _adapted(self._snapshot.modules)
+        self._hooks: list[int] = []  # their numbers, of which none is used twice
+        self.attending: tuple[int, set[int]] | None = None  # in rows of so many tokens, these layers: as was proven
         self._seen: tuple[int, Any] = (0, None)
         self._taken = -2
         self._steps = 0
@@ -127,17 +132,24 @@ class ModelRunner:
         ).logits
         return logits
 
-    def attending_layers(self) -> set[int]:
-        """Which layers ask for attention where we can answer them: others keep their past in ways of their own."""
+    def attending_layers(self, row: int) -> set[int]:
+        """Which layers ask for attention where we can answer them: others keep their past in ways of their own.
+
+        Nor can those be run beside other sequences that count places in a row (of so many tokens, at most) where they
+        were given positions: one token at many places of the same position must look the same at all of them.
+        """
         found: set[int] = set()
 
         def note(layer: int, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-            found.add(layer)
+            if agree([q[:, :, :1].expand_as(q), k[:, :, :1].expand_as(k)], [q, k]):
+                found.add(layer)
             return q.new_zeros((*q.shape[:3], v.shape[-1]))
 
-        ids = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        config = self.module.config
+        (token,) = prompts(config, [1])
+        ids = torch.tensor([token * max([PAST, *place_bounds(config, row)])], device=self.device)
         with attending(self._configs, note):
-            self._run_module(ids, ids, 0)
+            self._run_module(ids, torch.zeros_like(ids), 1)
         return found
 
     def count_step(self) -> None:
@@ -154,16 +166,31 @@ class ModelRunner:
 
     # --- changes --------------------------------------------------------------------------------------------------
 
+    def check_kind(self) -> None:
+        """The KV cache and the kernels are for the dtype, the device and the vocabulary that the model had."""
+        parameter = next(self.module.parameters())
+        now = parameter.dtype, parameter.device, int(self.text_config.vocab_size)
+        then = self.dtype, self.device, self.vocabulary
+        if now != then:
+            said = ", not ".join("{} on {} with {} tokens".format(*one) for one in (now, then))
+            raise InfraError(f"the model is {said}, since its engine was made: make a new one (LocalModel, Engine)")
+
     def notice(self, *, is_idle: bool, has_prompts: bool) -> tuple[bool, bool]:
-        """Have the weights changed since last time, and have they moved (or adapters been switched)?
+        """Have the weights changed since last time, and have they moved (or adapters been switched, or hooks)?
 
         An optimizer step counts up the versions of the tensors it changes. Writing through ``.data`` does not: say
         `forget` after that. Whoever changes weights while sequences run takes the lock: if nobody has, they are looked
         at only where there are prompts, which may find keys of others in the cache.
         """
         if is_idle and not self._snapshot.is_same:  # parameters were replaced, adapters added
+            if self.attending is not None and self.attending[1] != self.attending_layers(self.attending[0]):
+                raise InfraError(
+                    "layers of the model were replaced by others since its engine was made: make a new one"
+                )
             self._snapshot = ModuleSnapshot(self.module)
             self._adapters = _adapted(self._snapshot.modules)
+        if is_idle:
+            self._hooks = [hook for held in self._snapshot.hooks for hook in held]
         # Whoever puts parameters elsewhere has the lock meanwhile; `taken` is counted up when this thread has it, too.
         is_alone, self._taken = not is_idle and self.lock.taken - self._taken <= 1, self.lock.taken
         if is_alone and not has_prompts:
@@ -171,7 +198,7 @@ class ModelRunner:
         where = self._seen[1]
         if not is_alone:
             pointers = [parameter.data_ptr() for parameter in self._snapshot.parameters]
-            where = pointers, _adapter_state(self._adapters)
+            where = pointers, _adapter_state(self._adapters), self._hooks
         now = (self.changes, where)
         if now == self._seen:
             return False, False

@@ -20,23 +20,10 @@ INT64 = 1 << 63
 GREEDY_BELOW = 1e-6  # a temperature that float32 arithmetic cannot divide by
 
 # Arguments that change nothing here, whatever they are: docs/server.md lists them.
-WITHOUT_EFFECT = frozenset(
-    (
-        "extra_headers",
-        "extra_query",
-        "metadata",
-        "parallel_tool_calls",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "reasoning_effort",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-        "verbosity",
-    )
-)
+WITHOUT_EFFECT = frozenset((
+    "extra_headers", "extra_query", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key",
+    "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity",
+))  # fmt: skip
 # Arguments that are known for the one value that changes nothing.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),

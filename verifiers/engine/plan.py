@@ -32,7 +32,7 @@ class WillNotFitError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How many requests run at once (``rows``), of how many tokens each at most (``length``), and what that takes.
+    """How many requests run at once (``rows``), of how many tokens each at most (``length``).
 
     ``cache_tokens`` is how many tokens' keys and values there is room for, those of all requests together.
     """
@@ -40,9 +40,6 @@ class Plan:
     rows: int
     length: int
     cache_tokens: int
-    weights_bytes: int
-    cache_bytes: int
-    free_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,10 +80,9 @@ def plan(
     text = text_config(config)
     longest = getattr(text, "max_position_embeddings", None)
     _check(longest, rows=rows, length=length, cache_tokens=cache_tokens)
-    weights = weights_bytes(config, dtype)
     memory = _Memory(
         free=free_memory(device) if free_bytes is None else free_bytes,
-        weights=0 if weights_loaded else weights,
+        weights=0 if weights_loaded else weights_bytes(config, dtype),
         per_token=_bytes_per_token(config, dtype),
         per_row=text.vocab_size * 4 * LOGIT_COPIES,
     )
@@ -104,10 +100,7 @@ def plan(
     tokens = min(cache_tokens or max(fits, length), rows * length)
     if tokens > memory.tokens_at(rows):
         raise WillNotFitError(_refusal(memory, rows, tokens, device))
-    return Plan(
-        rows=rows, length=length, cache_tokens=tokens, weights_bytes=weights,
-        cache_bytes=tokens * memory.per_token, free_bytes=memory.free,
-    )  # fmt: skip
+    return Plan(rows=rows, length=length, cache_tokens=tokens)
 
 
 def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:

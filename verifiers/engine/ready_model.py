@@ -65,7 +65,7 @@ def load(
     writer = ChatWriter(tokenizer, model=name)
     stop_ids |= stop_ids_of(model, tokenizer, writer.template, writer.codec)
     engine = source if isinstance(source, Engine) else _engine(model, sizes, stop_ids)
-    vocabulary, ends = vocabulary_of(model), stop_ids | engine.stop_ids
+    vocabulary, ends = engine.vocabulary, stop_ids | engine.stop_ids
     constraints = Constraints(writer.codec, vocabulary=vocabulary, stop_ids=ends)
     return ReadyModel(engine=engine, writer=writer, stop_ids=ends, vocabulary=vocabulary, constraints=constraints)
 
@@ -114,9 +114,3 @@ def stop_ids_of(model: Any, tokenizer: Any, template: ChatTemplate, codec: Codec
     found = [getattr(tokenizer, "eos_token_id", None), template.end_of_turn(codec)]
     found += generation if isinstance(generation, (list, tuple)) else [generation]
     return frozenset(int(token) for token in found if token is not None)
-
-
-def vocabulary_of(model: Any) -> int:
-    config = model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return int(text.vocab_size)

@@ -20,9 +20,8 @@ from verifiers.engine.batch_table import BatchTable
 from verifiers.engine.block_manager import BLOCK, BlockManager, OutOfBlocksError, Prefix, blocks_for
 from verifiers.engine.finished import Ended
 from verifiers.engine.kv_cache import KVCache
-from verifiers.engine.logits import LogitsProcessor
+from verifiers.engine.logits import CHUNK, LogitsProcessor
 from verifiers.engine.model_runner import ModelRunner
-from verifiers.engine.prompt_scores import CHUNK
 from verifiers.engine.sequence import ActiveSequence, Chunk, Generated, Group, delivery, in_order, sharing_key
 from verifiers.engine.sequential import SequentialCache
 

@@ -62,6 +62,9 @@ class Sampling:
             raise ValueError(f"min_p must be between 0 and 1, got {self.min_p!r}")
         if not 0.0 < self.repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty!r}")
+        added = (*self.logit_bias.values(), self.presence_penalty, self.frequency_penalty)
+        if wrong := [one for one in added if not one < math.inf]:
+            raise ValueError(f"logit_bias and penalties must be numbers below infinity, got {wrong[0]!r}")
         if not self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens!r}, and max_tokens {self.max_tokens!r}")
 
@@ -95,8 +98,7 @@ PromptLogprob = tuple[float, Alternatives] | None
 """The logprob of a prompt's token under the model's own distribution, and its alternatives; None of the first."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Generated:
+class Generated(NamedTuple):
     """One completion, exactly as it was sampled.
 
     ``logprobs`` are under the distribution each token was drawn from (tempered, truncated, biased); ``raw_logprobs``

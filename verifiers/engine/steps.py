@@ -15,8 +15,8 @@ from verifiers.engine.block_manager import BLOCK, blocks_for
 from verifiers.engine.cuda_runner import CudaDecoder
 from verifiers.engine.finished import ends
 from verifiers.engine.kv_cache import Decode, KVCache, Prefill, Segment
+from verifiers.engine.logits import score_prompt
 from verifiers.engine.model_runner import ModelRunner
-from verifiers.engine.prompt_scores import score_prompt
 from verifiers.engine.sampler import draw
 from verifiers.engine.scheduler import Scheduler
 from verifiers.engine.sequence import Chunk

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import atexit
 import threading
-from typing import Protocol
+from typing import Any
 from weakref import WeakSet
 
-
-class Stoppable(Protocol):
-    def stop(self) -> None: ...
-
-
-_owners: WeakSet[Stoppable] = WeakSet()
+_owners: WeakSet[Any] = WeakSet()
 _threads: set[threading.Thread] = set()
 
 
@@ -25,8 +20,8 @@ def _end_threads() -> None:
         thread.join()
 
 
-def remember(owner: Stoppable, thread: threading.Thread) -> None:
-    """At exit the owner is stopped, and the thread is joined."""
+def remember(owner: Any, thread: threading.Thread) -> None:
+    """At exit the owner is stopped (`stop`), and the thread is joined."""
     _threads.difference_update([other for other in _threads if other.ident is not None and not other.is_alive()])
     _owners.add(owner)
     _threads.add(thread)

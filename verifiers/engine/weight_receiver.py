@@ -54,19 +54,20 @@ class WeightReceiver:
 
     def _drop_update(self) -> None:
         """An update that is given up when some of its tensors have come leaves weights of two versions."""
-        missing, self._missing = self._missing, None
-        if missing and len(missing) < len(dict(self._engine.model.named_parameters())):
-            self._tear()
+        self.is_torn |= bool(self._missing) and self._has_begun
+        self._missing = None
 
-    def _tear(self) -> None:
-        self.is_torn = True
+    @property
+    def _has_begun(self) -> bool:
+        """Have tensors of the update under way come?"""
+        return self._missing is not None and len(self._missing) < len(dict(self._engine.model.named_parameters()))
 
     def resume(self) -> None:
         """Sample again, unless the weights are not all of one version."""
         with self._guard:
             if self.is_torn:
                 raise RequestRefusedError("the weights are of two versions: a transfer broke off; send them whole")
-            if self._missing is not None and len(self._missing) < len(dict(self._engine.model.named_parameters())):
+            if self._has_begun:
                 raise RequestRefusedError("an update is under way: POST /finish_weight_update first")
             self._engine.resume()
 
@@ -98,7 +99,7 @@ class WeightReceiver:
             try:
                 self._take(self._channel, described)
             except RuntimeError as error:
-                self._tear()
+                self.is_torn = True
                 self._close()
                 raise RequestRefusedError(f"the transfer broke off: {_first_line(error)}") from error
             self._missing -= {name for name, _, _ in described}
@@ -141,7 +142,7 @@ class WeightReceiver:
                 raise RequestRefusedError("there is no update to finish: POST /start_weight_update first")
             missing, self._missing = sorted(self._missing), None
             if missing:
-                self._tear()
+                self.is_torn = True
                 raise RequestRefusedError(
                     f"{len(missing)} parameters have not come, {missing[0]!r} the first; send them all"
                 )

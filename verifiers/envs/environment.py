@@ -88,8 +88,6 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
     ) -> None:
         if message_type not in ("chat", "completion"):
             raise ValueError(f"message_type is 'chat' or 'completion', got {message_type!r}")
-        if dataset is None and eval_dataset is None:
-            raise ValueError("an environment needs a dataset or an eval_dataset")
         if few_shot is not None and few_shot_examples is not None:
             raise TypeError("few_shot and few_shot_examples are the same thing; pass one of them")
         self.logger = logging.getLogger(f"verifiers.envs.{type(self).__name__}")
@@ -105,12 +103,9 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         self.env_args = env_args or {}
         self.max_seq_len = max_seq_len
         self.score_rollouts = score_rollouts
-        self.client = client
-        self.model = model
+        self.client, self.model = client, model
         self.max_retries = max_retries
-        self.timeout = timeout
-        self.reward_timeout_s = reward_timeout_s
-        self.hook_timeout_s = hook_timeout_s
+        self.timeout, self.reward_timeout_s, self.hook_timeout_s = timeout, reward_timeout_s, hook_timeout_s
         self.aggregates = as_aggregates(aggregates)  # functions of all rows of a run, by name
         with self._time_limits():  # refused now, if they are no limits
             pass
@@ -118,14 +113,7 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         if map_kwargs:
             warnings.warn("map_kwargs has no effect: rows are formatted as they are read", stacklevel=2)
         self._set_attributes(kwargs)
-        self._format = RowFormat(
-            message_type=message_type,
-            system_prompt=system_prompt,
-            few_shot=few_shot_messages(self.few_shot),
-            task=self.env_id or "default",
-        )
-        self.dataset: Rows | None = None if dataset is None else as_rows(dataset, self._format)
-        self.eval_dataset: Rows | None = None if eval_dataset is None else as_rows(eval_dataset, self._format)
+        self._set_rows(dataset, eval_dataset)
         self._hooks = Hooks(self)
 
     def _set_attributes(self, kwargs: Mapping[str, Any]) -> None:
@@ -133,6 +121,18 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
             if callable(getattr(type(self), name, None)):
                 raise TypeError(f"{type(self).__name__}() got the keyword {name!r}, which is one of its methods")
             setattr(self, name, value)
+
+    def _set_rows(self, dataset: Any, eval_dataset: Any) -> None:
+        if dataset is None and eval_dataset is None:
+            raise ValueError("an environment needs a dataset or an eval_dataset")
+        self._format = RowFormat(
+            message_type=self.message_type,
+            system_prompt=self.system_prompt,
+            few_shot=few_shot_messages(self.few_shot),
+            task=self.env_id or "default",
+        )
+        self.dataset: Rows | None = None if dataset is None else as_rows(dataset, self._format)
+        self.eval_dataset: Rows | None = None if eval_dataset is None else as_rows(eval_dataset, self._format)
 
     # --- rows -----------------------------------------------------------------------------------------------------
 
@@ -336,11 +336,10 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         Conditions of ``(messages, state)`` are shown the conversation, once there is one. After an answer of the
         environment, conditions that only read what the model did are not asked again.
         """
-        for name, is_met in self._hooks.marked("stop"):
-            reads = getattr(is_met, "only_reads", None)
+        for name, is_met, reads, takes_messages in self._hooks.stops:
             if reads is not None:
                 met = not is_after_answer and reads(self, state)
-            elif name not in self._hooks.stops_with_messages:
+            elif not takes_messages:
                 met = await is_met(state)
             else:
                 shown = self.conversation(state) if messages is None and state.get("trajectory") else messages

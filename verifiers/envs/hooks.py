@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 from verifiers import calls
 from verifiers.rollout import marked
@@ -25,6 +25,15 @@ def only_reads(condition: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Co
 
     ask.only_reads = condition  # type: ignore[attr-defined]
     return ask
+
+
+class Stop(NamedTuple):
+    """A stop condition: how to ask it, how to ask one of ours that `only_reads`, and whether it is shown messages."""
+
+    name: str
+    is_met: Callable[..., Awaitable[Any]]
+    reads: Callable[[Any, Any], bool] | None
+    takes_messages: bool
 
 
 class Hooks(dict[str, calls.Hook | None]):
@@ -53,9 +62,12 @@ class Hooks(dict[str, calls.Hook | None]):
         return hooks
 
     @functools.cached_property
-    def stops_with_messages(self) -> frozenset[str]:
-        """The names of the stop conditions that were written as ``(messages, state)``."""
-        return frozenset(method.__name__ for method in marked(self._owner, "stop") if takes_messages(method))
+    def stops(self) -> list[Stop]:
+        """The stop conditions, highest priority first."""
+        return [
+            Stop(name, hook, getattr(hook, "only_reads", None), takes_messages(method))
+            for (name, hook), method in zip(self.marked("stop"), marked(self._owner, "stop"), strict=True)
+        ]
 
 
 class ClassicHooks:

@@ -25,7 +25,7 @@ def fresh_state(
     message_type: MessageType,
 ) -> State:
     """The state a rollout of this row starts from; the row itself stays as it is."""
-    fields: Row = {key: _copied(value) for key, value in row.items()}
+    fields: Row = _copied(dict(row))
     if isinstance(fields.get("info"), str):
         fields["info"] = msgspec.json.decode(fields["info"])
     fields.setdefault("task", task)

@@ -22,7 +22,7 @@ from torch import Tensor
 from verifiers.kernels import reference
 from verifiers.kernels.attention import attend_rotated, attending
 from verifiers.kernels.cuda import projections
-from verifiers.kernels.modules import is_hooked, without_dropout
+from verifiers.kernels.modules import is_hooked, replaced_forwards, without_dropout
 from verifiers.kernels.norms import HeadNorms, fusible_norms
 from verifiers.kernels.prove import agree, is_nonzero
 
@@ -34,6 +34,9 @@ LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 FEED_FORWARD = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+# Root mean squares of what the probe's norms give: the first passes bounds on numbers within a layer (clamps), the
+# second is for float16, which the first may overflow.
+LOUDNESS = (30.0, 1.0)
 PROBE_SIZE = 1e-2  # hidden states this small beside what a layer adds to them, so that this is what is compared
 
 
@@ -148,12 +151,16 @@ class CommonDecoder:
         found = [recognise(layer, configs, self.epsilons) for layer in modules if has_parts(layer)]
         self.layers = [one for one in found if one is not None]
         self._watched = [part for one in self.layers for part in (one.layer, one.layer.self_attn, one.layer.mlp)]
+        known = {id(one.layer) for one in self.layers}
+        holders = [one for one in modules if any(id(part) in known for part in one.modules())]  # and the layers
+        self._parts = [(one._modules, list(one._modules.values())) for one in holders]
         self.is_whole = self._is_whole(configs)
 
     @property
     def is_unhooked(self) -> bool:
-        """May layers be replaced now? Not while one has a hook, which has to be called."""
-        return bool(self.layers) and not any(map(is_hooked, self._watched))
+        """May layers be replaced now? Not while one has a hook, which has to be called, nor if they are others now."""
+        is_same = all(list(held.values()) == parts for held, parts in self._parts)
+        return bool(self.layers) and is_same and not any(map(is_hooked, self._watched))
 
     @property
     def may_run_whole(self) -> bool:
@@ -215,14 +222,18 @@ def recognise(layer: Any, configs: Sequence[Any], epsilons: dict[int, float]) ->
         DecoderLayer, layer, attention.layer_idx, attention.head_dim, _is_silu(layer.mlp.act_fn, weight), norms,
         None if q_norm is None else (q_norm, k_norm), (epsilons.get(id(q_norm)), epsilons.get(id(k_norm))),
     )  # fmt: skip
-    theirs = _Probe()
     hidden, rotary = _probe_input(weight, attention.head_dim)
     try:
-        with torch.no_grad(), without_dropout(layer), attending(configs, theirs):
-            expected = type(layer).forward(layer, hidden.clone(), position_embeddings=rotary, attention_mask=None)
+        for size in LOUDNESS:
+            theirs, norm = _Probe(), partial(_norm, size)
+            loud = [(layer.input_layernorm, norm), (layer.post_attention_layernorm, norm)]
+            with torch.no_grad(), without_dropout(layer), replaced_forwards(loud), attending(configs, theirs):
+                expected = type(layer).forward(layer, hidden.clone(), position_embeddings=rotary, attention_mask=None)
+            if bool(expected.isfinite().all()):
+                break
         for rotates in (True, False):
             found, ours = described(rotates, **theirs.settings), _Probe()
-            with torch.no_grad(), without_dropout(layer), attending(configs, ours):
+            with torch.no_grad(), without_dropout(layer), replaced_forwards(loud), attending(configs, ours):
                 given = found.forward(hidden.clone(), position_embeddings=rotary)
             if theirs.settings == ours.settings and _is_same([*theirs.seen, expected], [*ours.seen, given]):
                 return found
@@ -242,6 +253,10 @@ class _Probe:
         self.seen += [q.clone(), k.clone(), v.clone()]
         self.settings = settings
         return q.flip(-1).contiguous()
+
+
+def _norm(size: float, x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:]) * size
 
 
 def _probe_input(like: Tensor, head_dim: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:

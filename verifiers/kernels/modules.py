@@ -115,6 +115,7 @@ class ModuleSnapshot:
     def __init__(self, model: Any) -> None:
         self.modules: list[Any] = list(model.modules())
         self.parameters: list[Any] = list(model.parameters())
+        self.hooks: list[Any] = [vars(module)[name] for module in self.modules for name in HOOKS]
         self._kinds = [type(module) for module in self.modules]
         held = [one for module in self.modules for one in (module._modules, module._parameters)]
         self._members = [(one, list(one.values())) for one in held if one]

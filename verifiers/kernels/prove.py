@@ -107,6 +107,12 @@ def rope_bounds(config: Any) -> list[int]:
     return sorted(value for value in found if isinstance(value, int))
 
 
+def place_bounds(config: Any, row: int) -> list[int]:
+    """Lengths of rows, up to this one, that reach past where queries are scaled by their place (Llama 4)."""
+    bound = getattr(text_config(config), "floor_scale", None)
+    return [int(bound) + PAST] if bound and bound < row else []
+
+
 def prompt_lengths(config: Any, longest: int, new: int) -> list[int]:
     """Two lengths side by side, and for each bound one that passes it and one that is about to.
 

@@ -7,7 +7,7 @@ import contextvars
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -217,12 +217,12 @@ class Rubric:
         finally:
             tell(plan.name, time.perf_counter() - began)
 
-    async def _called(self, plan: Plan, kwargs: dict[str, Any]) -> Any:
+    def _called(self, plan: Plan, kwargs: dict[str, Any]) -> Awaitable[Any]:
         if plan.is_cpu_bound:
             from verifiers.rubrics.workers import call_in_worker
 
-            return await call_in_worker(plan.function, kwargs, timeout_s=plan.hook.limit_s)
-        return await plan.hook(**kwargs)
+            return call_in_worker(plan.function, kwargs, timeout_s=plan.hook.limit_s)
+        return plan.hook(**kwargs)
 
     def _own_scoring(self) -> Callable[..., Any] | None:
         """A subclass's own ``score_rollout_sync`` or ``score_rollout``, if it has one."""

@@ -8,7 +8,7 @@ with each group, or with the whole batch if it asks for ``groups``. `GRPOTrainer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from verifiers.rubrics.signature import name_of
@@ -201,7 +201,7 @@ class Estimator:
 def checked(values: Any, rewards: Sequence[Any], *, whose: str, what: str) -> list[Advantage]:
     """Advantages as plain numbers or lists of them, one for each reward; ``whose`` and ``what`` are for the errors."""
     try:
-        found = [_plain(one) for one in values]
+        found = [_plain(one) for one in in_order(values)]
     except (TypeError, ValueError):
         raise ValueError(
             f"{whose} gave {values!r:.80}; it gives a list: a number for each of {what}, "
@@ -217,6 +217,19 @@ def checked(values: Any, rewards: Sequence[Any], *, whose: str, what: str) -> li
                 "(None: this rollout does not train)"
             )
     return found
+
+
+def in_order(values: Any) -> Any:
+    """The values themselves; TypeError for what would be taken apart into something else: a dict, a text, a set.
+
+    >>> in_order({0: 1.0})
+    Traceback (most recent call last):
+    ...
+    TypeError: a dict is no list
+    """
+    if isinstance(values, (str, bytes, Mapping, Set)):
+        raise TypeError(f"a {type(values).__name__} is no list")
+    return values
 
 
 def mean_advantage(advantage: Advantage) -> float | None:

@@ -158,6 +158,13 @@ class TrainingConfig(Config):
             if name == "max_steps" and value == -1:
                 self.max_steps = value = None
             self._require(name, value is None or is_count(value), "at least 1, or None")
+        for one in fields(self):
+            if one.type in ("bool", "bool | None"):  # a text, "false" say, would count as True
+                value = getattr(self, one.name)
+                self._require(
+                    one.name, isinstance(value, bool) or (value is None and one.type != "bool"), str(one.type)
+                )
+        self._require("weight_decay", is_finite(self.weight_decay) and self.weight_decay >= 0, "0 or more")
         self._require("learning_rate", is_finite(self.learning_rate) and self.learning_rate >= 0, "0 or more")
         self._require("num_epochs", is_finite(self.num_epochs) and self.num_epochs > 0, "above 0")
         self._require("warmup_ratio", 0 <= self.warmup_ratio <= 1, "between 0 and 1")

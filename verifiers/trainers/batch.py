@@ -9,7 +9,7 @@ from typing import Any, SupportsFloat
 
 from verifiers.errors import GraderError
 from verifiers.messages import as_messages
-from verifiers.trainers.advantages import Advantage, Estimator, Gather, checked, mean_advantage
+from verifiers.trainers.advantages import Advantage, Estimator, Gather, checked, in_order, mean_advantage
 from verifiers.trainers.distributed.processes import gathered
 from verifiers.types import State
 
@@ -168,7 +168,7 @@ class Batch(dict[str, list[Any]]):
 def _rewards_of(given: Any, n: int) -> list[float]:
     """Rewards of one's own as numbers, NaN where there is none."""
     try:
-        rewards = [math.nan if one is None else float(one) for one in given]
+        rewards = [math.nan if one is None else float(one) for one in in_order(given)]
     except (TypeError, ValueError):
         raise ValueError(
             f"compute_rewards gave {given!r:.80}; it gives a list: a number for each of {n} completions (None: it "
@@ -186,12 +186,17 @@ def as_batch(given: Any) -> Batch:
     """
     batch = given if isinstance(given, Batch) else _batch_of_columns(given)
     for place, reward in enumerate(batch["rewards"]):
-        if reward is not None and not (isinstance(reward, SupportsFloat) and math.isfinite(reward)):
+        if reward is not None and not _is_finite(reward):
             raise ValueError(
                 f"the reward of rollout {place} of a batch is {reward!r}; it is a finite number (None: the rollout "
                 "could not be scored)"
             )
     return batch
+
+
+def _is_finite(reward: Any) -> bool:
+    is_number = type(reward) is float or isinstance(reward, SupportsFloat)  # of the two, the second is slow
+    return is_number and math.isfinite(reward)
 
 
 def _batch_of_columns(given: Any) -> Batch:

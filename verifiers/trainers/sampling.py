@@ -217,7 +217,7 @@ def distributions(sample: Sample, usual: Distribution) -> tuple[tuple[int, Distr
     """(Tokens, distribution) of each part of a sample's completion; ``usual`` where none was recorded."""
     if not sample.sampling:
         return ((len(sample.completion_ids), usual),)
-    return tuple((n, usual if record is None else _distribution(record)) for n, record in sample.sampling)
+    return tuple([(n, usual if record is None else _distribution(record)) for n, record in sample.sampling])
 
 
 _read: Recent[Distribution] = Recent()

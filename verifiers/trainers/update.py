@@ -118,7 +118,7 @@ class PolicyUpdate:
         kind, of_several = self.loss.objective.kind, None if len(parts) == 1 else totals
         shares = token_weights(kind, counts, self._max_new_tokens, of_several).tolist() if len(counts) else []
         trained = [
-            replace(one, weight=share)
+            one._replace(weight=share)
             for one, share in zip(sequences, shares, strict=True)
             if one.has_advantage or self._learns_without_advantage
         ]

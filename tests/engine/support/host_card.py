@@ -89,7 +89,7 @@ class HostCard:
 def on_host_card(model: Any, **settings: Any) -> Engine:
     """An engine whose steps go the way of a card."""
     engine = Engine(model, **settings)
-    cache: Any = engine.cache
+    cache: Any = engine.scheduler.cache
     card: Any = HostCard()
     engine.scheduler.blocks = BlockManager(cache.store.shape[2], least_shared=LEAST_SHARED_CUDA)
     engine.scheduler.cuda = CudaDecoder(engine.table, engine.runner, cache, card)

@@ -99,14 +99,14 @@ class _Cursor:
         self.at = 0
         self.size = len(buffer)
 
+    def corrupt(self, found: str) -> ValueError:
+        return ValueError(f"{self.path} is truncated or corrupt: {found}")
+
     def skip(self, n: int, what: str) -> int:
         """Move on by ``n`` bytes; where they began."""
         start = self.at
         if n > self.size - start:
-            raise ValueError(
-                f"{self.path} is truncated or corrupt: {what} takes {n:,} bytes at byte {start:,}, "
-                f"and the file has {self.size:,}"
-            )
+            raise self.corrupt(f"{what} takes {n:,} bytes at byte {start:,}, and the file has {self.size:,}")
         self.at = start + n
         return start
 
@@ -123,7 +123,7 @@ class _Cursor:
         """A number of things that take at least ``smallest`` bytes each."""
         n = self.u64(f"the number of {what}")
         if n * smallest > self.size - self.at:
-            raise ValueError(f"{self.path} is truncated or corrupt: it announces {n:,} {what} in {self.size:,} bytes")
+            raise self.corrupt(f"it announces {n:,} {what} in {self.size:,} bytes")
         return n
 
     def text(self, what: str) -> str:
@@ -132,7 +132,7 @@ class _Cursor:
         try:
             return self.buffer[start : start + n].decode()
         except UnicodeDecodeError as error:
-            raise ValueError(f"{self.path} is corrupt: {what} at byte {start:,} is not UTF-8") from error
+            raise self.corrupt(f"{what} at byte {start:,} is not UTF-8") from error
 
     def value(self, kind: int, what: str, depth: int = 0) -> Any:
         if kind == _STRING:
@@ -143,12 +143,12 @@ class _Cursor:
             return bool(self.buffer[self.skip(1, what)])
         code = _CODES.get(kind)
         if code is None:
-            raise ValueError(f"{self.path} is corrupt: {what} has the unknown type {kind}")
+            raise self.corrupt(f"{what} has the unknown type {kind}")
         return self.number(code, what)
 
     def _array(self, what: str, depth: int) -> Any:
         if depth >= MAX_DEPTH:
-            raise ValueError(f"{self.path} is corrupt: {what} nests arrays more than {MAX_DEPTH} deep")
+            raise self.corrupt(f"{what} nests arrays more than {MAX_DEPTH} deep")
         kind = self.u32(f"the element type of {what}")
         code = _CODES.get(kind)
         smallest = {_STRING: 8, _ARRAY: 12}.get(kind, 1) if code is None else struct.calcsize(code)
@@ -176,7 +176,7 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     for _ in range(count):
         key = cursor.text("a metadata key")
         if key in metadata:
-            raise ValueError(f"{cursor.path} is corrupt: it has the metadata key {_short(key)} twice")
+            raise cursor.corrupt(f"it has the metadata key {_short(key)} twice")
         metadata[key] = cursor.value(cursor.u32(f"the type of {_short(key)}"), _short(key))
     return metadata
 
@@ -192,7 +192,7 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tens
         name = cursor.text("a tensor's name")
         dimensions = cursor.u32(f"the dimensions of {_short(name)}")
         if not 1 <= dimensions <= MAX_DIMENSIONS:
-            raise ValueError(f"{cursor.path} is corrupt: tensor {_short(name)} has {dimensions:,} dimensions")
+            raise cursor.corrupt(f"tensor {_short(name)} has {dimensions:,} dimensions")
         shape = tuple(cursor.u64(f"the shape of {_short(name)}") for _ in range(dimensions))
         found.append(
             (name, shape[::-1], cursor.u32(f"the type of {_short(name)}"), cursor.u64(f"the place of {_short(name)}"))
@@ -201,25 +201,20 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tens
     tensors: dict[str, TensorInfo] = {}
     for name, shape, number, place in found:
         if name in tensors:
-            raise ValueError(f"{cursor.path} is corrupt: it has the tensor {_short(name)} twice")
+            raise cursor.corrupt(f"it has the tensor {_short(name)} twice")
         tensors[name] = TensorInfo(name, shape, kind_of(number, f"{cursor.path}: tensor {_short(name)}"), base + place)
         _check_place(cursor, tensors[name])
     total = sum(info.kind.size_bytes(info.count) for info in tensors.values())
     if total > cursor.size:
-        raise ValueError(f"{cursor.path} is corrupt: its tensors overlap, {total:,} bytes of them in {cursor.size:,}")
+        raise cursor.corrupt(f"its tensors overlap, {total:,} bytes of them in {cursor.size:,}")
     return tensors
 
 
 def _check_place(cursor: _Cursor, info: TensorInfo) -> None:
+    tensor, kind, width = f"tensor {_short(info.name)}", info.kind, info.shape[-1]
     if not info.count:
-        raise ValueError(f"{cursor.path} is corrupt: tensor {_short(info.name)} has the shape {info.shape}")
-    if info.shape[-1] % info.kind.block:
-        raise ValueError(
-            f"{cursor.path} is corrupt: tensor {_short(info.name)} has rows of {info.shape[-1]:,} weights, "
-            f"and {info.kind.name} stores them by {info.kind.block}"
-        )
-    if info.offset + info.kind.size_bytes(info.count) > cursor.size:
-        raise ValueError(
-            f"{cursor.path} is truncated or corrupt: tensor {_short(info.name)} ends at byte "
-            f"{info.offset + info.kind.size_bytes(info.count):,}, and the file has {cursor.size:,}"
-        )
+        raise cursor.corrupt(f"{tensor} has the shape {info.shape}")
+    if width % kind.block:
+        raise cursor.corrupt(f"{tensor} has rows of {width:,} weights, and {kind.name} stores them by {kind.block}")
+    if (end := info.offset + kind.size_bytes(info.count)) > cursor.size:
+        raise cursor.corrupt(f"{tensor} ends at byte {end:,}, and the file has {cursor.size:,}")

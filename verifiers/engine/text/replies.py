@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from verifiers.chat import Codec
 from verifiers.chat.tool_calls import Style, ToolCall, parse
@@ -36,8 +36,7 @@ class Prompt:
     echoed: str = ""  # what a reply begins with, where the prompt is to be part of it
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """One of the replies to a prompt, read."""
 
     content: str | None
@@ -109,7 +108,7 @@ def read_choice(prompt: Prompt, generated: Generated, codec: Codec) -> Choice:
 def without_tokens(generated: Generated) -> Generated:
     """A reply of which nothing was wanted but what is known of its prompt."""
     nothing: dict[str, Any] = {"ids": [], "logprobs": [], "raw_logprobs": [], "top_logprobs": []}
-    return replace(generated, **nothing, weight_versions=(), finish_reason="length")
+    return generated._replace(**nothing, weight_versions=(), finish_reason="length")
 
 
 def completion_of(

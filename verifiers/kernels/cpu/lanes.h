@@ -4,19 +4,7 @@
 
 #include "simd.h"
 
-enum { LANES = 16 }; /* numbers that are taken side by side */
-
-/* Of these one instruction takes SOME, and a tile of sums that stays in registers has rows, and vectors of each. */
-#if defined(__AVX512F__)
-enum { SOME = 16, TALL = 8, WIDE = 2 };
-#elif defined(__AVX__)
-enum { SOME = 8, TALL = 4, WIDE = 2 };
-#elif defined(__aarch64__)
-enum { SOME = 4, TALL = 4, WIDE = 4 };
-#else
-enum { SOME = 4, TALL = 4, WIDE = 2 };
-#endif
-typedef float Vector __attribute__((vector_size(4 * SOME), aligned(4)));
+enum { LANES = 16, TALL = SOME == 16 ? 8 : 4 }; /* numbers that are taken side by side, and rows of a tile */
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }

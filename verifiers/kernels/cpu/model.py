@@ -31,7 +31,7 @@ from verifiers.kernels.cpu.binding import (
 from verifiers.kernels.cpu.build import why_none
 from verifiers.kernels.cpu.threads import ThreadTeam, is_small, threads_for
 from verifiers.kernels.decoder import CommonDecoder, DecoderLayer
-from verifiers.kernels.modules import HOOKS, ModuleSnapshot
+from verifiers.kernels.modules import ModuleSnapshot
 
 BY_POSITION = {"default", "linear", "llama3", "yarn"}  # rotary embeddings whose angles depend on the position alone
 
@@ -106,7 +106,6 @@ class CpuModel:
         self._decoder, self._model = decoder, decoder.model
         self._snapshot = ModuleSnapshot(self._model)
         self._own = [vars(module) for module in self._snapshot.modules]
-        self._hooks = [own[name] for own in self._own for name in HOOKS]
         self.is_small = is_small(self._model)
         self.runs = 0  # calls of C so far
         self._is_wanted = self.is_small
@@ -121,7 +120,7 @@ class CpuModel:
     def is_unchanged(self) -> bool:
         """Is the model still made of the same parts, none of them hooked?"""
         return (
-            not any(self._hooks) and not any("forward" in own for own in self._own) and self._snapshot.is_same
+            not any(self._snapshot.hooks) and not any("forward" in own for own in self._own) and self._snapshot.is_same
         )  # fmt: skip
 
     @property
@@ -180,6 +179,7 @@ class _Matrices:
 
     def lay_out(self) -> None:
         """Copy the parameters as they are now."""
+        self._angles = ()  # a model that was of another dtype for a while has rounded ones
         self._embedded = self._inner.embed_tokens.weight.detach().contiguous()
         self.team.share([partial(one.lay_out, self._functions) for one in self._panels])
         for norms in self._head_norms:

@@ -6,18 +6,9 @@
 
 #include "simd.h"
 
-/* Numbers that one instruction takes, and a tile of sums that stays in registers: its rows, and vectors of each. */
-#if defined(__AVX512F__)
-enum { LANES = 16, TALL = 8, WIDE = 2 };
-#elif defined(__AVX__)
-enum { LANES = 8, TALL = 6, WIDE = 2 };
-#elif defined(__aarch64__)
-enum { LANES = 4, TALL = 6, WIDE = 4 };
-#else
-enum { LANES = 4, TALL = 6, WIDE = 2 };
-#endif
-enum { PANEL = LANES * WIDE, NEAR = 32 }; /* so many keys stay near from one query to the next */
-typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4)));
+enum { LANES = SOME, TALL = SOME == 16 ? 8 : 6, PANEL = LANES * WIDE }; /* of a tile: its rows, and its columns */
+enum { NEAR = 32 }; /* so many keys stay near from one query to the next */
+typedef Vector Lanes;
 typedef float Four __attribute__((vector_size(16)));
 
 typedef struct {

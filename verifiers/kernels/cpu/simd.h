@@ -1,10 +1,22 @@
-/* The exponential function, written so that a compiler can take many numbers at once. */
+/* Vectors as wide as the processor's own, and the exponential function, written so that a compiler uses them. */
 
 #pragma once
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+/* Numbers that one instruction takes, and vectors of each row of a tile of sums that stays in registers. */
+#if defined(__AVX512F__)
+enum { SOME = 16, WIDE = 2 };
+#elif defined(__AVX__)
+enum { SOME = 8, WIDE = 2 };
+#elif defined(__aarch64__)
+enum { SOME = 4, WIDE = 4 };
+#else
+enum { SOME = 4, WIDE = 2 };
+#endif
+typedef float Vector __attribute__((vector_size(4 * SOME), aligned(4)));
 
 /* e to the x, to about a unit in the last place: 0 below -87, and what is not a number stays so. */
 static inline float exp_of(float x) {

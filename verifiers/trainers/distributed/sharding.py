@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from verifiers.kernels import prove as probe
-from verifiers.kernels.modules import is_quantised
+from verifiers.kernels.modules import base_model, is_quantised
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.distributed.processes import gathered, mixed_precision, same_weights
 from verifiers.trainers.learning.logprobs import Proven, TokenScorer
@@ -260,7 +260,7 @@ def proven(model: Any, device: torch.device, *, is_here: bool) -> Proven:
 
 def first_layers(model: Any) -> Any:
     """A copy of a model with no more layers than show each kind once; all of them where they are not one list."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     text = probe.text_config(base.config)
     lists = [one for one in base.modules() if isinstance(one, nn.ModuleList) and len(one) == text.num_hidden_layers]
     if len(lists) != 1:
@@ -318,7 +318,7 @@ def _offloads(mesh: Any) -> bool:
 
 def decoder_layers(model: Any) -> list[Any]:
     """The modules that transformers keeps whole on a device, or else the members of every module list."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     names = set(getattr(base, "_no_split_modules", None) or ())
     found = [one for one in base.modules() if type(one).__name__ in names]
     return found or [layer for one in base.modules() if isinstance(one, nn.ModuleList) for layer in one]

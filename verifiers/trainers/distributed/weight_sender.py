@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -228,46 +228,34 @@ async def send(parameters: Sequence[Parameter], channels: Sequence[WeightChannel
         "dtype_names": [str(one.dtype).removeprefix("torch.") for one in parameters],
         "shapes": [list(one.shape) for one in parameters],
     }
-    ready = asyncio.Event()
-    left = len(channels)
-    if not channels:
-        ready.set()
+
+    async def updated(channel: WeightChannel) -> None:
+        await channel.control.ask("POST", "/update_weights", {"update_info": update})
+        if channel.failure is not None:
+            raise channel.failure
+        await channel.end(version)
 
     def broadcast() -> None:
-        for parameter in parameters if channels else ():
+        for parameter in parameters if there else ():
             tensor = parameter.read()
-            for channel in channels:
+            for channel in there:
                 channel.take(tensor)
 
-    async def one(channel: WeightChannel) -> Error | None:
-        nonlocal left
-        begun: Error | None = None
-        try:
-            await channel.begin()
-        except Error as error:
-            channel.close()
-            begun = error
-        left -= 1
-        if not left:
-            ready.set()
-        if begun is not None:
-            return begun
-        try:
-            await channel.control.ask("POST", "/update_weights", {"update_info": update})
-            if channel.failure is not None:
-                raise channel.failure
-            await channel.end(version)
-        except Error as error:
-            channel.close()
-            return error
-        return None
+    begun = await asyncio.gather(*(_tried(one, WeightChannel.begin) for one in channels))
+    there = [one for one, error in zip(channels, begun, strict=True) if error is None]
+    *ended, _ = await asyncio.gather(*(_tried(one, updated) for one in there), asyncio.to_thread(broadcast))
+    errors = dict(zip(there, ended, strict=True))
+    return [errors[one] if error is None else error for one, error in zip(channels, begun, strict=True)]
 
-    async def work() -> None:
-        await ready.wait()
-        await asyncio.to_thread(broadcast)
 
-    *errors, _ = await asyncio.gather(*map(one, channels), work())
-    return errors
+async def _tried(channel: WeightChannel, step: Callable[[WeightChannel], Awaitable[None]]) -> Error | None:
+    """What went wrong in a step, if anything did: then the group with the server is left."""
+    try:
+        await step(channel)
+    except Error as error:
+        channel.close()
+        return error
+    return None
 
 
 async def _both(request: Any, work: Any, close: Any) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from verifiers.kernels.prove import text_config
 from verifiers.samples import Sample
 from verifiers.trainers.learning.packing import Packing
 from verifiers.trainers.learning.token_columns import Columns
@@ -27,8 +28,7 @@ ANY_LENGTH = 1 << 62
 KEY_SHARE = 16  # the activations of a token take about as much memory as so many copied keys and values
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
+class Trained(NamedTuple):
     """One sample to train on: its tokens, what was sampled where, and how good that was."""
 
     sample: Sample
@@ -131,8 +131,8 @@ def split_at(sequences: Sequence[Trained], rope_bounds: Sequence[int]) -> list[T
                 split.append(one)
                 continue
             early = one.advantage if isinstance(one.advantage, (int, float)) else one.advantage[:n]
-            split.append(replace(one, sample=sample.first(n), advantage=early))
-            split.append(replace(one, sample=replace(sample, completion_mask=[0] * n + sample.completion_mask[n:])))
+            split.append(one._replace(sample=sample.first(n), advantage=early))
+            split.append(one._replace(sample=replace(sample, completion_mask=[0] * n + sample.completion_mask[n:])))
         parts = split
     return parts
 
@@ -207,7 +207,7 @@ def _packs(columns: Columns) -> _Plan:
 
 def check_tokens(batch: MicroBatch, config: Any) -> MicroBatch:
     """Refuse tokens that a model does not have: on a card, looking one up would end the process."""
-    vocabulary = (config.get_text_config() if hasattr(config, "get_text_config") else config).vocab_size
+    vocabulary = text_config(config).vocab_size
     for ids in (batch.ids_BT, batch.target_N):
         low, high = (int(one) for one in ids.aminmax())
         if low < 0 or high >= vocabulary:
@@ -247,10 +247,7 @@ def _packed(columns: Columns, members: Any) -> MicroBatch:
     ids = np.concatenate((prefix_ids, columns.ids[ranges(columns.start_S[members], suffixes)]))
     positions = np.concatenate((ranges(0 * lengths, lengths), ranges(lengths[prefix_of_B], suffixes)))
     packing = Packing(
-        prefix_G=tuple(lengths.tolist()),
-        suffix_B=tuple(suffixes.tolist()),
-        prefix_of_B=tuple(prefix_of_B.tolist()),
-        position_T=torch.from_numpy(positions),
+        prefix_G=lengths, suffix_B=suffixes, prefix_of_B=prefix_of_B, position_T=torch.from_numpy(positions)
     )
     return _micro_batch(columns, members, ids[None], np.arange(len(prefix_ids), len(ids)), packing)
 

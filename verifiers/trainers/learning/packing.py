@@ -39,20 +39,26 @@ class Packing:
     ``position_T`` is the position of each token in its own sequence.
     """
 
-    prefix_G: tuple[int, ...]
-    suffix_B: tuple[int, ...]
-    prefix_of_B: tuple[int, ...]
+    prefix_G: np.ndarray
+    suffix_B: np.ndarray
+    prefix_of_B: np.ndarray
     position_T: Tensor
 
-    @property
+    @cached_property
     def prefix_tokens(self) -> int:
         """Tokens of all prefixes: where the suffixes begin."""
-        return sum(self.prefix_G)
+        return int(self.prefix_G.sum())
+
+    @cached_property
+    def before_B(self) -> np.ndarray:
+        """The length of the prefix of each suffix."""
+        before: np.ndarray = self.prefix_G[self.prefix_of_B]
+        return before
 
     @cached_property
     def longest(self) -> int:
         """The length of the longest sequence."""
-        return max(self.prefix_G[g] + suffix for g, suffix in zip(self.prefix_of_B, self.suffix_B, strict=True))
+        return int((self.before_B + self.suffix_B).max())
 
     @cached_property
     def segments(self) -> _VarlenAttention:
@@ -68,15 +74,13 @@ class Packing:
 
         A segment is (start, length, start of its prefix, length of its prefix), in tokens.
         """
-        prefix_G, suffix_B = np.array(self.prefix_G, np.int64), np.array(self.suffix_B, np.int64)
-        lengths = np.concatenate((prefix_G, suffix_B))
+        lengths = np.concatenate((self.prefix_G, self.suffix_B))
         starts = np.cumsum(lengths) - lengths
-        prefix_of_B = np.array(self.prefix_of_B, np.int64)
-        is_none = np.zeros_like(prefix_G)
-        before = np.concatenate((is_none, starts[prefix_of_B])), np.concatenate((is_none, prefix_G[prefix_of_B]))
+        is_none = np.zeros_like(self.prefix_G)
+        before = np.concatenate((is_none, starts[self.prefix_of_B])), np.concatenate((is_none, self.before_B))
         segments = np.stack((starts, lengths, *before), 1)
         most_keys = int((lengths + before[1]).max())
-        parts = (segments[lengths > 0], segments[len(prefix_G) :])
+        parts = (segments[lengths > 0], segments[len(self.prefix_G) :])
         whole, suffixes = (torch.from_numpy(np.ascontiguousarray(one)) for one in parts)
         return Segments(whole, 0, most_keys), Segments(suffixes, self.prefix_tokens, most_keys)
 
@@ -89,11 +93,9 @@ class _PaddedAttention:
     """Prefixes padded to a rectangle, and suffixes to another, each with the keys of its prefix before its own."""
 
     def __init__(self, packing: Packing) -> None:
-        device = packing.position_T.device
-        prefix_G, suffix_B = np.array(packing.prefix_G, np.int64), np.array(packing.suffix_B, np.int64)
-        before_B = prefix_G[np.array(packing.prefix_of_B, np.int64)]
+        device, suffix_B, before_B = packing.position_T.device, packing.suffix_B, packing.before_B
         self._split = packing.prefix_tokens
-        self._prefixes, self._suffixes = (_Rectangle(lengths, device) for lengths in (prefix_G, suffix_B))
+        self._prefixes, self._suffixes = (_Rectangle(lengths, device) for lengths in (packing.prefix_G, suffix_B))
         self._width = packing.longest
         self._keys = SuffixKeys(packing, np.arange(len(suffix_B)) * self._width, len(suffix_B) * self._width)
         is_even = len(set(before_B.tolist())) == 1
@@ -165,9 +167,8 @@ class _VarlenAttention:
     """Segments of any length end to end, in one call of a variable-length flash attention kernel."""
 
     def __init__(self, packing: Packing, *, with_prefixes: bool) -> None:
-        device = packing.position_T.device
-        prefix_G, suffix_B = np.array(packing.prefix_G, np.int64), np.array(packing.suffix_B, np.int64)
-        keys_B = prefix_G[np.array(packing.prefix_of_B, np.int64)] + suffix_B
+        device, prefix_G, suffix_B = packing.position_T.device, packing.prefix_G, packing.suffix_B
+        keys_B = packing.before_B + suffix_B
         self._first = 0 if with_prefixes else packing.prefix_tokens
         own = packing.prefix_tokens if with_prefixes else 0
         whole_G = prefix_G[prefix_G > 0] if with_prefixes else prefix_G[:0]

@@ -121,7 +121,7 @@ class _Proof:
     def _is_same_without_its_end(self, one: Trained) -> bool:
         count = len(one.sample.completion_ids)
         n = count - min(count // 2, 2 * probe.PAST)
-        part = replace(one, sample=one.sample.first(n))
+        part = one._replace(sample=one.sample.first(n))
         with torch.no_grad():
             all_of_it, start = (self._answers(self._batch([each]), None, fused=False)[0] for each in (one, part))
         return agree([all_of_it[:n]], [start], rounds=self._layers)

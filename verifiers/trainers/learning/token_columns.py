@@ -57,18 +57,22 @@ class Columns:
         prefixes: dict[tuple[int, ...], int] = {}
         prefix_of_S = [prefixes.setdefault(tuple(one.prompt_ids[:-1]), len(prefixes)) for one in samples]
         sizes = np.array([min(len(one.prompt_ids), 1) + len(one.completion_ids) for one in samples], np.int64)
+        start_S = np.cumsum(sizes) - sizes
         # A suffix begins with the last token of its prompt, which no position of the suffix predicts: its mask and
-        # logprob are fillers, never read.
-        ids = _flat(((*one.prompt_ids[-1:], *one.completion_ids) for one in samples), np.int64)
-        mask = _flat(((*one.prompt_ids[-1:], *one.completion_mask) for one in samples), np.int64)
-        old = _flat(((*one.prompt_ids[-1:], *one.completion_logprobs) for one in samples), np.float32)
+        # logprob are never read.
+        is_reply = np.ones(int(sizes.sum()), bool)
+        is_reply[start_S[[bool(one.prompt_ids) for one in samples]]] = False
+        ids = _spread([one.completion_ids for one in samples], is_reply, np.int64)
+        ids[~is_reply] = [one.prompt_ids[-1] for one in samples if one.prompt_ids]
+        mask = _spread([one.completion_mask for one in samples], is_reply, np.int64)
+        old = _spread([one.completion_logprobs for one in samples], is_reply, np.float32)
         prefix_P = np.array([len(prefix) for prefix in prefixes], np.int64)
         distributions, drawn_from = _drawn([sequences[row] for row in rows])
         return cls(
             index_S=np.array(rows, np.int64),
             prefix_of_S=np.array(prefix_of_S, np.int64),
             suffix_S=np.array(lasts, np.int64),
-            start_S=np.cumsum(sizes) - sizes,
+            start_S=start_S,
             prefix_P=prefix_P,
             prefix_start_P=np.cumsum(prefix_P) - prefix_P,
             prefix_ids=_flat(prefixes, np.int64),
@@ -112,6 +116,13 @@ def _drawn(sequences: Sequence[Trained]) -> tuple[tuple[Distribution, ...], Any]
             rest -= min(n, rest)
         which.append(np.zeros(rest, np.int64))
     return tuple(known), np.concatenate(which)
+
+
+def _spread(parts: Iterable[Iterable[Any]], is_place: Any, dtype: Any) -> Any:
+    """Values end to end in the places that are theirs; 0 in the others."""
+    spread = np.zeros(len(is_place), dtype)
+    spread[is_place] = _flat(parts, dtype)
+    return spread
 
 
 def _flat(parts: Iterable[Iterable[Any]], dtype: Any) -> Any:

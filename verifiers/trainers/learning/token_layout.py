@@ -22,11 +22,10 @@ class SuffixKeys:
     """
 
     def __init__(self, packing: Packing, start_B: Any, size: int, *, with_prefixes: bool = False) -> None:
-        prefix_G, suffix_B = np.array(packing.prefix_G, np.int64), np.array(packing.suffix_B, np.int64)
-        prefix_of_B = np.array(packing.prefix_of_B, np.int64)
-        before_B, split = prefix_G[prefix_of_B], packing.prefix_tokens
+        prefix_G, prefix_of_B = packing.prefix_G, packing.prefix_of_B
+        before_B, split = packing.before_B, packing.prefix_tokens
         from_prefixes = ranges((np.cumsum(prefix_G) - prefix_G)[prefix_of_B], before_B)
-        to_prefixes, to_suffixes = ranges(start_B, before_B), ranges(start_B + before_B, suffix_B)
+        to_prefixes, to_suffixes = ranges(start_B, before_B), ranges(start_B + before_B, packing.suffix_B)
         tokens = np.zeros(size, np.int64)
         copies = np.full((split, int(np.bincount(prefix_of_B).max()) + with_prefixes), -1)
         if with_prefixes:

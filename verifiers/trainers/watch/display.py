@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from verifiers.notebooks import is_notebook
-from verifiers.progress import Enduring, Tally
+from verifiers.progress import Enduring, Tally, clock
 from verifiers.trainers.watch.notebook_panel import NotebookPanel
-from verifiers.trainers.watch.wording import clean, clock, is_filtered, named, number, sparkline, with_interval
+from verifiers.trainers.watch.wording import clean, is_filtered, named, number, sparkline, with_interval
 
 BAR_CHARS = 24
 RECENT_STEPS = 20  # steps that the time left is judged by

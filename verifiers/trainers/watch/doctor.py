@@ -58,12 +58,9 @@ class Watch:
     (now 64), ask for shorter replies, or leave them out of the loss with mask_truncated_completions
     """
 
-    def __init__(
-        self, config: Any = None, *, weights: Mapping[str, float] | None = None, silence: int = SILENCE
-    ) -> None:
+    def __init__(self, config: Any = None, *, weights: Mapping[str, float] | None = None) -> None:
         self.config = config
         self.weights = {name: weight for name, weight in (weights or {}).items() if weight}
-        self.silence = silence
         self._noticed_at: dict[str, int] = {}
         self._in_a_row: dict[str, int] = {}
         self._rewards: list[float] = []
@@ -92,7 +89,7 @@ class Watch:
         notices = []
         for kind, text in found.items():
             last = self._noticed_at.get(kind)
-            if text is not None and (last is None or step - last >= self.silence):
+            if text is not None and (last is None or step - last >= SILENCE):
                 self._noticed_at[kind] = step
                 notices.append(Notice(kind=kind, step=step, text=text))
         return notices

@@ -23,7 +23,7 @@ from verifiers.rubrics.signature import name_of
 from verifiers.store import RunDir, safe_name
 from verifiers.trainers import checkpoints
 from verifiers.trainers.advantages import mean_advantage
-from verifiers.trainers.batch import Batch, as_batch
+from verifiers.trainers.batch import Batch
 from verifiers.trainers.distributed.processes import gathered, together
 from verifiers.trainers.reward_weights import reward_weights
 from verifiers.trainers.stopping import NotFiniteError
@@ -173,10 +173,9 @@ class Report:
     # --- what happens ---------------------------------------------------------------------------------------------
 
     def step(
-        self, trainer: GRPOTrainer, batch: Any, figures: dict[str, Any], *, waited_s: float, trained_s: float
+        self, trainer: GRPOTrainer, batch: Batch, figures: dict[str, Any], *, waited_s: float, trained_s: float
     ) -> None:
         """Note a step that has been made."""
-        batch = as_batch(batch)
         view = joined(gathered(trainer.accelerator, batch_view(batch)))
         seen = rollout_figures(view)
         times = {**rollout_seconds(view, batch.seconds.get("generation", waited_s)), "training_s": trained_s}

@@ -103,19 +103,6 @@ def with_interval(name: str, mean: Any, low: Any, high: Any) -> str:
     return f"{text} [{below:.3f}, {above:.3f}]"
 
 
-def clock(seconds: float | None) -> str:
-    """A time as one reads it.
-
-    >>> clock(5), clock(75), clock(7384), clock(None)
-    ('0:05', '1:15', '2:03:04', '–')
-    """
-    if seconds is None:
-        return "–"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 def variance(values: Sequence[float]) -> float:
     """Of a sample.
 

@@ -1,0 +1,110 @@
+"""A model that its owner changes after an engine was made of it: sampled as it is now, or refused in a sentence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.engine.support.exact import VOCABULARY, assert_exact, prompt_of, random_model  # noqa: E402
+from verifiers.engine.engine import Engine  # noqa: E402
+from verifiers.engine.sequence import Sampling  # noqa: E402
+from verifiers.errors import InfraError  # noqa: E402
+
+PROMPTS = [prompt_of(n, seed=n) for n in (3, 20, 41)]
+WAY = Sampling(max_tokens=12, temperature=1.2, seed=3)
+
+
+@pytest.fixture(params=["Llama", "Qwen3"])
+def made(request: Any) -> Iterator[tuple[Any, Engine]]:
+    torch.set_num_threads(1)
+    model = random_model(request.param)
+    engine = Engine(model, rows=4, length=128)
+    assert_as_now(model, engine)  # its prompts are kept for reuse from here on
+    yield model, engine
+    engine.close()
+
+
+def assert_as_now(model: Any, engine: Engine) -> None:
+    for answer in engine.generate(PROMPTS, WAY):
+        with engine.lock:
+            assert_exact(model, answer, WAY)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_of_another_dtype_than_its_engine_was_made_for_is_refused_until_it_is_back(
+    made: Any, dtype: Any
+) -> None:
+    model, engine = made
+    with engine.lock:
+        model.to(dtype)
+    for _ in range(2):
+        with pytest.raises(InfraError, match=rf"the model is {dtype} on cpu .*, not torch.float32 .*make a new one"):
+            engine.generate(PROMPTS, WAY)
+    with engine.lock:
+        model.float()
+    assert_as_now(model, engine)  # its rotary angles are rounded now, those in C too
+
+
+def test_a_model_with_another_vocabulary_than_its_engine_was_made_for_is_refused(made: Any) -> None:
+    model, engine = made
+    with engine.lock:
+        model.resize_token_embeddings(VOCABULARY + 8, mean_resizing=False)
+    with pytest.raises(InfraError, match=f"{VOCABULARY + 8} tokens, not .*{VOCABULARY} tokens"):
+        engine.generate(PROMPTS, WAY)
+
+
+def test_a_layer_that_takes_the_place_of_another_is_the_one_that_is_run(made: Any) -> None:
+    model, engine = made
+    with engine.lock:
+        other = copy.deepcopy(model.model.layers[0])
+        other.self_attn.layer_idx, other.self_attn.config = 2, model.config
+        model.model.layers[2] = other
+    assert_as_now(model, engine)
+
+
+def test_a_layer_that_attends_by_another_configuration_is_refused_for_as_long_as_it_is_there(made: Any) -> None:
+    model, engine = made
+    before = model.model.layers[2]
+    model.model.layers[2] = copy.deepcopy(before)  # its configuration is a copy, too
+    for _ in range(2):
+        with pytest.raises(InfraError, match="layers of the model were replaced"):
+            engine.generate(PROMPTS, WAY)
+    model.model.layers[2] = before
+    assert_as_now(model, engine)
+
+
+def test_a_hook_that_comes_or_goes_makes_what_was_kept_void(made: Any) -> None:
+    model, engine = made
+    for part in (model.model.layers[0].self_attn.q_proj, model.model.layers[0]):
+        hook = part.register_forward_hook(lambda module, given, out: out * 1.5)
+        assert_as_now(model, engine)
+        hook.remove()
+        assert_as_now(model, engine)
+
+
+@pytest.mark.parametrize("floor_scale", [64, 4096])
+def test_a_model_that_counts_places_in_a_row_is_not_run_beside_others_past_where_they_matter(floor_scale: int) -> None:
+    """Llama 4 scales queries by their place in the row, whatever positions it is given."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Llama4TextConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, intermediate_size_mlp=48, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2, max_position_embeddings=256,
+        attention_chunk_size=8192, floor_scale=floor_scale, attn_scale=0.5, initializer_range=0.3, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    engine = Engine(model, rows=8, length=60)  # no prompt is as long as that, and several together are
+    way = Sampling(max_tokens=4, temperature=0.0)
+    try:
+        assert (engine.backend.name == "sequential") == (floor_scale < engine.prefill_tokens)
+        for answer in engine.generate([prompt_of(40, seed=n) for n in range(8)], way):
+            with engine.lock:
+                assert_exact(model, answer, way)
+    finally:
+        engine.close()
