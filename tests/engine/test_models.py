@@ -98,15 +98,7 @@ def test_a_model_to_train_is_float32_on_a_cpu_and_what_was_asked_for_otherwise(t
     assert models.get_model(folder, device="cpu").dtype == torch.float32
     assert models.get_model(folder, model_kwargs={"torch_dtype": torch.bfloat16}, device="cpu").dtype == torch.bfloat16
     assert models.get_model(folder, dtype="bf16", attn_implementation="eager").config._attn_implementation == "eager"
-    assert models.load(folder, device="cpu")[0].dtype == models.default_dtype("cpu")
-
-
-def test_a_cpu_without_instructions_for_bfloat16_samples_in_float32_however_busy_it_is() -> None:
-    if models._multiplies_bfloat16():
-        pytest.skip("this CPU has such instructions")
-    for _ in range(20):
-        models._cpu_prefers_bfloat16.cache_clear()
-        assert models.default_dtype("cpu") == torch.float32
+    assert models.load(folder, device="cpu")[0].dtype == torch.float32  # to sample from, too: what C takes
 
 
 def test_a_loaded_model_stays_itself_and_its_tokenizer_is_found(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.engine.support.served import NAME, Served
+from tests.engine.support.served import NAME, Served, serving
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -22,6 +22,15 @@ def refusal(served: Served, path: str, **body: Any) -> str:
     status, reply = served.post(path, {"model": NAME, **body})
     assert status == 400, reply
     return str(reply["error"]["message"])
+
+
+def test_weights_have_the_dtype_that_the_server_was_started_with(served: Served) -> None:
+    asked = {"prompt": "hello world, 2 + 2 is", "echo": True, "logprobs": 0, "max_tokens": 0}
+    exact = served.ask(TEXT, **asked)["choices"][0]["logprobs"]["token_logprobs"][1:]
+    with serving(served.folder, "--name", NAME, "--rows", "2", "--length", "256", "--dtype", "bfloat16") as other:
+        rounded = other.ask(TEXT, **asked)["choices"][0]["logprobs"]["token_logprobs"][1:]
+    assert rounded == pytest.approx(exact, abs=0.2)
+    assert rounded != pytest.approx(exact, abs=1e-5)
 
 
 # --- logprobs -----------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ import click
 from verifiers.cli.answering import BUNDLED, LOCAL, check_local, load_local
 from verifiers.logs import setup_logging
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 @click.command("serve", short_help="Serve a local model to OpenAI clients.")
 @click.argument("model")
@@ -22,6 +24,7 @@ from verifiers.logs import setup_logging
 @click.option("--name", metavar="NAME", help="What clients call the model; by default as MODEL ends.")
 @click.option("--rows", type=click.IntRange(min=1), metavar="N", help="Requests at once.")
 @click.option("--length", type=click.IntRange(min=1), metavar="N", help="Tokens of a conversation at most.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Of the weights; float32 on a CPU, bfloat16 on a GPU.")
 def serve(
     model: str,
     host: str,
@@ -33,6 +36,7 @@ def serve(
     name: str | None,
     rows: int | None,
     length: int | None,
+    dtype: str | None,
 ) -> None:
     """Serve MODEL (local, a folder, a GGUF file, a hub name) at http://HOST:PORT/v1 until Ctrl-C."""
     if api_key is not None and api_key_var is not None:
@@ -58,7 +62,7 @@ def serve(
     from verifiers.engine.server.serving import served_name
 
     shown = name or served_name(BUNDLED if model in LOCAL else model)
-    local_model = load_local(model, rows=rows, length=length, name=shown)
+    local_model = load_local(model, rows=rows, length=length, dtype=dtype, name=shown)
 
     try:
         server.serve(

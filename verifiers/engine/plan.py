@@ -23,6 +23,7 @@ SHORTEST = 128  # tokens that each row should have room for, where nobody asked 
 LEFT_FREE = 0.1  # of what is free now: activations, the allocator's leftovers, other programs
 CHOSEN_SHARE = {"cuda": 0.9}  # of what may be used, where nobody asked for a size
 CHOSEN_SHARE_ELSEWHERE = 0.5
+HALVED = ', or half of it: dtype="bfloat16" (vf serve --dtype bfloat16)'
 LOGIT_COPIES = 4  # float32 tables [rows, vocabulary] that sampling has alive at once
 
 
@@ -89,7 +90,7 @@ def plan(
     if memory.room() <= 0:
         raise WillNotFitError(
             f"the weights need {_gb(memory.weights)} as {_name(dtype)}, and {_gb(memory.free)} are free on {device}: "
-            "take a smaller model or another device"
+            f"take a smaller model or another device{HALVED if dtype.itemsize == 4 else ''}"
         )
     # Past a bound of the rotary embedding sequences could not be run side by side: only who asks for it goes there.
     aim = min([LENGTH, *([] if longest is None else [longest]), *rope_bounds(config)])

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import socket
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard
 from urllib.parse import urlsplit
@@ -84,7 +81,7 @@ def get_model(
     if not isinstance(place, str | Path):
         return place
     target = _device(device)
-    wanted = _dtype(dtype) or _training_dtype(target)
+    wanted = _dtype(dtype) or default_dtype(target)
     _check(place, wanted, target, before_weights, options)
     return _model(place, target, wanted, options)
 
@@ -191,42 +188,8 @@ def default_device() -> torch.device:
 
 
 def default_dtype(device: str | torch.device) -> torch.dtype:
-    """What the device samples in fastest: bfloat16 on CUDA, and on a CPU where it is clearly faster; else float32."""
-    kind = torch.device(device).type
-    if kind == "cuda" or (kind == "cpu" and _cpu_prefers_bfloat16()):
-        return torch.bfloat16
-    return torch.float32
-
-
-def _training_dtype(device: torch.device) -> torch.dtype:
-    """Small updates are lost in bfloat16, so it is for GPUs only, where memory asks for it."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-@lru_cache(maxsize=1)
-def _cpu_prefers_bfloat16() -> bool:
-    """Has the CPU instructions for bfloat16, and is a small batch through a layer clearly faster in it?
-
-    Instructions alone do not tell: kernels differ. Nor do timings: on a busy machine they are off by ten times.
-    """
-    if not _multiplies_bfloat16():
-        return False
-    took = [(_multiply_s(torch.float32), _multiply_s(torch.bfloat16)) for _ in range(8)]
-    return min(one for one, _ in took) > 1.3 * min(other for _, other in took)
-
-
-def _multiplies_bfloat16() -> bool:
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        return bool(torch.cpu._is_avx512_bf16_supported())
-    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _multiply_s(dtype: torch.dtype) -> float:
-    """Seconds for a batch of 32 rows through a layer of a small model."""
-    x, weight = torch.ones((32, 576), dtype=dtype), torch.ones((1536, 576), dtype=dtype)
-    began = time.perf_counter()
-    torch.nn.functional.linear(x, weight)
-    return time.perf_counter() - began
+    """bfloat16 on CUDA, where memory asks for it; else float32: kernels in C take it, and small updates are kept."""
+    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
 def _device(device: str | torch.device | None) -> torch.device:
