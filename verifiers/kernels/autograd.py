@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn.functional import linear
 
 from verifiers.kernels import reference
 from verifiers.kernels.cpu import learning as cpu
 from verifiers.kernels.cpu.build import why_none
 from verifiers.kernels.cpu.learning import Segments
+from verifiers.kernels.cpu.matmul import add_matmul, linear, matmul, uses_onednn
 from verifiers.kernels.modules import Lora, is_plain_linear, lora_of
 from verifiers.kernels.norms import HeadNorms
 
@@ -86,7 +86,7 @@ def projected(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
     """The input through each of these layers; their ways back add up in the multiplications."""
     found: tuple[Tensor, ...]
     if are_plain(x, linears):
-        if len(linears) == 1:
+        if len(linears) == 1 and not uses_onednn():
             return (linears[0](x),)
         found = _Projected.apply(x, *_weights(linears))
         return found
@@ -249,9 +249,9 @@ def _projected_back(
     found: list[Tensor | None] = []
     for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
         grad_NE = _flat(grad)
-        found += [grad_NE.t() @ x_ND if needs[2 * i] else None, grad_NE.sum(0) if needs[2 * i + 1] else None]
+        found += [matmul(grad_NE.t(), x_ND) if needs[2 * i] else None, grad_NE.sum(0) if needs[2 * i + 1] else None]
         if needs_x:
-            total = grad_NE @ weight if total is None else total.addmm_(grad_NE, weight)
+            total = matmul(grad_NE, weight) if total is None else add_matmul(total, grad_NE, weight, is_spare=True)
     return total, found
 
 
@@ -328,17 +328,17 @@ class _FedForward(Function):  # type: ignore[misc]  # torch is not typed here
         gate_NE, up_NE = linear(normed_ND, gate), linear(normed_ND, up)
         product_NE = kernels.gated(gate_NE, up_NE)
         ctx.save_for_backward(total_ND, normed_ND, scale_N, gate_NE, up_NE, product_NE, norm, gate, up, down)
-        return torch.addmm(total_ND, product_NE, down.t()).view(x.shape)
+        return add_matmul(total_ND, product_NE, down.t()).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         total_ND, normed_ND, scale_N, gate_NE, up_NE, product_NE, norm, gate, up, down = ctx.saved_tensors
         kernels, grad_ND = kernels_for(grad), _flat(grad)
         _, _, learns_norm, _, *learns = ctx.needs_input_grad
-        both = kernels.gated_back(gate_NE, up_NE, grad_ND @ down)
+        both = kernels.gated_back(gate_NE, up_NE, matmul(grad_ND, down))
         needs = (learns[0], False, learns[1], False)
         back_ND, (grad_gate, _, grad_up, _) = _projected_back(normed_ND, (gate, up), both, needs, needs_x=True)
-        grad_down = grad_ND.t() @ product_NE if learns[2] else None
+        grad_down = matmul(grad_ND.t(), product_NE) if learns[2] else None
         back_ND, grad_norm = kernels.norm_back(total_ND, norm, scale_N, grad_ND, back_ND, learns=learns_norm)
         back = back_ND.view(grad.shape)
         return back, back, grad_norm, None, grad_gate, grad_up, grad_down

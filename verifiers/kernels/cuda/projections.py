@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from verifiers.kernels.cpu import matmul
 from verifiers.kernels.modules import Lora, is_plain_linear, lora_of
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ def project(x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
         return ys
 
     def plain() -> list[Tensor]:
-        return [one(x) for one in linears]
+        return [_alone(one, x) for one in linears]
 
     def together() -> list[Tensor]:
         from verifiers.kernels.cuda import linear
@@ -63,7 +64,7 @@ def project_gated(x: Tensor, gate: Any, up: Any, gated: Callable[[Tensor, Tensor
         return gated(*project(x, (gate, up)))
 
     def plain() -> Tensor:
-        return gated(gate(x), up(x))
+        return gated(_alone(gate, x), _alone(up, x))
 
     def together() -> Tensor:
         from verifiers.kernels.cuda import linear
@@ -76,7 +77,7 @@ def project_gated(x: Tensor, gate: Any, up: Any, gated: Callable[[Tensor, Tensor
 
 
 def add_projected(total: Tensor, linear: Any, x: Tensor) -> Tensor:
-    """Add a projection to ``total``, in place: by the multiplication itself where the projection is a plain one."""
+    """``total`` plus a projection, by the multiplication itself where that is plain; ``total`` may be overwritten."""
     if not total.is_contiguous():
         return total.add_(linear(x))
     if adapted := _adapted(x, (linear,)):
@@ -86,7 +87,14 @@ def add_projected(total: Tensor, linear: Any, x: Tensor) -> Tensor:
         return total
     if not is_plain_linear(linear) or linear.bias is not None:
         return total.add_(linear(x))
-    return total.addmm_(x, linear.weight.t())
+    return matmul.add_matmul(total, x, linear.weight.t(), is_spare=True)
+
+
+def _alone(linear: Any, x: Tensor) -> Tensor:
+    if x.is_cuda or not is_plain_linear(linear):
+        projected: Tensor = linear(x)
+        return projected
+    return matmul.linear(x, linear.weight, linear.bias)
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from verifiers.engine.sequence import NO_TOP_K
 from verifiers.kernels.autograd import kernels_for
+from verifiers.kernels.cpu.matmul import linear, matmul
 from verifiers.kernels.sampling import SamplingColumns, truncate
 from verifiers.trainers.memory.plan import CHUNK_BYTES, CHUNK_BYTES_ELSEWHERE
 from verifiers.trainers.sampling import Distribution
@@ -162,7 +163,7 @@ class _FusedLogprobs(Function):  # type: ignore[misc]  # torch is not typed here
         logprob_N, mass_N = (torch.empty(n, dtype=torch.float32, device=hidden_ND.device) for _ in range(2))
         last_NV = None
         for part in chunks:
-            last_NV = functional.linear(hidden_ND[part], weight_VD, bias_V)
+            last_NV = linear(hidden_ND[part], weight_VD, bias_V)
             kernels_for(last_NV).pick(last_NV, target_N[part], temperature, logprob_N[part], mass_N[part])
         if keeps:
             ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, mass_N)
@@ -180,12 +181,12 @@ class _FusedLogprobs(Function):  # type: ignore[misc]  # torch is not typed here
         for part in reversed(ctx.chunks):
             grad_NV, ctx.last_NV = ctx.last_NV, None
             if grad_NV is None:
-                grad_NV = functional.linear(hidden_ND[part], weight_VD, bias_V)
+                grad_NV = linear(hidden_ND[part], weight_VD, bias_V)
             kernels_for(grad_NV).pick_back_(grad_NV, target_N[part], ctx.temperature, mass_N[part], grad_N[part])
             if grad_hidden is not None:
-                torch.mm(grad_NV, weight_VD, out=grad_hidden[part])
+                matmul(grad_NV, weight_VD, out=grad_hidden[part])
             if needs_weight:
-                grad_weight = _added(grad_weight, grad_NV.t() @ hidden_ND[part])
+                grad_weight = _added(grad_weight, matmul(grad_NV.t(), hidden_ND[part]))
             if needs_bias:
                 grad_bias = _added(grad_bias, grad_NV.sum(0))
         whole = (None if one is None else one.to(weight_VD.dtype) for one in (grad_weight, grad_bias))
