@@ -68,7 +68,8 @@ def uses_onednn() -> bool:
         products = ops(x, weight.t().contiguous().t(), None, "none", [], ""), ops.binary(x, total, weight, None, "add")
     except (AttributeError, RuntimeError, TypeError):
         return False
-    return torch.equal(products[0], x @ weight.t()) and torch.equal(products[1], total + x @ weight.t())
+    expected = x @ weight.t()
+    return bool(torch.equal(products[0], expected) and torch.equal(products[1], total + expected))
 
 
 def _is_unknown_to_mkl() -> bool:
