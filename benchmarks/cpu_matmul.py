@@ -55,7 +55,7 @@ def ratios(rows: int, outputs: int, inputs: int) -> list[float]:
     ways: list[Callable[[], object]] = [
         lambda: matmul.linear(x, weight),
         lambda: matmul.matmul(grad, weight),
-        lambda: matmul.matmul(grad.t(), x),
+        lambda: matmul.weight_gradient(grad, x),
     ]
     found = []
     for work in ways:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import random
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torch")
@@ -68,7 +72,40 @@ def test_products_are_added_and_written_where_they_belong() -> None:
         assert not place[0].any()
         close(matmul.add_matmul(total, a, b), before.double() + a.double() @ b.double())
         assert torch.equal(total, before)
-        close(matmul.add_matmul(total, a, b, is_spare=True), before.double() + a.double() @ b.double())
+        close(matmul.add_matmul(total, a, b, in_place=True), before.double() + a.double() @ b.double())
+        close(total, before.double() + a.double() @ b.double())
+
+
+@pytest.mark.usefixtures("onednn")
+@pytest.mark.parametrize("rows", [0, 1, 31, 32, 300, 2725])
+def test_the_gradient_of_a_weight_is_what_float64_gives(rows: int) -> None:
+    grad, x = given(rows, N), given(rows, K)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            matmul.weight_gradient(grad, x), (grad.double().t() @ x.double()).float(), atol=1e-3, rtol=1e-4
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("onednn")
+def test_products_of_ever_other_numbers_of_rows_do_not_fill_the_memory() -> None:
+    weight, rows, draw = given(1536, 576), given(2300, 576), random.Random(0)
+
+    def held() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def multiply(n: int) -> None:
+        for _ in range(n):
+            x = rows[: draw.randrange(300, 2300)]
+            y = matmul.linear(x, weight)
+            matmul.matmul(y, weight)
+            matmul.weight_gradient(y, x)
+
+    with torch.no_grad():
+        multiply(100)
+        before = held()
+        multiply(400)
+    assert held() - before < 200e6
 
 
 @pytest.mark.usefixtures("onednn")

@@ -18,7 +18,7 @@ from verifiers.kernels import reference
 from verifiers.kernels.cpu import learning as cpu
 from verifiers.kernels.cpu.build import why_none
 from verifiers.kernels.cpu.learning import Segments
-from verifiers.kernels.cpu.matmul import add_matmul, linear, matmul, uses_onednn
+from verifiers.kernels.cpu.matmul import add_matmul, linear, matmul, uses_onednn, weight_gradient
 from verifiers.kernels.modules import Lora, is_plain_linear, lora_of
 from verifiers.kernels.norms import HeadNorms
 
@@ -249,9 +249,12 @@ def _projected_back(
     found: list[Tensor | None] = []
     for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
         grad_NE = _flat(grad)
-        found += [matmul(grad_NE.t(), x_ND) if needs[2 * i] else None, grad_NE.sum(0) if needs[2 * i + 1] else None]
+        found += [
+            weight_gradient(grad_NE, x_ND) if needs[2 * i] else None,
+            grad_NE.sum(0) if needs[2 * i + 1] else None,
+        ]
         if needs_x:
-            total = matmul(grad_NE, weight) if total is None else add_matmul(total, grad_NE, weight, is_spare=True)
+            total = matmul(grad_NE, weight) if total is None else add_matmul(total, grad_NE, weight, in_place=True)
     return total, found
 
 
@@ -338,7 +341,7 @@ class _FedForward(Function):  # type: ignore[misc]  # torch is not typed here
         both = kernels.gated_back(gate_NE, up_NE, matmul(grad_ND, down))
         needs = (learns[0], False, learns[1], False)
         back_ND, (grad_gate, _, grad_up, _) = _projected_back(normed_ND, (gate, up), both, needs, needs_x=True)
-        grad_down = matmul(grad_ND.t(), product_NE) if learns[2] else None
+        grad_down = weight_gradient(grad_ND, product_NE) if learns[2] else None
         back_ND, grad_norm = kernels.norm_back(total_ND, norm, scale_N, grad_ND, back_ND, learns=learns_norm)
         back = back_ND.view(grad.shape)
         return back, back, grad_norm, None, grad_gate, grad_up, grad_down

@@ -18,34 +18,86 @@ from torch.nn import functional
 
 NOT_INTEL = ("AuthenticAMD", "HygonGenuine")
 SMALLEST = 1 << 15  # numbers of a weight: below, a call of oneDNN takes longer than the product
+# Rows that are multiplied at once. oneDNN keeps what it compiles for each number of rows, a thousand of them, and
+# between these allocations memory fragments: gigabytes in a training, whose micro-batches all differ in length.
+SIZES = (2048, 1024, 512, 256, 128, 64, 32)
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """``x · weightᵀ + bias`` of ``x`` [..., K]. Without a backward pass where oneDNN multiplies: see `suits`."""
-    if suits(x, weight_NK):
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_NK, bias_N, "none", [], "")
-        return result
-    return functional.linear(x, weight_NK, bias_N)
+    """``x · weightᵀ + bias`` of ``x`` [..., K]."""
+    if not suits(x, weight_NK):
+        return functional.linear(x, weight_NK, bias_N)
+    return _product(x.reshape(-1, x.shape[-1]), weight_NK, bias_N).view(*x.shape[:-1], len(weight_NK))
 
 
 def matmul(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
     """``a · b``, in ``out`` if that is given."""
-    if not suits(a_MK, b_KN):
-        return torch.mm(a_MK, b_KN, out=out)
-    product = linear(a_MK, b_KN.t())
-    return product if out is None else out.copy_(product)
+    return _product(a_MK, b_KN.t(), out=out) if suits(a_MK, b_KN) else torch.mm(a_MK, b_KN, out=out)
 
 
-def add_matmul(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, is_spare: bool = False) -> Tensor:
-    """``total + a · b``; a ``total`` that is spare may be overwritten."""
+def add_matmul(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, in_place: bool = False) -> Tensor:
+    """``total + a · b``."""
+    out = total_MN if in_place else None
     if not suits(a_MK, b_KN):
-        return torch.addmm(total_MN, a_MK, b_KN, out=total_MN if is_spare else None)
-    result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(a_MK, total_MN, b_KN.t(), None, "add")
-    return result
+        return torch.addmm(total_MN, a_MK, b_KN, out=out)
+    return _product(a_MK, b_KN.t(), add_MN=total_MN, out=out)
+
+
+def weight_gradient(grad_MN: Tensor, x_MK: Tensor) -> Tensor:
+    """``gradᵀ · x``: what a layer's weight gets from the gradient of its output, and its input."""
+    if not len(x_MK) or not suits(grad_MN, x_MK):
+        return torch.mm(grad_MN.t(), x_MK)
+    first, *others = parts_of(len(x_MK))
+    total_NK = _onednn(_padded(grad_MN[first]).t(), _padded(x_MK[first]).t())
+    for part in others:
+        total_NK += _onednn(_padded(grad_MN[part]).t(), _padded(x_MK[part]).t())
+    return total_NK
+
+
+def parts_of(rows: int) -> list[slice]:
+    """Rows in parts of these sizes; what is left is padded to the smallest.
+
+    >>> [(part.start, part.stop) for part in parts_of(2725)]
+    [(0, 2048), (2048, 2560), (2560, 2688), (2688, 2720), (2720, 2725)]
+    """
+    parts, start = [], 0
+    while start < rows:
+        size = next((size for size in SIZES if size <= rows - start), rows - start)
+        parts.append(slice(start, start + size))
+        start += size
+    return parts
+
+
+def _product(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    add_MN: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    out = x_MK.new_empty((len(x_MK), len(weight_NK))) if out is None else out
+    for part in parts_of(len(x_MK)):
+        product_PN = _onednn(_padded(x_MK[part]), weight_NK, bias_N)[: part.stop - part.start]
+        if add_MN is None:
+            out[part] = product_PN
+        else:
+            torch.add(add_MN[part], product_PN, out=out[part])
+    return out
+
+
+def _padded(x_PK: Tensor) -> Tensor:
+    missing = SIZES[-1] - len(x_PK)
+    return functional.pad(x_PK, (0, 0, 0, missing)) if missing > 0 else x_PK
+
+
+def _onednn(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, weight_NK, bias_N, "none", [], "")
+    return product
 
 
 def suits(x: Tensor, weight: Tensor) -> bool:
-    """Does oneDNN multiply these? It records no gradients: only where none are asked for, as in a backward pass."""
+    """Does oneDNN multiply these? Only where no gradients are recorded, as within an autograd function: it has none."""
     return (
         weight.numel() >= SMALLEST
         and x.dtype is weight.dtype is torch.float32
@@ -60,16 +112,11 @@ def uses_onednn() -> bool:
     """Is this a processor that MKL does not know, and does oneDNN multiply as it should here?"""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and _is_unknown_to_mkl()):
         return False
-    x, weight, total = torch.arange(24.0).view(4, 6), torch.arange(30.0).view(5, 6), torch.ones(4, 5)
-    ops = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # it is PyTorch's own, and promised to nobody
-    if ops is None:
-        return False
-    try:
-        products = ops(x, weight.t().contiguous().t(), None, "none", [], ""), ops.binary(x, total, weight, None, "add")
+    x, weight = torch.arange(24.0).view(4, 6), torch.arange(30.0).view(6, 5).t()
+    try:  # an operator of PyTorch's own, which it promises to nobody
+        return bool(torch.equal(_onednn(x, weight), x @ weight.t()))
     except (AttributeError, RuntimeError, TypeError):
         return False
-    expected = x @ weight.t()
-    return bool(torch.equal(products[0], expected) and torch.equal(products[1], total + expected))
 
 
 def _is_unknown_to_mkl() -> bool:

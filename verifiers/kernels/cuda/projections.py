@@ -77,7 +77,7 @@ def project_gated(x: Tensor, gate: Any, up: Any, gated: Callable[[Tensor, Tensor
 
 
 def add_projected(total: Tensor, linear: Any, x: Tensor) -> Tensor:
-    """``total`` plus a projection, by the multiplication itself where that is plain; ``total`` may be overwritten."""
+    """Add a projection to ``total``, in place: by the multiplication itself where the projection is a plain one."""
     if not total.is_contiguous():
         return total.add_(linear(x))
     if adapted := _adapted(x, (linear,)):
@@ -87,14 +87,21 @@ def add_projected(total: Tensor, linear: Any, x: Tensor) -> Tensor:
         return total
     if not is_plain_linear(linear) or linear.bias is not None:
         return total.add_(linear(x))
-    return matmul.add_matmul(total, x, linear.weight.t(), is_spare=True)
+    if _is_few(x):
+        return total.addmm_(x, linear.weight.t())
+    return matmul.add_matmul(total, x, linear.weight.t(), in_place=True)
 
 
 def _alone(linear: Any, x: Tensor) -> Tensor:
-    if x.is_cuda or not is_plain_linear(linear):
+    if x.is_cuda or _is_few(x) or not is_plain_linear(linear):
         projected: Tensor = linear(x)
         return projected
     return matmul.linear(x, linear.weight, linear.bias)
+
+
+def _is_few(x: Tensor) -> bool:
+    """So few rows that oneDNN would have to pad them."""
+    return len(x) < matmul.SIZES[-1]
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from verifiers.engine.sequence import NO_TOP_K
 from verifiers.kernels.autograd import kernels_for
-from verifiers.kernels.cpu.matmul import linear, matmul
+from verifiers.kernels.cpu.matmul import linear, matmul, weight_gradient
 from verifiers.kernels.sampling import SamplingColumns, truncate
 from verifiers.trainers.memory.plan import CHUNK_BYTES, CHUNK_BYTES_ELSEWHERE
 from verifiers.trainers.sampling import Distribution
@@ -186,7 +186,7 @@ class _FusedLogprobs(Function):  # type: ignore[misc]  # torch is not typed here
             if grad_hidden is not None:
                 matmul(grad_NV, weight_VD, out=grad_hidden[part])
             if needs_weight:
-                grad_weight = _added(grad_weight, matmul(grad_NV.t(), hidden_ND[part]))
+                grad_weight = _added(grad_weight, weight_gradient(grad_NV, hidden_ND[part]))
             if needs_bias:
                 grad_bias = _added(grad_bias, grad_NV.sum(0))
         whole = (None if one is None else one.to(weight_VD.dtype) for one in (grad_weight, grad_bias))
