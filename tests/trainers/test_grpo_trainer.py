@@ -250,6 +250,16 @@ def test_old_checkpoints_are_removed(tmp_path):
     assert sorted(one.name for one in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
 
 
+def test_a_run_that_went_back_to_an_earlier_checkpoint_keeps_what_it_saves_and_goes_on_from_there(tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    making.trainer(tmp_path, max_steps=4, save_steps=2).train()
+    back = making.trainer(tmp_path, max_steps=3, save_steps=1, save_total_limit=1)
+    back.train(resume=folder / "step-000002")
+    assert sorted(one.name for one in folder.iterdir()) == ["abandoned-step-000004", "step-000003"]
+    report = making.trainer(tmp_path, max_steps=4).train(resume=True)
+    assert [one["step"] for one in report.steps] == [1, 2, 3, 4]
+
+
 def test_what_is_saved_can_be_loaded_and_says_the_same(tmp_path):
     trainer = making.trainer(tmp_path)
     trainer.train()
