@@ -314,6 +314,22 @@ def test_a_file_that_could_run_code_is_not_read(tmp_path):
         vf.GRPOTrainer(model="none", dataset=tmp_path / "bad.pt")
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", "{", r"a\.json is not JSON"),
+        ("a.json", "[1, 2]", r"a\.json holds no rows"),
+        ("a.json", '{"prompt": "a", "completion": "b"}', "a list of each column; its '(prompt|completion)' is"),
+        ("a.parquet", "PAR", r"a\.parquet is no table that can be read"),
+        ("a.jsonl", '{"prompt": "a", "completion": "b", "reward": 1}\n{"completion": "b", "reward": 1}', "row 1 has no p"),
+    ],
+)
+def test_a_file_that_is_no_data_set_is_told_in_one_sentence(tmp_path, name, text, said):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=said):
+        vf.GRPOTrainer(model="none", dataset=tmp_path / name)
+
+
 def test_a_data_set_without_two_completions_to_a_prompt_is_refused():
     with pytest.raises(ValueError, match="no prompt in this data set has two completions"):
         vf.GRPOTrainer(model="none", dataset={"prompts": ["a", "b"], "completions": ["x", "y"], "rewards": [0.0, 1.0]})
