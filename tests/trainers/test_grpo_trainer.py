@@ -175,6 +175,25 @@ def test_groups_without_variance_are_replaced_by_other_rows(tmp_path):
     assert len(varied["rewards"]) == 16
 
 
+@pytest.mark.parametrize("n", [2, 4, 6])
+def test_groups_without_variance_are_replaced_by_rows_that_the_row_sampler_offers(tmp_path, n):
+    replies: list[tuple[str, str]] = []
+
+    def flat(completion: Any, answer: str) -> float:
+        replies.append((answer, completion[-1]["content"]))
+        return 0.5
+
+    def easy(rows: Any, epochs: float) -> list[Any]:
+        return [rows[i] for i in range(n)]
+
+    env = making.environment(rubric=vf.Rubric([flat]))
+    trainer = making.trainer(tmp_path, env=env, dynamic_sampling=True, max_resamples=2, row_sampler=easy)
+    assert len(trainer.get_batch(0, 0)["rewards"]) == 16
+    assert {int(answer) for answer, _ in replies} <= set(range(n))
+    first, second, third = (sorted(replies[i : i + 16]) for i in (0, 16, 32))
+    assert first != second != third  # not the same rollouts once more
+
+
 def test_prompts_that_are_too_long_are_dropped_and_counted(tmp_path):
     rows = [{"question": "say", "answer": ""}, {"question": "say it " * 40, "answer": ""}]
     env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([making.share_of_e]))
