@@ -340,7 +340,11 @@ def test_a_file_that_could_run_code_is_not_read(tmp_path):
         ("a.json", "[1, 2]", r"a\.json holds no rows"),
         ("a.json", '{"prompt": "a", "completion": "b"}', "a list of each column; its '(prompt|completion)' is"),
         ("a.parquet", "PAR", r"a\.parquet is no table that can be read"),
-        ("a.jsonl", '{"prompt": "a", "completion": "b", "reward": 1}\n{"completion": "b", "reward": 1}', "row 1 has no p"),
+        (
+            "a.jsonl",
+            '{"prompt": "a", "completion": "b", "reward": 1}\n{"completion": "b", "reward": 1}',
+            "row 1 has no p",
+        ),
     ],
 )
 def test_a_file_that_is_no_data_set_is_told_in_one_sentence(tmp_path, name, text, said):

@@ -142,8 +142,8 @@ def _split(messages: list[dict[str, Any]], position: int) -> tuple[list[dict[str
         raise ValueError(f"row {position}: none of its {len(messages)} messages is the assistant's, so none is trained")
     if first == 0:
         raise ValueError(
-            f"row {position} begins with the assistant: a reply is learned after what it replies to; put a system or user "
-            "message before it, or leave it out"
+            f"row {position} begins with the assistant: a reply is learned after what it replies to; put a system or "
+            "user message before it, or leave it out"
         )
     return messages[:first], messages[first:]
 
