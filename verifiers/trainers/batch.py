@@ -158,6 +158,8 @@ class Batch(dict[str, list[Any]]):
         ]
         kept, kept_places = self.keep(scored), set(scored)
         kept["rewards"] = [rewards[i] for i in scored]
+        for i in scored:
+            states[i]["reward"] = rewards[i]  # what is kept of a rollout is what it was learned from with
         unscored = [state for i, state in enumerate(states) if i not in kept_places]
         for state in unscored:
             if state.get("error") is None:
