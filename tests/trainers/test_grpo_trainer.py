@@ -201,6 +201,8 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(tmp_path):
     assert (trainer.dropped_prompts, len(trainer.rows)) == (1, 1)
     with pytest.raises(ValueError, match="all 2 prompts are longer than max_prompt_length=4"):
         making.trainer(tmp_path, env=env, max_prompt_length=4)
+    with pytest.raises(ValueError, match="all 2 prompts leave no room for a reply within max_seq_length=8 tokens"):
+        making.trainer(tmp_path, env=env, max_seq_length=8)
 
 
 # --- going on -------------------------------------------------------------------------------------------------------
