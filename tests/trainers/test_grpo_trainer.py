@@ -355,6 +355,30 @@ def test_a_file_that_is_no_data_set_is_told_in_one_sentence(tmp_path, name, text
         vf.GRPOTrainer(model="none", dataset=tmp_path / name)
 
 
+def test_saved_rollouts_longer_than_the_model_has_positions_are_left_out_and_counted(tmp_path):
+    saved = {"prompts": ["say"] * 4, "completions": ["e" * 600, "a", "e", "b"], "rewards": [1.0, 0.0, 1.0, 0.0]}
+    report = making.trainer(tmp_path / "a", dataset=saved, batch_size=4, max_steps=1).train()
+    assert report.last["refused"] == 1
+    assert "it has 603 tokens, and a sequence has at most 512" in report.last["refused_reasons"][0]
+    assert report.last["trained_tokens"] == 3
+    with pytest.raises(ValueError, match=r"none of 4 rollouts can be learned from; \d of them: it has \d+ tokens"):
+        making.trainer(tmp_path / "b", dataset=saved, batch_size=4, max_steps=1, max_seq_length=2).train()
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ({"rewards": ["good", 0.0]}, "reward of saved rollout 0 is 'good'"),
+        ({"completions": ["a", 2]}, "rollout 1 is a t"),
+    ],
+)
+def test_saved_rollouts_with_odd_values_are_told_in_one_sentence(odd, said):
+    with pytest.raises(ValueError, match=said):
+        vf.GRPOTrainer(
+            model="none", dataset={"prompts": ["a"] * 2, "completions": ["a", "b"], "rewards": [0, 1], **odd}
+        )
+
+
 def test_a_data_set_without_two_completions_to_a_prompt_is_refused():
     with pytest.raises(ValueError, match="no prompt in this data set has two completions"):
         vf.GRPOTrainer(model="none", dataset={"prompts": ["a", "b"], "completions": ["x", "y"], "rewards": [0.0, 1.0]})

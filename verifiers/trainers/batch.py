@@ -265,9 +265,6 @@ def refusals(batch: Batch, trained: Sequence[Any], processes: Any) -> dict[str, 
         return {}
     if not any(count for _, count in found):
         reason, count = reasons.most_common(1)[0]
-        raise ValueError(
-            f"none of {reasons.total()} rollouts can be learned from, as it is not known which tokens were sampled; "
-            f"{count} of them: {reason}"
-        )
+        raise ValueError(f"none of {reasons.total()} rollouts can be learned from; {count} of them: {reason}")
     told = [f"{count} × {reason}" for reason, count in reasons.most_common()]
     return {"refused": reasons.total(), "refused_reasons": told}

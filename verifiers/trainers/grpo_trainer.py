@@ -341,7 +341,10 @@ class GRPOTrainer(Trainer):
         asked = sampling.read_distribution(sampler.usual_sampling(self.config, self.env))
         usual = sampling.Distribution(temperature=asked.temperature)
         known = getattr(self.client, "samples", None)
-        return trained_sequences(batch, self.config, usual, find_tokens=known, writer=self._writer)
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        asked_for = None if self.offline is None else self.config.max_seq_length
+        longest = min((n for n in (positions, asked_for) if n is not None and n > 0), default=None)
+        return trained_sequences(batch, self.config, usual, find_tokens=known, writer=self._writer, longest=longest)
 
     # --- around the loop ------------------------------------------------------------------------------------------
 

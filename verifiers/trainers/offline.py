@@ -26,6 +26,8 @@ class Offline:
         self._rows = [row for row in rows if row.get("reward") is not None and row.get("error") is None]
         if not self._rows:
             raise ValueError("this data set has no rewards: there is nothing to learn from")
+        for i, row in enumerate(self._rows):
+            _check_row(i, row)
         self._kept = [name for name in _OF_A_STATE if any(name in row for row in self._rows)]
         members: dict[int, list[int]] = {}
         for i, group in enumerate(group_equal([row["prompt"] for row in self._rows])):
@@ -64,6 +66,15 @@ class Offline:
             scored = {name: row[name] for name in ("completion", "reward")}
             state = State({**{name: row.get(name) for name in self._kept}, **scored, "input": asked})
         return Reply(text_of(row["completion"]), messages=row["completion"], state=state)
+
+
+def _check_row(i: int, row: Mapping[str, Any]) -> None:
+    try:
+        float(row["reward"])
+    except (TypeError, ValueError):
+        raise ValueError(f"the reward of saved rollout {i} is {row['reward']!r:.80}, which is no number") from None
+    if not isinstance(row["completion"], Iterable):
+        raise ValueError(f"the completion of saved rollout {i} is a text or messages, not {row['completion']!r:.80}")
 
 
 def read_offline(given: Any) -> Offline | None:
