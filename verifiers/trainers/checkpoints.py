@@ -236,6 +236,8 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
     try:
         with shards.readable(path):
             state: dict[str, Any] = json.loads(read_regular(path / STATE, most=MOST_STATE))
+            version, internal, gauss = state.pop("python_rng")
+            state |= {name: int(state[name]) for name in ("step", "cursor")}
             with open_regular(path / TENSORS) as file:
                 tensors = torch.load(file, map_location="cpu", weights_only=True)
             saved = _shapes(path, tensors)
@@ -270,7 +272,6 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
     torch.set_rng_state(tensors["torch_rng"])
     for i, one in zip(range(torch.cuda.device_count()), tensors["cuda_rng"], strict=False):  # of a machine with more
         torch.cuda.set_rng_state(one, i)
-    version, internal, gauss = state.pop("python_rng")
     random.setstate((version, tuple(internal), gauss))
     return state
 
