@@ -160,3 +160,21 @@ def test_where_a_tokenizer_eats_spaces_tokens_are_shown_with_theirs_and_begin_wh
     texts = TokenTexts(SimpleNamespace(ids=ids, options=options, echoed="a b a"), codec)
     starts = [(texts.at, texts.push(token).shown) for token in ids]
     assert starts == [(0, "<s>"), (0, "a"), (1, " b"), (3, " a")]
+
+
+def test_a_stop_string_that_begins_with_the_space_of_the_first_token_ends_the_reply_there() -> None:
+    codec = spaced_codec()
+    watch, stream = StopWatch(codec, [" b"], [1]), TextStream(codec, [1], [" b"])
+    assert watch(2, 0.0)
+    assert stream.push(2) + stream.finish() == ""
+
+
+def test_a_space_is_kept_after_a_character_that_stays_broken() -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    backend = Tokenizer(models.BPE(vocab={"<unk>": 0, "<0xC3>": 1, "<0xA9>": 2, "▁a": 3}, merges=[]))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    codec = Codec(type("Holder", (), {"backend_tokenizer": backend})())
+    assert codec.continuation([3, 1], [3]) == " a"
+    assert [codec.bytes_of(token, codec.decode([token])) for token in (1, 2, 3)] == [b"\xc3", b"\xa9", b"a"]

@@ -110,7 +110,7 @@ class Codec:
         tail = tuple(before[-CONTEXT:])
         start = self._decode_context(tail, special)
         text = self.decode([*tail, *ids], special=special)
-        if text.startswith(start) and not start.endswith(BROKEN):
+        if text.startswith(start):
             return text[len(start) :]
         return self.decode(ids, special=special)
 

@@ -37,20 +37,23 @@ def safe_length(text: str, stops: Iterable[str]) -> int:
 class StopWatch:
     """Sees every token of one reply and says when a stop string is complete; decodes only where one can be."""
 
-    def __init__(self, codec: Codec, stops: Sequence[str]) -> None:
+    def __init__(self, codec: Codec, stops: Sequence[str], prompt_ids: Sequence[int] = ()) -> None:
         self._codec = codec
         self._stops = stops
         found = [codec.enders(stop) for stop in stops]
         known = [enders for enders in found if enders is not None]
         self._enders = frozenset().union(*known) if len(known) == len(found) else None
         self._window = 4 * max(map(len, stops)) + 8  # a character may take four tokens, one a byte
-        self._ids: list[int] = []
+        self._ids = list(prompt_ids[-CONTEXT:])
+        self._first = len(self._ids)  # of the reply
 
     def __call__(self, token: int, logprob: float) -> bool:
         self._ids.append(token)
         if self._enders is not None and token not in self._enders:
             return False
-        return first_stop(self._codec.decode(self._ids[-self._window :]), self._stops) >= 0
+        start = max(self._first, len(self._ids) - self._window)
+        text = self._codec.continuation(self._ids[max(start - CONTEXT, 0) : start], self._ids[start:])
+        return first_stop(text, self._stops) >= 0
 
 
 class TextStream:

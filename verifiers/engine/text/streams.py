@@ -94,7 +94,7 @@ class ReplyStream:
 
     def _callback(self, index: int) -> OnToken:
         stops = self.prompt.options.stop
-        watch = StopWatch(self._loaded.codec, stops) if stops else None
+        watch = StopWatch(self._loaded.codec, stops, self.prompt.ids) if stops else None
 
         def on_token(token: int, logprob: float) -> bool:
             is_read = self._enqueue(index, token, logprob)
