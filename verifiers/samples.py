@@ -160,7 +160,7 @@ def tokenized(prompt: Any, completion: Any, writer: Any, tools: Any = None, **se
     """
     writer = writer if isinstance(writer, ChatWriter) else ChatWriter(writer)
     turns = writer.turns(prompt, completion, tools, **settings)
-    return samples_of(
+    samples = samples_of(
         {
             "tokens": {
                 "prompt_ids": turn.prompt_ids,
@@ -170,6 +170,12 @@ def tokenized(prompt: Any, completion: Any, writer: Any, tools: Any = None, **se
         }
         for turn in turns
     )
+    return [sample if sample.prompt_ids else _without_first(sample) for sample in samples]
+
+
+def _without_first(sample: Sample) -> Sample:
+    """A text without a prompt: nothing predicts its first token, so that is not trained on."""
+    return replace(sample, completion_mask=[0, *sample.completion_mask[1:]][: len(sample.completion_mask)])
 
 
 def batches(

@@ -76,6 +76,11 @@ def test_bad_input_is_one_sentence(run, model, monkeypatch):
     assert "the configuration of some/model cannot be had" in said
 
 
+def test_a_model_of_few_positions_is_planned_for_as_many(run, folder):
+    (folder / "short.json").write_text(json.dumps({**QWEN3_8B, "max_position_embeddings": 1024}))
+    assert "sequences of 1,024 tokens" in run("plan", "short.json", "--gpus", "8x80GB").stdout
+
+
 @pytest.mark.parametrize(("gpus", "rollouts", "batch"), [("3x80GB", "32", "48"), ("4x80GB", "1", "32")])
 def test_the_batch_of_the_printed_line_is_whole_groups_on_each_card(run, model, gpus, rollouts, batch):
     from verifiers.cli.launch import _check_batch

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,6 +91,40 @@ def test_a_hook_that_comes_or_goes_makes_what_was_kept_void(made: Any) -> None:
         assert_as_now(model, engine)
 
 
+def _assign(model: Any) -> None:
+    model.load_state_dict({name: -one for name, one in model.state_dict().items()}, assign=True)
+
+
+def _replace_a_weight(model: Any) -> None:
+    projection = model.model.layers[0].mlp.down_proj
+    projection.weight = torch.nn.Parameter(-3 * projection.weight.detach())
+
+
+def _hook(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, given, out: out * 1.5)
+
+
+@pytest.mark.parametrize("change", [_assign, _replace_a_weight, _hook])
+def test_what_is_replaced_while_others_are_sampled_makes_their_keys_void_at_once(made: Any, change: Any) -> None:
+    model, engine = made
+    has_begun = threading.Event()
+
+    def slowly(token: int, logprob: float) -> bool:
+        has_begun.set()
+        time.sleep(0.002)
+        return False
+
+    running = engine.submit(PROMPTS[2], replace(WAY, max_tokens=80), on_token=slowly)[0]
+    assert has_begun.wait(30)
+    with engine.lock:
+        change(model)
+    answer = engine.submit([*PROMPTS[2], 5, 6, 7], WAY)[0].result(30)
+    versions = [span.version for span in running.result(30).weight_versions]
+    assert answer.reused == 0
+    assert len(versions) == 2
+    assert_exact(model, answer, WAY)
+
+
 @pytest.mark.parametrize("floor_scale", [64, 4096])
 def test_a_model_that_counts_places_in_a_row_is_not_run_beside_others_past_where_they_matter(floor_scale: int) -> None:
     """Llama 4 scales queries by their place in the row, whatever positions it is given."""
@@ -106,5 +143,20 @@ def test_a_model_that_counts_places_in_a_row_is_not_run_beside_others_past_where
         for answer in engine.generate([prompt_of(40, seed=n) for n in range(8)], way):
             with engine.lock:
                 assert_exact(model, answer, way)
+    finally:
+        engine.close()
+
+
+def test_an_adapter_that_is_switched_off_in_one_layer_makes_what_was_kept_void() -> None:
+    peft = pytest.importorskip("peft")
+    torch.set_num_threads(1)
+    settings = peft.LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(random_model("Llama"), settings).eval()
+    engine = Engine(model, rows=4, length=128)
+    try:
+        assert_as_now(model, engine)
+        with engine.lock:
+            model.base_model.model.model.layers[1].self_attn.v_proj.enable_adapters(False)
+        assert_as_now(model, engine)
     finally:
         engine.close()

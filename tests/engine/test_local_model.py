@@ -183,6 +183,21 @@ def test_several_choices_share_one_prefill(local: LocalModel) -> None:
     assert all(len(choice["logprobs"]["content"]) == len(choice["token_ids"]) for choice in choices)
 
 
+def test_the_bytes_of_tokens_add_up_to_the_text_where_characters_are_split_over_them(local: LocalModel) -> None:
+    said = "é🎉漢字 x"
+    asked = asyncio.run(local.complete(text(said, echo=True, logprobs=2, max_tokens=0))).raw["choices"][0]
+    found = asked["logprobs"]
+    assert asked["text"] == said
+    assert found["text_offset"][-1] == said.index("x")
+    ids = local.load().codec.encode(said, special=False)
+    bias = {str(token): 60.0 for token in ids}
+    (choice,) = ask(local, logit_bias=bias, logprobs=True, top_logprobs=2, seed=3, max_tokens=24).raw["choices"]
+    entries = choice["logprobs"]["content"]
+    spelled = b"".join(bytes(entry["bytes"]) for entry in entries)
+    assert spelled.decode(errors="replace") == choice["message"]["content"]
+    assert any(entry["token"] == "\ufffd" and len(entry["bytes"]) == 1 for entry in entries)
+
+
 def test_the_eos_ends_a_reply_is_among_its_tokens_and_not_in_its_text(scripted: Any) -> None:
     local = scripted("the answer<|im_end|>", USER)
     completion = ask(local, temperature=0, max_tokens=50)

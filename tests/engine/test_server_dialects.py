@@ -136,6 +136,7 @@ def test_conversations_are_kept_within_a_bound() -> None:
         ({"input": "x", "background": True}, "background=True"),
         ({"input": "x", "conversation": "c"}, "'conversation'"),
         ({"input": "x", "text": 3}, "'text' is an object"),
+        ({"input": "x", "include": 3}, "'include' is a list"),
         ({"input": "x", "max_output_tokens": "many"}, "'max_tokens' must be"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tests.engine import tiny
 from verifiers.chat import Codec
 from verifiers.engine.text.detokenizer import StopWatch, TextStream, first_stop, safe_length
+from verifiers.engine.text.logprobs import TokenTexts
 
 CODEC = Codec(tiny.tokenizer())
 
@@ -48,6 +50,12 @@ def test_bytes_that_are_no_text_do_not_hold_up_the_stream() -> None:
 @given(st.text())
 def test_pieces_add_up_to_the_text(text: str) -> None:
     assert "".join(streamed(text)) == text
+
+
+@given(st.lists(st.integers(0, 319), max_size=24))
+def test_whatever_is_sampled_a_stream_adds_up_to_the_whole(ids: list[int]) -> None:
+    stream = TextStream(CODEC)
+    assert "".join([*map(stream.push, ids), stream.finish()]) == CODEC.decode(ids)
 
 
 LETTERS = "abc<>é"
@@ -143,3 +151,30 @@ def test_a_space_before_a_reply_is_kept_where_a_tokenizer_eats_it_at_the_start()
     assert codec.continuation([1], [2]) == " b"
     stream = TextStream(codec, [1])
     assert stream.push(2) + stream.finish() == " b"
+
+
+def test_where_a_tokenizer_eats_spaces_tokens_are_shown_with_theirs_and_begin_where_they_do() -> None:
+    codec = spaced_codec()
+    ids = [codec.encode("<s>", special=False)[0], *codec.encode("a b a", special=False)]
+    options = SimpleNamespace(echo=True, return_tokens_as_token_ids=False)
+    texts = TokenTexts(SimpleNamespace(ids=ids, options=options, echoed="a b a"), codec)
+    starts = [(texts.at, texts.push(token).shown) for token in ids]
+    assert starts == [(0, "<s>"), (0, "a"), (1, " b"), (3, " a")]
+
+
+def test_a_stop_string_that_begins_with_the_space_of_the_first_token_ends_the_reply_there() -> None:
+    codec = spaced_codec()
+    watch, stream = StopWatch(codec, [" b"], [1]), TextStream(codec, [1], [" b"])
+    assert watch(2, 0.0)
+    assert stream.push(2) + stream.finish() == ""
+
+
+def test_a_space_is_kept_after_a_character_that_stays_broken() -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    backend = Tokenizer(models.BPE(vocab={"<unk>": 0, "<0xC3>": 1, "<0xA9>": 2, "▁a": 3}, merges=[]))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    codec = Codec(type("Holder", (), {"backend_tokenizer": backend})())
+    assert codec.continuation([3, 1], [3]) == " a"
+    assert [codec.bytes_of(token, codec.decode([token])) for token in (1, 2, 3)] == [b"\xc3", b"\xa9", b"a"]

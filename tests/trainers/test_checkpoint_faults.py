@@ -173,3 +173,16 @@ def test_a_checkpoint_that_was_cut_short_is_one_sentence_and_an_earlier_one_goes
             export_checkpoint(checkpoint, tmp_path / "exported")
     report = making.trainer(tmp_path, max_steps=3).train(resume=str(folder / "step-000001"))
     assert [step["step"] for step in report.steps] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"step": "second", "cursor": 0, "python_rng": [3, [], null]}'])
+def test_a_checkpoint_whose_state_is_another_one_is_damaged_and_its_weights_are_not_taken(
+    tmp_path: Path, text: str
+) -> None:
+    making.trainer(tmp_path, max_steps=2, save_steps=2).train()
+    (tmp_path / "run" / "checkpoints" / "step-000002" / "trainer.json").write_text(text)
+    trainer = making.trainer(tmp_path, max_steps=3)
+    before = trainer.model.lm_head.weight.clone()
+    with pytest.raises(ValueError, match="step-000002 is damaged and cannot be read"):
+        trainer.train(resume=True)
+    assert torch.equal(trainer.model.lm_head.weight, before)

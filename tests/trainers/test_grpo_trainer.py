@@ -175,6 +175,25 @@ def test_groups_without_variance_are_replaced_by_other_rows(tmp_path):
     assert len(varied["rewards"]) == 16
 
 
+@pytest.mark.parametrize("n", [2, 4, 6])
+def test_groups_without_variance_are_replaced_by_rows_that_the_row_sampler_offers(tmp_path, n):
+    replies: list[tuple[str, str]] = []
+
+    def flat(completion: Any, answer: str) -> float:
+        replies.append((answer, completion[-1]["content"]))
+        return 0.5
+
+    def easy(rows: Any, epochs: float) -> list[Any]:
+        return [rows[i] for i in range(n)]
+
+    env = making.environment(rubric=vf.Rubric([flat]))
+    trainer = making.trainer(tmp_path, env=env, dynamic_sampling=True, max_resamples=2, row_sampler=easy)
+    assert len(trainer.get_batch(0, 0)["rewards"]) == 16
+    assert {int(answer) for answer, _ in replies} <= set(range(n))
+    first, second, third = (sorted(replies[i : i + 16]) for i in (0, 16, 32))
+    assert first != second != third  # not the same rollouts once more
+
+
 def test_prompts_that_are_too_long_are_dropped_and_counted(tmp_path):
     rows = [{"question": "say", "answer": ""}, {"question": "say it " * 40, "answer": ""}]
     env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([making.share_of_e]))
@@ -182,6 +201,8 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(tmp_path):
     assert (trainer.dropped_prompts, len(trainer.rows)) == (1, 1)
     with pytest.raises(ValueError, match="all 2 prompts are longer than max_prompt_length=4"):
         making.trainer(tmp_path, env=env, max_prompt_length=4)
+    with pytest.raises(ValueError, match="all 2 prompts leave no room for a reply within max_seq_length=8 tokens"):
+        making.trainer(tmp_path, env=env, max_seq_length=8)
 
 
 # --- going on -------------------------------------------------------------------------------------------------------
@@ -250,6 +271,16 @@ def test_old_checkpoints_are_removed(tmp_path):
     assert sorted(one.name for one in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
 
 
+def test_a_run_that_went_back_to_an_earlier_checkpoint_keeps_what_it_saves_and_goes_on_from_there(tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    making.trainer(tmp_path, max_steps=4, save_steps=2).train()
+    back = making.trainer(tmp_path, max_steps=3, save_steps=1, save_total_limit=1)
+    back.train(resume=folder / "step-000002")
+    assert sorted(one.name for one in folder.iterdir()) == ["abandoned-step-000004", "step-000003"]
+    report = making.trainer(tmp_path, max_steps=4).train(resume=True)
+    assert [one["step"] for one in report.steps] == [1, 2, 3, 4]
+
+
 def test_what_is_saved_can_be_loaded_and_says_the_same(tmp_path):
     trainer = making.trainer(tmp_path)
     trainer.train()
@@ -302,6 +333,50 @@ def test_a_file_that_could_run_code_is_not_read(tmp_path):
     torch.save({"prompts": [Path("x")], "completions": [""], "rewards": [0.0]}, tmp_path / "bad.pt")
     with pytest.raises(ValueError, match="more than plain data"):
         vf.GRPOTrainer(model="none", dataset=tmp_path / "bad.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", "{", r"a\.json is not JSON"),
+        ("a.json", "[1, 2]", r"a\.json holds no rows"),
+        ("a.json", '{"prompt": "a", "completion": "b"}', "a list of each column; its '(prompt|completion)' is"),
+        ("a.parquet", "PAR", r"a\.parquet is no table that can be read"),
+        (
+            "a.jsonl",
+            '{"prompt": "a", "completion": "b", "reward": 1}\n{"completion": "b", "reward": 1}',
+            "row 1 has no p",
+        ),
+    ],
+)
+def test_a_file_that_is_no_data_set_is_told_in_one_sentence(tmp_path, name, text, said):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=said):
+        vf.GRPOTrainer(model="none", dataset=tmp_path / name)
+
+
+def test_saved_rollouts_longer_than_the_model_has_positions_are_left_out_and_counted(tmp_path):
+    saved = {"prompts": ["say"] * 4, "completions": ["e" * 600, "a", "e", "b"], "rewards": [1.0, 0.0, 1.0, 0.0]}
+    report = making.trainer(tmp_path / "a", dataset=saved, batch_size=4, max_steps=1).train()
+    assert report.last["refused"] == 1
+    assert "it has 603 tokens, and a sequence has at most 512" in report.last["refused_reasons"][0]
+    assert report.last["trained_tokens"] == 3
+    with pytest.raises(ValueError, match=r"none of 4 rollouts can be learned from; \d of them: it has \d+ tokens"):
+        making.trainer(tmp_path / "b", dataset=saved, batch_size=4, max_steps=1, max_seq_length=2).train()
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ({"rewards": ["good", 0.0]}, "reward of saved rollout 0 is 'good'"),
+        ({"completions": ["a", 2]}, "rollout 1 is a t"),
+    ],
+)
+def test_saved_rollouts_with_odd_values_are_told_in_one_sentence(odd, said):
+    with pytest.raises(ValueError, match=said):
+        vf.GRPOTrainer(
+            model="none", dataset={"prompts": ["a"] * 2, "completions": ["a", "b"], "rewards": [0, 1], **odd}
+        )
 
 
 def test_a_data_set_without_two_completions_to_a_prompt_is_refused():

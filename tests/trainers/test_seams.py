@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -225,6 +226,15 @@ def own_batch(change: Any) -> Any:
             return change(batch) or batch
 
     return Own
+
+
+def test_what_is_kept_of_a_rollout_has_the_reward_that_it_was_learned_from_with(tmp_path: Any) -> None:
+    kind = own_rewards(lambda completions: [len(set(text)) / 10 for text in completions])
+    making.trainer(tmp_path, kind, max_steps=1).train()
+    kept = [json.loads(line) for line in (tmp_path / "run" / "results.jsonl").read_text().splitlines()]
+    assert len(kept) == 16
+    for one in kept:
+        assert one["reward"] == len(set(one["completion"][-1]["content"])) / 10
 
 
 @pytest.mark.parametrize(

@@ -154,8 +154,10 @@ def test_long_examples_are_cut_and_those_without_room_are_counted():
         ([{"completion": "a"}], "row 0 has a completion but neither a 'prompt' nor a 'question'"),
         ([{"messages": [{"role": "user", "content": "a"}]}], "none of its 1 messages is the assistant's"),
         (["a"], "a row is a mapping with prompt and completion"),
+        ([{"prompt": "a", "completion": 4}], "row 0: its completion is a text or messages, not 4"),
+        ([{"messages": [{"role": "assistant", "content": "a"}]}], "row 0 begins with the assistant"),
     ],
-    ids=["none", "answers", "columns", "prompt", "turns", "text"],
+    ids=["none", "answers", "columns", "prompt", "turns", "text", "number", "greeting"],
 )
 def test_rows_without_anything_to_imitate_are_refused(rows, message):
     _, tokenizer = tiny()
@@ -167,6 +169,8 @@ def test_min_reward_without_rewards_is_refused():
     _, tokenizer = tiny()
     with pytest.raises(ValueError, match=r"min_reward=0\.5 needs rows with a reward"):
         read_samples(ROWS, tokenizer, min_reward=0.5)
+    with pytest.raises(ValueError, match=r"rewards that are numbers, and a row has 'high'"):
+        read_samples([{**ROWS[0], "reward": "high"}], tokenizer, min_reward=0.5)
 
 
 # --- learning -----------------------------------------------------------------------------------------------------
@@ -184,6 +188,17 @@ def test_the_loss_is_the_mean_of_minus_logprob_over_the_replies(tmp_path):
     figures = one.train_step(one.examples.samples)
     assert figures["loss"] == pytest.approx(-sum(values) / len(values), rel=1e-5)
     assert figures["tokens"] == len(values)
+
+
+def test_a_text_without_a_prompt_is_learned_from_its_second_token_on_and_the_mean_is_of_these(tmp_path):
+    one = trainer(tmp_path, [{"prompt": "", "completion": "abc"}])
+    (sample,) = one.examples.samples
+    ids = torch.tensor([sample.completion_ids])
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(one.model(ids).logits[0, :-1], ids[0, 1:])
+    figures = one.train_step([sample])
+    assert figures["tokens"] == 3  # b, c and the end
+    assert figures["loss"] == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_the_loss_goes_down_and_the_run_is_written(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
@@ -10,6 +11,7 @@ from typing import Any
 CONTEXT = 4  # tokens of the prompt that a reply's first token is read after: some tokenizers eat a leading space
 RECENT = 64  # texts whose ids are kept
 BROKEN = "\ufffd"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how a tokenizer with byte fallback names one byte
 
 
 class Codec:
@@ -108,7 +110,7 @@ class Codec:
         tail = tuple(before[-CONTEXT:])
         start = self._decode_context(tail, special)
         text = self.decode([*tail, *ids], special=special)
-        if text.startswith(start) and not start.endswith(BROKEN):
+        if text.startswith(start):
             return text[len(start) :]
         return self.decode(ids, special=special)
 
@@ -124,6 +126,17 @@ class Codec:
         """Each token as a text of its own; part of a character shows as the replacement character."""
         return [self.decode([token], special=True) for token in ids]
 
+    def bytes_of(self, token: int, text: str) -> bytes | None:
+        """The bytes of a token that adds this text; of part of a character, where the tokenizer says which it is."""
+        if BROKEN not in text:
+            return text.encode()
+        name = self.tokenizer.convert_ids_to_tokens(token) if self._fast is None else self._fast.id_to_token(token)
+        if found := _BYTE.fullmatch(name or ""):
+            return bytes([int(found[1], 16)])
+        if self._is_bytewise and name is not None and all(one in _bytes_by_name() for one in name):
+            return bytes(_bytes_by_name()[one] for one in name)
+        return None
+
     def enders(self, stop: str) -> frozenset[int] | None:
         """The tokens that can complete a stop string; None when it could be any."""
         last = stop[-1]
@@ -138,6 +151,19 @@ class Codec:
         size = self._fast.get_vocab_size(with_added_tokens=True)
         texts = self._fast.decode_batch([[token] for token in range(size)], skip_special_tokens=True)
         return frozenset(token for token, text in enumerate(texts) if last in text or BROKEN in text)
+
+
+@lru_cache(1)
+def _bytes_by_name() -> dict[str, int]:
+    """The byte that each character stands for in the vocabulary of a byte-level tokenizer: itself where it can be
+    printed, the others in order from U+0100 on.
+
+    >>> [_bytes_by_name()[one] for one in "aĠé"]
+    [97, 32, 233]
+    """
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _copy_of(backend: Any) -> Any:

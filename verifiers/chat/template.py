@@ -135,7 +135,9 @@ def plain_message(message: Any) -> ChatMessage:
     return plain
 
 
-def _check_calls(calls: Sequence[Any]) -> None:
+def _check_calls(calls: Any) -> None:
+    if not isinstance(calls, (list, tuple)):
+        raise RequestRefusedError(f"tool_calls is a list of calls, not {calls!r:.100}")
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):

@@ -77,7 +77,7 @@ def explained(error: Exception, what: str, verbose: bool) -> click.ClickExceptio
     if Path(place.filename).resolve().is_relative_to(library):
         if isinstance(error, ValueError | TypeError):
             return click.UsageError(printable(str(error)))
-        if isinstance(error, Error):
+        if isinstance(error, Error) or (isinstance(error, OSError) and error.errno is None):
             return click.ClickException(printable(f"{what}: {error}"))
         if type(error) is ImportError:  # an extra that is missing: the sentence names the command
             return click.ClickException(printable(f"{what}: {error}"))

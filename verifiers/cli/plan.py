@@ -15,13 +15,18 @@ if TYPE_CHECKING:
     from verifiers.trainers.memory.ways import Way
 
 PARTS = ("weights", "gradients", "optimizer", "KV cache", "activations", "logits")
+LENGTH = 4096  # tokens of a sequence, unless something else is said
 WIDTHS = {"bfloat16": 2, "float32": 4}
 
 
 @click.command("plan", short_help="Say which training of a model fits where.")
 @click.argument("model", metavar="MODEL")
 @click.option("--gpus", metavar="NxSIZE", help="As in 4x24GB or 80GiB (default: what this machine has).")
-@click.option("--length", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens of a sequence.")
+@click.option(
+    "--length",
+    type=click.IntRange(min=1),
+    help=f"Tokens of a sequence (default: {LENGTH}, or as many as MODEL knows positions).",
+)
 @click.option(
     "--rollouts",
     type=click.IntRange(min=1),
@@ -32,7 +37,9 @@ WIDTHS = {"bfloat16": 2, "float32": 4}
 @click.option("--host", metavar="SIZE", help="Memory of the host, as in 128GB (default: not checked).")
 @click.option("--lora-r", type=click.IntRange(min=1), default=8, show_default=True, help="Rank of the adapters.")
 @click.option("--dtype", type=click.Choice(list(WIDTHS)), default="bfloat16", show_default=True, help="Of weights.")
-def plan(model: str, gpus: str | None, length: int, rollouts: int, host: str | None, lora_r: int, dtype: str) -> None:
+def plan(
+    model: str, gpus: str | None, length: int | None, rollouts: int, host: str | None, lora_r: int, dtype: str
+) -> None:
     """Say what training MODEL takes on some GPUs, each way, and print the line that begins the best one that fits.
 
     \b
@@ -45,8 +52,10 @@ def plan(model: str, gpus: str | None, length: int, rollouts: int, host: str | N
     from verifiers.trainers.memory.ways import best, ways_to_train
 
     size = _size_of(model)
-    if size.longest is not None and length > size.longest > 0:
-        raise click.UsageError(f"--length {length} is more than the {size.longest:,} positions that {model} knows")
+    longest = size.longest if size.longest is not None and size.longest > 0 else None
+    length = min(LENGTH, longest or LENGTH) if length is None else length
+    if longest is not None and length > longest:
+        raise click.UsageError(f"--length {length} is more than the {longest:,} positions that {model} knows")
     cards, card_bytes, kind = _cards(gpus)
     host_bytes = _size("--host", host)[1] if host else float("inf")
     ways = ways_to_train(

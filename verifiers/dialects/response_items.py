@@ -74,7 +74,10 @@ def _read_sampling(rest: dict[str, Any], body: Mapping[str, Any]) -> dict[str, A
     if choice is not None:
         is_named = isinstance(choice, Mapping) and choice.get("type") == "function" and "name" in choice
         rest["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if is_named else choice
-    if rest.get("top_logprobs") or _LOGPROBS in (body.get("include") or ()):
+    include = body.get("include") or []
+    if not isinstance(include, list):
+        raise errors.RequestRefusedError("'include' is a list of names")
+    if rest.get("top_logprobs") or _LOGPROBS in include:
         rest["logprobs"] = True
     return rest
 

@@ -105,7 +105,7 @@ class LocalModel(OpenAILooks):
         prompt = await self._prompts.prepare(ready, request, in_thread=in_thread)
         watches: list[OnToken] | None = None
         if prompt.options.stop:
-            watches = [StopWatch(ready.codec, prompt.options.stop) for _ in range(prompt.options.n)]
+            watches = [StopWatch(ready.codec, prompt.options.stop, prompt.ids) for _ in range(prompt.options.n)]
         futures = ready.engine.submit(prompt.ids, prompt.sampling, n=prompt.options.n, on_token=watches)
         note_under_way(ready.engine.tokens_under_way)
         generated = await _results(futures, prompt.timeout_s)

@@ -182,17 +182,17 @@ class ModelRunner:
         `forget` after that. Whoever changes weights while sequences run takes the lock: if nobody has, they are looked
         at only where there are prompts, which may find keys of others in the cache.
         """
-        if is_idle and not self._snapshot.is_same:  # parameters were replaced, adapters added
+        # Whoever puts parameters elsewhere has the lock meanwhile; `taken` is counted up when this thread has it, too.
+        is_alone, self._taken = not is_idle and self.lock.taken - self._taken <= 1, self.lock.taken
+        if not is_alone and not self._snapshot.is_same:  # parameters were replaced, adapters added
             if self.attending is not None and self.attending[1] != self.attending_layers(self.attending[0]):
                 raise InfraError(
                     "layers of the model were replaced by others since its engine was made: make a new one"
                 )
             self._snapshot = ModuleSnapshot(self.module)
             self._adapters = _adapted(self._snapshot.modules)
-        if is_idle:
+        if not is_alone:
             self._hooks = [hook for held in self._snapshot.hooks for hook in held]
-        # Whoever puts parameters elsewhere has the lock meanwhile; `taken` is counted up when this thread has it, too.
-        is_alone, self._taken = not is_idle and self.lock.taken - self._taken <= 1, self.lock.taken
         if is_alone and not has_prompts:
             return False, False
         where = self._seen[1]
@@ -268,10 +268,6 @@ def _adapted(modules: Sequence[Any]) -> list[Any]:
 
 
 def _adapter_state(layers: Sequence[Any]) -> Any:
-    """Which adapters (peft) are in force, read off the first layer: they are switched on all at once; and how much
-    each counts, which is set layer by layer."""
-    if not layers:
-        return None
-    first = layers[0]
+    """Which adapters (peft) are in force, and how much each counts: of every layer, as each may be set on its own."""
     scales = [tuple(one.scaling.values()) for one in layers if isinstance(getattr(one, "scaling", None), dict)]
-    return first.disable_adapters, tuple(first.active_adapters), tuple(first.merged_adapters), scales
+    return [(one.disable_adapters, tuple(one.active_adapters), tuple(one.merged_adapters)) for one in layers], scales

@@ -158,6 +158,8 @@ class Batch(dict[str, list[Any]]):
         ]
         kept, kept_places = self.keep(scored), set(scored)
         kept["rewards"] = [rewards[i] for i in scored]
+        for i in scored:
+            states[i]["reward"] = rewards[i]  # what is kept of a rollout is what it was learned from with
         unscored = [state for i, state in enumerate(states) if i not in kept_places]
         for state in unscored:
             if state.get("error") is None:
@@ -263,9 +265,6 @@ def refusals(batch: Batch, trained: Sequence[Any], processes: Any) -> dict[str, 
         return {}
     if not any(count for _, count in found):
         reason, count = reasons.most_common(1)[0]
-        raise ValueError(
-            f"none of {reasons.total()} rollouts can be learned from, as it is not known which tokens were sampled; "
-            f"{count} of them: {reason}"
-        )
+        raise ValueError(f"none of {reasons.total()} rollouts can be learned from; {count} of them: {reason}")
     told = [f"{count} × {reason}" for reason, count in reasons.most_common()]
     return {"refused": reasons.total(), "refused_reasons": told}

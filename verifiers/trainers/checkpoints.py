@@ -28,6 +28,7 @@ from verifiers.trainers.weights import Weights
 STATE, TENSORS, REFERENCE = "trainer.json", "trainer.pt", "reference.pt"
 MOST_STATE = 64 << 20  # bytes
 ROOM_TO_WRITE = 1 << 20  # bytes; a disk that has less left is full
+ASIDE = "abandoned-"  # in front of the name of a checkpoint that a training went back from
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -43,6 +44,16 @@ def checkpoints(root: Path) -> list[Path]:
 
 def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
+
+
+def set_aside(root: Path, step: int) -> None:
+    """Rename the checkpoints after a step from which a training goes on: they are of a run that is no longer this one,
+    and would be taken for its newest."""
+    for one in checkpoints(root):
+        if step_of(one) > step:
+            aside = one.with_name(f"{ASIDE}{one.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            one.rename(aside)
 
 
 def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:
@@ -225,6 +236,8 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
     try:
         with shards.readable(path):
             state: dict[str, Any] = json.loads(read_regular(path / STATE, most=MOST_STATE))
+            version, internal, gauss = state.pop("python_rng")
+            state |= {name: int(state[name]) for name in ("step", "cursor")}
             with open_regular(path / TENSORS) as file:
                 tensors = torch.load(file, map_location="cpu", weights_only=True)
             saved = _shapes(path, tensors)
@@ -259,7 +272,6 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
     torch.set_rng_state(tensors["torch_rng"])
     for i, one in zip(range(torch.cuda.device_count()), tensors["cuda_rng"], strict=False):  # of a machine with more
         torch.cuda.set_rng_state(one, i)
-    version, internal, gauss = state.pop("python_rng")
     random.setstate((version, tuple(internal), gauss))
     return state
 

@@ -164,15 +164,15 @@ class GRPOTrainer(Trainer):
         """
         if self.offline is not None:
             return self.offline.batch(rows)
-        pool = list(rows)
-        chosen = self.rows.choose(pool, self.rows_per_generation)
-        batch = self._rollouts(chosen)
+        pool, is_of_stream = list(rows), rows is self.rows.last
+        batch = self._rollouts(self.rows.choose(pool, self.rows_per_generation))
         for _ in range(self.config.max_resamples if self.config.dynamic_sampling else 0):
             flat = flat_groups(batch["rewards"], batch["groups"])
             if not flat:
                 break
             good = batch.keep([i for i, group in enumerate(batch["groups"]) if group not in flat])
-            spare = self.rows.choose(pool, len(flat)) if len(pool) > len(chosen) else self.rows.take(len(flat))
+            n = len(flat)  # rows that somebody picked are replaced by others of them, those of the stream by the next
+            spare = self.rows.take(n) if is_of_stream else self.rows.choose(pool, n, again=True)
             batch = good + self._rollouts(spare, first_group=max(batch["groups"]) + 1)
         batch.cursor = self.rows.cursor
         return batch
@@ -341,7 +341,10 @@ class GRPOTrainer(Trainer):
         asked = sampling.read_distribution(sampler.usual_sampling(self.config, self.env))
         usual = sampling.Distribution(temperature=asked.temperature)
         known = getattr(self.client, "samples", None)
-        return trained_sequences(batch, self.config, usual, find_tokens=known, writer=self._writer)
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        asked_for = None if self.offline is None else self.config.max_seq_length
+        longest = min((n for n in (positions, asked_for) if n is not None and n > 0), default=None)
+        return trained_sequences(batch, self.config, usual, find_tokens=known, writer=self._writer, longest=longest)
 
     # --- around the loop ------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ class Offline:
     """Saved rollouts, in groups of the same prompt: each group is a row of the training."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        if "prompt" not in rows[0]:
-            raise ValueError("a saved data set has prompts, completions and rewards; this one has no prompts")
+        if odd := [i for i, row in enumerate(rows) if "prompt" not in row]:
+            raise ValueError(f"a saved data set has prompts, completions and rewards; row {odd[0]} has no prompt")
         self._rows = [row for row in rows if row.get("reward") is not None and row.get("error") is None]
         if not self._rows:
             raise ValueError("this data set has no rewards: there is nothing to learn from")
+        for i, row in enumerate(self._rows):
+            _check_row(i, row)
         self._kept = [name for name in _OF_A_STATE if any(name in row for row in self._rows)]
         members: dict[int, list[int]] = {}
         for i, group in enumerate(group_equal([row["prompt"] for row in self._rows])):
@@ -66,6 +68,15 @@ class Offline:
         return Reply(text_of(row["completion"]), messages=row["completion"], state=state)
 
 
+def _check_row(i: int, row: Mapping[str, Any]) -> None:
+    try:
+        float(row["reward"])
+    except (TypeError, ValueError):
+        raise ValueError(f"the reward of saved rollout {i} is {row['reward']!r:.80}, which is no number") from None
+    if not isinstance(row["completion"], Iterable):
+        raise ValueError(f"the completion of saved rollout {i} is a text or messages, not {row['completion']!r:.80}")
+
+
 def read_offline(given: Any) -> Offline | None:
     """Saved rollouts from whatever `read_rows` reads; None for rows that are yet to be rolled out."""
     if not {"completion", "completions"} & set(getattr(given, "column_names", ("completion",))):
@@ -77,24 +88,37 @@ def read_offline(given: Any) -> Offline | None:
 def read_rows(given: Any) -> Sequence[Mapping[str, Any]] | None:
     """The rows of columns, a table, `Results`, a list, or a file of one of these; None for anything else."""
     if isinstance(given, (str, Path)):
-        given = read_file(Path(given))
+        path, given = Path(given), read_file(Path(given))
+        if not isinstance(given, Mapping) and not _are_rows(given):
+            raise ValueError(f"{path.name} holds no rows: give a list of objects, or an object of columns")
     if isinstance(given, Results):
         return given.rollouts
     if isinstance(given, Mapping):
         return _rows_of_columns(given)
     if hasattr(given, "column_names") and not isinstance(given, list):
         return [_without_nulls(given[i]) for i in range(len(given))]
-    return given if isinstance(given, list) and all(isinstance(row, Mapping) for row in given) else None
+    return given if _are_rows(given) else None
+
+
+def _are_rows(given: Any) -> bool:
+    return isinstance(given, list) and all(isinstance(row, Mapping) for row in given)
 
 
 def _rows_of_columns(given: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
-    columns = {_NAMES.get(str(name), str(name)): list(values) for name, values in given.items()}
+    named = {_NAMES.get(str(name), str(name)): values for name, values in given.items()}
+    columns = {name: list(values) for name, values in named.items() if _is_column(values)}
+    if odd := [name for name in named.keys() - columns.keys() if name in _ALIGNED]:
+        raise ValueError(f"a data set has a list of each column; its {odd[0]!r} is {named[odd[0]]!r:.80}")
     lengths = {name: len(columns[name]) for name in columns if name in _ALIGNED}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"columns of different lengths: {lengths}")
     n = max(lengths.values(), default=0)
     whole = {name: values for name, values in columns.items() if len(values) == n}
     return [_without_nulls({name: values[i] for name, values in whole.items()}) for i in range(n)]
+
+
+def _is_column(values: Any) -> bool:
+    return isinstance(values, Iterable) and not isinstance(values, str)
 
 
 def _without_nulls(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -123,15 +147,22 @@ def read_file(path: Path) -> Any:
     if path.suffix == ".parquet":
         return _read_parquet(path)
     if path.suffix == ".json":
-        return json.loads(path.read_text())
+        try:
+            return json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path.name} is not JSON: {error}") from None
     raise ValueError(f"{path.name} is no data set that can be read; give jsonl, parquet, json, or a torch.save file")
 
 
 def _read_parquet(path: Path) -> dict[str, list[Any]]:
     """The columns of a table; those that hold JSON text, and say so, as what it says."""
     import pyarrow.parquet as parquet
+    from pyarrow import ArrowInvalid
 
-    table = parquet.read_table(path)
+    try:
+        table = parquet.read_table(path)
+    except ArrowInvalid as error:
+        raise ValueError(f"{path.name} is no table that can be read: {error}") from None
     columns: dict[str, list[Any]] = table.to_pydict()
     for field in table.schema:
         if (field.metadata or {}).get(b"encoding") == b"json":

@@ -31,6 +31,7 @@ class RowStream:
         self.cursor = 0
         self.low, self.beyond = 0, set[int]()
         self.is_apart = False
+        self.last: list[Any] = []  # the rows that were taken last, together
         self._guard = threading.Lock()  # rows are taken by the trainer, and by rollouts that are made ahead
         self._index, self._shards = shard
         self._order: tuple[int, list[int]] = (-1, [])
@@ -48,6 +49,7 @@ class RowStream:
         first = self.cursor * self._shards
         rows = [self.take_one()[1] for _ in range(n)]
         self.is_apart = first // len(self) == (self.cursor * self._shards - 1) // len(self)
+        self.last = rows
         return rows
 
     def take_one(self) -> tuple[int, Any]:
@@ -81,11 +83,12 @@ class RowStream:
         self.beyond = {place // self._shards for place in learned if place % self._shards == self._index}
         self.cursor = self.note_learned(())
 
-    def choose(self, pool: Sequence[Any], n: int) -> list[Any]:
-        """``n`` rows of a pool at random (one comes twice only if there are too few); all of it if it has just that."""
+    def choose(self, pool: Sequence[Any], n: int, *, again: bool = False) -> list[Any]:
+        """``n`` rows of a pool at random (one comes twice only if there are too few); all of it if it has just that,
+        unless some of it were chosen for the same batch before (``again``)."""
         if not len(pool):
             raise ValueError("there are no rows to choose from: a row sampler or a filter let none through")
-        if len(pool) == n:
+        if len(pool) == n and not again:
             return list(pool)
         self.is_apart = False
         draw = random.Random(f"{self.seed} {self.cursor} {self._index}")

@@ -173,9 +173,11 @@ def check_env(env: Any) -> None:
 
 def short_enough(rows: Any, tokenizer: Any, config: GRPOConfig, env: Environment) -> tuple[Any, int]:
     """The rows whose prompt has at most ``max_prompt_length`` tokens, and how many were dropped."""
+    writer, most = ChatWriter(tokenizer), config.max_seq_length
+    if most is not None and all(_length(rows[i], writer, env) >= most for i in range(len(rows))):
+        raise ValueError(f"all {len(rows)} prompts leave no room for a reply within max_seq_length={most} tokens")
     if config.max_prompt_length is None:
         return rows, 0
-    writer = ChatWriter(tokenizer)
     kept = [i for i in range(len(rows)) if _length(rows[i], writer, env) <= config.max_prompt_length]
     if not kept:
         raise ValueError(f"all {len(rows)} prompts are longer than max_prompt_length={config.max_prompt_length} tokens")

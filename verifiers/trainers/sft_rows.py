@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,7 +75,10 @@ def _nothing_left(rows: Sequence[Any], alive: Sequence[Any], min_reward: float |
 
 def _reward(row: Mapping[str, Any]) -> float:
     reward = row.get("reward")
-    return float("-inf") if reward is None else float(reward)
+    try:
+        return float("-inf") if reward is None else float(reward)
+    except (TypeError, ValueError):
+        raise ValueError(f"min_reward needs rewards that are numbers, and a row has {reward!r:.80}") from None
 
 
 def _rows_of(given: Any, env: Environment | None) -> Sequence[Mapping[str, Any]]:
@@ -96,6 +99,9 @@ def _samples(row: Mapping[str, Any], position: int, writer: ChatWriter, env: Env
     if exact and are_ids_of(row["trajectory"], writer):
         return exact
     prompt, completion = _parts(row, position, env)
+    for name, given in (("prompt", prompt), ("completion", completion)):
+        if not isinstance(given, Iterable) and not hasattr(given, "model_dump"):
+            raise ValueError(f"row {position}: its {name} is a text or messages, not {given!r:.80}")
     if isinstance(prompt, str) and isinstance(completion, str):
         end = None if row.get("is_truncated") else writer.tokenizer.eos_token_id
         return [_ended(sample, end) for sample in tokenized(prompt, completion, writer)]
@@ -134,6 +140,11 @@ def _split(messages: list[dict[str, Any]], position: int) -> tuple[list[dict[str
     first = next((i for i, message in enumerate(messages) if message.get("role") == "assistant"), None)
     if first is None:
         raise ValueError(f"row {position}: none of its {len(messages)} messages is the assistant's, so none is trained")
+    if first == 0:
+        raise ValueError(
+            f"row {position} begins with the assistant: a reply is learned after what it replies to; put a system or "
+            "user message before it, or leave it out"
+        )
     return messages[:first], messages[first:]
 
 
@@ -177,7 +188,7 @@ def _ended(sample: Sample, end: int | None) -> Sample:
     return replace(
         sample,
         completion_ids=[*sample.completion_ids, end],
-        completion_mask=[*sample.completion_mask, 1],
+        completion_mask=[*sample.completion_mask, int(bool(sample.prompt_ids or sample.completion_ids))],
         completion_logprobs=[*sample.completion_logprobs, float("nan")],
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
 
 from verifiers.chat.codec import BROKEN, CONTEXT, Codec
@@ -36,20 +37,23 @@ def safe_length(text: str, stops: Iterable[str]) -> int:
 class StopWatch:
     """Sees every token of one reply and says when a stop string is complete; decodes only where one can be."""
 
-    def __init__(self, codec: Codec, stops: Sequence[str]) -> None:
+    def __init__(self, codec: Codec, stops: Sequence[str], prompt_ids: Sequence[int] = ()) -> None:
         self._codec = codec
         self._stops = stops
         found = [codec.enders(stop) for stop in stops]
         known = [enders for enders in found if enders is not None]
         self._enders = frozenset().union(*known) if len(known) == len(found) else None
         self._window = 4 * max(map(len, stops)) + 8  # a character may take four tokens, one a byte
-        self._ids: list[int] = []
+        self._ids = list(prompt_ids[-CONTEXT:])
+        self._first = len(self._ids)  # of the reply
 
     def __call__(self, token: int, logprob: float) -> bool:
         self._ids.append(token)
         if self._enders is not None and token not in self._enders:
             return False
-        return first_stop(self._codec.decode(self._ids[-self._window :]), self._stops) >= 0
+        start = max(self._first, len(self._ids) - self._window)
+        text = self._codec.continuation(self._ids[max(start - CONTEXT, 0) : start], self._ids[start:])
+        return first_stop(text, self._stops) >= 0
 
 
 class TextStream:
@@ -65,12 +69,15 @@ class TextStream:
         self._ids = list(prompt_ids[-CONTEXT:])
         self._from = 0  # decoding starts here,
         self._to = len(self._ids)  # and this much of it has become text
+        self._utf8 = getincrementaldecoder("utf-8")("replace") if codec.is_bytewise else None
         self._held = ""
         self.is_stopped = False
 
     def push(self, token: int) -> str:
         if self.is_stopped:
             return ""
+        if self._utf8 is not None:
+            return self._show(self._utf8.decode(self._bytes(token)))
         self._ids.append(token)
         return self._show(self._decode())
 
@@ -78,9 +85,15 @@ class TextStream:
         """What is left at the end of the reply, a broken character included."""
         if self.is_stopped:
             return ""
-        shown = self._show(self._decode(is_last=True)) + self._held
+        left = self._decode(is_last=True) if self._utf8 is None else self._utf8.decode(b"", True)
+        shown = self._show(left) + self._held
         self._held, self.is_stopped = "", True
         return shown
+
+    def _bytes(self, token: int) -> bytes:
+        text = self._codec.decode([token])
+        found = self._codec.bytes_of(token, text)
+        return text.encode() if found is None else found
 
     def _decode(self, *, is_last: bool = False) -> str:
         known = self._codec.decode(self._ids[self._from : self._to])

@@ -2,14 +2,57 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verifiers.chat import Codec
+from verifiers.chat.codec import CONTEXT
 from verifiers.engine.sequence import Alternatives, PromptLogprob
 
 if TYPE_CHECKING:
     from verifiers.engine.text.replies import Prompt
+
+
+class TokenTexts:
+    """The tokens of one choice, in order → the text that each adds, its bytes, and where in the text it begins.
+
+    With ``echo`` the prompt's tokens come first; a token before its text that is not shown in it (a BOS) adds nothing.
+    """
+
+    def __init__(self, prompt: Prompt, codec: Codec) -> None:
+        self._codec, self._labels = codec, prompt.options.return_tokens_as_token_ids
+        self._seen = [] if prompt.options.echo else list(prompt.ids[-CONTEXT:])
+        self._unseen = prompt.echoed if prompt.options.echo else None  # the text, until a token of it has come
+        self._decode = getincrementaldecoder("utf-8")("replace").decode
+        self.at = 0
+
+    def read(self, token: int) -> TokenText:
+        """What a token would add here."""
+        text = self._codec.continuation(self._seen, [token], special=True)
+        label = f"token_id:{token}" if self._labels else text
+        return TokenText(label, self._codec.bytes_of(token, text), text)
+
+    def push(self, token: int) -> TokenText:
+        """Go on with this token."""
+        found = self.read(token)
+        if self._unseen is not None and token in self._codec.special_ids and not self._unseen.startswith(found.text):
+            return found
+        self._unseen = None
+        self._seen = [*self._seen[1 - CONTEXT :], token]
+        self.at += len(found.text if found.raw is None else self._decode(found.raw))
+        return found
+
+
+class TokenText(NamedTuple):
+    """A token as it is shown, its bytes (None where they are not known), and its text."""
+
+    shown: str
+    raw: bytes | None
+    text: str
+
+    def entry(self, logprob: float | None) -> dict[str, Any]:
+        return {"token": self.shown, "logprob": logprob, "bytes": None if self.raw is None else list(self.raw)}
 
 
 def write_logprobs(
@@ -17,7 +60,7 @@ def write_logprobs(
     ids: Sequence[int],
     logprobs: Sequence[float | None],
     tops: Sequence[Alternatives],
-    codec: Codec,
+    texts: TokenTexts,
     *,
     echoed: Sequence[PromptLogprob] | None = None,
 ) -> dict[str, Any]:
@@ -26,23 +69,22 @@ def write_logprobs(
         before = [(None, []) if one is None else one for one in echoed]
         ids, logprobs = [*prompt.ids, *ids], [*(value for value, _ in before), *logprobs]
         tops = [*(top for _, top in before), *tops]
-    pieces = _pieces(prompt, ids, codec)
     shown = prompt.options.top_logprobs
-    tops = [top[:shown] for top in tops] if shown else []
+    tops = [top[:shown] for top in tops] + [[]] * (len(ids) - len(tops))
+    entries, alternatives, offsets = [], [], []
+    for token, value, top in zip(ids, logprobs, tops, strict=True):
+        alternatives.append([(texts.read(one), logprob) for one, logprob in top])
+        offsets.append(texts.at)
+        entries.append(texts.push(token).entry(value))
     if prompt.message_type == "chat":
-        return {"content": _chat_entries(prompt, pieces, logprobs, tops, codec), "refusal": None}
-    offsets, at = [], 0
-    for piece in pieces:
-        offsets.append(at)
-        at += len(piece)
-    written = [
-        None if value is None else _by_piece(prompt, (token, value), top, codec)
-        for token, value, top in zip(ids, logprobs, tops, strict=False)
-    ]
+        written = [[text.entry(logprob) for text, logprob in some] for some in alternatives]
+        content = [{**one, "top_logprobs": top} for one, top in zip(entries, written, strict=True)]
+        return {"content": content, "refusal": None}
+    by_text = [_by_text(own, some) for own, some in zip(entries, alternatives, strict=True)]
     return {
-        "tokens": pieces,
+        "tokens": [one["token"] for one in entries],
         "token_logprobs": list(logprobs),
-        "top_logprobs": written if shown else None,
+        "top_logprobs": by_text if shown else None,
         "text_offset": offsets,
     }
 
@@ -67,31 +109,11 @@ def write_prompt_logprobs(scores: Sequence[PromptLogprob], prompt: Prompt, codec
     return written
 
 
-def _pieces(prompt: Prompt, ids: Sequence[int], codec: Codec) -> list[str]:
-    if prompt.options.return_tokens_as_token_ids:
-        return [f"token_id:{token}" for token in ids]
-    return codec.pieces(ids)
-
-
-def _chat_entries(
-    prompt: Prompt, pieces: Sequence[str], logprobs: Sequence[float | None], tops: Sequence[Alternatives], codec: Codec
-) -> list[dict[str, Any]]:
-    entries = [{**_entry(piece, logprob), "top_logprobs": []} for piece, logprob in zip(pieces, logprobs, strict=True)]
-    for entry, top in zip(entries, tops, strict=False):
-        named = _pieces(prompt, [token for token, _ in top], codec)
-        entry["top_logprobs"] = [_entry(piece, value) for piece, (_, value) in zip(named, top, strict=True)]
-    return entries
-
-
-def _entry(piece: str, logprob: float | None) -> dict[str, Any]:
-    return {"token": piece, "logprob": logprob, "bytes": list(piece.encode())}
-
-
-def _by_piece(prompt: Prompt, own: tuple[int, float], top: Alternatives, codec: Codec) -> dict[str, float]:
+def _by_text(own: dict[str, Any], top: Sequence[tuple[TokenText, float]]) -> dict[str, float] | None:
     """Alternatives by their texts, the token itself among them; of tokens with the same text the likeliest."""
-    found = [*top] if own[0] in (token for token, _ in top) else [*top, own]
-    named = _pieces(prompt, [token for token, _ in found], codec)
+    if own["logprob"] is None:
+        return None
     written: dict[str, float] = {}
-    for piece, (_, value) in zip(named, found, strict=True):
-        written[piece] = max(value, written.get(piece, value))
+    for shown, value in [*((text.shown, value) for text, value in top), (own["token"], own["logprob"])]:
+        written[shown] = max(value, written.get(shown, value))
     return written

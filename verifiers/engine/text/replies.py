@@ -14,7 +14,7 @@ from verifiers.clients.recording import CallReply
 from verifiers.engine.options import Options
 from verifiers.engine.sequence import Generated, Sampling
 from verifiers.engine.text.detokenizer import first_stop
-from verifiers.engine.text.logprobs import write_logprobs, write_prompt_logprobs
+from verifiers.engine.text.logprobs import TokenTexts, write_logprobs, write_prompt_logprobs
 from verifiers.types import ChatMessage, MessageType, Usage, unique_id
 
 
@@ -156,7 +156,7 @@ def _written(prompt: Prompt, choice: Choice, index: int, codec: Codec) -> dict[s
     logprobs, echoed = None, generated.prompt_logprobs if prompt.options.echo else None
     if prompt.options.logprobs:
         tokens = generated.ids, generated.logprobs, generated.top_logprobs
-        logprobs = write_logprobs(prompt, *tokens, codec, echoed=echoed)
+        logprobs = write_logprobs(prompt, *tokens, TokenTexts(prompt, codec), echoed=echoed)
     written: dict[str, Any] = {
         "index": index,
         **said,

@@ -14,7 +14,7 @@ from verifiers.dialects.replies import Piece
 from verifiers.engine.ready_model import ReadyModel
 from verifiers.engine.sequence import Answer, Generated, OnToken, PromptLogprob
 from verifiers.engine.text.detokenizer import StopWatch, TextStream
-from verifiers.engine.text.logprobs import write_logprobs, write_prompt_logprobs
+from verifiers.engine.text.logprobs import TokenTexts, write_logprobs, write_prompt_logprobs
 from verifiers.engine.text.replies import Choice, Prompt, completion_of, envelope
 from verifiers.errors import DeadlineError, ModelError, wrap
 
@@ -79,6 +79,7 @@ class ReplyStream:
         self._loaded = loaded
         self._read = read
         self._futures: list[Answer] = []
+        self._texts = [TokenTexts(prompt, loaded.codec) for _ in range(prompt.options.n)]
         self._queue: asyncio.Queue[tuple[int, Any, float]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
@@ -93,7 +94,7 @@ class ReplyStream:
 
     def _callback(self, index: int) -> OnToken:
         stops = self.prompt.options.stop
-        watch = StopWatch(self._loaded.codec, stops) if stops else None
+        watch = StopWatch(self._loaded.codec, stops, self.prompt.ids) if stops else None
 
         def on_token(token: int, logprob: float) -> bool:
             is_read = self._enqueue(index, token, logprob)
@@ -126,7 +127,7 @@ class ReplyStream:
         if prompt.options.logprobs:
             echoed = self.prompt_logprobs if is_first and prompt.options.echo else None
             tokens = piece.ids, piece.logprobs, piece.top_logprobs
-            of_choice["logprobs"] = write_logprobs(prompt, *tokens, codec, echoed=echoed)
+            of_choice["logprobs"] = write_logprobs(prompt, *tokens, self._texts[piece.index], echoed=echoed)
         if is_first and prompt.options.prompt_logprobs is not None:
             of_choice["prompt_logprobs"] = write_prompt_logprobs(self.prompt_logprobs or (), prompt, codec)
         if wants_ids(lambda name: getattr(prompt.options, name)):

@@ -80,7 +80,7 @@ class SampleRequest:
         sampling = self.sampling if scores_prompt else replace(self.sampling, prompt_logprobs=None)
         watches: list[OnToken] | None = None
         if self.stop_texts:
-            watches = [StopWatch(ready.codec, self.stop_texts) for _ in range(self.n)]
+            watches = [StopWatch(ready.codec, self.stop_texts, self.prompt) for _ in range(self.n)]
         return ready.engine.submit(self.prompt, sampling, n=self.n, on_token=watches)
 
     @property

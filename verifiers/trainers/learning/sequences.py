@@ -24,11 +24,13 @@ def trained_sequences(
     *,
     find_tokens: FindTokens | None = None,
     writer: ChatWriter | None = None,
+    longest: int | None = None,
 ) -> list[Trained]:
     """The samples of a batch's rollouts with their advantages; one whose history was rewritten has several.
 
     ``usual`` is what tokens were drawn from where that was not recorded. A rollout of which the sampled tokens are not
-    known is in none; ``batch.refused`` has the reason. With a ``writer`` the rollouts were saved before.
+    known, or that has more than ``longest`` in a sequence, is in none; ``batch.refused`` has the reason. With a
+    ``writer`` the rollouts were saved before.
     """
     trained: list[Trained] = []
     is_off_policy = bool(config.num_batches_ahead) or config.updates_per_generation > 1
@@ -40,6 +42,7 @@ def trained_sequences(
             continue
         try:
             samples = samples_of_reply(prompt, reply, find_tokens, writer)
+            check_lengths(samples, longest)
         except NotSampledError as error:
             batch.refused.append(str(error))
             continue
@@ -49,6 +52,16 @@ def trained_sequences(
             sample = sampling.without_doubtful_logprobs(sample, drawn, is_off_policy=is_off_policy)
             trained.append(Trained(sample=sample, advantage=own, drawn_from=drawn, rollout=place))
     return trained
+
+
+def check_lengths(samples: Sequence[Sample], longest: int | None) -> None:
+    """NotSampledError for a sequence that goes on where the policy that learns has no positions."""
+    for sample in samples:
+        n = len(sample.prompt_ids) + len(sample.completion_ids)
+        if longest is not None and n > longest:
+            raise NotSampledError(
+                f"it has {n} tokens, and a sequence has at most {longest} (max_seq_length, the model)"
+            )
 
 
 def samples_of_reply(

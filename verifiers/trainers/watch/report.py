@@ -164,6 +164,7 @@ class Report:
                 checkpoints.load_reference(self.from_checkpoint, trainer.reference)
         if self._is_open:
             self.journal.rewind(state["step"])
+            checkpoints.set_aside(self.path / "checkpoints", state["step"])
             self.steps, self.evals = list(self.journal.steps()), list(self.journal.evals())
             self._watch.recall(self.steps)
             self.display.recall(self.steps)
