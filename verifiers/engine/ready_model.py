@@ -1,9 +1,9 @@
-"""A model that is ready to be asked: its engine, how its text is read and written, and what ends its replies."""
+"""A loaded model: its engine, its chat template and tokenizer, its stop tokens, and its grammars."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,9 @@ if TYPE_CHECKING:
     from verifiers.engine.engine import Engine
 
 
-PLANNED = ("rows", "length", "cache_tokens")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyModel:
-    """What `LocalModel` has once it has loaded."""
+    """What `LocalModel` has once it is loaded."""
 
     engine: Engine
     writer: ChatWriter
@@ -48,9 +45,9 @@ def load(
     dtype: Any = None,
     stop_ids: frozenset[int] = frozenset(),
 ) -> ReadyModel:
-    """Make a name, a module or an engine ready; ``sizes`` may hold rows, length, cache_tokens and max_waiting.
+    """Load a model by name, or take a module or an engine; ``sizes``: rows, length, cache_tokens, max_waiting.
 
-    Raises ValueError or OSError, with what is missing, where a model cannot be had or does not fit into memory.
+    Raises ValueError or OSError, with what is missing, if a model is not found or does not fit into memory.
     """
     from verifiers.engine.engine import Engine
     from verifiers.engine.files import models
@@ -71,7 +68,7 @@ def load(
 
 
 def _check_fits(sizes: Mapping[str, int], config: Any, dtype: Any, device: Any) -> None:
-    """Refuse what will not fit before the weights are read."""
+    """Refuse a model that will not fit before its weights are read."""
     from verifiers.engine.plan import plan
 
     plan(config, **_planned(sizes), dtype=dtype, device=device, weights_loaded=False)
@@ -83,24 +80,18 @@ def _engine(model: Any, sizes: Mapping[str, int], stop_ids: frozenset[int]) -> E
     from verifiers.kernels.devices import current
 
     parameter = next(model.parameters())
-    fits = plan(
-        model.config,
-        **_planned(sizes),
-        dtype=parameter.dtype,
-        device=parameter.device,
-        weights_loaded=True,
-    )
-    chosen = {name: getattr(fits, name) for name in PLANNED}
-    with current(parameter.device):  # of the thread that loads it
-        return Engine(model, **{**sizes, **chosen}, stop_ids=sorted(stop_ids))
+    dtype, device = parameter.dtype, parameter.device
+    fits = plan(model.config, **_planned(sizes), dtype=dtype, device=device, weights_loaded=True)
+    with current(device):  # of the thread that loads it
+        return Engine(model, **{**sizes, **asdict(fits)}, stop_ids=sorted(stop_ids))
 
 
 def _planned(sizes: Mapping[str, int]) -> dict[str, int | None]:
-    return {name: sizes.get(name) for name in PLANNED}
+    return {name: sizes.get(name) for name in ("rows", "length", "cache_tokens")}
 
 
 def name_of(model: Any) -> str:
-    """What a model is called: as it was asked for, or as its configuration or class says."""
+    """The name of a model: as it was asked for, or as its configuration or class says."""
     if isinstance(model, (str, Path)):
         return public_name(str(model))
     inner = getattr(model, "model", model) if hasattr(model, "submit") else model
@@ -109,7 +100,7 @@ def name_of(model: Any) -> str:
 
 
 def stop_ids_of(model: Any, tokenizer: Any, template: ChatTemplate, codec: Codec) -> frozenset[int]:
-    """Every token that ends a reply: as the tokenizer, the generation settings, and the chat template say."""
+    """The tokens that end a reply, by the tokenizer, the generation config, and the chat template."""
     generation = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     found = [getattr(tokenizer, "eos_token_id", None), template.end_of_turn(codec)]
     found += generation if isinstance(generation, (list, tuple)) else [generation]

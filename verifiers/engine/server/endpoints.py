@@ -128,7 +128,7 @@ class ServedModel:
             ("completion_tokens_total", "counter", "Tokens of replies.", counts["completion_tokens"]),
             ("engine_steps_total", "counter", "Decode steps.", engine.steps),
             ("engine_tokens_total", "counter", "Tokens sampled.", engine.tokens),
-            ("requests_running", "gauge", "Requests with a row.", len(engine.live)),
+            ("requests_running", "gauge", "Requests with a row.", len(engine.running)),
             ("requests_waiting", "gauge", "Requests without one.", len(engine.waiting) + waiting),
             ("rows", "gauge", "Requests that can run at once.", engine.rows),
         ]

@@ -1,4 +1,4 @@
-"""Logprobs of sampled tokens, of their alternatives and of a prompt's tokens → the words of OpenAI's endpoints."""
+"""Logprobs of sampled tokens, of their alternatives and of a prompt's tokens → the JSON of OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write_logprobs(
 
 
 def write_prompt_logprobs(scores: Sequence[PromptLogprob], prompt: Prompt, codec: Codec) -> list[Any]:
-    """For each token of the prompt its logprob and those of the likeliest, by id, as vLLM writes them."""
+    """For each token of the prompt its logprob and those of the most likely tokens, by id, as vLLM writes them."""
     shown = prompt.options.prompt_logprobs or 0
     written: list[Any] = []
     for token, one in zip(prompt.ids, scores, strict=True):
@@ -88,7 +88,7 @@ def _entry(piece: str, logprob: float | None) -> dict[str, Any]:
 
 
 def _by_piece(prompt: Prompt, own: tuple[int, float], top: Alternatives, codec: Codec) -> dict[str, float]:
-    """Alternatives by their texts, the token itself among them; of tokens with the same text the likeliest."""
+    """Alternatives by their texts, the token itself among them; of tokens with the same text the most likely."""
     found = [*top] if own[0] in (token for token, _ in top) else [*top, own]
     named = _pieces(prompt, [token for token, _ in found], codec)
     written: dict[str, float] = {}

@@ -17,11 +17,11 @@ from verifiers.engine.text.replies import Prompt
 from verifiers.errors import OverlongPromptError, RequestRefusedError
 from verifiers.messages import chars_in
 
-SHORT_CHARS = 16_384  # that a tokenizer takes about a millisecond for
+SHORT_CHARS = 16_384  # a tokenizer takes about a millisecond for so many
 
 
 class PromptWriter:
-    """The prompts of one model, whose replies all end at its ``stops``; the last ones are kept: a group shares one."""
+    """The prompts of one model, whose replies all end at its ``stops``; recent ones are cached: a group shares one."""
 
     def __init__(self, model: str, stops: Sequence[str]) -> None:
         self._model, self._stops = model, stops
@@ -29,7 +29,7 @@ class PromptWriter:
         self._written: Recent[Prompt] = Recent()
 
     async def prepare(self, loaded: ReadyModel, request: Request, *, in_thread: bool = False) -> Prompt:
-        """A request's prompt: written here if it is short, else in a thread, where it delays no other request."""
+        """A request's prompt: tokenized here if it is short, else in a thread, where it does not block the loop."""
         given = (request.prompt, request.tools, request.sampling)
         if wants_grammar(request.sampling):
             return await asyncio.wrap_future(loaded.constraints.submit(self._checked_prompt, loaded, request))
@@ -48,7 +48,7 @@ class PromptWriter:
         return self._tokens(loaded, request, self._options(loaded, request))[1]
 
     def _checked_prompt(self, loaded: ReadyModel, request: Request) -> Prompt:
-        """Refuse by its length what cannot fit, whatever its tokens are: tokenizing it would take seconds."""
+        """Refuse a prompt whose characters alone are too many, before seconds of tokenizing."""
         longest = loaded.codec.longest_token
         most = loaded.engine.length * longest
         further = request.sampling.get("extra_body")
@@ -79,6 +79,9 @@ class PromptWriter:
         style = loaded.template.style(tools) if tools else None
         constraint = _constraint(loaded, options, tools, style)
         seconds = [s for s in (request.timeout_s, options.timeout_s) if s is not None]
+        echoed = ""
+        if options.echo:
+            echoed = request.prompt if isinstance(request.prompt, str) else loaded.codec.decode(ids)
         return Prompt(
             model=self._model,
             message_type=request.message_type,
@@ -90,7 +93,7 @@ class PromptWriter:
             stop_ids=options.stop_ids if options.ignore_eos else loaded.stop_ids | options.stop_ids,
             tool_names=names,
             tool_style=style,
-            echoed=_echoed(request.prompt, ids, loaded) if options.echo else "",
+            echoed=echoed,
             timeout_s=min(seconds, default=None),
         )
 
@@ -132,14 +135,10 @@ def _checked_name(tool: Mapping[str, Any]) -> str:
     return name
 
 
-def _echoed(prompt: Any, ids: Sequence[int], loaded: ReadyModel) -> str:
-    return prompt if isinstance(prompt, str) else loaded.codec.decode(ids)
-
-
 def _constraint(
     loaded: ReadyModel, options: Options, tools: Sequence[Mapping[str, Any]] | None, style: Style | None
 ) -> Constraint | None:
-    """What the reply has to follow, if anything: a forced call goes before a format, which is that of other replies."""
+    """The grammar of the reply, if any: a forced call; or a response format, beside which tools may be called."""
     wanted = options.response_format
     if options.tool_choice.is_forced:
         grammar = call_grammar(options.tool_choice.offered(tools), style or "hermes", loaded.codec)

@@ -1,4 +1,4 @@
-"""Sampled ids → a completion: text, tool calls, tokens, and the response as OpenAI's endpoints word it."""
+"""Sampled ids → a completion: text, tool calls, tokens, and the JSON of OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ class Prompt:
     text: str | None
     ids: list[int]
     options: Options
-    drawn: Mapping[str, Any]  # how tokens are drawn, for the record
+    drawn: Mapping[str, Any]  # the sampling arguments, for the record
     sampling: Sampling
     stop_ids: frozenset[int]
     tool_names: tuple[str, ...] = ()
     tool_style: Style | None = None
     timeout_s: float | None = None
-    echoed: str = ""  # what a reply begins with, where the prompt is to be part of it
+    echoed: str = ""  # the prompt's text, with ``echo``: replies begin with it
 
 
 class Choice(NamedTuple):
-    """One of the replies to a prompt, read."""
+    """One of the replies to a prompt, parsed."""
 
     content: str | None
     calls: list[ToolCall]
     finish_reason: str
     generated: Generated
-    body: int  # tokens that are not the one that ended it
-    sampled_text: str  # all of them as text, special tokens and stop string included
-    drawn: Mapping[str, Any]  # how its tokens were
+    body: int  # tokens, without a stop token
+    sampled_text: str  # of these tokens, special ones and a stop string included
+    drawn: Mapping[str, Any]  # the sampling arguments
     stop: str | None = None  # the stop string that ended it
 
     @property
@@ -106,7 +106,7 @@ def read_choice(prompt: Prompt, generated: Generated, codec: Codec) -> Choice:
 
 
 def without_tokens(generated: Generated) -> Generated:
-    """A reply of which nothing was wanted but what is known of its prompt."""
+    """The result of a request for 0 tokens (one was sampled): the logprobs of its prompt."""
     nothing: dict[str, Any] = {"ids": [], "logprobs": [], "raw_logprobs": [], "top_logprobs": []}
     return generated._replace(**nothing, weight_versions=(), finish_reason="length")
 
@@ -114,7 +114,7 @@ def without_tokens(generated: Generated) -> Generated:
 def completion_of(
     prompt: Prompt, choices: Sequence[Choice], codec: Codec, head: Mapping[str, Any] | None = None
 ) -> Completion:
-    """What `LocalModel.complete` returns; ``raw`` is what the server sends. ``head`` is that of a stream's chunks."""
+    """What `LocalModel.complete` returns; ``raw`` is the server's response. ``head`` is that of a stream's chunks."""
     first = choices[0]
     asked, sampled = len(prompt.ids), sum([len(choice.generated.ids) for choice in choices])
     return Completion(
@@ -139,7 +139,7 @@ def completion_of(
 
 
 def envelope(prompt: Prompt, of: Mapping[str, Any] | None = None, *, is_chunk: bool = False) -> dict[str, Any]:
-    """What a reply or a chunk of one begins with: its name and time, or those of another part ``of`` it."""
+    """The first fields of a reply or a chunk: id, time and model, or those of another chunk ``of`` the same reply."""
     kind, name = "text_completion", "cmpl"
     if prompt.message_type == "chat":
         kind, name = "chat.completion.chunk" if is_chunk else "chat.completion", "chatcmpl"
