@@ -71,11 +71,7 @@ class Engine:
         self.stop_ids = frozenset(stop_ids)
         self.vocabulary = runner.vocabulary
         self.scheduler = Scheduler(
-            runner,
-            rows=rows,
-            length=self.length,
-            prefill_tokens=self.prefill_tokens,
-            stop_ids=self.stop_ids,
+            runner, rows=rows, length=self.length, prefill_tokens=self.prefill_tokens, stop_ids=self.stop_ids
         )
         self.table = self.scheduler.table
         self.lock = runner.lock

@@ -39,13 +39,7 @@ class Scheduler:
     cuda: CudaDecoder | None = None  # has a copy of the batch table on the device
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        *,
-        rows: int,
-        length: int,
-        prefill_tokens: int,
-        stop_ids: frozenset[int],
+        self, runner: ModelRunner, *, rows: int, length: int, prefill_tokens: int, stop_ids: frozenset[int]
     ) -> None:
         self._runner, self._prefill_tokens = runner, prefill_tokens
         self.rows, self.length, self.stop_ids = rows, length, stop_ids

@@ -1,4 +1,4 @@
-"""A name becomes a model and its tokenizer: the embedded default, a folder, a GGUF, a hub name, or what is loaded."""
+"""A name → a model and its tokenizer: the embedded default, a folder, a GGUF file, a hub name, or a loaded model."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from verifiers.engine.files import smollm2
 from verifiers.engine.files.gguf import GGUF
 from verifiers.engine.files.gguf_model import config_of, model_of, quietly
 from verifiers.engine.files.gguf_tokenizer import tokenizer_of
+from verifiers.errors import chain_of
 
 logger = logging.getLogger("verifiers.engine")
 
@@ -84,7 +85,8 @@ def get_model(
     if not isinstance(place, str | Path):
         return place
     target = _device(device)
-    wanted = _dtype(dtype) or _training_dtype(target)
+    # Small updates are lost in bfloat16: only on a GPU, to save memory.
+    wanted = _dtype(dtype) or (torch.bfloat16 if target.type == "cuda" else torch.float32)
     _check(place, wanted, target, before_weights, options)
     return _model(place, target, wanted, options)
 
@@ -92,7 +94,7 @@ def get_model(
 def _check(
     place: str | Path, dtype: torch.dtype, device: torch.device, also: BeforeWeights | None, options: dict[str, Any]
 ) -> None:
-    """Refuse what is no causal decoder, and what the caller refuses, before any weights are read."""
+    """Refuse a model that is no causal decoder, or that the caller refuses, before its weights are read."""
     config = _config(place, options)
     if config is None:  # an adapter's folder
         return
@@ -123,7 +125,7 @@ def get_model_and_tokenizer(name: Any, use_liger: bool | None = None, **kwargs: 
     return model, get_tokenizer(name)
 
 
-# --- where a name leads -------------------------------------------------------------------------------------------
+# --- names --------------------------------------------------------------------------------------------------------
 
 
 def find(name: Any) -> Any:
@@ -145,7 +147,9 @@ def find(name: Any) -> Any:
             raise ValueError(f"{path} is a file: give a folder of safetensors, or a .gguf")
         return path
     if path.is_dir():
-        return _model_folder(path)
+        if not any((path / config).is_file() for config in ("config.json", "adapter_config.json")):
+            raise ValueError(f"the folder {path} has no config.json: it is no model of transformers")
+        return path
     if isinstance(name, Path) or _looks_like_path(str(name)):
         raise FileNotFoundError(f"there is no model at {path}: no such file or folder")
     return str(name)
@@ -170,13 +174,6 @@ def _embedded() -> Path:
     return smollm2.pull()
 
 
-def _model_folder(path: Path) -> Path:
-    has_adapter = (path / "adapter_config.json").is_file()
-    if not has_adapter and not (path / "config.json").is_file():
-        raise ValueError(f"the folder {path} has no config.json: it is no model of transformers")
-    return path
-
-
 # --- devices and types --------------------------------------------------------------------------------------------
 
 
@@ -191,23 +188,18 @@ def default_device() -> torch.device:
 
 
 def default_dtype(device: str | torch.device) -> torch.dtype:
-    """What the device samples in fastest: bfloat16 on CUDA, and on a CPU where it is clearly faster; else float32."""
+    """The dtype that samples fastest: bfloat16 on CUDA, and on a CPU where it is clearly faster; else float32."""
     kind = torch.device(device).type
     if kind == "cuda" or (kind == "cpu" and _cpu_prefers_bfloat16()):
         return torch.bfloat16
     return torch.float32
 
 
-def _training_dtype(device: torch.device) -> torch.dtype:
-    """Small updates are lost in bfloat16, so it is for GPUs only, where memory asks for it."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
 @lru_cache(maxsize=1)
 def _cpu_prefers_bfloat16() -> bool:
-    """Has the CPU instructions for bfloat16, and is a small batch through a layer clearly faster in it?
+    """Does the CPU have instructions for bfloat16, and is a small matrix product clearly faster in it?
 
-    Instructions alone do not tell: kernels differ. Nor do timings: on a busy machine they are off by ten times.
+    Both are needed: kernels differ, and timings on a busy machine are off by ten times.
     """
     if not _multiplies_bfloat16():
         return False
@@ -273,7 +265,7 @@ def _is_gguf(place: Any) -> TypeGuard[Path]:
 
 
 def _hub_options(place: Any) -> dict[str, Any]:
-    """Without a network the hub's client tries again for most of a minute, so it is set to look in its cache only."""
+    """Without a network the hub's client retries for most of a minute: then it may use its cache only."""
     return {"local_files_only": True} if isinstance(place, str) and not _is_hub_reachable() else {}
 
 
@@ -292,7 +284,7 @@ def _is_hub_reachable() -> bool:
 
 
 def _config(place: Any, kwargs: dict[str, Any]) -> Any:
-    """A model's configuration, without its weights; None where there is none to be read (it is loaded already)."""
+    """A model's configuration, without its weights; None for an adapter's folder."""
     from transformers import AutoConfig
 
     if _is_gguf(place):
@@ -307,7 +299,7 @@ def _config(place: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _check_decodes(place: Any, config: Any) -> None:
-    """Refuse a model that does not write text from left to right, before its weights are read."""
+    """Refuse a model that is no causal decoder."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -351,7 +343,7 @@ def _home_of(model: Any) -> Any:
 
 @contextmanager
 def _plain_errors(place: str | Path, what: str = "model") -> Iterator[None]:
-    """What goes wrong in transformers, as one sentence with the name in it."""
+    """Errors of transformers → one sentence with the name of the model in it."""
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
     from safetensors import SafetensorError
 
@@ -364,16 +356,7 @@ def _plain_errors(place: str | Path, what: str = "model") -> Iterator[None]:
             (LocalEntryNotFoundError, ConnectionError): f"the {what} {place!r} is no folder here and not in the cache, "
             "and Hugging Face cannot be reached: check the name, or use -m smollm2",
         }
-        causes = _chain(error) if isinstance(place, str) else []
+        causes = list(chain_of(error)) if isinstance(place, str) else []
         found = (said for kind, said in of_hub.items() if any(isinstance(cause, kind) for cause in causes))
         reason = " ".join(str(error).split())
         raise ValueError(next(found, f"the {what} {str(place)!r} could not be loaded: {reason[:300]}")) from error
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    causes: list[BaseException] = []
-    step: BaseException | None = error
-    while step is not None and step not in causes:
-        causes.append(step)
-        step = step.__cause__ or step.__context__
-    return causes
