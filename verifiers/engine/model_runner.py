@@ -66,8 +66,7 @@ class ModelRunner:
             for one, epsilon in self.decoder.norms
             if id(one) not in self.decoder.fused_norms
         ]
-        self._snapshot = ModuleSnapshot(module)
-        self._adapters = _adapted(self._snapshot.modules)
+        self._take_snapshot()
         self._hooks: list[int] = []  # ids of the forward hooks, which are unique
         self.attending: tuple[int, set[int]] | None = None  # arguments and result of `attending_layers` at the proof
         self._last_state: tuple[int, Any] = (0, None)  # of the weights: writes to them; addresses, adapters and hooks
@@ -186,8 +185,7 @@ class ModelRunner:
                 raise InfraError(
                     "layers of the model were replaced by others since its engine was made: make a new one"
                 )
-            self._snapshot = ModuleSnapshot(self.module)
-            self._adapters = _adapted(self._snapshot.modules)
+            self._take_snapshot()
         if is_idle:
             self._hooks = [hook for held in self._snapshot.hooks for hook in held]
         # Code that moves parameters holds the lock; `taken` is incremented when this thread takes it, too.
@@ -208,6 +206,10 @@ class ModelRunner:
             self.weight_version = str(self.version - 1)
         self._drop_copies()
         return True, has_moved
+
+    def _take_snapshot(self) -> None:
+        self._snapshot = ModuleSnapshot(self.module)
+        self._adapters = [one for one in self._snapshot.modules if hasattr(one, "merged_adapters")]  # layers of peft
 
     @property
     def changes(self) -> int:
@@ -260,10 +262,6 @@ def _note_optimizer_steps() -> None:
         increment_version(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     register_optimizer_step_post_hook(increment)
-
-
-def _adapted(modules: Sequence[Any]) -> list[Any]:
-    return [one for one in modules if hasattr(one, "merged_adapters")]
 
 
 def _adapter_state(layers: Sequence[Any]) -> Any:

@@ -14,6 +14,7 @@ from verifiers.engine.files.smollm2 import public_name
 
 if TYPE_CHECKING:
     from verifiers.engine.engine import Engine
+    from verifiers.engine.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +58,8 @@ def load(
         tokenizer = models.get_tokenizer(model) if tokenizer is None else tokenizer
     else:
         tokenizer = getattr(source, "tokenizer", None) if tokenizer is None else tokenizer
-        check = partial(_check_fits, sizes)
-        model, tokenizer = models.load(source, tokenizer, device=device, dtype=dtype, before_weights=check)
+        check_fits = partial(_plan, sizes)
+        model, tokenizer = models.load(source, tokenizer, device=device, dtype=dtype, before_weights=check_fits)
     writer = ChatWriter(tokenizer, model=name)
     stop_ids |= stop_ids_of(model, tokenizer, writer.template, writer.codec)
     engine = source if isinstance(source, Engine) else _engine(model, sizes, stop_ids)
@@ -67,27 +68,22 @@ def load(
     return ReadyModel(engine=engine, writer=writer, stop_ids=ends, vocabulary=vocabulary, constraints=constraints)
 
 
-def _check_fits(sizes: Mapping[str, int], config: Any, dtype: Any, device: Any) -> None:
-    """Refuse a model that will not fit before its weights are read."""
+def _plan(sizes: Mapping[str, int], config: Any, dtype: Any, device: Any, *, weights_loaded: bool = False) -> Plan:
+    """The sizes of the engine; ``WillNotFitError`` if the memory is too small for those asked for."""
     from verifiers.engine.plan import plan
 
-    plan(config, **_planned(sizes), dtype=dtype, device=device, weights_loaded=False)
+    asked = {name: sizes.get(name) for name in ("rows", "length", "cache_tokens")}
+    return plan(config, **asked, dtype=dtype, device=device, weights_loaded=weights_loaded)
 
 
 def _engine(model: Any, sizes: Mapping[str, int], stop_ids: frozenset[int]) -> Engine:
     from verifiers.engine.engine import Engine
-    from verifiers.engine.plan import plan
     from verifiers.kernels.devices import current
 
     parameter = next(model.parameters())
-    dtype, device = parameter.dtype, parameter.device
-    fits = plan(model.config, **_planned(sizes), dtype=dtype, device=device, weights_loaded=True)
-    with current(device):  # of the thread that loads it
-        return Engine(model, **{**sizes, **asdict(fits)}, stop_ids=sorted(stop_ids))
-
-
-def _planned(sizes: Mapping[str, int]) -> dict[str, int | None]:
-    return {name: sizes.get(name) for name in ("rows", "length", "cache_tokens")}
+    planned = _plan(sizes, model.config, parameter.dtype, parameter.device, weights_loaded=True)
+    with current(parameter.device):  # of the thread that loads it
+        return Engine(model, **{**sizes, **asdict(planned)}, stop_ids=sorted(stop_ids))
 
 
 def name_of(model: Any) -> str:

@@ -52,15 +52,12 @@ class Serving:
     async def turn(self, http: web.Request, replies: int = 1) -> AsyncIterator[None]:
         """Wait for this client's turn: a request costs its number of replies, and a long one its bytes too."""
         self.counts["requests"] += 1
-        shares = self._shares or await self._make_shares()
-        async with shares.turn(_client_of(http), replies + (http.content_length or 0) // WORK_BYTES):
-            yield
-
-    async def _make_shares(self) -> Shares:
         engine = (await self.model.ready()).engine
         if self._shares is None:
             self._shares = Shares(QUEUED * engine.rows, most_waiting=engine.max_waiting)
-        return self._shares
+        client = http.remote, key_of(http)  # by the key too: several clients may share an address
+        async with self._shares.turn(client, replies + (http.content_length or 0) // WORK_BYTES):
+            yield
 
     async def complete(self, http: web.Request, request: Request) -> Completion:
         """The reply to a request; a long one is tokenized in a thread."""
@@ -92,8 +89,3 @@ def served_name(name: str) -> str:
     path = Path(name).expanduser()
     is_path = name.startswith((".", "/", "~")) or name.endswith(".gguf") or path.exists()
     return path.resolve().name.removesuffix(".gguf") if is_path else name
-
-
-def _client_of(http: web.Request) -> tuple[str | None, str | None]:
-    """The client of a request: its address and its API key, so that several on one machine are distinct."""
-    return http.remote, key_of(http)
