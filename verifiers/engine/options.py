@@ -36,30 +36,19 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
 }
-# Arguments that change the distribution, and their neutral values: recorded for a trainer where they differ.
-_UNCHANGED = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
+_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}  # and their neutral values
 _RECORDED = ("temperature", "top_p", "top_k", "min_p", "seed")
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_AS_ASKED = (*_RECORDED, *_PENALTIES, "logit_bias", "ignore_eos")  # fields that `Sampling` has, too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """One request's sampling arguments, read and checked. ``max_tokens`` is None where the caller did not say."""
+    """One request's arguments, read and checked. ``max_tokens`` is None where the caller did not say."""
 
+    distribution: Mapping[str, Any]  # what was given of `_RECORDED`, `_PENALTIES` and logit_bias, for `Sampling`
     max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     min_tokens: int = 0
     ignore_eos: bool = False
     echo: bool = False
@@ -92,20 +81,24 @@ class Options:
         wanted = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         most = max(1, min(wanted, room))  # with max_tokens=0 one token is sampled, and dropped
         of_prompt = max(self.prompt_logprobs or 0, self.top_logprobs if self.echo else 0)
-        settled: dict[str, Any] = {
-            "max_tokens": most,
-            "min_tokens": min(self.min_tokens, most),
-            "stop_ids": self.stop_ids if self.ignore_eos else self.stop_ids | further_stop_ids,
-            "constraint": constraint,
-            "top_logprobs": self.top_logprobs if self.logprobs else 0,
-            "prompt_logprobs": of_prompt if self.scores_prompt else None,
-        }
-        return Sampling(**settled, **{name: getattr(self, name) for name in _AS_ASKED})
+        return Sampling(
+            **self.distribution,
+            max_tokens=most,
+            min_tokens=min(self.min_tokens, most),
+            stop_ids=self.stop_ids if self.ignore_eos else self.stop_ids | further_stop_ids,
+            ignore_eos=self.ignore_eos,
+            constraint=constraint,
+            top_logprobs=self.top_logprobs if self.logprobs else 0,
+            prompt_logprobs=of_prompt if self.scores_prompt else None,
+        )
 
     def record(self) -> dict[str, Any]:
         """The arguments that a trainer needs to interpret the logprobs."""
-        drawn = {**{name: getattr(self, name) for name in _RECORDED}, "logit_bias": dict(self.logit_bias)}
-        drawn |= {name: getattr(self, name) for name, value in _UNCHANGED.items() if getattr(self, name) != value}
+        sampling = self.sampling(1)
+        drawn = {**{name: getattr(sampling, name) for name in _RECORDED}, "logit_bias": dict(sampling.logit_bias)}
+        drawn |= {name: value for name, none in _PENALTIES.items() if (value := getattr(sampling, name)) != none}
+        if self.min_tokens:
+            drawn["min_tokens"] = self.min_tokens
         if not self.response_format.is_text:
             drawn["response_format"] = {"type": self.response_format.type}
         if self.tool_choice.is_forced:
@@ -116,8 +109,8 @@ class Options:
 def read_options(given: Mapping[str, Any], *, vocabulary: int | None = None) -> Options:
     """Read sampling arguments; a wrong value or an unknown name is an error that names the argument.
 
-    >>> read_options({"temperature": 0.7, "max_completion_tokens": 8, "extra_body": {"top_k": 5}}).top_k
-    5
+    >>> read_options({"temperature": 0.7, "max_completion_tokens": 8, "extra_body": {"top_k": 5}}).distribution
+    {'temperature': 0.7, 'top_k': 5}
     >>> read_options({"beam_width": 4})
     Traceback (most recent call last):
     ...
@@ -145,7 +138,8 @@ def read_options(given: Mapping[str, Any], *, vocabulary: int | None = None) -> 
     _settle_logprobs(read)
     if unknown := [token for token in read.get("logit_bias", ()) if vocabulary is not None and token >= vocabulary]:
         raise RequestRefusedError(f"logit_bias names token {unknown[0]}, and the model has {vocabulary}")
-    options = Options(**read, template=template)
+    distribution = {name: read.pop(name) for name in (*_RECORDED, *_PENALTIES, "logit_bias") if name in read}
+    options = Options(**read, distribution=distribution, template=template)
     _check_together(options)
     try:
         options.sampling(1)

@@ -18,11 +18,10 @@ import numpy as np
 
 from verifiers.engine.batch_table import BatchTable
 from verifiers.engine.block_manager import BLOCK, BlockManager, OutOfBlocksError, Prefix, blocks_for
-from verifiers.engine.finished import Finished
 from verifiers.engine.kv_cache import KVCache
 from verifiers.engine.logits import CHUNK, LogitsProcessor
 from verifiers.engine.model_runner import ModelRunner
-from verifiers.engine.sequence import ActiveSequence, Chunk, Generated, Group, delivery, in_order, sharing_key
+from verifiers.engine.sequence import ActiveSequence, Chunk, Finished, Generated, Group, delivery, sharing_key
 from verifiers.engine.sequential import SequentialCache
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class Scheduler:
 
     def sort_waiting(self) -> None:
         """Sort the waiting sequences by prompt and seed: that order does not depend on when they came."""
-        self.waiting = deque(in_order(self.waiting))
+        self.waiting = deque(sorted(self.waiting, key=lambda one: (one.prompt_ids, one.seed)))
 
     def note_cancel(self) -> None:
         """A request was cancelled, on any thread."""

@@ -290,13 +290,12 @@ def sharing_key(sequence: ActiveSequence) -> tuple[int | None, bytes]:
     return sequence.sampling.prompt_logprobs if sequence.needs_prompt_logprobs else None, sequence.tokens.tobytes()
 
 
-def in_order(sequences: Iterable[ActiveSequence]) -> list[ActiveSequence]:
-    """Sequences sorted by prompt and seed; each prompt is compared once, however many share it."""
-    by_prompt: dict[tuple[int, ...], list[ActiveSequence]] = {}
-    for sequence in sequences:
-        by_prompt.setdefault(tuple(sequence.prompt_ids), []).append(sequence)
-    groups = (by_prompt[prompt] for prompt in sorted(by_prompt))
-    return [sequence for group in groups for sequence in sorted(group, key=lambda sequence: sequence.seed)]
+class Finished(NamedTuple):
+    """A sequence that has finished, why, and how many tokens were sampled for it beyond its last one."""
+
+    sequence: ActiveSequence
+    reason: str | Exception
+    overrun: int = 0
 
 
 class Seeds:

@@ -5,6 +5,7 @@ On CUDA the host is behind the device: it launches the next steps before it read
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,14 +14,14 @@ from torch import Tensor
 
 from verifiers.engine.block_manager import BLOCK, blocks_for
 from verifiers.engine.cuda_runner import CudaDecoder
-from verifiers.engine.finished import find_finished
 from verifiers.engine.kv_cache import Decode, KVCache, Prefill, Segment
 from verifiers.engine.logits import score_prompt
 from verifiers.engine.model_runner import ModelRunner
 from verifiers.engine.sampler import draw
 from verifiers.engine.scheduler import Scheduler
-from verifiers.engine.sequence import Chunk
+from verifiers.engine.sequence import ActiveSequence, Chunk, Finished
 from verifiers.engine.sequential import SequentialCache
+from verifiers.errors import ModelError
 from verifiers.kernels.cpu.model import Drawn
 from verifiers.kernels.devices import host_index
 
@@ -214,8 +215,42 @@ class Steps:
         table, scheduler = self.table, self.scheduler
         table.record(rows_N, drawn, is_first=is_first)
         started = [scheduler.running[row] for row in rows_N] if is_first else []
-        finished = find_finished(scheduler.running, rows_N, drawn, table, self._is_stop_V)
+        finished = self._find_finished(rows_N, drawn)
         self.tokens += drawn.token_KB.size - sum(one.overrun for one in finished)
         scheduler.finish(finished)
         for sequence in started:
             scheduler.keep_prompt(sequence)
+
+    def _find_finished(self, rows_N: np.ndarray, drawn: Drawn) -> list[Finished]:
+        """The sequences that finish: at a stop token, by their ``on_token``, at their length limit, or at a NaN."""
+        table, running, steps = self.table, self.scheduler.running, len(drawn.token_KB)
+        left_N, is_stop_KN = table.max_tokens[rows_N] - table.steps[rows_N], self._is_stop_V[drawn.token_KB]
+        is_last_KN = is_stop_KN | ~np.isfinite(drawn.raw_KB)
+        some_M = (is_last_KN.any(0) | (left_N <= 0) | table.needs_token_check[rows_N]).nonzero()[0]
+        found, rows, left = dict[int, Finished](), rows_N[some_M].tolist(), left_N[some_M].tolist()
+        for k in range(steps if rows else 0):
+            overrun, columns = steps - 1 - k, (one[k][some_M].tolist() for one in (*drawn, is_stop_KN))
+            for row, room, token, logprob, raw, is_stop in zip(rows, left, *columns, strict=True):
+                if row in found:
+                    continue
+                reason = _finish_reason(running[row], token, logprob, raw, is_stop, room + overrun <= 0)
+                if reason is not None:
+                    found[row] = Finished(running[row], reason, overrun)
+        return list(found.values())
+
+
+def _finish_reason(
+    sequence: ActiveSequence, token: int, logprob: float, raw: float, is_stop: bool, is_full: bool
+) -> str | Exception | None:
+    if not math.isfinite(raw):
+        return ModelError("the model gave logits that are not numbers (NaN); its weights are bad")
+    if sequence.failure is not None:
+        return sequence.failure
+    if token in sequence.sampling.stop_ids or (is_stop and not sequence.sampling.ignore_eos):
+        return "stop"
+    try:
+        if sequence.on_token is not None and sequence.on_token(token, logprob):
+            return "stop"
+    except Exception as error:  # foreign code: it fails its own request
+        return error
+    return "length" if is_full else None
