@@ -644,6 +644,12 @@ def test_a_model_that_raises_fails_every_choice_of_its_requests(local: LocalMode
         assert ask(local, n=3).tokens
 
 
+def test_a_temperature_too_low_to_divide_by_is_sampled_greedily_and_recorded_as_0(local: LocalModel) -> None:
+    cold, greedy = (ask(local, temperature=value, max_tokens=6) for value in (5e-6, 0.0))
+    assert cold.tokens.completion_ids == greedy.tokens.completion_ids
+    assert cold.tokens.sampling["temperature"] == 0.0
+
+
 def test_a_timeout_within_the_model_is_a_failure_of_the_model_where_no_timeout_was_asked_for() -> None:
     def hang(*_: Any) -> None:
         raise TimeoutError("a collective took too long")

@@ -8,13 +8,12 @@ import numpy as np
 import torch
 
 from verifiers.engine.block_manager import BLOCK, blocks_for
-from verifiers.engine.sequence import NO_TOP_K, ActiveSequence, Generated
+from verifiers.engine.sequence import GREEDY_BELOW, NO_TOP_K, ActiveSequence, Generated
 from verifiers.kernels.cpu.model import DecodeColumns, Drawn
 from verifiers.kernels.devices import to_device
 from verifiers.kernels.sampling import SamplingColumns
 
 OVERRUN = BLOCK  # most tokens that a row may sample on CUDA beyond its last one, until the host has read that one
-COLDEST = 1e-5  # a lower temperature is greedy: logits divided by it overflow
 
 
 class BatchTable:
@@ -48,7 +47,7 @@ class BatchTable:
         self.max_tokens[row] = min(sampling.max_tokens, self._length - len(sequence.prompt_ids))
         self.seed[row] = sequence.seed
         self.top_k[row] = min(sampling.top_k or NO_TOP_K, NO_TOP_K)
-        self.temperature[row] = sampling.temperature if sampling.temperature >= COLDEST else 0.0
+        self.temperature[row] = sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0
         self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
         self.truncates[row] = sampling.truncates
         self.needs_logits[row] = sampling.needs_logits

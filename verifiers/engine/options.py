@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verifiers.engine.constraints import Constraint
-from verifiers.engine.sequence import NO_TOP_K, Sampling
+from verifiers.engine.sequence import GREEDY_BELOW, NO_TOP_K, Sampling
 from verifiers.engine.structured import ResponseFormat, ToolChoice, read_format, read_tool_choice
 from verifiers.errors import RequestRefusedError
 
@@ -17,7 +17,6 @@ MOST_STOPS = 64
 MOST_ALTERNATIVES = 20  # to a token: OpenAI's limit
 LARGEST = 1e30  # number that float32 arithmetic can multiply without overflow
 INT64 = 1 << 63
-GREEDY_BELOW = 1e-6  # temperature: dividing float32 logits by a lower one overflows
 
 # Arguments without effect here, whatever their value: docs/server.md lists them.
 WITHOUT_EFFECT = frozenset((
@@ -95,15 +94,15 @@ class Options:
     def record(self) -> dict[str, Any]:
         """The arguments that a trainer needs to interpret the logprobs."""
         sampling = self.sampling(1)
-        drawn = {**{name: getattr(sampling, name) for name in _RECORDED}, "logit_bias": dict(sampling.logit_bias)}
-        drawn |= {name: value for name, none in _PENALTIES.items() if (value := getattr(sampling, name)) != none}
+        record = {**{name: getattr(sampling, name) for name in _RECORDED}, "logit_bias": dict(sampling.logit_bias)}
+        record |= {name: value for name, none in _PENALTIES.items() if (value := getattr(sampling, name)) != none}
         if self.min_tokens:
-            drawn["min_tokens"] = self.min_tokens
+            record["min_tokens"] = self.min_tokens
         if not self.response_format.is_text:
-            drawn["response_format"] = {"type": self.response_format.type}
+            record["response_format"] = {"type": self.response_format.type}
         if self.tool_choice.is_forced:
-            drawn["tool_choice"] = self.tool_choice.record()
-        return drawn
+            record["tool_choice"] = self.tool_choice.record()
+        return record
 
 
 def read_options(given: Mapping[str, Any], *, vocabulary: int | None = None) -> Options:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from verifiers.engine.logits import LogitsProcessor
 
 NO_TOP_K = 1 << 30
+GREEDY_BELOW = 1e-5  # a lower temperature is 0: logits divided by it overflow
 RECENT = 64  # prompts whose checked ids, array and digest are cached: the members of a group share one
 
 

@@ -25,8 +25,8 @@ class PromptWriter:
 
     def __init__(self, model: str, stops: Sequence[str]) -> None:
         self._model, self._stops = model, stops
-        self._recent: Recent[Options] = Recent()
-        self._written: Recent[Prompt] = Recent()
+        self._recent_options: Recent[Options] = Recent()
+        self._recent_prompts: Recent[Prompt] = Recent()
 
     async def prepare(self, loaded: ReadyModel, request: Request, *, in_thread: bool = False) -> Prompt:
         """A request's prompt: tokenized here if it is short, else in a thread, where it does not block the loop."""
@@ -35,11 +35,11 @@ class PromptWriter:
             return await asyncio.wrap_future(loaded.constraints.submit(self._checked_prompt, loaded, request))
         if not in_thread and chars_in(given, stop_after=SHORT_CHARS) <= SHORT_CHARS:
             key = (repr(given), request.message_type, request.timeout_s, *loaded.writer.now)
-            prompt = self._written.find(key)
+            prompt = self._recent_prompts.find(key)
             if prompt is None:
                 prompt = self._prompt(loaded, request)
                 if prompt.options.is_of_plain_values:
-                    self._written.keep(key, prompt)
+                    self._recent_prompts.keep(key, prompt)
             return prompt
         return await asyncio.to_thread(self._checked_prompt, loaded, request)
 
@@ -88,7 +88,7 @@ class PromptWriter:
             text=text,
             ids=ids,
             options=options,
-            drawn=options.record(),
+            sampling_record=options.record(),
             sampling=options.sampling(room, loaded.stop_ids - loaded.engine.stop_ids, constraint),
             stop_ids=options.stop_ids if options.ignore_eos else loaded.stop_ids | options.stop_ids,
             tool_names=names,
@@ -115,11 +115,11 @@ class PromptWriter:
         if self._stops and isinstance(stops, str | list | tuple | None):
             given["stop"] = [*([stops] if isinstance(stops, str) else stops or []), *self._stops]
         key = repr(given)
-        options = self._recent.find(key)
+        options = self._recent_options.find(key)
         if options is None:
             options = read_options(given, vocabulary=loaded.vocabulary)
             if options.is_of_plain_values:
-                self._recent.keep(key, options)
+                self._recent_options.keep(key, options)
         return options
 
 
