@@ -21,6 +21,7 @@ from verifiers.engine.block_manager import BlockManager, blocks_for
 from verifiers.engine.cuda_runner import CudaDecoder
 from verifiers.engine.kv_cache import KVCache, Shape
 from verifiers.engine.model_runner import ModelRunner
+from verifiers.engine.plan import max_positions
 from verifiers.engine.scheduler import Scheduler
 from verifiers.engine.sequence import ActiveSequence, Answer, Generated, OnToken, Sampling, Seeds, check_tokens
 from verifiers.engine.sequential import SequentialCache
@@ -59,9 +60,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.runner = runner = ModelRunner(model)
-        text = runner.text_config
-        longest = getattr(text, "max_position_embeddings", None) or 2048
-        longest = longest if longest > 0 else 2048  # some configurations have -1 for no limit
+        longest = max_positions(runner.text_config) or 2048
         self.length = min(length or longest, longest, cache_tokens or longest)
         self.rows = rows
         self.cache_tokens = min(cache_tokens or rows * self.length, rows * self.length)

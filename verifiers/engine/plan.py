@@ -77,7 +77,7 @@ def plan(
     """
     device = torch.device(device)
     text = text_config(config)
-    longest = getattr(text, "max_position_embeddings", None)
+    longest = max_positions(text)
     _check(longest, rows=rows, length=length, cache_tokens=cache_tokens)
     memory = _Memory(
         free=free_memory(device) if free_bytes is None else free_bytes,
@@ -101,6 +101,12 @@ def plan(
     if tokens > memory.tokens_at(rows):
         raise WillNotFitError(_refusal(memory, rows, tokens, device))
     return Plan(rows=rows, length=length, cache_tokens=tokens)
+
+
+def max_positions(text_config: Any) -> int | None:
+    """The positions that a model knows; None without a limit, for which some configurations have -1."""
+    longest = getattr(text_config, "max_position_embeddings", None)
+    return longest if longest and longest > 0 else None
 
 
 def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
