@@ -74,7 +74,7 @@ def choose_backend(engine: Engine) -> Backend:
         prove.without_hooks(engine.model),
     ):  # fmt: skip
         _check_forward(engine.model, name)
-        before = engine.runner.changes  # `realistic` scales the weights, and undoes it
+        before = engine.runner.writes  # `realistic` scales the weights, and undoes it
         try:
             with prove.realistic(engine.model) as is_telling:
                 tried = _candidates(engine) if is_telling else [SEQUENTIAL, UNCACHED]
@@ -82,7 +82,7 @@ def choose_backend(engine: Engine) -> Backend:
                 longest = max(prove.prompt_lengths(engine.model.config, engine.length, 1))
                 is_steady = found is not None or prove.is_steady(engine.model, longest)
         finally:
-            engine.lock.undone += engine.runner.changes - before  # other engines of this model keep their prefix cache
+            engine.lock.undone += engine.runner.writes - before  # other engines of this model keep their prefix cache
             engine.reset()
     if not is_steady:
         raise UnsupportedModelError(f"{name} cannot be sampled from: {prove.UNSTEADY}")

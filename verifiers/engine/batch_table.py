@@ -123,7 +123,7 @@ class BatchTable:
         left: np.ndarray = self.max_tokens[:n] - self.steps[:n] - self.ahead[:n]
         return left
 
-    def output(self, sequence: ActiveSequence, finish_reason: str, version: int) -> Generated:
+    def output(self, sequence: ActiveSequence, finish_reason: str, weight_changes: int) -> Generated:
         """The result of a finished sequence."""
         ids, logprobs, raw = self.sampled(sequence.row)
         return Generated(
@@ -133,7 +133,7 @@ class BatchTable:
             raw_logprobs=raw,
             finish_reason=finish_reason,
             reused=sequence.reused,
-            weights=(sequence.weights, version),
+            weights=(sequence.weights, weight_changes),
             weight_versions=sequence.version_spans(len(ids)),
             top_logprobs=sequence.future.top_logprobs,
             prompt_logprobs=sequence.future.prompt_logprobs or None,

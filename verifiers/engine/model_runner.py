@@ -54,7 +54,7 @@ class ModelRunner:
         self.vocabulary = int(self.text_config.vocab_size)
         # Held while the model runs: other code that runs it, or updates its weights, takes it too.
         self.lock = _locks.setdefault(id(config), FairLock())
-        self.version = 0  # changes of the weights that were detected
+        self.changes = 0  # of the weights, that were detected
         self.weight_version = "0"  # the name of the weights (`name_weights`), or the number of changes
         self._is_named = False
         with self.lock:
@@ -71,7 +71,7 @@ class ModelRunner:
         self.attending: tuple[int, set[int]] | None = None  # arguments and result of `attending_layers` at the proof
         self._last_state: tuple[int, Any] = (0, None)  # of the weights: writes to them; addresses, adapters and hooks
         self._lock_count = -2  # `lock.taken` at the last check; -2: check again
-        self._steps = 0
+        self._steps = 0  # on the same weights
         self._step_s = BURST_S  # of the last step in C; so the first burst is one step
         self.uses_c = self.cpu is not None
         self.uses_modules = False  # the module's own forward
@@ -196,14 +196,14 @@ class ModelRunner:
         if not is_alone:
             pointers = [parameter.data_ptr() for parameter in self._snapshot.parameters]
             where = pointers, _adapter_state(self._adapters), self._hooks
-        now = (self.changes, where)
+        now = (self.writes, where)
         if now == self._last_state:
             return False, False
         has_moved = now[1] != self._last_state[1]
         self._last_state = now
-        self.version += 1
-        if self.version > 1 and not self._is_named:
-            self.weight_version = str(self.version - 1)
+        self.changes += 1
+        if self.changes > 1 and not self._is_named:
+            self.weight_version = str(self.changes - 1)
         self._drop_copies()
         return True, has_moved
 
@@ -212,7 +212,7 @@ class ModelRunner:
         self._adapters = [one for one in self._snapshot.modules if hasattr(one, "merged_adapters")]  # layers of peft
 
     @property
-    def changes(self) -> int:
+    def writes(self) -> int:
         """How often parameters were written to, less the writes that a proof has undone."""
         versions: int = sum([parameter._version for parameter in self._snapshot.parameters])
         return versions - int(self.lock.undone)
@@ -234,7 +234,7 @@ class ModelRunner:
     def reset(self) -> None:
         """Forget everything that was run so far."""
         self.forget()
-        self._last_state, self.version = (0, None), 0
+        self._last_state, self.changes = (0, None), 0
 
     def _drop_copies(self) -> None:
         self._steps = 0

@@ -123,7 +123,7 @@ class Scheduler:
             self._finished.append((sequence, CancelledError()))
             return False
         if sequence.order < 0:
-            sequence.order, sequence.weights = next(self._admissions), self._runner.version
+            sequence.order, sequence.weights = next(self._admissions), self._runner.changes
         return True
 
     def _allocate(self, sequence: ActiveSequence) -> bool:
@@ -280,7 +280,7 @@ class Scheduler:
             return
         for sequence, reason, overrun in finished:
             self.table.drop_last(sequence.row, overrun)
-            outcome = self.table.output(sequence, reason, self._runner.version) if isinstance(reason, str) else reason
+            outcome = self.table.output(sequence, reason, self._runner.changes) if isinstance(reason, str) else reason
             self._finished.append((sequence, outcome))
         failed = {one.sequence.row for one in finished if not isinstance(one.reason, str)}
         self._remove([one.sequence for one in finished], failed)
