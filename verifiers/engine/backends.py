@@ -76,21 +76,21 @@ def choose_backend(engine: Engine) -> Backend:
         _check_forward(engine.model, name)
         before = engine.runner.writes  # `realistic` scales the weights, and undoes it
         try:
-            with prove.realistic(engine.model) as is_telling:
-                tried = _candidates(engine) if is_telling else [SEQUENTIAL, UNCACHED]
+            with prove.realistic(engine.model) as is_conclusive:
+                tried = _candidates(engine) if is_conclusive else [SEQUENTIAL, UNCACHED]
                 found, faults = _first_proven(engine, tried)
                 longest = max(prove.prompt_lengths(engine.model.config, engine.length, 1))
-                is_steady = found is not None or prove.is_steady(engine.model, longest)
+                is_deterministic = found is not None or prove.is_steady(engine.model, longest)
         finally:
             engine.lock.undone += engine.runner.writes - before  # other engines of this model keep their prefix cache
             engine.reset()
-    if not is_steady:
+    if not is_deterministic:
         raise UnsupportedModelError(f"{name} cannot be sampled from: {prove.UNSTEADY}")
     if found is None:
         bounds = prove.bounds(engine.model.config, engine.length)
         advice = f"try length={bounds[0]}" if bounds else "is it a causal language model?"
         raise UnsupportedModelError(f"{name} cannot be sampled from: {faults[-1]} ({advice})")
-    why = faults[0] if faults else _slower_because(engine, found) if is_telling else "its weights say too little yet"
+    why = faults[0] if faults else _slower_because(engine, found) if is_conclusive else "its weights say too little yet"
     backend = Backend(found, why)
     _log_choice(name, backend)
     return backend

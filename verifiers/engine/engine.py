@@ -25,7 +25,7 @@ from verifiers.engine.plan import max_positions
 from verifiers.engine.scheduler import Scheduler
 from verifiers.engine.sequence import ActiveSequence, Answer, Generated, OnToken, Sampling, Seeds, check_tokens
 from verifiers.engine.sequential import SequentialCache
-from verifiers.engine.steps import Steps
+from verifiers.engine.steps import StepRunner
 from verifiers.errors import InfraError, ModelError, OverlongPromptError, RateLimitError
 from verifiers.kernels.cpu.threads import is_small
 from verifiers.kernels.devices import current, free_unused
@@ -77,7 +77,7 @@ class Engine:
         self._wake = self.scheduler.wake
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._steps = Steps(runner, self.scheduler)
+        self._step_runner = StepRunner(runner, self.scheduler)
         self._seeds = Seeds()
         self._gathering = 0  # requests to wait for before the next step
         self._is_paused = False
@@ -89,12 +89,12 @@ class Engine:
     @property
     def steps(self) -> int:
         """Decode steps so far."""
-        return self._steps.steps
+        return self._step_runner.steps
 
     @property
     def tokens(self) -> int:
         """Tokens sampled so far."""
-        return self._steps.tokens
+        return self._step_runner.tokens
 
     def tokens_under_way(self) -> int:
         """Tokens of the unfinished replies so far; any thread may ask."""
@@ -136,7 +136,7 @@ class Engine:
         """Forget everything that was run so far, the counts included."""
         self.scheduler.blocks.forget()
         self.runner.reset()
-        self._steps.steps = self._steps.tokens = 0
+        self._step_runner.steps = self._step_runner.tokens = 0
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
@@ -325,4 +325,4 @@ class Engine:
         self.runner.check_compatible()
         if not self._has_cache:
             self.use_backend(self.backend.name)
-        self._steps.run()
+        self._step_runner.run()

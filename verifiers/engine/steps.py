@@ -31,7 +31,7 @@ SPAN_STEP = 2 * BLOCK  # positions that the attention of a decode step reads are
 BURST = 32  # most tokens that each sequence samples in one call of C; the model's speed decides how many
 
 
-class Steps:
+class StepRunner:
     """Runs what the scheduler has admitted."""
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
