@@ -77,7 +77,7 @@ def sampling(label: str, model: Any) -> None:
 
     def by(backend: str) -> None:
         with engine.lock:
-            engine.run_by(backend)
+            engine.use_backend(backend)
             engine.reset()
         engine.generate(prompts, Sampling(max_tokens=NEW, seed=1))
 

@@ -208,10 +208,10 @@ def memory_held(model: Any, label: str, rows: int, n: int, low: int, high: int) 
 
     def measured() -> None:
         step()
-        lengths = engine.table.length[: len(engine.live)]
+        lengths = engine.table.length[: len(engine.running)]
         if len(lengths) == rows:
             held = engine.scheduler.blocks.held * BLOCK
-            own = {id(one): one.blocks for one in engine.live}
+            own = {id(one): one.blocks for one in engine.running}
             shared = sum(map(len, own.values())) - len({block for blocks in own.values() for block in blocks})
             there = int(lengths.sum())
             ratios.append((held / (there - shared * BLOCK), held / there))

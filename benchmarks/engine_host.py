@@ -40,7 +40,7 @@ CASES = [(256, 256, 1), (1024, 1024, 1), (256, 1024, 1), (1024, 4096, 1), (1024,
 class IdleCard:
     """Takes no time: every token is the same one."""
 
-    def record(self, work: Callable[[], Any], tidy: Any = None) -> tuple[Any, Any]:
+    def capture(self, work: Callable[[], Any], undo: Any = None) -> tuple[Any, Any]:
         return self, work()
 
     def replay(self) -> None:
@@ -49,7 +49,7 @@ class IdleCard:
     def drop_graphs(self) -> None:
         return
 
-    def arrivals(self, n: int) -> Tensor:
+    def pinned_buffer(self, n: int) -> Tensor:
         return torch.empty(n, dtype=torch.int32)
 
     def event(self) -> Any:
@@ -109,7 +109,7 @@ def drive(
     submitted = time.thread_time()
     if watch is not None:
         watch.enable()
-    while engine.waiting or engine.live or engine.scheduler.prefilling:
+    while engine.waiting or engine.running or engine.scheduler.prefilling:
         with engine.lock, torch.inference_mode(), engine.runner.evaluating():
             engine._step()
         engine.scheduler.deliver()

@@ -86,7 +86,9 @@ def measure(requests: int, tokens: int, case: dict[str, Any], profile: bool) -> 
         began.append(time.perf_counter())
         drawn.append(engine.steps)
         n = drawn[-1] - drawn[-2]  # a turn may have been several steps
-        is_full = len(engine.live) == requests and not engine.waiting  # in the turn before this one nobody came or went
+        is_full = (
+            len(engine.running) == requests and not engine.waiting
+        )  # in the turn before this one nobody came or went
         parts = forward.read(), sampling.read()
         if is_full and engine.steps > 1:
             steps.append(((began[-1] - began[-2]) / n, *(part / n for part in parts)))

@@ -215,10 +215,10 @@ def show_rounds(engine: Engine, args: argparse.Namespace) -> None:
         return made
 
     cuda.card.event = event  # type: ignore[method-assign]
-    phases.watch(engine.runner, "notice")
-    phases.watch(engine.scheduler, "admit", "start", "reserve", "finish", "deliver", "keep_prompt")
-    phases.watch(engine._steps, "_run_chunks", "_record", "run")
-    phases.watch(cuda, "launch_first", "add_blocks", "launch", "collect", "free")
+    phases.watch(engine.runner, "detect_changes")
+    phases.watch(engine.scheduler, "admit", "finish_chunks", "reserve", "finish", "deliver", "keep_prompt")
+    phases.watch(engine._step_runner, "_run_chunks", "_record", "run")
+    phases.watch(cuda, "launch_first", "add_blocks", "launch", "collect", "move")
     rate, n = one_round(engine, args)
     print(f"watched: {rate:,.0f} tokens/s, {n} steps", flush=True)
     phases.show(n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import traceback
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 Blame = Literal["policy", "environment", "grader", "infrastructure"]
@@ -179,6 +180,15 @@ def _traceback(error: BaseException) -> str:
         return "".join(traceback.format_exception(error))
     except BaseException:  # foreign __str__ of an error on the way
         return "".join(traceback.format_tb(error.__traceback__))
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, its cause or what was handled when it was raised, the cause of that, and so on."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def wrap(error: Exception, into: type[Error], what: str) -> Error:

@@ -121,7 +121,7 @@ def test_the_proof_leaves_no_trace() -> None:
     assert model.training
     assert all(module.training for module in model.modules())
     assert not heard
-    assert (engine.steps, engine.tokens, engine.runner.version) == (0, 0, 0)
+    assert (engine.steps, engine.tokens, engine.runner.changes) == (0, 0, 0)
 
 
 def test_no_logits_are_computed_for_places_that_the_proof_does_not_compare() -> None:

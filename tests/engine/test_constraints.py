@@ -165,7 +165,7 @@ def test_requests_that_ask_for_nothing_special_leave_the_engine_on_its_quick_pat
 
     plain = Sampling(max_tokens=8, temperature=0.7, top_p=0.9)
     assert not plain.needs_logits
-    assert not plain.is_watched
+    assert not plain.needs_token_check
     future = local.engine.submit([5, 6, 7], plain)[0]
     assert future.result().top_logprobs == []
     assert not local.engine.table.needs_logits[0]  # the first row: nobody else was there

@@ -405,7 +405,7 @@ def test_rows_that_end_at_different_times_are_compacted_without_a_trace(start: A
         assert answer.prompt_ids == prompt
         assert len(answer.ids) == way.max_tokens
         assert_exact(model, answer, way, within=5e-3)
-    assert not engine.live
+    assert not engine.running
     assert engine.tokens == sum(way.max_tokens for _, way in requests)
 
 

@@ -115,7 +115,7 @@ def test_more_requests_than_rows_are_all_exact(make: Any) -> None:
         assert answer.prompt_ids == prompt
         assert_exact(MODEL, answer, way)
     assert engine.tokens == sum(len(answer.ids) for answer in answers)
-    assert not engine.live
+    assert not engine.running
     assert not engine.waiting
 
 
@@ -330,7 +330,7 @@ def test_cancelling_a_running_request_frees_its_row(make: Any, slow: Slow) -> No
     for future in doomed:
         with pytest.raises(CancelledError):
             future.result(20)
-    wait_for(lambda: not engine.live)
+    wait_for(lambda: not engine.running)
     assert_exact(MODEL, answer, Sampling(max_tokens=4))
     assert engine.tokens < 250
 
@@ -369,7 +369,7 @@ def test_a_storm_of_cancellations_leaves_nothing_behind(make: Any) -> None:
         if draw.random() < 0.5:
             futures[draw.randrange(len(futures))].cancel()
     assert not concurrent.futures.wait(futures, timeout=60).not_done
-    assert not engine.live
+    assert not engine.running
     answer = engine.generate([prompt_of(9)], Sampling(max_tokens=9, seed=0))[0]
     assert_exact(MODEL, answer, Sampling())
 
@@ -635,7 +635,7 @@ def test_memory_held_is_at_most_a_tenth_more_than_the_tokens_that_are_there(make
 
     def measured() -> None:
         step()
-        lengths = engine.table.length[: len(engine.live)]
+        lengths = engine.table.length[: len(engine.running)]
         if len(lengths) == 8 and lengths.min() >= 150:
             ratios.append(engine.scheduler.blocks.held * 16 / lengths.sum())
 

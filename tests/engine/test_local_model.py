@@ -351,7 +351,7 @@ def test_nothing_is_loaded_before_the_first_request_and_then_once() -> None:
 def test_a_cancelled_request_frees_its_row(local: LocalModel) -> None:
     async def main() -> None:
         task = asyncio.create_task(local.complete(chat(max_tokens=480, logit_bias={TOKENIZER.eos_token_id: -100})))
-        while not local.engine.live:
+        while not local.engine.running:
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -359,9 +359,9 @@ def test_a_cancelled_request_frees_its_row(local: LocalModel) -> None:
 
     asyncio.run(main())
     deadline = time.monotonic() + 5
-    while local.engine.live and time.monotonic() < deadline:
+    while local.engine.running and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert not local.engine.live
+    assert not local.engine.running
     assert local.engine.tokens < 480
 
 
@@ -376,7 +376,7 @@ def test_a_reply_that_takes_too_long_is_a_deadline(local: LocalModel) -> None:
 def test_closing_fails_what_is_under_way(local: LocalModel) -> None:
     async def main() -> None:
         task = asyncio.create_task(local.complete(chat(max_tokens=480, logit_bias={TOKENIZER.eos_token_id: -100})))
-        while not local.engine.live:
+        while not local.engine.running:
             await asyncio.sleep(0.001)
         await asyncio.to_thread(local.close)
         with pytest.raises(errors.InfraError, match="closed"):
@@ -657,6 +657,25 @@ def test_a_model_that_raises_fails_every_choice_of_its_requests(local: LocalMode
             ask(local, n=3, timeout_s=10)
         handle.remove()
         assert ask(local, n=3).tokens
+
+
+def test_a_temperature_too_low_to_divide_by_is_sampled_greedily_and_recorded_as_0(local: LocalModel) -> None:
+    cold, greedy = (ask(local, temperature=value, max_tokens=6) for value in (5e-6, 0.0))
+    assert cold.tokens.completion_ids == greedy.tokens.completion_ids
+    assert cold.tokens.sampling["temperature"] == 0.0
+
+
+def test_a_timeout_within_the_model_is_a_failure_of_the_model_where_no_timeout_was_asked_for() -> None:
+    def hang(*_: Any) -> None:
+        raise TimeoutError("a collective took too long")
+
+    module = tiny.model(TOKENIZER)
+    with LocalModel(module, TOKENIZER, rows=4) as local:
+        local.load()
+        handle = module.register_forward_pre_hook(hang)
+        with pytest.raises(errors.ModelError, match="a collective took too long"):
+            ask(local)
+        handle.remove()
 
 
 def test_a_closed_model_leaves_no_reference_to_its_weights_its_cache_or_its_engine(tmp_path: Path) -> None:

@@ -62,6 +62,12 @@ def test_a_model_that_unties_its_embeddings_counts_both() -> None:
     assert weights_bytes(config, torch.float32) == (134_515_008 + 49152 * 576) * 4
 
 
+def test_a_model_that_says_minus_one_for_no_limit_of_its_positions_is_planned_without_one() -> None:
+    unlimited = transformers.LlamaConfig(**{**TINY.to_dict(), "max_position_embeddings": -1})
+    assert planned(unlimited).length == 8192
+    assert planned(unlimited, length=20_000).length == 20_000
+
+
 def test_the_cache_is_shared_so_that_many_long_rows_are_planned_where_few_would_fit_at_once() -> None:
     made = planned(rows=256, length=8192, free_bytes=6_100_000_000)
     assert (made.rows, made.length) == (256, 8192)

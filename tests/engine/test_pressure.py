@@ -135,7 +135,7 @@ def test_where_there_was_no_memory_for_the_cache_the_next_request_tries_again(
     engine = make()
     due = engine.submit(prompt_of(20), Sampling(max_tokens=5, seed=1))[0].result(20)
     cache = type(engine.scheduler.cache)
-    wait_for(lambda: not engine.live)
+    wait_for(lambda: not engine.running)
     engine.release_cache()
 
     def full(*_: Any, **__: Any) -> Any:
@@ -217,5 +217,7 @@ def test_whatever_happens_around_them_requests_get_the_tokens_they_get_alone(mak
         assert answer.logprobs == pytest.approx(due.logprobs[: len(answer.ids)], abs=1e-5)
         assert len(answer.prompt_logprobs or ()) == len(due.prompt_logprobs or ())
         assert len(answer.top_logprobs) == (len(answer.ids) if way.top_logprobs else 0)
-    wait_for(lambda: not (engine.scheduler.blocks.held or engine.live or engine.scheduler.prefilling or engine.waiting))
+    wait_for(
+        lambda: not (engine.scheduler.blocks.held or engine.running or engine.scheduler.prefilling or engine.waiting)
+    )
     assert not any(engine.scheduler.blocks._references)

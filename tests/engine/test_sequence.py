@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from verifiers.engine.sequence import Answer, Generated, Seeds, arrivals, check_tokens, delivery
+from verifiers.engine.sequence import Answer, Generated, Seeds, check_tokens, delivery, results_of
 
 
 def generated(number: int) -> Generated:
@@ -24,7 +24,7 @@ def in_another_thread(function: Callable[[], None]) -> None:
 
 async def wait_for(answers: Sequence[Answer], give: Callable[[], None]) -> list[Any]:
     """What each of those who wait gets, when another thread gives the answers."""
-    waiting = [asyncio.create_task(arrivals([answer])) for answer in answers]
+    waiting = [asyncio.create_task(results_of([answer])) for answer in answers]
     await asyncio.sleep(0)
     in_another_thread(give)
     return await asyncio.gather(*waiting, return_exceptions=True)
@@ -81,7 +81,7 @@ def test_a_loop_that_is_gone_holds_nobody_up() -> None:
     left, kept = Answer(), Answer()
 
     async def leave() -> None:
-        task = asyncio.create_task(arrivals([left]))
+        task = asyncio.create_task(results_of([left]))
         await asyncio.sleep(0)
         task.cancel()
 

@@ -342,7 +342,7 @@ def test_a_client_that_hangs_up_in_mid_stream_is_no_error_of_the_server(
             connection.sendall(head + body)
             connection.recv(100)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", linger, 0))
-    while setup.local.engine.live:
+    while setup.local.engine.running:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert "hung up before the end of POST /v1/chat/completions" in caplog.text
@@ -363,8 +363,8 @@ def test_a_request_that_its_client_dropped_is_freed(setup: Setup, stream: bool) 
     with socket.create_connection(("127.0.0.1", setup.server.port)) as connection:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
         connection.sendall(head.encode() + content)
-        wait_until(lambda: bool(engine.live))
-    wait_until(lambda: not engine.live)
+        wait_until(lambda: bool(engine.running))
+    wait_until(lambda: not engine.running)
     assert engine.tokens - sampled < 490
 
 

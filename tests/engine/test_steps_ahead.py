@@ -108,7 +108,7 @@ def test_blocks_are_taken_for_several_steps_at_once_and_memory_stays_near_the_to
 
     def measured() -> None:
         step()
-        lengths = card.table.length[: len(card.live)] + card.table.ahead[: len(card.live)]
+        lengths = card.table.length[: len(card.running)] + card.table.ahead[: len(card.running)]
         if len(lengths) == 16:
             ratios.append(card.scheduler.blocks.held * 16 / lengths.sum())
 

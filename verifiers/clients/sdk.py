@@ -250,9 +250,5 @@ def _without_keys(error: BaseException, keys: list[str]) -> BaseException:
 
 
 def _chain_texts(error: BaseException) -> Iterator[str]:
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield f"{link} {link.args!r}"
-        link = link.__cause__ or link.__context__
+    for one in errors.chain_of(error):
+        yield f"{one} {one.args!r}"

@@ -1,8 +1,8 @@
 """An engine → the fastest backend that is proven for its model, and why it is not a faster one.
 
-Prompts of several lengths go through the engine side by side, as requests do, long enough to pass every window and
-chunk that the model has; then one of them goes on, as a second turn does. The logprob of each token is compared with
-what the model's own forward gives for the whole sequence. What disagrees is run by the next backend, or refused.
+Prompts of several lengths run in one batch, long enough to exceed every attention window and chunk of the model; then
+some of them are continued, as a second turn of a chat would be. The logprob of each token is compared with that of the
+model's own forward over the whole sequence. If they disagree the next backend is tried; if none agrees, it is an error.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ DESCRIPTIONS = {
     SEQUENTIAL: "one sequence at a time",
     UNCACHED: "one sequence at a time, without a cache",
 }
-BATCHED = (CPU, CUDA, TORCH, MODULES)  # requests side by side in one KV cache of ours
+BATCHED = (CPU, CUDA, TORCH, MODULES)  # continuous batching over the engine's KV cache
 
-NEW_TOKENS = 12  # of each request: enough to see the weights laid out in C, which is done after some steps
-TEMPERATURE = 16.0  # tokens of all kinds: the logprob of one that is nearly certain says nothing of the others
+NEW_TOKENS = 12  # of each request: more than LAY_OUT_AFTER, so that the weights in C's layout are tested too
+TEMPERATURE = 16.0  # samples tokens of all kinds: the logprob of a nearly certain token says nothing of the others
 SECOND_TURN = 5  # tokens that a second turn adds
-# The largest errors of logprobs, and their root mean square, that are rounding. Logits of 16 to 32 lie an eighth apart
-# in bfloat16; a model that attends in the wrong way is off by several units.
+# The largest error of logprobs, and their root mean square error, that rounding explains. Logits of 16 to 32 are an
+# eighth apart in bfloat16; wrong attention is off by several units.
 WITHIN, WITHIN_MEAN = 2e-3, 1e-3
 WITHIN_HALF, WITHIN_HALF_MEAN = 2.0, 0.4
 
 
 class UnsupportedModelError(ValueError):
-    """No way of running this model gives the numbers of its own forward."""
+    """No backend reproduces the logprobs of the model's own forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +74,23 @@ def choose_backend(engine: Engine) -> Backend:
         prove.without_hooks(engine.model),
     ):  # fmt: skip
         _check_forward(engine.model, name)
-        before = engine.runner.changes
+        before = engine.runner.writes  # `realistic` scales the weights, and undoes it
         try:
-            with prove.realistic(engine.model) as is_telling:
-                tried = _candidates(engine) if is_telling else [SEQUENTIAL, UNCACHED]
+            with prove.realistic(engine.model) as is_conclusive:
+                tried = _candidates(engine) if is_conclusive else [SEQUENTIAL, UNCACHED]
                 found, faults = _first_proven(engine, tried)
-                is_steady = found is not None or _is_steady(engine)
+                longest = max(prove.prompt_lengths(engine.model.config, engine.length, 1))
+                is_deterministic = found is not None or prove.is_steady(engine.model, longest)
         finally:
-            engine.lock.undone += engine.runner.changes - before  # other engines of this model keep what they have
+            engine.lock.undone += engine.runner.writes - before  # other engines of this model keep their prefix cache
             engine.reset()
-    if not is_steady:
+    if not is_deterministic:
         raise UnsupportedModelError(f"{name} cannot be sampled from: {prove.UNSTEADY}")
     if found is None:
         bounds = prove.bounds(engine.model.config, engine.length)
         advice = f"try length={bounds[0]}" if bounds else "is it a causal language model?"
         raise UnsupportedModelError(f"{name} cannot be sampled from: {faults[-1]} ({advice})")
-    why = faults[0] if faults else _slower_because(engine, found) if is_telling else "its weights say too little yet"
+    why = faults[0] if faults else _slower_because(engine, found) if is_conclusive else "its weights say too little yet"
     backend = Backend(found, why)
     _log_choice(name, backend)
     return backend
@@ -127,10 +128,6 @@ def _check_forward(model: Any, name: str) -> None:
         raise UnsupportedModelError(f"{name} gives logits that are not numbers (NaN): its weights are bad")
 
 
-def _is_steady(engine: Engine) -> bool:
-    return prove.is_steady(engine.model, max(prove.prompt_lengths(engine.model.config, engine.length, 1)))
-
-
 def _first_proven(engine: Engine, backends: Sequence[str]) -> tuple[str | None, list[str]]:
     faults: list[str] = []
     for backend in backends:
@@ -151,15 +148,15 @@ def _log_choice(name: str, backend: Backend) -> None:
 def _fault(engine: Engine, backend: str) -> str | None:
     """What is wrong with a backend; None if nothing is."""
     try:
-        if backend in BATCHED and (alone := _layers_of_their_own(engine)):
-            return f"{alone} of its layers keep state outside attention, or attend in a way of their own"
-        engine.run_by(backend)
+        if backend in BATCHED and (count := _unbatchable_layers(engine)):
+            return f"{count} of its layers keep state outside attention, or attend in a way of their own"
+        engine.use_backend(backend)
         error_T = torch.cat([_errors(engine.model, reply) for reply in _replies(engine)])
     except Exception as fault:  # the model is foreign code, asked in a way that it may not know
         logger.debug("%s does not run %s", type(engine.model).__name__, backend, exc_info=True)
         return _first_line(fault)
     if backend == CPU and engine.runner.cpu is not None and not engine.runner.cpu.runs:
-        return "its weights were not copied: too little memory, or too short a length"  # PyTorch is what was compared
+        return "its weights were not copied: too little memory, or too short a length"  # so PyTorch was compared, not C
     is_half = engine.dtype.itemsize < 4
     most, mean = (WITHIN_HALF, WITHIN_HALF_MEAN) if is_half else (WITHIN, WITHIN_MEAN)
     largest, typical = float(error_T.max()), float(error_T.square().mean().sqrt())
@@ -167,7 +164,8 @@ def _fault(engine: Engine, backend: str) -> str | None:
     return None if largest <= most and typical <= mean else f"its logprobs are off by up to {largest:.2g}"
 
 
-def _layers_of_their_own(engine: Engine) -> int:
+def _unbatchable_layers(engine: Engine) -> int:
+    """How many layers cannot run over the engine's KV cache."""
     layers = int(engine.runner.text_config.num_hidden_layers)
     row = max(engine.length, engine.prefill_tokens)
     engine.runner.attending = row, engine.runner.attending_layers(row)
@@ -175,22 +173,22 @@ def _layers_of_their_own(engine: Engine) -> int:
 
 
 def _replies(engine: Engine) -> list[Generated]:
-    """Requests side by side, one of them twice; then one goes on."""
+    """A batch of prompts, one of them twice; then second turns of some, and one that samples the pad token."""
     room = engine.length - 1
     new = min(NEW_TOKENS, max(1, room // 2))
     lengths = prove.prompt_lengths(engine.model.config, engine.length, new)
     asked = prove.prompts(engine.model.config, lengths)
-    way = Sampling(max_tokens=new, temperature=TEMPERATURE)
-    sequences = [ActiveSequence(prompt, way, seed) for seed, prompt in enumerate([*asked, asked[1]])]
+    sampling = Sampling(max_tokens=new, temperature=TEMPERATURE)
+    sequences = [ActiveSequence(prompt, sampling, seed) for seed, prompt in enumerate([*asked, asked[1]])]
     replies = _drive(engine, sequences)
     for first in replies[: 1 + len(asked) // 3]:
         turn = [*first.prompt_ids, *first.ids, *asked[0][:SECOND_TURN]]
         if len(turn) < room:
-            replies += _drive(engine, [ActiveSequence(turn, Sampling(max_tokens=2, temperature=TEMPERATURE), 0)])
+            replies += _drive(engine, [ActiveSequence(turn, replace(sampling, max_tokens=2), 0)])
     pad = prove.pad_id(engine.model.config)
-    if pad is not None:  # about every second token that is drawn
-        often = {pad: TEMPERATURE * math.log(engine.vocabulary)}
-        replies += _drive(engine, [ActiveSequence(asked[-1], replace(way, logit_bias=often), 1)])
+    if pad is not None:  # with this bias, about every second token
+        bias = {pad: TEMPERATURE * math.log(engine.vocabulary)}
+        replies += _drive(engine, [ActiveSequence(asked[-1], replace(sampling, logit_bias=bias), 1)])
     return replies
 
 
@@ -206,7 +204,7 @@ def _drive(engine: Engine, sequences: Sequence[ActiveSequence]) -> list[Generate
 
 
 def _errors(model: Any, reply: Generated) -> Tensor:
-    """How far each token's logprob is from that of the model's own forward."""
+    """The distance of each token's logprob from that of the model's own forward."""
     logits_TV = prove.plain_logits(model, [*reply.prompt_ids, *reply.ids], len(reply.ids) + 1)[:-1]
     ids_T = torch.tensor(reply.ids, device=logits_TV.device)
     expected_T = torch.log_softmax(logits_TV, -1).gather(1, ids_T[:, None])[:, 0]

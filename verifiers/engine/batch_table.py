@@ -1,4 +1,4 @@
-"""What is known of each running sequence, as columns: its blocks, how far it is, how it is sampled, its reply."""
+"""The decode batch as NumPy columns, one row a running sequence: block table, lengths, sampling arguments, reply."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ import numpy as np
 import torch
 
 from verifiers.engine.block_manager import BLOCK, blocks_for
-from verifiers.engine.sequence import NO_TOP_K, ActiveSequence, Generated
+from verifiers.engine.sequence import GREEDY_BELOW, NO_TOP_K, ActiveSequence, Generated
 from verifiers.kernels.cpu.model import DecodeColumns, Drawn
 from verifiers.kernels.devices import to_device
 from verifiers.kernels.sampling import SamplingColumns
 
-BEYOND = BLOCK  # tokens that a row may draw on CUDA beyond its last one, before the host has read that
-COLDEST = 1e-5  # a lower temperature is greedy: logits divided by it would not be numbers any more
+OVERRUN = BLOCK  # most tokens that a row may sample on CUDA beyond its last one, until the host has read that one
 
 
 class BatchTable:
-    """One row for each sequence that decodes: they have the first rows, without gaps."""
+    """One row for each running sequence: they have the first rows, without gaps."""
 
     def __init__(self, rows: int, length: int) -> None:
         self._length = length
-        self.blocks = np.zeros((rows, blocks_for(length + BEYOND)), np.int32)  # beyond the context they are nobody's
+        self.blocks = np.zeros((rows, blocks_for(length + OVERRUN)), np.int32)  # past the context: the null block
         self._columns = (np.zeros((8, rows), np.int64), np.zeros((3, rows), np.float32), np.zeros((4, rows), bool))
-        # Its blocks; positions that hold keys and values; steps that the device was given and the host has not read.
+        # Blocks of the row; positions with keys and values; steps in flight on the device.
         self.n_blocks, self.length, self.ahead, *more = self._columns[0]
+        # Last token; tokens of the reply so far; most tokens of the reply.
         self.token, self.steps, self.max_tokens, self.seed, self.top_k = more
         self.temperature, self.top_p, self.min_p = self._columns[1]
-        self.truncates, self.needs_logits, self.is_watched, self.is_told = self._columns[2]
-        words = np.zeros((3, rows, length + BEYOND), np.int32)
+        self.truncates, self.needs_logits, self.needs_token_check, self.has_callback = self._columns[2]
+        words = np.zeros((3, rows, length + OVERRUN), np.int32)  # of the replies: ids, logprobs, raw logprobs
         self._words, self._ids, self._logprobs = words, words[0], words[1:].view(np.float32)
         self._outputs = (self._ids.reshape(-1), *self._logprobs.reshape(2, -1))
 
     def assign(self, sequence: ActiveSequence) -> None:
-        """Fill in the row of a sequence whose prompt has been run, with what it sampled before it was preempted."""
+        """Fill in the row of a sequence whose prefill is complete, with what it sampled before a preemption."""
         row, sampling = sequence.row, sequence.sampling
         self.blocks[row] = 0
         self.blocks[row, : len(sequence.blocks)] = sequence.blocks
@@ -47,19 +47,19 @@ class BatchTable:
         self.max_tokens[row] = min(sampling.max_tokens, self._length - len(sequence.prompt_ids))
         self.seed[row] = sequence.seed
         self.top_k[row] = min(sampling.top_k or NO_TOP_K, NO_TOP_K)
-        self.temperature[row] = sampling.temperature if sampling.temperature >= COLDEST else 0.0
+        self.temperature[row] = sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0
         self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
         self.truncates[row] = sampling.truncates
         self.needs_logits[row] = sampling.needs_logits
-        self.is_told[row] = sequence.on_token is not None
-        self.is_watched[row] = sequence.on_token is not None or bool(sampling.stop_ids) or sampling.is_watched
+        self.has_callback[row] = sequence.on_token is not None
+        self.needs_token_check[row] = sequence.on_token is not None or sampling.needs_token_check
 
     def blocks_of(self, row: int) -> list[int]:
         blocks: list[int] = self.blocks[row, : self.n_blocks[row]].tolist()
         return blocks
 
     def add_blocks(self, missing_N: np.ndarray, blocks: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Give the first rows as many blocks each as they miss; gives the row and the column of each block."""
+        """Add ``missing_N`` blocks to the first rows; returns the row and the column of each block."""
         n = len(missing_N)
         rows_M = np.repeat(np.arange(n), missing_N)
         column_M = np.arange(len(rows_M)) + np.repeat(self.n_blocks[:n] + missing_N - missing_N.cumsum(), missing_N)
@@ -68,32 +68,32 @@ class BatchTable:
         return rows_M, column_M
 
     def missing_blocks(self, n: int, steps: int) -> np.ndarray:
-        """How many blocks the first rows need for that many more tokens each, beyond those they have."""
+        """How many more blocks each of the first rows needs for that many more tokens."""
         position = np.minimum(self.length[:n] + self.ahead[:n] + steps, self._length)
         missing: np.ndarray = np.maximum((position + (BLOCK - 1)) // BLOCK - self.n_blocks[:n], 0)
         return missing
 
     def rows_with_spare_blocks(self, n: int) -> np.ndarray:
-        """Which of the first rows have blocks beyond those of their next token."""
+        """Which of the first rows have blocks beyond that of their next token."""
         return np.flatnonzero(self.n_blocks[:n] > self.length[:n] // BLOCK + 1)
 
     def columns(self, rows_N: np.ndarray, device: torch.device) -> SamplingColumns:
-        """How these rows are sampled, on the device, without waiting for what it is doing."""
-        real = np.stack([column[rows_N] for column in (self.temperature, self.top_p, self.min_p)])
-        whole = np.stack([column[rows_N] for column in (self.top_k, self.seed, self.steps)])
-        temperature, top_p, min_p = to_device(real, device)
-        top_k, seed, steps = to_device(whole, device)
+        """The sampling arguments of these rows on the device, copied without synchronizing."""
+        floats = np.stack([column[rows_N] for column in (self.temperature, self.top_p, self.min_p)])
+        ints = np.stack([column[rows_N] for column in (self.top_k, self.seed, self.steps)])
+        temperature, top_p, min_p = to_device(floats, device)
+        top_k, seed, steps = to_device(ints, device)
         return SamplingColumns(temperature, top_p, top_k, min_p, seed, steps)
 
     def decode_columns(self, n: int) -> DecodeColumns:
-        """The first rows, as C takes them."""
+        """The first rows, for the decode loop in C."""
         return DecodeColumns(
             token=self.token[:n], position=self.length[:n], step=self.steps[:n], temperature=self.temperature[:n],
             top_p=self.top_p[:n], min_p=self.min_p[:n], top_k=self.top_k[:n], seed=self.seed[:n],
         )  # fmt: skip
 
     def record(self, rows_N: np.ndarray, drawn: Drawn, *, is_first: bool = False) -> None:
-        """Keep what was drawn for these rows: several tokens of each, or the first of their replies."""
+        """Append sampled tokens to the replies of these rows; the first token of a reply adds no position."""
         steps, steps_N = len(drawn.token_KB), self.steps[rows_N]
         at_KN = rows_N * self._words.shape[2] + steps_N + np.arange(steps)[:, None]
         for column, drawn_KN in zip(self._outputs, drawn, strict=True):
@@ -103,28 +103,28 @@ class BatchTable:
         if not is_first:
             self.length[rows_N] += steps
 
-    def take_back(self, row: int, tokens: int) -> None:
-        """A row's sequence had ended before its last so many tokens."""
+    def drop_last(self, row: int, tokens: int) -> None:
+        """Drop the last tokens of a row: its sequence had finished before them."""
         self.steps[row] -= tokens
         self.length[row] -= tokens
 
     def reply(self, row: int) -> np.ndarray:
-        """What a row's sequence has sampled so far."""
+        """The ids that a row's sequence has sampled so far."""
         reply: np.ndarray = self._ids[row, : self.steps[row]]
         return reply
 
     def sampled(self, row: int) -> tuple[list[int], list[float], list[float]]:
-        """The same with both logprobs of each token."""
+        """The ids that a row's sequence has sampled so far, their logprobs, and their raw logprobs."""
         logprobs, raw = self._logprobs[:, row, : self.steps[row]].tolist()
         return self.reply(row).tolist(), logprobs, raw
 
     def tokens_left(self, n: int) -> np.ndarray:
-        """How many more tokens each of the first rows can have, beyond those that the device was asked for."""
+        """How many more tokens each of the first rows may sample, those in flight counted as sampled."""
         left: np.ndarray = self.max_tokens[:n] - self.steps[:n] - self.ahead[:n]
         return left
 
-    def output(self, sequence: ActiveSequence, finish_reason: str, version: int) -> Generated:
-        """All that a request has sampled."""
+    def output(self, sequence: ActiveSequence, finish_reason: str, weight_changes: int) -> Generated:
+        """The result of a finished sequence."""
         ids, logprobs, raw = self.sampled(sequence.row)
         return Generated(
             prompt_ids=sequence.prompt_ids,
@@ -133,14 +133,14 @@ class BatchTable:
             raw_logprobs=raw,
             finish_reason=finish_reason,
             reused=sequence.reused,
-            weights=(sequence.weights, version),
+            weights=(sequence.weights, weight_changes),
             weight_versions=sequence.version_spans(len(ids)),
             top_logprobs=sequence.future.top_logprobs,
             prompt_logprobs=sequence.future.prompt_logprobs or None,
         )
 
     def move(self, holes: np.ndarray, movers: np.ndarray) -> None:
-        """Give rows that became free to the sequences of others, their blocks and all; no keys are copied."""
+        """Move rows over others, with their block tables; the KV cache stays where it is."""
         for columns in self._columns:
             columns[:, holes] = columns[:, movers]
         self.blocks[holes] = self.blocks[movers]

@@ -1,8 +1,8 @@
-"""Blocks of the KV cache: who holds each, which tokens it keeps, and which is given away next.
+"""Blocks of the KV cache: reference counts, the prefix cache, and which block is allocated next.
 
-A block is `BLOCK` positions of every layer. Sequences that begin alike hold the same full blocks (reference counts). A
-block that nobody holds keeps its keys and values, as prefix cache, until it is needed: the longest unused goes first.
-What is kept is found by content: a block by the tokens in it and the block before it, so equal tokens mean equal keys.
+A block is `BLOCK` positions of every layer. Sequences with a common prefix share its full blocks (reference counts). A
+block that no sequence holds keeps its keys and values, as prefix cache, until it is allocated: the least recently used
+goes first. A cached block is found by its tokens and the block before it: equal tokens, equal keys and values.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Positions of a block. A sequence leaves BLOCK - 1 of its last block unused at most, half of them on average: 5% of a
-# sequence of 150 tokens. Smaller blocks make longer tables, and shorter runs of keys that lie side by side.
+# Positions of a block. A sequence leaves at most BLOCK - 1 positions of its last block unused, half of them on average:
+# 5% of a sequence of 150 tokens. Smaller blocks make longer block tables, and fewer contiguous keys.
 BLOCK = 16
-NOBODYS = 0  # the block where what must not be kept is written on CUDA
+NULL_BLOCK = 0  # never allocated: on CUDA, padding and rows without a sequence write here
 _TOKEN, _SERIAL = 4, 8  # bytes of a token, and of a block's serial number
 _SIZE = BLOCK * _TOKEN
-_ROOT = bytes(_SERIAL)
+_ROOT = bytes(_SERIAL)  # in place of the block before the first
 
 
 def blocks_for(tokens: int) -> int:
-    """How many blocks so many tokens take.
+    """How many blocks that many tokens take.
 
     >>> [blocks_for(n) for n in (0, 1, 16, 17)]
     [0, 1, 1, 2]
@@ -34,14 +34,14 @@ def blocks_for(tokens: int) -> int:
 
 
 class OutOfBlocksError(Exception):
-    """Every block is held by a sequence that is under way."""
+    """Too few blocks are free: sequences hold the others."""
 
 
 class Prefix(NamedTuple):
-    """The beginning of a prompt that is kept: full blocks, and ``rest`` tokens at the start of one more."""
+    """The cached prefix of a prompt: full blocks, and the first ``rest`` tokens of the block ``source``."""
 
     blocks: list[int]
-    source: int = NOBODYS
+    source: int = NULL_BLOCK
     rest: int = 0
 
     @property
@@ -57,37 +57,36 @@ class BlockManager:
 
     def __init__(self, blocks: int, *, least_shared: int | None = 1) -> None:
         self.least_shared = least_shared
-        self.version = 0  # counts how often everything kept was forgotten
+        self.version = 0  # how often the prefix cache was dropped
         self._references = [0] * blocks
-        self._empty = list(
-            range(blocks - 1, NOBODYS, -1)
-        )  # the last one freed is the next one used: it is in the cache
-        self._unheld: OrderedDict[int, None] = OrderedDict()  # blocks that keep something, the longest unused first
-        # What a block keeps is known by a key: the serial number of the block before it, and its tokens. (Bytes: the
-        # garbage collector would look at each of so many tuples.)
+        # Free blocks without content. The last one released is the next one allocated: the CPU's caches have it.
+        self._empty = list(range(blocks - 1, NULL_BLOCK, -1))
+        self._unheld: OrderedDict[int, None] = OrderedDict()  # cached blocks that no sequence holds, in LRU order
+        # The key of a cached block: the serial number of the block before it, and its tokens. (Bytes, not tuples: the
+        # garbage collector would traverse those.)
         self._keys: list[bytes | None] = [None] * blocks
         self._by_key: dict[bytes, int] = {}
         self._serial = [_ROOT] * blocks
         self._serials = count(1)
-        self._after: dict[bytes, bytes | list[bytes]] = {}  # serial number → key of what follows; several are sorted
+        self._after: dict[bytes, bytes | list[bytes]] = {}  # serial number → key of the next block; several, sorted
 
     @property
     def total(self) -> int:
-        """How many blocks sequences can have."""
+        """Blocks without the null block."""
         return len(self._references) - 1
 
     @property
     def available(self) -> int:
-        """How many of them can be had now."""
+        """How many of them can be allocated now."""
         return len(self._empty) + len(self._unheld)
 
     @property
     def held(self) -> int:
-        """How many belong to sequences under way, those that several share counted once."""
+        """How many of them sequences hold, shared ones counted once."""
         return self.total - self.available
 
     def allocate(self, n: int) -> list[int]:
-        """Blocks of one's own; what they kept is gone."""
+        """Take free blocks: empty ones first, then the least recently used of the prefix cache."""
         if n > self.available:
             raise OutOfBlocksError(f"{n} blocks are needed, {self.available} are left")
         first = max(len(self._empty) - n, 0)
@@ -95,23 +94,23 @@ class BlockManager:
         del self._empty[first:]
         while len(taken) < n:
             block, _ = self._unheld.popitem(last=False)
-            self._drop(block)
+            self._evict(block)
             taken.append(block)
         for block in taken:
             self._references[block] = 1
         return taken
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Share blocks that others hold, or that are kept."""
+        """Share blocks that other sequences hold, or that the prefix cache has."""
         for block in blocks:
             if not self._references[block]:
                 del self._unheld[block]
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> list[int]:
-        """Let go of blocks; gives those that are empty now. A sequence's last one is given away before its first."""
+        """Drop one reference to each; returns those that are empty now."""
         emptied = []
-        for block in reversed(blocks):
+        for block in reversed(blocks):  # of a cached sequence, the last block is evicted before the first
             self._references[block] -= 1
             if self._references[block]:
                 continue
@@ -125,16 +124,16 @@ class BlockManager:
     # --- the prefix cache -----------------------------------------------------------------------------------------
 
     def keep(self, blocks: Sequence[int], ids: Ids) -> None:
-        """Note which tokens the keys and values of a sequence's blocks belong to: from here on they can be reused."""
+        """Add the blocks of a sequence to the prefix cache; ``ids`` are the tokens of their keys and values."""
         if self.least_shared is None:
             return
         text, before, by_key, serial = _bytes(ids), _ROOT, self._by_key, self._serial
         for block, start in zip(blocks, range(0, len(text), _SIZE), strict=False):
             key = before + text[start : start + _SIZE]
-            before = serial[by_key.get(key) or self._note(block, before, key)]
+            before = serial[by_key.get(key) or self._insert(block, before, key)]
 
     def longest_prefix(self, ids: Ids) -> Prefix:
-        """The longest beginning of a prompt that any blocks keep; its last token has to be run for its logits."""
+        """The longest cached prefix of a prompt, without its last token: that one is run for its logits."""
         most = len(ids) - 1
         least = self.least_shared or most + 1
         if most < least or not self._by_key:
@@ -153,26 +152,26 @@ class BlockManager:
         return found if found.tokens >= least else Prefix([])
 
     def _longest_start(self, before: bytes, text: bytes) -> tuple[int, int]:
-        """Of the blocks that follow one, that which begins with most of these tokens, and how many."""
+        """Of the blocks after ``before``, the one that shares most first tokens with ``text``, and how many."""
         siblings = self._after.get(before, [])
         wanted = before + text
-        if isinstance(siblings, list):  # the most alike are side by side in this order
+        if isinstance(siblings, list):  # sorted: the longest common prefix is that of a neighbour
             at = bisect_left(siblings, wanted)
-            siblings = max(siblings[max(at - 1, 0) : at + 1], key=lambda key: _alike(key, wanted), default=b"")
-        shared = (_alike(siblings, wanted) - _SERIAL) // _TOKEN
-        return (self._by_key[siblings], shared) if shared > 0 else (NOBODYS, 0)
+            siblings = max(siblings[max(at - 1, 0) : at + 1], key=lambda key: _common_prefix(key, wanted), default=b"")
+        shared = (_common_prefix(siblings, wanted) - _SERIAL) // _TOKEN
+        return (self._by_key[siblings], shared) if shared > 0 else (NULL_BLOCK, 0)
 
     def forget(self) -> None:
-        """Drop all that is kept: it was made by other weights, say."""
+        """Drop the prefix cache: the weights have changed, say."""
         self.version += 1
         self._empty += self._unheld
         self._keys = [None] * len(self._keys)
         for kept in (self._unheld, self._by_key, self._after):
             kept.clear()
 
-    def _note(self, block: int, before: bytes, key: bytes) -> int:
-        if self._keys[block] is not None:  # it held fewer tokens when it was noted, or others before it
-            self._drop(block)
+    def _insert(self, block: int, before: bytes, key: bytes) -> int:
+        if self._keys[block] is not None:  # it was inserted with fewer tokens, or after another block
+            self._evict(block)
         self._keys[block], self._by_key[key], self._serial[block] = key, block, next(self._serials).to_bytes(_SERIAL)
         siblings = self._after.setdefault(before, key)
         if isinstance(siblings, list):
@@ -181,8 +180,8 @@ class BlockManager:
             self._after[before] = sorted((siblings, key))
         return block
 
-    def _drop(self, block: int) -> None:
-        """Its serial number is gone with it: those after it cannot be found any more, and are given away in turn."""
+    def _evict(self, block: int) -> None:
+        """Remove from the prefix cache. Blocks after it cannot be found without its serial number: LRU evicts them."""
         key, self._keys[block] = self._keys[block], None
         assert key is not None
         del self._by_key[key]
@@ -197,14 +196,14 @@ class BlockManager:
 
 
 def _bytes(ids: Ids) -> bytes:
-    """Tokens as bytes whose order is that of the tokens."""
+    """Tokens as bytes that sort as the tokens do (big-endian)."""
     return np.asarray(ids, ">i4").tobytes()
 
 
-def _alike(one: bytes, other: bytes) -> int:
-    """How many bytes at the beginning are the same.
+def _common_prefix(one: bytes, other: bytes) -> int:
+    """The length of the common prefix, in bytes.
 
-    >>> _alike(b"abcd", b"abx"), _alike(b"ab", b"abc"), _alike(b"", b"a")
+    >>> _common_prefix(b"abcd", b"abx"), _common_prefix(b"ab", b"abc"), _common_prefix(b"", b"a")
     (2, 2, 0)
     """
     n = min(len(one), len(other))

@@ -1,8 +1,8 @@
 """Tensors of one process → the same tensors in others, memory to memory: by gloo, or by NCCL where all have it.
 
-The sender is rank 0; each `broadcast` is one tensor, which the others fill with what the sender has. A channel is no
-part of `torch.distributed`'s default group: it is opened and closed beside it. This file imports nothing of the
-package, so that a vLLM worker in an environment of its own can read it, too.
+The sender is rank 0; each `broadcast` is one tensor, which the others receive in place. A channel is independent of
+`torch.distributed`'s default group. This file imports nothing of the package: a vLLM worker, in another environment,
+loads it too.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from torch import Tensor, distributed
 
 LOOPBACK = "127.0.0.1"
 ID_BYTES = 128
-# Numbers of NCCL's types; what else there is goes as bytes.
+# NCCL's numbers of types; tensors of others are sent as bytes.
 _NCCL_TYPES = {torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9, torch.int64: 4, torch.int32: 2}
 _NCCL_BYTES, _NCCL_SUM = 1, 0
 
 
 def backend_here() -> str:
-    """What this process sends and receives by: NCCL on CUDA, else gloo."""
+    """The backend of this process: NCCL on CUDA, else gloo."""
     return "nccl" if torch.cuda.is_available() and _library() is not None else "gloo"
 
 
 def card_here(device: torch.device | None = None) -> str | None:
-    """Which card this process uses: NCCL does not join two processes on one."""
+    """The UUID of the GPU of this process: NCCL does not join two processes on one GPU."""
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
         return None
     return str(torch.cuda.get_device_properties(device or torch.cuda.current_device()).uuid)
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine that a host reaches it at."""
+    """The address at which a host reaches this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
 
 
 class GlooChannel:
-    """A group of CPU tensors. ``port`` 0: the sender takes a free one, which `port` then says."""
+    """A gloo group, for CPU tensors. With ``port`` 0 the sender takes a free one: see `port`."""
 
     def __init__(self, address: str, port: int, *, rank: int, world_size: int, timeout_s: float) -> None:
         self.device = torch.device("cpu")
@@ -57,7 +57,7 @@ class GlooChannel:
         self._group: Any = None
 
     def join(self) -> None:
-        """Wait until all are there."""
+        """Wait until all members have joined."""
         options = distributed.ProcessGroupGloo._Options()
         here = self._address if self._rank == 0 else address_towards(self._address)
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname=here)]
@@ -74,10 +74,10 @@ class GlooChannel:
 
 
 class NcclChannel:
-    """A group of CUDA tensors, over the NCCL library that PyTorch has loaded. ``unique_id`` is the sender's, as base64.
+    """An NCCL group, for CUDA tensors, by PyTorch's NCCL library. ``unique_id`` is the sender's, as base64.
 
-    Its members enter `join` at once. A sum over one number follows, as vLLM's workers expect it. It is of the card that
-    is current where it is made, whichever thread uses it.
+    `join` blocks until all members have called it; it ends with an all-reduce of one number, as vLLM's workers expect.
+    The device is the one that is current at creation, whichever thread uses the group.
     """
 
     def __init__(self, unique_id: str, *, rank: int, world_size: int) -> None:
@@ -123,7 +123,7 @@ class _UniqueId(ctypes.Structure):
 
 
 def new_unique_id() -> str:
-    """What the members of a new NCCL group know one another by."""
+    """The unique id of a new NCCL group, as base64."""
     library, made = _library(), _UniqueId()
     if library is None:
         raise ValueError("NCCL is not there: PyTorch was installed without CUDA")
@@ -151,17 +151,13 @@ def _check(library: Any, code: int) -> None:
 
 
 def opened(init: dict[str, Any], *, rank: int, timeout_s: float) -> GlooChannel | NcclChannel:
-    """The channel that the body of ``/init_weight_transfer_engine`` describes, joined by a receiver."""
+    """Join, as a receiver, the channel that the body of ``/init_weight_transfer_engine`` describes."""
     made: GlooChannel | NcclChannel
     if init.get("nccl_unique_id_b64"):
         made = NcclChannel(init["nccl_unique_id_b64"], rank=rank, world_size=init["world_size"])
     else:
         made = GlooChannel(
-            init["master_address"],
-            init["master_port"],
-            rank=rank,
-            world_size=init["world_size"],
-            timeout_s=timeout_s,
+            init["master_address"], init["master_port"], rank=rank, world_size=init["world_size"], timeout_s=timeout_s
         )
     made.join()
     return made

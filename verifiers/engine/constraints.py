@@ -1,7 +1,7 @@
-"""A grammar → which tokens may come next: replies that follow a JSON schema, or are a call of a given function.
+"""A grammar → the tokens that may come next: replies that follow a JSON schema, or call a given function.
 
-The work is llguidance's, within limits: an untrusted schema may be large, recursive or highly ambiguous. What is
-over a limit is refused when it is compiled, in a thread, or fails its own request.
+llguidance does the work, within limits: an untrusted schema may be large, recursive or highly ambiguous. One that
+exceeds a limit is refused when it is compiled, in a thread, or fails its own request.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from verifiers.errors import InfraError, RequestRefusedError
 T = TypeVar("T")
 
 MOST_CHARS = 128 << 10  # of a grammar: OpenAI takes schemas of 120,000 characters
-MOST_DEPTH = 64  # of values within values in a schema
-MOST_WIDTH = 1000  # values in one object or list of it: names that may be left out take time by their square
-MASK_CPU_S = 0.5  # for the tokens of one step: past this a grammar delays every reply
+MOST_DEPTH = 64  # of nested values in a schema
+MOST_WIDTH = 1000  # values in one object or list of a schema: time is quadratic in the optional properties
+MASK_CPU_S = 0.5  # for one step's mask: a slower grammar delays the whole batch
 LIMITS = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 500_000,
@@ -36,25 +36,25 @@ LIMITS = {
     "max_lexer_states": 20_000,
     "max_grammar_size": 50_000,
 }
-# As `json.dumps` writes: models have seen much of it, and no grammar lets a model write spaces without end.
-WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Whitespace as `json.dumps` writes it: models have seen much of that, and cannot go on with spaces forever.
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class ConstraintError(RequestRefusedError):
-    """A grammar that cannot be followed: it is wrong, too large, or nothing fits it."""
+    """A grammar that cannot be used: it is wrong, too large, or no text fits it."""
 
 
 class Matcher:
-    """One reply on its way through a grammar."""
+    """The state of one reply in a grammar."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
         self._consumed = 0
 
     def allowed(self, ids: Sequence[int], vocabulary: int) -> np.ndarray:
-        """Which tokens may follow the reply ``ids``; the ends of a reply are among them where it may end."""
+        """Which tokens may follow the reply ``ids``; stop tokens are among them where it may end."""
         started = time.thread_time()
         for token in ids[self._consumed :]:
             self._matcher.consume_token(int(token))
@@ -85,7 +85,7 @@ class Constraint:
 
 
 class Constraints:
-    """Grammars for one model's vocabulary; the last ones are kept. Compiling them is slow: see `submit`."""
+    """Compiled grammars for one model's vocabulary; recent ones are cached. Compiling is slow: see `submit`."""
 
     def __init__(self, codec: Codec, *, vocabulary: int, stop_ids: frozenset[int]) -> None:
         self._codec, self._vocabulary, self._stop_ids = codec, vocabulary, stop_ids
@@ -95,7 +95,7 @@ class Constraints:
         self._is_closed = False
 
     def submit(self, work: Callable[..., T], *args: Any) -> Future[T]:
-        """Compile in the one thread for it: slow grammars delay other requests with grammars, and nothing else."""
+        """Run work that compiles in the one thread for it: slow grammars delay other grammars, and nothing else."""
         try:
             return self._pool.submit(self._unless_closed, work, *args)
         except RuntimeError as error:  # it was shut down
@@ -111,7 +111,7 @@ class Constraints:
         self._pool.shutdown(wait=False)
 
     def compile(self, grammar: str) -> Constraint:
-        """A grammar in llguidance's words (see `schema_grammar`, `call_grammar`), ready to be followed."""
+        """Compile a grammar in llguidance's syntax (see `schema_grammar`, `call_grammar`)."""
         with self._lock:
             found = self._recent.find(grammar)
             if found is None:
@@ -128,7 +128,7 @@ class Constraints:
         if matcher.is_error():
             raise ConstraintError(f"the schema cannot be followed: {_said(matcher)}")
         constraint = Constraint(matcher)
-        constraint.start().allowed((), self._vocabulary)  # a grammar that nothing fits, or that is too slow, fails here
+        constraint.start().allowed((), self._vocabulary)  # a grammar that no text fits, or that is too slow, fails here
         return constraint
 
     @cached_property
@@ -193,8 +193,8 @@ def schema_grammar(schema: Any, *, strict: bool) -> str:
 def call_grammar(
     tools: Sequence[Mapping[str, Any]], style: Style, codec: Codec, *, schema: Any = None, strict: bool = False
 ) -> str:
-    """The grammar of one call of one of these functions, as the model writes calls; or of a value that fits a
-    ``schema``, where there is one."""
+    """The grammar of a call of one of these functions, in the model's style; or, with a ``schema``, of a value that
+    fits it."""
     opening, key, closing = {
         "hermes": (f"{OPEN}\n", "arguments", f"\n{CLOSE}"),
         "llama3": ("", "parameters", ""),
@@ -222,13 +222,13 @@ def _json_rule(schema: Any, *, strict: bool) -> str:
         raise ConstraintError(f"a JSON schema is an object, not {schema!r:.100}")
     _check_size(schema)
     try:
-        return f"%json {json.dumps({**schema, 'x-guidance': {**WRITTEN, 'lenient': not strict}}, allow_nan=False)}"
+        return f"%json {json.dumps({**schema, 'x-guidance': {**JSON_STYLE, 'lenient': not strict}}, allow_nan=False)}"
     except (TypeError, ValueError) as error:
         raise ConstraintError(f"the schema is not JSON: {error}") from error
 
 
 def _check_size(schema: Any) -> None:
-    """Refuse what is too deep or too wide; without recursion, for it is untrusted."""
+    """Refuse a schema that is too deep or too wide; without recursion, as it is untrusted."""
     level, depth = [schema], 0
     while level:
         depth += 1
@@ -247,7 +247,7 @@ def _check_size(schema: Any) -> None:
 
 
 def _text_rule(text: str, codec: Codec) -> str:
-    """A text in a grammar; special tokens, which are no text to the model, by their ids."""
+    """A text as a rule of a grammar; special tokens by their ids."""
     parts: list[str] = []
     for is_text, pieces in groupby(codec.special_pieces(text), key=lambda piece: piece[0] is None):
         if not is_text:

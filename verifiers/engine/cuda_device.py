@@ -1,4 +1,4 @@
-"""What the steps of an engine need of a card: graphs, kernels, and memory that it copies to by itself."""
+"""The CUDA device as the engine uses it: attention and sampling kernels, graph capture, pinned memory, events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class CudaDecode:
-    """Attention of one token a row, by our kernel."""
+    """Attention of one new token a row, by our kernel."""
 
     def __init__(self, cache: KVCache, tables: Tensor, length_B: Tensor) -> None:
         self.cache, self.tables, self.length_B = cache, tables, length_B
@@ -43,7 +43,7 @@ class CudaDecode:
 
 
 class CudaExtend:
-    """Several prompts packed; each attends to itself and to what its blocks hold."""
+    """Attention of several packed prompts; each attends to itself and to its sequence's past, by our kernels."""
 
     def __init__(self, cache: KVCache, tables: Tensor, row_T: Tensor, position_T: Tensor, blocks: Tensor) -> None:
         self.cache, self.tables, self.row_T, self.position_T, self.blocks = cache, tables, row_T, position_T, blocks
@@ -64,37 +64,37 @@ class CudaExtend:
         return self(layer, q, k, v, **settings)
 
 
-_recording = threading.Lock()
+_capturing = threading.Lock()
 
 
 @cache
-def _recording_stream(device: int) -> torch.cuda.Stream:
-    """One for all recordings of a process, one at a time: cuBLAS keeps memory for each stream that it has seen."""
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One for all captures of a process, one at a time: cuBLAS keeps memory for each stream that it has seen."""
     return torch.cuda.Stream(device)
 
 
 class CudaDevice:
-    """The card."""
+    """The GPU. Tests and benchmarks have others in its place, which run on the CPU."""
 
     decode_attention, extend_attention = CudaDecode, CudaExtend
 
     def __init__(self) -> None:
-        self.captures = 0  # graphs that were recorded
-        self._pool: Any = None
+        self.captures = 0  # graphs captured so far
+        self._pool: Any = None  # of memory, which all graphs share
 
     def drop_graphs(self) -> None:
         self._pool = None
 
-    def record(self, work: Callable[[], T], tidy: Callable[[], None] | None = None) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Do something a few times aside, tidying up each time, then record it."""
-        stream, graph = _recording_stream(torch.cuda.current_device()), torch.cuda.CUDAGraph()
-        with _recording:
+    def capture(self, work: Callable[[], T], undo: Callable[[], None] | None = None) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Warm up by doing and undoing the work twice on a side stream, then capture it as a graph."""
+        stream, graph = _capture_stream(torch.cuda.current_device()), torch.cuda.CUDAGraph()
+        with _capturing:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(2):
                     work()
-                    if tidy is not None:
-                        tidy()
+                    if undo is not None:
+                        undo()
             torch.cuda.current_stream().wait_stream(stream)
             with nothing_freed(), torch.cuda.graph(graph, self._pool, stream, capture_error_mode=OWN_FAULTS):
                 outputs = work()
@@ -103,20 +103,20 @@ class CudaDevice:
         self.captures += 1
         return graph, outputs
 
-    def arrivals(self, n: int) -> Tensor:
-        """Where so many numbers arrive without anybody waiting for them."""
+    def pinned_buffer(self, n: int) -> Tensor:
+        """Host memory for ``n`` words that the device copies to asynchronously."""
         return torch.empty(n, dtype=torch.int32, pin_memory=True)
 
     def event(self) -> torch.cuda.Event:
-        """All that was asked of the card until now; whoever wants to know when it is done waits for this."""
+        """An event after all work launched so far."""
         event = torch.cuda.Event()
         event.record()
         return event
 
     def tokens_at_once(self, share: int) -> int:
-        """Tokens of a prompt that are attended for together, where so many heads share a key."""
+        """Tokens of a prompt that one program of the attention kernel takes, if ``share`` heads share a key."""
         return queries_at_once(share) // share
 
     def sample(self, logits_NV: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor, Tensor]:
-        """Untruncated sampling, in one sweep."""
+        """Sampling without truncation, in one pass over the logits."""
         return cuda_sampling.sample(logits_NV, columns.temperature_B, columns.seed_B, columns.step_B)

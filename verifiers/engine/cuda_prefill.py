@@ -1,7 +1,7 @@
-"""Prompts on CUDA: their new tokens are run, many prompts at once, over what their blocks hold already.
+"""Prefill on CUDA: the new tokens of many packed prompts, over the cached positions of their blocks.
 
-They are run by captured graphs, in parts that are no longer than the longest of these: starting the operations one by
-one takes longer than doing them, above all while other threads want the interpreter too.
+They are run by CUDA graphs, in parts of at most the largest graph's tokens: launching kernels one by one takes longer
+than running them, above all while other threads hold the interpreter.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from verifiers.kernels.devices import to_device
 if TYPE_CHECKING:
     from verifiers.engine.cuda_runner import CudaDecoder
 
-TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # a graph for each: the new tokens it takes
-TOKENS_A_PROMPT, PROMPTS = 16, 16  # of which there may be so many: one for 16 tokens, and 16 at least
-CAPTURE_AT, CAPTURE_AT_LAST = 2, 4  # uses after which a size gets a graph; while a larger graph stands in for it
+TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # sizes of graphs, in new tokens
+TOKENS_A_PROMPT, PROMPTS = 16, 16  # a graph takes one prompt for each 16 of its tokens, and at least 16 prompts
+CAPTURE_AT, CAPTURE_AT_LAST = 2, 4  # the use at which a size gets a graph; the latter while a larger graph can serve
 
 
 def blocks_of(segments: Sequence[Segment], step: int) -> np.ndarray:
-    """Tokens that are attended for together: where they begin, how many, by which table, from which position on.
+    """Blocks of at most ``step`` queries: first token, number of tokens, block table, and first position of each.
 
     >>> blocks_of([Segment(0, 40, table=3, past=100)], step=32).tolist()
     [[0, 32], [32, 8], [3, 3], [100, 132]]
@@ -41,7 +41,7 @@ def blocks_of(segments: Sequence[Segment], step: int) -> np.ndarray:
 
 
 def parts_of(segments: Sequence[Segment], most: int) -> Iterator[list[Segment]]:
-    """Segments one after the other, cut into parts of so many tokens.
+    """Segments in order, cut into parts of ``most`` tokens.
 
     >>> [[tuple(one) for one in part] for part in parts_of([Segment(0, 5, 0, 0), Segment(5, 9, 1, 16)], most=6)]
     [[(0, 5, 0, 0), (5, 6, 1, 16)], [(0, 3, 1, 17)]]
@@ -61,12 +61,12 @@ def parts_of(segments: Sequence[Segment], most: int) -> Iterator[list[Segment]]:
 
 
 def most_prompts(tokens: int) -> int:
-    """That a graph takes, of so many tokens."""
+    """How many prompts a graph of that many tokens takes."""
     return max(PROMPTS, tokens // TOKENS_A_PROMPT)
 
 
-def graph_size(tokens: int, prompts: int, recorded: Collection[int], seen: Counter[int]) -> int:
-    """The size of the graph that runs so many, counted in ``seen``; 0: there is none, and it is not worth one yet.
+def graph_size(tokens: int, prompts: int, captured: Collection[int], seen: Counter[int]) -> int:
+    """The size of the graph to run or to capture, whose uses ``seen`` counts; 0: not worth a graph yet.
 
     >>> seen = Counter()
     >>> [graph_size(100, 3, {512}, seen) for _ in range(4)], [graph_size(3000, 9, {512}, seen) for _ in range(2)]
@@ -77,73 +77,73 @@ def graph_size(tokens: int, prompts: int, recorded: Collection[int], seen: Count
         return 0
     least = fitting[0]
     seen[least] += 1
-    stands_in = next((size for size in fitting if size in recorded), 0)
-    is_due = seen[least] >= (CAPTURE_AT_LAST if stands_in else CAPTURE_AT)
-    return least if is_due else stands_in
+    larger = next((size for size in fitting if size in captured), 0)
+    is_due = seen[least] >= (CAPTURE_AT_LAST if larger else CAPTURE_AT)
+    return least if is_due else larger
 
 
 class CudaPrefill:
-    """Runs prompts by graphs; what is too much for the largest, part by part."""
+    """Runs packed prompts by CUDA graphs; what is too long for the largest graph in parts."""
 
     def __init__(self, decoder: CudaDecoder) -> None:
         self._decoder, self._card = decoder, decoder.card
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._seen: Counter[int] = Counter()
         share = decoder.runner.text_config.num_attention_heads // decoder.cache.store.shape[3]
-        self._step = self._card.tokens_at_once(share)
+        self._step = self._card.tokens_at_once(share)  # queries of a block
 
     def drop_graphs(self) -> None:
         self._graphs.clear()
 
-    def run(self, ids_T: np.ndarray, kept_N: np.ndarray, segments: list[Segment], tables: np.ndarray) -> Tensor:
-        """The logits at the places ``kept``, which are in order."""
+    def run(self, ids_T: np.ndarray, keep_N: np.ndarray, segments: list[Segment], tables: np.ndarray) -> Tensor:
+        """The logits after the tokens at ``keep``, which is sorted."""
         if len(ids_T) <= TOKENS[-1]:
-            return self._run(ids_T, kept_N, segments, tables)
+            return self._run(ids_T, keep_N, segments, tables)
         logits, begin = list[Tensor](), 0
         for part in parts_of(segments, TOKENS[-1]):
             end, first, last = begin + part[-1].end, part[0].table, part[-1].table
-            kept = kept_N[slice(*np.searchsorted(kept_N, (begin, end)))] - begin
+            keep = keep_N[slice(*np.searchsorted(keep_N, (begin, end)))] - begin
             own = [Segment(start, stop, table - first, past) for start, stop, table, past in part]
-            logits.append(self._run(ids_T[begin:end], kept, own, tables[first : last + 1]).clone())
+            logits.append(self._run(ids_T[begin:end], keep, own, tables[first : last + 1]).clone())
             begin = end
         return torch.cat(logits)
 
-    def _run(self, ids_T: np.ndarray, kept_N: np.ndarray, segments: list[Segment], tables: np.ndarray) -> Tensor:
+    def _run(self, ids_T: np.ndarray, keep_N: np.ndarray, segments: list[Segment], tables: np.ndarray) -> Tensor:
         device = self._decoder.blocks.device
         token_T = np.stack([ids_T, *tables_and_positions(segments)]).astype(np.int32)
-        inputs = [token_T, blocks_of(segments, self._step), kept_N.astype(np.int32), tables]
-        tokens = graph_size(len(ids_T), max(len(kept_N), len(segments)), self._graphs, self._seen)
+        inputs = [token_T, blocks_of(segments, self._step), keep_N.astype(np.int32), tables]
+        tokens = graph_size(len(ids_T), max(len(keep_N), len(segments)), self._graphs, self._seen)
         if not tokens:
             return self._forward(*(to_device(one, device) for one in inputs))
         inputs = self._padded(inputs, tokens, most_prompts(tokens))
         graph, target, logits = self._graph(tokens, inputs)
         target.copy_(to_device(np.concatenate([one.reshape(-1) for one in inputs]), device))
         graph.replay()
-        return logits[: len(kept_N)]
+        return logits[: len(keep_N)]
 
     def _padded(self, inputs: Sequence[np.ndarray], tokens: int, most: int) -> list[np.ndarray]:
-        """Filled up to sizes that depend on ``tokens`` alone. What fills up is written to nobody's block."""
-        token_T, block_B, kept_N, tables = inputs
-        filler = np.array([[0], [most], [0]], np.int32)  # the last table names no block
+        """Padded to sizes that depend on ``tokens`` alone; keys and values of padding go to the null block."""
+        token_T, block_B, keep_N, tables = inputs
+        padding = np.array([[0], [most], [0]], np.int32)  # id, table, position: the last table has null blocks only
         blocks = most + tokens // self._step
         width = self._decoder.blocks.shape[1]
         return [
-            np.concatenate([token_T, np.repeat(filler, tokens - token_T.shape[1], 1)], 1),
+            np.concatenate([token_T, np.repeat(padding, tokens - token_T.shape[1], 1)], 1),
             np.pad(block_B, ((0, 0), (0, blocks - block_B.shape[1]))),
-            np.pad(kept_N, (0, most - len(kept_N))),
+            np.pad(keep_N, (0, most - len(keep_N))),
             np.pad(tables, ((0, most + 1 - len(tables)), (0, width - tables.shape[1]))),
         ]
 
-    def _forward(self, token_T: Tensor, block_B: Tensor, kept_N: Tensor, tables: Tensor) -> Tensor:
+    def _forward(self, token_T: Tensor, block_B: Tensor, keep_N: Tensor, tables: Tensor) -> Tensor:
         ids, rows, positions = token_T
         attend = self._card.extend_attention(self._decoder.cache, tables, rows, positions, block_B)
-        return self._decoder.runner.forward(ids[None].long(), positions[None].long(), attend, kept_N.long())[0]
+        return self._decoder.runner.forward(ids[None].long(), positions[None].long(), attend, keep_N.long())[0]
 
     def _graph(self, tokens: int, like: Sequence[np.ndarray]) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         if tokens not in self._graphs:
             target = torch.zeros(sum(one.size for one in like), dtype=torch.int32, device=self._decoder.blocks.device)
             parts = target.split([one.size for one in like])
-            views = [part.view(one.shape) for part, one in zip(parts, like, strict=True)]  # practised on nobody's block
-            graph, logits = self._card.record(lambda: self._forward(*views))
+            views = [part.view(one.shape) for part, one in zip(parts, like, strict=True)]  # zeros: of the null block
+            graph, logits = self._card.capture(lambda: self._forward(*views))
             self._graphs[tokens] = graph, target, logits
         return self._graphs[tokens]

@@ -1,7 +1,7 @@
-"""Prompts → completions: requests join and leave between steps (continuous batching), and their tokens are exact.
+"""Prompts → completions by continuous batching: sequences join and leave the batch between steps.
 
-The story of a token: `submit` queues a sequence, the scheduler gives it blocks of the KV cache, the model runner runs
-its prompt and then one token a step, the sampler draws, and the scheduler hands it out when it has finished.
+`submit` queues a sequence, the scheduler gives it blocks of the KV cache, the model runner runs its prompt (prefill),
+then one token a step (decode), the sampler draws, and the scheduler delivers the reply when it has finished.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from verifiers.engine import threads
@@ -22,29 +21,22 @@ from verifiers.engine.block_manager import BlockManager, blocks_for
 from verifiers.engine.cuda_runner import CudaDecoder
 from verifiers.engine.kv_cache import KVCache, Shape
 from verifiers.engine.model_runner import ModelRunner
+from verifiers.engine.plan import max_positions
 from verifiers.engine.scheduler import Scheduler
-from verifiers.engine.sequence import (
-    ActiveSequence,
-    Answer,
-    Generated,
-    OnToken,
-    Sampling,
-    Seeds,
-    check_tokens,
-)
+from verifiers.engine.sequence import ActiveSequence, Answer, Generated, OnToken, Sampling, Seeds, check_tokens
 from verifiers.engine.sequential import SequentialCache
-from verifiers.engine.steps import Steps
+from verifiers.engine.steps import StepRunner
 from verifiers.errors import InfraError, ModelError, OverlongPromptError, RateLimitError
 from verifiers.kernels.cpu.threads import is_small
 from verifiers.kernels.devices import current, free_unused
 
 logger = logging.getLogger("verifiers.engine")
 
-LEAST_SHARED, LEAST_SHARED_CUDA = 16, 64  # tokens: reusing fewer is not worth its while
-PREFILL, PREFILL_CUDA = 1024, 32768  # tokens of prompts run at once
-PATIENCE_S = 2.0  # without a new request, before those that have gathered begin without the others
+LEAST_SHARED, LEAST_SHARED_CUDA = 16, 64  # tokens: a shorter prefix is cheaper to run again than to reuse
+PREFILL, PREFILL_CUDA = 1024, 32768  # tokens of prompts in one step
+GATHER_TIMEOUT_S = 2.0  # without a new request, after which `gather` starts those that have come
 PAUSES = ("abort", "wait", "keep")
-ASK_AGAIN_S = 0.005
+POLL_S = 0.005
 ABORTED = "the request was aborted: the server was paused, for new weights perhaps; ask again"
 
 
@@ -53,7 +45,7 @@ class EngineFullError(RateLimitError):
 
 
 class Engine:
-    """Continuous batching over one model. ``submit`` from any thread; the work is done on one of the engine's own."""
+    """Continuous batching over one model. ``submit`` is for any thread; the model runs on a thread of the engine's."""
 
     def __init__(
         self,
@@ -68,9 +60,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.runner = runner = ModelRunner(model)
-        text = runner.text_config
-        longest = getattr(text, "max_position_embeddings", None) or 2048
-        longest = longest if longest > 0 else 2048  # some say -1 for no limit
+        longest = max_positions(runner.text_config) or 2048
         self.length = min(length or longest, longest, cache_tokens or longest)
         self.rows = rows
         self.cache_tokens = min(cache_tokens or rows * self.length, rows * self.length)
@@ -80,55 +70,48 @@ class Engine:
         self.stop_ids = frozenset(stop_ids)
         self.vocabulary = runner.vocabulary
         self.scheduler = Scheduler(
-            runner,
-            rows=rows,
-            length=self.length,
-            prefill_tokens=self.prefill_tokens,
-            vocabulary=self.vocabulary,
-            stop_ids=self.stop_ids,
+            runner, rows=rows, length=self.length, prefill_tokens=self.prefill_tokens, stop_ids=self.stop_ids
         )
         self.table = self.scheduler.table
         self.lock = runner.lock
         self._wake = self.scheduler.wake
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        is_stop_V = np.zeros(self.vocabulary + 1, bool)
-        is_stop_V[[token for token in stop_ids if 0 <= token < self.vocabulary]] = True
-        self._steps = Steps(runner, self.scheduler, rows=rows, length=self.length, is_stop_V=is_stop_V)
+        self._step_runner = StepRunner(runner, self.scheduler)
         self._seeds = Seeds()
-        self._gathering = 0
+        self._gathering = 0  # requests to wait for before the next step
         self._is_paused = False
-        self._held: list[ActiveSequence] | None = None  # requests that came since those before them were to end
-        self._aborts: Exception | None = None
+        self._held: list[ActiveSequence] | None = None  # requests since `pause("wait")`: they start after `resume`
+        self._abort_error: Exception | None = None  # the engine's thread is to fail all requests with it
         self._has_cache = False
         self.backend: Backend = choose_backend(self)
 
     @property
     def steps(self) -> int:
-        """How many were run."""
-        return self._steps.steps
+        """Decode steps so far."""
+        return self._step_runner.steps
 
     @property
     def tokens(self) -> int:
-        """How many were drawn."""
-        return self._steps.tokens
+        """Tokens sampled so far."""
+        return self._step_runner.tokens
 
     def tokens_under_way(self) -> int:
-        """How many the replies that are not finished have so far; any thread may ask."""
-        return int(self.table.steps[: len(self.live)].sum())
+        """Tokens of the unfinished replies so far; any thread may ask."""
+        return int(self.table.steps[: len(self.running)].sum())
 
     @property
     def waiting(self) -> deque[ActiveSequence]:
-        """Requests that have no blocks yet."""
+        """Sequences that have no blocks yet."""
         return self.scheduler.waiting
 
     @property
-    def live(self) -> list[ActiveSequence]:
-        """Requests that decode."""
+    def running(self) -> list[ActiveSequence]:
+        """Sequences that decode."""
         return self.scheduler.running
 
-    def run_by(self, backend: str) -> None:
-        """Make what a backend needs: the KV cache and the device's graphs, or caches of the model's own."""
+    def use_backend(self, backend: str) -> None:
+        """Allocate what a backend needs: the KV cache and the CUDA graphs, or a cache of the model's own a sequence."""
         self.scheduler.cuda = None
         if backend not in BATCHED:
             self.scheduler.cache = SequentialCache(self.model, uses_cache=backend == SEQUENTIAL)
@@ -137,23 +120,23 @@ class Engine:
             return
         self.runner.uses_c, self.runner.uses_modules = backend == CPU, backend == MODULES
         least = LEAST_SHARED_CUDA if self.device.type == "cuda" else LEAST_SHARED
-        # One that is nobody's, and one that a prefix is copied from while a sequence has all others.
+        # Two more: the null block, and one that a prefix is copied from while one sequence holds all others.
         blocks = blocks_for(self.cache_tokens) + 2
         self.scheduler.blocks = BlockManager(blocks, least_shared=least)
-        with torch.inference_mode(False):  # made by a proof, and written to by whoever comes later
+        with torch.inference_mode(False):  # it may be allocated in inference mode and written to outside of it
             cache = KVCache(Shape.of(self.model.config), blocks, self.length, dtype=self.dtype, device=self.device)
             self.scheduler.cache = cache
             if self.device.type == "cuda":
                 from verifiers.engine.cuda_device import CudaDevice  # needs Triton
 
                 self.scheduler.cuda = CudaDecoder(self.table, self.runner, cache, CudaDevice())
-        self._has_cache = True  # not before: where there was no memory for it, the next request tries again
+        self._has_cache = True  # last: if the allocation failed, the next request tries again
 
     def reset(self) -> None:
-        """Forget all that was run so far."""
+        """Forget everything that was run so far, the counts included."""
         self.scheduler.blocks.forget()
         self.runner.reset()
-        self._steps.steps = self._steps.tokens = 0
+        self._step_runner.steps = self._step_runner.tokens = 0
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
@@ -180,8 +163,8 @@ class Engine:
             check_tokens(tuple(sampling.logit_bias), self.vocabulary)
         first = sampling.seed if sampling.seed is not None else self._seeds.draw(tokens)
         prompt = list(tokens)
-        told = [on_token] * n if on_token is None or not isinstance(on_token, Sequence) else list(on_token)
-        sequences = [ActiveSequence(prompt, sampling, (first + i) % (1 << 63), told[i]) for i in range(n)]
+        callbacks = list(on_token) if isinstance(on_token, Sequence) else [on_token] * n
+        sequences = [ActiveSequence(prompt, sampling, (first + i) % (1 << 63), callbacks[i]) for i in range(n)]
         for sequence in sequences:
             sequence.future.on_cancel = self.scheduler.note_cancel
         with self._wake:
@@ -197,28 +180,26 @@ class Engine:
                 self._thread = threading.Thread(target=self._loop, name="verifiers-engine", daemon=True)
                 self._thread.start()
                 threads.remember(self, self._thread)
-            if is_first or len(queue) >= self._gathering:  # of those between, the thread need not know
+            if is_first or len(queue) >= self._gathering:  # while it gathers, the thread sleeps until all have come
                 self._wake.notify()
         return [sequence.future for sequence in sequences]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None, n: int = 1
     ) -> list[Generated]:
-        """Completions of many prompts, in order: plain code that waits."""
+        """Completions of many prompts, in order; blocks until all have finished."""
         futures = [future for prompt in prompts for future in self.submit(prompt, sampling, n=n)]
         return [future.result() for future in futures]
 
     def reseed(self, seed: int) -> None:
-        """From here on a request without a seed gets one made of this number, its prompt, and how often it was asked.
-
-        The order in which requests arrive then makes no difference to what is sampled.
-        """
+        """From here on a request without a seed gets one made of this number, its prompt, and how often it was asked:
+        what is sampled then does not depend on the order of arrival."""
         with self._wake:
             self._seeds = Seeds(seed)
 
     def gather(self, count: int) -> None:
-        """Begin the next ``count`` requests together, when all are there (or no more come): prompts are run at once,
-        equal ones once, and the batches are the same ones each time."""
+        """Start the next ``count`` requests together, once all have come (or no more come for `GATHER_TIMEOUT_S`):
+        equal prompts are run once, and the batches are the same every time."""
         with self._wake:
             self._gathering = count
 
@@ -227,27 +208,27 @@ class Engine:
         return self._is_paused
 
     def pause(self, mode: str = "keep") -> None:
-        """Sample nothing until `resume`: requests under way stop where they are (``keep``), end first (``wait``) or
-        fail (``abort``); later ones wait. What is paused already ends nothing first."""
+        """Sample nothing until `resume`: requests in flight stop where they are (``keep``), finish first (``wait``) or
+        fail (``abort``); later ones wait. While paused already, ``wait`` does not wait."""
         if mode not in PAUSES:
             raise ValueError(f"there is no way {mode!r} to pause; there are {', '.join(PAUSES)}")
         with self._wake:
             if mode == "wait" and self._held is None:
                 self._held = []
         while mode == "wait" and not (self._is_paused or self._is_closed) and self._is_busy():
-            time.sleep(ASK_AGAIN_S)
+            time.sleep(POLL_S)
         with self._wake:
             self._is_paused = True
-            self._aborts = ModelError(ABORTED) if mode == "abort" and self._thread is not None else None
+            self._abort_error = ModelError(ABORTED) if mode == "abort" and self._thread is not None else None
             self._wake.notify_all()
-        while self._aborts is not None and not self._is_closed:
-            time.sleep(ASK_AGAIN_S)
-        with self.lock:  # the step that is under way has ended
+        while self._abort_error is not None and not self._is_closed:
+            time.sleep(POLL_S)
+        with self.lock:  # the current step has ended
             return
 
     def _is_busy(self) -> bool:
-        with self.lock:  # between two steps: within one, a request may be nowhere
-            return bool(self.waiting or self.live or self.scheduler.prefilling)
+        with self.lock:  # between two steps: within one, a sequence may be in none of the queues
+            return self.scheduler.has_work
 
     def resume(self) -> None:
         """Go on where `pause` stopped."""
@@ -257,36 +238,36 @@ class Engine:
             self._wake.notify_all()
 
     def close(self) -> None:
-        """Fail what is under way, end the thread, and give the KV cache back."""
+        """Fail the requests in flight, end the thread, and free the KV cache."""
         self.stop()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self.release_cache()
 
     def stop(self) -> None:
-        """As `close`, without waiting for the thread: safe wherever garbage is collected."""
+        """As `close`, without joining the thread: safe in a finalizer."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()
 
     def name_weights(self, version: int | str) -> None:
-        """What is sampled from here on says that it is from this version of the weights."""
+        """Tokens sampled from here on are recorded as of this version of the weights."""
         with self.lock:
             self.runner.name_weights(version)
 
     def forget(self) -> None:
-        """Drop every key and value kept for reuse (they were made by other weights, say)."""
+        """Drop the prefix cache, and all that was derived from the weights (they have changed, say)."""
         with self.lock:
             self.scheduler.blocks.forget()
             self.runner.forget()
 
     def release_cache(self) -> None:
-        """Give the KV cache and its graphs back, if nothing is running; the next request takes them again."""
+        """Free the KV cache and its graphs, if nothing is running; the next request allocates them again."""
         with self.lock:
-            if self.live or self.scheduler.prefilling:
+            if not self.scheduler.is_idle:
                 return
             self.scheduler.cuda = None
-            self.scheduler.cache = SequentialCache(self.model, uses_cache=False)  # in its place, and empty
+            self.scheduler.cache = SequentialCache(self.model, uses_cache=False)  # an empty placeholder
             self.scheduler.blocks.forget()
             self.runner.forget()
             self._has_cache = False
@@ -308,15 +289,15 @@ class Engine:
             torch.set_num_threads(1)
         while True:
             with self._wake:
-                while not self._is_closed and self._aborts is None and self._has_nothing_to_do:
+                while not (self._is_closed or self._abort_error or (self.scheduler.has_work and not self._is_paused)):
                     self._wake.wait()
                 if self._gathering and not self._is_paused:
                     self._wait_for_all()
                 if self._is_closed:
                     break
-            if self._aborts is not None:
-                self.scheduler.fail(self._aborts, waiting=True)
-                self._aborts = None
+            if self._abort_error is not None:
+                self.scheduler.fail(self._abort_error, waiting=True)
+                self._abort_error = None
                 continue
             try:
                 with self.lock, torch.inference_mode(), self.runner.evaluating():
@@ -326,26 +307,22 @@ class Engine:
                 self.scheduler.fail(error)
             self.scheduler.deliver()
 
-    @property
-    def _has_nothing_to_do(self) -> bool:
-        return self._is_paused or not (self.waiting or self.live or self.scheduler.prefilling)
-
     def step(self) -> None:
-        """One step on the caller's thread, who holds the lock: for a proof, before the engine's own thread is there."""
+        """One step on the caller's thread, which holds the lock: for the backend's proof, before the thread starts."""
         self._step()
         self.scheduler.deliver()
 
     def _wait_for_all(self) -> None:
-        """Let those that were announced arrive, then put them in an order that does not depend on who came first."""
+        """Wait for the requests that `gather` announced, then sort them: their order of arrival is random."""
         while not self._is_closed and len(self.waiting) < self._gathering:
             arrived = len(self.waiting)
-            if not self._wake.wait(PATIENCE_S) and len(self.waiting) == arrived:
+            if not self._wake.wait(GATHER_TIMEOUT_S) and len(self.waiting) == arrived:
                 break
         self._gathering = 0
         self.scheduler.sort_waiting()
 
     def _step(self) -> None:
-        self.runner.check_kind()
+        self.runner.check_compatible()
         if not self._has_cache:
-            self.run_by(self.backend.name)
-        self._steps.run()
+            self.use_backend(self.backend.name)
+        self._step_runner.run()

@@ -1,4 +1,4 @@
-"""A first-in-first-out lock: a loop that takes it again and again starves no other thread."""
+"""A first-in-first-out lock: a loop that takes it again and again does not starve other threads."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class FairLock:
         self._line: deque[threading.Lock] = deque()
         self._holder: int | None = None
         self._depth = 0
-        self.undone = 0  # changes of the weights it guards that were taken back: a proof's
-        self.taken = 0  # how often it was; a thread that takes it again while holding it does not count
+        self.undone = 0  # changes of the weights it guards that a proof has undone
+        self.taken = 0  # how often it was acquired, reentries not counted
 
     @property
     def is_held(self) -> bool:
@@ -73,13 +73,13 @@ class FairLock:
         with self._guard:
             if ticket in self._line:
                 self._line.remove(ticket)
-            else:  # it had just become this one's turn
+            else:  # it was handed over in this moment
                 self._hand_over()
 
 
 def steady(lock: Any) -> AbstractContextManager[Any]:
-    """While this lasts, no proof scales the weights of the model that a lock belongs to, though it may be sampled from.
+    """Within this block no proof scales the weights that a lock guards, though the model may be sampled from.
 
-    A backward pass needs that: it reads weights without running the model. Take it before the lock.
+    A backward pass needs that: it reads the weights without holding the lock. Take this before the lock.
     """
     return lock.steady if isinstance(lock, FairLock) else nullcontext()

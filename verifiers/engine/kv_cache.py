@@ -1,6 +1,6 @@
-"""The KV cache: blocks of keys and values, and what prefill and decode do with them in PyTorch.
+"""The KV cache in blocks, and the attention of prefill and decode over it in PyTorch.
 
-Position t of a sequence lies in the block that its table names at t // BLOCK (see block_manager.py).
+Position t of a sequence is in block ``table[t // BLOCK]`` of its block table (see block_manager.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from verifiers.engine.block_manager import BLOCK, blocks_for
+from verifiers.kernels.cpu.model import Paged
 from verifiers.kernels.devices import host_index, to_device
 from verifiers.kernels.norms import HeadNorms
 from verifiers.kernels.prove import text_config
@@ -24,7 +25,7 @@ from verifiers.kernels.reference import causal_attention
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the cache of a model looks like."""
+    """The sizes of a model's keys and values."""
 
     layers: int
     kv_heads: int
@@ -32,7 +33,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: Any) -> Shape:
-        """Read off a transformers configuration, under whatever names the family uses."""
+        """Read from a transformers configuration; families use different names."""
         text = text_config(config)
         heads = text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -44,7 +45,7 @@ class Shape:
 
 
 def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, which on a CPU take memory only where they are written to: most conversations are shorter than planned."""
+    """Zeros; on a CPU the pages are allocated when they are first written to: most sequences are short."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -55,12 +56,11 @@ class KVCache:
     """Keys and values of every layer: ``[layers, 2, blocks, kv_heads, BLOCK, head_dim]``."""
 
     def __init__(self, shape: Shape, blocks: int, length: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.length = length  # of a sequence, at most
+        self.length = length  # positions of a sequence, at most
         self.store = _zeros((shape.layers, 2, blocks, shape.kv_heads, BLOCK, shape.head_dim), dtype, device)
         self.layers = [(self.store[i, 0], self.store[i, 1]) for i in range(shape.layers)]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy blocks over others."""
         source, target = (host_index(blocks, self.store.device) for blocks in (sources, targets))
         self.store[:, :, target] = self.store[:, :, source]
 
@@ -68,11 +68,15 @@ class KVCache:
         if blocks:
             self.store[:, :, host_index(blocks, self.store.device)] = 0
 
+    def paged(self, tables: np.ndarray) -> Paged:
+        """The cache and the block tables of some sequences, for the model in C."""
+        return Paged(self.store, tables, self.length)
+
 
 class Segment(NamedTuple):
-    """One prompt's part of a packed prefill: tokens ``[start, end)`` go to a sequence that holds ``past`` already.
+    """Tokens ``[start, end)`` of a packed prefill: they follow ``past`` cached positions of one sequence.
 
-    ``table`` is the number of its block table.
+    ``table`` is the index of its block table.
     """
 
     start: int
@@ -82,7 +86,7 @@ class Segment(NamedTuple):
 
 
 def tables_and_positions(segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray]:
-    """Which block table each token belongs to, and its position in its sequence.
+    """The index of each token's block table, and its position in its sequence.
 
     >>> [one.tolist() for one in tables_and_positions([Segment(0, 2, table=0, past=7), Segment(2, 3, table=1, past=0)])]
     [[0, 0, 1], [7, 8, 0]]
@@ -94,30 +98,25 @@ def tables_and_positions(segments: Sequence[Segment]) -> tuple[np.ndarray, np.nd
 
 @dataclass(slots=True)
 class Prefill:
-    """Several prompts side by side in one row of tokens; each attends to itself and to its sequence's past."""
+    """Attention of several packed prompts; each attends to itself and to its sequence's past."""
 
     cache: KVCache
-    tables: np.ndarray
+    tables: np.ndarray  # [sequences, blocks]
     segments: list[Segment]
+    table_T: np.ndarray = field(init=False)  # the index of each token's block table
+    position_T: np.ndarray = field(init=False)
     _at: tuple[Tensor, Tensor] | None = None  # block and offset of each token
 
-    @property
-    def tables_of_tokens(self) -> np.ndarray:
-        """Which block table each token belongs to."""
-        return tables_and_positions(self.segments)[0]
-
-    @property
-    def position_T(self) -> np.ndarray:
-        return tables_and_positions(self.segments)[1]
+    def __post_init__(self) -> None:
+        self.table_T, self.position_T = tables_and_positions(self.segments)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         keys, values = self.cache.layers[layer]
         if self._at is None:
-            table_T, position_T = tables_and_positions(self.segments)
-            block_T = self.tables[table_T, position_T // BLOCK].astype(np.int64)
-            self._at = to_device(block_T, q.device), to_device(position_T % BLOCK, q.device)
+            block_T = self.tables[self.table_T, self.position_T // BLOCK].astype(np.int64)
+            self._at = to_device(block_T, q.device), to_device(self.position_T % BLOCK, q.device)
         block_T, offset_T = self._at
         keys[block_T, :, offset_T] = k[0].transpose(0, 1)
         values[block_T, :, offset_T] = v[0].transpose(0, 1)
@@ -134,15 +133,15 @@ class Prefill:
 
 @dataclass(slots=True)
 class Decode:
-    """One new token for each of B sequences; ``length_B`` positions of each are filled before it."""
+    """Attention of one new token for each of B sequences; ``length_B`` positions of each are filled before it."""
 
     cache: KVCache
-    tables: np.ndarray  # [B, at least the blocks that are read]
+    tables: np.ndarray  # [B, at least span // BLOCK]
     length_B: Tensor
-    span: int  # positions that are read: a multiple of BLOCK
-    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+    span: int  # positions that are read, those past a sequence's end masked: a multiple of BLOCK
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
     _at: tuple[Tensor, Tensor, Tensor] | None = None  # blocks that are read; block and offset of the new tokens
-    _angles: tuple[Tensor, Tensor, Tensor] | None = None
+    _rotary: tuple[Tensor, Tensor, Tensor] | None = None  # cos as given; cos and signed sin for all heads
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
@@ -153,7 +152,7 @@ class Decode:
         if self._at is None:
             read = to_device(self.tables[:, : self.span // BLOCK].astype(np.int64), q.device)
             last_B1 = self.length_B[:, None] // BLOCK
-            # Behind the last block the first one is read: NaN of another sequence, times a weight of 0, is NaN.
+            # Past the last block the first one is read: a NaN in another sequence's block times a weight of 0 is NaN.
             read = read.where(torch.arange(read.shape[1], device=q.device) <= last_B1, read[:, :1])
             self._at = read.view(-1), read.gather(1, last_B1)[:, 0], self.length_B % BLOCK
         read, block_B, offset_B = self._at
@@ -175,15 +174,15 @@ class Decode:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None,
         **settings: Any,
     ) -> Tensor:  # fmt: skip
-        """Queries and keys are turned together, by angles that are the same in every layer."""
+        """Rotate queries and keys (RoPE) in one operation; the angles are the same in every layer."""
         q, k = (q, k) if norms is None else norms.of(q, k)
         half = q.shape[-1] // 2
-        if self._angles is None or self._angles[0] is not cos:
-            self._angles = cos, cos[:, None], torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
-        _, cos_B, sin_B = self._angles
+        if self._rotary is None or self._rotary[0] is not cos:
+            self._rotary = cos, cos[:, None], torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
+        _, cos_B, sin_B = self._rotary
         both = torch.cat((q, k), 1)
-        turned = torch.cat((both[..., half:], both[..., :half]), -1)
-        both = (both * cos_B).addcmul_(turned, sin_B)
+        swapped = torch.cat((both[..., half:], both[..., :half]), -1)
+        both = (both * cos_B).addcmul_(swapped, sin_B)
         heads = q.shape[1]
         return self(layer, both[:, :heads], both[:, heads:], v, **settings)
 

@@ -18,12 +18,12 @@ from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.recording import is_recording, record
 from verifiers.engine import ready_model as loading
 from verifiers.engine.ready_model import ReadyModel, name_of
-from verifiers.engine.sequence import Generated, OnToken, arrivals
+from verifiers.engine.sequence import Generated, OnToken, results_of
 from verifiers.engine.text.detokenizer import StopWatch
 from verifiers.engine.text.prompts import PromptWriter
 from verifiers.engine.text.replies import Choice, Prompt, completion_of, read_choice
-from verifiers.engine.text.streams import ReplyStream
-from verifiers.errors import DeadlineError, InfraError, ModelError, wrap
+from verifiers.engine.text.streams import ReplyStream, reply_errors
+from verifiers.errors import InfraError
 
 if TYPE_CHECKING:
     from verifiers.engine.backends import Backend
@@ -36,9 +36,9 @@ class LocalModel(OpenAILooks):
     """A model in this process as a client: ``env.evaluate(client=vf.LocalModel("smollm2"))``.
 
     ``model`` is the embedded one's name, a folder, a GGUF file, a name on the hub, or a live module with its
-    ``tokenizer``, whose parameters are then read where they are: after an optimizer step the next token comes from the
-    new weights. Nothing is loaded before the first request. ``rows`` requests run at once, each of at most ``length``
-    tokens; they share a KV cache of ``cache_tokens``. ``stop`` are texts or token ids that end every reply.
+    ``tokenizer``, whose parameters are read in place: after an optimizer step the next token is of the new weights.
+    Nothing is loaded before the first request. ``rows`` requests run at once, each of at most ``length`` tokens; they
+    share a KV cache of ``cache_tokens``. ``stop`` are texts or token ids that end every reply.
     """
 
     needs_no_model = True
@@ -84,8 +84,8 @@ class LocalModel(OpenAILooks):
         self._loaded: ReadyModel | None = None
         self._failure: Exception | None = None
         self._is_closed = False
-        self._ending: weakref.finalize[Any, Any] | None = None  # stops the engine if it is not closed
-        self._merges = 0
+        self._finalizer: weakref.finalize[Any, Any] | None = None  # stops the engine if it is never closed
+        self._merges = 0  # nested `merge_adapters`
 
     def __repr__(self) -> str:
         return f"LocalModel({self.model!r})"
@@ -97,7 +97,7 @@ class LocalModel(OpenAILooks):
         return await self._complete(request, in_thread=False)
 
     async def complete_in_thread(self, request: Request) -> Completion:
-        """The same, tokenized in a thread however short it is: for one of many that come at once."""
+        """As `complete`, tokenized in a thread however short it is."""
         return await self._complete(request, in_thread=True)
 
     async def _complete(self, request: Request, *, in_thread: bool) -> Completion:
@@ -130,21 +130,21 @@ class LocalModel(OpenAILooks):
         """The tokens of a request's prompt, whether they leave room for a reply or not."""
         return await asyncio.to_thread(self._prompts.ids, await self.ready(), request)
 
-    # --- its life -------------------------------------------------------------------------------------------------
+    # --- loading and closing --------------------------------------------------------------------------------------
 
     async def ready(self) -> ReadyModel:
-        """Load the model if that has not been done; a thread does it, once."""
+        """The loaded model; the first call loads it, in a thread."""
         if self._loaded is not None:
             return self._loaded
         if self._failure is None:
             try:
                 return await asyncio.to_thread(self.load)
             except (ValueError, OSError, ImportError) as error:
-                self._failure = error  # the next thousand requests need not try in vain
+                self._failure = error  # later requests fail with it at once
         raise InfraError(f"the model {self.model} could not be loaded: {self._failure}") from self._failure
 
     def load(self) -> ReadyModel:
-        """Load the model now: ValueError or OSError where there is none, or it does not fit into memory."""
+        """Load the model now; ValueError or OSError if it is not found, or does not fit into memory."""
         with self._lock:
             if self._is_closed:
                 raise InfraError(f"{self!r} is closed")
@@ -159,8 +159,8 @@ class LocalModel(OpenAILooks):
                     stop_ids=self._stop_ids,
                 )
                 if self._loaded.engine is not self._source:
-                    self._ending = weakref.finalize(self, self._loaded.engine.stop)
-                    self._ending.atexit = False
+                    self._finalizer = weakref.finalize(self, self._loaded.engine.stop)
+                    self._finalizer.atexit = False
             return self._loaded
 
     @property
@@ -174,9 +174,9 @@ class LocalModel(OpenAILooks):
         return self.engine.backend
 
     def close(self) -> None:
-        """Fail what is under way and give the memory back: the KV cache, graphs, and weights that were loaded here.
+        """Fail the requests in flight and free the memory: the KV cache, graphs, and weights that were loaded here.
 
-        An engine that was handed in is left running, and a module that was handed in is its owner's.
+        An engine that was handed in is left running, and a module that was handed in is kept.
         """
         with self._lock:
             self._is_closed = True
@@ -187,8 +187,8 @@ class LocalModel(OpenAILooks):
         if loaded.engine is self._source:
             return
         loaded.engine.close()
-        if self._ending is not None:
-            self._ending.detach()  # it refers to the engine, and so to the weights
+        if self._finalizer is not None:
+            self._finalizer.detach()  # it refers to the engine, and so to the weights
         device = loaded.engine.device
         del loaded
         from verifiers.kernels.devices import free_unused  # torch, which this module does without
@@ -201,10 +201,10 @@ class LocalModel(OpenAILooks):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- its weights ----------------------------------------------------------------------------------------------
+    # --- weights --------------------------------------------------------------------------------------------------
 
     def update_weights(self, path: str | Path) -> int:
-        """Load a folder of safetensors into the live module, in place; the number of tensors.
+        """Load a folder of safetensors into the live module, in place; returns the number of tensors.
 
         A folder that does not fit the model raises ValueError and changes nothing.
         """
@@ -218,12 +218,12 @@ class LocalModel(OpenAILooks):
         return count
 
     def forget(self) -> None:
-        """Drop the keys and values kept for reuse."""
+        """Drop the prefix cache."""
         self.engine.forget()
 
     @contextmanager
     def merge_adapters(self) -> Iterator[None]:
-        """While this lasts, LoRA adapters (peft) are merged into the weights: sampling is as fast as without them."""
+        """Merge LoRA adapters (peft) into the weights within this block: sampling is as fast as without them."""
         from verifiers.kernels.modules import is_quantised
 
         engine = self.engine
@@ -249,15 +249,9 @@ class LocalModel(OpenAILooks):
 
 async def _results(futures: Sequence[Future[Generated]], timeout_s: float | None) -> list[Generated]:
     try:
-        if timeout_s is None:
-            return await arrivals(futures)
-        async with asyncio.timeout(timeout_s):
-            return await arrivals(futures)
-    except TimeoutError:
-        raise DeadlineError(f"the reply took longer than {timeout_s:g} s") from None
-    except Exception as error:
-        failure = wrap(error, ModelError, "the model")
-        raise failure from failure.__cause__
+        with reply_errors(timeout_s):
+            async with asyncio.timeout(timeout_s):
+                return await results_of(futures)
     finally:
         for future in futures:
             future.cancel()

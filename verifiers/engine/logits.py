@@ -1,4 +1,4 @@
-"""Logits of the model → logits to draw from, for requests that ask for it; and logprobs to show, of a prompt too."""
+"""The model's logits → logits to sample from (penalties, bias, grammar); logprobs of alternatives and of prompts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verifiers.engine.constraints import ConstraintError, Matcher
+from verifiers.engine.constraints import ConstraintError
 from verifiers.engine.sequence import ActiveSequence, Alternatives, Sampling
 from verifiers.kernels.devices import to_device
 from verifiers.kernels.sampling import SamplingColumns, log_softmax, truncate
 
-CHUNK = 128  # tokens of a prompt scored at a time: their logits, one for each token of the vocabulary, take memory
-HIGHEST = 1e30  # logit that can still be divided by a temperature: logprobs of infinite ones are not numbers
+CHUNK = 128  # prompt tokens whose logprobs are computed in one step: their logits [CHUNK, vocabulary] take memory
+HIGHEST = 1e30  # logit that can be divided by a temperature without overflow
 
 
 class Penalties:
-    """Presence and frequency count the reply's tokens, as OpenAI's do; repetition those of the prompt too, as
-    Hugging Face's does."""
+    """Presence and frequency penalties count the reply's tokens, as OpenAI's do; the repetition penalty those of the
+    prompt too, as Hugging Face's does."""
 
     def __init__(self, sampling: Sampling, prompt_ids: Sequence[int], vocabulary: int, device: torch.device) -> None:
         self._presence, self._frequency = sampling.presence_penalty, sampling.frequency_penalty
@@ -30,22 +30,22 @@ class Penalties:
         self._counted = 0
 
     def apply_(self, logits_V: Tensor, ids: Sequence[int]) -> None:
-        """Change the logits behind the reply ``ids`` in place."""
+        """Change the logits after the reply ``ids`` in place."""
         if len(ids) > self._counted:
             new = torch.tensor(list(ids[self._counted :]), device=logits_V.device)
             self._count_V.index_add_(0, new, torch.ones(len(new), device=logits_V.device))
             self._is_seen_V[new] = True
             self._counted = len(ids)
         if self._repetition != 1.0:
-            weaker_V = torch.where(logits_V < 0, logits_V * self._repetition, logits_V / self._repetition)
-            weaker_V.clamp_(max=HIGHEST)
-            logits_V.copy_(torch.where(self._is_seen_V, weaker_V, logits_V))
+            penalized_V = torch.where(logits_V < 0, logits_V * self._repetition, logits_V / self._repetition)
+            penalized_V.clamp_(max=HIGHEST)
+            logits_V.copy_(torch.where(self._is_seen_V, penalized_V, logits_V))
         if self._presence or self._frequency:
             logits_V -= self._frequency * self._count_V + self._presence * (self._count_V > 0)
 
 
 class LogitsProcessor:
-    """What one request changes: penalties, then its bias, then what may not come yet, then what its grammar forbids."""
+    """Changes of one request, in this order: penalties, logit bias, no stop token before ``min_tokens``, grammar."""
 
     def __init__(
         self,
@@ -62,33 +62,27 @@ class LogitsProcessor:
         if bias := sampling.logit_bias:
             values = torch.tensor(list(bias.values()), device=device, dtype=torch.float32)
             self._bias_N = torch.tensor(list(bias), device=device), values
-        self._penalties: Penalties | None = None
-        if sampling.has_penalties:
-            self._penalties = Penalties(sampling, prompt_ids, vocabulary, device)
-        self._matcher: Matcher | None = None
-        if sampling.constraint is not None:
-            self._matcher = sampling.constraint.start()
+        has_penalties = sampling.has_penalties
+        self._penalties = Penalties(sampling, prompt_ids, vocabulary, device) if has_penalties else None
+        self._matcher = None if sampling.constraint is None else sampling.constraint.start()
 
     def apply_(self, logits_V: Tensor, ids: Sequence[int]) -> None:
-        """Change the logits behind the reply ``ids`` in place; ConstraintError where its grammar gives up."""
+        """Change the logits after the reply ``ids`` in place; ConstraintError if its grammar cannot go on."""
         if self._penalties is not None:
             self._penalties.apply_(logits_V, ids)
         if self._bias_N is not None:
             tokens_N, values_N = self._bias_N
             logits_V.index_add_(0, tokens_N, values_N)
         allowed_V = None if self._matcher is None else self._matcher.allowed(ids, len(logits_V))
-        if len(ids) < self._min_tokens and (allowed_V is None or self._may_go_on(allowed_V)):
+        # A grammar that allows nothing but the end goes before min_tokens.
+        if len(ids) < self._min_tokens and (allowed_V is None or allowed_V.sum() > allowed_V[self._stop_ids].sum()):
             logits_V[self._stop_ids] = -torch.inf
         if allowed_V is not None:
             logits_V.masked_fill_(~to_device(allowed_V, logits_V.device), -torch.inf)
 
-    def _may_go_on(self, allowed_V: np.ndarray) -> bool:
-        """Does a grammar allow anything but the end?"""
-        return bool(allowed_V.sum() > allowed_V[self._stop_ids].sum())
-
 
 def processed(logits_NV: Tensor, sequences: Sequence[ActiveSequence], ids_N: Sequence[Sequence[int]]) -> Tensor:
-    """The logits that tokens are drawn from; ``ids_N`` are the replies so far. Those given stay as they are."""
+    """The logits to sample from; ``ids_N`` are the replies so far. ``logits_NV`` itself is not changed."""
     if all(sequence.processor is None for sequence in sequences):
         return logits_NV
     logits_NV = logits_NV.to(torch.float32, copy=True)
@@ -97,13 +91,13 @@ def processed(logits_NV: Tensor, sequences: Sequence[ActiveSequence], ids_N: Seq
             continue
         try:
             sequence.processor.apply_(row_V, ids)
-        except ConstraintError as error:  # its token is drawn all the same, and thrown away with it
+        except ConstraintError as error:  # the sequence finishes with it after this step's token
             sequence.failure = error
     return logits_NV
 
 
 def note_alternatives(logits_NV: Tensor, sequences: Sequence[ActiveSequence], columns: SamplingColumns) -> None:
-    """Keep the likeliest tokens of a step for those who asked, under the distribution that the token is drawn from."""
+    """Keep the most likely tokens of a step for the sequences with ``top_logprobs``, under their own distribution."""
     wanted = [i for i, sequence in enumerate(sequences) if sequence.sampling.top_logprobs]
     if not wanted:
         return
@@ -114,14 +108,14 @@ def note_alternatives(logits_NV: Tensor, sequences: Sequence[ActiveSequence], co
         probs_BV = truncate(logprobs_BV.exp(), some)
         cut_BV = probs_BV.log() - probs_BV.sum(-1, keepdim=True).log()
         logprobs_BV = torch.where((some.temperature_B > 0)[:, None], cut_BV, logprobs_BV)
-    found = likeliest(logprobs_BV, max(sequences[i].sampling.top_logprobs for i in wanted))
+    found = most_likely(logprobs_BV, max(sequences[i].sampling.top_logprobs for i in wanted))
     for i, alternatives in zip(wanted, found, strict=True):
         sequence = sequences[i]
         sequence.future.top_logprobs.append(alternatives[: sequence.sampling.top_logprobs])
 
 
-def likeliest(logprobs_NV: Tensor, count: int) -> list[Alternatives]:
-    """The likeliest tokens of each row; one that cannot be drawn is none of them."""
+def most_likely(logprobs_NV: Tensor, count: int) -> list[Alternatives]:
+    """The most likely tokens of each row, without those of probability 0."""
     values_NK, tokens_NK = logprobs_NV.topk(min(count, logprobs_NV.shape[1]))
     return [
         [(token, value) for token, value in zip(tokens, values, strict=True) if value > -np.inf]
@@ -130,7 +124,7 @@ def likeliest(logprobs_NV: Tensor, count: int) -> list[Alternatives]:
 
 
 def score_prompt(sequence: ActiveSequence, start: int, logits_TV: Tensor) -> None:
-    """Note the logprobs, under the model, of the prompt's tokens that come after ``start``, and the likeliest there."""
+    """Append the raw logprobs of the prompt's tokens after ``start``, and their most likely alternatives."""
     count, scores = sequence.sampling.prompt_logprobs or 0, sequence.future.prompt_logprobs
     if start == 0:
         scores[:] = [None]
@@ -138,5 +132,5 @@ def score_prompt(sequence: ActiveSequence, start: int, logits_TV: Tensor) -> Non
     logprobs_TV = log_softmax(logits_TV[: len(following)])
     next_T = torch.tensor(following, device=logprobs_TV.device, dtype=torch.int64)
     own_T = logprobs_TV.gather(1, next_T[:, None])[:, 0].tolist()
-    tops: list[Alternatives] = likeliest(logprobs_TV, count) if count else [[] for _ in own_T]
+    tops: list[Alternatives] = most_likely(logprobs_TV, count) if count else [[] for _ in own_T]
     scores += zip(own_T, tops, strict=True)

@@ -1,6 +1,6 @@
-"""Tokens → logits, by a module that others may train meanwhile, whose weights are watched for changes.
+"""Tokens → logits, by a module that may be trained at the same time: changes of its weights are detected.
 
-The engine reads the parameters of the module it was given: nothing has to be transferred after an update.
+The engine reads the parameters of the module in place: nothing has to be transferred after an update.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ from verifiers.kernels.decoder import CommonDecoder
 from verifiers.kernels.modules import ModuleSnapshot, linear_parameters, replaced_forwards, without_dropout
 from verifiers.kernels.prove import PAST, agree, place_bounds, prompts, text_config
 
-LAY_OUT_AFTER = 8  # steps on the same weights: copying them costs about as much as it saves in so many
-# Tokens that those of a prompt attend to, on average: C sees each query's keys alone, PyTorch's attention many queries
-# at a time, which is quicker from here on.
+LAY_OUT_AFTER = 8  # steps on the same weights: copying them to C's layout takes about as long as it saves in these
+# Keys that a prompt's token attends to, on average: beyond this, PyTorch's attention, over many queries at once, is
+# faster than C's, which takes them one by one.
 MOST_SEEN_IN_C = 128
-# How long tokens are drawn in C without looking at what came meanwhile: a request that arrives waits no longer for it.
-BURST_S = 0.02
+BURST_S = 0.02  # of one call of C that samples several tokens: a new request waits for its end
 
 _locks: WeakValueDictionary[int, Any] = WeakValueDictionary()  # engines of one model share a lock
 
 
 class ModelRunner:
-    """One module, its version, and the ways to run it here: in C, in fewer operations, or as its modules are."""
+    """One module, the version of its weights, and its forward: in C, by fused PyTorch operations, or its own."""
 
     def __init__(self, module: Any) -> None:
         register()
@@ -53,10 +52,10 @@ class ModelRunner:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
         self.vocabulary = int(self.text_config.vocab_size)
-        # Held while the model runs: whoever runs it besides, or updates its weights, takes it.
+        # Held while the model runs: other code that runs it, or updates its weights, takes it too.
         self.lock = _locks.setdefault(id(config), FairLock())
-        self.version = 0
-        self.weight_version = "0"  # as their owner calls the weights; where nobody does, the changes are counted
+        self.changes = 0  # of the weights, that were detected
+        self.weight_version = "0"  # the name of the weights (`name_weights`), or the number of changes
         self._is_named = False
         with self.lock:
             self.decoder = CommonDecoder(module, self._configs)
@@ -67,19 +66,22 @@ class ModelRunner:
             for one, epsilon in self.decoder.norms
             if id(one) not in self.decoder.fused_norms
         ]
-        self._snapshot = ModuleSnapshot(module)
-        self._adapters = _adapted(self._snapshot.modules)
-        self._hooks: list[int] = []  # their numbers, of which none is used twice
-        self.attending: tuple[int, set[int]] | None = None  # in rows of so many tokens, these layers: as was proven
-        self._seen: tuple[int, Any] = (0, None)
-        self._taken = -2
-        self._steps = 0
-        self._step_s = BURST_S  # how long the last step took in C: the first one is tried alone
+        self._take_snapshot()
+        self._hooks: list[int] = []  # ids of the forward hooks, which are unique
+        self.attending: tuple[int, set[int]] | None = None  # arguments and result of `attending_layers` at the proof
+        self._last_state: tuple[int, Any] = (0, None)  # of the weights: writes to them; addresses, adapters and hooks
+        self._lock_count = -2  # `lock.taken` at the last check; -2: check again
+        self._steps = 0  # on the same weights
+        self._step_s = BURST_S  # of the last step in C; so the first burst is one step
         self.uses_c = self.cpu is not None
-        self.uses_modules = False  # as transformers wrote them
+        self.uses_modules = False  # the module's own forward
+
+    @property
+    def _usable_cpu(self) -> CpuModel | None:
+        return self.cpu if self.uses_c and self.cpu is not None and self.cpu.is_usable else None
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor | int = 0) -> Tensor:
-        """The logits of the positions in ``keep`` (0: of all)."""
+        """The logits after the tokens at ``keep`` (0: after all)."""
         if self.uses_modules:
             with attending(self._configs, attend):
                 return self._run_module(ids, positions, keep)
@@ -87,13 +89,12 @@ class ModelRunner:
         return self._run(ids, positions, attend, keep) if logits is None else logits
 
     def burst(self, steps: int, vocabulary: int) -> int:
-        """How many tokens `decode` is to draw at once, of so many that could be; 0: it cannot be done in C."""
-        if not (self.uses_c and self.cpu is not None and self.cpu.is_usable and vocabulary >= self.cpu.vocabulary):
-            return 0
-        return max(1, min(steps, int(BURST_S / self._step_s)))
+        """How many tokens `decode` is to sample in one call, at most ``steps``; 0: it cannot be done in C."""
+        cpu = self._usable_cpu
+        return 0 if cpu is None or vocabulary < cpu.vocabulary else max(1, min(steps, int(BURST_S / self._step_s)))
 
     def decode(self, columns: DecodeColumns, steps: int, is_end_V: np.ndarray, cache: Paged) -> Drawn:
-        """Several tokens for each of some sequences, drawn one after the other in C."""
+        """Up to ``steps`` tokens for each sequence of a batch, in C."""
         assert self.cpu is not None
         began = time.perf_counter()
         drawn = self.cpu.decode(columns, steps, is_end_V, cache)
@@ -101,22 +102,21 @@ class ModelRunner:
         return drawn
 
     def _run_in_c(self, ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor | int) -> Tensor | None:
-        if not (self.uses_c and self.cpu is not None and self.cpu.is_usable):
+        cpu = self._usable_cpu
+        if cpu is None:
             return None
         if isinstance(attend, Decode):
             sequence_B, length_B = np.arange(len(ids)), attend.length_B.numpy()
-            cache = Paged(attend.cache.store, attend.tables, attend.cache.length)
-            return self.cpu.run(ids[:, 0], sequence_B, length_B, sequence_B, cache)[:, None]
+            return cpu.run(ids[:, 0], sequence_B, length_B, sequence_B, attend.cache.paged(attend.tables))[:, None]
         if not isinstance(attend, Prefill) or isinstance(keep, int):
             return None
         position_T = positions[0].numpy()
         if position_T.mean() > MOST_SEEN_IN_C:
             return None
-        cache = Paged(attend.cache.store, attend.tables, attend.cache.length)
-        return self.cpu.run(ids[0], attend.tables_of_tokens, position_T, keep.numpy(), cache)[None]
+        return cpu.run(ids[0], attend.table_T, position_T, keep.numpy(), attend.cache.paged(attend.tables))[None]
 
     def _run(self, ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor | int) -> Tensor:
-        """By the model's forward, its norms and the layers that were recognised in fewer operations."""
+        """The module's forward, its norms and recognised layers replaced by fused PyTorch operations."""
         decoder, is_unhooked = self.decoder, self.decoder.is_unhooked
         forwards: list[tuple[Any, Callable[..., Any]]] = [
             pair for pair in self._norms if "forward" not in vars(pair[0])
@@ -133,10 +133,10 @@ class ModelRunner:
         return logits
 
     def attending_layers(self, row: int) -> set[int]:
-        """Which layers ask for attention where we can answer them: others keep their past in ways of their own.
+        """The layers whose attention the engine can compute; others keep state in ways of their own.
 
-        Nor can those be run beside other sequences that count places in a row (of so many tokens, at most) where they
-        were given positions: one token at many places of the same position must look the same at all of them.
+        A layer that uses the index of a token in the row (of at most ``row`` tokens) in place of its position cannot
+        run packed sequences: the same token at the same position must have the same queries and keys everywhere.
         """
         found: set[int] = set()
 
@@ -153,20 +153,18 @@ class ModelRunner:
         return found
 
     def count_step(self) -> None:
-        """After some steps on the same weights it pays to copy them in C's layout."""
+        """After `LAY_OUT_AFTER` steps on the same weights, copy them to C's layout, if two copies fit into memory."""
         self._steps += 1
         if self.uses_modules or not self.uses_c or self._steps != LAY_OUT_AFTER:
             return
-        if self.cpu is not None and self.cpu.is_unchanged and self._has_room():
-            self.cpu.lay_out()
+        if self.cpu is not None and self.cpu.is_unchanged:
+            copy_bytes = linear_parameters(self.module) * int(self.dtype.itemsize)
+            if free_memory(self.device) > 2 * copy_bytes:
+                self.cpu.lay_out()
 
-    def _has_room(self) -> bool:
-        """Is there memory for a copy of the weights, and as much again for everybody else?"""
-        return free_memory(self.device) > 2 * linear_parameters(self.module) * int(self.dtype.itemsize)
+    # --- changes of the weights -----------------------------------------------------------------------------------
 
-    # --- changes --------------------------------------------------------------------------------------------------
-
-    def check_kind(self) -> None:
+    def check_compatible(self) -> None:
         """The KV cache and the kernels are for the dtype, the device and the vocabulary that the model had."""
         parameter = next(self.module.parameters())
         now = parameter.dtype, parameter.device, int(self.text_config.vocab_size)
@@ -175,65 +173,68 @@ class ModelRunner:
             said = ", not ".join("{} on {} with {} tokens".format(*one) for one in (now, then))
             raise InfraError(f"the model is {said}, since its engine was made: make a new one (LocalModel, Engine)")
 
-    def notice(self, *, is_idle: bool, has_prompts: bool) -> tuple[bool, bool]:
-        """Have the weights changed since last time, and have they moved (or adapters been switched, or hooks)?
+    def detect_changes(self, *, is_idle: bool, has_prompts: bool) -> tuple[bool, bool]:
+        """Have the weights changed since the last call, and have they moved (or adapters been switched, or hooks)?
 
-        An optimizer step counts up the versions of the tensors it changes. Writing through ``.data`` does not: say
-        `forget` after that. Whoever changes weights while sequences run takes the lock: if nobody has, they are looked
-        at only where there are prompts, which may find keys of others in the cache.
+        An optimizer step increments the versions of the tensors it changes. Writing through ``.data`` does not: call
+        `forget` after that. Code that changes weights while sequences run takes the lock: if nobody has, the weights
+        are checked only where there are prompts, which might otherwise reuse a prefix of the old weights.
         """
-        # Whoever puts parameters elsewhere has the lock meanwhile; `taken` is counted up when this thread has it, too.
-        is_alone, self._taken = not is_idle and self.lock.taken - self._taken <= 1, self.lock.taken
+        # Code that moves parameters holds the lock; `taken` is incremented when this thread takes it, too.
+        is_alone, self._lock_count = not is_idle and self.lock.taken - self._lock_count <= 1, self.lock.taken
         if not is_alone and not self._snapshot.is_same:  # parameters were replaced, adapters added
             if self.attending is not None and self.attending[1] != self.attending_layers(self.attending[0]):
                 raise InfraError(
                     "layers of the model were replaced by others since its engine was made: make a new one"
                 )
-            self._snapshot = ModuleSnapshot(self.module)
-            self._adapters = _adapted(self._snapshot.modules)
+            self._take_snapshot()
         if not is_alone:
             self._hooks = [hook for held in self._snapshot.hooks for hook in held]
         if is_alone and not has_prompts:
             return False, False
-        where = self._seen[1]
+        where = self._last_state[1]
         if not is_alone:
             pointers = [parameter.data_ptr() for parameter in self._snapshot.parameters]
             where = pointers, _adapter_state(self._adapters), self._hooks
-        now = (self.changes, where)
-        if now == self._seen:
+        now = (self.writes, where)
+        if now == self._last_state:
             return False, False
-        has_moved = now[1] != self._seen[1]
-        self._seen = now
-        self.version += 1
-        if self.version > 1 and not self._is_named:
-            self.weight_version = str(self.version - 1)
+        has_moved = now[1] != self._last_state[1]
+        self._last_state = now
+        self.changes += 1
+        if self.changes > 1 and not self._is_named:
+            self.weight_version = str(self.changes - 1)
         self._drop_copies()
         return True, has_moved
 
+    def _take_snapshot(self) -> None:
+        self._snapshot = ModuleSnapshot(self.module)
+        self._adapters = [one for one in self._snapshot.modules if hasattr(one, "merged_adapters")]  # layers of peft
+
     @property
-    def changes(self) -> int:
-        """How often parameters were written to, less what a proof has put back."""
+    def writes(self) -> int:
+        """How often parameters were written to, less the writes that a proof has undone."""
         versions: int = sum([parameter._version for parameter in self._snapshot.parameters])
         return versions - int(self.lock.undone)
 
     def name_weights(self, version: int | str) -> None:
-        """Call the weights so from the next token on; whoever has changed them says it, holding the lock."""
+        """Name the weights from the next token on; the caller holds the lock."""
         self.weight_version, self._is_named = str(version), True
 
     def name_next(self) -> None:
-        """The weights were replaced by some without a name: one more than those before, if these were counted."""
+        """After weights without a name were loaded: the next number, if the name before was a number."""
         if self._is_named and self.weight_version.isdecimal():
             self.weight_version = str(int(self.weight_version) + 1)
 
     def forget(self) -> None:
-        """Whatever was made from the weights so far counts as made from others."""
-        self._seen, self._taken = (-1, self._seen[1]), -2
+        """Take the weights for changed at the next check, and drop copies of them."""
+        self._last_state, self._lock_count = (-1, self._last_state[1]), -2
         self._drop_copies()
 
     def reset(self) -> None:
-        """As if nothing had been run yet."""
+        """Forget everything that was run so far."""
         self.forget()
-        self._seen, self.version = (0, None), 0
+        self._last_state, self.changes = (0, None), 0
 
     def _drop_copies(self) -> None:
         self._steps = 0
@@ -241,7 +242,7 @@ class ModelRunner:
             self.cpu.drop()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """A module that is being trained has no dropout while it is sampled from."""
+        """Switch dropout off, if the module is in training mode."""
         return without_dropout(self.module) if self.module.training else nullcontext()
 
 
@@ -255,19 +256,15 @@ def _rms_norm(device: torch.device) -> Callable[[Any, float, Tensor], Tensor]:
 
 @cache
 def _note_optimizer_steps() -> None:
-    """Fused optimizers write to parameters without counting up their versions: it is done for them."""
+    """Fused optimizers write to parameters without incrementing their versions: a hook does."""
 
-    def count_up(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def increment(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         increment_version(parameter for group in optimizer.param_groups for parameter in group["params"])
 
-    register_optimizer_step_post_hook(count_up)
-
-
-def _adapted(modules: Sequence[Any]) -> list[Any]:
-    return [one for one in modules if hasattr(one, "merged_adapters")]
+    register_optimizer_step_post_hook(increment)
 
 
 def _adapter_state(layers: Sequence[Any]) -> Any:
-    """Which adapters (peft) are in force, and how much each counts: of every layer, as each may be set on its own."""
+    """The active and merged adapters (peft) of every layer and their scaling: each layer may be set on its own."""
     scales = [tuple(one.scaling.values()) for one in layers if isinstance(getattr(one, "scaling", None), dict)]
     return [(one.disable_adapters, tuple(one.active_adapters), tuple(one.merged_adapters)) for one in layers], scales

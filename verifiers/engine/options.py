@@ -1,4 +1,4 @@
-"""Sampling arguments as OpenAI's and vLLM's clients write them → the engine's `Sampling`, or a refusal by name."""
+"""Sampling arguments of OpenAI's and vLLM's clients → the engine's `Sampling`, or an error that names the argument."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verifiers.engine.constraints import Constraint
-from verifiers.engine.sequence import NO_TOP_K, Sampling
+from verifiers.engine.sequence import GREEDY_BELOW, NO_TOP_K, Sampling
 from verifiers.engine.structured import ResponseFormat, ToolChoice, read_format, read_tool_choice
 from verifiers.errors import RequestRefusedError
 
 DEFAULT_MAX_TOKENS = 1024
 MOST_CHOICES = 1024
 MOST_STOPS = 64
-MOST_ALTERNATIVES = 20  # to a token, as OpenAI has it
-LARGEST = 1e30  # that float32 arithmetic can still take times something
+MOST_ALTERNATIVES = 20  # to a token: OpenAI's limit
+LARGEST = 1e30  # number that float32 arithmetic can multiply without overflow
 INT64 = 1 << 63
-GREEDY_BELOW = 1e-6  # a temperature that float32 arithmetic cannot divide by
 
-# Arguments that change nothing here, whatever they are: docs/server.md lists them.
+# Arguments without effect here, whatever their value: docs/server.md lists them.
 WITHOUT_EFFECT = frozenset((
     "extra_headers", "extra_query", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key",
     "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity",
 ))  # fmt: skip
-# Arguments that are known for the one value that changes nothing.
+# Arguments that are accepted with these values only, which have no effect.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "include_stop_str_in_output": (False,),
@@ -36,32 +35,19 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
 }
-
-
-# Arguments that change what is drawn in a way that a trainer has to know of; recorded where they do.
-_UNCHANGED = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
+_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}  # and their neutral values
 _RECORDED = ("temperature", "top_p", "top_k", "min_p", "seed")
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_AS_ASKED = (*_RECORDED, *_PENALTIES, "logit_bias", "ignore_eos")  # what goes to the engine as it was read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """One request's sampling arguments, read and checked. ``max_tokens`` is None where the caller did not say."""
+    """One request's arguments, read and checked. ``max_tokens`` is None where the caller did not say."""
 
+    distribution: Mapping[str, Any]  # what was given of `_RECORDED`, `_PENALTIES` and logit_bias, for `Sampling`
     max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     min_tokens: int = 0
     ignore_eos: bool = False
     echo: bool = False
@@ -79,7 +65,7 @@ class Options:
 
     @property
     def is_of_plain_values(self) -> bool:
-        """Does it hold no object of the caller's that may change: no tools, variables of the template, or schema?"""
+        """May it be cached: does it hold no mutable object of the caller (tools, template variables, a schema)?"""
         return self.tools is None and not self.template and self.response_format.is_text
 
     @property
@@ -92,34 +78,38 @@ class Options:
     ) -> Sampling:
         """The engine's arguments, for a prompt that leaves ``room`` tokens of the context."""
         wanted = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        most = max(1, min(wanted, room))  # a reply of no tokens is one that is thrown away
+        most = max(1, min(wanted, room))  # with max_tokens=0 one token is sampled, and dropped
         of_prompt = max(self.prompt_logprobs or 0, self.top_logprobs if self.echo else 0)
-        settled: dict[str, Any] = {
-            "max_tokens": most,
-            "min_tokens": min(self.min_tokens, most),
-            "stop_ids": self.stop_ids if self.ignore_eos else self.stop_ids | further_stop_ids,
-            "constraint": constraint,
-            "top_logprobs": self.top_logprobs if self.logprobs else 0,
-            "prompt_logprobs": of_prompt if self.scores_prompt else None,
-        }
-        return Sampling(**settled, **{name: getattr(self, name) for name in _AS_ASKED})
+        return Sampling(
+            **self.distribution,
+            max_tokens=most,
+            min_tokens=min(self.min_tokens, most),
+            stop_ids=self.stop_ids if self.ignore_eos else self.stop_ids | further_stop_ids,
+            ignore_eos=self.ignore_eos,
+            constraint=constraint,
+            top_logprobs=self.top_logprobs if self.logprobs else 0,
+            prompt_logprobs=of_prompt if self.scores_prompt else None,
+        )
 
     def record(self) -> dict[str, Any]:
-        """How tokens were drawn: what a trainer needs to know of the logprobs."""
-        drawn = {**{name: getattr(self, name) for name in _RECORDED}, "logit_bias": dict(self.logit_bias)}
-        drawn |= {name: getattr(self, name) for name, value in _UNCHANGED.items() if getattr(self, name) != value}
+        """The arguments that a trainer needs to interpret the logprobs."""
+        sampling = self.sampling(1)
+        record = {**{name: getattr(sampling, name) for name in _RECORDED}, "logit_bias": dict(sampling.logit_bias)}
+        record |= {name: value for name, none in _PENALTIES.items() if (value := getattr(sampling, name)) != none}
+        if self.min_tokens:
+            record["min_tokens"] = self.min_tokens
         if not self.response_format.is_text:
-            drawn["response_format"] = {"type": self.response_format.type}
+            record["response_format"] = {"type": self.response_format.type}
         if self.tool_choice.is_forced:
-            drawn["tool_choice"] = self.tool_choice.record()
-        return drawn
+            record["tool_choice"] = self.tool_choice.record()
+        return record
 
 
 def read_options(given: Mapping[str, Any], *, vocabulary: int | None = None) -> Options:
-    """Read sampling arguments; a wrong value or a name that means nothing here is refused by its name.
+    """Read sampling arguments; a wrong value or an unknown name is an error that names the argument.
 
-    >>> read_options({"temperature": 0.7, "max_completion_tokens": 8, "extra_body": {"top_k": 5}}).top_k
-    5
+    >>> read_options({"temperature": 0.7, "max_completion_tokens": 8, "extra_body": {"top_k": 5}}).distribution
+    {'temperature': 0.7, 'top_k': 5}
     >>> read_options({"beam_width": 4})
     Traceback (most recent call last):
     ...
@@ -147,7 +137,8 @@ def read_options(given: Mapping[str, Any], *, vocabulary: int | None = None) -> 
     _settle_logprobs(read)
     if unknown := [token for token in read.get("logit_bias", ()) if vocabulary is not None and token >= vocabulary]:
         raise RequestRefusedError(f"logit_bias names token {unknown[0]}, and the model has {vocabulary}")
-    options = Options(**read, template=template)
+    distribution = {name: read.pop(name) for name in (*_RECORDED, *_PENALTIES, "logit_bias") if name in read}
+    options = Options(**read, distribution=distribution, template=template)
     _check_together(options)
     try:
         options.sampling(1)
@@ -157,7 +148,7 @@ def read_options(given: Mapping[str, Any], *, vocabulary: int | None = None) -> 
 
 
 def _items(given: Mapping[str, Any], further: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Each argument that has an effect: its name, its value, and where it stands."""
+    """The name and value of each argument that has an effect, and its full name ("extra_body.top_k")."""
     for where, args in (("", given), ("extra_body.", further)):
         for name, value in args.items():
             if value is not None and name not in WITHOUT_EFFECT and not (name == "extra_body" and not where):
@@ -165,7 +156,7 @@ def _items(given: Mapping[str, Any], further: Mapping[str, Any]) -> Iterator[tup
 
 
 def _settle_logprobs(read: dict[str, Any]) -> None:
-    """Plain completions say ``logprobs: 5`` where a chat says ``logprobs: true, top_logprobs: 5``."""
+    """Plain completions have ``logprobs: 5`` where chat completions have ``logprobs: true, top_logprobs: 5``."""
     wanted = read.get("logprobs")
     if wanted is not None and not isinstance(wanted, bool):
         if read.get("top_logprobs", wanted) != wanted:
@@ -237,17 +228,9 @@ def _between(low: int, high: int) -> Callable[[str, Any], int]:
 _count, _choices, _alternatives = _between(0, INT64), _between(1, MOST_CHOICES), _between(0, MOST_ALTERNATIVES)
 
 
-def _of_prompt(name: str, value: Any) -> int | None:
-    return None if value is False else _alternatives(name, value)
-
-
 def _top_k(name: str, value: Any) -> int:
     number = _integer(name, value)
     return 0 if number == -1 or number >= NO_TOP_K else number  # more than any vocabulary has: no limit
-
-
-def _seed(name: str, value: Any) -> int:
-    return _integer(name, value) % (1 << 62)
 
 
 def _stops(name: str, value: Any) -> tuple[str, ...]:
@@ -276,10 +259,6 @@ def _bias(name: str, value: Any) -> dict[int, float]:
     return bias
 
 
-def _logprobs(name: str, value: Any) -> bool | int:
-    return value if isinstance(value, bool) else _alternatives(name, value)
-
-
 def _tools(name: str, value: Any) -> list[Mapping[str, Any]]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in value):
         raise _refuse(name, "a list of tools", value)
@@ -298,11 +277,11 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys((*_PENALTIES, "min_p", "top_p"), _number),
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens", "min_tokens"), _count),
     "logit_bias": _bias,
-    "logprobs": _logprobs,
+    "logprobs": lambda name, value: value if isinstance(value, bool) else _alternatives(name, value),
     "n": _choices,
-    "prompt_logprobs": _of_prompt,
+    "prompt_logprobs": lambda name, value: None if value is False else _alternatives(name, value),
     "response_format": read_format,
-    "seed": _seed,
+    "seed": lambda name, value: _integer(name, value) % (1 << 62),
     "stop": _stops,
     "stop_token_ids": _ids,
     "temperature": _temperature,
@@ -318,12 +297,15 @@ _FIELDS = {
     "stop_token_ids": "stop_ids",
     "timeout": "timeout_s",
 }
-_OURS = frozenset(("tools", "tokenize", "messages", "conversation", "chat_template", "return_dict", "return_tensors"))
+# Arguments of `apply_chat_template` that are set here.
+_RESERVED = frozenset(
+    ("tools", "tokenize", "messages", "conversation", "chat_template", "return_dict", "return_tensors")
+)
 
 
 def _template_kwargs(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or any(str(key) in _OURS for key in value):
-        raise _refuse(name, f"a dict of variables of the template (none of {', '.join(sorted(_OURS))})", value)
+    if not isinstance(value, Mapping) or any(str(key) in _RESERVED for key in value):
+        raise _refuse(name, f"a dict of variables of the template (none of {', '.join(sorted(_RESERVED))})", value)
     return {str(key): item for key, item in value.items()}
 
 

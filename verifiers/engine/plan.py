@@ -1,7 +1,7 @@
-"""A model's configuration and the free memory become rows, a length and a KV cache that fit, before anything is loaded.
+"""A model's configuration and the free memory → rows, length and KV cache that fit, before weights are loaded.
 
-Keys and values are what grows: the tokens that are there × the bytes that one takes in every layer. Requests share the
-cache block by block, so it need not have room for all rows at their full length; for one of them it must.
+The KV cache takes tokens × bytes per token in all layers. Sequences share it block by block, so it need not have room
+for all rows at full length; it must have room for one.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from verifiers.engine.kv_cache import Shape
 from verifiers.kernels.prove import rope_bounds, text_config
 
-ROWS = {"cuda": 1024}
-ROWS_ELSEWHERE = 32
+# Where no size is asked for: rows, length, tokens that each row should have room for, and the share of the memory that
+# may be used which is taken.
+ROWS, ROWS_CUDA = 32, 1024
 LENGTH = 8192
-SHORTEST = 128  # tokens that each row should have room for, where nobody asked for a size
-LEFT_FREE = 0.1  # of what is free now: activations, the allocator's leftovers, other programs
-CHOSEN_SHARE = {"cuda": 0.9}  # of what may be used, where nobody asked for a size
-CHOSEN_SHARE_ELSEWHERE = 0.5
+SHORTEST = 128
+SHARE, SHARE_CUDA = 0.5, 0.9
+LEFT_FREE = 0.1  # of what is free now: for activations, the allocator's overhead, other programs
+LOGIT_COPIES = 4  # float32 tensors [rows, vocabulary] that sampling has alive at once
 HALVED = ', or half of it: dtype="bfloat16" (vf serve --dtype bfloat16)'
-LOGIT_COPIES = 4  # float32 tables [rows, vocabulary] that sampling has alive at once
 
 
 class WillNotFitError(ValueError):
@@ -35,7 +35,7 @@ class WillNotFitError(ValueError):
 class Plan:
     """How many requests run at once (``rows``), of how many tokens each at most (``length``).
 
-    ``cache_tokens`` is how many tokens' keys and values there is room for, those of all requests together.
+    ``cache_tokens`` is the size of the KV cache that they share.
     """
 
     rows: int
@@ -45,7 +45,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Memory:
-    """What there is, and what one more row or token costs."""
+    """Free memory, and what weights, a token and a row take, in bytes."""
 
     free: int
     weights: int
@@ -53,11 +53,11 @@ class _Memory:
     per_row: int
 
     def room(self, share: float = 1.0) -> float:
-        """Bytes for rows, after the weights."""
+        """Bytes for the KV cache and logits, after the weights."""
         return (self.free * (1 - LEFT_FREE) - self.weights) * share
 
     def tokens_at(self, rows: int, share: float = 1.0) -> int:
-        """How many tokens' keys and values fit beside the logits of so many rows."""
+        """How many tokens' keys and values fit beside the logits of that many rows."""
         return max(0, int((self.room(share) - rows * self.per_row) // self.per_token))
 
 
@@ -72,14 +72,13 @@ def plan(
     weights_loaded: bool,
     free_bytes: int | None = None,
 ) -> Plan:
-    """Sizes that fit: those asked for, or a ``WillNotFitError`` with the numbers; the rest is chosen.
+    """Sizes that fit: those asked for, or a ``WillNotFitError`` with the numbers; the others are chosen.
 
-    ``weights_loaded`` says that the weights are counted in what is taken already. ``free_bytes`` is measured if not
-    given.
+    With ``weights_loaded`` the weights are not counted again. ``free_bytes`` is measured if not given.
     """
     device = torch.device(device)
     text = text_config(config)
-    longest = getattr(text, "max_position_embeddings", None)
+    longest = max_positions(text)
     _check(longest, rows=rows, length=length, cache_tokens=cache_tokens)
     memory = _Memory(
         free=free_memory(device) if free_bytes is None else free_bytes,
@@ -88,14 +87,15 @@ def plan(
         per_row=text.vocab_size * 4 * LOGIT_COPIES,
     )
     if memory.room() <= 0:
+        need = f"{_gb(memory.weights)} as {str(dtype).removeprefix('torch.')}"
         raise WillNotFitError(
-            f"the weights need {_gb(memory.weights)} as {_name(dtype)}, and {_gb(memory.free)} are free on {device}: "
+            f"the weights need {need}, and {_gb(memory.free)} are free on {device}: "
             f"take a smaller model or another device{HALVED if dtype.itemsize == 4 else ''}"
         )
-    # Past a bound of the rotary embedding sequences could not be run side by side: only who asks for it goes there.
+    # Beyond a bound of RoPE (longrope) sequences cannot be batched: such a length is never chosen, only asked for.
     aim = min([LENGTH, *([] if longest is None else [longest]), *rope_bounds(config)])
-    share = CHOSEN_SHARE.get(device.type, CHOSEN_SHARE_ELSEWHERE)
-    rows = rows or _choose_rows(memory, ROWS.get(device.type, ROWS_ELSEWHERE), share)
+    most_rows, share = (ROWS_CUDA, SHARE_CUDA) if device.type == "cuda" else (ROWS, SHARE)
+    rows = rows or _choose_rows(memory, most_rows, share)
     fits = memory.tokens_at(rows, share) or memory.tokens_at(rows)
     length = length or min(aim, max(_power_of_two(fits), min(SHORTEST, aim)))
     tokens = min(cache_tokens or max(fits, length), rows * length)
@@ -104,10 +104,16 @@ def plan(
     return Plan(rows=rows, length=length, cache_tokens=tokens)
 
 
+def max_positions(text_config: Any) -> int | None:
+    """The positions that a model knows; None without a limit, for which some configurations have -1."""
+    longest = getattr(text_config, "max_position_embeddings", None)
+    return longest if longest and longest > 0 else None
+
+
 def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     try:
         return Shape.of(config).bytes_per_token(dtype)
-    except Exception:  # no attention, or a layout of its own: such a model makes its own caches (foreign code)
+    except Exception:  # foreign code: no attention, or a layout of its own; such a model creates its own caches
         return 1
 
 
@@ -121,7 +127,7 @@ def _check(longest: int | None, **asked: int | None) -> None:
 
 
 def _choose_rows(memory: _Memory, rows: int, share: float) -> int:
-    """As many as have room for a short conversation each."""
+    """As many as have room for `SHORTEST` tokens each."""
     while rows > 1 and memory.tokens_at(rows, share) < rows * SHORTEST:
         rows //= 2
     return rows
@@ -153,15 +159,11 @@ def _gb(n: int) -> str:
     return f"{n / 1e9:.1f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 # --- measuring ----------------------------------------------------------------------------------------------------
 
 
 def weights_bytes(config: Any, dtype: torch.dtype) -> int:
-    """What the parameters take, tied ones once; the model is laid out, not allocated."""
+    """The bytes of the parameters, tied ones once; nothing is allocated."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -170,7 +172,7 @@ def weights_bytes(config: Any, dtype: torch.dtype) -> int:
 
 
 def free_memory(device: str | torch.device) -> int:
-    """Bytes that can still be taken: of the GPU, or of this machine within the limits of its container."""
+    """Bytes that can still be allocated: on the GPU, or on this machine within the limits of its container."""
     device = torch.device(device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -194,7 +196,7 @@ def _machine_free() -> int:
 
 
 def _container_free() -> int | None:
-    """What a control group leaves, its file cache counted as free; None without a limit."""
+    """What the limit of a control group leaves, its file cache counted as free; None without a limit."""
     root = Path("/sys/fs/cgroup")
     try:
         limit, used = (root / "memory.max").read_text().strip(), int((root / "memory.current").read_text())

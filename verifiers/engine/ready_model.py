@@ -1,9 +1,9 @@
-"""A model that is ready to be asked: its engine, how its text is read and written, and what ends its replies."""
+"""A loaded model: its engine, its chat template and tokenizer, its stop tokens, and its grammars."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +14,12 @@ from verifiers.engine.files.smollm2 import public_name
 
 if TYPE_CHECKING:
     from verifiers.engine.engine import Engine
-
-
-PLANNED = ("rows", "length", "cache_tokens")
+    from verifiers.engine.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyModel:
-    """What `LocalModel` has once it has loaded."""
+    """What `LocalModel` has once it is loaded."""
 
     engine: Engine
     writer: ChatWriter
@@ -48,9 +46,9 @@ def load(
     dtype: Any = None,
     stop_ids: frozenset[int] = frozenset(),
 ) -> ReadyModel:
-    """Make a name, a module or an engine ready; ``sizes`` may hold rows, length, cache_tokens and max_waiting.
+    """Load a model by name, or take a module or an engine; ``sizes``: rows, length, cache_tokens, max_waiting.
 
-    Raises ValueError or OSError, with what is missing, where a model cannot be had or does not fit into memory.
+    Raises ValueError or OSError, with what is missing, if a model is not found or does not fit into memory.
     """
     from verifiers.engine.engine import Engine
     from verifiers.engine.files import models
@@ -60,8 +58,8 @@ def load(
         tokenizer = models.get_tokenizer(model) if tokenizer is None else tokenizer
     else:
         tokenizer = getattr(source, "tokenizer", None) if tokenizer is None else tokenizer
-        check = partial(_check_fits, sizes)
-        model, tokenizer = models.load(source, tokenizer, device=device, dtype=dtype, before_weights=check)
+        check_fits = partial(_plan, sizes)
+        model, tokenizer = models.load(source, tokenizer, device=device, dtype=dtype, before_weights=check_fits)
     writer = ChatWriter(tokenizer, model=name)
     stop_ids |= stop_ids_of(model, tokenizer, writer.template, writer.codec)
     engine = source if isinstance(source, Engine) else _engine(model, sizes, stop_ids)
@@ -70,37 +68,26 @@ def load(
     return ReadyModel(engine=engine, writer=writer, stop_ids=ends, vocabulary=vocabulary, constraints=constraints)
 
 
-def _check_fits(sizes: Mapping[str, int], config: Any, dtype: Any, device: Any) -> None:
-    """Refuse what will not fit before the weights are read."""
+def _plan(sizes: Mapping[str, int], config: Any, dtype: Any, device: Any, *, weights_loaded: bool = False) -> Plan:
+    """The sizes of the engine; ``WillNotFitError`` if the memory is too small for those asked for."""
     from verifiers.engine.plan import plan
 
-    plan(config, **_planned(sizes), dtype=dtype, device=device, weights_loaded=False)
+    asked = {name: sizes.get(name) for name in ("rows", "length", "cache_tokens")}
+    return plan(config, **asked, dtype=dtype, device=device, weights_loaded=weights_loaded)
 
 
 def _engine(model: Any, sizes: Mapping[str, int], stop_ids: frozenset[int]) -> Engine:
     from verifiers.engine.engine import Engine
-    from verifiers.engine.plan import plan
     from verifiers.kernels.devices import current
 
     parameter = next(model.parameters())
-    fits = plan(
-        model.config,
-        **_planned(sizes),
-        dtype=parameter.dtype,
-        device=parameter.device,
-        weights_loaded=True,
-    )
-    chosen = {name: getattr(fits, name) for name in PLANNED}
+    planned = _plan(sizes, model.config, parameter.dtype, parameter.device, weights_loaded=True)
     with current(parameter.device):  # of the thread that loads it
-        return Engine(model, **{**sizes, **chosen}, stop_ids=sorted(stop_ids))
-
-
-def _planned(sizes: Mapping[str, int]) -> dict[str, int | None]:
-    return {name: sizes.get(name) for name in PLANNED}
+        return Engine(model, **{**sizes, **asdict(planned)}, stop_ids=sorted(stop_ids))
 
 
 def name_of(model: Any) -> str:
-    """What a model is called: as it was asked for, or as its configuration or class says."""
+    """The name of a model: as it was asked for, or as its configuration or class says."""
     if isinstance(model, (str, Path)):
         return public_name(str(model))
     inner = getattr(model, "model", model) if hasattr(model, "submit") else model
@@ -109,7 +96,7 @@ def name_of(model: Any) -> str:
 
 
 def stop_ids_of(model: Any, tokenizer: Any, template: ChatTemplate, codec: Codec) -> frozenset[int]:
-    """Every token that ends a reply: as the tokenizer, the generation settings, and the chat template say."""
+    """The tokens that end a reply, by the tokenizer, the generation config, and the chat template."""
     generation = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     found = [getattr(tokenizer, "eos_token_id", None), template.end_of_turn(codec)]
     found += generation if isinstance(generation, (list, tuple)) else [generation]

@@ -1,4 +1,4 @@
-"""Logits of running sequences → their next tokens: changed as requests ask, then drawn by the device's kernel."""
+"""Logits of running sequences → their next tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def draw(
     table: BatchTable,
     cuda: CudaDecoder | None = None,
 ) -> Drawn:
-    """A token for each sequence, by its own settings and random numbers."""
+    """Sample a token for each sequence, by its own arguments and seed."""
     raw_NV = logits_NV
     needs_logits = bool(table.needs_logits[rows_N].any())
     if needs_logits:

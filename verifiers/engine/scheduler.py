@@ -1,8 +1,8 @@
-"""Requests → blocks and rows: who waits, whose prompt is run, who decodes, who is preempted, and who has finished.
+"""Sequences → blocks of the KV cache and rows of the batch: waiting, prefilling, running, preempted, finished.
 
-A request that is admitted gets blocks for its prompt, less those of a prefix that is kept. When its prompt has been
-run, chunk by chunk between the steps of others, it gets a row of the batch that decodes. When blocks run out, the
-request admitted last gives its own back and waits; what it has sampled is kept, and run again as part of its prompt.
+An admitted sequence gets blocks for its prompt, less those that the prefix cache has. When its prompt has been run, in
+chunks between the decode steps of others, it gets a row of the decode batch. When blocks run out, the sequence admitted
+last is preempted: it releases its blocks and waits; the tokens it sampled are run again with its prompt.
 """
 
 from __future__ import annotations
@@ -18,78 +18,77 @@ import numpy as np
 
 from verifiers.engine.batch_table import BatchTable
 from verifiers.engine.block_manager import BLOCK, BlockManager, OutOfBlocksError, Prefix, blocks_for
-from verifiers.engine.finished import Ended
 from verifiers.engine.kv_cache import KVCache
 from verifiers.engine.logits import CHUNK, LogitsProcessor
 from verifiers.engine.model_runner import ModelRunner
-from verifiers.engine.sequence import ActiveSequence, Chunk, Generated, Group, delivery, in_order, sharing_key
+from verifiers.engine.sequence import ActiveSequence, Chunk, Finished, Generated, Group, delivery, sharing_key
 from verifiers.engine.sequential import SequentialCache
 
 if TYPE_CHECKING:
     from verifiers.engine.cuda_runner import CudaDecoder
 
-ONE_PROMPT = 4  # while others decode, a quarter of the tokens that are run at once is one prompt's at most
+ONE_PROMPT = 4  # while others decode, one prompt gets at most a quarter of a step's prefill tokens
 
 
 class Scheduler:
-    """The queues of an engine, its blocks and its rows. ``wake`` guards ``waiting``, which any thread may add to."""
+    """The queues of an engine, its blocks and its batch. ``wake`` guards ``waiting``, which any thread may add to."""
 
     cache: KVCache | SequentialCache
     blocks: BlockManager
-    cuda: CudaDecoder | None = None  # has a copy of the table on the device
+    cuda: CudaDecoder | None = None  # has a copy of the batch table on the device
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        *,
-        rows: int,
-        length: int,
-        prefill_tokens: int,
-        vocabulary: int,
-        stop_ids: frozenset[int],
+        self, runner: ModelRunner, *, rows: int, length: int, prefill_tokens: int, stop_ids: frozenset[int]
     ) -> None:
-        self._runner, self._rows = runner, rows
-        self._prefill_tokens = prefill_tokens
-        self._vocabulary, self._stop_ids = vocabulary, stop_ids
+        self._runner, self._prefill_tokens = runner, prefill_tokens
+        self.rows, self.length, self.stop_ids = rows, length, stop_ids
         self.table = BatchTable(rows, length)
         self.waiting: deque[ActiveSequence] = deque()
         self.prefilling: list[Group] = []
         self.running: list[ActiveSequence] = []
-        self.preempted = 0  # how often a request was
-        self._copies: dict[int, int] = {}  # blocks to fill before anything is run, and those to copy them from
+        self.preempted = 0  # preemptions so far
+        self._copies: dict[int, int] = {}  # target block → source block, to be copied before the next forward
         self.wake = threading.Condition()
         self.has_cancelled = False
-        self._orders = count()
-        self._finished: list[tuple[ActiveSequence, Generated | BaseException]] = []
+        self._admissions = count()
+        self._finished: list[tuple[ActiveSequence, Generated | BaseException]] = []  # for `deliver`
 
-    def sort_waiting(self) -> None:
-        """Put those that wait in an order that does not depend on who came first."""
-        self.waiting = deque(in_order(self.waiting))
+    @property
+    def is_idle(self) -> bool:
+        return not self.running and not self.prefilling
 
-    def note_cancel(self) -> None:
-        """A request was cancelled, on whichever thread."""
-        self.has_cancelled = True
-
-    # --- prompts --------------------------------------------------------------------------------------------------
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting) or not self.is_idle
 
     @property
     def free_rows(self) -> int:
-        return self._rows - len(self.running) - sum(len(group.members) for group in self.prefilling)
+        return self.rows - len(self.running) - sum(len(group.members) for group in self.prefilling)
+
+    def sort_waiting(self) -> None:
+        """Sort the waiting sequences by prompt and seed: that order does not depend on when they came."""
+        self.waiting = deque(sorted(self.waiting, key=lambda one: (one.prompt_ids, one.seed)))
+
+    def note_cancel(self) -> None:
+        """A request was cancelled, on any thread."""
+        self.has_cancelled = True
+
+    # --- prefill --------------------------------------------------------------------------------------------------
 
     def admit(self) -> list[Chunk]:
-        """The tokens of prompts to run in this step: those under way go on, then waiting requests that fit come in."""
-        now = self.blocks.version  # a group begun with other weights is for those that were there then
-        groups = {sharing_key(group.first): group for group in self.prefilling if group.first.kept_version == now}
+        """The prompt tokens to run in this step: of groups that are prefilling, then of waiting sequences that fit."""
+        now = self.blocks.version  # a group whose prefill began with other weights takes no new members
+        groups = {sharing_key(group.first): group for group in self.prefilling if group.first.cache_version == now}
         room, budget = self.free_rows, self._prefill_tokens - sum(group.left for group in self.prefilling)
         while self.waiting and room > 0:
             sequence = self.waiting[0]
             key = sharing_key(sequence)
             group = groups.get(key)
-            if group is None and (budget <= 0 or not self._take_blocks(sequence)):
+            if group is None and (budget <= 0 or not self._allocate(sequence)):
                 break
             self.waiting.popleft()
-            if not self._begin(sequence):
-                self._give_blocks(sequence)
+            if not self._claim(sequence):
+                self._release(sequence)
                 continue
             room -= 1
             if group is not None:
@@ -102,13 +101,13 @@ class Scheduler:
         return self._chunks()
 
     def _chunks(self) -> list[Chunk]:
-        """As many tokens as are run at once, the oldest prompt's first; others that decode wait for a part of them."""
+        """Up to ``prefill_tokens`` prompt tokens, the oldest prompt's first; fewer of each while others decode."""
         chunks, budget, scored = [], self._prefill_tokens, CHUNK
         most = max(1, budget // ONE_PROMPT) if self.running else budget
         is_whole = isinstance(self.cache, SequentialCache)
         for group in self.prefilling:
             n = group.left if is_whole else min(group.left, budget, most)
-            if group.first.is_to_be_scored and not is_whole:
+            if group.first.needs_prompt_logprobs and not is_whole:
                 n = min(n, scored)
                 scored -= n
             if n > 0:
@@ -116,30 +115,29 @@ class Scheduler:
                 budget -= n
         return chunks
 
-    def _begin(self, sequence: ActiveSequence) -> bool:
-        """Is a request that waited still wanted? From here on it cannot be cancelled as one that waits."""
-        future = sequence.future
-        if not (future.running() or future.set_running_or_notify_cancel()):
+    def _claim(self, sequence: ActiveSequence) -> bool:
+        """Mark a request that waited as running; False if it was cancelled."""
+        if not sequence.future.claim():
             return False
-        if sequence.is_cancelled:  # after it was marked as running: it is told so as one that ran
+        if sequence.is_cancelled:  # after it was marked as running: its future needs an outcome
             self._finished.append((sequence, CancelledError()))
             return False
         if sequence.order < 0:
-            sequence.order, sequence.weights = next(self._orders), self._runner.version
+            sequence.order, sequence.weights = next(self._admissions), self._runner.changes
         return True
 
-    def _take_blocks(self, sequence: ActiveSequence) -> bool:
-        """Blocks for all tokens of a sequence and the next one, those of a kept prefix among them; False: not now.
+    def _allocate(self, sequence: ActiveSequence) -> bool:
+        """Blocks for all tokens of a sequence and the next one, those of a cached prefix among them; False: not now.
 
-        A block is left for each sequence under way, or it would be preempted again before long.
+        One more block is left for each admitted sequence, or it would soon be preempted.
         """
         blocks, tokens = self.blocks, sequence.tokens
-        prefix = Prefix([]) if sequence.is_to_be_scored else blocks.longest_prefix(tokens)
+        prefix = Prefix([]) if sequence.needs_prompt_logprobs else blocks.longest_prefix(tokens)
         shared = [*prefix.blocks, *([prefix.source] if prefix.rest else [])]
         blocks.hold(shared)
         n = blocks_for(len(tokens) + 1) - len(prefix.blocks)
-        under_way = len(self.running) + len(self.prefilling)
-        if n + under_way > blocks.available:
+        admitted = len(self.running) + len(self.prefilling)
+        if n + admitted > blocks.available:
             blocks.release(shared)
             return False
         own = blocks.allocate(n)
@@ -147,13 +145,13 @@ class Scheduler:
             self._copies[own[0]] = prefix.source
             blocks.release([prefix.source])  # all sources are read before the first copy is written
         sequence.blocks = [*prefix.blocks, *own]
-        sequence.computed, sequence.kept_version = prefix.tokens, blocks.version
+        sequence.computed, sequence.cache_version = prefix.tokens, blocks.version
         if sequence.order < 0:
             sequence.reused = prefix.tokens
         return True
 
-    def start(self, chunks: Sequence[Chunk]) -> list[tuple[ActiveSequence, int]]:
-        """Note that chunks were run: rows for those whose prompt is complete, with the number of the chunk.
+    def finish_chunks(self, chunks: Sequence[Chunk]) -> list[tuple[ActiveSequence, int]]:
+        """After a prefill: rows for the sequences whose prompt is complete, each with the index of its chunk.
 
         Sequences with the same tokens share the full blocks, and get a copy of the last one.
         """
@@ -164,23 +162,23 @@ class Scheduler:
             if group.left:
                 continue
             blocks = first.blocks
-            self._start(first)
+            self._add_running(first)
             started.append((first, i))
             whole, rest = divmod(end, BLOCK)
             for n, copy in enumerate(group.copies):
                 if rest and not self.blocks.available:
-                    self._wait_again(group.copies[n:])
+                    self._requeue(group.copies[n:])
                     break
-                copy.blocks, copy.kept_version = blocks[:whole], first.kept_version
+                copy.blocks, copy.cache_version = blocks[:whole], first.cache_version
                 self.blocks.hold(copy.blocks)
                 if rest:
                     copy.blocks += self.blocks.allocate(1)
                     self._copies[copy.blocks[-1]] = blocks[whole]
                 if not copy.sampled[0]:
                     copy.reused = len(copy.prompt_ids)
-                if copy.is_to_be_scored:
+                if copy.needs_prompt_logprobs:
                     copy.future.prompt_logprobs = first.future.prompt_logprobs
-                self._start(copy)
+                self._add_running(copy)
                 started.append((copy, i))
             if isinstance(self.cache, SequentialCache):
                 self.cache.fork(first, group.copies)
@@ -194,14 +192,14 @@ class Scheduler:
             self.cache.copy(list(self._copies.values()), list(self._copies))
         self._copies.clear()
 
-    def _start(self, sequence: ActiveSequence) -> None:
+    def _add_running(self, sequence: ActiveSequence) -> None:
         sequence.note_version(self._runner.weight_version, len(sequence.sampled[0]))
         if sequence.sampling.changes_logits and sequence.processor is None:
             sequence.processor = LogitsProcessor(
                 sequence.sampling,
                 sequence.prompt_ids,
-                stop_ids=self._stop_ids,
-                vocabulary=self._vocabulary,
+                stop_ids=self.stop_ids,
+                vocabulary=self._runner.vocabulary,
                 device=self._runner.device,
             )
         sequence.row = len(self.running)
@@ -210,33 +208,34 @@ class Scheduler:
         sequence.blocks = []
 
     def keep_prompt(self, sequence: ActiveSequence) -> None:
-        """Let others share the full blocks of a prompt that has been run, and whose numbers are good."""
-        if sequence.row >= 0 and sequence.kept_version == self.blocks.version:
+        """Put the full blocks of a prompt into the prefix cache, after its first token: its logits were finite."""
+        if sequence.row >= 0 and sequence.cache_version == self.blocks.version:
             n = len(sequence.tokens) // BLOCK
             self.blocks.keep(self.table.blocks_of(sequence.row)[:n], sequence.tokens[: n * BLOCK])
 
     # --- blocks for the next tokens ---------------------------------------------------------------------------------
 
-    def reserve(self, steps: int, settle: Callable[[], object] | None = None) -> tuple[int, np.ndarray, np.ndarray]:
-        """Blocks for the next tokens of all that run: for how many tokens of each, and the rows and columns they got.
+    def reserve(self, steps: int, drain: Callable[[], object] | None = None) -> tuple[int, np.ndarray, np.ndarray]:
+        """Allocate blocks for the next ``steps`` tokens of every running sequence.
 
-        Where there are too few for so many it is one; where there are too few for that the youngest is preempted,
-        after ``settle`` has read all that the device was given.
+        Returns for how many tokens there are blocks, and the rows and columns of the table that got new ones. With too
+        few free blocks for all steps it is one; with too few for that the sequence admitted last is preempted, after
+        ``drain`` has read the steps in flight.
         """
         missing_N = self.table.missing_blocks(len(self.running), steps)
         while (count := int(missing_N.sum())) > self.blocks.available:
             if steps > 1:
                 steps = 1
-            elif settle is not None:
-                settle()
-                settle = None
+            elif drain is not None:
+                drain()
+                drain = None
             else:
                 self._preempt_youngest()
             missing_N = self.table.missing_blocks(len(self.running), steps)
         return steps, *self.table.add_blocks(missing_N, self.blocks.allocate(count))
 
     def trim(self) -> None:
-        """Give back blocks that were reserved for tokens which did not come."""
+        """Release blocks that were reserved for tokens which were not sampled."""
         for row in self.table.rows_with_spare_blocks(len(self.running)).tolist():
             n = blocks_for(int(self.table.length[row]) + 1)
             self.blocks.release(self.table.blocks_of(row)[n:])
@@ -244,61 +243,62 @@ class Scheduler:
             self.table.n_blocks[row] = n
 
     def _preempt_youngest(self) -> None:
-        """The request that was admitted last gives its blocks back, and is run again when there are enough."""
+        """The sequence that was admitted last releases its blocks, and waits until there are enough."""
         running = max(self.running, key=lambda one: one.order)
         group = max(self.prefilling, key=lambda one: one.first.order, default=None)
         if group is not None and group.first.order > running.order:
             self.prefilling.remove(group)
-            self._give_blocks(group.first)
-            self._wait_again(group.members)
+            self._release(group.first)
+            self._requeue(group.members)
             return
         if len(self.running) == 1 and group is None:
             raise OutOfBlocksError("one sequence alone needs more blocks than there are")
         running.sampled = self.table.sampled(running.row)
         running.tokens = np.array([*running.prompt_ids, *running.sampled[0]], np.int32)
         self.preempted += 1
-        self._leave([running])
-        self._wait_again([running])
+        self._remove([running])
+        self._requeue([running])
 
-    def _wait_again(self, sequences: Sequence[ActiveSequence]) -> None:
+    def _requeue(self, sequences: Sequence[ActiveSequence]) -> None:
         with self.wake:
             self.waiting.extendleft(reversed(sequences))
 
-    def _give_blocks(self, sequence: ActiveSequence) -> list[int]:
+    def _release(self, sequence: ActiveSequence) -> list[int]:
+        """Release the blocks of a sequence; returns those that are empty now."""
         blocks, row = sequence.blocks, sequence.row
         if row >= 0:
             blocks = self.table.blocks_of(row)
-            self.table.n_blocks[row] = 0  # they are given once, also if the step fails after this
+            self.table.n_blocks[row] = 0  # never released twice, also if the step fails after this
         sequence.blocks, sequence.computed = [], 0
         return self.blocks.release(blocks)
 
     # --- the end of a sequence ------------------------------------------------------------------------------------
 
-    def finish(self, ended: Sequence[Ended]) -> None:
-        """Free the blocks of sequences that have ended; what they gave is handed out by `deliver`."""
-        if not ended:
+    def finish(self, finished: Sequence[Finished]) -> None:
+        """Release the blocks of sequences that have finished; `deliver` sets their results."""
+        if not finished:
             return
-        for sequence, reason, beyond in ended:
-            self.table.take_back(sequence.row, beyond)
-            outcome = self.table.output(sequence, reason, self._runner.version) if isinstance(reason, str) else reason
+        for sequence, reason, overrun in finished:
+            self.table.drop_last(sequence.row, overrun)
+            outcome = self.table.output(sequence, reason, self._runner.changes) if isinstance(reason, str) else reason
             self._finished.append((sequence, outcome))
-        failed = {one.sequence.row for one in ended if not isinstance(one.reason, str)}
-        self._leave([one.sequence for one in ended], failed)
+        failed = {one.sequence.row for one in finished if not isinstance(one.reason, str)}
+        self._remove([one.sequence for one in finished], failed)
 
     def drop_cancelled(self) -> None:
-        """Free the blocks of requests under way that were cancelled, and forget those that wait."""
+        """Release the blocks of admitted requests that were cancelled, and drop the waiting ones."""
         if not self.has_cancelled:
             return
         self.has_cancelled = False
         dropped = [sequence for sequence in self.running if sequence.is_cancelled]
         if dropped:
-            self._leave(dropped)
+            self._remove(dropped)
         for group in list(self.prefilling):
             gone = [one for one in group.members if one.is_cancelled]
             if len(gone) == len(group.members):
                 self.prefilling.remove(group)
-                self._give_blocks(group.first)
-            elif group.first in gone:  # the others need what it has begun: it leaves when that is done
+                self._release(group.first)
+            elif group.first in gone:  # the others need its prefill: it is dropped when that is complete
                 self.has_cancelled = True
                 gone.remove(group.first)
             group.copies = [one for one in group.copies if one not in gone]
@@ -307,20 +307,18 @@ class Scheduler:
             left = [sequence for sequence in self.waiting if sequence.is_cancelled]
             if left:
                 self.waiting = deque(sequence for sequence in self.waiting if not sequence.is_cancelled)
-        for sequence in left:
-            if sequence.future.running() or sequence.future.set_running_or_notify_cancel():
-                dropped.append(sequence)
+        dropped += [sequence for sequence in left if sequence.future.claim()]
         self._finished += [(sequence, CancelledError()) for sequence in dropped]
 
-    def _leave(self, sequences: Sequence[ActiveSequence], failed: Collection[int] = ()) -> None:
-        """Take sequences out of the running ones, which stay without gaps; their blocks join the prefix cache, but
-        for those of the rows that failed."""
+    def _remove(self, sequences: Sequence[ActiveSequence], failed: Collection[int] = ()) -> None:
+        """Remove sequences from the batch. Their blocks join the prefix cache, except those of the rows in ``failed``,
+        which may hold NaN."""
         for sequence in sequences:
-            if sequence.row not in failed and sequence.kept_version == self.blocks.version:
+            if sequence.row not in failed and sequence.cache_version == self.blocks.version:
                 prompt_T = sequence.tokens[: len(sequence.prompt_ids)]
                 ids_T = np.concatenate([prompt_T, self.table.reply(sequence.row)])
                 self.blocks.keep(self.table.blocks_of(sequence.row), ids_T[: self.table.length[sequence.row]])
-            emptied = self._give_blocks(sequence)
+            emptied = self._release(sequence)
             if isinstance(self.cache, SequentialCache):
                 self.cache.drop(sequence)
             elif sequence.row in failed:
@@ -328,9 +326,9 @@ class Scheduler:
         self._close_gaps(sequences)
 
     def _close_gaps(self, sequences: Sequence[ActiveSequence]) -> None:
-        """The last of the running sequences move to the rows of those that leave."""
-        now = np.arange(self._rows + 1)  # the row that the sequence of each has now
-        now[[self._rows, *(sequence.row for sequence in sequences)]] = -1  # one without a row stays without
+        """Move the last running sequences to the rows of those that leave."""
+        now = np.arange(self.rows + 1)  # old row → new row; -1: none, which the last entry (index -1) stands for
+        now[[self.rows, *(sequence.row for sequence in sequences)]] = -1
         last = len(self.running)
         n = last - len(sequences)
         holes, movers = (now[:n] < 0).nonzero()[0], now[n:last][now[n:last] >= 0]
@@ -343,11 +341,10 @@ class Scheduler:
             sequence.row = -1
         if self.cuda is not None:
             now[movers] = holes
-            self.cuda.follow(now)
-            self.cuda.free(holes, movers, n, last)
+            self.cuda.move(now, holes, movers, n, last)
 
     def deliver(self) -> None:
-        """Hand out what has ended, now that the model is again as its owner left it."""
+        """Set the futures of finished requests, after the step: their callbacks may use the model."""
         if not self._finished:
             return
         finished, self._finished = self._finished, []
@@ -359,10 +356,10 @@ class Scheduler:
                     sequence.future.set_exception(outcome)
 
     def fail(self, error: Exception, *, waiting: bool = False) -> None:
-        """Fail what is under way; those that wait too if asked to, or if nothing under way could be at fault."""
+        """Fail the admitted requests; the waiting ones too if asked to, or if none is admitted."""
         with self.wake:
-            under_way = [*self.running, *(one for group in self.prefilling for one in group.members)]
-            sequences = list(dict.fromkeys(under_way))
+            admitted = [*self.running, *(one for group in self.prefilling for one in group.members)]
+            sequences = list(dict.fromkeys(admitted))
             if waiting or not sequences:
                 sequences += self.waiting
                 self.waiting.clear()
@@ -371,15 +368,14 @@ class Scheduler:
         self.deliver()
         self.blocks.forget()
         self._copies.clear()
-        emptied = [block for sequence in sequences for block in self._give_blocks(sequence)]
+        emptied = [block for sequence in sequences for block in self._release(sequence)]
         if isinstance(self.cache, KVCache):
             self.cache.clear(emptied)
         for sequence in sequences:
             if isinstance(self.cache, SequentialCache):
                 self.cache.drop(sequence)
             sequence.row, future = -1, sequence.future
-            # One that waits may be cancelled at any moment: from here on it cannot.
-            if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
+            if not future.done() and future.claim():  # a waiting one may be cancelled until it is claimed
                 future.set_exception(error)
         if self.cuda is not None:
             self.cuda.reset()

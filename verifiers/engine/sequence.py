@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what comes back: ids in, ids and logprobs out."""
+"""One request: its sampling arguments, its state in the engine, and its result (ids in, ids and logprobs out)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from verifiers.engine.logits import LogitsProcessor
 
 NO_TOP_K = 1 << 30
-RECENT = 64  # prompts of which is known what they come to: a group sequences the same many times over
+GREEDY_BELOW = 1e-5  # a lower temperature is 0: logits divided by it overflow
+RECENT = 64  # prompts whose checked ids, array and digest are cached: the members of a group share one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How tokens are drawn, and when to stop."""
+    """How tokens are sampled, and when to stop."""
 
     max_tokens: int = 256
     temperature: float = 1.0
@@ -81,30 +82,30 @@ class Sampling:
         return bool(self.logit_bias) or self.has_penalties or self.min_tokens > 0 or self.constraint is not None
 
     @property
-    def is_watched(self) -> bool:
-        """Must each token be looked at on its own: is it one that ends others, can the request fail at it?"""
-        return self.ignore_eos or self.constraint is not None
+    def needs_token_check(self) -> bool:
+        """Must the host check each token: has it stop ids or a constraint of its own, or does it ignore the model's?"""
+        return bool(self.stop_ids) or self.ignore_eos or self.constraint is not None
 
     @property
     def needs_logits(self) -> bool:
-        """Must a step's logits be looked at for this request, and not only the token drawn from them?"""
+        """Does the host need the logits of each step, and not only the sampled token?"""
         return self.changes_logits or self.top_logprobs > 0
 
 
 Alternatives = list[tuple[int, float]]
-"""The likeliest tokens of one step with their logprobs, the likeliest first."""
+"""The most likely tokens of one step with their logprobs, the most likely first."""
 
 PromptLogprob = tuple[float, Alternatives] | None
-"""The logprob of a prompt's token under the model's own distribution, and its alternatives; None of the first."""
+"""The raw logprob of a prompt's token, and its alternatives; None for the first token."""
 
 
 class Generated(NamedTuple):
     """One completion, exactly as it was sampled.
 
-    ``logprobs`` are under the distribution each token was drawn from (tempered, truncated, biased); ``raw_logprobs``
-    under the model's own. ``top_logprobs`` has the alternatives of each token, under the distribution it was drawn
-    from, where they were asked for. ``weights`` counts the changes of the weights that were noticed up to its start
-    and its end; ``weight_versions`` are the versions that its tokens were sampled from, in order.
+    ``logprobs`` are under the distribution each token was sampled from (after temperature, truncation and bias);
+    ``raw_logprobs`` under the model's own. ``top_logprobs`` has the alternatives of each token, under the former, where
+    they were asked for. ``weights`` are the numbers of weight changes seen up to its start and its end;
+    ``weight_versions`` are the versions that its tokens were sampled from, in order.
     """
 
     prompt_ids: list[int]
@@ -120,14 +121,14 @@ class Generated(NamedTuple):
 
 
 Sampled = tuple[Sequence[int], Sequence[float], Sequence[float]]
-"""Tokens, their logprobs under what they were drawn from, and under the model's own distribution."""
+"""Tokens, their logprobs, and their raw logprobs."""
 
 OnToken = Callable[[int, float], bool]
-"""Told of each token as it comes; returns True to end the request there."""
+"""Called with each token and its logprob; returns True to end the request there."""
 
 
 class Answer(Future[Generated]):
-    """What a request will give. Cancelling it while it is under way frees its blocks before the next step."""
+    """The result of a request. Cancelling it while it is in flight frees its blocks before the next step."""
 
     is_unwanted = False
     on_cancel: Callable[[], None] | None = None
@@ -136,6 +137,10 @@ class Answer(Future[Generated]):
         super().__init__()
         self.prompt_logprobs: list[PromptLogprob] = []
         self.top_logprobs: list[Alternatives] = []  # of the tokens so far, where they were asked for
+
+    def claim(self) -> bool:
+        """Mark as running, after which `cancel` no longer ends it at once; False if it was cancelled before."""
+        return self.running() or self.set_running_or_notify_cancel()
 
     def cancel(self) -> bool:
         if self.done():
@@ -146,58 +151,58 @@ class Answer(Future[Generated]):
         return super().cancel()
 
 
-class _Ended(threading.local):
-    """Those in event loops who wait for what has ended in this thread, while a `delivery` lasts."""
+class _Delivery(threading.local):
+    """Futures of event loops to wake when the current `delivery` of this thread ends, by loop; None outside of one."""
 
     by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] | None = None
 
 
-_ended = _Ended()
+_delivery = _Delivery()
 
 
 @contextmanager
 def delivery() -> Iterator[None]:
-    """Answers that are given while this lasts are heard of when it ends: each event loop is woken once for all."""
-    _ended.by_loop = {}
+    """Wake each event loop once for all the answers that are set within this block, when it ends."""
+    _delivery.by_loop = {}
     try:
         yield
     finally:
-        by_loop, _ended.by_loop = _ended.by_loop, None
+        by_loop, _delivery.by_loop = _delivery.by_loop, None
         for loop, waiting in by_loop.items():
             _wake(loop, waiting)
 
 
-async def arrivals(futures: Iterable[Future[Generated]]) -> list[Generated]:
-    """What requests give, awaited in an event loop."""
-    arrived = []
+async def results_of(futures: Iterable[Future[Generated]]) -> list[Generated]:
+    """The results of requests, awaited in an event loop."""
+    results = []
     for future in futures:
         if not future.done():
             loop = asyncio.get_running_loop()
             waiting: asyncio.Future[None] = loop.create_future()
-            future.add_done_callback(partial(_note_end, loop, waiting))
+            future.add_done_callback(partial(_on_done, loop, waiting))
             await waiting
         try:
-            arrived.append(future.result())
-        except CancelledError:  # not the class that asyncio means by it
+            results.append(future.result())
+        except CancelledError:  # of concurrent.futures, which asyncio does not take for a cancellation
             raise asyncio.CancelledError from None
-    return arrived
+    return results
 
 
-def _note_end(loop: asyncio.AbstractEventLoop, waiting: asyncio.Future[None], _: object) -> None:
-    if _ended.by_loop is None:
+def _on_done(loop: asyncio.AbstractEventLoop, waiting: asyncio.Future[None], _: object) -> None:
+    if _delivery.by_loop is None:
         _wake(loop, [waiting])
     else:
-        _ended.by_loop.setdefault(loop, []).append(waiting)
+        _delivery.by_loop.setdefault(loop, []).append(waiting)
 
 
 def _wake(loop: asyncio.AbstractEventLoop, waiting: Sequence[asyncio.Future[None]]) -> None:
     try:
-        loop.call_soon_threadsafe(_settle, waiting)
+        loop.call_soon_threadsafe(_set_done, waiting)
     except RuntimeError:  # the loop is closed: nobody waits any more
         return
 
 
-def _settle(waiting: Sequence[asyncio.Future[None]]) -> None:
+def _set_done(waiting: Sequence[asyncio.Future[None]]) -> None:
     for one in waiting:
         if not one.done():
             one.set_result(None)
@@ -205,32 +210,32 @@ def _settle(waiting: Sequence[asyncio.Future[None]]) -> None:
 
 @dataclass(eq=False, slots=True)
 class ActiveSequence:
-    """One request on its way through the engine."""
+    """The state of one request in the engine."""
 
     prompt_ids: list[int]
     sampling: Sampling
     seed: int
     on_token: OnToken | None = None
     future: Answer = field(default_factory=Answer)
-    row: int = -1  # of the batch that decodes; -1: none
-    blocks: list[int] = field(default_factory=list)  # of the KV cache, while its prompt is run; then the table has them
-    sampled: Sampled = ((), (), ())  # before it was preempted, the last time
-    tokens: np.ndarray = field(init=False)  # those to run before the next one is drawn: the prompt, and then these
-    computed: int = 0  # of them have keys and values
-    order: int = -1  # in which sequences were first admitted
-    reused: int = 0
-    weights: int = 0
+    row: int = -1  # of the decode batch; -1: none
+    blocks: list[int] = field(default_factory=list)  # during prefill; in the decode batch, the table has them
+    sampled: Sampled = ((), (), ())  # before its last preemption
+    tokens: np.ndarray = field(init=False)  # to prefill: the prompt, and what was sampled before its last preemption
+    computed: int = 0  # how many of them have keys and values
+    order: int = -1  # of first admission; -1: not admitted yet
+    reused: int = 0  # tokens of the prompt that the prefix cache had
+    weights: int = 0  # changes of the weights before its first admission
     versions: list[tuple[int, str]] = field(default_factory=list)  # (first token, version of the weights) of each span
-    kept_version: int = -1  # of the prefix cache, when its keys were begun
+    cache_version: int = -1  # of the prefix cache, when its prefill began
     processor: LogitsProcessor | None = None
-    failure: Exception | None = None  # of what was asked for, found out between two tokens
+    failure: Exception | None = None  # of its constraint: it finishes with the next token
 
     def __post_init__(self) -> None:
         self.tokens = _as_array(tuple(self.prompt_ids))
 
     @property
-    def is_to_be_scored(self) -> bool:
-        """Are logprobs of the prompt's tokens asked for, and not all there yet?"""
+    def needs_prompt_logprobs(self) -> bool:
+        """Are logprobs of the prompt's tokens asked for, and some still missing?"""
         return self.sampling.prompt_logprobs is not None and len(self.future.prompt_logprobs) < len(self.prompt_ids)
 
     @property
@@ -238,14 +243,14 @@ class ActiveSequence:
         return self.future.is_unwanted
 
     def note_version(self, version: str, tokens: int) -> None:
-        """What is sampled after so many tokens is of this version of the weights."""
+        """The tokens after the first ``tokens`` are sampled from this version of the weights."""
         if self.versions and self.versions[-1][0] == tokens:
             self.versions.pop()
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((tokens, version))
 
     def version_spans(self, tokens: int) -> tuple[VersionSpan, ...]:
-        """The versions that so many tokens were sampled from.
+        """The versions that the first ``tokens`` tokens were sampled from.
 
         >>> sequence = ActiveSequence([1], Sampling(), 0, versions=[(0, "3"), (2, "4")])
         >>> [(span.version, span.start, span.end) for span in sequence.version_spans(5)]
@@ -258,7 +263,7 @@ class ActiveSequence:
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """A sequence whose tokens are run, and those with the same tokens, which will share its blocks."""
+    """A sequence whose prompt is prefilled, and others with the same tokens, which will share its blocks."""
 
     first: ActiveSequence
     copies: list[ActiveSequence] = field(default_factory=list)
@@ -269,12 +274,12 @@ class Group:
 
     @property
     def left(self) -> int:
-        """Tokens that are still to be run."""
+        """Tokens still to prefill."""
         return len(self.first.tokens) - self.first.computed
 
 
 class Chunk(NamedTuple):
-    """Tokens ``[start, end)`` of a group, to be run in this step."""
+    """Tokens ``[start, end)`` of a group, to prefill in this step."""
 
     group: Group
     start: int
@@ -282,29 +287,20 @@ class Chunk(NamedTuple):
 
 
 def sharing_key(sequence: ActiveSequence) -> tuple[int | None, bytes]:
-    """What sequences must have in common for one to share the other's blocks."""
-    return sequence.sampling.prompt_logprobs if sequence.is_to_be_scored else None, sequence.tokens.tobytes()
+    """Sequences with equal keys are prefilled once, as one group."""
+    return sequence.sampling.prompt_logprobs if sequence.needs_prompt_logprobs else None, sequence.tokens.tobytes()
 
 
-def in_order(sequences: Iterable[ActiveSequence]) -> list[ActiveSequence]:
-    """Requests by prompt and seed: an order that does not depend on who came first."""
-    by_prompt: dict[tuple[int, ...], list[ActiveSequence]] = {}
-    for sequence in sequences:
-        by_prompt.setdefault(tuple(sequence.prompt_ids), []).append(sequence)
-    groups = (by_prompt[prompt] for prompt in sorted(by_prompt))
-    return [sequence for group in groups for sequence in sorted(group, key=lambda sequence: sequence.seed)]
+class Finished(NamedTuple):
+    """A sequence that has finished, why, and how many tokens were sampled for it beyond its last one."""
 
-
-def tell(on_token: OnToken, token: int, logprob: float) -> str | Exception | None:
-    """Why the request ends here, if it does: its owner wants no more, or its owner's code failed."""
-    try:
-        return "stop" if on_token(token, logprob) else None
-    except Exception as error:  # foreign code: it fails its own request
-        return error
+    sequence: ActiveSequence
+    reason: str | Exception
+    overrun: int = 0
 
 
 class Seeds:
-    """Seeds for requests that have none: random, or from one number, the prompt, and how often it was asked.
+    """Seeds for requests without one: random, or a hash of ``seed``, the prompt, and how often it was asked before.
 
     >>> first, second = Seeds(7), Seeds(7)
     >>> first.draw([1]) == second.draw([1]) != first.draw([1])
@@ -326,17 +322,16 @@ class Seeds:
 
 @lru_cache(RECENT)
 def check_tokens(tokens: tuple[int, ...], vocabulary: int) -> tuple[int, ...]:
-    """The same tokens as plain numbers; one that a model does not have is refused."""
+    """The tokens as ints; one outside of the vocabulary is a ValueError."""
     if min(tokens) < 0 or max(tokens) >= vocabulary:
-        stranger = next(token for token in tokens if not 0 <= token < vocabulary)
-        raise ValueError(f"there is no token {stranger}: the model has {vocabulary}")
+        unknown = next(token for token in tokens if not 0 <= token < vocabulary)
+        raise ValueError(f"there is no token {unknown}: the model has {vocabulary}")
     return tuple(map(int, tokens))
 
 
 @lru_cache(RECENT)
 def _as_array(tokens: tuple[int, ...]) -> np.ndarray:
-    """Tokens to run, which nobody changes."""
-    return np.array(tokens, np.int32)
+    return np.array(tokens, np.int32)  # shared: never written to
 
 
 @lru_cache(RECENT)

@@ -1,4 +1,4 @@
-"""One sequence at a time, each with a cache of the model's own making: exact for any causal model, and slower."""
+"""One sequence at a time, each with a cache that the model itself creates: exact for any causal model, and slower."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ NO_CACHE = {"loss", "logits", "hidden_states", "attentions", "cross_attentions",
 
 @dataclass(slots=True)
 class _State:
-    """The tokens of a sequence so far, and the cache that the model made of all but the newest."""
+    """The tokens of a sequence so far, and the model's cache of all but the newest."""
 
     ids: list[int]
     cache: dict[str, Any] = field(default_factory=dict)
 
 
 class SequentialCache:
-    """The sequences of an engine whose model keeps its own state: attention, convolutions, recurrences.
+    """In place of the KV cache, for models with state of their own: attention, convolutions, recurrences.
 
-    It takes the place of the KV cache. A model whose cache does not give the numbers of its plain forward is run
-    without one (``uses_cache=False``): every token then costs a forward over the whole sequence.
+    A model whose cache does not reproduce its plain forward is run without one (``uses_cache=False``): every token then
+    costs a forward over the whole sequence.
     """
 
     def __init__(self, module: Any, *, uses_cache: bool) -> None:
@@ -41,7 +41,7 @@ class SequentialCache:
         self._states: dict[ActiveSequence, _State] = {}
 
     def prefill(self, sequences: Sequence[ActiveSequence]) -> Tensor:
-        """The logits behind the tokens of each, ``[N, vocabulary]``."""
+        """The logits after the tokens of each, ``[N, vocabulary]``."""
         logits = []
         for sequence in sequences:
             state = self._states[sequence] = _State(list(sequence.tokens))
@@ -49,7 +49,7 @@ class SequentialCache:
         return torch.cat(logits)
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """The logits behind each of these tokens, ``[T, vocabulary]``; no state is touched."""
+        """The logits after each of these tokens, ``[T, vocabulary]``; no state is changed."""
         logits: Tensor = self._forward(ids, use_cache=False).logits[0]
         return logits
 
@@ -58,12 +58,12 @@ class SequentialCache:
         return self._module(input_ids=ids_1T, return_dict=True, **settings)
 
     def decode(self, sequences: Sequence[ActiveSequence], tokens: Sequence[int]) -> Tensor:
-        """The logits behind one new token of each."""
+        """The logits after one new token of each, ``[N, vocabulary]``."""
         logits = []
         for sequence, token in zip(sequences, tokens, strict=True):
             state = self._states[sequence]
             state.ids.append(int(token))
-            if any(len(state.ids) == bound + 1 for bound in self._resets):
+            if any(len(state.ids) == bound + 1 for bound in self._resets):  # longrope: cached keys have other angles
                 state.cache = {}
             logits.append(self._run(state, state.ids[-1:] if state.cache else state.ids))
         return torch.cat(logits)
@@ -81,5 +81,4 @@ class SequentialCache:
             self._states[target] = copy.deepcopy(self._states[source])
 
     def drop(self, sequence: ActiveSequence) -> None:
-        """Let go of a sequence's state: it takes memory."""
         self._states.pop(sequence, None)

@@ -1,10 +1,11 @@
-"""One step of an engine: tokens of prompts are run, all that decode get a token, and what has ended is finished.
+"""One step of an engine: chunks of prompts are prefilled, running sequences get a token, finished ones are removed.
 
-On CUDA the host is behind the device: it launches the next steps before it reads the first of them (`cuda_runner`).
+On CUDA the host is behind the device: it launches the next steps before it reads the results of the first.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,49 +14,47 @@ from torch import Tensor
 
 from verifiers.engine.block_manager import BLOCK, blocks_for
 from verifiers.engine.cuda_runner import CudaDecoder
-from verifiers.engine.finished import ends
 from verifiers.engine.kv_cache import Decode, KVCache, Prefill, Segment
 from verifiers.engine.logits import score_prompt
 from verifiers.engine.model_runner import ModelRunner
 from verifiers.engine.sampler import draw
 from verifiers.engine.scheduler import Scheduler
-from verifiers.engine.sequence import Chunk
+from verifiers.engine.sequence import ActiveSequence, Chunk, Finished
 from verifiers.engine.sequential import SequentialCache
-from verifiers.kernels.cpu.model import Drawn, Paged
+from verifiers.errors import ModelError
+from verifiers.kernels.cpu.model import Drawn
 from verifiers.kernels.devices import host_index
 
-AHEAD = 2  # steps that CUDA has to go on with, at least, while the host reads those before
-ADMIT_SHARE = 16  # on CUDA, new requests are taken in when a 16th of the rows is free: each time costs a prefill
-SPAN_STEP = 2 * BLOCK
-BURST = 32  # tokens at most that each sequence draws in one call of C; how many are, its speed decides
+AHEAD = 2  # steps that must be in flight on CUDA while the host reads the results of earlier ones
+ADMIT_SHARE = 16  # on CUDA, sequences are admitted when a 16th of the rows is free: each prefill delays the batch
+SPAN_STEP = 2 * BLOCK  # positions that the attention of a decode step reads are rounded up to a multiple of this
+BURST = 32  # most tokens that each sequence samples in one call of C; the model's speed decides how many
 
 
-class Steps:
-    """Runs what the scheduler has admitted. ``is_stop_V`` says which tokens end a reply."""
+class StepRunner:
+    """Runs what the scheduler has admitted."""
 
-    def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, *, rows: int, length: int, is_stop_V: np.ndarray
-    ) -> None:
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
         self.runner, self.scheduler, self.table = runner, scheduler, scheduler.table
-        self.rows, self.length, self.is_stop_V = rows, length, is_stop_V
-        self.steps = self.tokens = 0  # that were run, and drawn
+        self._is_stop_V = np.zeros(runner.vocabulary + 1, bool)  # the tokens that end a reply
+        self._is_stop_V[[token for token in scheduler.stop_ids if 0 <= token < runner.vocabulary]] = True
+        self.steps = self.tokens = 0  # decode steps that were run, tokens that were sampled
         self._version = runner.weight_version
 
     def run(self) -> None:
-        """A chunk of the prompts that are being run, then one token for every sequence that decodes."""
+        """A chunk of each prefilling prompt, then one token for every running sequence."""
         scheduler = self.scheduler
-        is_idle = not scheduler.running and not scheduler.prefilling
         has_prompts = bool(scheduler.waiting or scheduler.prefilling)
-        has_changed, has_moved = self.runner.notice(is_idle=is_idle, has_prompts=has_prompts)
+        has_changed, has_moved = self.runner.detect_changes(is_idle=scheduler.is_idle, has_prompts=has_prompts)
         if has_changed:
             scheduler.blocks.forget()
         if self._version != self.runner.weight_version:
             self._note_version()
         if has_moved and scheduler.cuda is not None:
-            scheduler.cuda.drop_graphs()  # they read from where the parameters were
+            scheduler.cuda.drop_graphs()  # they hold the parameters' old addresses
         scheduler.drop_cancelled()
         if scheduler.cuda is not None:
-            self._run_ahead(scheduler.cuda)
+            self._run_on_cuda(scheduler.cuda)
             return
         if chunks := scheduler.admit():
             self._prefill(chunks)
@@ -63,24 +62,24 @@ class Steps:
             self._decode()
 
     def _note_version(self) -> None:
-        """Running sequences go on with other weights: what they sample from here on is of another version."""
-        self._settle()  # these tokens are of the weights before
+        """The next tokens of running sequences are sampled from another version of the weights."""
+        self._drain()  # the tokens in flight are of the version before
         self._version = self.runner.weight_version
         for sequence in self.scheduler.running:
             sequence.note_version(self._version, int(self.table.steps[sequence.row]))
 
     # --- on CUDA --------------------------------------------------------------------------------------------------
 
-    def _run_ahead(self, cuda: CudaDecoder) -> None:
-        """As `run`, but the host reads a step only when the next ones have been launched."""
+    def _run_on_cuda(self, cuda: CudaDecoder) -> None:
+        """As `run`, but the host reads the results of a step only when the next ones have been launched."""
         scheduler = self.scheduler
-        is_worth_it = scheduler.free_rows * ADMIT_SHARE >= self.rows or not scheduler.running
-        if has_prompts := bool(scheduler.prefilling or (scheduler.waiting and is_worth_it)):
+        may_admit = scheduler.free_rows * ADMIT_SHARE >= scheduler.rows or not scheduler.running
+        if has_prompts := bool(scheduler.prefilling or (scheduler.waiting and may_admit)):
             self._prefill(scheduler.admit())
         if np.count_nonzero(self.table.needs_logits[: len(scheduler.running)]):
-            self._settle()
+            self._drain()
             if scheduler.running:
-                self._decode()  # what is changed differs between sequences and steps: not worth a graph
+                self._decode()  # logits are changed in other ways for each sequence and step: no graph for that
                 cuda.assign(np.arange(len(scheduler.running)))
         elif scheduler.running:
             self._launch(cuda, is_growing=has_prompts)
@@ -88,37 +87,37 @@ class Steps:
             self._collect(cuda)
 
     def _launch(self, cuda: CudaDecoder, *, is_growing: bool) -> None:
-        """Some more tokens for all that run; one, while there are prompts: more of them may have come meanwhile."""
+        """Launch a burst of steps for the batch; one step while prompts come in, as more may follow."""
         scheduler, burst = self.scheduler, cuda.burst(len(self.scheduler.running))
         if not burst:
-            self._settle()
+            self._drain()
             return
-        steps, rows_M, column_M = scheduler.reserve(1 if is_growing else burst, self._settle)
+        steps, rows_M, column_M = scheduler.reserve(1 if is_growing else burst, self._drain)
         if scheduler.running:
             cuda.add_blocks(rows_M, column_M)
             cuda.launch(len(scheduler.running), steps)
             self.steps += steps
 
-    def _settle(self) -> None:
-        """Read all that was launched."""
+    def _drain(self) -> None:
+        """Read the results of all steps in flight."""
         while self.scheduler.cuda is not None and self.scheduler.cuda.in_flight:
             self._collect(self.scheduler.cuda)
 
     def _collect(self, cuda: CudaDecoder) -> None:
-        """Read the oldest steps that were launched."""
+        """Read the results of the oldest launch in flight."""
         rows_N, is_first, drawn = cuda.collect()
         if not is_first:
             self.table.ahead[rows_N] -= len(drawn.token_KB)
         self._record(rows_N, drawn, is_first=is_first)
 
-    # --- prompts --------------------------------------------------------------------------------------------------
+    # --- prefill --------------------------------------------------------------------------------------------------
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
-        """Run tokens of prompts, and draw a token of each sequence whose prompt is complete."""
+        """Run chunks of prompts, and sample the first token of each sequence whose prompt is complete."""
         if not chunks:
             return
         logits_NV, cuda = self._run_chunks(chunks), self.scheduler.cuda
-        started = self.scheduler.start(chunks)
+        started = self.scheduler.finish_chunks(chunks)
         if not started:
             return
         sequences, order = [sequence for sequence, _ in started], [i for _, i in started]
@@ -133,47 +132,43 @@ class Steps:
             cuda.assign(np.array(begun))
 
     def _run_chunks(self, chunks: Sequence[Chunk]) -> Tensor:
-        """The logits behind the last token of each chunk; those before it too where a prompt is to be scored."""
+        """The logits after the last token of each chunk; prompt logprobs are computed on the way where asked for."""
         sequences, cache = [chunk.group.first for chunk in chunks], self.scheduler.cache
         if isinstance(cache, SequentialCache):
             for one in sequences:
-                if one.is_to_be_scored:
+                if one.needs_prompt_logprobs:
                     score_prompt(one, 0, cache.logits(one.prompt_ids))
             return cache.prefill(sequences)
         tables = np.zeros((len(chunks), max(len(one.blocks) for one in sequences)), np.int32)
-        segments, kept, at = list[Segment](), list[int](), 0
+        segments, keep, last = list[Segment](), list[int](), list[int]()  # last: of each chunk, an index into keep
         for i, (sequence, (_, start, end)) in enumerate(zip(sequences, chunks, strict=True)):
             tables[i, : len(sequence.blocks)] = sequence.blocks
-            segments.append(Segment(at, at + end - start, i, start))
-            at += end - start
-            kept += range(segments[-1].start, at) if sequence.is_to_be_scored else [at - 1]
+            first = segments[-1].end if segments else 0
+            stop = first + end - start
+            segments.append(Segment(first, stop, i, start))
+            keep += range(first if sequence.needs_prompt_logprobs else stop - 1, stop)
+            last.append(len(keep) - 1)
         ids_T = np.concatenate([one.tokens[start:end] for one, (_, start, end) in zip(sequences, chunks, strict=True)])
-        logits_NV = self._run_prompts(ids_T, np.array(kept), segments, tables, cache)
-        if not any(one.is_to_be_scored for one in sequences):
-            return logits_NV
-        last, n = [], 0
-        for sequence, (_, start, end) in zip(sequences, chunks, strict=True):
-            if sequence.is_to_be_scored:
-                score_prompt(sequence, start, logits_NV[n : n + end - start])
-                n += end - start - 1
-            last.append(n)
-            n += 1
-        return logits_NV[host_index(last, logits_NV.device)]
+        logits_NV = self._prefill_logits(ids_T, np.array(keep), segments, tables, cache)
+        for sequence, (_, start, end), n in zip(sequences, chunks, last, strict=True):
+            if sequence.needs_prompt_logprobs:
+                score_prompt(sequence, start, logits_NV[n + 1 - (end - start) : n + 1])
+        return logits_NV if len(keep) == len(chunks) else logits_NV[host_index(last, logits_NV.device)]
 
-    def _run_prompts(
-        self, ids_T: np.ndarray, kept_N: np.ndarray, segments: list[Segment], tables: np.ndarray, cache: KVCache
+    def _prefill_logits(
+        self, ids_T: np.ndarray, keep_N: np.ndarray, segments: list[Segment], tables: np.ndarray, cache: KVCache
     ) -> Tensor:
-        """The logits behind the tokens at ``kept``, of prompts laid end to end; their keys and values are stored."""
+        """The logits after the tokens at ``keep`` of packed prompts, whose keys and values are stored."""
         if self.scheduler.cuda is not None:
-            return self.scheduler.cuda.prefill(ids_T, kept_N, segments, tables)
+            return self.scheduler.cuda.prefill(ids_T, keep_N, segments, tables)
         attend = Prefill(cache, tables, segments)
         ids, positions = (torch.from_numpy(one.astype(np.int64))[None] for one in (ids_T, attend.position_T))
-        return self.runner.forward(ids, positions, attend, torch.from_numpy(kept_N))[0]
+        return self.runner.forward(ids, positions, attend, torch.from_numpy(keep_N))[0]
 
-    # --- tokens ---------------------------------------------------------------------------------------------------
+    # --- decode ---------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
-        """One token for every running sequence; several, where none of them has to be looked at before the next."""
+        """One token for every running sequence; several in C, if the host need not check each of them."""
         table, scheduler, cache = self.table, self.scheduler, self.scheduler.cache
         if isinstance(cache, SequentialCache):
             logits_BV = cache.decode(scheduler.running, table.token[: len(scheduler.running)].tolist())
@@ -181,49 +176,81 @@ class Steps:
             self.runner.count_step()
             burst = self._burst(len(scheduler.running))
             steps = scheduler.reserve(max(burst, 1))[0]
-            if not scheduler.running:  # the only one had to make room for a prompt that came before it
+            if not scheduler.running:  # the only one was preempted, for a prefilling one admitted before it
                 return
             if burst:
-                self._decode_several(steps, cache)
+                self._decode_burst(steps, cache)
                 return
-            logits_BV = self._run_step(cache)
+            logits_BV = self._decode_logits(cache)
         rows_N = np.arange(len(scheduler.running))
         self.steps += 1
         self._record(rows_N, draw(logits_BV, scheduler.running, rows_N, table, scheduler.cuda))
 
     def _burst(self, rows: int) -> int:
-        """How many tokens each sequence draws in one call of C; 0: it is not done in C."""
+        """How many tokens each sequence samples in one call of C; 0: not in C."""
         table = self.table
-        if (table.is_watched | table.needs_logits)[:rows].any():
+        if (table.needs_token_check | table.needs_logits)[:rows].any():
             return 0
         most = min(int(table.tokens_left(rows).min()), BURST)
-        return self.runner.burst(most, len(self.is_stop_V)) if most > 1 else 0
+        return self.runner.burst(most, len(self._is_stop_V)) if most > 1 else 0
 
-    def _run_step(self, cache: KVCache) -> Tensor:
+    def _decode_logits(self, cache: KVCache) -> Tensor:
         table, n, device = self.table, len(self.scheduler.running), self.runner.device
         length_B = torch.from_numpy(table.length[:n]).to(device)
         span = (int(table.length[:n].max()) // SPAN_STEP + 1) * SPAN_STEP
-        attend = Decode(cache, table.blocks[:n], length_B, min(span, blocks_for(self.length) * BLOCK))
+        attend = Decode(cache, table.blocks[:n], length_B, min(span, blocks_for(self.scheduler.length) * BLOCK))
         ids = torch.from_numpy(table.token[:n]).to(device)[:, None]
         return self.runner.forward(ids, length_B[:, None], attend)[:, 0]
 
-    def _decode_several(self, most: int, cache: KVCache) -> None:
+    def _decode_burst(self, steps: int, cache: KVCache) -> None:
         table, rows = self.table, len(self.scheduler.running)
-        drawn = self.runner.decode(
-            table.decode_columns(rows), most, self.is_stop_V, Paged(cache.store, table.blocks, cache.length)
-        )
+        drawn = self.runner.decode(table.decode_columns(rows), steps, self._is_stop_V, cache.paged(table.blocks))
         self.steps += len(drawn.token_KB)
         self._record(np.arange(rows), drawn)
-        if len(drawn.token_KB) < most:
+        if len(drawn.token_KB) < steps:
             self.scheduler.trim()
 
     def _record(self, rows_N: np.ndarray, drawn: Drawn, *, is_first: bool = False) -> None:
-        """Keep what was drawn, and finish the sequences for which it was the last."""
+        """Store sampled tokens in the table, and finish the sequences for which they were the last."""
         table, scheduler = self.table, self.scheduler
         table.record(rows_N, drawn, is_first=is_first)
-        begun = [scheduler.running[row] for row in rows_N] if is_first else []
-        found = ends(scheduler.running, rows_N, drawn, table, self.is_stop_V)
-        self.tokens += drawn.token_KB.size - sum(one.beyond for one in found)
-        scheduler.finish(found)
-        for sequence in begun:
+        started = [scheduler.running[row] for row in rows_N] if is_first else []
+        finished = self._find_finished(rows_N, drawn)
+        self.tokens += drawn.token_KB.size - sum(one.overrun for one in finished)
+        scheduler.finish(finished)
+        for sequence in started:
             scheduler.keep_prompt(sequence)
+
+    def _find_finished(self, rows_N: np.ndarray, drawn: Drawn) -> list[Finished]:
+        """The sequences that finish: at a stop token, by their ``on_token``, at their length limit, or at a NaN."""
+        table, running, steps = self.table, self.scheduler.running, len(drawn.token_KB)
+        left_N, is_stop_KN = table.max_tokens[rows_N] - table.steps[rows_N], self._is_stop_V[drawn.token_KB]
+        is_last_KN = is_stop_KN | ~np.isfinite(drawn.raw_KB)
+        some_M = (is_last_KN.any(0) | (left_N <= 0) | table.needs_token_check[rows_N]).nonzero()[0]
+        found, rows, left = dict[int, Finished](), rows_N[some_M].tolist(), left_N[some_M].tolist()
+        for k in range(steps if rows else 0):
+            overrun, columns = steps - 1 - k, (one[k][some_M].tolist() for one in (*drawn, is_stop_KN))
+            for row, room, token, logprob, raw, is_stop in zip(rows, left, *columns, strict=True):
+                if row in found:
+                    continue
+                reason = _finish_reason(running[row], token, logprob, raw, is_stop, room + overrun <= 0)
+                if reason is not None:
+                    found[row] = Finished(running[row], reason, overrun)
+        return list(found.values())
+
+
+def _finish_reason(
+    sequence: ActiveSequence, token: int, logprob: float, raw: float, is_stop: bool, is_full: bool
+) -> str | Exception | None:
+    if not math.isfinite(raw):
+        return ModelError("the model gave logits that are not numbers (NaN); its weights are bad")
+    if sequence.failure is not None:
+        return sequence.failure
+    if token in sequence.sampling.stop_ids or (is_stop and not sequence.sampling.ignore_eos):
+        return "stop"
+    try:
+        if sequence.on_token is not None and sequence.on_token(token, logprob):
+            return "stop"
+    except Exception as error:  # foreign code: it fails its own request
+        return error
+    return "length" if is_full else None

@@ -1,4 +1,4 @@
-"""``response_format`` and ``tool_choice`` as clients write them → what a reply has to be."""
+"""``response_format`` and ``tool_choice`` of a request, parsed and checked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ResponseFormat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolChoice:
-    """May the model call a function, must it, and which."""
+    """Whether the model may or must call a function, and which."""
 
     mode: str = "auto"
     name: str | None = None
@@ -92,7 +92,7 @@ def read_tool_choice(name: str, value: Any) -> ToolChoice:
 
 
 def wants_grammar(sampling: Mapping[str, Any]) -> bool:
-    """Do arguments ask for a reply that follows a grammar? Compiling one takes too long for an event loop."""
+    """Do sampling arguments ask for a grammar? Compiling one takes too long for an event loop."""
     further = sampling.get("extra_body")
     args = {**sampling, **further} if isinstance(further, Mapping) else sampling
     return args.get("response_format") is not None or args.get("tool_choice") not in (None, "auto", "none")

@@ -1,4 +1,4 @@
-"""Threads that run torch: each comes to its end before Python does."""
+"""Threads that run torch are joined before Python exits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _threads: set[threading.Thread] = set()
 
 @atexit.register
 def _end_threads() -> None:
-    """A thread that Python cuts off within torch aborts the process: let each come to its end."""
+    """A thread that is killed within torch at exit aborts the process."""
     for owner in list(_owners):
         owner.stop()
     for thread in list(_threads):
@@ -21,7 +21,7 @@ def _end_threads() -> None:
 
 
 def remember(owner: Any, thread: threading.Thread) -> None:
-    """At exit the owner is stopped (`stop`), and the thread is joined."""
+    """At exit, call ``owner.stop()`` and join the thread."""
     _threads.difference_update([other for other in _threads if other.ident is not None and not other.is_alive()])
     _owners.add(owner)
     _threads.add(thread)

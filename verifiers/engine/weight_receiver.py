@@ -1,4 +1,4 @@
-"""A trainer's tensors → the parameters of the model that is being served, in place, while nothing is sampled."""
+"""A trainer's tensors → the parameters of the served model, in place, while the engine is paused."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from verifiers.engine.engine import Engine
 from verifiers.errors import RequestRefusedError
 from verifiers.kernels.devices import current
 
-JOIN_S = 60.0  # for the trainer to be there, and for each tensor to come
+JOIN_S = 60.0  # timeout of joining the trainer's group, and of each tensor
 RANK = 1
 
 
 class WeightReceiver:
     """The receiving end of a weight transfer: the four steps of vLLM's protocol over one engine.
 
-    What a trainer says it will send is compared with the model whole before the first tensor is taken. An update may
-    come in several calls, so the engine is paused from its first to its finish: unpaused it is refused. One that breaks
-    off in the middle leaves weights of two versions: then nothing is sampled until they have come whole.
+    What a trainer is about to send is checked against the model before the first tensor is received. An update may take
+    several calls, so the engine has to be paused until it is finished. One that breaks off in the middle leaves weights
+    of two versions (``is_torn``): then `resume` is refused until a whole update has come.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._guard = threading.Lock()
         self._channel: GlooChannel | NcclChannel | None = None
-        self._missing: set[str] | None = None  # parameters that the update under way has not brought yet
+        self._missing: set[str] | None = None  # parameters that the current update has not brought yet
         self.is_torn = False
 
     def open(self, init: dict[str, Any]) -> None:
-        """Join the trainer's group; one that was there before is left."""
+        """Join the trainer's group, and leave the one before."""
         _check_init(init)
         with self._guard:
             self._close()
@@ -53,13 +53,13 @@ class WeightReceiver:
             channel.close()
 
     def _drop_update(self) -> None:
-        """An update that is given up when some of its tensors have come leaves weights of two versions."""
+        """Give up the current update; if some of its tensors have come, the weights are of two versions."""
         self.is_torn |= bool(self._missing) and self._has_begun
         self._missing = None
 
     @property
     def _has_begun(self) -> bool:
-        """Have tensors of the update under way come?"""
+        """Have tensors of the current update come?"""
         return self._missing is not None and len(self._missing) < len(dict(self._engine.model.named_parameters()))
 
     def resume(self) -> None:
@@ -86,7 +86,7 @@ class WeightReceiver:
             self._missing = {name for name, _ in self._engine.model.named_parameters()}
 
     def receive(self, update: dict[str, Any]) -> int:
-        """Take the tensors that are described; how many there were."""
+        """Receive the tensors that ``update`` describes; returns how many."""
         with self._guard:
             if self._channel is None or self._missing is None:
                 raise RequestRefusedError("there is no update to be part of: POST /start_weight_update first")
@@ -94,7 +94,7 @@ class WeightReceiver:
                 self._check_paused()
                 described = self._checked(update)
             except RequestRefusedError:
-                self._close()  # the sender, who may be sending already, finds out at once
+                self._close()  # the sender, which may be sending already, gets an error at once
                 raise
             try:
                 self._take(self._channel, described)
@@ -136,7 +136,7 @@ class WeightReceiver:
         return found
 
     def finish(self, version: str | None) -> None:
-        """The update is whole: the weights have a new name, and no key or value of the old ones is reused."""
+        """End an update that is complete: name the weights, and drop the prefix cache of the old ones."""
         with self._guard:
             if self._missing is None:
                 raise RequestRefusedError("there is no update to finish: POST /start_weight_update first")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from verifiers.errors import InfraError
+from verifiers.errors import InfraError, chain_of
 
 _ADVICE = {
     401: "it does not know this token: set HF_TOKEN, or run `hf auth login`",
@@ -29,7 +29,7 @@ def in_a_sentence(what: str) -> Iterator[None]:
 
 
 def _said(error: BaseException) -> str | None:
-    found = [*_chain(error)]
+    found = [*chain_of(error)]
     for one in found:
         is_missing = type(one).__name__ == "DatasetNotFoundError"  # which does not carry the answer
         status = 404 if is_missing else getattr(getattr(one, "response", None), "status_code", None)
@@ -41,12 +41,3 @@ def _said(error: BaseException) -> str | None:
         if is_of_client or isinstance(one, ConnectionError | TimeoutError):
             return f"the hub cannot be reached ({type(one).__name__}: {str(one)[:200]}): try again later"
     return None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what led to it, whether or not it says so."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__

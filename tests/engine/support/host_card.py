@@ -60,17 +60,17 @@ class HostCard:
     def decode_attention(self, cache: KVCache, tables: Tensor, length_B: Tensor) -> Decode:
         return Decode(cache, tables.numpy(), length_B, tables.shape[1] * BLOCK)
 
-    def record(self, work: Callable[[], Tensor], tidy: Callable[[], None] | None = None) -> tuple[HostGraph, Tensor]:
+    def capture(self, work: Callable[[], Tensor], undo: Callable[[], None] | None = None) -> tuple[HostGraph, Tensor]:
         graph = HostGraph(work)
-        if tidy is not None:
-            tidy()
+        if undo is not None:
+            undo()
         self.captures += 1
         return graph, graph.outputs
 
     def drop_graphs(self) -> None:
         return
 
-    def arrivals(self, n: int) -> Tensor:
+    def pinned_buffer(self, n: int) -> Tensor:
         return torch.empty(n, dtype=torch.int32)
 
     def event(self) -> HostCard:

@@ -1,6 +1,6 @@
-"""A GGUF file becomes its metadata and its tensors as float32 arrays; numpy and a memory map, nothing else.
+"""A GGUF file → its metadata, and its tensors as float32 arrays, by numpy and a memory map.
 
-Every length in the file is checked against what is left of it before anything is read or allocated, so a truncated or
+Every length in the file is checked against the bytes that are left before anything is read or allocated: a truncated or
 hostile file is a ``ValueError`` that names it.
 """
 
@@ -22,7 +22,7 @@ from verifiers.engine.files.gguf_quants import Kind, kind_of
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
-MAX_DEPTH = 4  # of arrays in arrays
+MAX_DEPTH = 4  # of nested arrays
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _CODES = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
@@ -32,7 +32,7 @@ _SMALLEST_TENSOR = 8 + 4 + 4 + 8
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies in the file; ``shape`` is in the order of torch, slowest first."""
+    """A tensor of the file; ``shape`` is in torch's order, ``offset`` in bytes from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class GGUF:
         return alignment
 
     def read(self, name: str) -> NDArray[np.float32]:
-        """One tensor as float32, in memory of its own."""
+        """A copy of one tensor as float32."""
         info = self.tensors[name]
         stored = np.frombuffer(self._map, info.kind.layout, info.count // info.kind.block, info.offset)
         return info.kind.floats(stored).reshape(info.shape)
@@ -91,7 +91,7 @@ class GGUF:
 
 
 class _Cursor:
-    """A place in the file that only moves over bytes that are there."""
+    """A read position in the file, which never moves past its end."""
 
     def __init__(self, buffer: mmap.mmap, path: Path) -> None:
         self.buffer = buffer
@@ -103,7 +103,7 @@ class _Cursor:
         return ValueError(f"{self.path} is truncated or corrupt: {found}")
 
     def skip(self, n: int, what: str) -> int:
-        """Move on by ``n`` bytes; where they began."""
+        """Advance by ``n`` bytes; returns the position before."""
         start = self.at
         if n > self.size - start:
             raise self.corrupt(f"{what} takes {n:,} bytes at byte {start:,}, and the file has {self.size:,}")
@@ -120,7 +120,7 @@ class _Cursor:
         return int(self.number("<Q", what))
 
     def count(self, what: str, smallest: int) -> int:
-        """A number of things that take at least ``smallest`` bytes each."""
+        """Read a number of elements that take at least ``smallest`` bytes each."""
         n = self.u64(f"the number of {what}")
         if n * smallest > self.size - self.at:
             raise self.corrupt(f"it announces {n:,} {what} in {self.size:,} bytes")
@@ -182,7 +182,7 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
 
 
 def _short(name: str) -> str:
-    """A name for a message; a corrupt one may have any length."""
+    """A name for an error message; a corrupt one may have any length."""
     return repr(name if len(name) <= 80 else f"{name[:80]}…")
 
 

@@ -1,7 +1,7 @@
-"""The metadata and tensors of a GGUF become a transformers configuration and state dict, for the Llama family.
+"""The metadata and tensors of a GGUF file → a transformers configuration and state dict, for the Llama family.
 
-What tensors there must be is asked of transformers, for the model that the metadata describe: a file whose numbers do
-not agree is refused before any of its weights are read.
+The expected tensors are those of the transformers model that the metadata describe: a file with others is refused
+before any of its weights are read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verifiers.engine.files.gguf import GGUF
 if TYPE_CHECKING:
     import torch
 
-# Modules of transformers → what the file calls them.
+# Names of modules: in transformers → in the file.
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _OF_A_LAYER = {
     "input_layernorm": "attn_norm",
@@ -42,7 +42,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
 class _Metadata:
-    """The metadata of one file, asked for by the last part of a key."""
+    """The metadata of one file, by keys without the name of the architecture."""
 
     def __init__(self, file: GGUF) -> None:
         self.file = file
@@ -70,7 +70,7 @@ class _Metadata:
 
 
 def model_of(file: GGUF, *, dtype: torch.dtype, **options: Any) -> Any:
-    """The model in the file, in eval mode on the CPU: it trains and saves like any other."""
+    """The model in the file, in eval mode on the CPU; it can be trained and saved like any other."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config, state = config_of(file), state_of(file)
@@ -81,7 +81,7 @@ def model_of(file: GGUF, *, dtype: torch.dtype, **options: Any) -> Any:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """No progress bar for what takes a second."""
+    """Without progress bars of transformers."""
     from transformers.utils import logging as chatter
 
     was_on = chatter.is_progress_bar_enabled()
@@ -97,7 +97,7 @@ def quietly() -> Iterator[None]:
 
 
 def config_of(file: GGUF) -> Any:
-    """The transformers configuration of the model in the file, whose tensors are all checked against it."""
+    """The transformers configuration of the model in the file; all its tensors are checked against it."""
     from transformers import AutoConfig
 
     metadata = _Metadata(file)
@@ -166,7 +166,7 @@ def _check_tensors(file: GGUF, described: Callable[[], Any]) -> None:
 
 
 def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """The parameters of the model that a configuration describes; one layer is laid out, and nothing is allocated."""
+    """The shapes of the parameters that a configuration describes, from one layer on the meta device."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -194,7 +194,7 @@ def _rope(file: GGUF, metadata: _Metadata, head_dim: int) -> dict[str, Any]:
 
 
 def _llama3_rope(file: GGUF, base: float, head_dim: int) -> dict[str, Any]:
-    """Which of Llama 3's published scalings the file's table of factors is; a GGUF keeps only the table."""
+    """The published scaling of Llama 3 that matches the file's table of factors; a GGUF has only the table."""
     table = file.read(_ROPE_TABLE)
     for factor in (8.0, 32.0):
         rope = {"rope_type": "llama3", "rope_theta": base, "factor": factor, "low_freq_factor": 1.0}
@@ -218,17 +218,17 @@ def state_of(file: GGUF) -> dict[str, torch.Tensor]:
     import torch
 
     config, state = config_of(file), {}
-    turned = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    rotated = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for key in _shapes(config):
         weights, module = file.read(_name_of(key)), key.split(".")[-2]
-        if config.model_type == "llama" and module in turned:
-            weights = _unpermute(weights, turned[module])
+        if config.model_type == "llama" and module in rotated:
+            weights = _unpermute(weights, rotated[module])
         state[key] = torch.from_numpy(weights)
     return state
 
 
 def _name_of(key: str) -> str:
-    """What the file calls a parameter of transformers.
+    """The name in the file of a parameter of transformers.
 
     >>> _name_of("model.layers.3.self_attn.q_proj.weight"), _name_of("model.norm.weight")
     ('blk.3.attn_q.weight', 'output_norm.weight')
@@ -241,6 +241,6 @@ def _name_of(key: str) -> str:
 
 
 def _unpermute(weights: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """llama.cpp turns neighbouring dimensions of a head together, transformers the two halves; put the rows back."""
+    """RoPE rotates neighbouring dimensions of a head in llama.cpp, its two halves in transformers: reorder the rows."""
     pairs = weights.reshape(heads, weights.shape[0] // heads // 2, 2, *weights.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weights.shape)

@@ -1,4 +1,4 @@
-"""Blocks of quantised weights become float32, by ggml's own formulas: bit for bit what llama.cpp computes with."""
+"""Blocks of quantised weights → float32, by ggml's formulas: bit for bit the values that llama.cpp computes with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A way to store weights: ``layout`` is one block, which holds ``block`` of them."""
+    """A storage format: ``layout`` is one block of ``block`` weights."""
 
     name: str
     block: int
@@ -79,7 +79,7 @@ def _six_bit_scales(packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArr
 
 
 def _scaled_k(blocks: NDArray[Any], values: NDArray[Any]) -> Floats:
-    """``values`` is [blocks, 8, 32]; each of the 8 has a scale and a minimum."""
+    """``values`` is [blocks, 8, 32]; each group of 32 has a scale and a minimum."""
     scales, minima = _six_bit_scales(blocks["scales"])
     steps = (_column(blocks, "d") * _f32(scales))[:, :, None]
     offsets = (_column(blocks, "dmin") * _f32(minima))[:, :, None]
@@ -136,7 +136,7 @@ UNREAD = {
 
 
 def kind_of(number: int, tensor: str) -> Kind:
-    """The way a tensor is stored, or a sentence that says why it cannot be read."""
+    """The storage format of a tensor; ValueError if it is not supported."""
     kind = KINDS.get(number)
     if kind is not None:
         return kind

@@ -1,4 +1,4 @@
-"""The tokenizer metadata of a GGUF become a fast tokenizer of transformers that gives llama.cpp's very ids."""
+"""The tokenizer metadata of a GGUF file → a fast tokenizer of transformers with the same ids as llama.cpp's."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-# How text is split before merging, by the names of llama.cpp.
+# Pre-tokenizers, by their names in llama.cpp.
 _PATTERNS = {"llama-bpe": _LLAMA3, "qwen2": _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")}
-_DIGIT_BY_DIGIT = ("smollm", "starcoder", "refact")  # then as GPT-2
+_DIGIT_BY_DIGIT = ("smollm", "starcoder", "refact")  # each digit is split off, then as GPT-2
 _KNOWN = ("gpt-2", *_DIGIT_BY_DIGIT, *_PATTERNS)
-_CONTROL, _USER_DEFINED = 3, 4  # token types; the rest are made of merges
+_CONTROL, _USER_DEFINED = 3, 4  # token types; tokens of others are made of merges
 _SPECIALS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -104,7 +104,7 @@ def _of(tokens: list[str], types: list[int], wanted: int) -> list[str]:
 
 
 def _post_processor(file: GGUF, tokens: list[str], *, adds_bos: bool) -> Any:
-    """Offsets as ByteLevel has them, and the tokens that the model wants around every text."""
+    """ByteLevel's offsets, and the BOS and EOS tokens that are added to every text."""
     from tokenizers import processors
 
     byte_level = processors.ByteLevel(trim_offsets=True)

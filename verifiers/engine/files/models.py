@@ -1,4 +1,4 @@
-"""A name becomes a model and its tokenizer: the embedded default, a folder, a GGUF, a hub name, or what is loaded."""
+"""A name → a model and its tokenizer: the embedded default, a folder, a GGUF file, a hub name, or a loaded model."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from verifiers.engine.files import smollm2
 from verifiers.engine.files.gguf import GGUF
 from verifiers.engine.files.gguf_model import config_of, model_of, quietly
 from verifiers.engine.files.gguf_tokenizer import tokenizer_of
+from verifiers.errors import chain_of
 
 logger = logging.getLogger("verifiers.engine")
 
@@ -89,7 +90,7 @@ def get_model(
 def _check(
     place: str | Path, dtype: torch.dtype, device: torch.device, also: BeforeWeights | None, options: dict[str, Any]
 ) -> None:
-    """Refuse what is no causal decoder, and what the caller refuses, before any weights are read."""
+    """Refuse a model that is no causal decoder, or that the caller refuses, before its weights are read."""
     config = _config(place, options)
     if config is None:  # an adapter's folder
         return
@@ -120,7 +121,7 @@ def get_model_and_tokenizer(name: Any, use_liger: bool | None = None, **kwargs: 
     return model, get_tokenizer(name)
 
 
-# --- where a name leads -------------------------------------------------------------------------------------------
+# --- names --------------------------------------------------------------------------------------------------------
 
 
 def find(name: Any) -> Any:
@@ -142,7 +143,9 @@ def find(name: Any) -> Any:
             raise ValueError(f"{path} is a file: give a folder of safetensors, or a .gguf")
         return path
     if path.is_dir():
-        return _model_folder(path)
+        if not any((path / config).is_file() for config in ("config.json", "adapter_config.json")):
+            raise ValueError(f"the folder {path} has no config.json: it is no model of transformers")
+        return path
     if isinstance(name, Path) or _looks_like_path(str(name)):
         raise FileNotFoundError(f"there is no model at {path}: no such file or folder")
     return str(name)
@@ -165,13 +168,6 @@ def _embedded() -> Path:
             f"the embedded model is not in {smollm2.default_folder()}, and this is offline; {_PULL}"
         )
     return smollm2.pull()
-
-
-def _model_folder(path: Path) -> Path:
-    has_adapter = (path / "adapter_config.json").is_file()
-    if not has_adapter and not (path / "config.json").is_file():
-        raise ValueError(f"the folder {path} has no config.json: it is no model of transformers")
-    return path
 
 
 # --- devices and types --------------------------------------------------------------------------------------------
@@ -236,7 +232,7 @@ def _is_gguf(place: Any) -> TypeGuard[Path]:
 
 
 def _hub_options(place: Any) -> dict[str, Any]:
-    """Without a network the hub's client tries again for most of a minute, so it is set to look in its cache only."""
+    """Without a network the hub's client retries for most of a minute: then it may use its cache only."""
     return {"local_files_only": True} if isinstance(place, str) and not _is_hub_reachable() else {}
 
 
@@ -255,7 +251,7 @@ def _is_hub_reachable() -> bool:
 
 
 def _config(place: Any, kwargs: dict[str, Any]) -> Any:
-    """A model's configuration, without its weights; None where there is none to be read (it is loaded already)."""
+    """A model's configuration, without its weights; None for an adapter's folder."""
     from transformers import AutoConfig
 
     if _is_gguf(place):
@@ -270,7 +266,7 @@ def _config(place: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _check_decodes(place: Any, config: Any) -> None:
-    """Refuse a model that does not write text from left to right, before its weights are read."""
+    """Refuse a model that is no causal decoder."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -314,7 +310,7 @@ def _home_of(model: Any) -> Any:
 
 @contextmanager
 def _plain_errors(place: str | Path, what: str = "model") -> Iterator[None]:
-    """What goes wrong in transformers, as one sentence with the name in it."""
+    """Errors of transformers → one sentence with the name of the model in it."""
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
     from safetensors import SafetensorError
 
@@ -327,16 +323,7 @@ def _plain_errors(place: str | Path, what: str = "model") -> Iterator[None]:
             (LocalEntryNotFoundError, ConnectionError): f"the {what} {place!r} is no folder here and not in the cache, "
             "and Hugging Face cannot be reached: check the name, or use -m smollm2",
         }
-        causes = _chain(error) if isinstance(place, str) else []
+        causes = list(chain_of(error)) if isinstance(place, str) else []
         found = (said for kind, said in of_hub.items() if any(isinstance(cause, kind) for cause in causes))
         reason = " ".join(str(error).split())
         raise ValueError(next(found, f"the {what} {str(place)!r} could not be loaded: {reason[:300]}")) from error
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    causes: list[BaseException] = []
-    step: BaseException | None = error
-    while step is not None and step not in causes:
-        causes.append(step)
-        step = step.__cause__ or step.__context__
-    return causes

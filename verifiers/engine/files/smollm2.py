@@ -48,7 +48,7 @@ def default_folder() -> Path:
 
 
 def public_name(name: str) -> str:
-    """What a model is called: the embedded one by its name, wherever it lies, and any other as it is.
+    """The name of a model: "smollm2" for the embedded one, by name or by folder; any other unchanged.
 
     >>> public_name("local"), public_name(str(default_folder())), public_name("org/name")
     ('smollm2', 'smollm2', 'org/name')

@@ -14,7 +14,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def files_of(path: str | Path) -> list[Path]:
-    """The safetensors files that a path means: itself, or those of a folder (by its index, where it has one)."""
+    """The safetensors files of a path: itself, or those of a folder (by its index, where it has one)."""
     path = Path(path)
     if path.is_file() and path.suffix == ".safetensors":
         return [path]
@@ -33,9 +33,9 @@ def files_of(path: str | Path) -> list[Path]:
 
 
 def load_into(model: Any, path: str | Path) -> int:
-    """Copy every tensor into the parameter of its name; the number of tensors.
+    """Copy every tensor into the parameter of its name; returns the number of tensors.
 
-    Raises ValueError, with the module as it was, where a name or a shape is not the module's or one is missing.
+    Raises ValueError, and leaves the module unchanged, if a name or shape differs from the module's or one is missing.
     """
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     with _opened(files_of(path)) as found:

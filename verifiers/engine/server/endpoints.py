@@ -1,4 +1,4 @@
-"""A local model → every endpoint of its server: who may ask, what is where, and doors for a trainer."""
+"""A local model → the aiohttp application of its server: access, routes, errors, models, health and metrics."""
 
 from __future__ import annotations
 
@@ -21,19 +21,14 @@ from verifiers.engine.server.weights import WeightEndpoints
 
 logger = logging.getLogger("verifiers.engine")
 
-MOST_BYTES = 8 << 20  # of a request: ten times a context of 128,000 tokens
+MOST_BYTES = 8 << 20  # of a request's body: ten times a context of 128,000 tokens
 
 
 class ServedModel:
-    """The endpoints over one model; `app` is what aiohttp runs."""
+    """The endpoints of one model; `app` is what aiohttp runs."""
 
     def __init__(
-        self,
-        model: LocalModel,
-        *,
-        api_key: str | None = None,
-        host: str = "127.0.0.1",
-        allow_hosts: Sequence[str] = (),
+        self, model: LocalModel, *, api_key: str | None = None, host: str = "127.0.0.1", allow_hosts: Sequence[str] = ()
     ) -> None:
         self.model = model
         self.api_key = api_key
@@ -93,24 +88,23 @@ class ServedModel:
 
     # --- the model ------------------------------------------------------------------------------------------------
 
-    def _described(self) -> dict[str, Any]:
-        loaded = self.model.load()
+    async def _description(self) -> dict[str, Any]:
+        engine = (await self.model.ready()).engine
         return {
             "id": self.serving.name,
             "object": "model",
             "created": self.serving.started,
             "owned_by": "verifiers",
-            "max_model_len": loaded.engine.length,
+            "max_model_len": engine.length,
         }
 
     async def _models(self, http: web.Request) -> web.Response:
-        await self.model.ready()
-        return json_reply({"object": "list", "data": [self._described()]})
+        return json_reply({"object": "list", "data": [await self._description()]})
 
     async def _model(self, http: web.Request) -> web.Response:
-        await self.model.ready()
+        description = await self._description()
         self.serving.check_model(http.match_info["name"])
-        return json_reply(self._described())
+        return json_reply(description)
 
     async def _health(self, http: web.Request) -> web.Response:
         await self.model.ready()
@@ -128,7 +122,7 @@ class ServedModel:
             ("completion_tokens_total", "counter", "Tokens of replies.", counts["completion_tokens"]),
             ("engine_steps_total", "counter", "Decode steps.", engine.steps),
             ("engine_tokens_total", "counter", "Tokens sampled.", engine.tokens),
-            ("requests_running", "gauge", "Requests with a row.", len(engine.live)),
+            ("requests_running", "gauge", "Requests with a row.", len(engine.running)),
             ("requests_waiting", "gauge", "Requests without one.", len(engine.waiting) + waiting),
             ("rows", "gauge", "Requests that can run at once.", engine.rows),
         ]

@@ -1,4 +1,4 @@
-"""One model and all who ask it: whose turn it is, what was asked so far."""
+"""A local model behind its endpoints: requests take turns by client, and are counted."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from verifiers.engine.text.prompts import SHORT_CHARS
 from verifiers.engine.text.streams import ReplyStream
 from verifiers.types import MessageType
 
-WORK_BYTES = 64 << 10  # of a request's body, that count as much as one reply
-QUEUED = 2  # times the rows of the engine: enough for it never to wait
+WORK_BYTES = 64 << 10  # of a request's body count as much as one reply
+QUEUED = 2  # replies submitted at once, in multiples of the engine's rows: enough to keep it busy
 
 
 class Serving:
@@ -50,23 +50,19 @@ class Serving:
 
     @asynccontextmanager
     async def turn(self, http: web.Request, replies: int = 1) -> AsyncIterator[None]:
-        """Wait for one's turn: a request counts by its replies, and a long one by its bytes too."""
+        """Wait for this client's turn: a request costs its number of replies, and a long one its bytes too."""
         self.counts["requests"] += 1
-        shares = self._shares or await self._make_shares()
-        async with shares.turn(_client_of(http), replies + (http.content_length or 0) // WORK_BYTES):
-            yield
-
-    async def _make_shares(self) -> Shares:
         engine = (await self.model.ready()).engine
         if self._shares is None:
             self._shares = Shares(QUEUED * engine.rows, most_waiting=engine.max_waiting)
-        return self._shares
+        client = http.remote, key_of(http)  # by the key too: several clients may share an address
+        async with self._shares.turn(client, replies + (http.content_length or 0) // WORK_BYTES):
+            yield
 
     async def complete(self, http: web.Request, request: Request) -> Completion:
-        """The reply to a request that has its turn; a long one is tokenized in a thread."""
+        """The reply to a request; a long one is tokenized in a thread."""
         is_long = (http.content_length or 0) > SHORT_CHARS
-        ask = self.model.complete_in_thread if is_long else self.model.complete
-        completion = await ask(request)
+        completion = await (self.model.complete_in_thread if is_long else self.model.complete)(request)
         completion.raw["model"] = self.name
         self.count(completion.raw["usage"])
         return completion
@@ -85,7 +81,7 @@ class Serving:
 
 
 def served_name(name: str) -> str:
-    """What a model is called by its clients: of a path only what it ends with, and never where it is.
+    """The name of a model for clients: of a path, only its last part.
 
     >>> served_name("/home/me/policy-step-100"), served_name("weights/policy.gguf"), served_name("Qwen/Qwen3-0.6B")
     ('policy-step-100', 'policy', 'Qwen/Qwen3-0.6B')
@@ -93,8 +89,3 @@ def served_name(name: str) -> str:
     path = Path(name).expanduser()
     is_path = name.startswith((".", "/", "~")) or name.endswith(".gguf") or path.exists()
     return path.resolve().name.removesuffix(".gguf") if is_path else name
-
-
-def _client_of(http: web.Request) -> tuple[str | None, str | None]:
-    """Whose share a request is part of: an address and a key, so that several on one machine are distinct."""
-    return http.remote, key_of(http)

@@ -1,4 +1,4 @@
-"""Requests of many clients → a few at a time, the clients in turn, so that one with many does not delay the others."""
+"""Requests of many clients → a few at a time, the clients in turn (round robin): none is delayed by one with many."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verifiers.engine.engine import EngineFullError
 
 
 class Shares:
-    """Room for so much work at once. Who waits is let in client by client, each one's requests in their order."""
+    """Admits work of a total cost of ``room`` at once, clients in turn, the requests of each in order."""
 
     def __init__(self, room: int, *, most_waiting: int) -> None:
         self.room = room
@@ -25,7 +25,7 @@ class Shares:
 
     @asynccontextmanager
     async def turn(self, client: Hashable, cost: int) -> AsyncIterator[None]:
-        """Wait for one's turn, and have so much of the room until the block ends."""
+        """Wait for the client's turn, and take ``cost`` of the room until the block ends."""
         cost = max(1, min(cost, self.room))
         if self._waiting or cost > self._free:
             await self._wait(client, cost)
@@ -48,14 +48,14 @@ class Shares:
         try:
             await let_in
         except asyncio.CancelledError:
-            if let_in.done() and not let_in.cancelled():  # let in, and gone at the same moment
+            if let_in.done() and not let_in.cancelled():  # let in and cancelled at the same moment
                 self._free += cost
             let_in.cancel()
             self._let_in()
             raise
 
     def _let_in(self) -> None:
-        """The next request of the client whose turn it is; a large one waits for its room, and the others with it."""
+        """Admit the next requests, one a client in turn; if one does not fit, all wait until it does."""
         while self._waiting:
             client, queue = next(iter(self._waiting.items()))
             while queue and queue[0][1].done():  # its client hung up

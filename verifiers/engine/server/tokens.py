@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``: texts and conversations ↔ token ids, as vLLM's clients ask for them."""
+"""``/tokenize`` and ``/detokenize``: texts and conversations ↔ token ids, as vLLM has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New weights for a served model, by the endpoints and with the bodies of vLLM's weight transfer."""
+"""New weights for a served model, by the endpoints of vLLM's weight transfer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verifiers.engine.weight_receiver import WeightReceiver
 
 
 class WeightEndpoints:
-    """Pause, take the trainer's weights, go on."""
+    """Pause, receive the trainer's weights, resume."""
 
     def __init__(self, model: LocalModel) -> None:
         self._model = model
@@ -43,7 +43,7 @@ class WeightEndpoints:
         ]
 
     async def close(self, _: web.Application) -> None:
-        """Leave the trainer's group: for the end of the server."""
+        """Leave the trainer's group, when the server ends."""
         if self._made is not None:
             self._made.close()
 
@@ -57,7 +57,7 @@ class WeightEndpoints:
         return self._made
 
     def _does(self, what: str, **said: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """A handler that calls a method of the receiver's."""
+        """A handler that calls a method of the receiver, and replies ``said``."""
 
         async def handle(http: web.Request) -> web.Response:
             await asyncio.to_thread(getattr(await self._receiver(), what))

@@ -1,4 +1,4 @@
-"""Token ids become text as they come: characters split over tokens wait, stop strings end a reply."""
+"""Token ids → text, token by token: characters split over tokens are held back, stop strings end a reply."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from verifiers.chat.codec import BROKEN, CONTEXT, Codec
 
-LONGEST_CHAR = 4  # bytes, so tokens at most
+LONGEST_CHAR = 4  # bytes of UTF-8, and so tokens, at most
 
 
 def first_stop(text: str, stops: Iterable[str]) -> int:
@@ -20,7 +20,7 @@ def first_stop(text: str, stops: Iterable[str]) -> int:
 
 
 def safe_length(text: str, stops: Iterable[str]) -> int:
-    """How much of a text can be shown while a stop string may still be under way at its end.
+    """How much of a text can be shown: its end may be the beginning of a stop string.
 
     >>> safe_length("so far </ans", ["</answer>"])
     7
@@ -35,7 +35,7 @@ def safe_length(text: str, stops: Iterable[str]) -> int:
 
 
 class StopWatch:
-    """Sees every token of one reply and says when a stop string is complete; decodes only where one can be."""
+    """An ``on_token`` that ends a reply at a complete stop string; decodes only at tokens that can complete one."""
 
     def __init__(self, codec: Codec, stops: Sequence[str], prompt_ids: Sequence[int] = ()) -> None:
         self._codec = codec
@@ -59,16 +59,15 @@ class StopWatch:
 class TextStream:
     """Text as tokens come in: never half a character, never a part of what may become a stop string.
 
-    ``push`` gives what can be shown now, ``finish`` the rest. A decoder that changes text already shown does not exist
-    among those we know; should one, the text shown stays.
+    ``push`` returns the text that can be shown now, ``finish`` the rest. Text that was shown is never changed.
     """
 
     def __init__(self, codec: Codec, prompt_ids: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
         self._codec = codec
         self._stops = stops
         self._ids = list(prompt_ids[-CONTEXT:])
-        self._from = 0  # decoding starts here,
-        self._to = len(self._ids)  # and this much of it has become text
+        self._from = 0  # decoding starts at this token,
+        self._to = len(self._ids)  # and those before this one have become text
         self._utf8 = getincrementaldecoder("utf-8")("replace") if codec.is_bytewise else None
         self._held = ""
         self.is_stopped = False
@@ -82,7 +81,7 @@ class TextStream:
         return self._show(self._decode())
 
     def finish(self) -> str:
-        """What is left at the end of the reply, a broken character included."""
+        """The rest at the end of the reply, an incomplete character included."""
         if self.is_stopped:
             return ""
         left = self._decode(is_last=True) if self._utf8 is None else self._utf8.decode(b"", True)

@@ -1,4 +1,4 @@
-"""Logprobs of sampled tokens, of their alternatives and of a prompt's tokens → the words of OpenAI's endpoints."""
+"""Logprobs of sampled tokens, of their alternatives and of a prompt's tokens → the JSON of OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def write_logprobs(
 
 
 def write_prompt_logprobs(scores: Sequence[PromptLogprob], prompt: Prompt, codec: Codec) -> list[Any]:
-    """For each token of the prompt its logprob and those of the likeliest, by id, as vLLM writes them."""
+    """For each token of the prompt its logprob and those of the most likely tokens, by id, as vLLM writes them."""
     shown = prompt.options.prompt_logprobs or 0
     written: list[Any] = []
     for token, one in zip(prompt.ids, scores, strict=True):

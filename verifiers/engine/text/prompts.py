@@ -17,29 +17,29 @@ from verifiers.engine.text.replies import Prompt
 from verifiers.errors import OverlongPromptError, RequestRefusedError
 from verifiers.messages import chars_in
 
-SHORT_CHARS = 16_384  # that a tokenizer takes about a millisecond for
+SHORT_CHARS = 16_384  # a tokenizer takes about a millisecond for so many
 
 
 class PromptWriter:
-    """The prompts of one model, whose replies all end at its ``stops``; the last ones are kept: a group shares one."""
+    """The prompts of one model, whose replies all end at its ``stops``; recent ones are cached: a group shares one."""
 
     def __init__(self, model: str, stops: Sequence[str]) -> None:
         self._model, self._stops = model, stops
-        self._recent: Recent[Options] = Recent()
-        self._written: Recent[Prompt] = Recent()
+        self._recent_options: Recent[Options] = Recent()
+        self._recent_prompts: Recent[Prompt] = Recent()
 
     async def prepare(self, loaded: ReadyModel, request: Request, *, in_thread: bool = False) -> Prompt:
-        """A request's prompt: written here if it is short, else in a thread, where it delays no other request."""
+        """A request's prompt: tokenized here if it is short, else in a thread, where it does not block the loop."""
         given = (request.prompt, request.tools, request.sampling)
         if wants_grammar(request.sampling):
             return await asyncio.wrap_future(loaded.constraints.submit(self._checked_prompt, loaded, request))
         if not in_thread and chars_in(given, stop_after=SHORT_CHARS) <= SHORT_CHARS:
             key = (repr(given), request.message_type, request.timeout_s, *loaded.writer.now)
-            prompt = self._written.find(key)
+            prompt = self._recent_prompts.find(key)
             if prompt is None:
                 prompt = self._prompt(loaded, request)
                 if prompt.options.is_of_plain_values:
-                    self._written.keep(key, prompt)
+                    self._recent_prompts.keep(key, prompt)
             return prompt
         return await asyncio.to_thread(self._checked_prompt, loaded, request)
 
@@ -48,7 +48,7 @@ class PromptWriter:
         return self._tokens(loaded, request, self._options(loaded, request))[1]
 
     def _checked_prompt(self, loaded: ReadyModel, request: Request) -> Prompt:
-        """Refuse by its length what cannot fit, whatever its tokens are: tokenizing it would take seconds."""
+        """Refuse a prompt whose characters alone are too many, before seconds of tokenizing."""
         longest = loaded.codec.longest_token
         most = loaded.engine.length * longest
         further = request.sampling.get("extra_body")
@@ -79,18 +79,21 @@ class PromptWriter:
         style = loaded.template.style(tools) if tools else None
         constraint = _constraint(loaded, options, tools, style)
         seconds = [s for s in (request.timeout_s, options.timeout_s) if s is not None]
+        echoed = ""
+        if options.echo:
+            echoed = request.prompt if isinstance(request.prompt, str) else loaded.codec.decode(ids)
         return Prompt(
             model=self._model,
             message_type=request.message_type,
             text=text,
             ids=ids,
             options=options,
-            drawn=options.record(),
+            sampling_record=options.record(),
             sampling=options.sampling(room, loaded.stop_ids - loaded.engine.stop_ids, constraint),
             stop_ids=options.stop_ids if options.ignore_eos else loaded.stop_ids | options.stop_ids,
             tool_names=names,
             tool_style=style,
-            echoed=_echoed(request.prompt, ids, loaded) if options.echo else "",
+            echoed=echoed,
             timeout_s=min(seconds, default=None),
         )
 
@@ -112,11 +115,11 @@ class PromptWriter:
         if self._stops and isinstance(stops, str | list | tuple | None):
             given["stop"] = [*([stops] if isinstance(stops, str) else stops or []), *self._stops]
         key = repr(given)
-        options = self._recent.find(key)
+        options = self._recent_options.find(key)
         if options is None:
             options = read_options(given, vocabulary=loaded.vocabulary)
             if options.is_of_plain_values:
-                self._recent.keep(key, options)
+                self._recent_options.keep(key, options)
         return options
 
 
@@ -132,14 +135,10 @@ def _checked_name(tool: Mapping[str, Any]) -> str:
     return name
 
 
-def _echoed(prompt: Any, ids: Sequence[int], loaded: ReadyModel) -> str:
-    return prompt if isinstance(prompt, str) else loaded.codec.decode(ids)
-
-
 def _constraint(
     loaded: ReadyModel, options: Options, tools: Sequence[Mapping[str, Any]] | None, style: Style | None
 ) -> Constraint | None:
-    """What the reply has to follow, if anything: a forced call goes before a format, which is that of other replies."""
+    """The grammar of the reply, if any: a forced call; or a response format, beside which tools may be called."""
     wanted = options.response_format
     if options.tool_choice.is_forced:
         grammar = call_grammar(options.tool_choice.offered(tools), style or "hermes", loaded.codec)

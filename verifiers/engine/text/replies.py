@@ -1,4 +1,4 @@
-"""Sampled ids → a completion: text, tool calls, tokens, and the response as OpenAI's endpoints word it."""
+"""Sampled ids → a completion: text, tool calls, tokens, and the JSON of OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ class Prompt:
     text: str | None
     ids: list[int]
     options: Options
-    drawn: Mapping[str, Any]  # how tokens are drawn, for the record
+    sampling_record: Mapping[str, Any]  # the sampling arguments, as a trainer needs them
     sampling: Sampling
     stop_ids: frozenset[int]
     tool_names: tuple[str, ...] = ()
     tool_style: Style | None = None
     timeout_s: float | None = None
-    echoed: str = ""  # what a reply begins with, where the prompt is to be part of it
+    echoed: str = ""  # the prompt's text, with ``echo``: replies begin with it
 
 
 class Choice(NamedTuple):
-    """One of the replies to a prompt, read."""
+    """One of the replies to a prompt, parsed."""
 
     content: str | None
     calls: list[ToolCall]
     finish_reason: str
     generated: Generated
-    body: int  # tokens that are not the one that ended it
-    sampled_text: str  # all of them as text, special tokens and stop string included
-    drawn: Mapping[str, Any]  # how its tokens were
+    body: int  # tokens, without a stop token
+    sampled_text: str  # of these tokens, special ones and a stop string included
+    sampling_record: Mapping[str, Any]
     stop: str | None = None  # the stop string that ended it
 
     @property
@@ -62,7 +62,7 @@ class Choice(NamedTuple):
             prompt_ids=sampled.prompt_ids,
             completion_ids=sampled.ids,
             logprobs=sampled.logprobs,
-            sampling=self.drawn,
+            sampling=self.sampling_record,
             weight_versions=sampled.weight_versions,
         )
 
@@ -74,8 +74,9 @@ class Choice(NamedTuple):
 
 def read_choice(prompt: Prompt, generated: Generated, codec: Codec) -> Choice:
     """The text of a reply without its stop token or stop string, and the tool calls in it."""
-    if prompt.options.max_tokens == 0:
-        generated = without_tokens(generated)
+    if prompt.options.max_tokens == 0:  # the one token that was sampled is dropped: the prompt's logprobs are wanted
+        nothing: dict[str, Any] = {"ids": [], "logprobs": [], "raw_logprobs": [], "top_logprobs": []}
+        generated = generated._replace(**nothing, weight_versions=(), finish_reason="length")
     ids = generated.ids
     ended_by_id = generated.finish_reason == "stop" and bool(ids) and ids[-1] in prompt.stop_ids
     body = len(ids) - 1 if ended_by_id else len(ids)
@@ -100,21 +101,15 @@ def read_choice(prompt: Prompt, generated: Generated, codec: Codec) -> Choice:
         generated=generated,
         body=body,
         sampled_text=sampled_text,
-        drawn=prompt.drawn,
+        sampling_record=prompt.sampling_record,
         stop=next((one for one in prompt.options.stop if found.startswith(one)), None) if found else None,
     )
-
-
-def without_tokens(generated: Generated) -> Generated:
-    """A reply of which nothing was wanted but what is known of its prompt."""
-    nothing: dict[str, Any] = {"ids": [], "logprobs": [], "raw_logprobs": [], "top_logprobs": []}
-    return generated._replace(**nothing, weight_versions=(), finish_reason="length")
 
 
 def completion_of(
     prompt: Prompt, choices: Sequence[Choice], codec: Codec, head: Mapping[str, Any] | None = None
 ) -> Completion:
-    """What `LocalModel.complete` returns; ``raw`` is what the server sends. ``head`` is that of a stream's chunks."""
+    """What `LocalModel.complete` returns; ``raw`` is the server's response. ``head`` is that of a stream's chunks."""
     first = choices[0]
     asked, sampled = len(prompt.ids), sum([len(choice.generated.ids) for choice in choices])
     return Completion(
@@ -125,7 +120,7 @@ def completion_of(
         model=prompt.model,
         raw={
             **envelope(prompt, head),
-            "choices": [_written(prompt, choice, index, codec) for index, choice in enumerate(choices)],
+            "choices": [_choice_json(prompt, choice, index, codec) for index, choice in enumerate(choices)],
             "usage": {
                 "prompt_tokens": asked,
                 "completion_tokens": sampled,
@@ -133,13 +128,13 @@ def completion_of(
                 "prompt_tokens_details": {"cached_tokens": first.generated.reused},
             },
             "prompt_token_ids": first.generated.prompt_ids,
-            "sampling": dict(prompt.drawn),
+            "sampling": dict(prompt.sampling_record),
         },
     )
 
 
 def envelope(prompt: Prompt, of: Mapping[str, Any] | None = None, *, is_chunk: bool = False) -> dict[str, Any]:
-    """What a reply or a chunk of one begins with: its name and time, or those of another part ``of`` it."""
+    """The first fields of a reply or a chunk: id, time and model, or those of another chunk ``of`` the same reply."""
     kind, name = "text_completion", "cmpl"
     if prompt.message_type == "chat":
         kind, name = "chat.completion.chunk" if is_chunk else "chat.completion", "chatcmpl"
@@ -148,18 +143,18 @@ def envelope(prompt: Prompt, of: Mapping[str, Any] | None = None, *, is_chunk: b
     return {"id": f"{name}-{unique_id()}", "object": kind, "created": int(time.time()), "model": prompt.model}
 
 
-def _written(prompt: Prompt, choice: Choice, index: int, codec: Codec) -> dict[str, Any]:
+def _choice_json(prompt: Prompt, choice: Choice, index: int, codec: Codec) -> dict[str, Any]:
     generated = choice.generated
-    said: dict[str, Any] = {"message": choice.message}
+    content: dict[str, Any] = {"message": choice.message}
     if prompt.message_type != "chat":
-        said = {"text": prompt.echoed + (choice.content or "")}
+        content = {"text": prompt.echoed + (choice.content or "")}
     logprobs, echoed = None, generated.prompt_logprobs if prompt.options.echo else None
     if prompt.options.logprobs:
         tokens = generated.ids, generated.logprobs, generated.top_logprobs
         logprobs = write_logprobs(prompt, *tokens, TokenTexts(prompt, codec), echoed=echoed)
     written: dict[str, Any] = {
         "index": index,
-        **said,
+        **content,
         "finish_reason": choice.finish_reason,
         "logprobs": logprobs,
         "stop_reason": choice.stop,

@@ -1,10 +1,11 @@
-"""A reply that is being sampled: pieces of text with their tokens, as the engine samples them."""
+"""A reply as a stream: pieces of text with their tokens, as the engine samples them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 from verifiers.chat.tool_calls import shown_length
@@ -17,6 +18,18 @@ from verifiers.engine.text.detokenizer import StopWatch, TextStream
 from verifiers.engine.text.logprobs import TokenTexts, write_logprobs, write_prompt_logprobs
 from verifiers.engine.text.replies import Choice, Prompt, completion_of, envelope
 from verifiers.errors import DeadlineError, ModelError, wrap
+
+
+@contextmanager
+def reply_errors(timeout_s: float | None) -> Iterator[None]:
+    """Errors while a reply is awaited → DeadlineError at its timeout, ModelError for a failure of the model."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, TimeoutError) and timeout_s is not None:
+            raise DeadlineError(f"the reply took longer than {timeout_s:g} s") from None
+        failure = wrap(error, ModelError, "the model")
+        raise failure from failure.__cause__
 
 
 class _PartialChoice:
@@ -51,7 +64,7 @@ class _PartialChoice:
         return piece
 
     def finish(self, index: int, choice: Choice) -> Piece:
-        """The last piece: what was held back, and the token that ended the reply."""
+        """The last piece: the text that was held back, and the token that ended the reply."""
         generated = choice.generated
         for token in generated.ids[self._sent + len(self._ids) : choice.body]:
             self._held += self._text.push(token)
@@ -59,22 +72,16 @@ class _PartialChoice:
         self._ids = generated.ids[self._sent :]
         self._logprobs = generated.logprobs[self._sent :]
         shown = 0 if choice.calls else len(self._held)
-        return self._piece(
-            index,
-            shown,
-            calls=choice.calls,
-            finish_reason=choice.finish_reason,
-            stop=choice.stop,
-            weight_versions=generated.weight_versions,
-        )
+        ended = {"calls": choice.calls, "finish_reason": choice.finish_reason, "stop": choice.stop}
+        return self._piece(index, shown, **ended, weight_versions=generated.weight_versions)
 
 
 class ReplyStream:
-    """The pieces of a reply; ``completion`` is the whole of it once they are through. Left early, its row is free."""
+    """The pieces of a reply; ``completion`` is the whole of it after the last. Leaving early cancels the request."""
 
     def __init__(self, loaded: ReadyModel, prompt: Prompt, read: Callable[[Generated], Choice]) -> None:
         self.prompt = prompt
-        self.head = envelope(prompt, is_chunk=True)  # what every chunk of it begins with
+        self.head = envelope(prompt, is_chunk=True)  # the first fields of every chunk
         self.completion: Completion | None = None
         self._loaded = loaded
         self._read = read
@@ -84,7 +91,7 @@ class ReplyStream:
         self._loop = asyncio.get_running_loop()
 
     def start(self) -> None:
-        """Queue the request (which a full engine refuses); done by the first step of the iteration otherwise."""
+        """Submit the request (EngineFullError if the queue is full); iterating does it otherwise."""
         n = self.prompt.options.n
         self._futures = self._loaded.engine.submit(
             self.prompt.ids, self.prompt.sampling, n=n, on_token=[self._callback(i) for i in range(n)]
@@ -118,7 +125,7 @@ class ReplyStream:
         return len(self.prompt.ids)
 
     def extras(self, piece: Piece, *, is_first: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What was asked for beside the text: of this choice, and of the prompt."""
+        """Fields beside the text that were asked for: of this choice, and of the prompt."""
         prompt, codec = self.prompt, self._loaded.codec
         of_choice: dict[str, Any] = {}
         of_prompt: dict[str, Any] = {}
@@ -140,7 +147,7 @@ class ReplyStream:
 
     @property
     def prompt_logprobs(self) -> Sequence[PromptLogprob] | None:
-        """Those of the prompt's tokens, where they were asked for; there with the first piece."""
+        """The logprobs of the prompt's tokens, where they were asked for; complete by the first piece."""
         return next((future.prompt_logprobs for future in self._futures if future.prompt_logprobs), None)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
@@ -151,25 +158,21 @@ class ReplyStream:
         timeout_s = self.prompt.timeout_s
         deadline = None if timeout_s is None else self._loop.time() + timeout_s
         try:
-            while len(choices) < len(partial):
-                async with asyncio.timeout_at(deadline):
-                    index, what, logprob = await self._queue.get()
-                if isinstance(what, Future):
-                    choices[index] = self._read(what.result())
-                    yield partial[index].finish(index, choices[index])
-                elif piece := partial[index].push(index, what, logprob):
-                    yield piece
-        except TimeoutError:
-            raise DeadlineError(f"the reply took longer than {self.prompt.timeout_s:g} s") from None
-        except Exception as error:
-            failure = wrap(error, ModelError, "the model")
-            raise failure from failure.__cause__
+            with reply_errors(timeout_s):
+                while len(choices) < len(partial):
+                    async with asyncio.timeout_at(deadline):
+                        index, what, logprob = await self._queue.get()
+                    if isinstance(what, Future):
+                        choices[index] = self._read(what.result())
+                        yield partial[index].finish(index, choices[index])
+                    elif piece := partial[index].push(index, what, logprob):
+                        yield piece
         finally:
             self.close()
         whole = [choices[index] for index in sorted(choices)]
         self.completion = completion_of(self.prompt, whole, self._loaded.codec, self.head)
 
     def close(self) -> None:
-        """The rest is not wanted: free the rows."""
+        """Cancel what is unfinished."""
         for future in self._futures:
             future.cancel()
