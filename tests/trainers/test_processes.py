@@ -141,14 +141,14 @@ def test_any_number_of_processes_goes_on_after_just_the_rows_that_were_taken(tur
         state |= _rows_so_far(state, processes)
         streams = [RowStream(range(1000), seed=3, shard=(i, processes)) for i in range(processes)]
         for stream in streams:
-            stream.go_on(state["cursor"], state["learned"])
+            stream.resume(state["cursor"], state["learned"])
         for _ in range(steps):
             step = [row for stream in streams for row in stream.take(rows)]
             assert sorted(step) == sorted(wanted.take(len(step)))
             taken += step
         for stream in streams:
-            stream.note_learned(range(stream.low, stream.cursor))
-        cursor = min(stream.low for stream in streams)
+            stream.note_learned(range(stream.first_unlearned, stream.cursor))
+        cursor = min(stream.first_unlearned for stream in streams)
         learned = sorted(place for stream in streams for place in stream.learned(cursor))
         state = {"cursor": cursor, "processes": processes, "learned": learned}
     assert len(set(taken)) == len(taken)

@@ -435,13 +435,13 @@ def noted(made: Any) -> list[tuple[int, Any]]:
 def test_a_generation_is_shared_by_several_updates_in_whole_groups(tmp_path, ahead):
     made = trainer(tmp_path, steps_per_generation=2, batch_size=8, max_steps=3, num_batches_ahead=ahead)
     asked: list[int] = []
-    rollouts = made._rollouts_of
+    rollouts = made._generate_args
 
     def counting(rows: Any, tally: Any) -> Any:
         asked.append(len(rows))
         return rollouts(rows, tally)
 
-    made._rollouts_of = counting
+    made._generate_args = counting
     seen = noted(made)
     report = made.train()
     assert asked == ([1] * 8 if ahead else [4, 4])  # rows, of four rollouts each; ahead, groups are on their own

@@ -106,7 +106,7 @@ class GRPOConfig(TrainingConfig):
         return (self.steps_per_generation or self.gradient_accumulation_steps) // self.gradient_accumulation_steps
 
     @property
-    def generations_late(self) -> int:
+    def max_generations_late(self) -> int:
         """How many generations after the one that was learned from when it began a rollout is learned from, at most."""
         least = (self.num_batches_ahead + 1) * self.updates_per_generation - 1
         most = least if self.max_staleness is None else self.max_staleness

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from verifiers.rubrics.signature import name_of
-from verifiers.trainers.functions import Named
+from verifiers.trainers.functions import CallByName
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -149,7 +149,7 @@ class Loss:
         self.is_own = function is not None
         function = METHODS[objective.kind].loss if function is None else function
         self.name = name_of(function)
-        self._call = Named(function, INPUTS, what="loss")
+        self._call = CallByName(function, INPUTS, what="loss")
 
     @property
     def needs_entropies(self) -> bool:

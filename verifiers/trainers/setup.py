@@ -17,9 +17,8 @@ from verifiers.envs.rows import Rows, as_rows
 from verifiers.kernels.modules import is_quantised
 from verifiers.messages import tools_of
 from verifiers.rubrics import Rubric
-from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.config import GRPOConfig
-from verifiers.trainers.distributed.processes import held_apart, mixed_precision
+from verifiers.trainers.distributed.processes import mixed_precision
 from verifiers.trainers.memory.job import Job
 from verifiers.trainers.memory.optimizers import bitsandbytes, check_optimizer
 from verifiers.trainers.memory.plan import MemoryPlan, ModelSize
@@ -34,12 +33,6 @@ def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
     if value is not None and other is not None:
         raise TypeError(f"{name} and {other_name} are the same thing; pass one of them")
     return value if value is not None else other
-
-
-def job(config: TrainingConfig, accelerator: Any, kind: str, **more: Any) -> Job:
-    """What is to be trained in these processes; ``kind`` is how they share the weights."""
-    n, held = accelerator.num_processes, held_apart(accelerator, kind)
-    return Job(config=config, device=accelerator.device, processes=n, sharding=held, **more)
 
 
 def model_and_tokenizer(model: Any, tokenizer: Any, job: Job) -> tuple[Any, Any, MemoryPlan]:
