@@ -415,4 +415,6 @@ def test_saved_replies_that_were_taken_greedily_are_learned_from_as_texts(tmp_pa
 def test_arguments_that_an_engine_draws_by_and_an_update_cannot_compute_are_named():
     with pytest.raises(ValueError, match=r"repetition_penalty=1\.1"):
         sampling.read_distribution({"asked": {"extra_body": {"repetition_penalty": 1.1}}})
-    assert sampling.read_distribution({"asked": {"frequency_penalty": 0, "stop": ["x"]}}) == Distribution(is_asked=True)
+    assert sampling.read_distribution({"asked": {"frequency_penalty": 0, "stop": ["x"]}}) == Distribution(
+        is_requested=True
+    )

@@ -382,7 +382,7 @@ def test_a_sampling_argument_that_is_none_is_the_usual_one() -> None:
     from verifiers.trainers.sampler import Sampler
 
     tokenizer = tiny.tokenizer()
-    with Sampler(tiny.model(tokenizer), tokenizer, usual={"temperature": 0.5, "max_tokens": 3}) as sampler:
+    with Sampler(tiny.model(tokenizer), tokenizer, default_args={"temperature": 0.5, "max_tokens": 3}) as sampler:
         asked = {"temperature": None, "max_completion_tokens": 2}
         request = Request(model="", prompt=[{"role": "user", "content": "hello"}], sampling=asked)
         tokens = asyncio.run(sampler.complete(request)).tokens

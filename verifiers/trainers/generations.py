@@ -24,13 +24,13 @@ class Generations(ExitStack):
     """Samples the batches of a trainer; with ``num_batches_ahead``, while it updates the policy.
 
     Sampled ahead, a batch is made of the groups that finish first, none of them older than ``max_staleness``; batches
-    that the trainer can only make ``whole`` are made one after the other. With several processes batches are sampled in
+    that the trainer can only make whole are made one after the other. With several processes batches are sampled in
     another thread than the trainer's: Ctrl-C interrupts none of them, and all processes stop after the same step.
     """
 
-    def __init__(self, trainer: GRPOTrainer, *, whole: bool) -> None:
+    def __init__(self, trainer: GRPOTrainer) -> None:
         super().__init__()
-        self._trainer, self._whole, config = trainer, whole, trainer.config
+        self._trainer, self._whole, config = trainer, trainer._makes_whole_batches, trainer.config
         self._ahead, self._stride = config.num_batches_ahead, config.updates_per_generation
         most = max(1, config.max_concurrent // config.group_size) if config.max_concurrent > 0 else None
         self._groups: AbstractAsyncContextManager[Any] = nullcontext() if most is None else asyncio.Semaphore(most)
@@ -94,7 +94,7 @@ class Generations(ExitStack):
             version = trainer.weight_version
             results = await trainer.env.generate_async(**trainer._generate_args([row], Tally()))
         batch = trainer._batch_of(results, [0] * trainer.config.group_size, version)
-        return await asyncio.to_thread(trainer._rewarded, batch) if trainer._scores_itself else batch
+        return await asyncio.to_thread(trainer._rewarded, batch, trainer.epoch) if trainer._scores_itself else batch
 
 
 def _joined(parts: list[Batch]) -> Batch:

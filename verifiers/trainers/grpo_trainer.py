@@ -88,8 +88,8 @@ class GRPOTrainer(Trainer):
         if self.offline is None:
             setup.check_env(env)
         whole: Whole = "sampled" if client is None or self.config.kl_coef else "sent"
-        asked = {"adapters": peft_config, "samples": client is None, "is_read": whole == "sampled"}
-        self._load(model, tokenizer, env=env, **asked)
+        how = {"adapters": peft_config, "samples": client is None, "is_read": whole == "sampled"}
+        self._load(model, tokenizer, env=env, **how)
         setup.check_template(self.tokenizer, env)
         setup.check_reference(self.model, self.config)
         sampling.check(self.sampling, "this environment with this configuration")
@@ -101,8 +101,7 @@ class GRPOTrainer(Trainer):
         if self.offline is not None:
             rows, self.dropped_prompts = self.offline.groups(), 0
         else:
-            found = setup.rows_of(env, dataset)
-            rows, self.dropped_prompts = setup.short_enough(found, self.tokenizer, self.config, env)
+            rows, self.dropped_prompts = setup.training_rows(env, dataset, self.tokenizer, self.config)
         self._make_stream(rows)
         self.eval_rows = setup.eval_rows(env, eval_dataset)
         self.callbacks, self.row_sampler, self.weight_schedule = list(callbacks), row_sampler, weight_schedule
@@ -122,10 +121,10 @@ class GRPOTrainer(Trainer):
 
     def train(self, resume: bool | str | Path = False) -> Report:
         """Train for ``max_steps`` steps, or ``num_epochs`` times through the rows; the report says how it went."""
-        with self._training(resume) as report, Generations(self, whole=self._makes_whole_batches) as generations:
+        with self._training(resume) as report, Generations(self) as generations:
             while self.step < self.total_steps and not self.should_stop:
-                if self.step % self.num_steps_per_epoch == 0:
-                    self.epoch = self.step // self.num_steps_per_epoch
+                self.epoch, step_in_epoch = divmod(self.step, self.num_steps_per_epoch)
+                if step_in_epoch == 0:
                     self.on_epoch_begin(self.epoch)
                 began = time.perf_counter()
                 batch = self._next_batch(generations, report)
@@ -211,7 +210,7 @@ class GRPOTrainer(Trainer):
         """Roll out and score the evaluation rows with the current weights."""
         if self.env is None:
             raise ValueError("this trainer has no environment to evaluate on; pass env=")
-        asked = sampling.over(self.sampling, self.config.eval_sampling_args)
+        asked = sampling.overridden(self.sampling, self.config.eval_sampling_args)
         inputs = self.eval_rows if self.config.eval_examples < 0 else self.eval_rows[: self.config.eval_examples]
         each = self.config.eval_rollouts_per_example
         self._start_sampling("eval", len(inputs) * each, is_disjoint=True)
@@ -294,7 +293,7 @@ class GRPOTrainer(Trainer):
         tally, version = Tally() if self.report is None else self.report.display.counted(), self.weight_version
         results: Results = self.env.generate_sync(**self._generate_args(rows, tally))
         groups = [first_group + i for i in range(len(rows)) for _ in range(size)]
-        return self._rewarded(self._batch_of(results, groups, version))
+        return self._rewarded(self._batch_of(results, groups, version), self._batch_at[0])
 
     @property
     def weight_version(self) -> int:
@@ -323,29 +322,24 @@ class GRPOTrainer(Trainer):
     def _scores_itself(self) -> bool:
         return is_overridden(self, GRPOTrainer, "compute_rewards")
 
-    def _rewarded(self, batch: Batch) -> Batch:
-        """The batch with rewards of an overridden `compute_rewards`, if there is one."""
+    def _rewarded(self, batch: Batch, epoch: int) -> Batch:
         if not self._scores_itself:
             return batch
-        rewards = call_fitting(self.compute_rewards, batch["completions"], batch["prompts"], self._batch_at[0])
-        return batch.rewarded(rewards)
+        return batch.rewarded(call_fitting(self.compute_rewards, batch["completions"], batch["prompts"], epoch))
 
     def _start_sampling(self, what: int | str, count: int, *, is_disjoint: bool) -> None:
-        """Seed the sampler for ``count`` rollouts that start together.
-
-        Where no two processes have the same row (``is_disjoint``) they share a seed: one process alone, with all the
-        rows, samples the same.
-        """
+        """Seed the sampler for ``count`` rollouts that start together. Where no two processes have the same row
+        (``is_disjoint``) the seed is the same in all: a single process, with all the rows, samples the same."""
         process = 0 if is_disjoint else self.accelerator.process_index
         seed = sampler.seed_of(self.config.seed, process, self.step, what)
         sampler.start_sampling(self.client, seed, count if self.config.max_concurrent < 0 else 0)
 
     def sequences(self, batch: Batch) -> list[Trained]:
         """The token sequences of a batch's rollouts with their advantages (see `trained_sequences`)."""
-        asked = sampling.read_distribution(sampler.usual_sampling(self.config, self.env))
-        usual = sampling.Distribution(temperature=asked.temperature)
+        asked = sampling.read_distribution(sampling.default_args(self.config, self.env))
+        default = sampling.Distribution(temperature=asked.temperature)
         known = getattr(self.client, "samples", None)
-        return trained_sequences(batch, self.config, usual, find_tokens=known, writer=self._writer)
+        return trained_sequences(batch, self.config, default, find_tokens=known, writer=self._writer)
 
     # --- around the loop ------------------------------------------------------------------------------------------
 
@@ -353,7 +347,6 @@ class GRPOTrainer(Trainer):
     def update(self) -> PolicyUpdate:
         """The update of the policy; made at the first step."""
         if self._update is None:
-            asked = sampling.flat(sampler.usual_sampling(self.config, self.env))
             self._update = PolicyUpdate(
                 self.accelerator.unwrap_model(self.model),
                 self.weights,
@@ -361,7 +354,7 @@ class GRPOTrainer(Trainer):
                 self.memory,
                 lock=sampler.weights_lock(self.client),
                 pad_id=self.tokenizer.pad_token_id,
-                max_new_tokens=int(asked["max_tokens"]),
+                max_new_tokens=sampling.max_new_tokens(self.config, self.env),
                 processes=self.accelerator,
                 loss=self._own_loss,
                 after_step=lambda: self._name_weights(self.step + 1),

@@ -187,7 +187,7 @@ class PolicyUpdate:
     def _check_logprobs(self, batch: MicroBatch, new_N: Tensor, old_N: Tensor | None) -> None:
         """Refuse a server whose logprobs leave out the temperature; the first tokens of a training tell."""
         self._are_logprobs_known = True
-        is_tempered = any(one.is_asked and one.temperature != 1.0 for one in batch.distributions)
+        is_tempered = any(one.is_requested and one.temperature != 1.0 for one in batch.distributions)
         is_open = is_tempered and old_N is not None
         if not (any(gathered(self._processes, is_open)) if self.weights.is_sharded else is_open):
             return  # of a sharded model all processes compute it, or none

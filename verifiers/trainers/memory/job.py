@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.memory.plan import Device, MemoryPlan, ModelSize, Training, plan_memory
 from verifiers.trainers.memory.ways import check_fits
-from verifiers.trainers.sampling import flat, merged
+from verifiers.trainers.sampling import max_new_tokens
 
 logger = logging.getLogger("verifiers.trainers")
 
@@ -133,7 +132,7 @@ def length_asked(config: TrainingConfig, env: Any, longest: int | None) -> int |
     """The most tokens of a sequence, where the configuration says it."""
     length: int | None = getattr(config, "max_seq_length", None)
     if length is None and isinstance(config, GRPOConfig) and isinstance(env, SingleTurnEnv):
-        length = None if config.max_prompt_length is None else config.max_prompt_length + _new_tokens(config, env)
+        length = None if config.max_prompt_length is None else config.max_prompt_length + max_new_tokens(config, env)
     return length if length is None or longest is None else min(length, longest)
 
 
@@ -143,10 +142,5 @@ def longest_sequence(config: TrainingConfig, env: Any, longest: int | None) -> i
     if length is None:
         length = USUAL_TURNS if isinstance(config, GRPOConfig) else USUAL_EXAMPLE
         if isinstance(config, GRPOConfig) and isinstance(env, SingleTurnEnv):
-            length = USUAL_PROMPT + _new_tokens(config, env)
+            length = USUAL_PROMPT + max_new_tokens(config, env)
     return int(length if longest is None or longest < 1 else min(length, longest))
-
-
-def _new_tokens(config: Any, env: Any) -> int:
-    asked: Mapping[str, Any] = merged(config, None if env is None else env.sampling_args)
-    return int(flat(asked)["max_tokens"])
