@@ -37,7 +37,7 @@ OPTIMIZERS = {
     "cpu_offload": Kind(8, on_host=True),
 }
 # As transformers' TrainingArguments spell them.
-SPELLINGS = {
+ALIASES = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
     "adamw_bnb_8bit": "adamw_8bit",
