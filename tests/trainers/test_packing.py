@@ -251,7 +251,7 @@ def test_a_token_attends_alike_to_the_bit_alone_in_a_rectangle_and_in_a_packed_r
         position_T=torch.arange(prefix + sum(suffix)),
     )
     row = [torch.cat([shared[i], *(one[i] for one in own)]) for i in range(3)]
-    packed = packed_rows.Row(packing, varlen=False).attend(*row, scale=0.3, suffixes_only=True).split(suffix)
+    packed = packed_rows.PackedForward(packing, varlen=False).attend(*row, scale=0.3, suffixes_only=True).split(suffix)
     for i, n in enumerate(suffix):
         assert torch.equal(alone[i], beside[i, prefix : prefix + n])
         assert torch.equal(alone[i], packed[i])

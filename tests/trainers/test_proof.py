@@ -19,7 +19,7 @@ from verifiers.engine.sequence import Sampling  # noqa: E402
 from verifiers.kernels import prove  # noqa: E402
 from verifiers.samples import Sample  # noqa: E402
 from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
-from verifiers.trainers.learning.micro_batches import ANY_LENGTH, Trained, micro_batches, split_at  # noqa: E402
+from verifiers.trainers.learning.micro_batches import ANY_LENGTH, Trained, micro_batches, split_at_rope_bounds  # noqa: E402
 
 FRESH = 0.02
 
@@ -47,7 +47,7 @@ def sequences(pad: int | None = None) -> list[Trained]:
 
 def learned(scorer: TokenScorer, pad: int | None = None) -> list[Any]:
     """The logprob of every trained token, in order, as training computes them."""
-    parts = split_at(sequences(pad), scorer.layouts.rope_bounds)
+    parts = split_at_rope_bounds(sequences(pad), scorer.layouts.rope_bounds)
     found: dict[int, Any] = {}
     for batch in micro_batches(sequences(pad), max_tokens=4096, **scorer.layouts.limits()):
         logprobs = scorer.logprobs(batch)

@@ -22,7 +22,7 @@ from verifiers.trainers.learning import logprobs as logprobs_module  # noqa: E40
 from verifiers.trainers.learning import target_logprobs  # noqa: E402
 from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.learning.micro_batches import MicroBatch, micro_batches  # noqa: E402
-from verifiers.trainers.learning.packing import Packing, Row  # noqa: E402
+from verifiers.trainers.learning.packing import PackedForward, Packing  # noqa: E402
 from verifiers.trainers.learning.proof import ANY_LENGTH  # noqa: E402
 
 pytestmark = [
@@ -277,7 +277,7 @@ def test_runs_attend_as_rectangles_do(heads: Any, shape: Any, suffixes_only: boo
     seed = randn(sum(tails) + (0 if suffixes_only else sum(heads)), n, dim, seed=7)
 
     def attend(varlen: bool) -> Callable[..., Any]:
-        return lambda q, k, v: Row(packing, varlen).attend(q, k, v, scale=0.1, suffixes_only=suffixes_only)
+        return lambda q, k, v: PackedForward(packing, varlen).attend(q, k, v, scale=0.1, suffixes_only=suffixes_only)
 
     assert_as_good(attend(True), attend(False), inputs, (seed,), dtype)
 

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from verifiers.integrations.tinker.data import Datum
 from verifiers.kernels.modules import linear_parameters
-from verifiers.samples import Sample
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.learning.logprobs import TokenScorer
-from verifiers.trainers.learning.micro_batches import ANY_LENGTH, MicroBatch, Trained, micro_batches
+from verifiers.trainers.learning.micro_batches import ANY_LENGTH, MicroBatch, Trained, fully_trained, micro_batches
 from verifiers.trainers.learning.target_logprobs import chunks_of
 from verifiers.trainers.memory.job import Job
 from verifiers.trainers.sampling import PLAIN, Distribution
@@ -51,11 +50,7 @@ class Reply:
         return len(self.prompt) + len(self.ids) - 1
 
     def trained(self) -> Trained:
-        n = len(self.ids)
-        sample = Sample(
-            prompt_ids=self.prompt, completion_ids=self.ids, completion_mask=[1] * n, completion_logprobs=[0.0] * n
-        )
-        return Trained(sample=sample, advantage=1.0, drawn_from=((n, self.drawn_from),))
+        return fully_trained(self.prompt, self.ids)._replace(drawn_from=((len(self.ids), self.drawn_from),))
 
 
 @dataclass(frozen=True, slots=True)
