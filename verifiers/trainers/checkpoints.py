@@ -205,7 +205,7 @@ def _tensors(weights: Weights) -> dict[str, Any]:
     if weights.is_sharded:
         return found
     masters = [one.detach() for one in weights.masters]
-    states = OPTIMIZERS[weights.config.optim].states
+    states = OPTIMIZERS[weights.config.optim].state_format
     return {
         "names": weights.names,
         "masters": masters,
@@ -237,9 +237,9 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
             f"{path} is a checkpoint of another model: {odd[0]} is {_shape(saved.get(odd[0]))} there and "
             f"{_shape(shapes.get(odd[0]))} here ({len(odd)} parameters differ)"
         )
-    states, mine = tensors.get("states", "AdamW"), OPTIMIZERS[weights.config.optim].states
+    states, mine = tensors.get("states", "AdamW"), OPTIMIZERS[weights.config.optim].state_format
     if states != mine:
-        wanted = [name for name, kind in OPTIMIZERS.items() if kind.states == states]
+        wanted = [name for name, kind in OPTIMIZERS.items() if kind.state_format == states]
         raise ValueError(
             f"{path} holds the states of another optimizer than optim={weights.config.optim!r}: resume with "
             f"optim={' or '.join(map(repr, wanted))}, or begin a new run from its weights"
