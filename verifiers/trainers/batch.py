@@ -34,13 +34,13 @@ class Reply(str):
     @classmethod
     def of(cls, state: State) -> Reply:
         completion = state["completion"]
-        return cls(text_of(completion), messages=completion, state=state)
+        return cls(completion_text(completion), messages=completion, state=state)
 
 
-def text_of(completion: Any) -> str:
+def completion_text(completion: Any) -> str:
     """The text of the assistant's messages in a completion.
 
-    >>> text_of([{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}])
+    >>> completion_text([{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}])
     'a'
     """
     if isinstance(completion, str):

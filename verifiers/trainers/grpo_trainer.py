@@ -99,7 +99,7 @@ class GRPOTrainer(Trainer):
             client = sampler.make_sampler(self.model, self.tokenizer, self.config, env, self.memory)
         self.client = client
         if self.offline is not None:
-            rows, self.dropped_prompts = self.offline.groups(), 0
+            rows, self.dropped_prompts = self.offline.groups, 0
         else:
             rows, self.dropped_prompts = setup.training_rows(env, dataset, self.tokenizer, self.config)
         self._make_stream(rows)
