@@ -178,17 +178,13 @@ def as_batch(given: Any) -> Batch:
     """
     batch = given if isinstance(given, Batch) else _batch_of_columns(given)
     for i, reward in enumerate(batch["rewards"]):
-        if reward is not None and not _is_finite(reward):
+        is_number = type(reward) is float or isinstance(reward, SupportsFloat)  # the second check is slow
+        if reward is not None and not (is_number and math.isfinite(reward)):
             raise ValueError(
                 f"the reward of rollout {i} of a batch is {reward!r}; it is a finite number (None: the rollout "
                 "could not be scored)"
             )
     return batch
-
-
-def _is_finite(reward: Any) -> bool:
-    is_number = type(reward) is float or isinstance(reward, SupportsFloat)  # the second check is slow
-    return is_number and math.isfinite(reward)
 
 
 def _batch_of_columns(given: Any) -> Batch:

@@ -28,21 +28,13 @@ from verifiers.trainers.weights import Weights
 STATE, TENSORS, REFERENCE = "trainer.json", "trainer.pt", "reference.pt"
 MOST_STATE = 64 << 20  # bytes
 ROOM_TO_WRITE = 1 << 20  # bytes; a disk with less free is full
-_NAME = re.compile(r"step-(\d+)")
-
-
-def checkpoint_path(root: Path, step: int) -> Path:
-    return root / f"step-{step:06d}"
+_NAME = re.compile(r"step-\d+")
 
 
 def checkpoints(root: Path) -> list[Path]:
     """The complete checkpoints in a folder, oldest first."""
     found = [one for one in root.glob("step-*") if _NAME.fullmatch(one.name) and (one / STATE).is_file()]
-    return sorted(found, key=step_of)
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:
@@ -82,9 +74,9 @@ def save(
     """
     processes = weights.processes if isinstance(weights, ShardedWeights) else None
     is_main = processes is None or processes.is_main_process
-    name = root / f".step-{step:06d}.{os.getpid()}"
-    root, staging = (Path(one) for one in gathered(processes, (str(root), str(name)))[0])
-    path = checkpoint_path(root, step)
+    name = f"step-{step:06d}"
+    root, staging = (Path(one) for one in gathered(processes, (str(root), str(root / f".{name}.{os.getpid()}")))[0])
+    path = root / name
     with _atomic(staging, path, "checkpoint") if is_main else nullcontext():
         with together(processes):
             if is_main:

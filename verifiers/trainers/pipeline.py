@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from verifiers.threads import leave_threads_behind
@@ -15,14 +14,6 @@ from verifiers.threads import leave_threads_behind
 T = TypeVar("T")
 
 ENDING_S = 10.0  # how long cancelled rollouts may take to end, before their thread is abandoned
-
-
-@dataclass(frozen=True, slots=True)
-class Part(Generic[T]):
-    """A part that was started; ``deadline`` is the last batch that it may be in."""
-
-    deadline: int
-    future: Future[T]
 
 
 class Pipeline(Generic[T]):
@@ -36,27 +27,27 @@ class Pipeline(Generic[T]):
         if max_delay < ahead:
             raise ValueError(f"parts of {ahead} batches ahead cannot all be in one of the next {max_delay}")
         self._begin, self._size, self._ahead, self._max_delay = begin, size, ahead, max_delay
-        self._parts: list[Part[T]] = []
+        self._parts: list[tuple[int, Future[T]]] = []  # with the last batch that each may be in
         self._num_begun = 0
 
     def take(self, batch: int, end: int) -> list[T]:
         """The parts of this batch, in the order in which they were started; ``end`` batches are taken in all."""
         wanted = min(self._ahead + 1, end - batch) * self._size
         while len(self._parts) < wanted:
-            self._parts.append(Part(batch + self._max_delay, self._begin(self._num_begun)))
+            self._parts.append((batch + self._max_delay, self._begin(self._num_begun)))
             self._num_begun += 1
         while (chosen := self._choose(batch)) is None:
-            wait([part.future for part in self._parts if not part.future.done()], return_when=FIRST_COMPLETED)
-        made = [self._parts[i].future.result() for i in chosen]
+            wait([future for _, future in self._parts if not future.done()], return_when=FIRST_COMPLETED)
+        made = [self._parts[i][1].result() for i in chosen]
         self._parts = [part for i, part in enumerate(self._parts) if i not in chosen]
         return made
 
     def _choose(self, batch: int) -> list[int] | None:
-        is_done_N = [part.future.done() for part in self._parts]
-        for part, is_done in zip(self._parts, is_done_N, strict=True):
-            if is_done and (error := part.future.exception()) is not None:
+        is_done_N = [future.done() for _, future in self._parts]
+        for (_, future), is_done in zip(self._parts, is_done_N, strict=True):
+            if is_done and (error := future.exception()) is not None:
                 raise error
-        return choose([part.deadline for part in self._parts], is_done_N, batch, self._size)
+        return choose([deadline for deadline, _ in self._parts], is_done_N, batch, self._size)
 
 
 def choose(deadline_N: Sequence[int], is_done_N: Sequence[bool], batch: int, size: int) -> list[int] | None:

@@ -49,28 +49,28 @@ def flat(args: Mapping[str, Any] | None, where: str = "sampling_args") -> dict[s
     found: dict[str, Any] = {}
     said: dict[str, str] = {}
     for name, value, spelled in _items(args):
-        key = _ALIASES.get(name, name)
         if value is None:
             continue
-        if key in found and found[key] != value:
+        if name in found and found[name] != value:
             raise ValueError(
-                f"{where} has {said[key]}={found[key]!r} and {spelled}={value!r}, which are the same thing; keep one"
+                f"{where} has {said[name]}={found[name]!r} and {spelled}={value!r}, which are the same thing; keep one"
             )
-        found[key], said[key] = value, spelled
+        found[name], said[name] = value, spelled
     return found
 
 
 def names(args: Mapping[str, Any] | None) -> set[str]:
     """The arguments that are given, under one name each."""
-    return {_ALIASES.get(name, name) for name, value, _ in _items(args) if value is not None}
+    return {name for name, value, _ in _items(args) if value is not None}
 
 
 def _items(args: Mapping[str, Any] | None) -> Iterator[tuple[str, Any, str]]:
+    """(Name, value, spelling) of each argument: aliases have one name."""
     for name, value in (args or {}).items():
         if name != "extra_body":
-            yield name, value, name
+            yield _ALIASES.get(name, name), value, name
         for inner, one in (value or {}).items() if name == "extra_body" else ():
-            yield inner, one, f"extra_body.{inner}"
+            yield _ALIASES.get(inner, inner), one, f"extra_body.{inner}"
 
 
 def merged(
@@ -126,14 +126,13 @@ def _spelled(wanted: Mapping[str, Any], given: Mapping[str, Any], *theirs: Mappi
     spellings: dict[str, set[str]] = {}
     for args in theirs:
         for name, _, spelled in _items(args):
-            spellings.setdefault(_ALIASES.get(name, name), set()).add(spelled)
+            spellings.setdefault(name, set()).add(spelled)
     for name, _, spelled in _items(given):
-        key = _ALIASES.get(name, name)
-        spellings.setdefault(key, {f"extra_body.{key}" if key in _IN_BODY else spelled})
+        spellings.setdefault(name, {f"extra_body.{name}" if name in _IN_BODY else spelled})
     plain: dict[str, Any] = {}
     body: dict[str, Any] = {}
-    for key, value in wanted.items():
-        for spelled in sorted(spellings.get(key) or [f"extra_body.{key}" if key in _IN_BODY else key]):
+    for name, value in wanted.items():
+        for spelled in sorted(spellings.get(name) or [f"extra_body.{name}" if name in _IN_BODY else name]):
             (body if spelled.startswith("extra_body.") else plain)[spelled.removeprefix("extra_body.")] = value
     return {**plain, "extra_body": body} if body else plain
 

@@ -140,13 +140,24 @@ class DecoderTraining:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model, self._configs = model, _configs(model)
+        text = model.config.get_text_config()
+        self._model, self._configs = model, [model.config] if text is model.config else [model.config, text]
         self._checkpointing = [one for one in model.modules() if hasattr(one, "gradient_checkpointing")]
         self._is_on = False
 
     @cached_property
     def layers(self) -> list[LearningLayer]:
-        return recognised(self._model)
+        """The layers of the common architecture."""
+        register()
+        last = self._configs[-1].num_hidden_layers - 1
+        epsilons = {id(norm): epsilon for norm, epsilon in fusible_norms(self._model)}
+        found = []
+        for layer in filter(has_parts, self._model.modules()):
+            if any(map(is_hooked, layer.modules())):  # the probe would call it
+                continue
+            if (known := recognise(layer, self._configs, epsilons)) is not None:
+                found.append(LearningLayer(known, known.index == last))
+        return found
 
     @cached_property
     def _norms(self) -> list[tuple[Any, Callable[..., Any]]]:
@@ -193,25 +204,6 @@ class DecoderTraining:
         finally:
             for one, own in replaced:
                 one.__dict__[CHECKPOINTING] = own
-
-
-def recognised(model: Any) -> list[LearningLayer]:
-    """The layers of the common architecture."""
-    register()
-    configs = _configs(model)
-    epsilons = {id(norm): epsilon for norm, epsilon in fusible_norms(model)}
-    found = []
-    for layer in filter(has_parts, model.modules()):
-        if any(map(is_hooked, layer.modules())):  # the probe would call it
-            continue
-        if (known := recognise(layer, configs, epsilons)) is not None:
-            found.append(LearningLayer(known, known.index == configs[-1].num_hidden_layers - 1))
-    return found
-
-
-def _configs(model: Any) -> list[Any]:
-    text = model.config.get_text_config()
-    return [model.config] if text is model.config else [model.config, text]
 
 
 def _is_watched(layer: Any) -> bool:

@@ -58,14 +58,13 @@ class TokenScorer:
     ) -> None:
         self.model, self.may_fuse = model, may_fuse
         self._run = run or (lambda function: function())
-        self._is_split: bool
         self._base = base_model(model)
         self._body: Any = getattr(self._base, getattr(self._base, "base_model_prefix", ""), None)
         self._head: Any = self._base.get_output_embeddings()
-        if proven is not None:
+        if proven is None:
+            self._is_split = self._body is not None and self._head is not None and self._head_is_plain()
+        else:
             self._is_split, self.layouts = proven.is_split, proven.layouts
-            return
-        self._is_split = self._body is not None and self._head is not None and self._head_is_plain()
 
     @cached_property
     def _decoder(self) -> DecoderTraining:

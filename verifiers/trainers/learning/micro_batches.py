@@ -25,6 +25,7 @@ from verifiers.trainers.sampling import PLAIN, Distribution
 
 WORTH_PACKING = 15 / 16  # most tokens of a packed batch, of the padded ones: else copying keys costs more than it saves
 ANY_LENGTH = 1 << 62
+End = Callable[[int, int], int]  # (first sequence, cost) → where a micro-batch of at most this cost ends
 KEY_SHARE = 16  # copied keys and values that take as much memory as the activations of one token, about
 
 
@@ -102,19 +103,19 @@ def micro_batches(
     no token that counts attends to padding on the right.
     """
     columns = Columns.of(split_at_rope_bounds(sequences, rope_bounds))
-    if not len(columns.index_S):
+    n = len(columns.index_S)
+    if not n:
         return
-    rectangles = _rectangles(columns, longest_batched)
-    cuts = balanced(len(columns.index_S), rectangles.end, max_tokens)
-    plan, make = rectangles, partial(_rectangle, columns, pad_id=pad_id)
+    order, end = _padded_order(columns, longest_batched)
+    cuts, make = balanced(n, end, max_tokens), partial(_padded, columns, pad_id=pad_id)
     if int(columns.length_S.max()) <= longest_packed:
-        tokens = int(columns.suffix_S.sum() + columns.prefix_P.sum())
-        widest = [int(columns.length_S[rectangles.order[i]]) * (j - i) for i, j in cuts]
-        if tokens <= WORTH_PACKING * sum(widest):
-            plan, make = _packs(columns), partial(_packed, columns)
-            cuts = balanced(len(columns.index_S), plan.end, max_tokens)
+        packed_tokens = int(columns.suffix_S.sum() + columns.prefix_P.sum())
+        padded_tokens = sum(int(columns.length_S[order[i]]) * (j - i) for i, j in cuts)
+        if packed_tokens <= WORTH_PACKING * padded_tokens:
+            order, end = _packed_order(columns)
+            cuts, make = balanced(n, end, max_tokens), partial(_packed, columns)
     for i, j in cuts:
-        yield make(plan.order[i:j])
+        yield make(order[i:j])
 
 
 def split_at_rope_bounds(sequences: Sequence[Trained], rope_bounds: Sequence[int]) -> list[Trained]:
@@ -138,7 +139,7 @@ def split_at_rope_bounds(sequences: Sequence[Trained], rope_bounds: Sequence[int
     return parts
 
 
-def balanced(n: int, end: Callable[[int, int], int], most: int) -> list[tuple[int, int]]:
+def balanced(n: int, end: End, most: int) -> list[tuple[int, int]]:
     """Cut ``n`` items, in order, into as few parts of cost at most ``most`` as possible, of about equal cost.
 
     ``end(i, cost)`` is where a part that starts at ``i`` ends, if it may cost that much.
@@ -159,7 +160,7 @@ def balanced(n: int, end: Callable[[int, int], int], most: int) -> list[tuple[in
     return _parts(n, end, low)
 
 
-def _parts(n: int, end: Callable[[int, int], int], cost: int) -> list[tuple[int, int]]:
+def _parts(n: int, end: End, cost: int) -> list[tuple[int, int]]:
     parts, i = [], 0
     while i < n:
         j = max(end(i, cost), i + 1)
@@ -168,15 +169,7 @@ def _parts(n: int, end: Callable[[int, int], int], cost: int) -> list[tuple[int,
     return parts
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """An order of the sequences, and ``end(i, cost)`` of the micro-batch that starts at the i-th of them."""
-
-    order: Any
-    end: Callable[[int, int], int]
-
-
-def _rectangles(columns: Columns, longest_batched: int) -> _Plan:
+def _padded_order(columns: Columns, longest_batched: int) -> tuple[Any, End]:
     """Longest first: a rectangle is as wide as its first sequence; one that is too long is alone in it."""
     order = np.argsort(-columns.length_S, kind="stable")
     lengths = columns.length_S[order].tolist()
@@ -184,10 +177,10 @@ def _rectangles(columns: Columns, longest_batched: int) -> _Plan:
     def end(i: int, cost: int) -> int:
         return i + 1 if lengths[i] > longest_batched else min(len(lengths), i + cost // lengths[i])
 
-    return _Plan(order, end)
+    return order, end
 
 
-def _packs(columns: Columns) -> _Plan:
+def _packed_order(columns: Columns) -> tuple[Any, End]:
     """Sequences with the same prefix are neighbours; where they are cut apart the prefix is computed in both parts."""
     prefix_of_S = columns.prefix_of_S
     longest_P = np.zeros(len(columns.prefix_P), np.int64)
@@ -203,7 +196,7 @@ def _packs(columns: Columns) -> _Plan:
         own = cost - (0 if is_first[i] else int(prefix_costs[i]))
         return int(np.searchsorted(costs, costs[i] + own, "right")) - 1
 
-    return _Plan(order, end)
+    return order, end
 
 
 def check_tokens(batch: MicroBatch, config: Any) -> MicroBatch:
@@ -238,7 +231,8 @@ def fully_trained(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> T
     return Trained(sample=sample, advantage=1.0)
 
 
-def _rectangle(columns: Columns, members: Any, pad_id: int) -> MicroBatch:
+def _padded(columns: Columns, members: Any, pad_id: int) -> MicroBatch:
+    """A rectangle of sequences, padded on the right."""
     suffixes, prefixes = columns.suffix_S[members], columns.prefix_of_S[members]
     lengths = columns.prefix_P[prefixes]
     rows, width = np.arange(len(members)), int((lengths + suffixes).max())

@@ -74,9 +74,9 @@ class Job:
             sharding=self.sharding,
             processes=self.processes,
         )
-        is_cpu = self.device.type == "cpu"
         capacity = free_memory(self.device) + loaded
-        host = capacity if is_cpu else free_memory("cpu") / _local(self.processes)
+        processes_here = min(self.processes, max(int(torch.cuda.device_count()), 1))  # on this host, at most
+        host = capacity if self.device.type == "cpu" else free_memory("cpu") / processes_here
         device = Device(kind=self.device.type, capacity=capacity, host=host)
         found = plan_memory(asked, device)
         if not found.fits and length_asked(config, self.env, size.longest) is None:
@@ -115,11 +115,6 @@ def this_machine() -> tuple[int, float, str]:
     if torch.cuda.is_available():
         return int(torch.cuda.device_count()), float(free_memory("cuda")), "cuda"
     return 1, float(free_memory("cpu")), "cpu"
-
-
-def _local(processes: int) -> int:
-    """Processes on this host, at most."""
-    return min(processes, max(int(torch.cuda.device_count()), 1))
 
 
 def slots_wanted(config: Any, device_type: str) -> int:
