@@ -318,7 +318,7 @@ def batch_of(rows: int = 6, tokens: int = 40, vocabulary: int = 97) -> MicroBatc
     place = place[place % tokens < tokens - 1]
     zeros = torch.zeros(len(place))
     batch = MicroBatch(
-        ids_BT=ids, place_N=place, target_N=ids.flatten()[place + 1], sequence_N=place // tokens,
+        ids_BT=ids, logit_index_N=place, target_N=ids.flatten()[place + 1], sequence_N=place // tokens,
         old_N=zeros, advantage_N=zeros, weight_N=zeros + 1, members=tuple(range(rows)),
     )  # fmt: skip
     return batch.to(torch.device("cuda"))
@@ -530,7 +530,7 @@ def test_a_micro_batch_arrives_as_it_was() -> None:
     assert here.packing is not None
     assert there.packing is not None
     assert torch.equal(there.packing.position_T.cpu(), here.packing.position_T)
-    for name in ("ids_BT", "place_N", "target_N", "sequence_N", "old_N", "advantage_N", "weight_N"):
+    for name in ("ids_BT", "logit_index_N", "target_N", "sequence_N", "old_N", "advantage_N", "weight_N"):
         one, other = getattr(there, name), getattr(here, name)
         assert one.is_cuda
         assert one.dtype == other.dtype

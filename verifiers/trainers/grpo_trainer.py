@@ -26,7 +26,7 @@ from verifiers.trainers.distributed.remote_weights import remote_weights
 from verifiers.trainers.distributed.sharding import Whole
 from verifiers.trainers.functions import call_fitting, is_overridden, own_function
 from verifiers.trainers.generations import Generations
-from verifiers.trainers.learning.micro_batches import Trained
+from verifiers.trainers.learning.micro_batches import TrainSample
 from verifiers.trainers.learning.sequences import trained_sequences
 from verifiers.trainers.losses import Loss
 from verifiers.trainers.offline import read_offline
@@ -334,7 +334,7 @@ class GRPOTrainer(Trainer):
         seed = sampler.seed_of(self.config.seed, process, self.step, what)
         sampler.start_sampling(self.client, seed, count if self.config.max_concurrent < 0 else 0)
 
-    def sequences(self, batch: Batch) -> list[Trained]:
+    def sequences(self, batch: Batch) -> list[TrainSample]:
         """The token sequences of a batch's rollouts with their advantages (see `trained_sequences`)."""
         asked = sampling.read_distribution(sampling.default_args(self.config, self.env))
         default = sampling.Distribution(temperature=asked.temperature)

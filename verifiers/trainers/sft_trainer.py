@@ -14,7 +14,7 @@ from verifiers.trainers import setup
 from verifiers.trainers.config import SFTConfig
 from verifiers.trainers.distributed import processes
 from verifiers.trainers.learning.logprobs import TokenScorer
-from verifiers.trainers.learning.micro_batches import Trained, check_tokens, idle_batch, micro_batches
+from verifiers.trainers.learning.micro_batches import TrainSample, check_tokens, idle_batch, micro_batches
 from verifiers.trainers.sft_rows import SFTSamples, read_samples
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
@@ -136,7 +136,7 @@ class SFTTrainer(Trainer):
         pad_id = self.tokenizer.pad_token_id
         made = list(
             micro_batches(
-                [Trained(sample=sample, advantage=1.0) for sample in batch],
+                [TrainSample(sample=sample, advantage=1.0) for sample in batch],
                 max_tokens=self.memory.micro_batch_tokens,
                 pad_id=pad_id,
                 **self._scorer.layouts.limits(),

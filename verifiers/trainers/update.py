@@ -15,7 +15,7 @@ from torch import Tensor
 from verifiers.engine.fair_lock import steady
 from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.distributed.processes import gathered, lacking
-from verifiers.trainers.learning.micro_batches import MicroBatch, Trained, check_tokens, idle_batch, micro_batches
+from verifiers.trainers.learning.micro_batches import MicroBatch, TrainSample, check_tokens, idle_batch, micro_batches
 from verifiers.trainers.learning.target_logprobs import Scored
 from verifiers.trainers.learning.update_figures import UpdateFigures, combined
 from verifiers.trainers.losses import MAX_LOG_RATIO, Loss, TokenLosses, sampler_correction, token_weights
@@ -63,7 +63,7 @@ class PolicyUpdate:
         # Of each micro-batch: the rollouts of its sequences, and of each token its sequence and its ratio.
         self._last_pass: list[tuple[list[int | None], Tensor, Tensor]] = []
 
-    def run(self, sequences: Sequence[Trained], learning_rate: float) -> dict[str, Any]:
+    def run(self, sequences: Sequence[TrainSample], learning_rate: float) -> dict[str, Any]:
         """Update the policy; returns loss, kl, clip_fraction, ratios, grad_norm."""
         config, device = self.config, self.weights.device
         trained, tokens = self._weighted(sequences)
@@ -110,7 +110,7 @@ class PolicyUpdate:
         # The order of tokens is known only where a rollout is one sequence.
         return {owner: next(iter(parts.values())) for owner, parts in found.items() if len(parts) == 1}
 
-    def _weighted(self, sequences: Sequence[Trained]) -> tuple[list[Trained], int]:
+    def _weighted(self, sequences: Sequence[TrainSample]) -> tuple[list[TrainSample], int]:
         """The sequences that have a gradient, with the weight of their tokens; and the tokens of all processes."""
         counts = torch.tensor([sum(one.sample.completion_mask) for one in sequences])
         parts = gathered(self._processes, (len(sequences), int(counts.sum())))

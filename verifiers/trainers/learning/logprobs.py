@@ -118,12 +118,12 @@ class TokenScorer:
         kinds = batch.distributions if temperature is None else (Distribution(temperature=temperature),)
         if len(kinds) == 1 or batch.drawn_from_N is None:
             return self.score_outputs(out, batch.target_N, kinds[0], with_entropy)
-        places = [(batch.drawn_from_N == i).nonzero()[:, 0] for i in range(len(kinds))]
+        indices = [(batch.drawn_from_N == i).nonzero()[:, 0] for i in range(len(kinds))]
         parts = [
             self.score_outputs(out[at], batch.target_N[at], kind, with_entropy)
-            for at, kind in zip(places, kinds, strict=True)
+            for at, kind in zip(indices, kinds, strict=True)
         ]
-        order = torch.cat(places)
+        order = torch.cat(indices)
         return Scored(
             _in_order([one.logprob_N for one in parts], order),
             _in_order([one.entropy_N for one in parts], order) if with_entropy else None,
@@ -162,7 +162,7 @@ class TokenScorer:
                 out = self._body(input_ids=batch.ids_BT, use_cache=False, **more).last_hidden_state
             else:
                 out = self.model(input_ids=batch.ids_BT, use_cache=False, **more).logits
-        found: Tensor = out.flatten(0, 1).index_select(0, batch.place_N)
+        found: Tensor = out.flatten(0, 1).index_select(0, batch.logit_index_N)
         return found
 
 

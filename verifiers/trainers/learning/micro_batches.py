@@ -29,8 +29,8 @@ End = Callable[[int, int], int]  # (first sequence, cost) → where a micro-batc
 KEY_SHARE = 16  # copied keys and values that take as much memory as the activations of one token, about
 
 
-class Trained(NamedTuple):
-    """A sequence to train on: its tokens and loss mask, its advantage, and what its tokens were sampled from."""
+class TrainSample(NamedTuple):
+    """A sample to train on: tokens and loss mask, its advantage, and what its tokens were sampled from."""
 
     sample: Sample
     advantage: float | Sequence[float]  # of all tokens, or of each token of the completion
@@ -48,13 +48,13 @@ class Trained(NamedTuple):
 class MicroBatch:
     """Sequences in a padded rectangle (ids_BT), or packed (B = 1); and their trained tokens, concatenated (axis N).
 
-    Of each of these, ``place_N`` is the index of the position that predicts it, in flattened ``ids_BT``;
+    Of each of these, ``logit_index_N`` is the index of the position that predicts it, in flattened ``ids_BT``;
     ``sequence_N`` the index of its sequence in the micro-batch; ``drawn_from_N`` that of what it was sampled from in
     ``distributions`` (None: there is only one). ``members`` are the indices of the sequences among those given.
     """
 
     ids_BT: Tensor
-    place_N: Tensor
+    logit_index_N: Tensor
     target_N: Tensor
     sequence_N: Tensor
     old_N: Tensor
@@ -88,7 +88,7 @@ def _moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor
 
 
 def micro_batches(
-    sequences: Sequence[Trained],
+    sequences: Sequence[TrainSample],
     *,
     max_tokens: int,
     pad_id: int = 0,
@@ -118,7 +118,7 @@ def micro_batches(
         yield make(order[i:j])
 
 
-def split_at_rope_bounds(sequences: Sequence[Trained], rope_bounds: Sequence[int]) -> list[Trained]:
+def split_at_rope_bounds(sequences: Sequence[TrainSample], rope_bounds: Sequence[int]) -> list[TrainSample]:
     """Split sequences at lengths past which the angles of the rotary embedding change (LongRoPE).
 
     Tokens up to the bound were sampled with the angles of a short sequence, later ones with those of a long one: the
@@ -126,7 +126,7 @@ def split_at_rope_bounds(sequences: Sequence[Trained], rope_bounds: Sequence[int
     """
     parts = list(sequences)
     for bound in rope_bounds:
-        split: list[Trained] = []
+        split: list[TrainSample] = []
         for one in parts:
             n, sample = bound + 1 - len(one.sample.prompt_ids), one.sample  # tokens of the reply up to the bound
             if not (0 < n < len(sample.completion_ids) and any(sample.completion_mask[:n])):
@@ -219,7 +219,7 @@ def idle_batch(pad_id: int) -> MicroBatch:
     return made
 
 
-def fully_trained(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Trained:
+def fully_trained(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> TrainSample:
     """A sequence whose whole completion is trained on, with an advantage of 1."""
     n = len(completion_ids)
     sample = Sample(
@@ -228,7 +228,7 @@ def fully_trained(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> T
         completion_mask=[1] * n,
         completion_logprobs=[0.0] * n,
     )
-    return Trained(sample=sample, advantage=1.0)
+    return TrainSample(sample=sample, advantage=1.0)
 
 
 def _padded(columns: Columns, members: Any, pad_id: int) -> MicroBatch:
@@ -240,9 +240,9 @@ def _padded(columns: Columns, members: Any, pad_id: int) -> MicroBatch:
     ids_BT[np.repeat(rows, lengths), ranges(0 * lengths, lengths)] = columns.prefix_ids[
         ranges(columns.prefix_start_P[prefixes], lengths)
     ]
-    places = np.repeat(rows, suffixes) * width + ranges(lengths, suffixes)
-    ids_BT.reshape(-1)[places] = columns.ids[ranges(columns.start_S[members], suffixes)]
-    return _micro_batch(columns, members, ids_BT, places)
+    indices = np.repeat(rows, suffixes) * width + ranges(lengths, suffixes)
+    ids_BT.reshape(-1)[indices] = columns.ids[ranges(columns.start_S[members], suffixes)]
+    return _micro_batch(columns, members, ids_BT, indices)
 
 
 def _packed(columns: Columns, members: Any) -> MicroBatch:
@@ -260,16 +260,16 @@ def _packed(columns: Columns, members: Any) -> MicroBatch:
 
 
 def _micro_batch(
-    columns: Columns, members: Any, ids_BT: Any, places: Any, packing: Packing | None = None
+    columns: Columns, members: Any, ids_BT: Any, indices: Any, packing: Packing | None = None
 ) -> MicroBatch:
-    """``places`` are the indices of the members' suffix tokens in flattened ids."""
+    """``indices`` are those of the members' suffix tokens in flattened ids."""
     suffixes = columns.suffix_S[members]
     at = ranges(columns.start_S[members], suffixes)
     chosen = np.flatnonzero(columns.is_trained[at])
     at, sequence_N = at[chosen], np.repeat(np.arange(len(members)), suffixes)[chosen]
     return MicroBatch(
         ids_BT=torch.from_numpy(ids_BT),
-        place_N=torch.from_numpy(places[chosen]),
+        logit_index_N=torch.from_numpy(indices[chosen]),
         target_N=torch.from_numpy(columns.target[at]),
         sequence_N=torch.from_numpy(sequence_N),
         old_N=torch.from_numpy(columns.old[at]),

@@ -19,7 +19,7 @@ from torch import Tensor
 from verifiers.kernels import prove as probe
 from verifiers.kernels.modules import without_dropout
 from verifiers.kernels.prove import agree
-from verifiers.trainers.learning.micro_batches import ANY_LENGTH, MicroBatch, Trained, fully_trained, micro_batches
+from verifiers.trainers.learning.micro_batches import ANY_LENGTH, MicroBatch, TrainSample, fully_trained, micro_batches
 from verifiers.trainers.learning.packing import PackedForward
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class _Proof:
         longer = [_trained(self._base, ((2, bound + 4 * probe.PAST),))[0] for bound in bounds]
         return all(self._is_same_truncated(one) for one in (self._trained[-1], *longer))
 
-    def _is_same_truncated(self, one: Trained) -> bool:
+    def _is_same_truncated(self, one: TrainSample) -> bool:
         count = len(one.sample.completion_ids)
         n = count - min(count // 2, 2 * probe.PAST)
         part = one._replace(sample=one.sample.first(n))
@@ -159,7 +159,7 @@ class _Proof:
             logger.debug("%s does not learn in this layout: %r", type(self._base).__name__, error)
             return None
 
-    def _batch(self, trained: Sequence[Trained], *, longest_packed: int = 0) -> MicroBatch:
+    def _batch(self, trained: Sequence[TrainSample], *, longest_packed: int = 0) -> MicroBatch:
         (made,) = micro_batches(trained, max_tokens=ANY_LENGTH, longest_packed=longest_packed)
         return made.to(self._device)
 
@@ -188,7 +188,7 @@ def _direction(out: Tensor) -> Tensor:
     return torch.cos(width * 12.9898).to(out.dtype).expand_as(out)
 
 
-def _trained(base: Any, lengths: Sequence[tuple[int, int]]) -> list[Trained]:
+def _trained(base: Any, lengths: Sequence[tuple[int, int]]) -> list[TrainSample]:
     """Probe sequences with these lengths of prompt and reply."""
     prompts = {n: probe.prompts(base.config, [n])[0] for n in {prompt for prompt, _ in lengths}}
     replies = probe.prompts(base.config, [reply for _, reply in lengths])

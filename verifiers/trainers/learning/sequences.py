@@ -11,7 +11,7 @@ from verifiers.samples import NotSampledError, Sample, are_ids_of, exact_samples
 from verifiers.trainers import sampling
 from verifiers.trainers.batch import Batch
 from verifiers.trainers.config import GRPOConfig
-from verifiers.trainers.learning.micro_batches import Trained
+from verifiers.trainers.learning.micro_batches import TrainSample
 from verifiers.trainers.sampling import Distribution
 
 FindTokens = Callable[[Any, Any], list[Sample]]
@@ -24,13 +24,13 @@ def trained_sequences(
     *,
     find_tokens: FindTokens | None = None,
     writer: ChatWriter | None = None,
-) -> list[Trained]:
+) -> list[TrainSample]:
     """The samples of a batch's rollouts with their advantages; a rollout whose history was rewritten has several.
 
     ``default`` is what tokens were sampled from where that was not recorded. A rollout whose sampled tokens are not
     known is left out, and ``batch.refused`` says why. With a ``writer`` these are saved rollouts.
     """
-    trained: list[Trained] = []
+    trained: list[TrainSample] = []
     is_off_policy = bool(config.num_batches_ahead) or config.updates_per_generation > 1
     batch.refused.clear()
     columns = zip(batch["prompts"], batch["completions"], batch["advantages"], strict=True)
@@ -47,7 +47,7 @@ def trained_sequences(
             sample = sample if writer is None else sampling.without_greedy_logprobs(sample)
             drawn = sampling.distributions(sample, default)
             sample = sampling.without_doubtful_logprobs(sample, drawn, is_off_policy=is_off_policy)
-            trained.append(Trained(sample=sample, advantage=own, drawn_from=drawn, rollout=i))
+            trained.append(TrainSample(sample=sample, advantage=own, drawn_from=drawn, rollout=i))
     return trained
 
 

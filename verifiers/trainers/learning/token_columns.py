@@ -13,7 +13,7 @@ from verifiers.samples import Sample
 from verifiers.trainers.sampling import PLAIN, Distribution
 
 if TYPE_CHECKING:
-    from verifiers.trainers.learning.micro_batches import Trained
+    from verifiers.trainers.learning.micro_batches import TrainSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Columns:
         return self.prefix_P[self.prefix_of_S] + self.suffix_S
 
     @classmethod
-    def of(cls, sequences: Sequence[Trained]) -> Columns:
+    def of(cls, sequences: Sequence[TrainSample]) -> Columns:
         suffixes = np.array([_suffix_length(one.sample) for one in sequences], np.int64)
         index_S = np.flatnonzero(suffixes)
         sequences = [sequences[i] for i in index_S.tolist()]
@@ -84,7 +84,7 @@ class Columns:
         )
 
 
-def _advantages(sequences: Sequence[Trained], sizes: Any) -> Any:
+def _advantages(sequences: Sequence[TrainSample], sizes: Any) -> Any:
     """The advantage of each position of the suffixes, which have these sizes."""
     if all(isinstance(one.advantage, (int, float)) for one in sequences):
         return np.repeat(np.array([one.advantage for one in sequences], np.float32), sizes)
@@ -96,7 +96,7 @@ def _advantages(sequences: Sequence[Trained], sizes: Any) -> Any:
     return np.concatenate(parts).astype(np.float32)
 
 
-def _drawn_from(sequences: Sequence[Trained]) -> tuple[tuple[Distribution, ...], Any]:
+def _drawn_from(sequences: Sequence[TrainSample]) -> tuple[tuple[Distribution, ...], Any]:
     """The distinct distributions, and for each position of the suffixes the index of its own if there are several."""
     known: dict[Distribution, int] = {}
     for one in sequences:

@@ -43,7 +43,7 @@ class UpdateFigures:
             return {"loss": 0.0, "grad_norm": self.grad_norm, "clip_fraction": 0.0, "kl": None, "trained_tokens": 0}
         ratio_N, first_N = torch.cat(self.ratios).float(), torch.cat(self.first_ratios).float()
         edges = torch.tensor(RATIO_EDGES, device=first_N.device)
-        place_N = torch.bucketize(first_N, edges[1:-1], right=True)
+        bucket_N = torch.bucketize(first_N, edges[1:-1], right=True)
         numbers = [
             torch.stack(self.losses).sum(),
             torch.cat(self.clipped).float().mean(),
@@ -51,7 +51,7 @@ class UpdateFigures:
             ratio_N.max(),
             *((torch.cat(self.kls).mean(),) if self.kls else ()),
         ]
-        counts = torch.bincount(place_N, minlength=len(RATIO_EDGES) - 1).float()
+        counts = torch.bincount(bucket_N, minlength=len(RATIO_EDGES) - 1).float()
         loss, clipped, mean, most, *rest = torch.cat((torch.stack(numbers), counts)).tolist()  # one transfer
         kls, counted = (rest[:1], rest[1:]) if self.kls else ([None], rest)
         return {
