@@ -214,7 +214,7 @@ class Weights:
 
 def _move(master: Tensor, live: Tensor) -> None:
     """Add the gradient of a parameter to that of its master copy, and free it."""
-    grad = live.grad.to(master.device)  # cast there: half the bytes between card and host
+    grad = live.grad.to(master.device)  # cast there: half the bytes between GPU and host
     if master.grad is None:
         master.grad = grad.float()
     else:
