@@ -241,7 +241,7 @@ def test_rows_are_known_to_be_of_one_process_alone():
     streams = [RowStream(range(10), seed=3, shard=(i, 2)) for i in (0, 1)]
     first, second = (stream.take(4) for stream in streams)
     assert not set(first) & set(second)
-    assert all(stream.is_apart for stream in streams)
+    assert all(stream.is_disjoint for stream in streams)
     for stream in streams:
         stream.take(2)  # across the end of an epoch: a row may be in both
-        assert not stream.is_apart
+        assert not stream.is_disjoint
