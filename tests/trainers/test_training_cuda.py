@@ -335,7 +335,7 @@ def learned(
         calls.clear()  # those of the proof
     with pytest.MonkeyPatch.context() as patch:
         if not fused:
-            patch.setattr(logprobs_module, "_is_ours", lambda _: False)
+            patch.setattr(logprobs_module, "_has_kernels", lambda _: False)
         found = scorer.logprobs(batch_of(), temperature)
         (found * randn(len(found), seed=2)).sum().backward()
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
