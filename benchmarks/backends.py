@@ -24,10 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from verifiers.engine.backends import CPU, MODULES, TORCH
 from verifiers.engine.engine import Engine
 from verifiers.engine.sequence import Sampling
-from verifiers.samples import Sample
 from verifiers.trainers.learning.logprobs import TokenScorer
-from verifiers.trainers.learning.micro_batches import MicroBatch, Trained, micro_batches
-from verifiers.trainers.learning.packing import Row
+from verifiers.trainers.learning.micro_batches import MicroBatch, fully_trained, micro_batches
+from verifiers.trainers.learning.packing import PackedForward
 
 VOCABULARY = 2048
 SIZES = {"small": (128, 4, 4, 2), "larger": (256, 6, 8, 4)}  # hidden size, layers, heads, key/value heads
@@ -91,14 +90,7 @@ def batch_of(scorer: TokenScorer) -> MicroBatch:
     trained = []
     for _ in range(GROUPS):
         prompt = ids_of(PROMPT)
-        for _ in range(SIZE):
-            sample = Sample(
-                prompt_ids=prompt,
-                completion_ids=ids_of(NEW),
-                completion_mask=[1] * NEW,
-                completion_logprobs=[0.0] * NEW,
-            )
-            trained.append(Trained(sample=sample, advantage=1.0))
+        trained += [fully_trained(prompt, ids_of(NEW)) for _ in range(SIZE)]
     (batch,) = micro_batches(trained, max_tokens=10**6, longest_packed=scorer.layouts.longest_packed)
     return batch
 
@@ -111,7 +103,7 @@ def learning(label: str, model: Any) -> None:
 
     def step(fused: bool) -> None:
         model.zero_grad(set_to_none=True)
-        scorer.outputs(batch, fused=fused, row=Row(packing, varlen=False)).square().sum().backward()
+        scorer.outputs(batch, fused=fused, packed=PackedForward(packing, varlen=False)).square().sum().backward()
 
     took = in_turn({"kernels": lambda: step(True), "modules": lambda: step(False)})
     tell(

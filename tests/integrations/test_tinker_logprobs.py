@@ -20,7 +20,7 @@ from verifiers.integrations.tinker.scoring import Reply, Scoring
 from verifiers.integrations.tinker.service import Service
 from verifiers.integrations.tinker.turns import Turns
 from verifiers.samples import Sample
-from verifiers.trainers.learning.micro_batches import Trained, micro_batches
+from verifiers.trainers.learning.micro_batches import TrainSample, micro_batches
 from verifiers.trainers.learning.proof import Layouts
 from verifiers.trainers.sampling import Distribution
 
@@ -80,7 +80,7 @@ def trained(service: Service, drawn: Drawn, **layout: Any) -> list[Any]:
     """What GRPOTrainer's update computes for the replies."""
     scorer, found = service.scoring.scorer, [np.empty(0)] * len(drawn)
     sequences = [
-        Trained(
+        TrainSample(
             sample=Sample(
                 prompt_ids=prompt, completion_ids=reply, completion_mask=[1] * len(reply), completion_logprobs=[*given]
             ),

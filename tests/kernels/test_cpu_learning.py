@@ -19,7 +19,7 @@ from verifiers.kernels.cpu import learning as cpu  # noqa: E402
 from verifiers.kernels.cpu.binding import learn_functions  # noqa: E402
 from verifiers.kernels.cpu.build import find_compiler, library  # noqa: E402
 from verifiers.trainers.learning import target_logprobs  # noqa: E402
-from verifiers.trainers.learning.packing import Packing, Row  # noqa: E402
+from verifiers.trainers.learning.packing import PackedForward, Packing  # noqa: E402
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C compiler")
 SHAPES = [(1, 1), (1, 64), (3, 20), (5, 128), (7, 33), (130, 48)]
@@ -157,7 +157,7 @@ def test_what_is_no_number_stays_so(bad: float) -> None:
     q = randn(4, 1, 8)
     q[2, 0, 3] = torch.nan
     packing = packed((0,), (4,), (0,))
-    out = Row(packing, varlen=False).attend(q, randn(4, 1, 8), randn(4, 1, 8), scale=1.0)
+    out = PackedForward(packing, varlen=False).attend(q, randn(4, 1, 8), randn(4, 1, 8), scale=1.0)
     assert out.isnan().any(-1)[:, 0].tolist() == [False, False, True, False]
 
 
@@ -193,7 +193,7 @@ def assert_attends(packing: Packing, groups: int, share: int, dim: int, suffixes
     skipped = packing.prefix_tokens if suffixes_only else 0
 
     def ours(q: Any, k: Any, v: Any) -> Any:
-        return Row(packing, varlen=False).attend(q, k, v, scale=scale, suffixes_only=suffixes_only)
+        return PackedForward(packing, varlen=False).attend(q, k, v, scale=scale, suffixes_only=suffixes_only)
 
     inputs = [randn(tokens, heads, dim, seed=i) for i, heads in enumerate((groups * share, groups, groups))]
     assert_as(ours, lambda q, k, v: dense(packing, q, k, v, scale)[skipped:], inputs)
@@ -235,7 +235,7 @@ def test_tensors_that_are_views_are_attended_to_as_well() -> None:
     packing = packed((2,), (4, 3), (0, 0))
     whole = randn(3, 2, 9, 8)
     views = [one.transpose(0, 1) for one in whole]
-    row = Row(packing, varlen=False)
+    row = PackedForward(packing, varlen=False)
     found = [row.attend(*given, scale=0.5) for given in (views, [one.contiguous() for one in views])]
     assert torch.equal(*found)
 
@@ -246,7 +246,7 @@ def test_the_same_numbers_come_out_each_time() -> None:
     inputs = [randn(len(packing.position_T), heads, 24, seed=heads) for heads in (6, 2, 2)]
 
     def run(*given: Any) -> Any:
-        return Row(packing, varlen=False).attend(*given, scale=0.3)
+        return PackedForward(packing, varlen=False).attend(*given, scale=0.3)
 
     first, again = (numbers(run, [one.clone() for one in inputs], torch.float32) for _ in range(2))
     assert all(map(torch.equal, first, again))
@@ -283,7 +283,9 @@ def test_threads_that_share_the_work_give_the_same_numbers(monkeypatch: pytest.M
         cpu.pick_back_(logits, target, 0.7, mass, logprob)
         packing = packed((6, 9), (12, 30, 7), (0, 1, 1))
         inputs = [randn(64, heads, 24, seed=heads) for heads in (10, 5, 5)]
-        attended = numbers(lambda *qkv: Row(packing, varlen=False).attend(*qkv, scale=0.3), inputs, torch.float32)
+        attended = numbers(
+            lambda *qkv: PackedForward(packing, varlen=False).attend(*qkv, scale=0.3), inputs, torch.float32
+        )
         return [*found, logits, logprob, mass, *attended]
 
     alone = results()
@@ -311,7 +313,7 @@ def test_a_wrong_target_is_found_whichever_thread_has_it(monkeypatch: pytest.Mon
 @needs_compiler
 def test_dropout_in_attention_is_left_to_plain_operations() -> None:
     inputs = [randn(6, 1, 8, seed=i) for i in range(3)]
-    row = Row(packed((2,), (4,), (0,)), varlen=False)
+    row = PackedForward(packed((2,), (4,), (0,)), varlen=False)
     torch.manual_seed(0)
     dropped = row.attend(*inputs, scale=0.3, dropout=0.5)
     assert not torch.allclose(dropped, row.attend(*inputs, scale=0.3))
@@ -319,7 +321,7 @@ def test_dropout_in_attention_is_left_to_plain_operations() -> None:
 
 @needs_compiler
 def test_values_of_another_size_are_left_to_plain_operations() -> None:
-    row = Row(packed((2,), (4,), (0,)), varlen=False)
+    row = PackedForward(packed((2,), (4,), (0,)), varlen=False)
     q, k, v = randn(6, 2, 8), randn(6, 1, 8, seed=1), randn(6, 1, 4, seed=2)
     assert torch.allclose(row.attend(q, k, v, scale=0.3), dense(row.packing, q, k, v, 0.3), atol=1e-5)
 

@@ -24,7 +24,7 @@ def batch_of(rows: int = 3, tokens: int = 9) -> MicroBatch:
     place = torch.tensor([2, 3, 4, 9, 12, 20, 21, 25])
     zeros = torch.zeros(len(place))
     return MicroBatch(
-        ids_BT=ids, place_N=place, target_N=ids.flatten()[place + 1], sequence_N=place // tokens,
+        ids_BT=ids, logit_index_N=place, target_N=ids.flatten()[place + 1], sequence_N=place // tokens,
         old_N=zeros, advantage_N=zeros, weight_N=zeros + 1, members=tuple(range(rows)),
     )  # fmt: skip
 
@@ -41,7 +41,7 @@ def learned(model: Any, temperature: float = 1.0) -> list[Any]:
 def test_logprobs_are_those_of_the_forward_pass(family: str, temperature: float) -> None:
     model, batch = random_model(family), batch_of()
     found = TokenScorer(model).logprobs(batch, temperature)
-    logits = model(input_ids=batch.ids_BT).logits.flatten(0, 1)[batch.place_N] / temperature
+    logits = model(input_ids=batch.ids_BT).logits.flatten(0, 1)[batch.logit_index_N] / temperature
     expected = torch.log_softmax(logits, -1).gather(1, batch.target_N[:, None])[:, 0]
     assert torch.allclose(found, expected, atol=1e-5)
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
@@ -112,7 +112,7 @@ def test_a_head_with_a_hook_is_called() -> None:
 def test_half_precision_and_autocast_on_a_cpu_are_left_to_the_model() -> None:
     model, batch = random_model(dtype=torch.bfloat16), batch_of()
     model.config._attn_implementation = "sdpa"
-    logits = model(input_ids=batch.ids_BT).logits.flatten(0, 1)[batch.place_N].float()
+    logits = model(input_ids=batch.ids_BT).logits.flatten(0, 1)[batch.logit_index_N].float()
     expected = torch.log_softmax(logits, -1).gather(1, batch.target_N[:, None])[:, 0]
     assert torch.allclose(TokenScorer(model).logprobs(batch), expected, atol=1e-5)
     whole = random_model()

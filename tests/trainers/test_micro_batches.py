@@ -13,12 +13,12 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from verifiers.samples import Sample  # noqa: E402
-from verifiers.trainers.learning.micro_batches import MicroBatch, Trained, balanced, micro_batches  # noqa: E402
+from verifiers.trainers.learning.micro_batches import MicroBatch, TrainSample, balanced, micro_batches  # noqa: E402
 
 ANY = 1 << 40
 
 
-def trained(prompt: list[int], mask: list[int], number: int) -> Trained:
+def trained(prompt: list[int], mask: list[int], number: int) -> TrainSample:
     reply = [100 * (number + 1) + t for t in range(len(mask))]
     sample = Sample(
         prompt_ids=prompt,
@@ -26,11 +26,11 @@ def trained(prompt: list[int], mask: list[int], number: int) -> Trained:
         completion_mask=mask,
         completion_logprobs=[-float(token) for token in reply],
     )
-    return Trained(sample=sample, advantage=number / 10, weight=number + 0.5)
+    return TrainSample(sample=sample, advantage=number / 10, weight=number + 0.5)
 
 
 @st.composite
-def batches(draw: Any) -> list[Trained]:
+def batches(draw: Any) -> list[TrainSample]:
     prompts = [[10 * p + t for t in range(draw(st.integers(0, 6)))] for p in range(3)]
     masks = draw(st.lists(st.lists(st.integers(0, 1), max_size=7), max_size=12))
     return [trained(draw(st.sampled_from(prompts)), mask, i) for i, mask in enumerate(masks)]
@@ -38,7 +38,7 @@ def batches(draw: Any) -> list[Trained]:
 
 def context(batch: MicroBatch, n: int) -> list[int]:
     """The tokens that the model has seen where it predicts trained token ``n``."""
-    place, ids = int(batch.place_N[n]), batch.ids_BT.flatten().tolist()
+    place, ids = int(batch.logit_index_N[n]), batch.ids_BT.flatten().tolist()
     if batch.packing is None:
         width = batch.ids_BT.shape[1]
         return ids[place // width * width : place + 1]
@@ -54,7 +54,7 @@ def context(batch: MicroBatch, n: int) -> list[int]:
 @settings(max_examples=150, deadline=None)
 @given(sequences=batches(), max_tokens=st.integers(1, 60), longest_packed=st.sampled_from([0, ANY]))
 def test_every_trained_token_is_there_once_after_what_came_before(
-    sequences: list[Trained], max_tokens: int, longest_packed: int
+    sequences: list[TrainSample], max_tokens: int, longest_packed: int
 ) -> None:
     due = {}
     for i, one in enumerate(sequences):
@@ -112,7 +112,7 @@ def test_rows_are_packed_only_where_it_saves_tokens_and_nothing_is_too_long() ->
     different = [trained([i, *range(9)], [1] * 4, i) for i in range(4)]
     ragged = [trained([i, 3, 4], [1] * (2 + 6 * i), i) for i in range(4)]
 
-    def is_packed(sequences: list[Trained], longest: int = ANY) -> bool:
+    def is_packed(sequences: list[TrainSample], longest: int = ANY) -> bool:
         (batch,) = micro_batches(sequences, max_tokens=ANY, longest_packed=longest)
         return batch.packing is not None
 

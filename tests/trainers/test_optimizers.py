@@ -74,7 +74,7 @@ def test_states_in_8_bit_take_a_quarter_and_train_nearly_as_adamw_does(tmp_path:
 
 @pytest.mark.parametrize("optim", ["adamw", "adamw_8bit", "cpu_offload"])
 def test_a_training_goes_on_from_its_checkpoint_with_each_optimizer(tmp_path: Path, optim: str) -> None:
-    if OPTIMIZERS[optim].of_bitsandbytes:
+    if OPTIMIZERS[optim].bitsandbytes_class:
         pytest.importorskip("bitsandbytes")
     whole = losses(imitating(tmp_path / "whole", optim=optim, save_steps=3))
     again = imitating(tmp_path / "again", optim=optim).train(resume=tmp_path / "whole" / "checkpoints" / "step-000003")

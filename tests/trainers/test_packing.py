@@ -17,7 +17,7 @@ from verifiers.kernels.cpu.binding import learn_functions  # noqa: E402
 from verifiers.samples import Sample  # noqa: E402
 from verifiers.trainers.learning import packing as packed_rows  # noqa: E402
 from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
-from verifiers.trainers.learning.micro_batches import MicroBatch, Trained, micro_batches  # noqa: E402
+from verifiers.trainers.learning.micro_batches import MicroBatch, TrainSample, micro_batches  # noqa: E402
 from verifiers.trainers.learning.proof import ANY_LENGTH  # noqa: E402
 from verifiers.trainers.reference import Reference  # noqa: E402
 
@@ -44,7 +44,7 @@ SHORT = (
 )  # windows shorter than the probe, or capped scores
 
 
-def sequences(*, is_even: bool = False) -> list[Trained]:
+def sequences(*, is_even: bool = False) -> list[TrainSample]:
     """Groups of several sizes; some replies of two turns, and ends that are not trained."""
     draw, made = random.Random(1), []
     for prompt, size in ((7, 4), (7, 4)) if is_even else ((7, 4), (3, 3), (1, 2), (12, 1)):
@@ -58,7 +58,7 @@ def sequences(*, is_even: bool = False) -> list[Trained]:
                 completion_mask=mask,
                 completion_logprobs=[0.0] * len(reply),
             )
-            made.append(Trained(sample=sample, advantage=1.0))
+            made.append(TrainSample(sample=sample, advantage=1.0))
     return made
 
 
@@ -251,7 +251,7 @@ def test_a_token_attends_alike_to_the_bit_alone_in_a_rectangle_and_in_a_packed_r
         position_T=torch.arange(prefix + sum(suffix)),
     )
     row = [torch.cat([shared[i], *(one[i] for one in own)]) for i in range(3)]
-    packed = packed_rows.Row(packing, varlen=False).attend(*row, scale=0.3, suffixes_only=True).split(suffix)
+    packed = packed_rows.PackedForward(packing, varlen=False).attend(*row, scale=0.3, suffixes_only=True).split(suffix)
     for i, n in enumerate(suffix):
         assert torch.equal(alone[i], beside[i, prefix : prefix + n])
         assert torch.equal(alone[i], packed[i])

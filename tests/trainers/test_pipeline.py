@@ -16,8 +16,6 @@ pytest.importorskip("torch")
 
 import verifiers as vf
 from tests.trainers import making
-from verifiers.trainers.batch import Batch
-from verifiers.trainers.generations import rows_learned
 from verifiers.trainers.pipeline import Pipeline
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.staleness import versions_of
@@ -52,7 +50,7 @@ def test_no_part_is_taken_too_late_whatever_finishes_when_and_each_is_taken_once
             under_way.remove(future)
             future.set_result(future.born)  # type: ignore[attr-defined]
 
-    pipeline: Pipeline[tuple[int, int]] = Pipeline(begin, size=size, ahead=ahead, patience=ahead + slack)
+    pipeline: Pipeline[tuple[int, int]] = Pipeline(begin, size=size, ahead=ahead, max_delay=ahead + slack)
     choose = pipeline._choose
 
     def choosing(batch: int) -> Any:
@@ -81,7 +79,7 @@ def test_a_part_that_fails_is_heard_of_at_once():
         return futures[-1]
 
     with pytest.raises(ValueError, match="the environment is broken"):
-        Pipeline(begin, size=2, ahead=1, patience=1).take(0, 4)
+        Pipeline(begin, size=2, ahead=1, max_delay=1).take(0, 4)
 
 
 def test_rows_that_were_learned_from_out_of_order_are_not_taken_again():
@@ -90,7 +88,7 @@ def test_rows_that_were_learned_from_out_of_order_are_not_taken_again():
     places = [first.take_one()[0] for _ in range(6)]
     assert first.note_learned([places[0], places[3]]) == 1
     again = RowStream(rows, seed=1)
-    again.go_on(first.low, first.learned(first.low))
+    again.resume(first.first_unlearned, first.learned(first.first_unlearned))
     assert [again.take_one()[0] for _ in range(5)] == [1, 2, 4, 5, 6]
 
 
@@ -101,27 +99,23 @@ def test_rows_of_several_processes_are_told_apart_when_they_go_on():
         taken = [stream.take_one()[0] for _ in range(4)]
         stream.note_learned([taken[0], taken[1 + index]])  # the first has two without a gap, the second one
         streams.append(stream)
-    cursor = min(stream.low for stream in streams)
+    cursor = min(stream.first_unlearned for stream in streams)
     learned = [place for stream in streams for place in stream.learned(cursor)]
     for index, wanted in enumerate(([2, 3, 4], [1, 3, 4])):
         again = RowStream(rows, seed=1, shard=(index, 2))
-        again.go_on(cursor, learned)
+        again.resume(cursor, learned)
         assert [again.take_one()[0] for _ in range(3)] == wanted
 
 
 def test_a_run_that_goes_on_in_order_still_takes_no_row_twice():
     rows = RowStream([str(i) for i in range(10)], seed=1)
-    rows.go_on(1, [4])  # sampled ahead until now, and one after the other from here on
+    rows.resume(1, [4])  # sampled ahead until now, and one after the other from here on
     rows.take(2)
-    assert rows_learned(rows, Batch({"completions": [], "rewards": [], "groups": []}, cursor=rows.cursor), None) == (
-        3,
-        [4],
-    )
+    assert rows.note_learned(range(rows.first_unlearned, rows.cursor)) == 3
+    assert rows.learned(3) == [4]
     rows.take(2)
-    assert rows_learned(rows, Batch({"completions": [], "rewards": [], "groups": []}, cursor=rows.cursor), None) == (
-        6,
-        [],
-    )
+    assert rows.note_learned(range(rows.first_unlearned, rows.cursor)) == 6
+    assert rows.learned(6) == []
 
 
 @pytest.mark.parametrize("now", [1, 2, 3, 4])
@@ -131,7 +125,7 @@ def test_another_number_of_processes_takes_the_rows_that_are_left_and_each_once(
     streams = [RowStream(rows, seed=1, shard=(index, now)) for index in range(now)]
     taken = set()
     for stream in streams:
-        stream.go_on(so_far["cursor"], so_far["learned"])
+        stream.resume(so_far["cursor"], so_far["learned"])
         while stream.cursor * now < len(rows):
             taken.add(stream.take_one()[0] * now + stream._index)
     assert {place for place in taken if place < len(rows)} == {6, 7, 9, 10, 11}

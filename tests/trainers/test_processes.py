@@ -141,14 +141,14 @@ def test_any_number_of_processes_goes_on_after_just_the_rows_that_were_taken(tur
         state |= _rows_so_far(state, processes)
         streams = [RowStream(range(1000), seed=3, shard=(i, processes)) for i in range(processes)]
         for stream in streams:
-            stream.go_on(state["cursor"], state["learned"])
+            stream.resume(state["cursor"], state["learned"])
         for _ in range(steps):
             step = [row for stream in streams for row in stream.take(rows)]
             assert sorted(step) == sorted(wanted.take(len(step)))
             taken += step
         for stream in streams:
-            stream.note_learned(range(stream.low, stream.cursor))
-        cursor = min(stream.low for stream in streams)
+            stream.note_learned(range(stream.first_unlearned, stream.cursor))
+        cursor = min(stream.first_unlearned for stream in streams)
         learned = sorted(place for stream in streams for place in stream.learned(cursor))
         state = {"cursor": cursor, "processes": processes, "learned": learned}
     assert len(set(taken)) == len(taken)
@@ -241,7 +241,7 @@ def test_rows_are_known_to_be_of_one_process_alone():
     streams = [RowStream(range(10), seed=3, shard=(i, 2)) for i in (0, 1)]
     first, second = (stream.take(4) for stream in streams)
     assert not set(first) & set(second)
-    assert all(stream.is_apart for stream in streams)
+    assert all(stream.is_disjoint for stream in streams)
     for stream in streams:
         stream.take(2)  # across the end of an epoch: a row may be in both
-        assert not stream.is_apart
+        assert not stream.is_disjoint

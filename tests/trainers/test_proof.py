@@ -19,7 +19,7 @@ from verifiers.engine.sequence import Sampling  # noqa: E402
 from verifiers.kernels import prove  # noqa: E402
 from verifiers.samples import Sample  # noqa: E402
 from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
-from verifiers.trainers.learning.micro_batches import ANY_LENGTH, Trained, micro_batches, split_at  # noqa: E402
+from verifiers.trainers.learning.micro_batches import ANY_LENGTH, TrainSample, micro_batches, split_at_rope_bounds  # noqa: E402
 
 FRESH = 0.02
 
@@ -29,7 +29,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def sequences(pad: int | None = None) -> list[Trained]:
+def sequences(pad: int | None = None) -> list[TrainSample]:
     """Two groups, in which some end before the chunk does, some after, and some go on for long."""
     draw, made = random.Random(2), []
     for prompt, replies in ((5, (4, CHUNK - 2, 3 * CHUNK)), (CHUNK + 3, (6, 20))):
@@ -41,13 +41,13 @@ def sequences(pad: int | None = None) -> list[Trained]:
             sample = Sample(
                 prompt_ids=ids, completion_ids=reply, completion_mask=[1] * n, completion_logprobs=[0.0] * n
             )
-            made.append(Trained(sample=sample, advantage=1.0))
+            made.append(TrainSample(sample=sample, advantage=1.0))
     return made
 
 
 def learned(scorer: TokenScorer, pad: int | None = None) -> list[Any]:
     """The logprob of every trained token, in order, as training computes them."""
-    parts = split_at(sequences(pad), scorer.layouts.rope_bounds)
+    parts = split_at_rope_bounds(sequences(pad), scorer.layouts.rope_bounds)
     found: dict[int, Any] = {}
     for batch in micro_batches(sequences(pad), max_tokens=4096, **scorer.layouts.limits()):
         logprobs = scorer.logprobs(batch)
@@ -138,7 +138,7 @@ def test_a_reply_that_grows_past_the_bound_of_longrope_learns_what_it_was_sample
         completion_logprobs=reply.logprobs,
     )
     scorer = TokenScorer(model)
-    made = micro_batches([Trained(sample=sample, advantage=1.0)], max_tokens=4096, **scorer.layouts.limits())
+    made = micro_batches([TrainSample(sample=sample, advantage=1.0)], max_tokens=4096, **scorer.layouts.limits())
     with torch.no_grad():
         apart = [float((scorer.logprobs(batch) - batch.old_N).abs().max()) for batch in made]
     assert len(apart) == 2

@@ -20,7 +20,7 @@ from verifiers.trainers.advantages import Estimator  # noqa: E402
 from verifiers.trainers.batch import with_advantages  # noqa: E402
 from verifiers.trainers.learning import target_logprobs  # noqa: E402
 from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
-from verifiers.trainers.learning.micro_batches import Trained, micro_batches  # noqa: E402
+from verifiers.trainers.learning.micro_batches import TrainSample, micro_batches  # noqa: E402
 from verifiers.trainers.learning.target_logprobs import score_logits  # noqa: E402
 from verifiers.trainers.sampling import Distribution, flat, read_distribution  # noqa: E402
 
@@ -357,7 +357,9 @@ def test_tokens_of_one_batch_may_be_of_several_distributions_in_chunks_or_not(mo
         sample = Sample(
             prompt_ids=ids[:4], completion_ids=ids[4:], completion_mask=[1] * 8, completion_logprobs=[0.0] * 8
         )
-        trained.append(Trained(sample=sample, advantage=1.0, drawn_from=((3, kinds[i % 4]), (5, kinds[(i + 1) % 4]))))
+        trained.append(
+            TrainSample(sample=sample, advantage=1.0, drawn_from=((3, kinds[i % 4]), (5, kinds[(i + 1) % 4])))
+        )
     (micro,) = micro_batches(trained, max_tokens=10_000)
     scorer = TokenScorer(model)
     found = scorer.logprobs(micro)
@@ -415,4 +417,6 @@ def test_saved_replies_that_were_taken_greedily_are_learned_from_as_texts(tmp_pa
 def test_arguments_that_an_engine_draws_by_and_an_update_cannot_compute_are_named():
     with pytest.raises(ValueError, match=r"repetition_penalty=1\.1"):
         sampling.read_distribution({"asked": {"extra_body": {"repetition_penalty": 1.1}}})
-    assert sampling.read_distribution({"asked": {"frequency_penalty": 0, "stop": ["x"]}}) == Distribution(is_asked=True)
+    assert sampling.read_distribution({"asked": {"frequency_penalty": 0, "stop": ["x"]}}) == Distribution(
+        is_requested=True
+    )

@@ -276,7 +276,7 @@ def test_advantages_that_a_batch_brings_may_be_in_an_array(tmp_path, make):
 
 
 def full_entropies(made: Any, micro: Any, temperature: float = 1.0) -> Any:
-    logits = made.model(input_ids=micro.ids_BT).logits.flatten(0, 1)[micro.place_N] / temperature
+    logits = made.model(input_ids=micro.ids_BT).logits.flatten(0, 1)[micro.logit_index_N] / temperature
     return torch.distributions.Categorical(logits=logits).entropy()
 
 
@@ -306,7 +306,7 @@ def test_only_the_most_uncertain_tokens_of_a_step_are_learned_from_however_it_is
     with torch.no_grad():
         entropies = full_entropies(whole, micro)
     is_kept = entropies >= torch.quantile(entropies, 0.75)
-    logits = whole.model(input_ids=micro.ids_BT).logits.flatten(0, 1)[micro.place_N]
+    logits = whole.model(input_ids=micro.ids_BT).logits.flatten(0, 1)[micro.logit_index_N]
     logprobs = torch.log_softmax(logits, -1).gather(1, micro.target_N[:, None])[:, 0]
     (-(micro.advantage_N * is_kept * logprobs).sum() / len(logprobs)).backward()
     wanted = [one.grad.clone() for one in whole.model.parameters()]
@@ -333,7 +333,7 @@ def test_a_sampler_that_is_not_quite_the_policy_is_corrected_for(tmp_path):
         tokens = reply.state["trajectory"][0]["tokens"]
         tokens["completion_logprobs"] = [one - 0.3 * (i % 2) for i, one in enumerate(tokens["completion_logprobs"])]
     (micro,) = micro_batches(made.sequences(batch), max_tokens=100_000)
-    logits = made.model(input_ids=micro.ids_BT).logits.flatten(0, 1)[micro.place_N]
+    logits = made.model(input_ids=micro.ids_BT).logits.flatten(0, 1)[micro.logit_index_N]
     logprobs = torch.log_softmax(logits, -1).gather(1, micro.target_N[:, None])[:, 0]
     factor = (logprobs.detach() - micro.old_N).exp().clamp(max=1.1)
     assert factor.max() == pytest.approx(1.1)
@@ -445,13 +445,13 @@ def noted(made: Any) -> list[tuple[int, Any]]:
 def test_a_generation_is_shared_by_several_updates_in_whole_groups(tmp_path, ahead):
     made = trainer(tmp_path, steps_per_generation=2, batch_size=8, max_steps=3, num_batches_ahead=ahead)
     asked: list[int] = []
-    rollouts = made._rollouts_of
+    rollouts = made._generate_args
 
     def counting(rows: Any, tally: Any) -> Any:
         asked.append(len(rows))
         return rollouts(rows, tally)
 
-    made._rollouts_of = counting
+    made._generate_args = counting
     seen = noted(made)
     report = made.train()
     assert asked == ([1] * 8 if ahead else [4, 4])  # rows, of four rollouts each; ahead, groups are on their own

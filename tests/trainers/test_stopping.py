@@ -306,8 +306,19 @@ def test_an_override_of_compute_rewards_may_pass_the_epoch_on(tmp_path):
             epochs.append(epoch)
             return super().compute_rewards(completions, prompts, epoch)
 
-    making.trainer(tmp_path, Later, max_steps=5).train()
+    making.trainer(tmp_path / "whole", Later, max_steps=5).train()
     assert epochs == [0, 0, 0, 0, 1]
+    epochs.clear()
+    making.trainer(tmp_path / "ahead", Later, max_steps=7, num_batches_ahead=1).train()  # scored group by group
+    assert set(epochs) == {0, 1}
+
+
+def test_a_run_that_is_resumed_within_an_epoch_knows_which_one_it_is(tmp_path):
+    making.trainer(tmp_path, max_steps=5, save_steps=5).train()  # four steps are an epoch
+    epochs: list[int] = []
+    again = making.trainer(tmp_path, max_steps=6, callbacks=[lambda trainer, _: epochs.append(trainer.epoch)])
+    again.train(resume=True)
+    assert epochs == [1]
 
 
 @pytest.mark.parametrize("passes_on", [True, False])

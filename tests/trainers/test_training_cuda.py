@@ -22,7 +22,7 @@ from verifiers.trainers.learning import logprobs as logprobs_module  # noqa: E40
 from verifiers.trainers.learning import target_logprobs  # noqa: E402
 from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.learning.micro_batches import MicroBatch, micro_batches  # noqa: E402
-from verifiers.trainers.learning.packing import Packing, Row  # noqa: E402
+from verifiers.trainers.learning.packing import PackedForward, Packing  # noqa: E402
 from verifiers.trainers.learning.proof import ANY_LENGTH  # noqa: E402
 
 pytestmark = [
@@ -277,7 +277,7 @@ def test_runs_attend_as_rectangles_do(heads: Any, shape: Any, suffixes_only: boo
     seed = randn(sum(tails) + (0 if suffixes_only else sum(heads)), n, dim, seed=7)
 
     def attend(varlen: bool) -> Callable[..., Any]:
-        return lambda q, k, v: Row(packing, varlen).attend(q, k, v, scale=0.1, suffixes_only=suffixes_only)
+        return lambda q, k, v: PackedForward(packing, varlen).attend(q, k, v, scale=0.1, suffixes_only=suffixes_only)
 
     assert_as_good(attend(True), attend(False), inputs, (seed,), dtype)
 
@@ -318,7 +318,7 @@ def batch_of(rows: int = 6, tokens: int = 40, vocabulary: int = 97) -> MicroBatc
     place = place[place % tokens < tokens - 1]
     zeros = torch.zeros(len(place))
     batch = MicroBatch(
-        ids_BT=ids, place_N=place, target_N=ids.flatten()[place + 1], sequence_N=place // tokens,
+        ids_BT=ids, logit_index_N=place, target_N=ids.flatten()[place + 1], sequence_N=place // tokens,
         old_N=zeros, advantage_N=zeros, weight_N=zeros + 1, members=tuple(range(rows)),
     )  # fmt: skip
     return batch.to(torch.device("cuda"))
@@ -335,7 +335,7 @@ def learned(
         calls.clear()  # those of the proof
     with pytest.MonkeyPatch.context() as patch:
         if not fused:
-            patch.setattr(logprobs_module, "_is_ours", lambda _: False)
+            patch.setattr(logprobs_module, "_has_kernels", lambda _: False)
         found = scorer.logprobs(batch_of(), temperature)
         (found * randn(len(found), seed=2)).sum().backward()
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
@@ -530,7 +530,7 @@ def test_a_micro_batch_arrives_as_it_was() -> None:
     assert here.packing is not None
     assert there.packing is not None
     assert torch.equal(there.packing.position_T.cpu(), here.packing.position_T)
-    for name in ("ids_BT", "place_N", "target_N", "sequence_N", "old_N", "advantage_N", "weight_N"):
+    for name in ("ids_BT", "logit_index_N", "target_N", "sequence_N", "old_N", "advantage_N", "weight_N"):
         one, other = getattr(there, name), getattr(here, name)
         assert one.is_cuda
         assert one.dtype == other.dtype

@@ -166,7 +166,7 @@ def test_grpo_learns_the_same_tokens_from_saved_text_with_tools_as_from_what_was
             dataset=source,
             config=making.config(tmp_path / str(number), max_steps=1, batch_size=2, group_size=2),
         )
-        batch = trainer.sample_batch(trainer.offline.groups())
+        batch = trainer.sample_batch(trainer.offline.groups)
         batch["advantages"] = [1.0] * len(batch["rewards"])
         learned.append([one.sample for one in trainer.sequences(batch)])
         assert trainer.train().last["grad_norm"] > 0
@@ -382,7 +382,7 @@ def test_a_sampling_argument_that_is_none_is_the_usual_one() -> None:
     from verifiers.trainers.sampler import Sampler
 
     tokenizer = tiny.tokenizer()
-    with Sampler(tiny.model(tokenizer), tokenizer, usual={"temperature": 0.5, "max_tokens": 3}) as sampler:
+    with Sampler(tiny.model(tokenizer), tokenizer, default_args={"temperature": 0.5, "max_tokens": 3}) as sampler:
         asked = {"temperature": None, "max_completion_tokens": 2}
         request = Request(model="", prompt=[{"role": "user", "content": "hello"}], sampling=asked)
         tokens = asyncio.run(sampler.complete(request)).tokens
@@ -411,7 +411,7 @@ def test_saved_tokens_are_learned_as_they_are_and_those_of_another_tokenizer_are
             dataset=source,
             config=making.config(tmp_path, max_steps=1),
         )
-        batch = offline.sample_batch(offline.offline.groups())
+        batch = offline.sample_batch(offline.offline.groups)
         batch["advantages"] = [1.0] * len(batch["rewards"])
         assert sorted(one.sample.completion_ids for one in offline.sequences(batch)) == exact
     bytewise = trainer.env.generate(

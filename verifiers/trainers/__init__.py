@@ -1,4 +1,4 @@
-"""An environment and a model become a better model: `GRPOTrainer`, and `SFTTrainer` to warm it up."""
+"""Reinforcement learning on an environment, `GRPOTrainer`, and supervised fine-tuning as a warm-up, `SFTTrainer`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Rewards of rollouts become advantages: how much better each was than what could be expected of it.
+"""Rewards of rollouts become advantages: how much better each rollout was than its baseline.
 
-An estimator is a function that asks by name for what it needs (`INPUTS`) and returns, for each rollout, one number; or
-one for each of its turns, or for each token that was sampled; or None, and the rollout does not train. It is called
-with each group, or with the whole batch if it asks for ``groups``. `GRPOTrainer(advantage=...)` takes one of your own.
+An estimator is a function whose parameters name what it needs (`INPUTS`). It returns, for each rollout, one number, a
+list with one for each turn or each sampled token, or None: then the rollout is not trained on. It is called once for
+each group, or once for the whole batch if it asks for ``groups``. `GRPOTrainer(advantage=...)` takes one of your own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from verifiers.rubrics.signature import name_of
 from verifiers.stats.scores import centered
-from verifiers.trainers.functions import Named
+from verifiers.trainers.functions import CallByName
 
 INPUTS = {
     "rewards": "of the rollouts of a group",
@@ -73,7 +73,7 @@ def rloo(rewards: Sequence[float]) -> list[float]:
 
 
 def reinforce_plus_plus(rewards: Sequence[float], groups: Sequence[int], gather: Gather) -> list[float]:
-    """Rewards normalised over the batch: no group is needed, and one that always scores the same teaches, too.
+    """Rewards normalised over the batch: groups are not used, and one without variance is trained on too.
 
     >>> reinforce_plus_plus([3.0, 3.0, 1.0, 1.0], [0, 0, 1, 1], list)
     [1.0, 1.0, -1.0, -1.0]
@@ -93,9 +93,9 @@ def reinforce_plus_plus_baseline(rewards: Sequence[float], groups: Sequence[int]
 def gdpo(
     states: Sequence[Mapping[str, Any]], groups: Sequence[int], weights: Mapping[str, float], gather: Gather
 ) -> list[float]:
-    """Each reward function is normalised in its group, then they are weighted, added up and normalised over the batch.
+    """Each reward function normalised within its group, then their weighted sum normalised over the batch.
 
-    So a function whose values lie close together counts as much as one whose values lie far apart.
+    So a reward function with small differences counts as much as one with large differences.
 
     >>> states = [{"metrics": {"right": 1.0, "short": 0.1}}, {"metrics": {"right": 0.0, "short": 0.2}}]
     >>> gdpo(states, [0, 0], {"right": 1.0, "short": 0.5}, list)
@@ -103,18 +103,18 @@ def gdpo(
     """
     total = [0.0] * len(states)
     for name, weight in weights.items():
-        there = [i for i, state in enumerate(states) if weight and name in (state.get("metrics") or {})]
-        values = [float(states[i]["metrics"][name]) for i in there]
-        for i, one in zip(there, _by_group(grpo, [groups[i] for i in there], values), strict=True):
+        scored = [i for i, state in enumerate(states) if weight and name in (state.get("metrics") or {})]
+        values = [float(states[i]["metrics"][name]) for i in scored]
+        for i, one in zip(scored, _by_group(grpo, [groups[i] for i in scored], values), strict=True):
             total[i] += weight * one
     return _normalised(total, gather)
 
 
 def per_turn(rewards: Sequence[float], states: Sequence[Mapping[str, Any]]) -> list[list[float] | float]:
-    """The reward of each turn less the mean of that turn's in the group, over the rollouts that got so far.
+    """The reward of each turn less the mean reward of that turn in the group, over the rollouts that reached it.
 
-    An environment writes it as it goes (``state["trajectory"][-1]["reward"] = …``); a turn without one has that of the
-    rollout. A rollout that was saved without its turns is compared as a whole.
+    An environment sets it as it plays (``state["trajectory"][-1]["reward"] = …``); a turn without a reward has that of
+    its rollout. A rollout that was saved without its turns is compared as a whole.
 
     >>> turns = [{"trajectory": [{"reward": 1.0}, {"reward": 0.0}]}, {"trajectory": [{"reward": 0.0}]}]
     >>> per_turn([0.5, 0.0], turns)
@@ -126,8 +126,8 @@ def per_turn(rewards: Sequence[float], states: Sequence[Mapping[str, Any]]) -> l
     ]
     found: list[list[float]] = [[] for _ in rewards_GT]
     for turn in range(max(map(len, rewards_GT), default=0)):
-        there = [i for i, turns in enumerate(rewards_GT) if len(turns) > turn]
-        for i, advantage in zip(there, centered([rewards_GT[i][turn] for i in there]), strict=True):
+        reached = [i for i, turns in enumerate(rewards_GT) if len(turns) > turn]
+        for i, advantage in zip(reached, centered([rewards_GT[i][turn] for i in reached]), strict=True):
             found[i].append(advantage)
     return [turns or whole for turns, whole in zip(found, centered(rewards), strict=True)]
 
@@ -143,7 +143,7 @@ SCALES = {"none": "dr_grpo", "std": "grpo", "group": "grpo", "batch": "grpo_batc
 
 
 class Estimator:
-    """A function or the name of a built-in one, ready to be called with a batch, and checked in what it gives.
+    """A built-in estimator, by its name, or a function: called with a batch, and its result checked.
 
     >>> Estimator("rloo")([1.0, 0.0, None, 5.0, 7.0], [0, 0, 0, 1, 1])
     [1.0, -1.0, None, -2.0, 2.0]
@@ -154,7 +154,7 @@ class Estimator:
             raise ValueError(f"there is no advantage {given!r}; take one of {', '.join(ESTIMATORS)}, or a function")
         function = ESTIMATORS[given] if isinstance(given, str) else given
         self.name = name_of(function)
-        self._call = Named(function, INPUTS, what="advantage", first="rewards")
+        self._call = CallByName(function, INPUTS, what="advantage", first="rewards")
         if "gather" in self._call.wanted and "groups" not in self._call.wanted:
             raise TypeError(
                 f"advantage {self.name!r} asks for gather and not for groups: it would be called once for each group, "
@@ -170,7 +170,7 @@ class Estimator:
         weights: Mapping[str, float] | None = None,
         gather: Gather = list,
     ) -> list[Advantage]:
-        """The advantages of a batch; a failed rollout (a reward of None) neither counts nor gets one."""
+        """The advantages of a batch; failed rollouts (reward None) are left out and get None."""
         states = [None] * len(rewards) if states is None else states
         scored = [i for i, reward in enumerate(rewards) if reward is not None]
         if "states" in self._call.wanted and any(states[i] is None for i in scored):
@@ -180,28 +180,28 @@ class Estimator:
         is_whole = "groups" in self._call.wanted
         found: list[Advantage] = [None] * len(rewards)
         members = [scored] if is_whole else _members(scored, groups)
-        if not scored and "gather" not in self._call.wanted:  # what gathers must be called in every process
+        if not scored and "gather" not in self._call.wanted:  # a collective must be called in every process
             return found
-        for places in members:
-            mine = [rewards[i] for i in places]
+        for indices in members:
+            mine = [rewards[i] for i in indices]
             what = f"{len(mine)} rollouts of a {'batch' if is_whole else 'group'}"
             values = self._call(
                 rewards=list(mine),
-                states=[states[i] for i in places],
-                groups=[groups[i] for i in places],
+                states=[states[i] for i in indices],
+                groups=[groups[i] for i in indices],
                 weights=weights or {},
                 gather=gather,
             )
             given = checked(values, mine, whose=f"advantage {self.name!r}", what=what)
-            for i, value in zip(places, given, strict=True):
+            for i, value in zip(indices, given, strict=True):
                 found[i] = value
         return found
 
 
 def checked(values: Any, rewards: Sequence[Any], *, whose: str, what: str) -> list[Advantage]:
-    """Advantages as plain numbers or lists of them, one for each reward; ``whose`` and ``what`` are for the errors."""
+    """Advantages as floats or lists of floats, one for each reward; ``whose`` and ``what`` are for the errors."""
     try:
-        found = [_plain(one) for one in in_order(values)]
+        found = [_plain(one) for one in as_ordered(values)]
     except (TypeError, ValueError):
         raise ValueError(
             f"{whose} gave {values!r:.80}; it gives a list: a number for each of {what}, "
@@ -219,10 +219,10 @@ def checked(values: Any, rewards: Sequence[Any], *, whose: str, what: str) -> li
     return found
 
 
-def in_order(values: Any) -> Any:
-    """The values themselves; TypeError for what would be taken apart into something else: a dict, a text, a set.
+def as_ordered(values: Any) -> Any:
+    """The values themselves; TypeError for what can be iterated over and is no list of numbers: a dict, a text, a set.
 
-    >>> in_order({0: 1.0})
+    >>> as_ordered({0: 1.0})
     Traceback (most recent call last):
     ...
     TypeError: a dict is no list
@@ -233,7 +233,7 @@ def in_order(values: Any) -> Any:
 
 
 def mean_advantage(advantage: Advantage) -> float | None:
-    """One number for a rollout that may have one for each turn or token.
+    """The advantage of a rollout as one number: the mean of those of its turns or tokens.
 
     >>> mean_advantage([1.0, 0.0]), mean_advantage(0.5), mean_advantage(None)
     (0.5, 0.5, None)
@@ -244,7 +244,7 @@ def mean_advantage(advantage: Advantage) -> float | None:
 
 
 def flat_groups(rewards: Sequence[float | None], groups: Sequence[int]) -> set[int]:
-    """Groups whose valid rewards are all the same, or fewer than two: nothing can be learned from them.
+    """Groups without variance in their rewards (equal, or fewer than two that are not None): they have no gradient.
 
     >>> flat_groups([1.0, 1.0, 0.0, 1.0, None, 1.0], [0, 0, 1, 1, 2, 2])
     {0, 2}
@@ -260,14 +260,14 @@ def flat_groups(rewards: Sequence[float | None], groups: Sequence[int]) -> set[i
 
 
 def _std(values: Sequence[float]) -> float:
-    """The standard deviation of a population."""
+    """The population standard deviation."""
     n = max(len(values), 1)
     mean = math.fsum(values) / n
     return math.sqrt(math.fsum((one - mean) ** 2 for one in values) / n)
 
 
 def _normalised(values: list[float], gather: Gather) -> list[float]:
-    """Values less the mean of those of all processes, over their standard deviation; 0 where these are all alike."""
+    """Values less the mean over all processes, over the standard deviation over all; 0 without variance."""
     everyone = gather(values)
     if not any(centered(everyone)):
         return [0.0] * len(values)
@@ -279,22 +279,22 @@ def _by_group(
     function: Callable[[list[float]], list[float]], groups: Sequence[int], values: Sequence[float]
 ) -> list[float]:
     found = [0.0] * len(values)
-    for places in _members(range(len(values)), groups):
-        for i, one in zip(places, function([values[i] for i in places]), strict=True):
+    for indices in _members(range(len(values)), groups):
+        for i, one in zip(indices, function([values[i] for i in indices]), strict=True):
             found[i] = one
     return found
 
 
-def _members(places: Sequence[int], groups: Sequence[int]) -> list[list[int]]:
-    """The places of each group's rollouts, groups in the order in which they first appear."""
+def _members(indices: Sequence[int], groups: Sequence[int]) -> list[list[int]]:
+    """The indices of each group's rollouts, groups in the order in which they first appear."""
     members: dict[int, list[int]] = {}
-    for i in places:
+    for i in indices:
         members.setdefault(groups[i], []).append(i)
     return list(members.values())
 
 
 def _plain(value: Any) -> Advantage:
-    """A number, a list of numbers, or None, from whatever holds one: an array, a tensor."""
+    """A float, a list of floats, or None, from a number, a list, an array or a tensor."""
     if value is None:
         return None
     value = value.tolist() if hasattr(value, "tolist") else value

@@ -1,4 +1,4 @@
-"""Fields of a configuration, under the names of both dialects of the documents: unknown ones are errors."""
+"""The base of all configurations: fields with aliases, checks, and the settings that every trainer has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from verifiers.trainers.memory.optimizers import OPTIMIZERS, SPELLINGS
+from verifiers.trainers.memory.optimizers import ALIASES, OPTIMIZERS
 
 SCHEDULES = ("constant", "linear", "cosine")
 STRATEGIES = ("no", "steps", "epoch")
@@ -18,7 +18,7 @@ STRATEGIES = ("no", "steps", "epoch")
 
 @dataclass(init=False, repr=False)
 class Config:
-    """Fields with aliases: an unknown name is an error, a name without effect a warning, and any may be set later."""
+    """Fields with aliases: an unknown name is an error, a name without effect a warning; fields may be set later."""
 
     aliases: ClassVar[Mapping[str, str]] = {}
     without_effect: ClassVar[Mapping[str, str]] = {}
@@ -52,7 +52,7 @@ class Config:
         self._set.add(canonical)
 
     def __getattr__(self, name: str) -> Any:
-        if name in type(self).without_effect:  # what was said, or None: others may want to read it
+        if name in type(self).without_effect:  # the value that was set, or None: a user's code may read it
             return self.__dict__.get("_unused", {}).get(name)
         canonical = type(self).aliases.get(name)
         if canonical is None:
@@ -60,7 +60,7 @@ class Config:
         return getattr(self, canonical)
 
     def is_set(self, name: str) -> bool:
-        """Was this field given a value, be it its default, or is it left at that?"""
+        """Whether this field was set, be it to its default value."""
         return name in self._set
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class Config:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items() if value)})"
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields by their own names, as plain data."""
+        """All fields under their own names, as plain data."""
         plain = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: str(value) if isinstance(value, Path) else value for name, value in plain.items()}
 
@@ -97,7 +97,7 @@ class Config:
 
 @dataclass(init=False, repr=False)
 class TrainingConfig(Config):
-    """What every trainer here has: steps, rates, precision, what is logged and kept."""
+    """Settings of every trainer: optimization, precision and memory, logging, evaluation and checkpoints."""
 
     # learning
     learning_rate: float = 1e-5
@@ -145,12 +145,12 @@ class TrainingConfig(Config):
     }
 
     def strategy(self, what: str) -> str:
-        """When to evaluate or save: as said, or every so many steps where only that was given."""
+        """When to evaluate or save: as configured, or "steps" where only their number was."""
         said, steps = getattr(self, f"{what}_strategy"), getattr(self, f"{what}_steps")
         return str(said) if said is not None else "steps" if steps else "no"
 
     def check(self, processes: int = 1) -> None:
-        """Raise ValueError for what cannot be in so many processes, in one sentence."""
+        """Raise ValueError for settings that are wrong, alone or in this number of processes."""
         for name in ("batch_size", "gradient_accumulation_steps", "logging_steps"):
             self._require(name, is_count(getattr(self, name)), "at least 1")
         for name in ("max_steps", "micro_batch_tokens", "eval_steps", "save_steps", "save_total_limit"):
@@ -169,15 +169,15 @@ class TrainingConfig(Config):
         self._require("num_epochs", is_finite(self.num_epochs) and self.num_epochs > 0, "above 0")
         self._require("warmup_ratio", 0 <= self.warmup_ratio <= 1, "between 0 and 1")
         self._require("warmup_steps", self.warmup_steps >= 0, "0 or more")
-        self._require("lr_scheduler_type", self.lr_scheduler_type in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+        self._require_one_of("lr_scheduler_type", SCHEDULES)
         self._require("max_grad_norm", self.max_grad_norm is None or self.max_grad_norm > 0, "above 0, or None")
         for name in ("eval", "save"):
             said = getattr(self, f"{name}_strategy")
             self._require(f"{name}_strategy", said is None or said in STRATEGIES, f"one of {', '.join(STRATEGIES)}")
             if self.strategy(name) == "steps" and getattr(self, f"{name}_steps") is None:
                 raise ValueError(f"{name}_strategy='steps' needs {name}_steps")
-        if self.optim in SPELLINGS:
-            self.optim = SPELLINGS[self.optim]
+        if self.optim in ALIASES:
+            self.optim = ALIASES[self.optim]
         self._require_one_of("optim", OPTIMIZERS)
         if self.fp16 and self.bf16:
             raise ValueError("fp16 and bf16 are two precisions; choose one")

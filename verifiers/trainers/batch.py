@@ -1,4 +1,4 @@
-"""Rollouts become the columns that an update learns from, and back: what ``train_step`` is given."""
+"""Scored rollouts become a batch, the columns that ``train_step`` takes; rewards become its column of advantages."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, SupportsFloat
 
 from verifiers.errors import GraderError
 from verifiers.messages import as_messages
-from verifiers.trainers.advantages import Advantage, Estimator, Gather, checked, in_order, mean_advantage
+from verifiers.trainers.advantages import Advantage, Estimator, Gather, as_ordered, checked, mean_advantage
 from verifiers.trainers.distributed.processes import gathered
 from verifiers.types import State
 
 
 class Reply(str):
-    """What the model said in a rollout, as text; the messages and the state it came from are attached.
+    """The completion of a rollout as text; its messages and the state of the rollout are attached.
 
     >>> reply = Reply("4", messages=[{"role": "assistant", "content": "4"}])
     >>> reply.lower(), len(reply), reply.messages[0]["role"]
@@ -34,20 +34,13 @@ class Reply(str):
     @classmethod
     def of(cls, state: State) -> Reply:
         completion = state["completion"]
-        return cls(text_of(completion), messages=completion, state=state)
-
-    def __reduce__(self) -> Any:
-        return _make_reply, (str(self), self.messages, self.state)
+        return cls(completion_text(completion), messages=completion, state=state)
 
 
-def _make_reply(text: str, messages: Any, state: State | None) -> Reply:
-    return Reply(text, messages=messages, state=state)
+def completion_text(completion: Any) -> str:
+    """The text of the assistant's messages in a completion.
 
-
-def text_of(completion: Any) -> str:
-    """The model's own words in a completion.
-
-    >>> text_of([{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}])
+    >>> completion_text([{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}])
     'a'
     """
     if isinstance(completion, str):
@@ -59,9 +52,9 @@ def text_of(completion: Any) -> str:
 class Batch(dict[str, list[Any]]):
     """Columns of scored rollouts, all of one length: prompts, completions, rewards, groups, answers, advantages.
 
-    Failed rollouts are not in it; ``failed`` holds them. ``refused`` says why rollouts of it were not learned from.
-    ``cursor`` is how far into the rows it got; ``places`` which rows each group took, where that is not in order.
-    ``sampled`` is the example and the reward of every rollout that was scored for it, those that it does not keep too.
+    Failed rollouts are in ``failed`` instead. ``cursor`` is the stream's after its rows were taken; ``row_positions``
+    has the stream positions of each group's rows, where groups are not taken in order. ``sampled`` is the example and
+    the reward of every rollout that was scored, those that dynamic sampling replaced included.
     """
 
     def __init__(
@@ -75,16 +68,16 @@ class Batch(dict[str, list[Any]]):
         super().__init__(columns)
         self.failed = list(failed)
         self.cursor = cursor
-        self.places: dict[int, list[int]] | None = None
-        self.refused: list[str] = []  # why rollouts were not learned from, one reason each
+        self.row_positions: dict[int, list[int]] | None = None
+        self.refused: list[str] = []  # reasons why rollouts cannot be trained on, one for each of these
         self.sampled = list(zip(self.examples, self["rewards"], strict=True)) if sampled is None else list(sampled)
         self.seconds: dict[str, float] = {}
         self.reward_weights: dict[str, float] = {}  # of the reward functions, by name, when it was scored
-        self.ratios: dict[int, list[float]] = {}  # of the trained tokens of some rollouts, by place in the batch
+        self.ratios: dict[int, list[float]] = {}  # of the trained tokens of some rollouts, by index in the batch
 
     @classmethod
     def of_states(cls, states: Sequence[State], groups: Sequence[int], **kwargs: Any) -> Batch:
-        """Scored states as a batch; those with an error are set aside."""
+        """Scored states as a batch; those with an error are its ``failed`` ones."""
         alive = [(state, group) for state, group in zip(states, groups, strict=True) if state.get("error") is None]
         columns: dict[str, list[Any]] = {
             "prompts": [state["prompt"] for state, _ in alive],
@@ -97,12 +90,12 @@ class Batch(dict[str, list[Any]]):
 
     @property
     def rows_taken(self) -> list[int]:
-        """The places of all rows that were taken for it."""
-        return [place for places in (self.places or {}).values() for place in places]
+        """Stream positions of all rows that were taken for it."""
+        return [position for positions in (self.row_positions or {}).values() for position in positions]
 
     @property
     def examples(self) -> list[Any]:
-        """Which example each rollout is of: groups of the same row are of one."""
+        """The example id of each rollout: groups of the same row share it."""
         ids = (None if state is None else state.get("example_id") for state in self.states)
         return [f"group {group}" if known is None else known for known, group in zip(ids, self["groups"], strict=True)]
 
@@ -110,19 +103,20 @@ class Batch(dict[str, list[Any]]):
         columns = {name: self[name] + other[name] for name in self}
         failed, cursor = self.failed + other.failed, max(self.cursor, other.cursor)
         both = Batch(columns, failed=failed, cursor=cursor, sampled=self.sampled + other.sampled)
-        if self.places is not None and other.places is not None:
-            both.places = {**self.places, **other.places}
+        if self.row_positions is not None and other.row_positions is not None:
+            both.row_positions = {**self.row_positions, **other.row_positions}
         return both
 
-    def keep(self, places: Sequence[int]) -> Batch:
-        columns = {name: [values[i] for i in places] for name, values in self.items()}
+    def keep(self, indices: Sequence[int]) -> Batch:
+        """A batch of these rollouts; those that failed or were sampled besides are still counted."""
+        columns = {name: [values[i] for i in indices] for name, values in self.items()}
         return Batch(columns, failed=self.failed, cursor=self.cursor, sampled=self.sampled)
 
     def split(self, n: int, first_cursor: int) -> list[Batch]:
-        """``n`` batches of whole groups, about as many in each; rows are counted as taken when their part is used.
+        """``n`` batches of whole groups, about as many in each; every part has its share of the rows and the cursor.
 
-        Where there are too few groups the last parts have none: the first has the rollouts that failed, and a step
-        in which nothing but these is known would end the training.
+        Where there are fewer groups than parts the last parts are empty. Failed rollouts go to the first part: a step
+        with no other rollouts would end the training.
         """
         numbers = list(dict.fromkeys(self["groups"]))
         bounds = [-(-k * len(numbers) // n) for k in range(n + 1)]
@@ -131,9 +125,10 @@ class Batch(dict[str, list[Any]]):
             of_part = set(numbers[bounds[k] : bounds[k + 1]])
             part = self.keep([i for i, group in enumerate(self["groups"]) if group in of_part])
             part.failed = self.failed if k == 0 else []
-            if self.places is not None:
-                gone = self.places.keys() - set(numbers) if k == 0 else set()  # groups of which nothing is left
-                part.places = {group: taken for group, taken in self.places.items() if group in of_part | gone}
+            if self.row_positions is not None:
+                empty = self.row_positions.keys() - set(numbers) if k == 0 else set()  # all of their rollouts failed
+                mine = of_part | empty
+                part.row_positions = {group: taken for group, taken in self.row_positions.items() if group in mine}
             part.sampled = self.sampled[k * len(self.sampled) // n : (k + 1) * len(self.sampled) // n]
             part.cursor = first_cursor + (self.cursor - first_cursor) * (k + 1) // n
             part.seconds = dict(self.seconds) if k == 0 else {}
@@ -147,20 +142,17 @@ class Batch(dict[str, list[Any]]):
         return [getattr(reply, "state", None) for reply in self["completions"]]
 
     def rewarded(self, given: Any) -> Batch:
-        """The batch with the rewards that `compute_rewards` gave, without the rollouts that could not be scored or got
-        none (None, NaN)."""
+        """The batch with the rewards of an own `compute_rewards`; rollouts without one (None, NaN) are ``failed``."""
         states = [reply.state for reply in self["completions"]]
         rewards = _rewards_of(given, len(states))
-        scored = [
-            i
-            for i, (state, reward) in enumerate(zip(states, rewards, strict=True))
-            if state.get("error") is None and math.isfinite(reward)
+        is_scored = [
+            state.get("error") is None and math.isfinite(reward) for state, reward in zip(states, rewards, strict=True)
         ]
-        kept, kept_places = self.keep(scored), set(scored)
-        kept["rewards"] = [rewards[i] for i in scored]
-        for i in scored:
-            states[i]["reward"] = rewards[i]  # what is kept of a rollout is what it was learned from with
-        unscored = [state for i, state in enumerate(states) if i not in kept_places]
+        kept = self.keep([i for i, is_kept in enumerate(is_scored) if is_kept])
+        kept["rewards"] = [reward for reward, is_kept in zip(rewards, is_scored, strict=True) if is_kept]
+        for reply, reward in zip(kept["completions"], kept["rewards"], strict=True):
+            reply.state["reward"] = reward  # saved with the reward that it is trained on
+        unscored = [state for state, is_kept in zip(states, is_scored, strict=True) if not is_kept]
         for state in unscored:
             if state.get("error") is None:
                 state["error"] = GraderError("compute_rewards gave a reward that is not finite")
@@ -168,9 +160,9 @@ class Batch(dict[str, list[Any]]):
 
 
 def _rewards_of(given: Any, n: int) -> list[float]:
-    """Rewards of one's own as numbers, NaN where there is none."""
+    """What `compute_rewards` returned, as ``n`` floats; None becomes NaN."""
     try:
-        rewards = [math.nan if one is None else float(one) for one in in_order(given)]
+        rewards = [math.nan if one is None else float(one) for one in as_ordered(given)]
     except (TypeError, ValueError):
         raise ValueError(
             f"compute_rewards gave {given!r:.80}; it gives a list: a number for each of {n} completions (None: it "
@@ -182,23 +174,19 @@ def _rewards_of(given: Any, n: int) -> list[float]:
 
 
 def as_batch(given: Any) -> Batch:
-    """A batch from whatever ``get_batch`` returned: a batch, a mapping, or (prompts, completions, rewards).
+    """A batch from what ``get_batch`` returned: a batch, a mapping, or (prompts, completions, rewards).
 
     There may be several completions to a prompt, one group after the other.
     """
     batch = given if isinstance(given, Batch) else _batch_of_columns(given)
-    for place, reward in enumerate(batch["rewards"]):
-        if reward is not None and not _is_finite(reward):
+    for i, reward in enumerate(batch["rewards"]):
+        is_number = type(reward) is float or isinstance(reward, SupportsFloat)  # the second check is slow
+        if reward is not None and not (is_number and math.isfinite(reward)):
             raise ValueError(
-                f"the reward of rollout {place} of a batch is {reward!r}; it is a finite number (None: the rollout "
+                f"the reward of rollout {i} of a batch is {reward!r}; it is a finite number (None: the rollout "
                 "could not be scored)"
             )
     return batch
-
-
-def _is_finite(reward: Any) -> bool:
-    is_number = type(reward) is float or isinstance(reward, SupportsFloat)  # of the two, the second is slow
-    return is_number and math.isfinite(reward)
 
 
 def _batch_of_columns(given: Any) -> Batch:
@@ -222,7 +210,7 @@ def _batch_of_columns(given: Any) -> Batch:
 
 
 def group_equal(prompts: Sequence[Any]) -> list[int]:
-    """Equal prompts are one group.
+    """Group numbers of prompts: equal prompts are one group.
 
     >>> group_equal(["a", "b", "a"])
     [0, 1, 0]
@@ -232,14 +220,14 @@ def group_equal(prompts: Sequence[Any]) -> list[int]:
 
 
 def with_advantages(batch: Batch, estimator: Estimator, *, gather: Gather = list) -> Batch:
-    """The batch with a column of advantages; one that has them already keeps them. Its states have them, too."""
+    """Add the column of advantages, and write them to the states; a batch that has the column keeps it."""
+    rewards = batch["rewards"]
     if "advantages" in batch:
-        what = f"{len(batch['rewards'])} rollouts"
-        batch["advantages"] = checked(batch["advantages"], batch["rewards"], whose="the column of a batch", what=what)
+        what = f"{len(rewards)} rollouts"
+        batch["advantages"] = checked(batch["advantages"], rewards, whose="the column of a batch", what=what)
     else:
-        batch["advantages"] = estimator(
-            batch["rewards"], batch["groups"], batch.states, weights=batch.reward_weights, gather=gather
-        )
+        weights = batch.reward_weights
+        batch["advantages"] = estimator(rewards, batch["groups"], batch.states, weights=weights, gather=gather)
         for state, advantage in zip(batch.states, batch["advantages"], strict=True):
             if state is not None:
                 _note_advantage(state, advantage)
@@ -247,18 +235,16 @@ def with_advantages(batch: Batch, estimator: Estimator, *, gather: Gather = list
 
 
 def _note_advantage(state: State, advantage: Advantage) -> None:
-    """Write what a rollout and its turns train with, in the place of what its scoring wrote."""
+    """Write the advantage of a rollout and of its turns to its state, over the one that scoring wrote."""
     steps = state.get("trajectory") or []
     state["advantage"] = mean = mean_advantage(advantage)
-    turns: Sequence[float | None] = [mean] * len(steps)
-    if mean is not advantage and isinstance(advantage, Sequence) and len(advantage) == len(steps):
-        turns = advantage
-    for step, one in zip(steps, turns, strict=True):
-        step["advantage"] = one
+    is_per_turn = isinstance(advantage, Sequence) and len(advantage) == len(steps)
+    for i, step in enumerate(steps):
+        step["advantage"] = advantage[i] if is_per_turn else mean  # type: ignore[index]
 
 
 def refusals(batch: Batch, trained: Sequence[Any], processes: Any) -> dict[str, Any]:
-    """What a step says of rollouts that no process learned from; ValueError in all where there are no others."""
+    """Figures of a step on rollouts that cannot be trained on; ValueError in all processes if no other is left."""
     found = gathered(processes, (list(batch.refused), len(trained)))
     reasons = Counter(reason for refused, _ in found for reason in refused)
     if not reasons:

@@ -1,4 +1,4 @@
-"""A training so far becomes a folder from which it can go on: written whole or not at all."""
+"""Checkpoints: a folder with all that a training needs to resume, written atomically."""
 
 from __future__ import annotations
 
@@ -27,17 +27,13 @@ from verifiers.trainers.weights import Weights
 
 STATE, TENSORS, REFERENCE = "trainer.json", "trainer.pt", "reference.pt"
 MOST_STATE = 64 << 20  # bytes
-ROOM_TO_WRITE = 1 << 20  # bytes; a disk that has less left is full
-ASIDE = "abandoned-"  # in front of the name of a checkpoint that a training went back from
-_NAME = re.compile(r"step-(\d+)")
-
-
-def checkpoint_path(root: Path, step: int) -> Path:
-    return root / f"step-{step:06d}"
+ROOM_TO_WRITE = 1 << 20  # bytes; a disk with less free is full
+ABANDONED = "abandoned-"  # prefix of checkpoints that a training has gone back from
+_NAME = re.compile(r"step-\d+")
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """The whole checkpoints under a folder, oldest first."""
+    """The complete checkpoints in a folder, oldest first."""
     found = [one for one in root.glob("step-*") if _NAME.fullmatch(one.name) and (one / STATE).is_file()]
     return sorted(found, key=step_of)
 
@@ -47,26 +43,26 @@ def step_of(path: Path) -> int:
 
 
 def set_aside(root: Path, step: int) -> None:
-    """Rename the checkpoints after a step from which a training goes on: they are of a run that is no longer this one,
-    and would be taken for its newest."""
+    """Rename the checkpoints after the step that a training resumes from: they belong to a run that was abandoned, and
+    would be taken for the newest."""
     for one in checkpoints(root):
         if step_of(one) > step:
-            aside = one.with_name(f"{ASIDE}{one.name}")
+            aside = one.with_name(f"{ABANDONED}{one.name}")
             shutil.rmtree(aside, ignore_errors=True)
             one.rename(aside)
 
 
 def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:
-    """Write a model, or its adapters, and its tokenizer; of a new folder all or nothing."""
+    """Write a model, or its adapters, and its tokenizer; a new folder is written atomically."""
     path = Path(path)
     if path.exists():
         _write_model(model, tokenizer, path)
         return
-    parts = path.with_name(f".{path.name}.{os.getpid()}")
-    with _whole_or_not_at_all(parts, path, "model"):
-        parts.mkdir(parents=True)
-        _write_model(model, tokenizer, parts)
-        parts.rename(path)
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    with _atomic(staging, path, "model"):
+        staging.mkdir(parents=True)
+        _write_model(model, tokenizer, staging)
+        staging.rename(path)
 
 
 def _write_model(model: Any, tokenizer: Any, path: Path) -> None:
@@ -87,32 +83,32 @@ def save(
     keep: int | None,
     reference: Reference | None = None,
 ) -> Path:
-    """Write a checkpoint of this step; with ``keep``, the oldest ones beyond so many are removed afterwards.
+    """Write a checkpoint of this step; with ``keep``, only so many of the newest are kept.
 
-    Of sharded weights each process writes its part: all of them call this together.
+    Sharded weights are written by all processes, each its part: all of them call this together.
     """
     processes = weights.processes if isinstance(weights, ShardedWeights) else None
     is_main = processes is None or processes.is_main_process
-    name = root / f".step-{step:06d}.{os.getpid()}"
-    root, parts = (Path(one) for one in gathered(processes, (str(root), str(name)))[0])
-    path = checkpoint_path(root, step)
-    with _whole_or_not_at_all(parts, path, "checkpoint") if is_main else nullcontext():
+    name = f"step-{step:06d}"
+    root, staging = (Path(one) for one in gathered(processes, (str(root), str(root / f".{name}.{os.getpid()}")))[0])
+    path = root / name
+    with _atomic(staging, path, "checkpoint") if is_main else nullcontext():
         with together(processes):
             if is_main:
-                parts.mkdir(parents=True)
+                staging.mkdir(parents=True)
         if isinstance(weights, ShardedWeights):
-            shards.write(weights, parts)
+            shards.write(weights, staging)
             if hasattr(model, "peft_config"):
                 weights.publish_now()
         with together(processes):
             if is_main:
-                (_write_frame if weights.is_sharded else _write_model)(model, tokenizer, parts)
-                torch.save(_tensors(weights), parts / TENSORS)
+                (_write_without_weights if weights.is_sharded else _write_model)(model, tokenizer, staging)
+                torch.save(_tensors(weights), staging / TENSORS)
                 if reference is not None:
-                    _save_reference(reference, parts / REFERENCE)
-                whole = {**state, "step": step, "python_rng": _python_rng()}
-                (parts / STATE).write_text(json.dumps(whole, indent=1))
-                _move_synced(parts, path)
+                    _save_reference(reference, staging / REFERENCE)
+                whole = {**state, "step": step, "python_rng": random.getstate()}
+                (staging / STATE).write_text(json.dumps(whole, indent=1))
+                _sync_and_rename(staging, path)
     if is_main:
         sync_folder(root)
         if reference is not None:
@@ -124,40 +120,40 @@ def save(
     return path
 
 
-def _write_frame(model: Any, tokenizer: Any, parts: Path) -> None:
-    """What a folder of a model has beside its weights; adapters, which are small, with theirs."""
+def _write_without_weights(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write configuration and tokenizer only, as the weights are in shards; adapters, which are small, are written."""
     if hasattr(model, "peft_config"):
-        _write_model(model, tokenizer, parts)
+        _write_model(model, tokenizer, folder)
         return
     model.config.dtype = next(model.parameters()).dtype
-    model.config.save_pretrained(parts)
+    model.config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(parts)
-    tokenizer.save_pretrained(parts)
+        model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
-def _move_synced(parts: Path, path: Path) -> None:
-    for file in parts.rglob("*"):
+def _sync_and_rename(staging: Path, path: Path) -> None:
+    for file in staging.rglob("*"):
         if file.is_file():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
     shutil.rmtree(path, ignore_errors=True)
-    parts.rename(path)
+    staging.rename(path)
 
 
 def _save_reference(reference: Reference, path: Path) -> None:
-    """Write a reference; one that has not changed since the checkpoint before is the same file under another name."""
+    """Write the reference; a hard link to the last checkpoint's file if it has not changed since."""
     if reference.saved is not None and reference.saved[0] == reference.version:
         try:
             os.link(reference.saved[1], path)
             return
-        except OSError:  # it has been removed, or this disk knows no links
+        except OSError:  # it has been removed, or the file system has no hard links
             path.unlink(missing_ok=True)
     torch.save(reference.weights(), path)
 
 
 def load_reference(path: Path, reference: Reference) -> None:
-    """Put the reference back as it was at a checkpoint."""
+    """Restore the reference from a checkpoint."""
     if not (path / REFERENCE).is_file():
         raise ValueError(
             f"{path} holds no reference for kl_coef: it was written without one, and the model before training is not "
@@ -173,14 +169,14 @@ class CheckpointError(OSError):
 
 
 @contextmanager
-def _whole_or_not_at_all(parts: Path, path: Path, what: str) -> Iterator[None]:
-    """What was written so far goes if not all of it can be, and the error says what the disk or the memory lacked."""
-    shutil.rmtree(parts, ignore_errors=True)
+def _atomic(staging: Path, path: Path, what: str) -> Iterator[None]:
+    """On an error the staging folder is removed, and a CheckpointError says if disk or memory ran out."""
+    shutil.rmtree(staging, ignore_errors=True)
     try:
         yield
     except BaseException as error:
-        missing = _missing_resource(error, parts)
-        shutil.rmtree(parts, ignore_errors=True)
+        missing = _missing_resource(error, staging)
+        shutil.rmtree(staging, ignore_errors=True)
         if missing is None:
             raise
         reason = "there is too little memory" if missing == errno.ENOMEM else os.strerror(missing)
@@ -188,8 +184,8 @@ def _whole_or_not_at_all(parts: Path, path: Path, what: str) -> Iterator[None]:
         raise CheckpointError(missing, said, str(path)) from error
 
 
-def _missing_resource(error: BaseException, parts: Path) -> int | None:
-    """What the machine lacked, by its number; None for an error of another kind. Libraries hide the system's own."""
+def _missing_resource(error: BaseException, staging: Path) -> int | None:
+    """The errno of an error for lack of a resource, which libraries wrap; None for any other error."""
     said = str(error)
     if isinstance(error, MemoryError) or "can't allocate memory" in said or "out of memory" in said:
         return errno.ENOMEM
@@ -199,40 +195,32 @@ def _missing_resource(error: BaseException, parts: Path) -> int | None:
         return int(found[1])
     if not isinstance(error, RuntimeError):
         return None
-    try:  # torch says that writing failed, and not why
-        free = shutil.disk_usage(parts if parts.exists() else parts.parent).free
+    try:  # torch does not say why writing failed
+        free = shutil.disk_usage(staging if staging.exists() else staging.parent).free
     except OSError:
         return None
     return errno.ENOSPC if free < ROOM_TO_WRITE else errno.EIO if "writ" in said else None
 
 
 def _tensors(weights: Weights) -> dict[str, Any]:
-    """What a checkpoint has beside the model; sharded weights have written theirs."""
-    found = {
+    """Loss scale and random states; master weights and optimizer state too, unless these are in shards."""
+    found: dict[str, Any] = {
         "scale": weights.scale,
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
-    if weights.is_sharded:
-        return found
-    masters = [one.detach() for one in weights.masters]
-    states = OPTIMIZERS[weights.config.optim].states
-    return {
-        "names": weights.names,
-        "masters": masters,
-        "optimizer": weights.optimizer.state_dict(),
-        "states": states,
-        **found,
-    }
-
-
-def _python_rng() -> list[Any]:
-    version, internal, gauss = random.getstate()
-    return [version, list(internal), gauss]
+    if not weights.is_sharded:
+        found |= {
+            "names": weights.names,
+            "masters": [one.detach() for one in weights.masters],
+            "optimizer": weights.optimizer.state_dict(),
+            "states": OPTIMIZERS[weights.config.optim].state_format,
+        }
+    return found
 
 
 def load(path: Path, weights: Weights) -> dict[str, Any]:
-    """Put weights, optimizer and random numbers back as they were; the rest of the state is returned."""
+    """Restore weights, optimizer state and random states; the rest of the trainer's state is returned."""
     try:
         with shards.readable(path):
             state: dict[str, Any] = json.loads(read_regular(path / STATE, most=MOST_STATE))
@@ -250,9 +238,9 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
             f"{path} is a checkpoint of another model: {odd[0]} is {_shape(saved.get(odd[0]))} there and "
             f"{_shape(shapes.get(odd[0]))} here ({len(odd)} parameters differ)"
         )
-    states, mine = tensors.get("states", "AdamW"), OPTIMIZERS[weights.config.optim].states
+    states, mine = tensors.get("states", "AdamW"), OPTIMIZERS[weights.config.optim].state_format
     if states != mine:
-        wanted = [name for name, kind in OPTIMIZERS.items() if kind.states == states]
+        wanted = [name for name, kind in OPTIMIZERS.items() if kind.state_format == states]
         raise ValueError(
             f"{path} holds the states of another optimizer than optim={weights.config.optim!r}: resume with "
             f"optim={' or '.join(map(repr, wanted))}, or begin a new run from its weights"
@@ -270,13 +258,14 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
         weights.optimizer.load_state_dict(tensors["optimizer"])
     weights.scale = tensors["scale"]
     torch.set_rng_state(tensors["torch_rng"])
-    for i, one in zip(range(torch.cuda.device_count()), tensors["cuda_rng"], strict=False):  # of a machine with more
+    for i, one in zip(range(torch.cuda.device_count()), tensors["cuda_rng"], strict=False):  # there may be fewer GPUs
         torch.cuda.set_rng_state(one, i)
     random.setstate((version, tuple(internal), gauss))
     return state
 
 
 def _shapes(path: Path, tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the saved weights, by name."""
     if "masters" in tensors:
         return dict(zip(tensors["names"], (tuple(one.shape) for one in tensors["masters"]), strict=True))
     found = shards.shapes_of(path).items()

@@ -1,4 +1,4 @@
-"""Every knob of a training: checked when the trainer is built."""
+"""The configurations of the trainers, checked when a trainer is built."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class GRPOConfig(TrainingConfig):
     dynamic_sampling: bool = False
     max_resamples: int = 3
 
-    # evaluation and what is kept of it
+    # evaluation, and rollouts to keep
     eval_examples: int = -1
     eval_rollouts_per_example: int = 1
     eval_sampling_args: dict[str, Any] = field(default_factory=dict)
@@ -92,29 +92,33 @@ class GRPOConfig(TrainingConfig):
 
     @property
     def rollouts_per_step(self) -> int:
-        """Rollouts of one process that one update learns from."""
+        """Rollouts of one update, in one process."""
         return self.batch_size * self.gradient_accumulation_steps
 
     @property
     def rollouts_per_generation(self) -> int:
-        """Rollouts of one process that are sampled in one go."""
+        """Rollouts that one process samples before the next updates."""
         return self.rollouts_per_step * self.updates_per_generation
 
     @property
     def updates_per_generation(self) -> int:
-        """Updates that the rollouts of one generation are divided among."""
+        """Updates that the rollouts of one generation are split among."""
         return (self.steps_per_generation or self.gradient_accumulation_steps) // self.gradient_accumulation_steps
 
     @property
-    def generations_late(self) -> int:
-        """How many generations after the one that was learned from when it began a rollout is learned from, at most."""
-        least = (self.num_batches_ahead + 1) * self.updates_per_generation - 1
-        most = least if self.max_staleness is None else self.max_staleness
+    def max_generations_late(self) -> int:
+        """``max_staleness`` in generations: from the one trained on when a rollout starts to the one it is part of."""
+        most = self._least_staleness if self.max_staleness is None else self.max_staleness
         return (most - self.updates_per_generation + 1) // self.updates_per_generation
 
     @property
+    def _least_staleness(self) -> int:
+        """Updates between the sampling and the last use of a rollout that ``num_batches_ahead`` implies."""
+        return (self.num_batches_ahead + 1) * self.updates_per_generation - 1
+
+    @property
     def estimator(self) -> str:
-        """The name of the advantage estimator: as given, or that of ``scale_rewards``, or the method's own."""
+        """The name of the advantage estimator: as given, or that of ``scale_rewards``, or that of ``loss_type``."""
         if self.advantage is not None:
             return self.advantage
         if self.scale_rewards is None:
@@ -125,7 +129,7 @@ class GRPOConfig(TrainingConfig):
 
     @property
     def objective(self) -> Objective:
-        """The settings of the loss: as given, or the method's own."""
+        """The settings of the loss: as given, or those of ``loss_type``."""
         method = METHODS[self.loss_type]
         low, high = method.clip
         low = low if self.epsilon is None else self.epsilon
@@ -150,13 +154,13 @@ class GRPOConfig(TrainingConfig):
 
     @property
     def _correction(self) -> str | None:
-        """As given; else of rollouts that are sampled ahead, of which the clip alone would leave much out."""
+        """As given; else a truncation for rollouts sampled ahead, too many of which the clip alone would leave out."""
         if self.importance_sampling_mode is None:
             return "token_truncate" if self.num_batches_ahead else None
         return None if self.importance_sampling_mode == "off" else self.importance_sampling_mode
 
     def sampling(self, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """What is asked of the model in training, for an environment with sampling arguments of its ``own``."""
+        """Sampling arguments of rollouts, for an environment with arguments of its ``own``."""
         return sampling.merged(self, own)
 
     def check(self, processes: int = 1) -> None:
@@ -207,7 +211,7 @@ class GRPOConfig(TrainingConfig):
         ahead, updates = self.num_batches_ahead, self.updates_per_generation
         if not ahead:
             raise ValueError("max_staleness is for rollouts that are sampled ahead: set num_batches_ahead, too")
-        if self.max_staleness < (least := (ahead + 1) * updates - 1):
+        if self.max_staleness < (least := self._least_staleness):
             raise ValueError(
                 f"max_staleness={self.max_staleness} updates cannot be kept with num_batches_ahead={ahead}"
                 + (f" and {updates} updates a generation" if updates > 1 else "")

@@ -1,4 +1,4 @@
-"""Functions of a user's own (estimators, losses, callbacks, overridden methods) become calls with what they ask for."""
+"""A user's own functions (estimators, losses, callbacks, overridden methods), called with the arguments they take."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, cast
 from verifiers.rubrics.signature import name_of
 
 
-class Named:
-    """A function that is called with those of the known arguments that it asks for by name; checked when it is made.
+class CallByName:
+    """A function that is called with those of the known arguments that its parameters name; checked when it is made.
 
-    ``first`` is an argument that a first parameter of any other name gets.
+    ``first`` is the argument for a first parameter of any other name.
 
-    >>> Named(lambda r, states: (r, states), ["rewards", "states", "groups"], what="advantage", first="rewards")(
+    >>> CallByName(lambda r, states: (r, states), ["rewards", "states", "groups"], what="advantage", first="rewards")(
     ...     rewards=1, states=2, groups=3
     ... )
     (1, 2)
@@ -32,13 +32,12 @@ class Named:
         except (TypeError, ValueError):
             raise TypeError(f"{what} {name!r} does not say which arguments it takes; wrap it in a def") from None
         self.wanted: set[str] = set()
-        for place, one in enumerate(parameters):
-            is_placed = one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+        for i, one in enumerate(parameters):
             if one.kind is one.VAR_KEYWORD:
                 self.wanted |= set(known)
             elif one.name in known and one.kind is not one.POSITIONAL_ONLY:
                 self.wanted.add(one.name)
-            elif place == 0 and first is not None and is_placed:
+            elif i == 0 and first is not None and _is_positional(one):
                 self._first = first
             elif one.default is one.empty and one.kind is not one.VAR_POSITIONAL:
                 raise TypeError(f"{what} {name!r} asks for {one.name!r}; it can have {can_have}")
@@ -52,8 +51,12 @@ class Named:
         return self.function(**named) if self._first is None else self.function(given[self._first], **named)
 
 
+def _is_positional(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+
+
 def own_function(config: Any, argument: str, field: str, given: Any) -> Callable[..., Any] | None:
-    """A function that was given; a name is put into a configuration instead, unless that says something else."""
+    """The function that was passed to a trainer, if any; a name is written to the configuration instead."""
     if given is None or not isinstance(given, str):
         return cast("Callable[..., Any] | None", given)
     said = getattr(config, field)
@@ -64,12 +67,12 @@ def own_function(config: Any, argument: str, field: str, given: Any) -> Callable
 
 
 def is_overridden(given: Any, base: type, name: str) -> bool:
-    """Is a method another one than that of ``base``, by a subclass or by assignment?"""
+    """Whether a method of ``base`` was replaced, by a subclass or by assignment."""
     return getattr(type(given), name) is not getattr(base, name) or name in vars(given)
 
 
 def call_fitting(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a method with as many of these arguments as it takes: ``get_batch()`` and ``get_batch(epoch, step)``.
+    """Call a method with as many of these arguments as it takes: ``get_batch()`` or ``get_batch(epoch, step)``.
 
     >>> call_fitting(lambda epoch: epoch, 1, 2)
     1
@@ -77,8 +80,7 @@ def call_fitting(function: Callable[..., Any], *args: Any) -> Any:
     parameters = inspect.signature(function).parameters.values()
     if any(one.kind is one.VAR_POSITIONAL for one in parameters):
         return function(*args)
-    places = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    return function(*args[: len(places)])
+    return function(*args[: sum(map(_is_positional, parameters))])
 
 
 def call_callbacks(trainer: Any, event: str, *what: Any) -> None:

@@ -1,4 +1,4 @@
-"""The batches of a training, one after the other: sampled when they are asked for, or ahead, group by group."""
+"""The batches of a training: sampled when the trainer needs them, or ahead of it (asynchronously), group by group."""
 
 from __future__ import annotations
 
@@ -14,111 +14,94 @@ from verifiers.progress import Tally
 from verifiers.runner import RunInterruptedError
 from verifiers.trainers.advantages import flat_groups
 from verifiers.trainers.batch import Batch
-from verifiers.trainers.distributed.processes import gathered
 from verifiers.trainers.pipeline import Pipeline, loop_thread
-from verifiers.trainers.row_stream import RowStream
 
 if TYPE_CHECKING:
     from verifiers.trainers.grpo_trainer import GRPOTrainer
 
 
 class Generations(ExitStack):
-    """With ``num_batches_ahead`` rollouts go on while the trainer learns, across its updates.
+    """Samples the batches of a trainer; with ``num_batches_ahead``, while it updates the policy.
 
-    Their parts are groups, which are learned from as they finish, within ``max_staleness``. A batch that the trainer
-    makes in a way of its own (``whole``) is made whole, one after the other. Where there are several processes, no
-    batch is made by the thread that takes it: Ctrl-C does not interrupt one, and all stop after the same step.
+    Sampled ahead, a batch is made of the groups that finish first, none of them older than ``max_staleness``; batches
+    that the trainer can only make whole are made one after the other. With several processes batches are sampled in
+    another thread than the trainer's: Ctrl-C interrupts none of them, and all processes stop after the same step.
     """
 
-    def __init__(self, trainer: GRPOTrainer, *, whole: bool) -> None:
+    def __init__(self, trainer: GRPOTrainer) -> None:
         super().__init__()
-        config = trainer.config
-        self._trainer, self._ahead, self._stride = trainer, config.num_batches_ahead, config.updates_per_generation
-        self._whole, self._patience = whole, config.generations_late
+        self._trainer, self._whole, config = trainer, trainer._makes_whole_batches, trainer.config
+        self._ahead, self._stride = config.num_batches_ahead, config.updates_per_generation
         most = max(1, config.max_concurrent // config.group_size) if config.max_concurrent > 0 else None
-        self._room: AbstractAsyncContextManager[Any] = nullcontext() if most is None else asyncio.Semaphore(most)
-        self._maker = self._pool() if trainer.accelerator.num_processes > 1 and not self._ahead else None
+        self._groups: AbstractAsyncContextManager[Any] = nullcontext() if most is None else asyncio.Semaphore(most)
+        self._thread = self._one_thread() if trainer.accelerator.num_processes > 1 and not self._ahead else None
         self._pipeline: Pipeline[Batch] | None = None
 
     def take(self, step: int) -> Batch:
         """The batch of this step; there is one every ``updates_per_generation`` steps."""
-        if self._maker is not None:
-            return self._maker.submit(self._trainer._generate_batch, step).result()
+        if self._thread is not None:
+            return self._thread.submit(self._trainer._generate_batch, step).result()
         if not self._ahead:
             return self._trainer._generate_batch(step)
         pipeline = self._pipeline = self._pipeline or self._start(step)
-        first, end = step // self._stride, -(-self._trainer.total_steps // self._stride)
         try:
-            parts = pipeline.take(first, end)
+            parts = pipeline.take(step // self._stride, -(-self._trainer.total_steps // self._stride))
         except KeyboardInterrupt:
             raise RunInterruptedError("stopped among rollouts that were sampled ahead") from None
         return parts[0] if self._whole else _joined(parts)
 
-    def _pool(self) -> ThreadPoolExecutor:
+    def _one_thread(self) -> ThreadPoolExecutor:
         pool = ThreadPoolExecutor(1, thread_name_prefix="verifiers-batches")
         self.callback(pool.shutdown, cancel_futures=True)
         return pool
 
     def _start(self, step: int) -> Pipeline[Batch]:
-        limits = {"ahead": self._ahead, "patience": self._patience}
+        limits = {"ahead": self._ahead, "max_delay": self._trainer.config.max_generations_late}
         if self._whole:
-            pool = self._pool()
+            thread = self._one_thread()
 
-            def make(number: int) -> Future[Batch]:
-                return pool.submit(self._trainer._generate_batch, step + number * self._stride)
+            def generate(number: int) -> Future[Batch]:
+                return thread.submit(self._trainer._generate_batch, step + number * self._stride)
 
-            return Pipeline(make, size=1, **limits)
+            return Pipeline(generate, size=1, **limits)
         loop = self.enter_context(loop_thread("verifiers-rollouts"))
-        self._trainer._start_sampling("ahead", 0, is_apart=False)
+        self._trainer._start_sampling("ahead", 0, is_disjoint=False)
 
         def begin(_: int) -> Future[Batch]:
-            # The row is taken here, on the trainer's thread: in order, and counted in a checkpoint as not learned from.
+            # The row is taken on the trainer's thread: in order, and a checkpoint counts it as not trained on.
             return asyncio.run_coroutine_threadsafe(self._group(*self._trainer.rows.take_one()), loop)
 
         return Pipeline(begin, size=self._trainer.rows_per_generation, **limits)
 
-    async def _group(self, place: int, row: Any) -> Batch:
-        """Rollouts of one row; with ``dynamic_sampling``, of further ones while they all score the same."""
+    async def _group(self, position: int, row: Any) -> Batch:
+        """Rollouts of one row; with ``dynamic_sampling``, of further rows while the rewards have no variance."""
         began, trainer = time.perf_counter(), self._trainer
         batch = await self._rollouts(row)
-        places = [place]
+        positions = [position]
         for _ in range(trainer.config.max_resamples if trainer.config.dynamic_sampling else 0):
             if not flat_groups(batch["rewards"], batch["groups"]):
                 break
-            place, row = trainer.rows.take_one()
-            places.append(place)
+            position, row = trainer.rows.take_one()
+            positions.append(position)
             batch = batch.keep([]) + await self._rollouts(row)
-        batch.places = {0: places}
+        batch.row_positions = {0: positions}
         batch.seconds["generation"] = time.perf_counter() - began
         return batch
 
     async def _rollouts(self, row: Any) -> Batch:
         trainer = self._trainer
-        async with self._room:
+        async with self._groups:
             version = trainer.weight_version
-            results = await trainer.env.generate_async(**trainer._rollouts_of([row], Tally()))
+            results = await trainer.env.generate_async(**trainer._generate_args([row], Tally()))
         batch = trainer._batch_of(results, [0] * trainer.config.group_size, version)
-        return await asyncio.to_thread(trainer._rewarded, batch) if trainer._scores_itself else batch
+        return await asyncio.to_thread(trainer._rewarded, batch, trainer.epoch) if trainer._scores_itself else batch
 
 
 def _joined(parts: list[Batch]) -> Batch:
-    """Groups as one batch, numbered in the order they were begun in."""
+    """Groups as one batch, numbered in the order in which they were started."""
     for number, part in enumerate(parts):
         part["groups"] = [number] * len(part["groups"])
-        part.places = {number: part.rows_taken}
+        part.row_positions = {number: part.rows_taken}
     batch = reduce(operator.add, parts)
     batch.seconds["generation"] = max(part.seconds["generation"] for part in parts)
     return batch
-
-
-def rows_learned(rows: RowStream, batch: Batch, processes: Any) -> tuple[int, list[int]]:
-    """How many rows every process has learned from without a gap, and the places of those it has beyond that."""
-    in_order = batch.places is None
-    rows.note_learned(range(rows.low, batch.cursor) if in_order else batch.rows_taken)
-    return rows_so_far(rows, processes)
-
-
-def rows_so_far(rows: RowStream, processes: Any) -> tuple[int, list[int]]:
-    """The position of a training in its rows, for a checkpoint: any number of processes goes on after just these."""
-    cursor = min(gathered(processes, rows.low))
-    return cursor, sorted(place for part in gathered(processes, rows.learned(cursor)) for place in part)

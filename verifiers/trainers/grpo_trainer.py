@@ -1,4 +1,4 @@
-"""An environment and a model become a better model: rollouts in groups, scored, and learned from, step by step."""
+"""GRPO: an environment and a model become a better model, by groups of scored rollouts, one update after the other."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from verifiers.trainers.distributed import processes
 from verifiers.trainers.distributed.remote_weights import remote_weights
 from verifiers.trainers.distributed.sharding import Whole
 from verifiers.trainers.functions import call_fitting, is_overridden, own_function
-from verifiers.trainers.generations import Generations, rows_learned
-from verifiers.trainers.learning.micro_batches import Trained
+from verifiers.trainers.generations import Generations
+from verifiers.trainers.learning.micro_batches import TrainSample
 from verifiers.trainers.learning.sequences import trained_sequences
 from verifiers.trainers.losses import Loss
 from verifiers.trainers.offline import read_offline
@@ -46,18 +46,18 @@ Function = Callable[..., Any]
 
 
 class GRPOTrainer(Trainer):
-    """Trains a model on an environment, in this process, by comparing rollouts of the same prompt with one another.
+    """Trains a model on an environment, in this process: rollouts of the same prompt are compared with one another.
 
-    ``model`` is a name, a folder or a module; ``client`` answers in its place where it is served elsewhere.
-    ``row_sampler`` chooses the rows to draw from: (all rows, epochs so far) → rows; ``weight_schedule`` the rubric's
-    weights: epochs so far → weights. ``advantage`` and ``loss`` are names of the configuration, or functions (see
-    `trainers.advantages` and `trainers.losses`). Each method below is a step of the loop and may be overridden.
+    ``model`` is a name, a folder or a module; with ``client`` rollouts are sampled from a model served elsewhere.
+    ``row_sampler`` chooses the rows to sample from: (all rows, epochs so far) → rows; ``weight_schedule`` the weights
+    of the reward functions: epochs so far → weights. ``advantage`` and ``loss`` are names as in the configuration, or
+    functions (see `trainers.advantages` and `trainers.losses`). The public methods may be overridden.
     """
 
     config: GRPOConfig
     _update: PolicyUpdate | None = None
-    _workers: Workers | None = None  # while training: one connection for all steps
-    _batch_at = (0, 0)  # the epoch that a batch is made for, and the step of it
+    _workers: Workers | None = None  # environment workers, connected for the whole training
+    _batch_at = (0, 0)  # (epoch, step within it) of the batch that is being generated
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class GRPOTrainer(Trainer):
         if self.offline is None:
             setup.check_env(env)
         whole: Whole = "sampled" if client is None or self.config.kl_coef else "sent"
-        asked = {"adapters": peft_config, "samples": client is None, "is_read": whole == "sampled"}
-        self._load(model, tokenizer, env=env, **asked)
+        how = {"adapters": peft_config, "samples": client is None, "is_read": whole == "sampled"}
+        self._load(model, tokenizer, env=env, **how)
         setup.check_template(self.tokenizer, env)
         setup.check_reference(self.model, self.config)
         sampling.check(self.sampling, "this environment with this configuration")
@@ -99,15 +99,14 @@ class GRPOTrainer(Trainer):
             client = sampler.make_sampler(self.model, self.tokenizer, self.config, env, self.memory)
         self.client = client
         if self.offline is not None:
-            rows, self.dropped_prompts = self.offline.groups(), 0
+            rows, self.dropped_prompts = self.offline.groups, 0
         else:
-            found = setup.rows_of(env, dataset)
-            rows, self.dropped_prompts = setup.short_enough(found, self.tokenizer, self.config, env)
+            rows, self.dropped_prompts = setup.training_rows(env, dataset, self.tokenizer, self.config)
         self._make_stream(rows)
         self.eval_rows = setup.eval_rows(env, eval_dataset)
         self.callbacks, self.row_sampler, self.weight_schedule = list(callbacks), row_sampler, weight_schedule
-        self._parts: deque[Batch] = deque()  # of the last generation, not learned from yet
-        # Saved rollouts are texts: they are tokenized where their tokens were not saved. Rollouts of this policy never.
+        self._parts: deque[Batch] = deque()  # of the last generation: batches of updates to come
+        # Tokenizes saved rollouts whose token ids were not saved; rollouts of this policy are never tokenized again.
         self._writer = None if self.offline is None else ChatWriter(self.tokenizer)
 
     def _check_config(self) -> None:
@@ -115,23 +114,20 @@ class GRPOTrainer(Trainer):
         check_installed(self.config.workers)
         if self._own_advantage is not None and (self.config.advantage or self.config.scale_rewards is not None):
             raise TypeError("advantage= is a function, and the configuration names another estimator; pass one of them")
-        Estimator(self._own_advantage or self.config.estimator)  # functions that cannot be called are found here
+        Estimator(self._own_advantage or self.config.estimator)  # both check the signature of a user's function
         Loss(self.config.objective, self._own_loss)
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def train(self, resume: bool | str | Path = False) -> Report:
         """Train for ``max_steps`` steps, or ``num_epochs`` times through the rows; the report says how it went."""
-        with self._training(resume) as report, Generations(self, whole=self._makes_whole_batches) as generations:
+        with self._training(resume) as report, Generations(self) as generations:
             while self.step < self.total_steps and not self.should_stop:
-                if self.step % self.num_steps_per_epoch == 0:
-                    self.epoch = self.step // self.num_steps_per_epoch
+                self.epoch, step_in_epoch = divmod(self.step, self.num_steps_per_epoch)
+                if step_in_epoch == 0:
                     self.on_epoch_begin(self.epoch)
                 began = time.perf_counter()
-                if not self._parts:
-                    count = self.rows_per_generation * self.config.group_size
-                    report.display.enter(f"sampling and scoring {count} rollouts")
-                batch = self._next_batch(generations)
+                batch = self._next_batch(generations, report)
                 sampled = time.perf_counter()
                 if (error := nothing_scored(batch, self.accelerator)) is not None:
                     report.keep_rollouts(self.step + 1, batch)
@@ -142,25 +138,26 @@ class GRPOTrainer(Trainer):
                     figures |= staleness_figures(batch, self.step)
                 self.step += 1
                 report.step(self, batch, figures, waited_s=sampled - began, trained_s=time.perf_counter() - sampled)
-                self.cursor, self.learned = rows_learned(self.rows, batch, self.accelerator)
+                in_order = range(self.rows.first_unlearned, batch.cursor)
+                self._note_learned(in_order if batch.row_positions is None else batch.rows_taken)
                 if self._remote is not None:
                     self._remote.send(self.accelerator, self.step)
-                self._after_step(report, cursor=self.cursor)
+                self._after_step(report)
                 self.should_stop = any(processes.gathered(self.accelerator, self.should_stop))
         return report
 
     def get_batch(self, epoch: int | None = None, step: int | None = None) -> Any:
-        """The batch of a step: rollouts of the next rows, or of those that ``row_sampler`` offers."""
+        """Sample the batch of a step: rollouts of the next rows, or of rows from ``row_sampler``."""
         if self.row_sampler is None:
             return self.sample_batch(self.rows.take(self.rows_per_generation))
-        now, within = self._batch_at
-        epochs = (now if epoch is None else epoch) + (within if step is None else step) / self.num_steps_per_epoch
+        now, within_epoch = self._batch_at
+        epochs = (now if epoch is None else epoch) + (within_epoch if step is None else step) / self.num_steps_per_epoch
         return self.sample_batch(self.row_sampler(self.rows.all, epochs))
 
     def sample_batch(self, rows: Sequence[Any]) -> Batch:
         """Roll out and score ``rows_per_generation`` of these rows, ``group_size`` times each.
 
-        With ``dynamic_sampling``, groups that all scored the same are replaced by those of other rows.
+        With ``dynamic_sampling``, groups without variance in their rewards are replaced by groups of other rows.
         """
         if self.offline is not None:
             return self.offline.batch(rows)
@@ -180,10 +177,10 @@ class GRPOTrainer(Trainer):
     def compute_rewards(
         self, completions: Sequence[Reply], prompts: Sequence[Any], epoch: int | None = None
     ) -> list[float]:
-        """Score completions, whose state is attached, with the environment's rubric: NaN where that failed.
+        """Score completions (their state is attached) with the environment's rubric; NaN where scoring failed.
 
-        Overridden, with or without ``epoch``, this is asked for every batch; its values are the rewards (of those that
-        could be scored: NaN is none).
+        Called for every batch if it is overridden, with or without ``epoch``: it gives a reward for each completion,
+        None or NaN for one that could not be scored.
         """
         states = [completion.state for completion in completions if completion.state is not None]
         if len(states) < len(completions):
@@ -192,9 +189,9 @@ class GRPOTrainer(Trainer):
         return [math.nan if state.get("error") is not None else float(state["reward"]) for state in states]
 
     def train_step(self, batch: Any) -> dict[str, Any]:
-        """Learn from a batch: its figures (loss, kl, clip_fraction, grad_norm, …)."""
+        """One update from a batch; returns its figures (loss, kl, clip_fraction, grad_norm, …)."""
         rate = learning_rate(self.config, self.step, self.total_steps)
-        with long_lived:  # thousands of new objects, all of them kept
+        with long_lived:  # thousands of new objects, none of them garbage
             batch = self._with_advantages(as_batch(batch))
             trained = self.sequences(batch)
         refused = refusals(batch, trained, self.accelerator)
@@ -210,15 +207,15 @@ class GRPOTrainer(Trainer):
         """Called before the first step of each epoch, counted from 0."""
 
     def evaluate(self) -> Results:
-        """Roll out the evaluation rows with the model as it is now."""
+        """Roll out and score the evaluation rows with the current weights."""
         if self.env is None:
             raise ValueError("this trainer has no environment to evaluate on; pass env=")
-        asked = sampling.over(self.sampling, self.config.eval_sampling_args)
+        asked = sampling.overridden(self.sampling, self.config.eval_sampling_args)
         inputs = self.eval_rows if self.config.eval_examples < 0 else self.eval_rows[: self.config.eval_examples]
         each = self.config.eval_rollouts_per_example
-        self._start_sampling("eval", len(inputs) * each, is_apart=True)
+        self._start_sampling("eval", len(inputs) * each, is_disjoint=True)
         how = {"rollouts_per_example": each, "sampling_args": asked, "use_tqdm": False, "score": True}
-        results: Results = self.env.generate_sync(**self._rollouts_of(inputs, Tally()) | how)
+        results: Results = self.env.generate_sync(**self._generate_args(inputs, Tally()) | how)
         return results
 
     def generate(self, prompts: Sequence[Any]) -> list[Reply]:
@@ -229,19 +226,19 @@ class GRPOTrainer(Trainer):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What rollouts are asked for: the configuration's arguments, then the environment's, then the defaults."""
+        """Sampling arguments of rollouts: the configuration's, then the environment's, then the defaults."""
         return sampler.sampling_args(self.config, self.env)
 
     # --- sizes ----------------------------------------------------------------------------------------------------
 
     @property
     def rows_per_step(self) -> int:
-        """Rows that one step of this process rolls out."""
+        """Rows (groups of rollouts) of one step, in this process."""
         return max(1, self.config.rollouts_per_step // self.config.group_size)
 
     @property
     def rows_per_generation(self) -> int:
-        """Rows that this process rolls out in one go: those of ``steps_per_generation``."""
+        """Rows that this process rolls out before the next updates: those of ``steps_per_generation``."""
         return self.rows_per_step * self.config.updates_per_generation
 
     @property
@@ -257,13 +254,15 @@ class GRPOTrainer(Trainer):
 
     @property
     def _makes_whole_batches(self) -> bool:
-        """Is a batch made in one go, in a way that groups on their own cannot be?"""
-        is_own = any(is_overridden(self, GRPOTrainer, hook) for hook in ("get_batch", "sample_batch"))
-        return is_own or bool(self.row_sampler or self.weight_schedule or self.offline)
+        """Whether a batch can only be generated whole, not group by group."""
+        is_overriding = any(is_overridden(self, GRPOTrainer, hook) for hook in ("get_batch", "sample_batch"))
+        return is_overriding or bool(self.row_sampler or self.weight_schedule or self.offline)
 
-    def _next_batch(self, generations: Generations) -> Batch:
-        """The batch of this step: of a generation for several updates, the next part."""
+    def _next_batch(self, generations: Generations, report: Report) -> Batch:
+        """The batch of this step: a generation, or the next part of one that is split among several updates."""
         if not self._parts:
+            count = self.rows_per_generation * self.config.group_size
+            report.display.enter(f"sampling and scoring {count} rollouts")
             batch, n = generations.take(self.step), self.config.updates_per_generation
             self._parts.extend([batch] if n == 1 else self._with_advantages(batch).split(n, self.cursor))
         return self._parts.popleft()
@@ -276,38 +275,38 @@ class GRPOTrainer(Trainer):
         return with_advantages(batch, Estimator(self._own_advantage or self.config.estimator), gather=gather)
 
     def _generate_batch(self, step: int) -> Batch:
-        epoch, within = divmod(step, self.num_steps_per_epoch)
-        self._batch_at = (epoch, within)
+        """Sample and score the batch of a step in one go, by `get_batch`."""
+        self._batch_at = divmod(step, self.num_steps_per_epoch)
         began = time.perf_counter()
         with scheduled_weights(self.env, self.weight_schedule, step / self.num_steps_per_epoch):
-            batch = as_batch(call_fitting(self.get_batch, epoch, within))
+            batch = as_batch(call_fitting(self.get_batch, *self._batch_at))
             batch.reward_weights = reward_weights(self.env)
         batch.cursor = batch.cursor or self.rows.cursor
         batch.seconds["generation"] = time.perf_counter() - began
         return batch
 
     def _rollouts(self, rows: Sequence[Row], first_group: int = 0) -> Batch:
-        """Groups of rollouts of these rows, scored by the run as they finish, or by one's own `compute_rewards`."""
+        """Groups of rollouts of these rows, scored by the rubric as they finish, or by an own `compute_rewards`."""
         size = self.config.group_size
-        self._start_sampling(self.rows.taken, len(rows) * size, is_apart=self.rows.is_apart)
-        self.rows.is_apart = False
+        self._start_sampling(self.rows.taken, len(rows) * size, is_disjoint=self.rows.is_disjoint)
+        self.rows.is_disjoint = False
         tally, version = Tally() if self.report is None else self.report.display.counted(), self.weight_version
-        results: Results = self.env.generate_sync(**self._rollouts_of(rows, tally))
+        results: Results = self.env.generate_sync(**self._generate_args(rows, tally))
         groups = [first_group + i for i in range(len(rows)) for _ in range(size)]
-        return self._rewarded(self._batch_of(results, groups, version, cursor=self.rows.cursor))
+        return self._rewarded(self._batch_of(results, groups, version), self._batch_at[0])
 
     @property
     def weight_version(self) -> int:
-        """How many updates the weights that are sampled from have had, at least."""
+        """Version of the weights that rollouts are sampled from: the updates they have had, at least."""
         return self.step if self._remote is None else self._remote.version
 
-    def _batch_of(self, results: Results, groups: Sequence[int], version: int, **more: Any) -> Batch:
+    def _batch_of(self, results: Results, groups: Sequence[int], version: int) -> Batch:
         if self._remote is not None:
             note_versions(results.rollouts, version)
-        return Batch.of_states(results.rollouts, groups, **more)
+        return Batch.of_states(results.rollouts, groups)
 
-    def _rollouts_of(self, rows: Sequence[Row], tally: Tally) -> dict[str, Any]:
-        """What is asked of the environment for groups of these rows."""
+    def _generate_args(self, rows: Sequence[Row], tally: Tally) -> dict[str, Any]:
+        """Keywords of `Environment.generate` for groups of rollouts of these rows."""
         return {
             "inputs": list(rows),
             "client": self.client,
@@ -323,36 +322,34 @@ class GRPOTrainer(Trainer):
     def _scores_itself(self) -> bool:
         return is_overridden(self, GRPOTrainer, "compute_rewards")
 
-    def _rewarded(self, batch: Batch) -> Batch:
+    def _rewarded(self, batch: Batch, epoch: int) -> Batch:
         if not self._scores_itself:
             return batch
-        rewards = call_fitting(self.compute_rewards, batch["completions"], batch["prompts"], self._batch_at[0])
-        return batch.rewarded(rewards)
+        return batch.rewarded(call_fitting(self.compute_rewards, batch["completions"], batch["prompts"], epoch))
 
-    def _start_sampling(self, what: int | str, count: int, *, is_apart: bool) -> None:
-        """Rollouts of a step begin together, with seeds of their own; those of rows that no other process has (they are
-        apart) do not depend on which process it is: one that runs alone would draw the same."""
-        process = 0 if is_apart else self.accelerator.process_index
+    def _start_sampling(self, what: int | str, count: int, *, is_disjoint: bool) -> None:
+        """Seed the sampler for ``count`` rollouts that start together. Where no two processes have the same row
+        (``is_disjoint``) the seed is the same in all: a single process, with all the rows, samples the same."""
+        process = 0 if is_disjoint else self.accelerator.process_index
         seed = sampler.seed_of(self.config.seed, process, self.step, what)
         sampler.start_sampling(self.client, seed, count if self.config.max_concurrent < 0 else 0)
 
-    def sequences(self, batch: Batch) -> list[Trained]:
-        """The samples of a batch's rollouts, each with its advantage (see `trained_sequences`)."""
-        asked = sampling.read_distribution(sampler.usual_sampling(self.config, self.env))
-        usual = sampling.Distribution(temperature=asked.temperature)
+    def sequences(self, batch: Batch) -> list[TrainSample]:
+        """The token sequences of a batch's rollouts with their advantages (see `trained_sequences`)."""
+        asked = sampling.read_distribution(sampling.default_args(self.config, self.env))
+        default = sampling.Distribution(temperature=asked.temperature)
         known = getattr(self.client, "samples", None)
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         asked_for = None if self.offline is None else self.config.max_seq_length
         longest = min((n for n in (positions, asked_for) if n is not None and n > 0), default=None)
-        return trained_sequences(batch, self.config, usual, find_tokens=known, writer=self._writer, longest=longest)
+        return trained_sequences(batch, self.config, default, find_tokens=known, writer=self._writer, longest=longest)
 
     # --- around the loop ------------------------------------------------------------------------------------------
 
     @property
     def update(self) -> PolicyUpdate:
-        """How the policy learns; made when it is first needed."""
+        """The update of the policy; made at the first step."""
         if self._update is None:
-            asked = sampling.flat(sampler.usual_sampling(self.config, self.env))
             self._update = PolicyUpdate(
                 self.accelerator.unwrap_model(self.model),
                 self.weights,
@@ -360,7 +357,7 @@ class GRPOTrainer(Trainer):
                 self.memory,
                 lock=sampler.weights_lock(self.client),
                 pad_id=self.tokenizer.pad_token_id,
-                max_new_tokens=int(asked["max_tokens"]),
+                max_new_tokens=sampling.max_new_tokens(self.config, self.env),
                 processes=self.accelerator,
                 loss=self._own_loss,
                 after_step=lambda: self._name_weights(self.step + 1),
@@ -373,12 +370,12 @@ class GRPOTrainer(Trainer):
 
     @property
     def reference(self) -> Reference | None:
-        """The model that the divergence is measured from, where it has weights of its own (with LoRA it has none)."""
+        """The reference model of the KL term, where it is a copy (with LoRA it is the model without its adapters)."""
         reference = self.update.reference if self.config.kl_coef > 0 else None
         return None if reference is None or reference.is_adapter else reference
 
-    def _go_on(self, state: Mapping[str, Any]) -> None:
-        super()._go_on(state)
+    def _resume_from(self, state: Mapping[str, Any]) -> None:
+        super()._resume_from(state)
         self._parts.clear()
         self._name_weights(self.step)
         if self._remote is not None:
@@ -389,7 +386,7 @@ class GRPOTrainer(Trainer):
         with ExitStack() as stack:
             if self._remote is not None:
                 stack.callback(self._remote.close)
-                if not resume:  # before there is a run: a sampler that does not fit leaves none
+                if not resume:  # before the run directory is made: none is left if the sampler refuses these weights
                     self._remote.begin(self.accelerator, self.step)
             if self.config.workers is not None:
                 self._workers = stack.enter_context(as_workers(self.config.workers))
@@ -398,7 +395,7 @@ class GRPOTrainer(Trainer):
             report = stack.enter_context(super()._training(resume))
             try:
                 yield report
-            except RunInterruptedError:  # Ctrl-C among rollouts: the weights are those of the last whole step
-                if not self.weights.is_sharded:  # then others may be within a step, and none can save alone
+            except RunInterruptedError:  # Ctrl-C while sampling: the weights are those after the last update
+                if not self.weights.is_sharded:  # sharded weights are saved by all processes together
                     report.checkpoint(self, cursor=self.cursor)
                 raise

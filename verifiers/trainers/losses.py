@@ -1,9 +1,9 @@
 """Logprobs of sampled tokens become a loss: the objectives of group-relative methods, each defined once, in `METHODS`.
 
-A loss is a function of tensors over the trained tokens of a micro-batch laid end to end (axis T; what the environment
-said is not among them). It asks for them by the names in `INPUTS` and returns the loss of each token, or that and which
-tokens it clipped. `GRPOTrainer(loss=...)` takes one of your own. Reading this module needs no torch: a configuration
-does, too.
+A loss is a function of tensors over the trained tokens of a micro-batch, concatenated (axis T; the environment's tokens
+are not among them). Its parameters name those it needs (`INPUTS`); it returns the loss of each token, or a pair of that
+and which tokens were clipped. `GRPOTrainer(loss=...)` takes one of your own. Torch is not imported here, because a
+configuration imports this module.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from verifiers.rubrics.signature import name_of
-from verifiers.trainers.functions import Named
+from verifiers.trainers.functions import CallByName
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 INPUTS = {
-    "logprobs": "of the policy that learns; gradients flow through these and the entropies alone",
+    "logprobs": "of the current policy; gradients flow through these and the entropies alone",
     "old_logprobs": "of the policy that sampled",
     "advantages": "how much better than expected",
     "sequences": "which sequence each token is of: 0, 0, 0, 1, 1, …",
@@ -30,16 +30,16 @@ INPUTS = {
 
 Level = Literal["token", "sequence"]
 MeanOver = Literal["sequences", "tokens", "max_new_tokens"]
-FARTHEST = 20.0  # of a log ratio: beyond it a token that its sampler gave no chance (-inf, -9999) would undo a step
+MAX_LOG_RATIO = 20.0  # clamps a logprob of -inf or -9999 from a sampler, whose ratio would dominate the step
 CORRECTIONS: tuple[str, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """Which loss, how far the policy may move in one update, and what a move away from the reference costs."""
+    """The loss with its settings: clip range, importance caps, KL coefficient, correction for the sampler."""
 
     kind: str = "dr_grpo"
-    level: Level | None = None  # of the ratio; None: the method's own
+    level: Level | None = None  # of the ratio; None: that of the method
     epsilon: float = 0.2
     epsilon_high: float = 0.2
     delta: float | None = None
@@ -47,20 +47,23 @@ class Objective:
     kl_coef: float = 0.0
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
-    correction: str | None = None  # of the trainer/sampler ratio, one of CORRECTIONS
+    correction: str | None = None  # for the trainer/sampler mismatch, one of CORRECTIONS
     correction_min: float | None = None
     correction_max: float | None = 3.0
 
     @property
-    def is_of_sequences(self) -> bool:
-        """Is a ratio one of a whole sequence, in the loss or in the correction for the sampler?"""
-        level = self.level or METHODS[self.kind].level
-        return level == "sequence" or str(self.correction).startswith("sequence")
+    def ratio_level(self) -> Level:
+        return self.level or METHODS[self.kind].level
+
+    @property
+    def has_sequence_ratios(self) -> bool:
+        """Whether the loss or the correction for the sampler has a ratio of whole sequences."""
+        return self.ratio_level == "sequence" or str(self.correction).startswith("sequence")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLosses:
-    """Of each token: its loss, the ratio of new to old policy, if that was clipped, its distance to the reference."""
+    """Of each token: its loss, the ratio of new to old policy, whether it was clipped, its KL to the reference."""
 
     loss_T: Tensor
     ratio_T: Tensor
@@ -68,13 +71,13 @@ class TokenLosses:
     kl_T: Tensor | None
 
 
-# --- what a method makes of a token -------------------------------------------------------------------------------
+# --- the loss of a token ------------------------------------------------------------------------------------------
 
 
 def clipped(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Tensor, objective: Objective
 ) -> tuple[Tensor, Tensor]:
-    """PPO's: −min(r A, clip(r) A), where ``delta`` bounds r and ``importance_cap`` what a token counts."""
+    """PPO's −min(r A, clip(r) A); ``delta`` is an upper bound of r, ``importance_cap`` of a token's weight."""
     ratio_T = ratios(logprobs, old_logprobs, sequences, objective)
     low, high = 1.0 - objective.epsilon, 1.0 + objective.epsilon_high
     bounded_T = ratio_T if objective.delta is None else ratio_T.clamp(max=objective.delta)
@@ -82,25 +85,26 @@ def clipped(
     is_clipped_T = ((ratio_T < low) & (advantages < 0)) | ((ratio_T > high) & (advantages > 0))
     loss_T = -(bounded_T * advantages).minimum(clipped_T * advantages)
     if objective.importance_cap is not None:
-        counts_T = bounded_T.where(bounded_T * advantages < clipped_T * advantages, clipped_T)
-        loss_T = loss_T * truncation(counts_T, objective.importance_cap)
+        weight_T = bounded_T.where(bounded_T * advantages < clipped_T * advantages, clipped_T)
+        loss_T = loss_T * truncation(weight_T, objective.importance_cap)
     return loss_T, is_clipped_T
 
 
 def cispo(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Tensor, objective: Objective
 ) -> tuple[Tensor, Tensor]:
-    """−min(r, 1 + ε_high) A log p, the ratio without a gradient: no token is left out, however far it has moved."""
+    """−min(r, 1 + ε_high) A log p, the ratio detached: every token has a gradient, also where it is clipped."""
     ratio_T = ratios(logprobs, old_logprobs, sequences, objective)
     most = 1.0 + objective.epsilon_high
-    most = most if objective.importance_cap is None else min(most, objective.importance_cap)
+    if objective.importance_cap is not None:
+        most = min(most, objective.importance_cap)
     return -ratio_T.detach().clamp(max=most) * advantages * logprobs, ratio_T > most
 
 
 def sapo(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Tensor, objective: Objective
 ) -> tuple[Tensor, Tensor]:
-    """−σ(τ (r − 1)) 4/τ A: a soft gate in the place of the clip, of temperature τ for each sign of the advantage."""
+    """−σ(τ (r − 1)) 4/τ A: a sigmoid gate instead of the clip, with a temperature τ for each sign of the advantage."""
     ratio_T = ratios(logprobs, old_logprobs, sequences, objective)
     is_good_T = (advantages > 0).to(ratio_T.dtype)
     tau_T = objective.sapo_temperature_pos * is_good_T + objective.sapo_temperature_neg * (1.0 - is_good_T)
@@ -115,8 +119,8 @@ def sapo(
 class Method:
     """What a name of ``loss_type`` stands for.
 
-    ``clip`` is how far below and above 1 the ratio may be (None: as far above as below). ``bounds_itself``: it gets no
-    ``importance_cap`` unless one was set.
+    ``clip`` is epsilon below and above 1 (None: the same above). ``bounds_itself``: ``importance_cap`` applies only if
+    it was set.
     """
 
     loss: Callable[..., Any] = clipped
@@ -149,7 +153,7 @@ class Loss:
         self.is_own = function is not None
         function = METHODS[objective.kind].loss if function is None else function
         self.name = name_of(function)
-        self._call = Named(function, INPUTS, what="loss")
+        self._call = CallByName(function, INPUTS, what="loss")
 
     @property
     def needs_entropies(self) -> bool:
@@ -166,7 +170,7 @@ class Loss:
         entropy_T: Tensor | None = None,
         factor_T: Tensor | None = None,
     ) -> TokenLosses:
-        """The loss of each token before it is averaged; ``factor_T`` (no gradient) is what the policy's part counts."""
+        """The loss of each token, not averaged yet; ``factor_T`` (no gradient) multiplies all but the KL term."""
         tensors = {
             "logprobs": new_T,
             "old_logprobs": old_T,
@@ -218,14 +222,13 @@ class Loss:
 
 
 def ratios(logprobs: Tensor, old_logprobs: Tensor, sequences: Tensor, objective: Objective) -> Tensor:
-    """New over old policy, of each token; at level "sequence" its geometric mean over the token's sequence."""
-    log_ratio_T = (logprobs - old_logprobs).clamp(-FARTHEST, FARTHEST)
-    level = objective.level or METHODS[objective.kind].level
-    return (sequence_mean(log_ratio_T, sequences) if level == "sequence" else log_ratio_T).exp()
+    """New over old policy, for each token; at level "sequence" the geometric mean over the token's sequence."""
+    log_ratio_T = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (sequence_mean(log_ratio_T, sequences) if objective.ratio_level == "sequence" else log_ratio_T).exp()
 
 
 def truncation(ratio_T: Tensor, cap: float) -> Tensor:
-    """The factor that keeps a token's importance at most ``cap``, whatever its advantage; it has no gradient.
+    """Truncated importance sampling: the factor that brings a ratio above ``cap`` down to it; without a gradient.
 
     >>> import torch
     >>> truncation(torch.tensor([0.5, 2.0, 8.0]), 2.0)
@@ -235,10 +238,10 @@ def truncation(ratio_T: Tensor, cap: float) -> Tensor:
 
 
 def sampler_correction(objective: Objective, log_ratio_T: Tensor, sequence_T: Tensor) -> tuple[Tensor, Tensor]:
-    """What each token counts because its sampler was not quite the policy that learns, and if that was bounded.
+    """Importance weights of tokens for the trainer/sampler mismatch, and which of them were out of bounds.
 
-    ``log_ratio_T`` is between the two. Ratios (of a token, or the product over its sequence) outside the bounds are put
-    on them, or count nothing. A token whose sampler gave no logprob (NaN) has a ratio of 1.
+    ``log_ratio_T`` is trainer over sampler, NaN (a ratio of 1) where the sampler gave no logprob. Ratios (of a token,
+    or the product over its sequence) out of bounds are truncated to them, or masked to 0.
 
     >>> import torch
     >>> log_ratio_T, sequence_T = torch.tensor([0.5, 4.0, 2.0]).log(), torch.tensor([0, 0, 1])
@@ -248,11 +251,11 @@ def sampler_correction(objective: Objective, log_ratio_T: Tensor, sequence_T: Te
     tensor([0., 0., 0.])
     """
     level, _, how = str(objective.correction).partition("_")
-    log_ratio_T = log_ratio_T.detach().nan_to_num(nan=0.0).clamp(-FARTHEST, FARTHEST)
+    log_ratio_T = log_ratio_T.detach().nan_to_num(nan=0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if level == "sequence":
-        log_ratio_T = _sequence_sums(log_ratio_T, sequence_T)[sequence_T].clamp(-FARTHEST, FARTHEST)
+        log_ratio_T = _sequence_sums(log_ratio_T, sequence_T)[sequence_T].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_T = log_ratio_T.exp()
-    low = 0.0 if objective.correction_min is None else objective.correction_min
+    low = objective.correction_min or 0.0
     high = float("inf") if objective.correction_max is None else objective.correction_max
     is_outside_T = (ratio_T < low) | (ratio_T > high)
     if how == "truncate":
@@ -261,7 +264,7 @@ def sampler_correction(objective: Objective, log_ratio_T: Tensor, sequence_T: Te
 
 
 def k3(new_T: Tensor, reference_T: Tensor) -> Tensor:
-    """An estimate of the divergence from the reference, token by token, that is never negative.
+    """Schulman's k3 estimate of the KL divergence from the reference, of each token; never negative.
 
     >>> import torch
     >>> k3(torch.tensor([-1.0]), torch.tensor([-1.0]))
@@ -272,7 +275,7 @@ def k3(new_T: Tensor, reference_T: Tensor) -> Tensor:
 
 
 def sequence_mean(values_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """Each token gets the mean of its sequence."""
+    """For each token the mean over its sequence."""
     sums_S = _sequence_sums(values_T, sequence_T)
     counts_S = _sequence_sums(values_T.detach().new_ones(len(values_T)), sequence_T)
     return (sums_S / counts_S)[sequence_T]
@@ -284,11 +287,10 @@ def _sequence_sums(values_T: Tensor, sequence_T: Tensor) -> Tensor:
 
 
 def token_weights(kind: str, lengths_S: Tensor, max_new_tokens: int, totals: tuple[int, int] | None = None) -> Tensor:
-    """What a token of each sequence counts, so that the sum over a batch is the method's mean.
+    """The weight of a token of each sequence, so that the weighted sum over a batch is the method's mean.
 
-    ``totals`` are the sequences and tokens of a batch of which these are a part: that of this process, of several.
-    "sequences" count the same; or "tokens" of the batch do; or tokens do, as if all replies were of "max_new_tokens":
-    a batch of short replies does not count more for it.
+    The mean is over "sequences" (of their token means), over "tokens", or over "max_new_tokens" for each sequence,
+    however long it is. ``totals`` are the sequences and tokens of all processes, where there are several.
 
     >>> import torch
     >>> token_weights("grpo", torch.tensor([1, 4]), 8)

@@ -1,4 +1,4 @@
-"""Rollouts that were made and saved before → rows, and of these batches to learn from."""
+"""Saved rollouts → groups of the same prompt, and batches of them to train on offline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from verifiers.results import Results
 from verifiers.store import read_records
-from verifiers.trainers.batch import Batch, Reply, group_equal, text_of
+from verifiers.trainers.batch import Batch, Reply, completion_text, group_equal
 from verifiers.types import State
 
 _NAMES = {"prompts": "prompt", "completions": "completion", "rewards": "reward", "answers": "answer"}
@@ -18,7 +18,7 @@ _OF_A_STATE = ("trajectory", "oai_tools", "tools", "info", "chat_template_kwargs
 
 
 class Offline:
-    """Saved rollouts, in groups of the same prompt: each group is a row of the training."""
+    """Saved rollouts; ``groups`` of the same prompt, by their indices, are the rows of the training."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
         if odd := [i for i, row in enumerate(rows) if "prompt" not in row]:
@@ -32,24 +32,20 @@ class Offline:
         members: dict[int, list[int]] = {}
         for i, group in enumerate(group_equal([row["prompt"] for row in self._rows])):
             members.setdefault(group, []).append(i)
-        self._groups = [group for group in members.values() if len(group) > 1]
-        if not self._groups:
+        self.groups = [group for group in members.values() if len(group) > 1]
+        if not self.groups:
             raise ValueError(
                 "no prompt in this data set has two completions: a group-relative method compares completions of the "
                 "same prompt; generate with rollouts_per_example=4 or so"
             )
 
-    def groups(self) -> list[list[int]]:
-        """The groups that have something to compare, each by the places of its rollouts."""
-        return self._groups
-
     def batch(self, groups: Sequence[Sequence[int]]) -> Batch:
-        """The rollouts of these groups."""
-        places = [i for group in groups for i in group]
-        rows = [self._rows[i] for i in places]
+        """A batch of the rollouts of these groups."""
+        indices = [i for group in groups for i in group]
+        rows = [self._rows[i] for i in indices]
         columns: dict[str, list[Any]] = {
             "prompts": [row["prompt"] for row in rows],
-            "completions": [self._reply(i) for i in places],
+            "completions": [self._reply(i) for i in indices],
             "rewards": [float(row["reward"]) for row in rows],
             "groups": [number for number, group in enumerate(groups) for _ in group],
             "answers": [row.get("answer") for row in rows],
@@ -57,7 +53,7 @@ class Offline:
         return Batch(columns)
 
     def _reply(self, i: int) -> Reply:
-        """With its state, as far as it was saved; with none where nothing but text was."""
+        """The completion with as much of its state as was saved; without one if only text was."""
         row, state = self._rows[i], None
         if isinstance(row, State):
             state = row
@@ -65,7 +61,7 @@ class Offline:
             asked = {"prompt": row["prompt"], "example_id": row.get("example_id", i)}
             scored = {name: row[name] for name in ("completion", "reward")}
             state = State({**{name: row.get(name) for name in self._kept}, **scored, "input": asked})
-        return Reply(text_of(row["completion"]), messages=row["completion"], state=state)
+        return Reply(completion_text(row["completion"]), messages=row["completion"], state=state)
 
 
 def _check_row(i: int, row: Mapping[str, Any]) -> None:
@@ -78,7 +74,7 @@ def _check_row(i: int, row: Mapping[str, Any]) -> None:
 
 
 def read_offline(given: Any) -> Offline | None:
-    """Saved rollouts from whatever `read_rows` reads; None for rows that are yet to be rolled out."""
+    """Saved rollouts, from anything that `read_rows` reads; None for rows without completions and rewards."""
     if not {"completion", "completions"} & set(getattr(given, "column_names", ("completion",))):
         return None
     rows = read_rows(given)
@@ -86,7 +82,7 @@ def read_offline(given: Any) -> Offline | None:
 
 
 def read_rows(given: Any) -> Sequence[Mapping[str, Any]] | None:
-    """The rows of columns, a table, `Results`, a list, or a file of one of these; None for anything else."""
+    """Rows from columns, a table, `Results`, a list, or a file of one of these; None for anything else."""
     if isinstance(given, (str, Path)):
         path, given = Path(given), read_file(Path(given))
         if not isinstance(given, Mapping) and not _are_rows(given):
@@ -122,7 +118,7 @@ def _is_column(values: Any) -> bool:
 
 
 def _without_nulls(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row of a table without the nulls that tables put where objects differ: other tools have other arguments."""
+    """A row without the nulls of a table, which gives all objects the same keys: arguments of other tools, say."""
     named = {_NAMES.get(name, name): value for name, value in row.items()}
     return named | {
         name: _filled(named[name]) for name in ("prompt", "completion", "messages", "tools") if name in named
@@ -155,7 +151,7 @@ def read_file(path: Path) -> Any:
 
 
 def _read_parquet(path: Path) -> dict[str, list[Any]]:
-    """The columns of a table; those that hold JSON text, and say so, as what it says."""
+    """The columns of a table; JSON text is decoded where the metadata of a column says it is."""
     import pyarrow.parquet as parquet
     from pyarrow import ArrowInvalid
 

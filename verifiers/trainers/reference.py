@@ -1,4 +1,4 @@
-"""The policy before training, asked for its logprobs: what the divergence is measured from."""
+"""The reference policy of the KL term, and its logprobs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from verifiers.trainers.learning.micro_batches import MicroBatch
 
 
 class Reference:
-    """With LoRA, the same model with its adapters switched off; otherwise a frozen copy, which may follow.
+    """A frozen copy of the policy before training; with LoRA, the model with its adapters disabled.
 
-    ``version`` counts its changes: as long as it is the same, what was saved of it is the same.
+    ``version`` counts changes of the copy (``sync_ref_model``): one that was saved is not written again.
     """
 
     def __init__(self, model: Any) -> None:
@@ -26,7 +26,7 @@ class Reference:
         self.model = model if self.is_adapter else copy.deepcopy(model).eval().requires_grad_(False)
         self.scorer = TokenScorer(self.model)
         self.version = 0
-        self.saved: tuple[int, Path] | None = None  # which version, and where
+        self.saved: tuple[int, Path] | None = None  # the version that was saved last, and its file
 
     def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
         off: AbstractContextManager[Any] = self.model.disable_adapter() if self.is_adapter else nullcontext()
@@ -34,18 +34,18 @@ class Reference:
             return self.scorer.logprobs(batch, temperature)
 
     def follow(self, share: float) -> None:
-        """Move the reference towards the policy: by this share of the way."""
+        """Move the copy this share of the way towards the policy."""
         self.version += 1
         with torch.no_grad():
             for mine, its in zip(self.model.parameters(), self._policy.parameters(), strict=True):
                 mine.lerp_(its.to(mine.dtype), share)
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights of a copy, to be saved."""
+        """The weights of the copy, to be saved."""
         return {name: one.detach() for name, one in self.model.named_parameters()}
 
     def restore(self, weights: dict[str, Tensor]) -> None:
-        """Put back what was saved of a copy."""
+        """Restore the weights of a copy."""
         self.version += 1
         with torch.no_grad():
             for name, one in self.model.named_parameters():

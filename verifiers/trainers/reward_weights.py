@@ -1,4 +1,4 @@
-"""What each reward function of an environment counts, by name and by a schedule."""
+"""The weights of an environment's reward functions: by name, and by a schedule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Put = Callable[[list[float]], None]
 
 
 def reward_weights(env: Any) -> dict[str, float]:
-    """What each reward function counts, by name."""
+    """The weight of each reward function, by name."""
     if env is None:
         return {}
     if isinstance(env, EnvGroup):
@@ -27,7 +27,7 @@ def reward_weights(env: Any) -> dict[str, float]:
 def scheduled_weights(
     env: Environment | None, schedule: Callable[[float], Sequence[float]] | None, epochs: float
 ) -> Iterator[None]:
-    """While this lasts the environment's rubric has the weights that a schedule gives it."""
+    """Within the block the environment's rubric has the weights of the schedule."""
     if env is None or schedule is None:
         yield
         return

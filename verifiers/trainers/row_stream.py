@@ -1,4 +1,4 @@
-"""Rows become an endless stream in a seeded order, new for each epoch, that can go on where it was left."""
+"""Rows become an endless stream in a seeded order, shuffled anew each epoch, that can resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 
 class RowStream:
-    """The rows of a training. ``cursor`` is how many have been taken: with the seed it is the whole state.
+    """The rows of a training. ``cursor`` is how many this process has taken: with the seed it is the whole state.
 
-    ``is_apart``: no other process was given any of the rows that were taken last. Where rows are not learned from in
-    the order they are taken in, ``low`` is how many have been without a gap, and ``beyond`` which ones after these: a
-    stream that goes on at ``low`` takes no row of ``beyond`` again.
+    Rows may be trained on in another order than they were taken in: ``first_unlearned`` is the position of the first
+    one that was not trained on yet, ``learned_beyond`` the positions after it that were; a resumed stream skips them.
+    ``is_disjoint``: the rows taken last went to no other process.
 
     >>> stream = RowStream(["a", "b", "c"], seed=1)
     >>> first = stream.take(4)
@@ -29,10 +29,10 @@ class RowStream:
         self.all: Sequence[Any] = rows
         self.seed = seed
         self.cursor = 0
-        self.low, self.beyond = 0, set[int]()
-        self.is_apart = False
-        self.last: list[Any] = []  # the rows that were taken last, together
-        self._guard = threading.Lock()  # rows are taken by the trainer, and by rollouts that are made ahead
+        self.first_unlearned, self.learned_beyond = 0, set[int]()
+        self.is_disjoint = False
+        self.last: list[Any] = []  # the rows that were last taken together
+        self._lock = threading.Lock()  # rows are taken by the trainer, and by rollouts that are sampled ahead
         self._index, self._shards = shard
         self._order: tuple[int, list[int]] = (-1, [])
 
@@ -45,52 +45,53 @@ class RowStream:
         return self.cursor * self._shards
 
     def take(self, n: int) -> list[Any]:
-        """The next rows; of several processes each takes its own."""
-        first = self.cursor * self._shards
+        """The next rows; every process takes its own."""
+        first = self.taken
         rows = [self.take_one()[1] for _ in range(n)]
-        self.is_apart = first // len(self) == (self.cursor * self._shards - 1) // len(self)
+        self.is_disjoint = first // len(self) == (self.taken - 1) // len(self)  # all of one epoch
         self.last = rows
         return rows
 
     def take_one(self) -> tuple[int, Any]:
-        """The next row, and its place in the stream."""
-        with self._guard:
-            while self.cursor in self.beyond:
+        """The next row, and its position in the stream of this process."""
+        with self._lock:
+            while self.cursor in self.learned_beyond:
                 self.cursor += 1
-            place, self.cursor = self.cursor, self.cursor + 1
-            return place, self._at(place * self._shards + self._index)
+            position, self.cursor = self.cursor, self.cursor + 1
+            return position, self._at(position * self._shards + self._index)
 
-    def note_learned(self, places: Iterable[int]) -> int:
-        """Rows at these places have been learned from; how many have been without a gap.
+    def note_learned(self, positions: Iterable[int]) -> int:
+        """Note that rows at these positions were trained on; returns ``first_unlearned``.
 
         >>> stream = RowStream(["a", "b", "c"])
-        >>> stream.note_learned([1]), stream.note_learned([0]), stream.beyond
+        >>> stream.note_learned([1]), stream.note_learned([0]), stream.learned_beyond
         (0, 2, set())
         """
-        self.beyond.update(places)
-        while self.low in self.beyond:
-            self.beyond.remove(self.low)
-            self.low += 1
-        return self.low
+        self.learned_beyond.update(positions)
+        while self.first_unlearned in self.learned_beyond:
+            self.learned_beyond.remove(self.first_unlearned)
+            self.first_unlearned += 1
+        return self.first_unlearned
 
     def learned(self, since: int) -> list[int]:
-        """The places, among those of all processes, of rows learned from after the first ``since`` of this one."""
-        return [place * self._shards + self._index for place in [*range(since, self.low), *sorted(self.beyond)]]
+        """Rows trained on from position ``since`` of this process on, by their positions among those of all."""
+        positions = [*range(since, self.first_unlearned), *sorted(self.learned_beyond)]
+        return [position * self._shards + self._index for position in positions]
 
-    def go_on(self, low: int, learned: Iterable[int] = ()) -> None:
-        """Begin where streams over the same rows were left: `learned` says which ones of all processes not to take."""
-        self.low = low
-        self.beyond = {place // self._shards for place in learned if place % self._shards == self._index}
+    def resume(self, first_unlearned: int, learned: Iterable[int] = ()) -> None:
+        """Continue where streams over the same rows stopped; ``learned`` is as `learned` of all processes gave it."""
+        self.first_unlearned = first_unlearned
+        self.learned_beyond = {one // self._shards for one in learned if one % self._shards == self._index}
         self.cursor = self.note_learned(())
 
     def choose(self, pool: Sequence[Any], n: int, *, again: bool = False) -> list[Any]:
-        """``n`` rows of a pool at random (one comes twice only if there are too few); all of it if it has just that,
-        unless some of it were chosen for the same batch before (``again``)."""
+        """``n`` rows of a pool at random, none twice if there are enough; the whole pool if it has just ``n``, unless
+        rows of it were chosen for the same batch before (``again``)."""
         if not len(pool):
             raise ValueError("there are no rows to choose from: a row sampler or a filter let none through")
         if len(pool) == n and not again:
             return list(pool)
-        self.is_apart = False
+        self.is_disjoint = False
         draw = random.Random(f"{self.seed} {self.cursor} {self._index}")
         self.cursor += n
         picks: list[int] = []
@@ -98,10 +99,10 @@ class RowStream:
             picks += draw.sample(range(len(pool)), min(n - len(picks), len(pool)))
         return [pool[i] for i in picks]
 
-    def _at(self, place: int) -> Any:
-        epoch, position = divmod(place, len(self.all))
+    def _at(self, position: int) -> Any:
+        epoch, index = divmod(position, len(self.all))
         if self._order[0] != epoch:
             order = list(range(len(self.all)))
             random.Random(f"{self.seed} {epoch}").shuffle(order)
             self._order = (epoch, order)
-        return self.all[self._order[1][position]]
+        return self.all[self._order[1][index]]

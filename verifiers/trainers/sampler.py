@@ -23,7 +23,7 @@ from verifiers.rollout import step_tokens
 from verifiers.samples import Sample, samples_of
 from verifiers.trainers.distributed.samplers import Samplers
 from verifiers.trainers.memory.job import length_asked, slots_wanted
-from verifiers.trainers.sampling import flat, merged, names
+from verifiers.trainers.sampling import default_args, flat, merged, names
 from verifiers.types import ChatMessage
 
 if TYPE_CHECKING:
@@ -34,41 +34,40 @@ ROUNDING = 1.001  # what two ways of counting the same bytes may differ by
 
 
 class Sampler(LocalModel):
-    """A `LocalModel` that can say later which tokens a reply was made of, for loops that keep only its text.
+    """A `LocalModel` that can still find the tokens of a reply for a loop that kept only its text.
 
-    ``usual`` are sampling arguments of requests that leave them out.
+    It ``remembers`` so many replies; ``default_args`` are sampling arguments for requests that leave them out.
     """
 
     def __init__(
-        self, *args: Any, remembers: int = 4096, usual: Mapping[str, Any] | None = None, **kwargs: Any
+        self, *args: Any, remembers: int = 4096, default_args: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._remembers, self._usual = remembers, flat(usual)
-        self._kept: deque[tuple[Any, ChatMessage, Tokens]] = deque(maxlen=remembers)
+        self._remembers, self._default_args = remembers, flat(default_args)
+        self._unsorted: deque[tuple[Any, ChatMessage, Tokens]] = deque(maxlen=remembers)
         self._sampled: OrderedDict[tuple[Any, ...], deque[Tokens]] = OrderedDict()  # by prompt and reply
         self._count = 0
 
     async def complete(self, request: Request) -> Completion:
         given = request.sampling
-        if not self._usual.keys() <= given.keys() or any(one is None for one in given.values()):
-            usual = {name: self._usual[name] for name in self._usual.keys() - names(given)}
-            request = replace(request, sampling={**given, **usual})
+        if not self._default_args.keys() <= given.keys() or any(one is None for one in given.values()):
+            defaults = {name: self._default_args[name] for name in self._default_args.keys() - names(given)}
+            request = replace(request, sampling={**given, **defaults})
         completion = await super().complete(request)
         if completion.tokens is not None:
             self.keep(request, completion.message, completion.tokens)
         return completion
 
     def keep(self, request: Request, message: ChatMessage, tokens: Tokens) -> None:
-        """Remember which tokens a reply was made of; the oldest replies go when there are too many."""
-        prompt = (
-            request.prompt if isinstance(request.prompt, str) else list(request.prompt)
-        )  # its caller may go on with it
-        self._kept.append((prompt, dict(message), tokens))
+        """Remember the tokens of a reply, and forget those of the oldest."""
+        # A copy: the caller may append to its list of messages.
+        prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
+        self._unsorted.append((prompt, dict(message), tokens))
 
     def _sort(self) -> None:
-        """Put what was kept where it can be found: hardly anybody asks."""
-        while self._kept:
-            prompt, message, tokens = self._kept.popleft()
+        """Index what was kept; only when it is searched, which is rare."""
+        while self._unsorted:
+            prompt, message, tokens = self._unsorted.popleft()
             self._sampled.setdefault(_key(prompt, message), deque()).append(tokens)
             self._count += 1
         while self._count > self._remembers:
@@ -79,16 +78,16 @@ class Sampler(LocalModel):
                 del self._sampled[oldest]
 
     def _find(self, prompt: Any, reply: Any) -> Tokens | None:
-        """The tokens of a reply. The same words sampled several times are found in the order they were sampled."""
+        """The tokens of a reply; of equal replies those of the next one, in the order in which they were sampled."""
         self._sort()
-        times = self._sampled.get(_key(prompt, reply))
-        if times is None:
+        equal = self._sampled.get(_key(prompt, reply))
+        if equal is None:
             return None
-        times.rotate(-1)
-        return times[-1]
+        equal.rotate(-1)
+        return equal[-1]
 
     def samples(self, prompt: Any, completion: Any) -> list[Sample]:
-        """The samples of a conversation that was held with this client; none if any of its turns is not known."""
+        """The samples of a conversation with this client; none if the tokens of any of its replies are not known."""
         if isinstance(prompt, str):
             tokens = self._find(prompt, completion)
             return samples_of([{"tokens": step_tokens(tokens)}]) if tokens is not None else []
@@ -115,10 +114,9 @@ def _key(prompt: Any, reply: Any) -> tuple[Any, ...]:
 def make_sampler(
     model: Any, tokenizer: Any, config: GRPOConfig, env: Environment | None, memory: MemoryPlan
 ) -> Sampler:
-    """The model as a client: a row for each rollout of a generation, and the KV cache that the plan has room for."""
+    """The model as a client: a slot for each rollout of a generation, and as much KV cache as the memory plan has."""
     parameter = next(model.parameters())
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    asked = usual_sampling(config, env)
     fits = plan(
         model.config,
         rows=memory.slots,
@@ -135,17 +133,12 @@ def make_sampler(
         length=fits.length,
         cache_tokens=fits.cache_tokens,
         remembers=8 * slots_wanted(config, parameter.device.type),
-        usual=asked,
+        default_args=default_args(config, env),
     )
 
 
-def usual_sampling(config: GRPOConfig, env: Environment | None) -> dict[str, Any]:
-    """The sampling arguments of a request that gives none."""
-    return merged(config, None if env is None else env.sampling_args)
-
-
 def sampling_args(config: GRPOConfig, env: Environment | None) -> dict[str, Any]:
-    """What rollouts are asked for: the usual, less what environments of a group may say for their own."""
+    """Sampling arguments of rollouts: the defaults, less those that environments of a group set themselves."""
     return merged(config, None if env is None else env.sampling_args, [one.sampling_args for one in _members(env)])
 
 
@@ -156,7 +149,7 @@ def _members(env: Any) -> Iterator[Any]:
 
 
 def exact_sampling(sampling: dict[str, Any], client: Any, env: Environment) -> dict[str, Any]:
-    """Sampling arguments with which a served model too gives the tokens it sampled; without them nothing is learned."""
+    """Sampling arguments that ask a served model for token ids and logprobs: nothing can be trained on without them."""
     is_served = isinstance(client, Samplers) or (
         not isinstance(client, Sampler) and isinstance(as_client(client), HTTPClient)
     )
@@ -164,33 +157,33 @@ def exact_sampling(sampling: dict[str, Any], client: Any, env: Environment) -> d
 
 
 def seed_of(*parts: object) -> int:
-    """A seed that depends on all of these, and on nothing else."""
+    """A seed that is a function of all of these: the same in every process and on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
 
 def start_sampling(client: Any, seed: int, count: int) -> None:
-    """Rollouts draw from this seed; the engine waits for ``count`` of them (0: for none) to begin together."""
+    """Seed the engine; it waits for ``count`` requests (0: for none) to start them together."""
     if isinstance(client, Sampler):
         client.engine.reseed(seed)
         client.engine.gather(min(count, client.engine.rows))
 
 
 def name_weights(client: Any, version: int) -> None:
-    """Tokens that are sampled from here on are of this version of the weights."""
+    """Tokens that are sampled from now on are of this version of the weights."""
     if isinstance(client, Sampler):
         client.engine.name_weights(version)
 
 
 def weights_lock(client: Any) -> AbstractContextManager[Any]:
-    """Held by whoever changes the weights, or reads them beside the trainer's own thread."""
+    """The lock to hold while the weights are changed, or read in another thread than the trainer's."""
     if isinstance(client, Samplers):
         return client.lock
     return client.engine.lock if isinstance(client, Sampler) else nullcontext()
 
 
 def ask(client: Any, prompts: Sequence[Any], sampling: Mapping[str, Any], *, is_chat: bool) -> list[Completion]:
-    """The completion of each prompt, all asked for at once."""
+    """The completion of each prompt, all requested at once."""
     asked = [as_messages(prompt) if is_chat else prompt for prompt in prompts]
     kind: Literal["chat", "completion"] = "chat" if is_chat else "completion"
     requests = [Request(model="", prompt=one, sampling=sampling, message_type=kind) for one in asked]

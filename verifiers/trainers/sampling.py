@@ -1,7 +1,7 @@
-"""Sampling arguments of a configuration and an environment become one set, and the record of a reply its distribution.
+"""Sampling arguments of configuration and environment, merged; and the distribution that the tokens of a reply had.
 
-Which argument is in force: the configuration's (a field that was set, or ``sampling_args``), else the environment's own
-``sampling_args``, else the default of the field.
+Precedence: the configuration's (a field that was set, or ``sampling_args``), then the environment's ``sampling_args``,
+then the default of the field.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 _ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 _FIELDS = ("temperature", "max_new_tokens", "top_p", "top_k", "min_p")  # of a configuration
-_IN_BODY = ("top_k", "min_p")  # OpenAI's clients take them nowhere else
-_OFF: dict[str, tuple[Any, ...]] = {"top_p": (1, 1.0), "top_k": (0, -1), "min_p": (0, 0.0)}
+_IN_BODY = ("top_k", "min_p")  # OpenAI's clients take them in extra_body only
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"top_p": (1, 1.0), "top_k": (0, -1), "min_p": (0, 0.0)}
 
-# Arguments that change what is drawn in a way that an update cannot compute, with the values that change nothing.
-_NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
+# Arguments whose distribution an update cannot compute, each with the values that have no effect.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "best_of": (1,),
@@ -41,7 +41,7 @@ _NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
 
 
 def flat(args: Mapping[str, Any] | None, where: str = "sampling_args") -> dict[str, Any]:
-    """Arguments by one name each, those in ``extra_body`` too; two names with two values are an error.
+    """Arguments under one name each, those in ``extra_body`` included; two names with two values are an error.
 
     >>> flat({"max_completion_tokens": 8, "extra_body": {"top_k": 5}})
     {'max_tokens': 8, 'top_k': 5}
@@ -49,43 +49,43 @@ def flat(args: Mapping[str, Any] | None, where: str = "sampling_args") -> dict[s
     found: dict[str, Any] = {}
     said: dict[str, str] = {}
     for name, value, spelled in _items(args):
-        key = _ALIASES.get(name, name)
         if value is None:
             continue
-        if key in found and found[key] != value:
+        if name in found and found[name] != value:
             raise ValueError(
-                f"{where} has {said[key]}={found[key]!r} and {spelled}={value!r}, which are the same thing; keep one"
+                f"{where} has {said[name]}={found[name]!r} and {spelled}={value!r}, which are the same thing; keep one"
             )
-        found[key], said[key] = value, spelled
+        found[name], said[name] = value, spelled
     return found
 
 
 def names(args: Mapping[str, Any] | None) -> set[str]:
-    """Which arguments there are, by one name each."""
-    return {_ALIASES.get(name, name) for name, value, _ in _items(args) if value is not None}
+    """The arguments that are given, under one name each."""
+    return {name for name, value, _ in _items(args) if value is not None}
 
 
 def _items(args: Mapping[str, Any] | None) -> Iterator[tuple[str, Any, str]]:
+    """(Name, value, spelling) of each argument: aliases have one name."""
     for name, value in (args or {}).items():
         if name != "extra_body":
-            yield name, value, name
+            yield _ALIASES.get(name, name), value, name
         for inner, one in (value or {}).items() if name == "extra_body" else ():
-            yield inner, one, f"extra_body.{inner}"
+            yield _ALIASES.get(inner, inner), one, f"extra_body.{inner}"
 
 
 def merged(
     config: GRPOConfig, own: Mapping[str, Any] | None = None, members: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """What is asked of a model, for an environment with arguments of its ``own`` (a group: and of its ``members``).
+    """Sampling arguments for an environment with arguments of its ``own`` (of a group: and of its ``members``).
 
-    It is written as the environments wrote it, so that it replaces what they say by themselves.
+    They are spelled as the environments spell them, so that they replace those.
     """
     given = flat(config.sampling_args, "sampling_args of the configuration")
     defaults: dict[str, Any] = {}
     for field in _FIELDS:
         name, value = _ALIASES.get(field, field), getattr(config, field)
         if not config.is_set(field):
-            if value not in _OFF.get(name, ()):
+            if value not in _NEUTRAL.get(name, ()):
                 defaults[name] = value
         elif name in given and given[name] != value:
             raise ValueError(
@@ -98,41 +98,50 @@ def merged(
     theirs = {name for one in members for name in flat(one, "sampling_args of an environment")}
     wanted = {name: value for name, value in defaults.items() if name not in theirs} | environment | given
     known = environment.keys() | theirs
-    wanted = {name: value for name, value in wanted.items() if name in known or value not in _OFF.get(name, ())}
-    return _written(wanted, config.sampling_args, own, *members)
+    wanted = {name: value for name, value in wanted.items() if name in known or value not in _NEUTRAL.get(name, ())}
+    return _spelled(wanted, config.sampling_args, own, *members)
 
 
-def over(args: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with others in their place, whatever they are called.
+def default_args(config: GRPOConfig, env: Any) -> dict[str, Any]:
+    """Sampling arguments of a request that gives none."""
+    return merged(config, None if env is None else env.sampling_args)
 
-    >>> over({"max_tokens": 8, "temperature": 1.0}, {"max_completion_tokens": 16})
+
+def max_new_tokens(config: GRPOConfig, env: Any) -> int:
+    """The most tokens of one reply."""
+    return int(flat(default_args(config, env))["max_tokens"])
+
+
+def overridden(args: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with ``further`` ones in their place, under whichever name.
+
+    >>> overridden({"max_tokens": 8, "temperature": 1.0}, {"max_completion_tokens": 16})
     {'max_tokens': 16, 'temperature': 1.0}
     """
-    return _written({**flat(args), **flat(further, "eval_sampling_args")}, further, args)
+    return _spelled({**flat(args), **flat(further, "eval_sampling_args")}, further, args)
 
 
-def _written(wanted: Mapping[str, Any], given: Mapping[str, Any], *theirs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Arguments as clients take them: in every place that ``theirs`` have them in, else where ``given`` has them."""
-    places: dict[str, set[str]] = {}
+def _spelled(wanted: Mapping[str, Any], given: Mapping[str, Any], *theirs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Arguments as clients take them: under every name that ``theirs`` have, else under the one of ``given``."""
+    spellings: dict[str, set[str]] = {}
     for args in theirs:
-        for name, _, where in _items(args):
-            places.setdefault(_ALIASES.get(name, name), set()).add(where)
-    for name, _, where in _items(given):
-        key = _ALIASES.get(name, name)
-        places.setdefault(key, {f"extra_body.{key}" if key in _IN_BODY else where})
+        for name, _, spelled in _items(args):
+            spellings.setdefault(name, set()).add(spelled)
+    for name, _, spelled in _items(given):
+        spellings.setdefault(name, {f"extra_body.{name}" if name in _IN_BODY else spelled})
     plain: dict[str, Any] = {}
     body: dict[str, Any] = {}
-    for key, value in wanted.items():
-        for place in sorted(places.get(key) or [f"extra_body.{key}" if key in _IN_BODY else key]):
-            (body if place.startswith("extra_body.") else plain)[place.removeprefix("extra_body.")] = value
+    for name, value in wanted.items():
+        for spelled in sorted(spellings.get(name) or [f"extra_body.{name}" if name in _IN_BODY else name]):
+            (body if spelled.startswith("extra_body.") else plain)[spelled.removeprefix("extra_body.")] = value
     return {**plain, "extra_body": body} if body else plain
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distribution:
-    """What tokens were drawn from: the model's logits, biased, over the temperature, and truncated.
+    """What tokens were sampled from: the model's logits plus a bias, over the temperature, truncated.
 
-    ``is_asked``: so it was asked for, of an engine that does not say how it drew; its logprobs may be of another.
+    ``is_requested``: as requested of an engine that does not report how it sampled; its logprobs may be of another.
     """
 
     temperature: float = 1.0
@@ -140,7 +149,7 @@ class Distribution:
     top_k: int = 0
     min_p: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    is_asked: bool = False
+    is_requested: bool = False
 
     @property
     def truncates(self) -> bool:
@@ -148,28 +157,23 @@ class Distribution:
 
     @property
     def is_tempered(self) -> bool:
-        """Is it the model's own but for the temperature?"""
+        """Whether it is the model's own distribution at some temperature."""
         return not self.truncates and not self.logit_bias
-
-    @property
-    def is_ambiguous(self) -> bool:
-        """Do engines understand it differently? Some truncate by one rule what the other left, some by both at once."""
-        return self.is_asked and (self.top_p < 1.0) + (self.top_k > 0) + (self.min_p > 0.0) > 1
 
 
 PLAIN = Distribution()
 
 
 def read_distribution(record: Mapping[str, Any], where: str = "a reply") -> Distribution:
-    """What a reply was drawn from, by the record of the engine, or by what was asked of one (``{"asked": {…}}``).
+    """What a reply was sampled from: as the engine recorded it, or as it was requested (``{"asked": {…}}``).
 
     >>> read_distribution({"asked": {"temperature": 0.7, "extra_body": {"top_k": 5}}}).top_k
     5
     """
-    is_asked = "asked" in record
-    args = flat(record["asked"] if is_asked else record, f"the record of {where}")
-    for name in sorted(args.keys() & _NOT_FOLLOWED.keys()):
-        if args[name] not in _NOT_FOLLOWED[name]:
+    is_requested = "asked" in record
+    args = flat(record["asked"] if is_requested else record, f"the record of {where}")
+    for name in sorted(args.keys() & _UNSUPPORTED.keys()):
+        if args[name] not in _UNSUPPORTED[name]:
             raise ValueError(
                 f"{where} was sampled with {name}={args[name]!r}: the update cannot compute what that draws from; "
                 "leave it out of what is trained on"
@@ -180,13 +184,14 @@ def read_distribution(record: Mapping[str, Any], where: str = "a reply") -> Dist
         top_k=max(int(args.get("top_k", 0)), 0),
         min_p=float(args.get("min_p", 0.0)),
         logit_bias=_bias(args.get("logit_bias") or {}),
-        is_asked=is_asked,
+        is_requested=is_requested,
     )
     if not (math.isfinite(found.temperature) and found.temperature > 0):
         raise ValueError(
             f"{where} was sampled at temperature {found.temperature:g}: training samples, at a temperature above 0"
         )
-    if found.is_ambiguous:
+    # Some engines apply one rule to what the other left, some both at once.
+    if is_requested and (found.top_p < 1.0) + (found.top_k > 0) + (found.min_p > 0.0) > 1:
         raise ValueError(
             f"{where} was sampled with more than one of top_p, top_k and min_p by an engine that does not say how it "
             "combines them: train with one of them, or sample in this process"
@@ -199,7 +204,7 @@ def _bias(bias: Mapping[Any, Any]) -> tuple[tuple[int, float], ...]:
 
 
 def check(args: Mapping[str, Any], where: str) -> None:
-    """Refuse arguments that a training cannot sample with."""
+    """Refuse sampling arguments that cannot be trained with."""
     try:
         found = read_distribution(args, "a rollout")
     except ValueError as error:
@@ -213,18 +218,18 @@ def check(args: Mapping[str, Any], where: str) -> None:
         )
 
 
-def distributions(sample: Sample, usual: Distribution) -> tuple[tuple[int, Distribution], ...]:
-    """(Tokens, distribution) of each part of a sample's completion; ``usual`` where none was recorded."""
+def distributions(sample: Sample, default: Distribution) -> tuple[tuple[int, Distribution], ...]:
+    """(Tokens, distribution) of each part of a sample's completion; ``default`` where none was recorded."""
     if not sample.sampling:
-        return ((len(sample.completion_ids), usual),)
-    return tuple([(n, usual if record is None else _distribution(record)) for n, record in sample.sampling])
+        return ((len(sample.completion_ids), default),)
+    return tuple([(n, default if record is None else _distribution(record)) for n, record in sample.sampling])
 
 
 _read: Recent[Distribution] = Recent()
 
 
 def _distribution(record: Mapping[str, Any]) -> Distribution:
-    """`read_distribution`, once for all replies that were drawn alike."""
+    """`read_distribution`, cached: most replies were sampled with the same arguments."""
     found = _read.find(key := repr(record))
     if found is None:
         found = read_distribution(record)
@@ -232,8 +237,8 @@ def _distribution(record: Mapping[str, Any]) -> Distribution:
     return found
 
 
-def saved(sample: Sample) -> Sample:
-    """A sample that was saved: one of which a reply was taken greedily is a text, whose logprobs are not known."""
+def without_greedy_logprobs(sample: Sample) -> Sample:
+    """The sample, its logprobs unknown (NaN) if any of its replies was decoded greedily."""
     records = [record.get("asked", record) for _, record in sample.sampling if record is not None]
     if all(float(flat(one).get("temperature", 1.0)) > 0 for one in records):
         return sample
@@ -243,11 +248,11 @@ def saved(sample: Sample) -> Sample:
 def without_doubtful_logprobs(
     sample: Sample, drawn: Sequence[tuple[int, Distribution]], *, is_off_policy: bool = False
 ) -> Sample:
-    """The sample, its logprobs unknown (NaN) if they may be of another distribution than the tokens were drawn from.
+    """The sample, its logprobs unknown (NaN) if they may be of another distribution than the tokens were sampled from.
 
-    Such are measured in the update, which is no way out for a batch that an earlier policy sampled.
+    The update then computes them, which is right only for a batch that the current policy sampled.
     """
-    if all(not one.is_asked or one.is_tempered for _, one in drawn):
+    if all(not one.is_requested or one.is_tempered for _, one in drawn):
         return sample
     if is_off_policy:
         raise ValueError(

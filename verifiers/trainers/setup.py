@@ -1,4 +1,4 @@
-"""What a trainer is given becomes what it is made of (a model, a tokenizer, rows), or one sentence of why not."""
+"""What a trainer is given becomes a model, a tokenizer and rows that it can train on; or an error says why not."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from verifiers.envs.rows import Rows, as_rows
 from verifiers.kernels.modules import is_quantised
 from verifiers.messages import tools_of
 from verifiers.rubrics import Rubric
-from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.config import GRPOConfig
-from verifiers.trainers.distributed.processes import held_apart, mixed_precision
+from verifiers.trainers.distributed.processes import mixed_precision
 from verifiers.trainers.memory.job import Job
 from verifiers.trainers.memory.optimizers import bitsandbytes, check_optimizer
 from verifiers.trainers.memory.plan import MemoryPlan, ModelSize
@@ -30,20 +29,14 @@ logger = logging.getLogger("verifiers.trainers")
 
 
 def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
-    """The one of two names for the same thing that was passed."""
+    """The value of an argument that has two names, whichever was passed."""
     if value is not None and other is not None:
         raise TypeError(f"{name} and {other_name} are the same thing; pass one of them")
     return value if value is not None else other
 
 
-def job(config: TrainingConfig, accelerator: Any, kind: str, **more: Any) -> Job:
-    """What is to be trained in these processes; ``kind`` is how they share the weights."""
-    n, held = accelerator.num_processes, held_apart(accelerator, kind)
-    return Job(config=config, device=accelerator.device, processes=n, sharding=held, **more)
-
-
 def model_and_tokenizer(model: Any, tokenizer: Any, job: Job) -> tuple[Any, Any, MemoryPlan]:
-    """The module to train, on its device and in its precision; a tokenizer for it; and what memory it will take."""
+    """The module to train, on its device and in its precision; its tokenizer; and the memory plan of the training."""
     if model is None:
         raise ValueError("there is no model to train; pass model='smollm2', a folder, a hub name or a module")
     config, device = job.config, job.device
@@ -64,13 +57,13 @@ def model_and_tokenizer(model: Any, tokenizer: Any, job: Job) -> tuple[Any, Any,
         logger.warning("to fit into %s: %s", device, ", ".join(memory.told))
     if memory.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        # The hook on the embeddings is for reentrant checkpoints; a hooked model is not sampled from in C.
+        # The hook on the embeddings is for reentrant checkpointing, and a model with hooks is not sampled from in C.
         model.disable_input_require_grads()
     return model, tokenizer, memory
 
 
 def _loaded(name: str | Path, job: Job) -> Any:
-    """The model of a name, if there is memory for what is to be done with it; one for 4 bits is loaded on the host."""
+    """Load the model of a name, after its memory plan was checked; to the host if it is to be quantised."""
     dtype = torch.bfloat16 if job.device.type == "cuda" else None
 
     def check(config: Any, dtype: torch.dtype, device: torch.device) -> None:
@@ -91,7 +84,7 @@ def _check_4_bit(model: Any, job: Job) -> None:
 
 
 def _precision(job: Job) -> str | None:
-    """The precision that is asked for, if any."""
+    """The precision that was asked for, if any: fp16 or bf16."""
     said = "fp16" if job.config.fp16 else "bf16" if job.config.bf16 else mixed_precision()
     if said == "fp16" and job.device.type == "cpu":
         raise ValueError("fp16=True needs a GPU: on a CPU leave it out, and training is in float32")
@@ -99,7 +92,7 @@ def _precision(job: Job) -> str | None:
 
 
 def _in_precision(model: Any, job: Job) -> tuple[Any, torch.dtype]:
-    """The module where it is kept, in the dtype that it computes in."""
+    """The module on its device, and the dtype that it computes in."""
     parameter, config, device = next(model.parameters()), job.config, job.device
     if getattr(model, "hf_device_map", None) and len(set(model.hf_device_map.values())) > 1:
         raise ValueError("this model is spread over several devices; load it onto one, without device_map")
@@ -116,13 +109,13 @@ def _in_precision(model: Any, job: Job) -> tuple[Any, torch.dtype]:
 
 
 def with_adapters(model: Any, peft_config: Any) -> Any:
-    """The model with LoRA adapters, in its own precision (their float32 copies are with the optimizer)."""
+    """The model with LoRA adapters in the model's dtype (the optimizer has their float32 copies)."""
     if hasattr(model, "peft_config"):
         raise ValueError("this model has adapters already; leave out peft_config")
     dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
     adapted = _peft().get_peft_model(model, peft_config, autocast_adapter_dtype=False)
     for one in adapted.parameters():
-        if one.requires_grad:  # on weights in 4 bits they are float32
+        if one.requires_grad:  # peft makes them float32 on 4-bit weights
             one.data = one.data.to(dtype)
     return adapted
 
@@ -162,7 +155,7 @@ def check_reference(model: Any, config: GRPOConfig) -> None:
 
 
 def check_env(env: Any) -> None:
-    """An environment that scores nothing teaches nothing."""
+    """Refuse an environment without a reward: there would be nothing to train on."""
     if not isinstance(env, Environment):
         raise TypeError(f"env is an environment (vf.load_environment('…')), not a {type(env).__name__}")
     rubric = env.rubric
@@ -171,8 +164,12 @@ def check_env(env: Any) -> None:
         raise ValueError("this environment rewards nothing: give its rubric a reward function with a weight above 0")
 
 
-def short_enough(rows: Any, tokenizer: Any, config: GRPOConfig, env: Environment) -> tuple[Any, int]:
-    """The rows whose prompt has at most ``max_prompt_length`` tokens, and how many were dropped."""
+def training_rows(env: Environment, given: Any, tokenizer: Any, config: GRPOConfig) -> tuple[Any, int]:
+    """Rows in the environment's format, the given ones or its own, and how many were dropped.
+
+    Those with a prompt of more than ``max_prompt_length`` tokens are.
+    """
+    rows: Any = env.get_dataset() if given is None else as_rows(given, env._format)
     writer, most = ChatWriter(tokenizer), config.max_seq_length
     if most is not None and all(_length(rows[i], writer, env) >= most for i in range(len(rows))):
         raise ValueError(f"all {len(rows)} prompts leave no room for a reply within max_seq_length={most} tokens")
@@ -191,15 +188,10 @@ def _length(row: Row, writer: ChatWriter, env: Environment) -> int:
 
 
 def tools_for(env: Environment | None, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools that a rollout of this row has: the row's own, or those of the environment that plays it."""
+    """The tools of a rollout of this row: the row's own, or those of the environment that plays it."""
     if (own := tools_of(row)) is not None:
         return own
     return getattr(environment_of(env, row.get("task")), "oai_tools", None)
-
-
-def rows_of(env: Environment, given: Any) -> Rows:
-    """Rows for an environment: those handed in, in its format, or its own."""
-    return env.get_dataset() if given is None else as_rows(given, env._format)
 
 
 def eval_rows(env: Environment | None, given: Any) -> Any:
@@ -209,7 +201,7 @@ def eval_rows(env: Environment | None, given: Any) -> Any:
 
 
 def column_batches(rows: Any, size: int) -> Iterator[dict[str, list[Any]]]:
-    """Rows, so many at a time, as columns.
+    """Rows in batches of ``size``, each as columns.
 
     >>> list(column_batches([{"prompt": "2+2?", "answer": "4"}], 8))
     [{'prompts': ['2+2?'], 'answers': ['4'], 'tasks': [None], 'infos': [None]}]

@@ -1,4 +1,4 @@
-"""Examples to imitate (texts, chats, gold answers, saved rollouts) become samples: only their replies are trained."""
+"""SFT examples (texts, chats, gold answers, saved rollouts) become samples whose loss mask covers the replies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS = "prompt and completion, messages, or (with env=) question and answer"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SFTSamples:
-    """What is to be imitated, and how many rows were left out: failed, below ``min_reward``, or longer than fits."""
+    """Samples to train on, and how many rows were left out: failed, below ``min_reward``, or too long."""
 
     samples: list[Sample]
     failed: int = 0
@@ -40,7 +40,7 @@ def read_samples(
     min_reward: float | None = None,
     max_length: int | None = None,
 ) -> SFTSamples:
-    """The samples of a data set: rows, columns, `Results`, a run directory, a file; None: the environment's rows."""
+    """The samples of a dataset: rows, columns, `Results`, a run directory, a file; None: the environment's rows."""
     rows = _rows_of(given, env)
     if not rows:
         raise ValueError("there are no rows to imitate")
@@ -53,7 +53,7 @@ def read_samples(
     writer = ChatWriter(tokenizer)
     note_missing_tools(wanted if env is None else (), "pass env=, the environment that they come from")
     for i, row in enumerate(wanted):
-        found = [_cut(sample, max_length) for sample in _samples(row, i, writer, env)]
+        found = [_truncated(sample, max_length) for sample in _samples(row, i, writer, env)]
         fitting = [sample for sample in found if any(sample.completion_mask)]
         overlong += not fitting
         samples += fitting
@@ -94,7 +94,7 @@ def _rows_of(given: Any, env: Environment | None) -> Sequence[Mapping[str, Any]]
 
 
 def _samples(row: Mapping[str, Any], position: int, writer: ChatWriter, env: Environment | None) -> list[Sample]:
-    """The samples of a row: the tokens that were sampled where it has them, those of its text otherwise."""
+    """The samples of a row: with the tokens that were sampled if it has them, else with those of its text."""
     exact = samples_of(row.get("trajectory") or ())
     if exact and are_ids_of(row["trajectory"], writer):
         return exact
@@ -104,7 +104,7 @@ def _samples(row: Mapping[str, Any], position: int, writer: ChatWriter, env: Env
             raise ValueError(f"row {position}: its {name} is a text or messages, not {given!r:.80}")
     if isinstance(prompt, str) and isinstance(completion, str):
         end = None if row.get("is_truncated") else writer.tokenizer.eos_token_id
-        return [_ended(sample, end) for sample in tokenized(prompt, completion, writer)]
+        return [_with_eos(sample, end) for sample in tokenized(prompt, completion, writer)]
     if not writer.template.is_there:
         raise ValueError("these rows are chats, and this tokenizer has no chat template; set tokenizer.chat_template")
     return written_samples(prompt, completion, writer, row, tools_for(env, row))
@@ -149,7 +149,7 @@ def _split(messages: list[dict[str, Any]], position: int) -> tuple[list[dict[str
 
 
 def gold_reply(env: Environment, row: Mapping[str, Any]) -> str:
-    """The reply that the environment's parser reads the row's answer out of; other fields are the row's own columns.
+    """A reply that the environment's parser reads the row's answer from; its other fields are columns of the row.
 
     >>> from verifiers.envs import SingleTurnEnv
     >>> from verifiers.parsers import XMLParser
@@ -160,7 +160,7 @@ def gold_reply(env: Environment, row: Mapping[str, Any]) -> str:
     """
     player = environment_of(env, row.get("task")) or env
     parser, answer = player.parser, str(row["answer"])
-    for reply in _forms(parser, row, answer):
+    for reply in _formats(parser, row, answer):
         if str(parser.parse_answer([{"role": "assistant", "content": reply}])).strip() == answer.strip():
             return reply
     raise ValueError(
@@ -169,7 +169,8 @@ def gold_reply(env: Environment, row: Mapping[str, Any]) -> str:
     )
 
 
-def _forms(parser: Any, row: Mapping[str, Any], answer: str) -> Iterator[str]:
+def _formats(parser: Any, row: Mapping[str, Any], answer: str) -> Iterator[str]:
+    """The answer in the parser's own format, then in common ones."""
     fields, write = getattr(parser, "get_fields", None), getattr(parser, "format", None)
     if callable(fields) and callable(write):
         target = getattr(parser, "answer_field", "answer")
@@ -181,8 +182,8 @@ def _forms(parser: Any, row: Mapping[str, Any], answer: str) -> Iterator[str]:
     yield f"#### {answer}"
 
 
-def _ended(sample: Sample, end: int | None) -> Sample:
-    """A text that is imitated ends."""
+def _with_eos(sample: Sample, end: int | None) -> Sample:
+    """The sample with an end token, which is trained on."""
     if end is None or sample.completion_ids[-1:] == [end]:
         return sample
     return replace(
@@ -193,7 +194,7 @@ def _ended(sample: Sample, end: int | None) -> Sample:
     )
 
 
-def _cut(sample: Sample, most: int | None) -> Sample:
+def _truncated(sample: Sample, most: int | None) -> Sample:
     room = None if most is None else max(most - len(sample.prompt_ids), 0)
     if room is None or len(sample.completion_ids) <= room:
         return sample

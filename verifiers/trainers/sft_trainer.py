@@ -1,4 +1,4 @@
-"""Examples to imitate and a model become a model that has the form of the task: a warm-up before it is rewarded."""
+"""Supervised fine-tuning: a model and examples become a model that answers like them, as a warm-up for GRPO."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from verifiers.samples import Sample
 from verifiers.trainers import setup
 from verifiers.trainers.config import SFTConfig
 from verifiers.trainers.distributed import processes
-from verifiers.trainers.generations import rows_so_far
 from verifiers.trainers.learning.logprobs import TokenScorer
-from verifiers.trainers.learning.micro_batches import Trained, check_tokens, idle_batch, micro_batches
+from verifiers.trainers.learning.micro_batches import TrainSample, check_tokens, idle_batch, micro_batches
 from verifiers.trainers.sft_rows import SFTSamples, read_samples
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
@@ -24,7 +23,7 @@ from verifiers.trainers.weights import learning_rate
 
 
 class SFTTrainer(Trainer):
-    """Trains a model to say what is said in examples: the mean of -logprob over the tokens of the replies goes down.
+    """Trains a model to imitate examples: minimises the mean negative logprob of the tokens of their replies.
 
     ``dataset`` is rows with prompt and completion (texts or messages), or with messages, of which every assistant turn
     is trained; saved rollouts (`Results`, a run directory, a file), those with ``min_reward`` or more; or, with
@@ -74,12 +73,11 @@ class SFTTrainer(Trainer):
                 report.display.enter("learning from a batch")
                 figures = self.train_step(self.get_batch())
                 self.step += 1
-                self.rows.note_learned(range(self.rows.low, self.rows.cursor))
-                self.cursor, self.learned = rows_so_far(self.rows, self.accelerator)
+                self._note_learned(range(self.rows.first_unlearned, self.rows.cursor))
                 seconds = time.perf_counter() - began
                 figures["training_s"] = seconds
                 report.note(self, figures, tokens=figures["tokens"], seconds=seconds)
-                self._after_step(report, cursor=self.cursor)
+                self._after_step(report)
             self.weights.module.eval()
         return report
 
@@ -88,7 +86,7 @@ class SFTTrainer(Trainer):
         return self.rows.take(self.rows_per_step)
 
     def train_step(self, batch: Sequence[Sample]) -> dict[str, Any]:
-        """Learn from these samples: loss, tokens, grad_norm, learning_rate."""
+        """One update from these samples; returns loss, tokens, grad_norm, learning_rate."""
         rate = learning_rate(self.config, self.step, self.total_steps)
         own = sum(sum(sample.completion_mask) for sample in batch)
         count = sum(processes.gathered(self.accelerator, own))
@@ -108,7 +106,7 @@ class SFTTrainer(Trainer):
         }
 
     def evaluate(self) -> dict[str, Any]:
-        """The loss over ``eval_dataset`` with the model as it is now."""
+        """The loss over ``eval_dataset`` with the current weights."""
         if not self.eval_samples:
             raise ValueError("there is nothing to evaluate on; pass eval_dataset=")
         self.weights.module.eval()
@@ -119,7 +117,7 @@ class SFTTrainer(Trainer):
 
     @property
     def rows_per_step(self) -> int:
-        """Samples that one update of this process learns from."""
+        """Samples of one update, in this process."""
         return self.config.batch_size * self.config.gradient_accumulation_steps
 
     @property
@@ -132,13 +130,13 @@ class SFTTrainer(Trainer):
         return read_samples(dataset, self.tokenizer, env=self.env, min_reward=self.config.min_reward, max_length=most)
 
     def _losses(self, batch: Sequence[Sample]) -> Iterator[tuple[torch.Tensor, bool]]:
-        """The sum of the losses of the trained tokens, micro-batch by micro-batch, and whether it is the last."""
+        """The summed loss of each micro-batch's trained tokens, and whether it is the last one."""
         if self._scorer is None:
             self._scorer = self.weights.scorer()
         pad_id = self.tokenizer.pad_token_id
         made = list(
             micro_batches(
-                [Trained(sample=sample, advantage=1.0) for sample in batch],
+                [TrainSample(sample=sample, advantage=1.0) for sample in batch],
                 max_tokens=self.memory.micro_batch_tokens,
                 pad_id=pad_id,
                 **self._scorer.layouts.limits(),

@@ -1,4 +1,4 @@
-"""The weights that made each token, as its server says it → how old tokens are when they are learned from."""
+"""The weight version that each token was sampled with → the staleness of a batch, in updates."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from verifiers.types import VersionSpan
 
 
 class OtherWeightsError(BadReplyError):
-    """A reply from weights that its server was not sent from here."""
+    """A reply from weights that this trainer did not send to its server."""
 
 
 def with_versions(completion: Completion, oldest: int, newest: int | None) -> Completion:
-    """A reply with the versions of its weights: what its server says, if that can be; else the oldest they can be."""
+    """A reply with its weight versions: those its server reports, checked; else the oldest possible one."""
     tokens = completion.tokens
     if tokens is None:
         return completion
@@ -37,7 +37,7 @@ def with_versions(completion: Completion, oldest: int, newest: int | None) -> Co
 
 
 def note_versions(states: Iterable[Mapping[str, Any]], version: int) -> None:
-    """Write the version to tokens whose server did not say what made them: that of when they were asked for.
+    """Set the version of tokens whose server did not report one: that of when they were requested.
 
     >>> state = {"trajectory": [{"tokens": {"completion_ids": [1, 2, 3]}}]}
     >>> note_versions([state], 4); versions_of(state)
@@ -50,7 +50,7 @@ def note_versions(states: Iterable[Mapping[str, Any]], version: int) -> None:
 
 
 def versions_of(state: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """(Tokens, version of the weights) of each stretch of what was sampled in a rollout, where its engine said so.
+    """(Tokens, weight version) of each span of sampled tokens of a rollout, where its engine reported it.
 
     >>> tokens = {"completion_ids": [1, 2, 3], "weight_versions": [("4", 0, 2), ("5", 2, 3)]}
     >>> versions_of({"trajectory": [{"tokens": tokens}]})
@@ -65,7 +65,7 @@ def versions_of(state: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def staleness_figures(batch: Batch, updates: int) -> dict[str, Any]:
-    """How many updates older than the weights that learn from them tokens are; and how many rollouts crossed one."""
+    """Updates since tokens were sampled, mean and max; and the share of rollouts sampled across an update."""
     found = [spans for state in batch.states if state is not None and (spans := versions_of(state))]
     tokens = sum(n for spans in found for n, _ in spans)
     if not tokens:

@@ -1,4 +1,4 @@
-"""What went wrong in a training becomes the sentence that it stops with."""
+"""Errors that end a training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NotFiniteError(TrainingStoppedError):
 
 
 def nothing_scored(batch: Any, processes: Any) -> TrainingStoppedError | None:
-    """The error where rollouts were made and every one of them failed, in all processes: nothing can be learned."""
+    """The error to raise if every rollout of a step failed, in all processes."""
     failed = getattr(batch, "failed", ())
     first = failed[0]["error"] if failed else None
     cause = None if first is None else f"{type(first).__name__}: {first}"
@@ -24,9 +24,9 @@ def nothing_scored(batch: Any, processes: Any) -> TrainingStoppedError | None:
     count = sum(n for _, n, _ in found)
     if not count or any(scored for scored, _, _ in found):
         return None
-    words = next(one for _, _, one in found if one is not None)
+    first_cause = next(one for _, _, one in found if one is not None)
     error = TrainingStoppedError(
-        f"all {count} rollouts of a step failed, and a failed rollout trains nothing; the first one with {words}"
+        f"all {count} rollouts of a step failed, and a failed rollout trains nothing; the first one with {first_cause}"
     )
     error.__cause__ = first
     return error

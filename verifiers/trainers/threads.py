@@ -1,4 +1,4 @@
-"""How many threads train a model, and what memory they keep."""
+"""Threads and memory of a training on a CPU."""
 
 from __future__ import annotations
 
@@ -10,23 +10,17 @@ import torch
 
 from verifiers.kernels.cpu.threads import is_small
 
-LARGEST_KEPT = 31 << 20  # bytes: what the C library looks at is a little larger, and must be below 32 MiB
-
-
-def _keep_memory() -> None:
-    """Let the C library keep what a step gives back: new pages from the system take as long as what is done on them.
-
-    It learns from the largest block that it ever gave back to the system (of up to 32 MiB) not to do so with less.
-    """
-    torch.empty(LARGEST_KEPT, dtype=torch.uint8)
+LARGEST_KEPT = 31 << 20  # bytes: with the allocator's header it must stay below 32 MiB
 
 
 @contextmanager
 def sensible_threads(model: Any) -> Iterator[None]:
-    """Tiny models on a CPU are trained by one thread: more would wait for one another longer than they compute."""
+    """Within the block a tiny model on a CPU has one thread: several would wait for each other more than compute."""
     before = torch.get_num_threads()
     if next(model.parameters()).device.type == "cpu":
-        _keep_memory()
+        # glibc returns blocks to the system only above the largest (up to 32 MiB) that it has freed so far. After this
+        # one it keeps what a step frees: getting pages anew takes as long as the work on them.
+        torch.empty(LARGEST_KEPT, dtype=torch.uint8)
         if is_small(model):
             torch.set_num_threads(1)
     try:

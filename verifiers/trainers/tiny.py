@@ -1,4 +1,4 @@
-"""A few characters become a model to learn with: a small Llama and its tokenizer, made on the spot, nothing fetched."""
+"""A tiny random Llama with a character tokenizer, made on the spot: to train on a CPU in seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 ROLES = ("system", "user", "assistant", "tool")
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 SPECIAL = (PAD, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES))
-# One token for a role and one for the end: a chat is hardly longer than its text, and a reply is all that is sampled.
+# One token for a role and one for the end of a message: a chat is hardly longer than its text.
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{{ message['content'] or '' }}{{ '<|end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -30,10 +30,10 @@ def tiny_model(
     context: int = 256,
     seed: int = 0,
 ) -> tuple[Any, Any]:
-    """A random Llama that reads and writes single characters, and its tokenizer with a chat template.
+    """A random Llama whose tokens are single characters, and its tokenizer with a chat template.
 
-    It knows the given ``characters`` and those of ``texts`` (strings, messages, or rows of an environment, with all
-    they hold); without either, printable ASCII. The seed decides its weights; global random numbers stay as they are.
+    Its vocabulary has the given ``characters`` and those of ``texts`` (strings, messages, or rows of an environment);
+    without either, printable ASCII. The seed determines its weights; the global random state is not changed.
 
     >>> model, tokenizer = tiny_model("abc", hidden_size=32)
     >>> tokenizer.decode(tokenizer.encode("cab"))
@@ -54,7 +54,7 @@ def tiny_model(
 
 
 def _characters(value: Any) -> set[str]:
-    """Every character of a text, or of the texts that a message or a row is made of."""
+    """Every character of a text, or of all texts in a message or a row."""
     if isinstance(value, str):
         return set(value)
     if isinstance(value, Mapping):
@@ -99,7 +99,7 @@ def _model(tokenizer: Any, hidden_size: int, layers: int, heads: int, context: i
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,
-        # Usual values are made for width and length: with these a small model learns where things are far sooner.
+        # The defaults are for large models and long contexts: with these a small model learns positions far sooner.
         initializer_range=hidden_size**-0.5,
         rope_parameters={"rope_type": "default", "rope_theta": max(context / (2 * math.pi), 10.0)},
     )

@@ -1,9 +1,9 @@
-"""What every trainer has around its loop: how many steps there are, what is due after one, and the model saved."""
+"""What GRPO and SFT have in common: counting steps and rows, evaluating and saving when due, the report around it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from verifiers.trainers.checkpoints import save_model
 from verifiers.trainers.distributed import processes
 from verifiers.trainers.distributed.sharding import ShardedWeights, Whole, check_sharding, make_weights
 from verifiers.trainers.functions import call_callbacks
+from verifiers.trainers.memory.job import Job
 from verifiers.trainers.memory.plan import MemoryPlan
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.threads import sensible_threads
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """A loop over rows; a subclass says how many of them a step takes, and what to do with them."""
+    """A loop over rows; a subclass says how many rows a step takes and what an update does with them."""
 
     config: TrainingConfig
     env: Any
@@ -38,20 +39,26 @@ class Trainer:
     rows: RowStream
     step = epoch = cursor = 0
     should_stop = False
-    learned: Sequence[int] = ()  # places of rows beyond the cursor, where they are not learned from in order
+    learned: Sequence[int] = ()  # positions of rows after the cursor that were trained on, out of order
     report: Report | None = None
 
     def _check_config(self) -> None:
-        """Refuse what cannot be, in the processes that were started, before anything is loaded."""
+        """Refuse settings that cannot work with the processes that were started, before anything is loaded."""
         self.accelerator, self._sharding = processes.accelerator(), processes.sharding()
         self.config.check(self.accelerator.num_processes)
         check_sharding(self.config, self.accelerator, self._sharding)
         check_report_to(self.config.report_to)
 
-    def _load(self, model: Any, tokenizer: Any, **job: Any) -> None:
-        """The model and its tokenizer, as far as there is memory for what is to be done with them."""
-        wanted = setup.job(self.config, self.accelerator, self._sharding, **job)
-        self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, wanted)
+    def _load(self, model: Any, tokenizer: Any, **settings: Any) -> None:
+        """Load the model and its tokenizer, and plan the memory of training it."""
+        job = Job(
+            config=self.config,
+            device=self.accelerator.device,
+            processes=self.accelerator.num_processes,
+            sharding=processes.held_apart(self.accelerator, self._sharding),
+            **settings,
+        )
+        self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, job)
 
     def _make_weights(self, whole: Whole) -> None:
         self.weights = make_weights(
@@ -70,7 +77,7 @@ class Trainer:
 
     @property
     def reference(self) -> Reference | None:
-        """The model that the divergence is measured from, where it has weights of its own."""
+        """The reference model of the KL term, where it is a copy."""
         return None
 
     @property
@@ -78,7 +85,7 @@ class Trainer:
         raise NotImplementedError(f"{type(self).__name__} does not say whether it can be evaluated")
 
     def evaluate(self) -> Any:
-        """Measure the model as it is now."""
+        """Evaluate the current weights."""
         raise NotImplementedError(f"{type(self).__name__} has no evaluate()")
 
     @property
@@ -100,26 +107,33 @@ class Trainer:
             save_model(self.accelerator.unwrap_model(self.model), self.tokenizer, path)
         self.accelerator.wait_for_everyone()
 
-    def _go_on(self, state: Mapping[str, Any]) -> None:
-        """Take the loop up where a checkpoint left it."""
+    def _resume_from(self, state: Mapping[str, Any]) -> None:
+        """Continue where a checkpoint was written."""
         self.step, self.cursor, self.learned = state["step"], state["cursor"], list(state.get("learned", ()))
-        self.rows.go_on(self.cursor, self.learned)
+        self.rows.resume(self.cursor, self.learned)
+
+    def _note_learned(self, positions: Iterable[int]) -> None:
+        """Count rows of this process as trained on; what a checkpoint says lets any number of processes resume."""
+        self.rows.note_learned(positions)
+        self.cursor = min(processes.gathered(self.accelerator, self.rows.first_unlearned))
+        parts = processes.gathered(self.accelerator, self.rows.learned(self.cursor))
+        self.learned = sorted(position for part in parts for position in part)
 
     @contextmanager
     def _training(self, resume: bool | str | Path) -> Iterator[Report]:
-        """A run: its report is open while this lasts, and finished once it has ended well."""
+        """The report of a run, open for the length of the block and finished if it ends without an error."""
         with Report(self, resume) as report, sensible_threads(self.model):
             self.report = report
             if resume:
-                self._go_on(report.resume(self))
+                self._resume_from(report.resume(self))
             call_callbacks(self, "on_train_begin")
             yield report
             self.weights.finish()
             call_callbacks(self, "on_train_end")
             report.finish()
 
-    def _after_step(self, report: Report, *, cursor: int) -> None:
-        """Evaluate, save and tell, as far as it is due."""
+    def _after_step(self, report: Report) -> None:
+        """Evaluate and save if that is due, then call the callbacks."""
         is_epoch_end = self.step % self.num_steps_per_epoch == 0 or self.step == self.total_steps
         if self.can_evaluate and self._is_due("eval", is_epoch_end):
             report.display.enter("evaluating")
@@ -128,7 +142,7 @@ class Trainer:
             call_callbacks(self, "on_evaluate", figures)
         if self._is_due("save", is_epoch_end):
             report.display.enter("saving a checkpoint")
-            report.checkpoint(self, cursor=cursor)
+            report.checkpoint(self, cursor=self.cursor)
         call_callbacks(self, "on_step_end", report.last)
 
     def _is_due(self, what: str, is_epoch_end: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The parameters that are trained: gradients in, a step of the optimizer out, in float32 whatever the model is in."""
+"""The trained parameters and their float32 master copies: gradients are accumulated, the optimizer steps."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ LARGEST_SCALE, SCALE_GROWS_AFTER = 2.0**16, 200
 
 
 class Weights:
-    """Trained parameters and the optimizer that moves them.
+    """Trained parameters (``live``, which the sampler reads) and the optimizer that updates them.
 
-    A parameter in half precision is too coarse for small steps: it has a float32 copy, which collects the gradients and
-    is what the optimizer moves; the parameter, which the sampler reads, is rounded from it after each step. With
-    ``optim="cpu_offload"`` copies, gradients and the optimizer are on the host. ``takes_each`` gradient as soon as it
-    is there: a launch for each parameter, and no moment at which there are two of all.
+    A parameter in half precision has a float32 master copy, because small steps would be rounded away: gradients are
+    accumulated there, the optimizer updates it, and the parameter is rounded from it after each step. With
+    ``optim="cpu_offload"`` master copies, gradients and optimizer state are on the host. With ``takes_each`` gradients
+    are moved to the master copies one by one during the backward pass: more kernel launches, and never two full sets.
 
-    Here each of several processes holds all of them; `distributed.sharding` has those that hold a part.
+    Every process holds all of them here; `distributed.sharding` has weights of which each process holds a part.
     """
 
-    is_sharded = False  # whether a forward or backward pass is one of all processes together
+    is_sharded = False  # whether forward and backward passes are collective: run by all processes together
 
     def __init__(self, model: Any, config: TrainingConfig, processes: Any = None, *, takes_each: bool = False) -> None:
         self.module, self.config, self.processes = model, config, processes
@@ -51,28 +51,29 @@ class Weights:
         self.optimizer = make_optimizer(self.masters, config)
 
     def refresh(self) -> None:
-        """Take over parameters that were written since the last step by others: another trainer, a warm-up."""
+        """Update master copies of parameters that were written since the last step: by another trainer, say."""
         with torch.no_grad():
             for live, master, version in zip(self.live, self.masters, self._versions, strict=True):
-                is_written = live is not master and live._version != version  # a proof puts back what it changes
+                is_written = live is not master and live._version != version
+                # A probe of the layouts changes parameters and restores them: equal ones keep their precise master.
                 if is_written and not torch.equal(master.to(live.device, live.dtype), live):
                     master.copy_(live)
         self._versions = [one._version for one in self.live]
 
     @property
     def device(self) -> torch.device:
-        """Where the model is computed."""
+        """The device that the model runs on."""
         return self.live[0].device
 
     def scorer(self) -> TokenScorer:
-        """What computes logprobs with the parameters that are trained."""
+        """Computes logprobs with the trained parameters."""
         return TokenScorer(self.module)
 
     def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
-        """Add a micro-batch's gradients to those of the step; ``is_last``: there are no more."""
+        """Add the gradients of a micro-batch to those of the step; ``is_last``: it is the last one of the step."""
         scaled = loss * self.scale if self.scale != 1.0 else loss
         if self.takes_each:
-            with self._taking():
+            with self._moving_gradients():
                 scaled.backward()
             return
         scaled.backward()
@@ -90,13 +91,13 @@ class Weights:
             live.grad = None
 
     def collect(self) -> None:
-        """Add up the gradients of all processes, once all of a step are there."""
+        """Sum the gradients over all processes, after the last micro-batch of a step."""
         sum_gradients(self.processes, self.masters)
 
     @contextmanager
-    def _taking(self) -> Iterator[None]:
-        """While this lasts a parameter's gradient is added to its copy's at once, and let go of."""
-        hooks = [live.register_post_accumulate_grad_hook(partial(_take, master)) for live, master in self._copies]
+    def _moving_gradients(self) -> Iterator[None]:
+        """Within the block a gradient is added to that of the master copy, and freed, as soon as it is computed."""
+        hooks = [live.register_post_accumulate_grad_hook(partial(_move, master)) for live, master in self._copies]
         try:
             yield
         finally:
@@ -107,13 +108,13 @@ class Weights:
         return [master.grad for master in self.masters if master.grad is not None]
 
     def step(self, learning_rate: float) -> float:
-        """Move the parameters; the norm of the gradient before it was clipped. NaN or infinity moves nothing."""
+        """One optimizer step; returns the norm of the gradient before clipping. One that is not finite is skipped."""
         gradients = self.gradients()
         if self.scale != 1.0 and gradients:
             torch._foreach_div_(gradients, self.scale)
         norm = self._norm(gradients)
-        is_sound = math.isfinite(norm)
-        if is_sound:
+        is_finite = math.isfinite(norm)
+        if is_finite:
             most = self.config.max_grad_norm
             if most is not None and norm > most:
                 torch._foreach_mul_(gradients, most / (norm + 1e-6))
@@ -121,7 +122,7 @@ class Weights:
                 group["lr"] = learning_rate
             self.optimizer.step()
             self.publish()
-        self._rescale(is_sound)
+        self._update_scale(is_finite)
         self.clear()
         self.check_finite("after a step")
         return norm
@@ -142,17 +143,17 @@ class Weights:
         worst = torch.stack([one.float() for one in torch._foreach_norm(self.live, torch.inf)])
         if bool(worst.isfinite().all()):
             return []
-        return [name for name, is_sound in zip(self.names, worst.isfinite().tolist(), strict=True) if not is_sound]
+        return [name for name, is_finite in zip(self.names, worst.isfinite().tolist(), strict=True) if not is_finite]
 
     def clear(self) -> None:
         for one in self.masters:
             one.grad = None
 
     def finish(self) -> None:
-        """Have the model that was handed in hold the weights, wherever it is, at the end of a training."""
+        """At the end of a training: write the weights to the model that was handed in, if they are held elsewhere."""
 
     def publish(self) -> None:
-        """Round the float32 copies into the parameters that everyone reads."""
+        """Round the master copies into the parameters that the model runs with."""
         if self._copies:
             with torch.no_grad():
                 torch._foreach_copy_(*map(list, zip(*self._copies, strict=True)))
@@ -167,11 +168,11 @@ class Weights:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The trained parameters by name, and their shapes, of which a process may hold a part."""
+        """The whole shapes of the trained parameters, by name."""
         return {name: tuple(one.shape) for name, one in zip(self.names, self.live, strict=True)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights and the optimizer's state by name (see `distributed.shards`), to be written or read."""
+        """The weights and the optimizer state by name, to be saved or loaded (see `distributed.shards`)."""
         found = {}
         for i, (name, master) in enumerate(zip(self.names, self.masters, strict=True)):
             found[f"weights.{name}"] = self.spread(i, master.detach())
@@ -180,39 +181,40 @@ class Weights:
         return found
 
     def spread(self, i: int, part: Tensor) -> Tensor:
-        """What this process holds of a tensor of the shape of a parameter, as a part of the whole."""
+        """This process's part of a tensor of the shape of parameter ``i``, as a distributed tensor where it is one."""
         return part
 
     def make_room(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Have an optimizer's state with these entries; their values are taken afterwards."""
+        """Allocate optimizer state with these entries; their values are loaded afterwards."""
         is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
         for name, master, live in zip(self.names, self.masters, self.live, strict=True):
             prefix = f"optimizer.{name}."
             for entry in [one for one in shapes if one.startswith(prefix)]:
-                is_whole = shapes[entry] == tuple(live.shape) and shapes[entry] != ()
+                is_per_element = shapes[entry] == tuple(live.shape) and shapes[entry] != ()
                 number = torch.zeros((), device=master.device if is_fused else "cpu")
-                room = torch.zeros_like(master, requires_grad=False) if is_whole else number
-                self.optimizer.state[master][entry.removeprefix(prefix)] = room
+                value = torch.zeros_like(master, requires_grad=False) if is_per_element else number
+                self.optimizer.state[master][entry.removeprefix(prefix)] = value
 
     def take(self, read: Callable[[dict[str, Tensor]], Any]) -> None:
-        """Have a function fill the tensors, and go on with what it put there."""
+        """Load weights and optimizer state by a function that fills the tensors in place."""
         with torch.no_grad():
             read(self.tensors())
         self.publish()
 
-    def _rescale(self, is_sound: bool) -> None:
-        """Float16 gradients are scaled up so that small ones are not lost; overflow halves the scale."""
+    def _update_scale(self, is_finite: bool) -> None:
+        """Dynamic loss scaling in float16, against underflow: overflow halves the scale, which grows again later."""
         if self.scale == 1.0:
             return
-        self._good_steps = self._good_steps + 1 if is_sound else 0
-        if not is_sound:
+        self._good_steps = self._good_steps + 1 if is_finite else 0
+        if not is_finite:
             self.scale = max(self.scale / 2, 2.0)
         elif self._good_steps % SCALE_GROWS_AFTER == 0:
             self.scale = min(self.scale * 2, LARGEST_SCALE)
 
 
-def _take(master: Tensor, live: Tensor) -> None:
-    grad = live.grad.to(master.device)  # in its own precision: half the way between card and host
+def _move(master: Tensor, live: Tensor) -> None:
+    """Add the gradient of a parameter to that of its master copy, and free it."""
+    grad = live.grad.to(master.device)  # cast there: half the bytes between GPU and host
     if master.grad is None:
         master.grad = grad.float()
     else:
@@ -221,7 +223,7 @@ def _take(master: Tensor, live: Tensor) -> None:
 
 
 def _empty_as(masters: list[Tensor]) -> list[Tensor]:
-    """Room for numbers of these shapes: parts of one tensor, because each of its own takes the host as long."""
+    """Uninitialised tensors of these shapes: views of one allocation, because many would keep the host busy."""
     if len({one.device for one in masters}) > 1:
         return [torch.empty_like(one) for one in masters]
     sizes = [one.numel() for one in masters]
@@ -230,7 +232,7 @@ def _empty_as(masters: list[Tensor]) -> list[Tensor]:
 
 
 def learning_rate(config: TrainingConfig, step: int, total: int) -> float:
-    """The rate of a step (counted from 0): up in the warm-up, then as the schedule says.
+    """The learning rate of a step (counted from 0): linear warm-up, then the schedule.
 
     >>> config = TrainingConfig(learning_rate=1.0, warmup_steps=2, lr_scheduler_type="linear")
     >>> [round(learning_rate(config, step, 6), 2) for step in range(6)]

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from verifiers.integrations.tinker.data import Datum
 from verifiers.kernels.modules import linear_parameters
-from verifiers.samples import Sample
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.learning.logprobs import TokenScorer
-from verifiers.trainers.learning.micro_batches import ANY_LENGTH, MicroBatch, Trained, micro_batches
+from verifiers.trainers.learning.micro_batches import ANY_LENGTH, MicroBatch, TrainSample, fully_trained, micro_batches
 from verifiers.trainers.learning.target_logprobs import chunks_of
 from verifiers.trainers.memory.job import Job
 from verifiers.trainers.sampling import PLAIN, Distribution
@@ -50,12 +49,8 @@ class Reply:
         """Positions of the sequence that predict a token of it."""
         return len(self.prompt) + len(self.ids) - 1
 
-    def trained(self) -> Trained:
-        n = len(self.ids)
-        sample = Sample(
-            prompt_ids=self.prompt, completion_ids=self.ids, completion_mask=[1] * n, completion_logprobs=[0.0] * n
-        )
-        return Trained(sample=sample, advantage=1.0, drawn_from=((n, self.drawn_from),))
+    def trained(self) -> TrainSample:
+        return fully_trained(self.prompt, self.ids)._replace(drawn_from=((len(self.ids), self.drawn_from),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +81,7 @@ class Scoring:
         replies = [Reply(ids[:1], [*ids[1:], 0]) for ids in (one.ids_T.tolist() for one in data)]
         for some in self._passes(replies):
             target_TKs = [data[i].targets.reshape(len(data[i].ids_T), -1) for i in some.members]
-            target_NK = np.zeros((len(some.batch.place_N), max(one.shape[1] for one in target_TKs)), np.int64)
+            target_NK = np.zeros((len(some.batch.logit_index_N), max(one.shape[1] for one in target_TKs)), np.int64)
             for place, target_TK in zip(some.places, target_TKs, strict=True):
                 target_NK[place, : target_TK.shape[1]] = target_TK
             found = self._scored(some, torch.from_numpy(target_NK).to(self.device))

@@ -21,7 +21,6 @@ from verifiers.trainers.distributed import processes
 from verifiers.trainers.functions import own_function
 from verifiers.trainers.grpo_trainer import Function, GRPOTrainer, RowSampler, WeightSchedule
 from verifiers.trainers.row_stream import RowStream
-from verifiers.trainers.sampler import usual_sampling
 from verifiers.trainers.watch.tracking import check_report_to
 
 PATHS = "tinker.json"
@@ -125,7 +124,7 @@ class TinkerTrainer(GRPOTrainer):
         check_report_to(self.config.report_to)
         setup.check_env(env)
         self.env, self.offline, self._writer = env, None, None
-        check_sampling(usual_sampling(self.config, env))
+        check_sampling(sampling.default_args(self.config, env))
         service = _service(base_url)
         self.backend = f"Tinker at {base_url or 'its service'}"
         length = _context_of(service, model)
@@ -138,15 +137,14 @@ class TinkerTrainer(GRPOTrainer):
         sampler = training.save_weights_and_get_sampling_client()
         self.client = TinkerClient(sampler, self.tokenizer, name=model, length=length)
         self._remote = FreshWeights(policy, self.client)
-        rows, self.dropped_prompts = setup.short_enough(setup.rows_of(env, None), self.tokenizer, self.config, env)
+        rows, self.dropped_prompts = setup.training_rows(env, None, self.tokenizer, self.config)
         self.rows = RowStream(rows, seed=self.config.seed, shard=(0, 1))
         self.eval_rows = setup.eval_rows(env, eval_dataset)
         self.callbacks = list(callbacks)
         self.row_sampler, self.weight_schedule = row_sampler, weight_schedule
         self._parts = deque()
-        asked = sampling.flat(usual_sampling(self.config, env))
         self._update = TinkerUpdate(  # type: ignore[assignment]
-            policy, self.config, max_new_tokens=int(asked["max_tokens"]), loss=self._own_loss
+            policy, self.config, max_new_tokens=sampling.max_new_tokens(self.config, env), loss=self._own_loss
         )
 
     def save_model(self, path: str | Path) -> None:

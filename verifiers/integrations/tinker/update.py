@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verifiers.trainers.config import GRPOConfig
-from verifiers.trainers.learning.micro_batches import Trained
+from verifiers.trainers.learning.micro_batches import TrainSample
 from verifiers.trainers.learning.update_figures import UpdateFigures
 from verifiers.trainers.losses import METHODS, Loss, token_weights
 
@@ -48,7 +48,7 @@ class TinkerUpdate:
             raise ValueError(f"loss {self.loss.name!r} asks for entropies, and Tinker gives logprobs")
         self._ratios: dict[int, list[float]] = {}
 
-    def run(self, sequences: Sequence[Trained], learning_rate: float) -> dict[str, Any]:
+    def run(self, sequences: Sequence[TrainSample], learning_rate: float) -> dict[str, Any]:
         """Learn from these; returns loss, clip_fraction, ratios, grad_norm."""
         counts = torch.tensor([sum(one.sample.completion_mask) for one in sequences])
         shares = token_weights(self.loss.objective.kind, counts, self._max_new_tokens).tolist() if len(counts) else []
@@ -144,7 +144,7 @@ class TinkerUpdate:
 class _Row:
     """One sequence as Tinker takes it: each position with the token it predicts."""
 
-    def __init__(self, trained: Trained, share: float) -> None:
+    def __init__(self, trained: TrainSample, share: float) -> None:
         self.trained, self.share = trained, share
         sample = trained.sample
         before = len(sample.prompt_ids) - 1

@@ -1,1 +1,1 @@
-"""The tokens of a batch → their logprobs under the model that learns: laid out, packed, and proven to be exact."""
+"""The sequences of a batch → micro-batches, padded or packed → logprobs of their tokens under the trained model."""

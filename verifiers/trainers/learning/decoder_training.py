@@ -1,12 +1,12 @@
-"""Decoder layers of the common kind learn in fewer operations, forward and backward.
+"""Decoder layers of the common architecture with fused forward and backward passes.
 
-What lies between the projections is done by the kernels of the device (`verifiers.kernels.autograd`). The last layer of
-a packed row computes no more of shared prefixes than their keys and values.
+What lies between the projections is done by the kernels of the device (`verifiers.kernels.autograd`). In a packed batch
+the last layer computes only keys and values of shared prefixes.
 
-A layer is recognised as the engine recognises it; the whole model is proven with it, forward and backward, before it is
-used (`learning.proof`). Whatever is unusual when it runs (a mask, a hook, dropout in attention, another
-attention than PyTorch's) is left to the layer's own forward. Projections that are neither plain nor have a plain
-adapter are called as modules.
+Layers are recognised as the engine recognises them, and the whole model is compared with its own forward and backward
+before they are used (`learning.proof`). In unusual cases (a mask, a hook, dropout in attention, an attention other than
+PyTorch's) the layer's own forward runs. Projections that are neither plain nor have a plain adapter are called as
+modules.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from verifiers.kernels.decoder import DecoderLayer, has_parts, recognise
 from verifiers.kernels.modules import HOOKS, is_hooked, replaced_forwards
 from verifiers.kernels.norms import fusible_norms
 from verifiers.trainers.learning import packing
-from verifiers.trainers.learning.packing import Row, dense_attention
+from verifiers.trainers.learning.packing import PackedForward, dense_attention
 
-HARMLESS = {"position_ids", "use_cache", "cache_position"}  # what a layer may be told besides, without a cache
-CHECKPOINTING = "_gradient_checkpointing_func"  # where transformers keeps the function that checkpoints a layer
+IGNORED = {"position_ids", "use_cache", "cache_position"}  # arguments of a layer that have no effect without a cache
+CHECKPOINTING = "_gradient_checkpointing_func"  # the attribute of transformers that checkpoints a layer
 
 
 @dataclass(frozen=True, slots=True)
 class LearningLayer:
-    """One layer, as the engine knows it, with a backward pass."""
+    """A recognised decoder layer, with a backward pass."""
 
     known: DecoderLayer
     is_last: bool
@@ -52,17 +52,16 @@ class LearningLayer:
         position_embeddings: Any = None,
         **more: Any,
     ) -> Any:
-        """As the layer's own."""
-        is_told_more = bool(args) or any(name not in HARMLESS and value for name, value in more.items())
-        if is_told_more or attention_mask is not None or not self._is_usual(hidden_states, position_embeddings):
-            own = partial(type(self.layer).forward, self.layer)
-            told = {"attention_mask": attention_mask, "position_embeddings": position_embeddings, **more}
-            return own(hidden_states, *args, **told)
+        """As the layer's own forward, which runs where this one does not apply."""
+        has_more = bool(args) or any(name not in IGNORED and value for name, value in more.items())
+        if has_more or attention_mask is not None or not self._is_usual(hidden_states, position_embeddings):
+            more |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
+            return type(self.layer).forward(self.layer, hidden_states, *args, **more)
         return self._run(hidden_states, position_embeddings)
 
     def _is_usual(self, hidden_states: Tensor, rotary: Any) -> bool:
-        known, attention, row = self.known, self.layer.self_attn, packing.current()
-        longest = hidden_states.shape[1] if row is None else row.packing.longest
+        known, attention, packed = self.known, self.layer.self_attn, packing.current()
+        longest = hidden_states.shape[1] if packed is None else packed.packing.longest
         return (
             rotary is not None
             and rotary[0].shape[-1] == known.head_dim
@@ -70,25 +69,25 @@ class LearningLayer:
             and (hidden_states.is_cuda or hidden_states.dtype is torch.float32)
             and known.softcap is None
             and (known.window is None or longest <= known.window)
-            and attention.config._attn_implementation == ("sdpa" if row is None else packing.NAME)
+            and attention.config._attn_implementation == ("sdpa" if packed is None else packing.NAME)
             and not (attention.training and getattr(attention, "attention_dropout", 0.0))
         )
 
     def _run(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        row = packing.current()
-        skipped = row.packing.prefix_tokens if row is not None and self.is_last else 0
+        packed = packing.current()
+        skipped = packed.packing.prefix_tokens if packed is not None and self.is_last else 0
         hidden, q, k, v = self._projected(hidden, self.known.angles(rotary))
-        if row is None:
+        if packed is None:
             out = dense_attention(q, k, v, self.known.scale)
         else:
             settings: dict[str, Any] = {"scale": self.known.scale, "window": self.known.window}
-            out = row.attend(q[0], k[0], v[0], **settings, suffixes_only=skipped > 0)[None]
+            out = packed.attend(q[0], k[0], v[0], **settings, suffixes_only=skipped > 0)[None]
         (attended,) = autograd.projected(out.flatten(2), (self.layer.self_attn.o_proj,))
         hidden = self._fed_forward(hidden[:, skipped:] if skipped else hidden, attended)
         return F.pad(hidden, (0, 0, skipped, 0)) if skipped else hidden
 
     def _projected(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The hidden states, and the queries, keys and values of them."""
+        """The hidden states, and their queries, keys and values."""
         attention, norm, epsilon = self.layer.self_attn, self.layer.input_layernorm, self.known.epsilons[0]
         linears = (attention.q_proj, attention.k_proj, attention.v_proj)
         head_norms = self.known.fusible_head_norms
@@ -106,7 +105,7 @@ class LearningLayer:
         return hidden, *autograd.rotated(q, k, *rotary, head_norms), v
 
     def _fed_forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """What attention and the feed-forward add to the hidden states, added."""
+        """The hidden states plus the output of attention, then plus that of the feed-forward."""
         mlp, norm, epsilon = self.layer.mlp, self.layer.post_attention_layernorm, self.known.epsilons[1]
         linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         is_whole = self.known.is_silu and not _has_hooks(norm) and autograd.are_plain(hidden, linears)
@@ -134,20 +133,31 @@ def _add_norm(x: Tensor, more: Tensor | None, norm: Any, epsilon: float | None) 
 
 
 class DecoderTraining:
-    """A model that learns in fewer operations: its norms, and the layers that were recognised.
+    """Runs a model with fused norms and with its recognised layers fused.
 
-    Layers that are computed again in the backward pass (gradient checkpointing) are run in the same way then, and know
-    of the packed row they were part of.
+    Layers that are recomputed in the backward pass (gradient checkpointing) run in the same way there, with the
+    packed batch of their forward pass.
     """
 
     def __init__(self, model: Any) -> None:
-        self._model, self._configs = model, _configs(model)
+        text = model.config.get_text_config()
+        self._model, self._configs = model, [model.config] if text is model.config else [model.config, text]
         self._checkpointing = [one for one in model.modules() if hasattr(one, "gradient_checkpointing")]
         self._is_on = False
 
     @cached_property
     def layers(self) -> list[LearningLayer]:
-        return recognised(self._model)
+        """The layers of the common architecture."""
+        register()
+        last = self._configs[-1].num_hidden_layers - 1
+        epsilons = {id(norm): epsilon for norm, epsilon in fusible_norms(self._model)}
+        found = []
+        for layer in filter(has_parts, self._model.modules()):
+            if any(map(is_hooked, layer.modules())):  # the probe would call it
+                continue
+            if (known := recognise(layer, self._configs, epsilons)) is not None:
+                found.append(LearningLayer(known, known.index == last))
+        return found
 
     @cached_property
     def _norms(self) -> list[tuple[Any, Callable[..., Any]]]:
@@ -159,30 +169,30 @@ class DecoderTraining:
         ]
 
     @contextmanager
-    def learning(self, row: Row | None = None, *, fused: bool = True) -> Iterator[None]:
-        """The model's own forward, with these layers if so (``fused``), on a packed row if one is given."""
-        if self._is_on:  # within a checkpointed layer, in the forward pass
+    def learning(self, packed: PackedForward | None = None, *, fused: bool = True) -> Iterator[None]:
+        """Within the block the model's forward has these layers (if ``fused``), and takes a packed batch if given."""
+        if self._is_on:  # a checkpointed layer within the forward pass
             yield
             return
         with ExitStack() as stack:
             self._is_on = True
             stack.callback(self.__dict__.update, _is_on=False)
-            if row is not None:
-                stack.enter_context(packing.computing(self._configs, row))
+            if packed is not None:
+                stack.enter_context(packing.computing(self._configs, packed))
             if fused:
                 layers = [(one.layer, one.forward) for one in self.layers if not _is_watched(one.layer)]
                 norms = [pair for pair in self._norms if "forward" not in vars(pair[0])]
                 stack.enter_context(replaced_forwards([*layers, *norms]))
-            stack.enter_context(self._replaced_checkpoints(row, fused))
+            stack.enter_context(self._replaced_checkpoints(packed, fused))
             yield
 
     @contextmanager
-    def _replaced_checkpoints(self, row: Row | None, fused: bool) -> Iterator[None]:
+    def _replaced_checkpoints(self, packed: PackedForward | None, fused: bool) -> Iterator[None]:
         replaced = [(one, vars(one)[CHECKPOINTING]) for one in self._checkpointing if CHECKPOINTING in vars(one)]
 
         def checkpointed(own: Callable[..., Any], function: Callable[..., Any], *args: Any, **more: Any) -> Any:
             def run(*args: Any, **more: Any) -> Any:
-                with self.learning(row, fused=fused):
+                with self.learning(packed, fused=fused):
                     return function(*args, **more)
 
             return own(run, *args, **more)
@@ -194,25 +204,6 @@ class DecoderTraining:
         finally:
             for one, own in replaced:
                 one.__dict__[CHECKPOINTING] = own
-
-
-def recognised(model: Any) -> list[LearningLayer]:
-    """The layers of the common kind."""
-    register()
-    configs = _configs(model)
-    epsilons = {id(norm): epsilon for norm, epsilon in fusible_norms(model)}
-    found = []
-    for layer in filter(has_parts, model.modules()):
-        if any(map(is_hooked, layer.modules())):  # a hook that is there now would be called by the probe
-            continue
-        if (known := recognise(layer, configs, epsilons)) is not None:
-            found.append(LearningLayer(known, known.index == configs[-1].num_hidden_layers - 1))
-    return found
-
-
-def _configs(model: Any) -> list[Any]:
-    text = model.config.get_text_config()
-    return [model.config] if text is model.config else [model.config, text]
 
 
 def _is_watched(layer: Any) -> bool:

@@ -1,8 +1,8 @@
-"""Samples become micro-batches of tokens, of about the same size each and small enough for one forward pass.
+"""Samples become micro-batches of about equal size, small enough for one forward and backward pass.
 
-Two layouts: a rectangle of sequences, padded on the right; or packed, where a shared prefix is computed once and there
-is no padding (`learning.packing`). In both, positions after the last one that predicts a trained token are
-cut off: no loss depends on them.
+Two layouts: sequences padded on the right to a rectangle; or packed, without padding and with shared prefixes computed
+once (`learning.packing`). In both, positions after the last one that predicts a trained token are cut off: no loss
+depends on them.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from verifiers.trainers.learning.token_columns import Columns
 from verifiers.trainers.learning.token_layout import ranges
 from verifiers.trainers.sampling import PLAIN, Distribution
 
-WORTH_PACKING = 15 / 16  # of the padded tokens: with less to save, copying keys costs more than is saved
+WORTH_PACKING = 15 / 16  # most tokens of a packed batch, of the padded ones: else copying keys costs more than it saves
 ANY_LENGTH = 1 << 62
-KEY_SHARE = 16  # the activations of a token take about as much memory as so many copied keys and values
+End = Callable[[int, int], int]  # (first sequence, cost) → where a micro-batch of at most this cost ends
+KEY_SHARE = 16  # copied keys and values that take as much memory as the activations of one token, about
 
 
-class Trained(NamedTuple):
-    """One sample to train on: its tokens, what was sampled where, and how good that was."""
+class TrainSample(NamedTuple):
+    """A sample to train on: tokens and loss mask, its advantage, and what its tokens were sampled from."""
 
     sample: Sample
     advantage: float | Sequence[float]  # of all tokens, or of each token of the completion
-    weight: float = 1.0
+    weight: float = 1.0  # of a token in the loss
     # (tokens, distribution) of each part of the completion; empty: the model's own
     drawn_from: tuple[tuple[int, Distribution], ...] = ()
-    rollout: int | None = None  # which of the batch's rollouts it is of
+    rollout: int | None = None  # index of its rollout in the batch
 
     @property
     def has_advantage(self) -> bool:
@@ -45,14 +46,15 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Sequences in a padded rectangle (ids_BT), or packed in one row; and their trained tokens end to end (axis N).
+    """Sequences in a padded rectangle (ids_BT), or packed (B = 1); and their trained tokens, concatenated (axis N).
 
-    ``place_N`` is the position that predicts each of them, in flattened ``ids_BT``; ``sequence_N`` the sequence it is
-    of; ``drawn_from_N`` which of the ``distributions`` it was drawn from (None: there is one only).
+    Of each of these, ``logit_index_N`` is the index of the position that predicts it, in flattened ``ids_BT``;
+    ``sequence_N`` the index of its sequence in the micro-batch; ``drawn_from_N`` that of what it was sampled from in
+    ``distributions`` (None: there is only one). ``members`` are the indices of the sequences among those given.
     """
 
     ids_BT: Tensor
-    place_N: Tensor
+    logit_index_N: Tensor
     target_N: Tensor
     sequence_N: Tensor
     old_N: Tensor
@@ -66,14 +68,14 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {one.name: value for one in fields(self) if isinstance(value := getattr(self, one.name), Tensor)}
         if self.packing is None:
-            return replace(self, **moved(tensors, device))
-        on_device = moved({**tensors, "position_T": self.packing.position_T}, device)
+            return replace(self, **_moved(tensors, device))
+        on_device = _moved({**tensors, "position_T": self.packing.position_T}, device)
         packing = replace(self.packing, position_T=on_device.pop("position_T"))
         return replace(self, **on_device, packing=packing)
 
 
-def moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Tensors on a device. To a card, those of one dtype are copied in one transfer, which does not block."""
+def _moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Tensors on a device; to a GPU, those of one dtype in one transfer that does not block."""
     if device.type != "cuda":
         return {name: one.to(device) for name, one in tensors.items()}
     on_device: dict[str, Tensor] = {}
@@ -86,7 +88,7 @@ def moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]
 
 
 def micro_batches(
-    sequences: Sequence[Trained],
+    sequences: Sequence[TrainSample],
     *,
     max_tokens: int,
     pad_id: int = 0,
@@ -94,39 +96,39 @@ def micro_batches(
     longest_batched: int = ANY_LENGTH,
     rope_bounds: Sequence[int] = (),
 ) -> Iterator[MicroBatch]:
-    """All sequences that have something to train on, longest first, in as few micro-batches as ``max_tokens`` allows.
+    """All sequences with trained tokens, longest first, in as few micro-batches as ``max_tokens`` allows.
 
-    They are about equally large. A sequence longer than that, or than ``longest_batched``, gets one of its own. Packed,
-    if no sequence is longer than ``longest_packed`` and it saves tokens; then a prompt that several sequences begin
-    with is in a micro-batch once. Attention is causal, so the padding on the right of a rectangle is seen by no token
-    that counts.
+    These are about equally large. A sequence longer than ``max_tokens``, or than ``longest_batched``, gets one of its
+    own. They are packed if no sequence is longer than ``longest_packed`` and that saves tokens. Attention is causal:
+    no token that counts attends to padding on the right.
     """
-    columns = Columns.of(split_at(sequences, rope_bounds))
-    if not len(columns.index_S):
+    columns = Columns.of(split_at_rope_bounds(sequences, rope_bounds))
+    n = len(columns.index_S)
+    if not n:
         return
-    rectangles = _rectangles(columns, longest_batched)
-    cuts = balanced(len(columns.index_S), rectangles.end, max_tokens)
-    plan, make = rectangles, partial(_rectangle, columns, pad_id=pad_id)
+    order, end = _padded_order(columns, longest_batched)
+    cuts, make = balanced(n, end, max_tokens), partial(_padded, columns, pad_id=pad_id)
     if int(columns.length_S.max()) <= longest_packed:
-        tokens = int(columns.suffix_S.sum() + columns.prefix_P.sum())
-        widest = [int(columns.length_S[rectangles.order[i]]) * (j - i) for i, j in cuts]
-        if tokens <= WORTH_PACKING * sum(widest):
-            plan, make = _packs(columns), partial(_packed, columns)
-            cuts = balanced(len(columns.index_S), plan.end, max_tokens)
+        packed_tokens = int(columns.suffix_S.sum() + columns.prefix_P.sum())
+        padded_tokens = sum(int(columns.length_S[order[i]]) * (j - i) for i, j in cuts)
+        if packed_tokens <= WORTH_PACKING * padded_tokens:
+            order, end = _packed_order(columns)
+            cuts, make = balanced(n, end, max_tokens), partial(_packed, columns)
     for i, j in cuts:
-        yield make(plan.order[i:j])
+        yield make(order[i:j])
 
 
-def split_at(sequences: Sequence[Trained], rope_bounds: Sequence[int]) -> list[Trained]:
-    """Sequences that grew past a bound of the rotary embedding, in parts that are each computed with the right angles.
+def split_at_rope_bounds(sequences: Sequence[TrainSample], rope_bounds: Sequence[int]) -> list[TrainSample]:
+    """Split sequences at lengths past which the angles of the rotary embedding change (LongRoPE).
 
-    What was sampled before the bound was sampled from a sequence that ended there; what came after, from the whole one.
+    Tokens up to the bound were sampled with the angles of a short sequence, later ones with those of a long one: the
+    first part ends at the bound, and of the second, which is whole, only later tokens are trained on.
     """
     parts = list(sequences)
     for bound in rope_bounds:
-        split: list[Trained] = []
+        split: list[TrainSample] = []
         for one in parts:
-            n, sample = bound + 1 - len(one.sample.prompt_ids), one.sample  # how much of the reply is before the bound
+            n, sample = bound + 1 - len(one.sample.prompt_ids), one.sample  # tokens of the reply up to the bound
             if not (0 < n < len(sample.completion_ids) and any(sample.completion_mask[:n])):
                 split.append(one)
                 continue
@@ -137,10 +139,10 @@ def split_at(sequences: Sequence[Trained], rope_bounds: Sequence[int]) -> list[T
     return parts
 
 
-def balanced(n: int, end: Callable[[int, int], int], most: int) -> list[tuple[int, int]]:
-    """Cut ``n`` things in a row into as few parts as may cost ``most`` each, and these about equally large.
+def balanced(n: int, end: End, most: int) -> list[tuple[int, int]]:
+    """Cut ``n`` items, in order, into as few parts of cost at most ``most`` as possible, of about equal cost.
 
-    ``end(i, cost)`` is where a part that begins at ``i`` and may cost so much ends.
+    ``end(i, cost)`` is where a part that starts at ``i`` ends, if it may cost that much.
 
     >>> balanced(10, lambda i, cost: min(10, i + cost), 4)
     [(0, 4), (4, 8), (8, 10)]
@@ -158,7 +160,7 @@ def balanced(n: int, end: Callable[[int, int], int], most: int) -> list[tuple[in
     return _parts(n, end, low)
 
 
-def _parts(n: int, end: Callable[[int, int], int], cost: int) -> list[tuple[int, int]]:
+def _parts(n: int, end: End, cost: int) -> list[tuple[int, int]]:
     parts, i = [], 0
     while i < n:
         j = max(end(i, cost), i + 1)
@@ -167,27 +169,19 @@ def _parts(n: int, end: Callable[[int, int], int], cost: int) -> list[tuple[int,
     return parts
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """An order of the sequences, and how far a micro-batch that begins somewhere in it may go."""
-
-    order: Any
-    end: Callable[[int, int], int]
-
-
-def _rectangles(columns: Columns, longest_batched: int) -> _Plan:
-    """A rectangle is as wide as its first sequence, which stands alone if it is too long."""
+def _padded_order(columns: Columns, longest_batched: int) -> tuple[Any, End]:
+    """Longest first: a rectangle is as wide as its first sequence; one that is too long is alone in it."""
     order = np.argsort(-columns.length_S, kind="stable")
     lengths = columns.length_S[order].tolist()
 
     def end(i: int, cost: int) -> int:
         return i + 1 if lengths[i] > longest_batched else min(len(lengths), i + cost // lengths[i])
 
-    return _Plan(order, end)
+    return order, end
 
 
-def _packs(columns: Columns) -> _Plan:
-    """Sequences with the same prefix stay together; one that is cut in two has its prefix in both."""
+def _packed_order(columns: Columns) -> tuple[Any, End]:
+    """Sequences with the same prefix are neighbours; where they are cut apart the prefix is computed in both parts."""
     prefix_of_S = columns.prefix_of_S
     longest_P = np.zeros(len(columns.prefix_P), np.int64)
     np.maximum.at(longest_P, prefix_of_S, columns.length_S)
@@ -202,11 +196,11 @@ def _packs(columns: Columns) -> _Plan:
         own = cost - (0 if is_first[i] else int(prefix_costs[i]))
         return int(np.searchsorted(costs, costs[i] + own, "right")) - 1
 
-    return _Plan(order, end)
+    return order, end
 
 
 def check_tokens(batch: MicroBatch, config: Any) -> MicroBatch:
-    """Refuse tokens that a model does not have: on a card, looking one up would end the process."""
+    """Refuse token ids that the model does not have: on a GPU, embedding one would abort the process."""
     vocabulary = text_config(config).vocab_size
     for ids in (batch.ids_BT, batch.target_N):
         low, high = (int(one) for one in ids.aminmax())
@@ -219,13 +213,26 @@ def check_tokens(batch: MicroBatch, config: Any) -> MicroBatch:
 
 
 def idle_batch(pad_id: int) -> MicroBatch:
-    """What a process computes because others have more to compute: a pass over a sharded model is one of all."""
-    sample = Sample(prompt_ids=[pad_id], completion_ids=[pad_id], completion_mask=[1], completion_logprobs=[0.0])
-    (made,) = micro_batches([Trained(sample=sample, advantage=0.0, weight=0.0)], max_tokens=ANY_LENGTH)
+    """A micro-batch of weight 0, for a process that has fewer than others: passes of a sharded model are collective."""
+    sequence = fully_trained([pad_id], [pad_id])._replace(advantage=0.0, weight=0.0)
+    (made,) = micro_batches([sequence], max_tokens=ANY_LENGTH)
     return made
 
 
-def _rectangle(columns: Columns, members: Any, pad_id: int) -> MicroBatch:
+def fully_trained(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> TrainSample:
+    """A sequence whose whole completion is trained on, with an advantage of 1."""
+    n = len(completion_ids)
+    sample = Sample(
+        prompt_ids=list(prompt_ids),
+        completion_ids=list(completion_ids),
+        completion_mask=[1] * n,
+        completion_logprobs=[0.0] * n,
+    )
+    return TrainSample(sample=sample, advantage=1.0)
+
+
+def _padded(columns: Columns, members: Any, pad_id: int) -> MicroBatch:
+    """A rectangle of sequences, padded on the right."""
     suffixes, prefixes = columns.suffix_S[members], columns.prefix_of_S[members]
     lengths = columns.prefix_P[prefixes]
     rows, width = np.arange(len(members)), int((lengths + suffixes).max())
@@ -233,13 +240,13 @@ def _rectangle(columns: Columns, members: Any, pad_id: int) -> MicroBatch:
     ids_BT[np.repeat(rows, lengths), ranges(0 * lengths, lengths)] = columns.prefix_ids[
         ranges(columns.prefix_start_P[prefixes], lengths)
     ]
-    places = np.repeat(rows, suffixes) * width + ranges(lengths, suffixes)
-    ids_BT.reshape(-1)[places] = columns.ids[ranges(columns.start_S[members], suffixes)]
-    return _micro_batch(columns, members, ids_BT, places)
+    indices = np.repeat(rows, suffixes) * width + ranges(lengths, suffixes)
+    ids_BT.reshape(-1)[indices] = columns.ids[ranges(columns.start_S[members], suffixes)]
+    return _micro_batch(columns, members, ids_BT, indices)
 
 
 def _packed(columns: Columns, members: Any) -> MicroBatch:
-    """Prefixes first, each once, then suffixes."""
+    """A packed batch: prefixes first, each once, then suffixes."""
     suffixes = columns.suffix_S[members]
     prefixes, prefix_of_B = np.unique(columns.prefix_of_S[members], return_inverse=True)
     lengths = columns.prefix_P[prefixes]
@@ -253,16 +260,16 @@ def _packed(columns: Columns, members: Any) -> MicroBatch:
 
 
 def _micro_batch(
-    columns: Columns, members: Any, ids_BT: Any, places: Any, packing: Packing | None = None
+    columns: Columns, members: Any, ids_BT: Any, indices: Any, packing: Packing | None = None
 ) -> MicroBatch:
-    """``places`` are those of the suffixes of the members, in ids laid flat."""
+    """``indices`` are those of the members' suffix tokens in flattened ids."""
     suffixes = columns.suffix_S[members]
     at = ranges(columns.start_S[members], suffixes)
     chosen = np.flatnonzero(columns.is_trained[at])
     at, sequence_N = at[chosen], np.repeat(np.arange(len(members)), suffixes)[chosen]
     return MicroBatch(
         ids_BT=torch.from_numpy(ids_BT),
-        place_N=torch.from_numpy(places[chosen]),
+        logit_index_N=torch.from_numpy(indices[chosen]),
         target_N=torch.from_numpy(columns.target[at]),
         sequence_N=torch.from_numpy(sequence_N),
         old_N=torch.from_numpy(columns.old[at]),

@@ -1,7 +1,7 @@
-"""Sequences that begin alike become one packed row of tokens: a prefix they share is computed once, nothing is padding.
+"""Packed batches: sequences are concatenated without padding, and a prefix that several of them share is computed once.
 
 A sequence is a **prefix**, all but the last token of its prompt, and a **suffix**, up to the last position that
-predicts a trained token. A packed row has each distinct prefix once, then every suffix. Only attention looks across
+predicts a trained token. A packed batch has each distinct prefix once, then every suffix. Only attention mixes
 positions: a prefix attends to itself, a suffix to its prefix and to itself, by a function that is registered with
 transformers under `NAME`. So any decoder that takes its attention from that registry can be run this way, by its own
 forward.
@@ -29,12 +29,12 @@ from verifiers.kernels.devices import to_device
 from verifiers.trainers.learning.token_layout import SuffixKeys, ranges
 
 NAME = "verifiers_packed"
-LARGEST_HEAD_DIM = 256  # of an attention head, in fused kernels
+LARGEST_HEAD_DIM = 256  # that fused attention kernels take
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-    """How a packed row is divided: the lengths of its prefixes (G) and suffixes (B), and the prefix of each suffix.
+    """The layout of a packed batch: lengths of its prefixes (G) and suffixes (B), and the prefix of each suffix.
 
     ``position_T`` is the position of each token in its own sequence.
     """
@@ -72,7 +72,7 @@ class Packing:
     def cpu_segments(self) -> tuple[Segments, Segments]:
         """For the kernel in C: all segments, and those of the suffixes alone.
 
-        A segment is (start, length, start of its prefix, length of its prefix), in tokens.
+        A segment is (start, length, start of its prefix, length of its prefix), counted in tokens.
         """
         lengths = np.concatenate((self.prefix_G, self.suffix_B))
         starts = np.cumsum(lengths) - lengths
@@ -90,7 +90,7 @@ class Packing:
 
 
 class _PaddedAttention:
-    """Prefixes padded to a rectangle, and suffixes to another, each with the keys of its prefix before its own."""
+    """Plain attention: prefixes padded to one rectangle, suffixes to another, whose keys begin with their prefix's."""
 
     def __init__(self, packing: Packing) -> None:
         device, suffix_B, before_B = packing.position_T.device, packing.suffix_B, packing.before_B
@@ -114,7 +114,7 @@ class _PaddedAttention:
 
 
 class _Rectangle:
-    """Sequences end to end ``[T, …]`` in a padded rectangle ``[B, longest, …]``, and back."""
+    """Concatenated sequences ``[T, …]`` to a padded rectangle ``[B, longest, …]``, and back."""
 
     def __init__(self, lengths: Any, device: torch.device) -> None:
         self._shape = len(lengths), int(lengths.max())
@@ -131,13 +131,13 @@ class _Rectangle:
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float = 0.0, seen: Tensor | None = None
 ) -> Tensor:
-    """Attention of ``[B, T, heads, dim]``, causal or to what is seen; keys and values may have fewer heads."""
-    if seen is None and _suit_c(q, k, v, dropout):  # as in a packed row, to the bit
+    """Attention of ``[B, T, heads, dim]``, causal or with the mask ``seen``; keys and values may have fewer heads."""
+    if seen is None and _suit_c(q, k, v, dropout):  # bitwise the same as in a packed batch
         flat_q, flat_k, flat_v = (one.flatten(0, 1) for one in (q, k, v))
         return attended(flat_q, flat_k, flat_v, _rectangle(*q.shape[:2]), scale).view(q.shape)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     share = q.shape[1] // k.shape[1]
-    # A card has fused kernels for groups of heads in half precision only, and none that take a mask besides.
+    # CUDA has fused kernels for grouped heads in half precision only, and none that take a mask as well.
     is_grouped = share > 1 and (
         not q.is_cuda or (q.element_size() == 2 and q.shape[-1] <= LARGEST_HEAD_DIM and seen is None)
     )  # fmt: skip
@@ -150,7 +150,7 @@ def dense_attention(
 
 
 def _suit_c(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
-    # Autocast may leave queries in float32 beside values in half precision.
+    # Under autocast queries may be float32 and values in half precision.
     return all(map(cpu.suit, (q, k, v))) and k.shape == v.shape and k.shape[-1] == q.shape[-1] and not dropout
 
 
@@ -164,7 +164,7 @@ def _rectangle(rows: int, length: int) -> Segments:
 
 
 class _VarlenAttention:
-    """Segments of any length end to end, in one call of a variable-length flash attention kernel."""
+    """Segments of any length, concatenated, in one call of the variable-length flash attention kernel."""
 
     def __init__(self, packing: Packing, *, with_prefixes: bool) -> None:
         device, prefix_G, suffix_B = packing.position_T.device, packing.prefix_G, packing.suffix_B
@@ -189,7 +189,7 @@ def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, query_ends: Tensor, key_ends: Tensor, most_queries: int, most_keys: int,
     scale: float, dropout: float,
 ) -> Tensor:  # fmt: skip
-    """Causal attention of segments laid end to end, aligned at the end: the last query sees all keys of its segment."""
+    """Causal attention of concatenated segments, aligned at the end: the last query sees all keys of its segment."""
     out: Tensor = torch.ops.aten._flash_attention_forward(
         q, k, v, query_ends, key_ends, most_queries, most_keys, dropout, True, False, scale=scale
     )[0]
@@ -197,11 +197,11 @@ def varlen_attention(
 
 
 @dataclass
-class Row:
-    """A packed row that is being computed, and what its layers asked for: how often, and the narrowest window."""
+class PackedForward:
+    """One forward pass over a packed batch; it notes how often layers called attention, and their narrowest window."""
 
     packing: Packing
-    varlen: bool  # use the variable-length kernel where it can be used
+    varlen: bool  # use the variable-length kernel where possible
     calls: int = 0
     narrowest: int | None = None
 
@@ -210,9 +210,9 @@ class Row:
         scale: float, window: int | None = None, softcap: float | None = None, dropout: float = 0.0,
         suffixes_only: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Attention of all tokens, or of those of the suffixes (``suffixes_only``); q, k and v are ``[T, heads, dim]``.
+        """Attention of all tokens, or of the suffixes only; q, k and v are ``[T, heads, dim]``.
 
-        Keys and values may have fewer heads. NotImplementedError for what packed rows cannot do.
+        Keys and values may have fewer heads. NotImplementedError for attention that cannot be packed.
         """
         if softcap is not None or (window is not None and window < self.packing.longest):
             raise NotImplementedError("packed rows have no capped scores, and no windows shorter than their sequences")
@@ -226,26 +226,26 @@ class Row:
         return packing.padded.attend(q, k, v, scale, dropout, suffixes_only)
 
 
-def current() -> Row | None:
-    """The packed row that is being computed on this thread, if one is."""
+def current() -> PackedForward | None:
+    """The packed forward pass that runs on this thread, if one does."""
     found = attention.current()
-    return found if isinstance(found, Row) else None
+    return found if isinstance(found, PackedForward) else None
 
 
-def computing(configs: Sequence[Any], row: Row) -> AbstractContextManager[None]:
-    """While this lasts, the model that these configurations belong to computes a packed row, on this thread."""
+def computing(configs: Sequence[Any], packed: PackedForward) -> AbstractContextManager[None]:
+    """Within the block, the model of these configurations attends as in this packed forward pass, on this thread."""
     attention.register(NAME, shared_attention)
-    return attention.attending(configs, row, NAME)
+    return attention.attending(configs, packed, NAME)
 
 
 @as_called
 def shared_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
-    """The attention function that transformers calls while a packed row is computed."""
-    row = current()
-    if row is None:
+    """The attention function that transformers calls in a packed forward pass."""
+    packed = current()
+    if packed is None:
         raise RuntimeError("a trainer learns with this model just now: run it once the step is over")
     if asked.mask is not None or not asked.is_causal or len(query) != 1:
         raise NotImplementedError("packed rows have causal attention, without masks")
     q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
     settings: dict[str, Any] = {"scale": asked.scale, "window": asked.window, "softcap": asked.softcap}
-    return row.attend(q, k, v, **settings, dropout=asked.dropout)[None]
+    return packed.attend(q, k, v, **settings, dropout=asked.dropout)[None]

@@ -1,8 +1,8 @@
-"""A model becomes the layouts in which it learns exactly: packed rows, rectangles, or one sequence at a time.
+"""Which layouts of micro-batches are exact for a model: packed, padded to a rectangle, or one sequence at a time.
 
-Sequences are computed alone by the model's own forward, then in each layout on the path that training takes; hidden
-states (or logits) and gradients must agree. All is done at a realistic scale (`verifiers.kernels.prove.realistic`), and
-past the bounds at which a model attends in another way.
+Probe sequences are computed alone by the model's own forward, then in each layout on the path that training takes;
+hidden states (or logits) and gradients must agree. Weights are scaled to a realistic range for it
+(`verifiers.kernels.prove.realistic`), and sequences go past the lengths at which a model attends in another way.
 """
 
 from __future__ import annotations
@@ -19,44 +19,42 @@ from torch import Tensor
 from verifiers.kernels import prove as probe
 from verifiers.kernels.modules import without_dropout
 from verifiers.kernels.prove import agree
-from verifiers.samples import Sample
-from verifiers.trainers.learning.micro_batches import ANY_LENGTH, MicroBatch, Trained, micro_batches
-from verifiers.trainers.learning.packing import Row
+from verifiers.trainers.learning.micro_batches import ANY_LENGTH, MicroBatch, TrainSample, fully_trained, micro_batches
+from verifiers.trainers.learning.packing import PackedForward
 
 if TYPE_CHECKING:
     from verifiers.trainers.learning.logprobs import TokenScorer
 
 logger = logging.getLogger("verifiers.trainers")
 
-# Lengths of the probe's prompts and replies; prompts of a length are the same. The second are for narrow windows.
+# (Prompt, reply) lengths of the probe; prompts of one length are equal. The short ones are for narrow windows.
 LENGTHS = ((24, 8), (24, 5), (11, 9), (24, 12))
 SHORT_LENGTHS = ((6, 3), (6, 2), (4, 4), (6, 4))
-LONGEST_TRIED = 2048  # bounds past this are not tried out, which takes a while: longer sequences learn alone
-FEW = 6  # parameters whose gradients are compared: the smallest, each of which depends on all that comes after it
+LONGEST_PROBED = 2048  # bounds beyond this are not probed, as that takes long: longer sequences are computed alone
+NUM_GRADIENTS = 6  # that are compared: of the smallest parameters; each depends on all layers after its own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layouts:
-    """How sequences may be computed together: those up to a length packed in one row, or side by side."""
+    """Lengths up to which sequences may be packed, or batched in a rectangle; and how they are computed."""
 
     longest_packed: int = 0
     longest_batched: int = 0
-    varlen: bool = False  # packed rows: the variable-length kernel
-    fused: bool = False  # whether our own functions take the place of layers and norms
+    varlen: bool = False  # packed batches use the variable-length kernel
+    fused: bool = False  # layers and norms are replaced by fused functions
     rope_bounds: tuple[int, ...] = ()
 
     def limits(self, *others: Layouts) -> dict[str, Any]:
-        """As `micro_batches` takes them: what suits this model and others that compute the same sequences."""
-        all_of_them = (self, *others)
+        """Keywords of `micro_batches` that suit this model and others that compute the same sequences."""
         return {
-            "longest_packed": min(one.longest_packed for one in all_of_them),
-            "longest_batched": min(one.longest_batched for one in all_of_them),
+            "longest_packed": min(one.longest_packed for one in (self, *others)),
+            "longest_batched": min(one.longest_batched for one in (self, *others)),
             "rope_bounds": self.rope_bounds,
         }
 
 
 def proven_layouts(scorer: TokenScorer) -> Layouts:
-    """The quickest layouts in which the model gives the numbers and gradients of its own forward."""
+    """The quickest layouts that give the numbers and gradients of the model's own forward."""
     base = scorer._base
     with without_dropout(base), probe.without_hooks(base), probe.realistic(base) as is_conclusive:
         _check_steady(base)
@@ -68,8 +66,9 @@ def proven_layouts(scorer: TokenScorer) -> Layouts:
 
 
 def _check_steady(base: Any) -> None:
+    """Refuse a model whose forward pass is not deterministic."""
     text = probe.text_config(base.config)
-    longest = min(getattr(text, "max_position_embeddings", None) or LONGEST_TRIED, LONGEST_TRIED)
+    longest = min(getattr(text, "max_position_embeddings", None) or LONGEST_PROBED, LONGEST_PROBED)
     past = [bound + probe.PAST for bound in probe.bounds(text, longest - probe.PAST)[:1]]
     with torch.no_grad():
         if not probe.is_steady(base, max([sum(LENGTHS[0]), *past])):
@@ -86,8 +85,9 @@ class _Proof:
         is_narrow = min(self._bounds, default=ANY_LENGTH) < max(map(sum, LENGTHS))
         self._trained = _trained(self._base, SHORT_LENGTHS if is_narrow else LENGTHS)
         self._device = next(self._base.parameters()).device
-        alone = [self._answers(self._batch([one]), None, fused=False) for one in self._trained]
-        self._theirs = [torch.cat([one[0] for one in alone]), *map(_sum, zip(*(one[1:] for one in alone), strict=True))]
+        alone = [self._numbers(self._batch([one]), None, fused=False) for one in self._trained]
+        grads = zip(*(one[1:] for one in alone), strict=True)
+        self._expected = [torch.cat([one[0] for one in alone]), *(torch.stack(list(one)).sum(0) for one in grads)]
 
     def layouts(self) -> Layouts:
         if not self._is_causal():
@@ -103,102 +103,93 @@ class _Proof:
         packed = self._batch(self._trained, longest_packed=ANY_LENGTH)
         for varlen in (True, False) if packed.ids_BT.is_cuda else (False,):
             if longest := self._longest_packed(packed, varlen, fused):
-                longest = min([longest, *self._bounds])  # shorter than any bound is what was tried
+                longest = min([longest, *self._bounds])  # the probe is shorter than any bound
                 return Layouts(longest_packed=longest, longest_batched=batched, varlen=varlen, fused=fused)
         return Layouts(longest_batched=batched, fused=fused)
 
     def _is_causal(self) -> bool:
-        """Do sequences that end earlier have the same numbers up to there, also past the bounds of attention?
+        """Whether a truncated sequence has the same numbers, also past the bounds of attention.
 
-        Past those of the rotary embedding they have others: there a sequence is learned from in parts.
+        Not past those of the rotary embedding, where they differ: sequences are split there.
         """
-        others = set(probe.rope_bounds(self._base.config))
-        longest = min(LONGEST_TRIED, self._most_positions - 5 * probe.PAST)
-        bounds = [one for one in self._bounds if one <= longest and one not in others]
+        rope_bounds = probe.rope_bounds(self._base.config)
+        longest = min(LONGEST_PROBED, self._most_positions - 5 * probe.PAST)
+        bounds = [one for one in self._bounds if one <= longest and one not in rope_bounds]
         longer = [_trained(self._base, ((2, bound + 4 * probe.PAST),))[0] for bound in bounds]
-        return all(self._is_same_without_its_end(one) for one in (self._trained[-1], *longer))
+        return all(self._is_same_truncated(one) for one in (self._trained[-1], *longer))
 
-    def _is_same_without_its_end(self, one: Trained) -> bool:
+    def _is_same_truncated(self, one: TrainSample) -> bool:
         count = len(one.sample.completion_ids)
         n = count - min(count // 2, 2 * probe.PAST)
         part = one._replace(sample=one.sample.first(n))
         with torch.no_grad():
-            all_of_it, start = (self._answers(self._batch([each]), None, fused=False)[0] for each in (one, part))
-        return agree([all_of_it[:n]], [start], rounds=self._layers)
+            whole, start = (self._numbers(self._batch([each]), None, fused=False)[0] for each in (one, part))
+        return agree([whole[:n]], [start], rounds=self._layers)
 
-    def _longest_packed(self, packed: MicroBatch, varlen: bool, fused: bool) -> int:
-        """How long sequences may be that are packed; 0 if they must not be."""
-        if packed.packing is None:
+    def _longest_packed(self, batch: MicroBatch, varlen: bool, fused: bool) -> int:
+        """The length up to which sequences may be packed; 0 if they must not be."""
+        if batch.packing is None:
             return 0
-        row = Row(packed.packing, varlen)
-        if not self._agrees(packed, row, fused) or row.calls != self._layers:
+        packed = PackedForward(batch.packing, varlen)
+        if not self._agrees(batch, packed, fused) or packed.calls != self._layers:
             return 0
-        return ANY_LENGTH if row.narrowest is None else row.narrowest
+        return ANY_LENGTH if packed.narrowest is None else packed.narrowest
 
     def _agrees_past(self, bound: int, fused: bool) -> bool:
-        """Does a sequence past a bound give its numbers beside a short one, and the short one beside it?"""
-        if bound > LONGEST_TRIED:
+        """Whether a sequence past a bound and a short one have the same numbers in one batch as alone."""
+        if bound > LONGEST_PROBED:
             return False
         trained = _trained(self._base, ((bound, probe.PAST), SHORT_LENGTHS[0]))
         with torch.no_grad():
-            alone = [self._answers(self._batch([one]), None, fused=False)[0] for one in trained]
-            return self._agrees(self._batch(trained), None, fused, theirs=[torch.cat(alone)])
+            alone = [self._numbers(self._batch([one]), None, fused=False)[0] for one in trained]
+            found = self._try(self._batch(trained), None, fused)
+        return found is not None and agree([torch.cat(alone)], found, rounds=self._layers)
 
-    def _agrees(self, batch: MicroBatch, row: Row | None, fused: bool, theirs: Sequence[Tensor] | None = None) -> bool:
+    def _agrees(self, batch: MicroBatch, packed: PackedForward | None, fused: bool) -> bool:
+        """Whether the probe has the expected numbers and gradients in this layout."""
+        found, expected = self._try(batch, packed, fused), self._expected
+        if found is None or len(found) != len(expected):
+            return False
+        return agree(_significant(expected, expected), _significant(expected, found), rounds=self._layers)
+
+    def _try(self, batch: MicroBatch, packed: PackedForward | None, fused: bool) -> list[Tensor] | None:
         try:
-            ours = self._answers(batch, row, fused=fused)
-        except Exception as error:  # foreign code, asked in a way it may not know
+            return self._numbers(batch, packed, fused=fused)
+        except Exception as error:  # a model's own code, which may not support this layout
             logger.debug("%s does not learn in this layout: %r", type(self._base).__name__, error)
-            return False
-        if theirs is not None:
-            return agree(theirs, ours, rounds=self._layers)
-        if len(ours) != len(self._theirs):
-            return False
-        return agree(_significant(self._theirs, self._theirs), _significant(self._theirs, ours), rounds=self._layers)
+            return None
 
-    def _batch(self, trained: Sequence[Trained], *, longest_packed: int = 0) -> MicroBatch:
+    def _batch(self, trained: Sequence[TrainSample], *, longest_packed: int = 0) -> MicroBatch:
         (made,) = micro_batches(trained, max_tokens=ANY_LENGTH, longest_packed=longest_packed)
         return made.to(self._device)
 
-    def _answers(self, batch: MicroBatch, row: Row | None, *, fused: bool) -> list[Tensor]:
-        """What the model makes of a batch in the order of its sequences, and gradients of that."""
-        learned = sorted((one for one in self._scorer.model.parameters() if one.requires_grad), key=torch.numel)[:FEW]
+    def _numbers(self, batch: MicroBatch, packed: PackedForward | None, *, fused: bool) -> list[Tensor]:
+        """Outputs of the model for a batch, in the order of the probe's sequences, and some of their gradients."""
+        trainable = [one for one in self._scorer.model.parameters() if one.requires_grad]
+        learned = sorted(trainable, key=torch.numel)[:NUM_GRADIENTS]
         has_grad = bool(learned) and torch.is_grad_enabled()
         with torch.set_grad_enabled(has_grad):
-            out = self._scorer.outputs(batch, fused=fused, row=row)
+            out = self._scorer.outputs(batch, fused=fused, packed=packed)
             out = out[torch.argsort(torch.tensor(batch.members, device=out.device)[batch.sequence_N], stable=True)]
             grads = torch.autograd.grad(out, learned, _direction(out), allow_unused=True) if has_grad else ()
         return [out.detach(), *(one for one in grads if one is not None)]
 
 
-def _significant(theirs: Sequence[Tensor], of: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs, and the gradients that are more than rounding: that of a bias on keys, say, is zero by definition."""
-    sizes = [float(one.abs().max()) for one in theirs[1:]]
-    least = math.sqrt(torch.finfo(theirs[0].dtype).eps) * max(sizes, default=0.0)
-    return [of[0], *(one for one, size in zip(of[1:], sizes, strict=True) if size >= least)]
+def _significant(expected: Sequence[Tensor], found: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs, and the gradients expected to exceed rounding: that of a bias on keys, say, is zero by definition."""
+    sizes = [float(one.abs().max()) for one in expected[1:]]
+    least = math.sqrt(torch.finfo(expected[0].dtype).eps) * max(sizes, default=0.0)
+    return [found[0], *(one for one, size in zip(found[1:], sizes, strict=True) if size >= least)]
 
 
 def _direction(out: Tensor) -> Tensor:
-    """Where gradients are taken: the same for a token wherever it is computed."""
+    """The gradient at the outputs: the same for every token, in whichever layout."""
     width = torch.arange(out.shape[-1], device=out.device, dtype=torch.float32)
     return torch.cos(width * 12.9898).to(out.dtype).expand_as(out)
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(parts)).sum(0)
-
-
-def _trained(base: Any, lengths: Sequence[tuple[int, int]]) -> list[Trained]:
-    config = base.config
-    by_length = {n: probe.prompts(config, [n])[0] for n in {prompt for prompt, _ in lengths}}
-    replies = probe.prompts(config, [reply for _, reply in lengths])
-    made = []
-    for (prompt, count), reply in zip(lengths, replies, strict=True):
-        sample = Sample(
-            prompt_ids=by_length[prompt],
-            completion_ids=reply,
-            completion_mask=[1] * count,
-            completion_logprobs=[0.0] * count,
-        )
-        made.append(Trained(sample=sample, advantage=1.0))
-    return made
+def _trained(base: Any, lengths: Sequence[tuple[int, int]]) -> list[TrainSample]:
+    """Probe sequences with these lengths of prompt and reply."""
+    prompts = {n: probe.prompts(base.config, [n])[0] for n in {prompt for prompt, _ in lengths}}
+    replies = probe.prompts(base.config, [reply for _, reply in lengths])
+    return [fully_trained(prompts[n], reply) for (n, _), reply in zip(lengths, replies, strict=True)]

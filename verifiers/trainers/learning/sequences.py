@@ -1,4 +1,4 @@
-"""Rollouts of a batch become the token sequences that an update learns from, each with its advantages."""
+"""Rollouts of a batch become token sequences to train on, each with its advantages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verifiers.samples import NotSampledError, Sample, are_ids_of, exact_samples
 from verifiers.trainers import sampling
 from verifiers.trainers.batch import Batch
 from verifiers.trainers.config import GRPOConfig
-from verifiers.trainers.learning.micro_batches import Trained
+from verifiers.trainers.learning.micro_batches import TrainSample
 from verifiers.trainers.sampling import Distribution
 
 FindTokens = Callable[[Any, Any], list[Sample]]
@@ -20,23 +20,23 @@ FindTokens = Callable[[Any, Any], list[Sample]]
 def trained_sequences(
     batch: Batch,
     config: GRPOConfig,
-    usual: Distribution,
+    default: Distribution,
     *,
     find_tokens: FindTokens | None = None,
     writer: ChatWriter | None = None,
     longest: int | None = None,
-) -> list[Trained]:
-    """The samples of a batch's rollouts with their advantages; one whose history was rewritten has several.
+) -> list[TrainSample]:
+    """The samples of a batch's rollouts with their advantages; a rollout whose history was rewritten has several.
 
-    ``usual`` is what tokens were drawn from where that was not recorded. A rollout of which the sampled tokens are not
-    known, or that has more than ``longest`` in a sequence, is in none; ``batch.refused`` has the reason. With a
-    ``writer`` the rollouts were saved before.
+    ``default`` is what tokens were sampled from where that was not recorded. A rollout whose sampled tokens are not
+    known, or that has a sequence of more than ``longest`` tokens, is left out, and ``batch.refused`` says why. With a
+    ``writer`` these are saved rollouts.
     """
-    trained: list[Trained] = []
+    trained: list[TrainSample] = []
     is_off_policy = bool(config.num_batches_ahead) or config.updates_per_generation > 1
     batch.refused.clear()
     columns = zip(batch["prompts"], batch["completions"], batch["advantages"], strict=True)
-    for place, (prompt, reply, advantage) in enumerate(columns):
+    for i, (prompt, reply, advantage) in enumerate(columns):
         state: Mapping[str, Any] = getattr(reply, "state", None) or {}
         if advantage is None or (config.mask_truncated_completions and state.get("is_truncated")):
             continue
@@ -47,10 +47,10 @@ def trained_sequences(
             batch.refused.append(str(error))
             continue
         for sample, own in zip(samples, advantages_of_samples(advantage, samples, state), strict=True):
-            sample = sample if writer is None else sampling.saved(sample)
-            drawn = sampling.distributions(sample, usual)
+            sample = sample if writer is None else sampling.without_greedy_logprobs(sample)
+            drawn = sampling.distributions(sample, default)
             sample = sampling.without_doubtful_logprobs(sample, drawn, is_off_policy=is_off_policy)
-            trained.append(Trained(sample=sample, advantage=own, drawn_from=drawn, rollout=place))
+            trained.append(TrainSample(sample=sample, advantage=own, drawn_from=drawn, rollout=i))
     return trained
 
 
@@ -69,7 +69,7 @@ def samples_of_reply(
 ) -> list[Sample]:
     """The tokens of one rollout as they were sampled; NotSampledError where they are not known.
 
-    With a ``writer`` text that was saved without its tokens is tokenized: for rollouts that no policy here sampled.
+    With a ``writer`` text that was saved without its tokens is tokenized.
     """
     state: Mapping[str, Any] = getattr(reply, "state", None) or {}
     completion = getattr(reply, "messages", reply)
@@ -78,7 +78,7 @@ def samples_of_reply(
     try:
         return exact_samples(state, completion)
     except NotSampledError:
-        # A text alone may be one that the policy said; a state says by itself what was sampled.
+        # A text without a state may be a reply of this policy; a state itself says what was sampled.
         if not state and find_tokens is not None and (known := find_tokens(prompt, completion)):
             return known
         if writer is not None:
@@ -94,10 +94,9 @@ def samples_of_reply(
 def advantages_of_samples(
     advantage: float | Sequence[float], samples: Sequence[Sample], state: Mapping[str, Any]
 ) -> list[float | list[float]]:
-    """A rollout's advantage for each of its samples: the number itself, or one for each token of the completion.
+    """A rollout's advantage for each of its samples: one number, or one for each token of the completion.
 
-    What was given by turn (of the trajectory) or by sampled token is spread over the sampled tokens of the samples; the
-    others have 0.
+    Advantages of turns or of sampled tokens are laid out over the sampled tokens of the samples; other tokens have 0.
 
     >>> sample = Sample(prompt_ids=[1], completion_ids=[2, 3, 9, 4], completion_mask=[1, 1, 0, 1],
     ...                 completion_logprobs=[0.0] * 4)
@@ -122,9 +121,9 @@ def advantages_of_samples(
 
 
 def _turn_lengths(samples: Sequence[Sample], state: Mapping[str, Any], total: int) -> tuple[list[int], Sequence[int]]:
-    """How many tokens were sampled in each turn of the trajectory, and the order in which the samples have the turns.
+    """The number of sampled tokens of each turn, and the order in which the turns are in the samples.
 
-    Samples tokenized from text have other tokens than a trajectory: then each contiguous part of the mask is a turn.
+    Samples tokenized from text have other tokens than the trajectory: then each run of 1s in the mask is a turn.
     """
     tokens = [step.get("tokens") for step in state.get("trajectory") or ()]
     turns = [0 if one is None or one.get("overlong_prompt") else len(one["completion_ids"]) for one in tokens]

@@ -1,15 +1,13 @@
-"""Hidden states and an lm_head become the logprob of each target, with one chunk of logits alive at a time.
+"""Hidden states and an lm_head become the logprob of each target, with one chunk of logits in memory at a time.
 
-Two ways. `fused_logprobs`: one sweep over a chunk of logits gives the logprobs, another turns them into their own
-gradients, in place, by kernels of our own or plain operations. `chunked_logprobs`: any head, any distribution, and
-entropies; chunks are computed again in the backward pass.
+Two ways. `fused_logprobs`: one pass over a chunk of logits gives the logprobs, another overwrites them with their
+gradients. `chunked_logprobs`: any head, any distribution, and entropies; chunks are recomputed in the backward pass.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,20 +22,19 @@ from verifiers.kernels.sampling import SamplingColumns, truncate
 from verifiers.trainers.memory.plan import CHUNK_BYTES, CHUNK_BYTES_ELSEWHERE
 from verifiers.trainers.sampling import Distribution
 
-FREE_LOGITS = 1 << 24  # so few (64 MiB in float32) are kept for the backward pass; more are computed again there
-NARROWED_COPIES = 4  # that a biased or truncated distribution takes: its probabilities, the likeliest, what is left
+FREE_LOGITS = 1 << 24  # up to so many (64 MiB in float32) are kept for the backward pass; more are recomputed there
+NARROWED_COPIES = 4  # of the logits that a bias, a truncation or an entropy takes: probabilities, sorted, masked
 
 
 def chunks_of(n: int, bytes_each: int, device: torch.device, rows: int | None = None) -> list[slice]:
-    """``n`` positions in parts of ``rows``, or of about the same size, whose logits take at most `CHUNK_BYTES` each."""
+    """Slices of ``n`` positions: of ``rows`` each, or of about equal size with at most `CHUNK_BYTES` of logits."""
     most = max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES_ELSEWHERE) // bytes_each)
     step = rows or max(1, math.ceil(n / math.ceil(n / most))) if n else 1
     return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """Of each target its logprob, and the entropy (in nats) of what it was drawn from, if that was asked for."""
+class Scored(NamedTuple):
+    """Of each target its logprob, and the entropy (in nats) of what it was sampled from, if that was asked for."""
 
     logprob_N: Tensor
     entropy_N: Tensor | None = None
@@ -48,11 +45,10 @@ def chunked_logprobs(
     head: Any, hidden_ND: Tensor, target_N: Tensor, drawn_from: Distribution, *, with_entropy: bool = False,
     rows: int | None = None,
 ) -> Scored:  # fmt: skip
-    """As `score_logits` of the head's logits, of which no more than a chunk (of so many rows) is alive at once."""
+    """`score_logits` of the head's logits, of which no more than a chunk (of so many rows) is in memory at once."""
 
     def score(hidden_ND: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor | None]:
-        found = score_logits(head(hidden_ND), target_N, drawn_from, with_entropy=with_entropy)
-        return found.logprob_N, found.entropy_N
+        return score_logits(head(hidden_ND), target_N, drawn_from, with_entropy=with_entropy)[:2]
 
     n, vocabulary = len(hidden_ND), getattr(head, "out_features", None) or head.weight.shape[0]
     copies = 1 if drawn_from.is_tempered and not with_entropy else NARROWED_COPIES
@@ -69,9 +65,9 @@ def chunked_logprobs(
 def score_logits(
     logits_NV: Tensor, target_N: Tensor, drawn_from: Distribution, *, with_entropy: bool = False
 ) -> Scored:
-    """Logprobs under what tokens were drawn from (biased, tempered, truncated), as the sampler computes them.
+    """Logprobs under what tokens were sampled from (bias, temperature, truncation), as the sampler computes them.
 
-    What it drew is kept even where the policy has moved and would now leave it out. A row may have several targets
+    The target is kept even where the current policy would truncate it. There may be several targets at each position
     (target_NK), if nothing is truncated.
     """
     scaled_NV = logits_NV.float()
@@ -88,15 +84,15 @@ def score_logits(
     if target_N.ndim > 1:
         logprob_N = scaled_NV.gather(1, target_N) - scaled_NV.logsumexp(1, keepdim=True)
     elif scaled_NV.device.type == "cpu":
-        logprob_N = _Picked.apply(scaled_NV.contiguous(), target_N)
+        logprob_N = _TargetLogprobs.apply(scaled_NV.contiguous(), target_N)
     else:
         logprob_N = -functional.cross_entropy(scaled_NV, target_N, reduction="none")
     return Scored(logprob_N, _entropy(scaled_NV) if with_entropy else None)
 
 
-class _Picked(Function):  # type: ignore[misc]  # torch is not typed here
-    """Logprobs of targets. PyTorch's own on a CPU are 1e-5 too high over a large vocabulary: the mass of a row is added
-    up in float32 from front to back, and the unlikely tokens are lost in it."""
+class _TargetLogprobs(Function):  # type: ignore[misc]  # torch is not typed here
+    """Logprobs of targets on a CPU. PyTorch's own are 1e-5 too high over a large vocabulary: it sums probabilities in
+    float32 from first to last, which loses unlikely tokens."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor) -> Tensor:
@@ -121,7 +117,7 @@ def _entropy(scaled_NV: Tensor) -> Tensor:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not typed here
 def _left_out(scaled_NV: Tensor, target_N: Tensor, drawn_from: Distribution) -> Tensor:
-    """Which tokens are not drawn, the target never among them; it has no gradient."""
+    """Which tokens are truncated; never the target. Without a gradient."""
 
     def each(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((len(scaled_NV),), value, dtype=dtype, device=scaled_NV.device)
@@ -143,7 +139,7 @@ def fused_logprobs(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, temperature: float = 1.0,
     rows: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """The logprob of each target under softmax(hidden · weightᵀ + bias), whose logits are held a chunk at a time."""
+    """The logprob of each target under softmax(hidden · weightᵀ + bias), with a chunk of logits in memory at a time."""
     chunks = chunks_of(len(hidden_ND), weight_VD.shape[0] * weight_VD.element_size(), hidden_ND.device, rows)
     result: Tensor = _FusedLogprobs.apply(
         hidden_ND, weight_VD, bias_V, target_N, temperature, chunks, torch.is_grad_enabled()
@@ -152,7 +148,7 @@ def fused_logprobs(
 
 
 class _FusedLogprobs(Function):  # type: ignore[misc]  # torch is not typed here
-    """Logits are computed again in the backward pass, but for the last chunk's, which are kept and needed first."""
+    """Logits are recomputed in the backward pass, but those of the last chunk, which are kept: it needs them first."""
 
     @staticmethod
     def forward(
@@ -194,5 +190,5 @@ class _FusedLogprobs(Function):  # type: ignore[misc]  # torch is not typed here
 
 
 def _added(total: Tensor | None, part: Tensor) -> Tensor:
-    """Sums of several parts are taken in float32."""
+    """Sums of several chunks are in float32."""
     return part if total is None else total.float().add_(part)

@@ -1,4 +1,4 @@
-"""Samples become columns of their tokens, end to end: converted once, whatever they are cut into."""
+"""Samples become arrays of their concatenated tokens: converted once, however micro-batches are cut from them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from verifiers.samples import Sample
 from verifiers.trainers.sampling import PLAIN, Distribution
 
 if TYPE_CHECKING:
-    from verifiers.trainers.learning.micro_batches import Trained
+    from verifiers.trainers.learning.micro_batches import TrainSample
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The tokens of all sequences that are trained on, end to end.
+    """The tokens of all sequences (S) with trained tokens, concatenated: distinct prefixes (P), and suffixes.
 
     A sequence is a prefix, all but the last token of its prompt, which it may share with others, and a suffix, up to
     the last position that predicts a trained token. Each position of a suffix has the token that it predicts
     (``target``), whether that is trained on, the logprob it was sampled with, and its advantage.
     """
 
-    index_S: Any  # which of the sequences given
+    index_S: Any  # into the sequences given
     prefix_of_S: Any
     suffix_S: Any  # lengths
-    start_S: Any  # where in the columns of suffixes each begins
+    start_S: Any  # where each suffix begins in the arrays of suffix tokens
     prefix_P: Any  # lengths
     prefix_start_P: Any
     prefix_ids: Any
@@ -38,40 +38,37 @@ class Columns:
     old: Any
     advantage: Any
     weight_S: Any
-    distributions: tuple[Distribution, ...]  # what tokens were drawn from
-    drawn_from: Any  # which of them each target was; None: there is but one
+    distributions: tuple[Distribution, ...]  # that tokens were sampled from
+    drawn_from: Any  # index into these for each target; None: there is only one
 
     @property
     def length_S(self) -> Any:
         return self.prefix_P[self.prefix_of_S] + self.suffix_S
 
     @classmethod
-    def of(cls, sequences: Sequence[Trained]) -> Columns:
-        rows, lasts = [], []
-        for row, one in enumerate(sequences):
-            last = _last_place(one.sample)
-            if last > 0:
-                rows.append(row)
-                lasts.append(last)
-        samples = [sequences[row].sample for row in rows]
+    def of(cls, sequences: Sequence[TrainSample]) -> Columns:
+        suffixes = np.array([_suffix_length(one.sample) for one in sequences], np.int64)
+        index_S = np.flatnonzero(suffixes)
+        sequences = [sequences[i] for i in index_S.tolist()]
+        samples = [one.sample for one in sequences]
         prefixes: dict[tuple[int, ...], int] = {}
         prefix_of_S = [prefixes.setdefault(tuple(one.prompt_ids[:-1]), len(prefixes)) for one in samples]
         sizes = np.array([min(len(one.prompt_ids), 1) + len(one.completion_ids) for one in samples], np.int64)
         start_S = np.cumsum(sizes) - sizes
-        # A suffix begins with the last token of its prompt, which no position of the suffix predicts: its mask and
+        # A suffix begins with the last token of the prompt, which no position of the suffix predicts: its mask and
         # logprob are never read.
         is_reply = np.ones(int(sizes.sum()), bool)
         is_reply[start_S[[bool(one.prompt_ids) for one in samples]]] = False
-        ids = _spread([one.completion_ids for one in samples], is_reply, np.int64)
+        ids = _scattered([one.completion_ids for one in samples], is_reply, np.int64)
         ids[~is_reply] = [one.prompt_ids[-1] for one in samples if one.prompt_ids]
-        mask = _spread([one.completion_mask for one in samples], is_reply, np.int64)
-        old = _spread([one.completion_logprobs for one in samples], is_reply, np.float32)
+        mask = _scattered([one.completion_mask for one in samples], is_reply, np.int64)
+        old = _scattered([one.completion_logprobs for one in samples], is_reply, np.float32)
         prefix_P = np.array([len(prefix) for prefix in prefixes], np.int64)
-        distributions, drawn_from = _drawn([sequences[row] for row in rows])
+        distributions, drawn_from = _drawn_from(sequences)
         return cls(
-            index_S=np.array(rows, np.int64),
+            index_S=index_S,
             prefix_of_S=np.array(prefix_of_S, np.int64),
-            suffix_S=np.array(lasts, np.int64),
+            suffix_S=suffixes[index_S],
             start_S=start_S,
             prefix_P=prefix_P,
             prefix_start_P=np.cumsum(prefix_P) - prefix_P,
@@ -80,15 +77,15 @@ class Columns:
             target=np.roll(ids, -1),
             is_trained=np.roll(mask, -1) != 0,
             old=np.roll(old, -1),
-            advantage=np.roll(_advantages([sequences[row] for row in rows], sizes), -1),
-            weight_S=np.array([sequences[row].weight for row in rows], np.float32),
+            advantage=np.roll(_advantages(sequences, sizes), -1),
+            weight_S=np.array([one.weight for one in sequences], np.float32),
             distributions=distributions,
             drawn_from=None if drawn_from is None else np.roll(drawn_from, -1),
         )
 
 
-def _advantages(sequences: Sequence[Trained], sizes: Any) -> Any:
-    """The advantage of each place of the suffixes, of which there are so many in each sequence."""
+def _advantages(sequences: Sequence[TrainSample], sizes: Any) -> Any:
+    """The advantage of each position of the suffixes, which have these sizes."""
     if all(isinstance(one.advantage, (int, float)) for one in sequences):
         return np.repeat(np.array([one.advantage for one in sequences], np.float32), sizes)
     parts = []
@@ -99,8 +96,8 @@ def _advantages(sequences: Sequence[Trained], sizes: Any) -> Any:
     return np.concatenate(parts).astype(np.float32)
 
 
-def _drawn(sequences: Sequence[Trained]) -> tuple[tuple[Distribution, ...], Any]:
-    """The distributions that there are, and for each place of the suffixes which one it is, if there are several."""
+def _drawn_from(sequences: Sequence[TrainSample]) -> tuple[tuple[Distribution, ...], Any]:
+    """The distinct distributions, and for each position of the suffixes the index of its own if there are several."""
     known: dict[Distribution, int] = {}
     for one in sequences:
         for _, drawn in one.drawn_from or ((0, PLAIN),):
@@ -118,20 +115,20 @@ def _drawn(sequences: Sequence[Trained]) -> tuple[tuple[Distribution, ...], Any]
     return tuple(known), np.concatenate(which)
 
 
-def _spread(parts: Iterable[Iterable[Any]], is_place: Any, dtype: Any) -> Any:
-    """Values end to end in the places that are theirs; 0 in the others."""
-    spread = np.zeros(len(is_place), dtype)
-    spread[is_place] = _flat(parts, dtype)
-    return spread
+def _scattered(parts: Iterable[Iterable[Any]], mask: Any, dtype: Any) -> Any:
+    """Concatenated values at the positions of the mask; 0 at the others."""
+    scattered = np.zeros(len(mask), dtype)
+    scattered[mask] = _flat(parts, dtype)
+    return scattered
 
 
 def _flat(parts: Iterable[Iterable[Any]], dtype: Any) -> Any:
     return np.fromiter(chain.from_iterable(parts), dtype)
 
 
-def _last_place(sample: Sample) -> int:
-    """How many places of a sample's suffix there are up to the one that predicts its last trained token."""
+def _suffix_length(sample: Sample) -> int:
+    """Positions of a sample's suffix, up to the one that predicts its last trained token; 0 if it has none."""
     n = len(sample.completion_mask)
     while n and not sample.completion_mask[n - 1]:
         n -= 1
-    return n - 1 + min(len(sample.prompt_ids), 1) if n else 0  # a first token without a prompt is predicted by nothing
+    return n - 1 + min(len(sample.prompt_ids), 1) if n else 0  # without a prompt nothing predicts the first token

@@ -1,4 +1,4 @@
-"""Tokens end to end: ranges of them, and keys copied to the suffixes that attend to them."""
+"""Layouts of concatenated tokens: index ranges, and the keys of prefixes copied to the suffixes that attend to them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class SuffixKeys:
-    """The keys (or values) that suffixes attend to: copies of those of their prefix, then their own.
+    """The keys (or values) that each suffix attends to: copies of those of its prefix, then its own.
 
-    In the backward pass the gradients of a prefix's copies are added up in a fixed order: the result is reproducible.
+    In the backward pass the gradients of a prefix's copies are summed in a fixed order: the result is reproducible.
     """
 
     def __init__(self, packing: Packing, start_B: Any, size: int, *, with_prefixes: bool = False) -> None:
@@ -69,7 +69,7 @@ def _sum_copies(grad: Tensor, suffixes: Tensor, copies: Tensor, is_copy: Tensor 
 
 
 def ranges(starts: Any, lengths: Any) -> Any:
-    """``arange(start, start + length)`` of each start and length, one after the other.
+    """``arange(start, start + length)`` of each start and length, concatenated.
 
     >>> ranges(np.array([5, 0]), np.array([2, 3])).tolist()
     [5, 6, 0, 1, 2]

@@ -1,4 +1,4 @@
-"""What is measured while a policy learns becomes the figures of an update."""
+"""Losses, ratios and entropies of micro-batches become the figures of an update."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RATIO_EDGES = [0.0, 0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0, 4.0, 100.0]
 
 @dataclass
 class UpdateFigures:
-    """Tensors of each micro-batch, left on the device until all are read in one transfer."""
+    """Collects tensors of each micro-batch on the device, to be read in one transfer."""
 
     losses: list[Tensor] = field(default_factory=list)
     ratios: list[Tensor] = field(default_factory=list)
@@ -43,7 +43,7 @@ class UpdateFigures:
             return {"loss": 0.0, "grad_norm": self.grad_norm, "clip_fraction": 0.0, "kl": None, "trained_tokens": 0}
         ratio_N, first_N = torch.cat(self.ratios).float(), torch.cat(self.first_ratios).float()
         edges = torch.tensor(RATIO_EDGES, device=first_N.device)
-        place_N = torch.bucketize(first_N, edges[1:-1], right=True)
+        bucket_N = torch.bucketize(first_N, edges[1:-1], right=True)
         numbers = [
             torch.stack(self.losses).sum(),
             torch.cat(self.clipped).float().mean(),
@@ -51,7 +51,7 @@ class UpdateFigures:
             ratio_N.max(),
             *((torch.cat(self.kls).mean(),) if self.kls else ()),
         ]
-        counts = torch.bincount(place_N, minlength=len(RATIO_EDGES) - 1).float()
+        counts = torch.bincount(bucket_N, minlength=len(RATIO_EDGES) - 1).float()
         loss, clipped, mean, most, *rest = torch.cat((torch.stack(numbers), counts)).tolist()  # one transfer
         kls, counted = (rest[:1], rest[1:]) if self.kls else ([None], rest)
         return {
@@ -68,7 +68,7 @@ class UpdateFigures:
 
 
 def combined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of an update from those of each process; the gradient is the same in all.
+    """The figures of an update from those of all processes, which have the same gradient.
 
     >>> halves = [{"loss": 1.0, "kl": None, "trained_tokens": 1, "ratio_mean": 1.0, "ratio_max": 1.0},
     ...           {"loss": 2.0, "kl": None, "trained_tokens": 3, "ratio_mean": 2.0, "ratio_max": 4.0}]

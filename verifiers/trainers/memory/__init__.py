@@ -1,1 +1,1 @@
-"""What a training takes of memory, what makes it fit: a plan, optimizers with smaller states, weights in 4 bits."""
+"""The memory of a training and what makes it fit: a plan, optimizers with smaller state, weights in 4 bits."""

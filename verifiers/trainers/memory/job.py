@@ -1,9 +1,8 @@
-"""A trainer's model and configuration → its memory plan, before anything is allocated for it."""
+"""A trainer's model and configuration → its memory plan, before anything is allocated for training."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,33 +15,33 @@ from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.memory.plan import Device, MemoryPlan, ModelSize, Training, plan_memory
 from verifiers.trainers.memory.ways import check_fits
-from verifiers.trainers.sampling import flat, merged
+from verifiers.trainers.sampling import max_new_tokens
 
 logger = logging.getLogger("verifiers.trainers")
 
 MOST_SLOTS = {"cpu": 64, "cuda": 1024}  # rollouts that are sampled at once
 MOST_SLOTS_ELSEWHERE = 64
-# Tokens, where nobody says how long sequences are (max_seq_length): of a prompt, of a conversation, of an example.
-USUAL_PROMPT, USUAL_TURNS, USUAL_EXAMPLE = 1024, 4096, 2048
-LEAST_GUESSED = 128  # where memory is too small for these
+# Tokens to plan for without max_seq_length: of a prompt, of a conversation, of an SFT example.
+DEFAULT_PROMPT, DEFAULT_CONVERSATION, DEFAULT_EXAMPLE = 1024, 4096, 2048
+LEAST_GUESSED = 128  # if these do not fit into memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What a training is made of, as far as its memory goes."""
+    """What is trained, and how, as far as it determines memory."""
 
     config: TrainingConfig
     device: torch.device
     env: Any = None
-    adapters: Any = None  # settings of LoRA
-    samples: bool = False  # from the model in this process
+    adapters: Any = None  # a LoRA configuration
+    samples: bool = False  # rollouts are sampled from the model in this process
     processes: int = 1
     sharding: str = "none"  # see `processes.held_apart`
-    is_read: bool = True  # the whole model, on the device, after every step: to sample from it, or as the reference
+    is_read: bool = True  # the whole model is run on the device between steps: to sample, or as the reference
 
     @property
     def home(self) -> torch.device:
-        """Where the whole model is kept: of one of which each process trains a part, and reads no more, on the host."""
+        """Where the whole model is kept: on the host if this process trains a shard of it and runs no more."""
         return torch.device("cpu") if self.sharding == "fsdp2" and not self.is_read else self.device
 
     def plan(
@@ -54,7 +53,7 @@ class Job:
         loaded: float = 0,
         in_4_bit: bool = False,
     ) -> MemoryPlan:
-        """The plan, or one sentence; ``loaded`` bytes of weights are on the device already."""
+        """The plan, or an error if it does not fit; ``loaded`` bytes of weights are on the device already."""
         config = self.config
         if trained is None:
             trained = size.parameters if self.adapters is None else size.adapters(getattr(self.adapters, "r", 8))
@@ -75,9 +74,9 @@ class Job:
             sharding=self.sharding,
             processes=self.processes,
         )
-        is_cpu = self.device.type == "cpu"
         capacity = free_memory(self.device) + loaded
-        host = capacity if is_cpu else free_memory("cpu") / _local(self.processes)
+        processes_here = min(self.processes, max(int(torch.cuda.device_count()), 1))  # on this host, at most
+        host = capacity if self.device.type == "cpu" else free_memory("cpu") / processes_here
         device = Device(kind=self.device.type, capacity=capacity, host=host)
         found = plan_memory(asked, device)
         if not found.fits and length_asked(config, self.env, size.longest) is None:
@@ -86,7 +85,7 @@ class Job:
         return found
 
     def plan_module(self, model: Any, *, dtype: torch.dtype, is_whole: bool) -> MemoryPlan:
-        """For a module: ``is_whole`` once it has its adapters, if any, and is where it will be trained."""
+        """The plan for a module; ``is_whole``: it is on its device and has its adapters, if any."""
         parameters = list(model.parameters())
         here = sum(one.numel() * one.element_size() for one in parameters if one.device.type == self.device.type)
         trained = sum(one.numel() for one in parameters if one.requires_grad) if is_whole else None
@@ -100,7 +99,7 @@ class Job:
 
 
 def _for_shorter(plan: MemoryPlan) -> MemoryPlan:
-    """Nobody said how long sequences are: the longest that fit are planned for, before a training is refused."""
+    """A plan for the longest sequences that fit, where their length was a guess."""
     asked, length = plan.asked, plan.asked.length // 2
     while length >= LEAST_GUESSED:
         tokens = None if asked.step_tokens is None else asked.step_tokens * length // asked.length
@@ -112,41 +111,31 @@ def _for_shorter(plan: MemoryPlan) -> MemoryPlan:
 
 
 def this_machine() -> tuple[int, float, str]:
-    """How many devices it has, the free memory of one, and of which kind they are."""
+    """The number of devices of this machine, the free bytes of one, and their kind."""
     if torch.cuda.is_available():
         return int(torch.cuda.device_count()), float(free_memory("cuda")), "cuda"
     return 1, float(free_memory("cpu")), "cpu"
 
 
-def _local(processes: int) -> int:
-    """Processes that share this host, at most."""
-    return min(processes, max(int(torch.cuda.device_count()), 1))
-
-
 def slots_wanted(config: Any, device_type: str) -> int:
-    """Rollouts that are under way, as far as so many are sampled at once on such a device."""
+    """Rollouts in flight, up to the number that is sampled at once on such a device."""
     under_way = config.rollouts_per_generation * (1 + config.num_batches_ahead)
     return int(min(under_way, MOST_SLOTS.get(device_type, MOST_SLOTS_ELSEWHERE)))
 
 
 def length_asked(config: TrainingConfig, env: Any, longest: int | None) -> int | None:
-    """The most tokens of a sequence, where the configuration says it."""
+    """The most tokens of a sequence, if the configuration determines it."""
     length: int | None = getattr(config, "max_seq_length", None)
     if length is None and isinstance(config, GRPOConfig) and isinstance(env, SingleTurnEnv):
-        length = None if config.max_prompt_length is None else config.max_prompt_length + _new_tokens(config, env)
+        length = None if config.max_prompt_length is None else config.max_prompt_length + max_new_tokens(config, env)
     return length if length is None or longest is None else min(length, longest)
 
 
 def longest_sequence(config: TrainingConfig, env: Any, longest: int | None) -> int:
-    """The tokens of the longest sequence to be learned from: as configured, or what is usual."""
+    """The tokens of the longest sequence to plan for: as configured, or a default."""
     length = length_asked(config, env, longest)
     if length is None:
-        length = USUAL_TURNS if isinstance(config, GRPOConfig) else USUAL_EXAMPLE
+        length = DEFAULT_CONVERSATION if isinstance(config, GRPOConfig) else DEFAULT_EXAMPLE
         if isinstance(config, GRPOConfig) and isinstance(env, SingleTurnEnv):
-            length = USUAL_PROMPT + _new_tokens(config, env)
+            length = DEFAULT_PROMPT + max_new_tokens(config, env)
     return int(length if longest is None or longest < 1 else min(length, longest))
-
-
-def _new_tokens(config: Any, env: Any) -> int:
-    asked: Mapping[str, Any] = merged(config, None if env is None else env.sampling_args)
-    return int(flat(asked)["max_tokens"])

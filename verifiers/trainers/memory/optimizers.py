@@ -1,4 +1,4 @@
-"""The name of an optimizer → AdamW with its states in float32, in 8 bit, on the host, or paged."""
+"""The name of an optimizer → AdamW with its state in float32, in 8 bit, on the host, or paged."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ INSTALL = "pip install 'verifiers[quantized]'"
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """Where the states of an optimizer are, and what they take of each trained parameter."""
+class OptimizerSpec:
+    """Where the state of an optimizer is kept, and its size."""
 
-    state_bytes: float
-    on_host: bool = False  # the float32 copies and the gradients too: the step is made there
-    is_paged: bool = False  # moves to the host when the card is full
-    of_bitsandbytes: str = ""  # its class, where it is one of theirs
+    state_bytes: float  # for each trained parameter
+    on_host: bool = False  # float32 master copies and gradients too: the step is computed there
+    is_paged: bool = False  # moved to the host when the GPU's memory is full
+    bitsandbytes_class: str = ""  # empty: PyTorch's AdamW
 
     @property
-    def states(self) -> str:
-        """What a checkpoint of it holds: those of the same kind can be exchanged."""
-        return self.of_bitsandbytes or "AdamW"
+    def state_format(self) -> str:
+        """The format of its state in a checkpoint: optimizers with the same one can resume from each other's."""
+        return self.bitsandbytes_class or "AdamW"
 
 
-_IN_8_BIT = 2 * (1 + 4 / 256)  # two averages, and the float32 scale of each block of 256
+_IN_8_BIT = 2 * (1 + 4 / 256)  # two moments, each with a float32 scale for a block of 256
 
 OPTIMIZERS = {
-    "adamw": Kind(8),
-    "adamw_8bit": Kind(_IN_8_BIT, of_bitsandbytes="AdamW8bit"),
-    "paged": Kind(8, is_paged=True, of_bitsandbytes="PagedAdamW32bit"),
-    "paged_8bit": Kind(_IN_8_BIT, is_paged=True, of_bitsandbytes="PagedAdamW8bit"),
-    "cpu_offload": Kind(8, on_host=True),
+    "adamw": OptimizerSpec(8),
+    "adamw_8bit": OptimizerSpec(_IN_8_BIT, bitsandbytes_class="AdamW8bit"),
+    "paged": OptimizerSpec(8, is_paged=True, bitsandbytes_class="PagedAdamW32bit"),
+    "paged_8bit": OptimizerSpec(_IN_8_BIT, is_paged=True, bitsandbytes_class="PagedAdamW8bit"),
+    "cpu_offload": OptimizerSpec(8, on_host=True),
 }
-# As transformers' TrainingArguments spell them.
-SPELLINGS = {
+# The names of transformers' TrainingArguments.
+ALIASES = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
     "adamw_bnb_8bit": "adamw_8bit",
@@ -48,7 +48,7 @@ SPELLINGS = {
 
 
 def check_optimizer(name: str, device_type: str, processes: int = 1) -> None:
-    """Refuse what cannot run here, before a model is loaded."""
+    """Refuse an optimizer that cannot run here, before a model is loaded."""
     kind = OPTIMIZERS[name]
     if kind.on_host and processes > 1 and device_type == "cuda":
         raise ValueError(
@@ -60,12 +60,12 @@ def check_optimizer(name: str, device_type: str, processes: int = 1) -> None:
             f"optim={name!r} pages states between a CUDA card and the host, and this trains on {device_type}: take "
             "optim='adamw_8bit', or leave it out"
         )
-    if kind.of_bitsandbytes:
+    if kind.bitsandbytes_class:
         bitsandbytes(f"optim={name!r}")
 
 
 def bitsandbytes(what: str) -> Any:
-    """The package, or one sentence that says how to have it."""
+    """The package, or an error that says how to install it."""
     try:
         import bitsandbytes
     except ImportError:
@@ -74,7 +74,7 @@ def bitsandbytes(what: str) -> Any:
 
 
 def make_optimizer(masters: Sequence[Any], config: TrainingConfig) -> Any:
-    """AdamW over these parameters, which are float32."""
+    """AdamW over these float32 parameters."""
     import torch
 
     settings: dict[str, Any] = {
@@ -84,6 +84,6 @@ def make_optimizer(masters: Sequence[Any], config: TrainingConfig) -> Any:
         "weight_decay": config.weight_decay,
     }
     kind = OPTIMIZERS[config.optim]
-    if kind.of_bitsandbytes:
-        return getattr(bitsandbytes(f"optim={config.optim!r}").optim, kind.of_bitsandbytes)(masters, **settings)
+    if kind.bitsandbytes_class:
+        return getattr(bitsandbytes(f"optim={config.optim!r}").optim, kind.bitsandbytes_class)(masters, **settings)
     return torch.optim.AdamW(masters, **settings, fused=masters[0].device.type in ("cuda", "cpu"))

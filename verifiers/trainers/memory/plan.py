@@ -1,8 +1,8 @@
-"""A model's sizes and what is asked of a training → what each part takes, what fits, and which knob makes the rest fit.
+"""A model's sizes and the settings of a training → its memory by part, and the settings that make it fit.
 
-Nothing is allocated: `vf plan` asks with a configuration alone, a trainer with the model it was given. A peak is that
-of the worst moment, not the sum of all parts: while the model is sampled from there are no gradients and activations,
-and at the end of a backward pass there are no activations.
+Nothing is allocated: `vf plan` plans from a model's configuration, a trainer from the model it was given. The peak is
+that of the worst moment, not the sum of all parts: there are no gradients and activations while the model is sampled
+from, and no activations at the end of a backward pass.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 
 from verifiers.trainers.memory.optimizers import OPTIMIZERS
 
-LEFT_FREE = 0.1  # of the memory: the allocator's leftovers, libraries, other programs
-MOST_TOKENS = {"cpu": 4096, "cuda": 131072}
+LEFT_FREE = 0.1  # of the memory, for fragmentation, libraries and other programs
+MOST_TOKENS = {"cpu": 4096, "cuda": 131072}  # of a micro-batch
 MOST_TOKENS_ELSEWHERE = 8192
-GOOD_TOKENS = 2048  # of a micro-batch: with fewer, a card has too little to do at once
-# Elements that a layer keeps of each token for its backward pass: its input, what is added to it, the norms of both;
-# gate, up and their product; queries, keys, values and what attention makes of them.
+GOOD_TOKENS = 2048  # of a micro-batch: fewer do not keep a GPU busy
+# Activations of a layer for each token, in multiples of its widths: its input, the output of attention and the norms of
+# both; gate, up and their product; queries, keys, values and the output of attention.
 KEPT_OF_HIDDEN, KEPT_OF_INNER, KEPT_OF_ATTENTION = 4, 3, 2
-WORKING = 3  # gradients of each kind that the layer has alive which is going back
-IN_4_BIT = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes: a scale of 8 bits for 64 weights, and one of 32 for 256 scales
-LOGIT_CHUNKS = 2  # that are alive at once
-# Logits that are alive at once, as `verifiers.trainers.learning.target_logprobs` cuts them.
+WORKING = 3  # gradients of each width that the backward pass of one layer holds at once
+IN_4_BIT = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes: an 8-bit scale for 64 weights, and a 32-bit one for 256 scales
+LOGIT_CHUNKS = 2  # in memory at once
+# The size of a chunk in `verifiers.trainers.learning.target_logprobs`.
 CHUNK_BYTES = {"cuda": 2 << 30}
 CHUNK_BYTES_ELSEWHERE = 1 << 30
-SAMPLED_LOGITS = 16  # bytes for each of a slot's logits that sampling has alive at once
+SAMPLED_LOGITS = 16  # bytes that sampling holds for each logit of a slot
 
 
 class WillNotFitError(ValueError):
@@ -36,25 +36,25 @@ class WillNotFitError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
-    """What of a model counts for memory; parameters that are tied count once."""
+    """The sizes of a model that determine its memory; tied parameters count once."""
 
     parameters: int
-    linear: int  # parameters of the linear layers but the head: what 4 bits and adapters are for
-    linear_sides: int  # their inputs and outputs: the parameters of adapters of rank 1
-    largest: int  # the largest parameter
+    linear: int  # parameters of the linear layers without the head: those that are quantised or get adapters
+    linear_sides: int  # sum of their in_features and out_features: the parameters of adapters of rank 1
+    largest: int  # elements of the largest parameter
     layers: int
     hidden: int
-    inner: int
-    attended: int  # width of queries and of what attention gives
+    inner: int  # width of the feed-forward
+    attended: int  # width of the queries
     kv: int  # width of keys, and of values
     vocabulary: int
-    longest: int | None  # positions that the model knows
+    longest: int | None  # max_position_embeddings
 
     @classmethod
     def of(cls, model: Any) -> ModelSize:
-        """Read off a module, loaded or laid out on the meta device; or off a configuration, which is laid out."""
+        """The sizes of a module, or of the model of a configuration, which is built on the meta device."""
         if not hasattr(model, "named_modules"):
-            model = laid_out(model)
+            model = _on_meta(model)
         config = model.config
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -86,22 +86,22 @@ class ModelSize:
 
     @property
     def kept(self) -> int:
-        """Elements of a token that one layer keeps for its backward pass."""
+        """Elements that one layer keeps for each token for its backward pass."""
         attention = KEPT_OF_ATTENTION * (self.attended + self.kv)
         return KEPT_OF_HIDDEN * self.hidden + KEPT_OF_INNER * self.inner + attention
 
     def adapters(self, r: int) -> int:
-        """Parameters of adapters on every linear layer but the head."""
+        """Parameters of LoRA adapters of rank ``r`` on every linear layer but the head."""
         return r * self.linear_sides
 
 
 def _of_linear(name: str) -> str:
-    """The linear layer that a weight is of: adapters hold it as their base layer."""
+    """The name of the linear layer that a weight belongs to; with adapters the weight is in its base_layer."""
     return name.removesuffix(".weight").removesuffix(".base_layer") if name.endswith(".weight") else ""
 
 
-def laid_out(config: Any) -> Any:
-    """The model of a configuration without its weights."""
+def _on_meta(config: Any) -> Any:
+    """The model of a configuration on the meta device: without weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -111,22 +111,22 @@ def laid_out(config: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """What is asked of a training, as far as it counts for memory."""
+    """The settings of a training that determine its memory."""
 
     size: ModelSize
     trained: int  # parameters
     length: int  # tokens of the longest sequence
-    is_shortened: bool = False  # it is a guess, and a longer one does not fit
+    is_shortened: bool = False  # the length is a guess that was reduced to fit
     weight_bytes: int = 2
     optim: str = "adamw"
     in_4_bit: bool = False
-    slots: int = 0  # sequences that are sampled at once, if there is memory; 0: nothing is sampled here
-    has_reference: bool = False  # a copy of the weights (with adapters there is none)
-    samples_ahead: bool = False  # while it learns
-    gradient_checkpointing: bool | None = None  # None: if memory asks for it
+    slots: int = 0  # sequences to sample at once, if there is memory; 0: none are sampled in this process
+    has_reference: bool = False  # KL to a copy of the weights (none with adapters)
+    samples_ahead: bool = False  # rollouts are sampled during updates
+    gradient_checkpointing: bool | None = None  # None: if it does not fit without
     micro_batch_tokens: int | None = None
-    step_tokens: int | None = None  # that one update learns from, at most
-    sharding: str = "none"  # or ddp, zero2, fsdp2 (ZeRO-3 shards what that does)
+    step_tokens: int | None = None  # of one update, at most
+    sharding: str = "none"  # or ddp, zero2, fsdp2 (for ZeRO-3 as well, which shards the same)
     processes: int = 1
 
     @property
@@ -138,10 +138,15 @@ class Training:
         """Of the KV cache."""
         return 2 * self.size.layers * self.size.kv * self.weight_bytes
 
+    @property
+    def optimizer_shards(self) -> int:
+        """Parts that gradients and optimizer state are divided into."""
+        return self.processes if self.sharding in ("zero2", "fsdp2") else 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """Memory that a training may have, its weights included, and what the host has beside it."""
+    """Bytes that a training may use on its device, weights included, and on the host."""
 
     kind: str
     capacity: float
@@ -154,16 +159,16 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """What a training takes, in bytes by part, and the knobs that were taken to make it fit."""
+    """The memory of a training, in bytes by part, and the settings chosen to make it fit."""
 
     asked: Training
     device: Device
     gradient_checkpointing: bool
-    releases_cache: bool  # while it learns
-    takes_each: bool  # gradients are moved to their float32 copies one by one
+    releases_cache: bool  # the KV cache is freed during updates
+    takes_each: bool  # gradients are moved to their float32 master copies one by one
     slots: int
     micro_batch_tokens: int
-    cache_room: float  # bytes that the KV cache may have
+    cache_room: float  # bytes that the KV cache may take
     host: float
     parts: dict[str, float]
     peak: float
@@ -174,7 +179,7 @@ class MemoryPlan:
 
     @property
     def told(self) -> list[str]:
-        """What is done so that it fits, for whoever watches."""
+        """The settings chosen to make it fit, in words."""
         asked, found = self.asked, []
         if asked.is_shortened:
             found.append(f"sequences of at most {asked.length} tokens are planned for (max_seq_length says otherwise)")
@@ -200,20 +205,18 @@ class MemoryPlan:
 
 
 def plan_memory(asked: Training, device: Device) -> MemoryPlan:
-    """The quickest way that fits, by knobs that change no number; where none does, the one that takes least."""
-    best: MemoryPlan | None = None
+    """The fastest plan that fits, by settings that change no result; if none fits, the smallest."""
+    plans: list[MemoryPlan] = []
     for slots in _slots(asked.slots):
-        for checkpointing, releases, takes_each in _ways(asked):
-            found = _planned(asked, device, slots, checkpointing, releases, takes_each)
-            if found.fits:
-                return found
-            best = found if best is None or found.peak < best.peak else best
-    assert best is not None
-    return best
+        for checkpointing, releases, takes_each in _settings(asked):
+            plans.append(_planned(asked, device, slots, checkpointing, releases, takes_each))
+            if plans[-1].fits:
+                return plans[-1]
+    return min(plans, key=lambda plan: plan.peak)
 
 
 def _slots(wanted: int) -> list[int]:
-    """As many as wanted, or half as many, and so on.
+    """As many slots as wanted, half as many, and so on.
 
     >>> _slots(6), _slots(0)
     ([6, 3, 1], [0])
@@ -224,8 +227,8 @@ def _slots(wanted: int) -> list[int]:
     return found
 
 
-def _ways(asked: Training) -> Iterator[tuple[bool, bool, bool]]:
-    """Gradient checkpointing, the cache given back, gradients one by one: from the quickest to the smallest."""
+def _settings(asked: Training) -> Iterator[tuple[bool, bool, bool]]:
+    """(Gradient checkpointing, cache released, gradients moved one by one), from the fastest to the smallest."""
     set_to = asked.gradient_checkpointing
     can_release = asked.slots > 0 and not asked.samples_ahead
     for checkpointing in (False, True) if set_to is None else (set_to,):
@@ -240,7 +243,7 @@ def _planned(
     resident, resident_host = _resident(asked)
     kept, most, on_host = _gradients(asked, takes_each)
     host = resident_host + on_host
-    if device.kind == "cpu":  # it is one memory
+    if device.kind == "cpu":  # device and host share one memory
         resident["optimizer"] += resident_host
         kept, most, host = kept + on_host, most + on_host, 0.0
     always = sum(resident.values())
@@ -251,15 +254,15 @@ def _planned(
 
     def learning(tokens: int) -> float:
         acts = activations(asked, tokens, checkpointing) + logits(asked, tokens, device.kind)
-        is_first = asked.step_tokens is not None and tokens >= asked.step_tokens  # and the last: nothing to add up
-        return always + held + max((0 if is_first else kept) + gathered + acts, most)
+        is_only = asked.step_tokens is not None and tokens >= asked.step_tokens  # no gradients accumulated before it
+        return always + held + max((0 if is_only else kept) + gathered + acts, most)
 
     tokens = asked.micro_batch_tokens or _tokens(asked, device, checkpointing, learning)
     most_tokens = min(max(asked.length, tokens), asked.step_tokens or tokens)
     whole = asked.size.parameters * asked.weight_bytes if asked.sharding == "fsdp2" and slots else 0
     peak = max(learning(most_tokens), always + whole + cache + sampled)
     copies = _copies(asked) if device.kind == "cpu" and slots else 0
-    if peak + copies > device.usable:  # then they are not made
+    if peak + copies > device.usable:  # the engine does without
         copies = 0
     peak += copies
     spare = max(device.usable - peak, 0) / 2
@@ -289,33 +292,33 @@ def _planned(
 
 
 def _tokens(asked: Training, device: Device, checkpointing: bool, learning: Any) -> int:
-    """Of a micro-batch: what half of the memory that is left holds, and no less than one sequence."""
+    """Tokens of a micro-batch: as many as half of the free memory holds, and no fewer than one sequence has."""
     left = (device.usable - learning(0)) / 2
-    of_one = activations(asked, 1, checkpointing) - activations(asked, 0, checkpointing)
+    bytes_per_token = activations(asked, 1, checkpointing) - activations(asked, 0, checkpointing)
     most = MOST_TOKENS.get(device.kind, MOST_TOKENS_ELSEWHERE)
-    return max(256, min(asked.length, most), min(most, int(left / of_one)))
+    return max(256, min(asked.length, most), min(most, int(left / bytes_per_token)))
 
 
 def _resident(asked: Training) -> tuple[dict[str, float], float]:
-    """What is there all the time, on the device and on the host."""
+    """What is in memory all the time, on the device and on the host."""
     size, kind, trained = asked.size, OPTIMIZERS[asked.optim], asked.trained
     adapters = 0 if asked.trains_all else trained
     in_4_bit = size.linear if asked.in_4_bit else 0
     weights = (size.parameters - in_4_bit + adapters) * asked.weight_bytes + in_4_bit * IN_4_BIT
-    states, copies = trained * kind.state_bytes, trained * 4 * (asked.weight_bytes < 4 or kind.on_host)
-    apart = asked.processes if asked.sharding in ("zero2", "fsdp2") else 1
-    on_host = (states if kind.is_paged or kind.on_host else 0) + (copies if kind.on_host else 0)
+    states, masters = trained * kind.state_bytes, trained * 4 * (asked.weight_bytes < 4 or kind.on_host)
+    shards = asked.optimizer_shards
+    on_host = (states if kind.is_paged or kind.on_host else 0) + (masters if kind.on_host else 0)
     found = {
         "weights": weights / (asked.processes if asked.sharding == "fsdp2" else 1),
-        "optimizer": (states + copies - on_host) / apart,
-        "reference": weights / apart if asked.has_reference and asked.trains_all else 0.0,
+        "optimizer": (states + masters - on_host) / shards,
+        "reference": weights / shards if asked.has_reference and asked.trains_all else 0.0,
     }
-    return found, on_host / apart
+    return found, on_host / shards
 
 
 def _gradients(asked: Training, takes_each: bool) -> tuple[float, float, float]:
-    """While micro-batches are added up; at the end of a backward pass; on the host."""
-    trained = asked.trained / (asked.processes if asked.sharding in ("zero2", "fsdp2") else 1)
+    """Gradients accumulated between micro-batches; those at the end of a backward pass; those on the host."""
+    trained = asked.trained / asked.optimizer_shards
     one = min(asked.size.largest, trained) * asked.weight_bytes
     if OPTIMIZERS[asked.optim].on_host:
         return one, one, trained * 4
@@ -325,19 +328,19 @@ def _gradients(asked: Training, takes_each: bool) -> tuple[float, float, float]:
 
 
 def _gathered(asked: Training) -> float:
-    """Layers that are whole for the moment in which they are computed, and the next one."""
+    """Layers that FSDP2 has gathered at once: the one that is computed and the next."""
     if asked.sharding != "fsdp2":
         return 0.0
     return 2 * asked.size.linear / asked.size.layers * asked.weight_bytes
 
 
 def _copies(asked: Training) -> float:
-    """Weights in the layout that sampling in C likes, where there is memory for it."""
+    """Weights packed for sampling in C, if there is memory for them."""
     return (asked.size.linear + asked.size.vocabulary * asked.size.hidden) * 4 if asked.weight_bytes == 4 else 0
 
 
 def activations(asked: Training, tokens: int, checkpointing: bool) -> float:
-    """What a micro-batch keeps for its backward pass, and what one layer of it has alive besides."""
+    """Activations that a micro-batch keeps for its backward pass, and the working memory of one layer there."""
     size, each = asked.size, asked.weight_bytes
     working = tokens * WORKING * (size.inner + size.hidden) * each
     layers = size.layers * size.hidden + size.kept if checkpointing else size.layers * size.kept
@@ -346,7 +349,7 @@ def activations(asked: Training, tokens: int, checkpointing: bool) -> float:
 
 
 def logits(asked: Training, tokens: int, device_kind: str) -> float:
-    """Chunks of logits, and the head's gradient, which is summed up over them."""
+    """Chunks of logits, and the gradient of the head, which is summed over them."""
     size = asked.size
     most = CHUNK_BYTES.get(device_kind, CHUNK_BYTES_ELSEWHERE)
     head = size.vocabulary * size.hidden * 4 if asked.trains_all and tokens else 0

@@ -1,4 +1,4 @@
-"""A model → the same with its linear layers in 4 bits (NF4, as QLoRA has them), for adapters to be trained on."""
+"""A model → the same with its linear layers quantised to 4 bits (NF4, as in QLoRA), to train adapters on."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from verifiers.trainers.memory.optimizers import bitsandbytes
 
 
 def in_4_bit(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Put every linear layer but the head into 4 bits, one by one, on the device; the rest goes there in this dtype."""
+    """Quantise every linear layer but the head, one by one, on the device; the rest is moved there in this dtype."""
     library = bitsandbytes("load_in_4bit=True")
     head = model.get_output_embeddings()
     found = [(name, one) for name, one in model.named_modules() if type(one) is nn.Linear and one is not head]
     if not found:
         raise ValueError(f"a {type(model).__name__} has no linear layer that load_in_4bit=True could put into 4 bits")
-    while found:  # and let go of each: there is no moment at which there are two of all
+    while found:  # each layer is freed when it is replaced: memory never holds both models
         name, one = found.pop()
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, _linear(library, one, device, dtype))
     _to(model, device, dtype)
-    model.is_loaded_in_4bit = True  # peft asks
+    model.is_loaded_in_4bit = True  # peft reads it
     return in_one_layout(model)
 
 
@@ -40,7 +40,7 @@ def _linear(library: Any, linear: nn.Linear, device: torch.device, dtype: torch.
 
 
 def in_one_layout(model: Any) -> Any:
-    """Have weights in 4 bits stay as they are: some CPUs lay them out anew to sample, and no gradient passes then."""
+    """Keep the layout of 4-bit weights: bitsandbytes repacks them for inference on some CPUs, without a backward."""
     for one in model.modules():
         if hasattr(one, "support_avx512bf16_for_cpu"):
             one.support_avx512bf16_for_cpu = False
@@ -48,7 +48,7 @@ def in_one_layout(model: Any) -> Any:
 
 
 def _to(model: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Move what is not in 4 bits; transformers refuses to move such a model as a whole."""
+    """Move the parameters that are not quantised; transformers refuses to move such a model as a whole."""
     for module in model.modules():
         for one in module.parameters(recurse=False):
             if one.is_floating_point():

@@ -1,4 +1,4 @@
-"""A model and some cards → every way to train it on them; and of a training that does not fit, the knobs that help."""
+"""A model and some GPUs → every way to train it on them; and for a training that does not fit, settings that help."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Way:
 
     @property
     def rollouts(self) -> int:
-        """Of one step, on all cards."""
+        """Of one step, on all GPUs."""
         return self.plan.asked.slots * self.plan.asked.processes
 
 
 def read_cards(text: str) -> tuple[int, float]:
-    """How many cards, and the bytes of each.
+    """The number of GPUs, and the bytes of each.
 
     >>> read_cards("4x24GB"), read_cards("80GiB")
     ((4, 24000000000.0), (1, 85899345920.0))
@@ -57,9 +57,9 @@ def ways_to_train(
     lora_r: int = 8,
     weight_bytes: int = 2,
 ) -> list[Way]:
-    """The ways, from the one that learns most to the one that takes least; ``rollouts`` are those of one step.
+    """The ways, from training all weights to the one with the least memory; ``rollouts`` are those of one step.
 
-    Each card has whole groups of them, as `GRPOConfig` asks for, so that there may be a few more.
+    Each GPU gets whole groups, as `GRPOConfig` requires, so that there may be a few more.
     """
     each = -(-rollouts // (cards * GRPOConfig.group_size)) * GRPOConfig.group_size
     device = Device(kind=kind, capacity=card_bytes, host=host_bytes / cards)
@@ -84,7 +84,7 @@ def ways_to_train(
 
 
 def _ways(size: ModelSize, cards: int, lora_r: int, kind: str) -> Iterator[tuple[str, int, str, str, tuple[str, ...]]]:
-    """What is trained, how many parameters that is, the optimizer, the sharding, and the flags that ask for it."""
+    """What is trained, its number of parameters, the optimizer, the sharding, and the flags of ``vf train`` for it."""
     whole, adapters = size.parameters, size.adapters(lora_r)
     r = ("--lora",) if lora_r == 8 else ("--lora-r", str(lora_r))
     shardings = ["none"] if cards == 1 else ["ddp", "zero2", "fsdp2"]
@@ -99,12 +99,12 @@ def _ways(size: ModelSize, cards: int, lora_r: int, kind: str) -> Iterator[tuple
 
 
 def best(ways: list[Way]) -> Way | None:
-    """The first that fits."""
+    """The first way that fits."""
     return next((way for way in ways if way.plan.fits), None)
 
 
 def check_fits(plan: MemoryPlan, where: str) -> None:
-    """Say in one sentence what does not fit, and which knobs make it fit."""
+    """WillNotFitError for a plan that does not fit, with the settings that would make it fit."""
     if plan.fits:
         return
     asked, device = plan.asked, plan.device
@@ -124,21 +124,21 @@ def check_fits(plan: MemoryPlan, where: str) -> None:
 
 
 def _remedies(plan: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
-    """Knobs that are the user's to turn, and what each would come to."""
+    """Settings that a user may change, and the plan with each of them."""
     asked, device = plan.asked, plan.device
     if asked.gradient_checkpointing is False:
         yield "gradient_checkpointing=True", plan_memory(replace(asked, gradient_checkpointing=True), device)
     if asked.samples_ahead:
         yield "num_batches_ahead=0", plan_memory(replace(asked, samples_ahead=False), device)
-    is_apart = asked.sharding in ("zero2", "fsdp2")  # then neither these optimizers nor 4 bits are for it
-    for name, kind in OPTIMIZERS.items() if asked.trains_all and not is_apart else ():
-        goes = device.kind == "cuda" or not (kind.is_paged or kind.on_host)
-        if name != asked.optim and goes and not (kind.on_host and asked.processes > 1):
+    is_sharded = asked.sharding in ("zero2", "fsdp2")  # without other optimizers and 4 bits
+    for name, kind in OPTIMIZERS.items() if asked.trains_all and not is_sharded else ():
+        can_run = device.kind == "cuda" or not (kind.is_paged or kind.on_host)
+        if name != asked.optim and can_run and not (kind.on_host and asked.processes > 1):
             yield f"optim={name!r}", plan_memory(replace(asked, optim=name), device)
     adapted = replace(asked, trained=min(asked.trained, asked.size.adapters(8)))
     if asked.trains_all:
         yield "LoRA: peft_config=vf.lora_defaults(), --lora", plan_memory(adapted, device)
-    if not asked.in_4_bit and not is_apart:
+    if not asked.in_4_bit and not is_sharded:
         named = "load_in_4bit=True with LoRA" if asked.trains_all else "load_in_4bit=True"
         yield named, plan_memory(replace(adapted, in_4_bit=True), device)
     length = 1 << max(asked.length - 1, 1).bit_length() - 1
