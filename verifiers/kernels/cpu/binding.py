@@ -1,4 +1,4 @@
-"""The functions of decode.c and learn.c, with the types of their arguments; None where there is no compiler."""
+"""ctypes bindings of decode.c and learn.c; None without a compiler."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ FOLDER = Path(__file__).parent
 
 
 class Team(Structure):
-    """Threads that call one function at the same time, and meet at barriers."""
+    """Threads that call one function at the same time and synchronise by barriers."""
 
     _fields_ = tuple((name, c_int32) for name in ("parts", "arrived", "phase", "is_over"))
 
 
 class CSampling(Structure):
-    """How each row is sampled: pointers to columns."""
+    """Sampling parameters: pointers to arrays with an entry for each row."""
 
     _fields_ = tuple((name, c_void_p) for name in ("temperature", "top_p", "min_p", "top_k", "seed", "step"))
 
 
 class Matrix(Structure):
-    """Linear layers of one input side by side, in panels."""
+    """Linear layers of one input, concatenated and laid out in panels."""
 
     _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("columns", c_int64))
 
 
-class HeadNorms(Structure):
-    """RMS norms of each head of queries and keys; no weights: none."""
+class CHeadNorms(Structure):
+    """RMS norms of the heads of queries and keys; NULL weights: none. Epsilons are times head_dim."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("q", "k")),
-        *((name, c_float) for name in ("q_floor", "k_floor")),
+        *((name, c_float) for name in ("q_epsilon", "k_epsilon")),
     )
 
 
 class Layer(Structure):
-    """A decoder layer."""
+    """A decoder layer; epsilons are times the hidden size."""
 
     _fields_ = (
         *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
-        ("norms", HeadNorms),
-        *((name, c_float) for name in ("before", "after", "scale")),
+        ("norms", CHeadNorms),
+        *((name, c_float) for name in ("input_epsilon", "post_epsilon", "scale")),
         ("rotates", c_int32),
         ("window", c_int64),
     )
@@ -61,7 +61,7 @@ class Heads(Structure):
 
 
 class Cache(Structure):
-    """Where the blocks of the KV cache are, and the table of blocks of each sequence."""
+    """The blocks of the KV cache, and the block table of each sequence."""
 
     _fields_ = (
         ("store", c_void_p),
@@ -72,12 +72,12 @@ class Cache(Structure):
 
 
 class Model(Structure):
-    """All layers, the head, and the KV cache."""
+    """All layers, the lm_head, and the KV cache."""
 
     _fields_ = (
         ("layers", POINTER(Layer)),
         ("head", Matrix),
-        ("last", c_float),
+        ("final_epsilon", c_float),
         *((name, c_int64) for name in ("n_layers", "width", "inner")),
         ("heads", Heads),
         ("cache", Cache),
@@ -85,7 +85,7 @@ class Model(Structure):
 
 
 _N, _X, _AT = c_int64, c_float, c_void_p
-_PART = [_N, _AT]  # which part of the work, and the team that does it
+_PART = [_N, _AT]  # the index of the calling thread, and the team
 _DECODE: dict[str, tuple[list[Any], Any]] = {
     "panels_size": ([_N, _N], _N),
     "lay_out": ([_AT, _N, _N, _N, _AT, _AT], None),
@@ -112,19 +112,19 @@ _LEARN: dict[str, tuple[list[Any], Any]] = {
 
 @cache
 def decode_functions() -> Any:
-    """Sampling: a model's forward, and drawing tokens."""
+    """Inference: the forward pass and sampling."""
     return _typed("decode.c", _DECODE)
 
 
 @cache
 def learn_functions() -> Any:
-    """Learning: what lies between the multiplications of a layer, forward and backward."""
+    """Training: everything in a layer but its matrix products, forward and backward."""
     return _typed("learn.c", _LEARN)
 
 
 def _typed(name: str, types: dict[str, tuple[list[Any], Any]]) -> Any:
     found = build.library(FOLDER / name)
     if found is not None:
-        for function, (arguments, result) in types.items():  # without its types ctypes cuts a pointer in half
+        for function, (arguments, result) in types.items():  # without argtypes ctypes truncates pointers to 32 bits
             getattr(found, function).argtypes, getattr(found, function).restype = arguments, result
     return found

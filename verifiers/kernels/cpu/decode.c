@@ -11,13 +11,13 @@
 
 typedef struct {
     const float *q, *k; /* weights of the norms of each head of queries and keys, times √dim; no such norms: NULL */
-    float q_floor, k_floor; /* epsilon · dim */
+    float q_epsilon, k_epsilon; /* epsilon · dim */
 } HeadNorms;
 
 typedef struct {
     Matrix qkv, out, gate_up, down;
     HeadNorms norms;
-    float before, after; /* epsilon · width of the two norms: what is added to a sum of squares */
+    float input_epsilon, post_epsilon; /* epsilon · width of the two norms: what is added to a sum of squares */
     float scale;
     int32_t rotates; /* 0: queries and keys have no rotary embedding */
     int64_t window; /* positions that a token attends to; 0: all */
@@ -39,7 +39,7 @@ typedef struct {
 typedef struct {
     const Layer *layers;
     Matrix head;
-    float last; /* as `before`, for the norm before the head */
+    float final_epsilon; /* as `before`, for the norm before the head */
     int64_t n_layers, width, inner;
     Heads heads;
     Cache cache;
@@ -185,8 +185,8 @@ static void store(
     for (int64_t i = tokens.first; i < tokens.end; i++) {
         const float *cos = heads->cos + position[i] * dim, *sin = heads->sin + position[i] * dim;
         float *q = qkv + i * across, *k = q + heads->heads * dim, *v = k + kv_heads * dim;
-        if (norms->q) norm_heads(q, heads->heads, dim, norms->q, norms->q_floor);
-        if (norms->k) norm_heads(k, kv_heads, dim, norms->k, norms->k_floor);
+        if (norms->q) norm_heads(q, heads->heads, dim, norms->q, norms->q_epsilon);
+        if (norms->k) norm_heads(k, kv_heads, dim, norms->k, norms->k_epsilon);
         for (int64_t h = 0; layer->rotates && h < heads->heads + kv_heads; h++) rotate(q + h * dim, cos, sin, dim);
         for (int64_t g = 0; g < kv_heads; g++) {
             int64_t block = cache->tables[sequence[i] * cache->width + position[i] / cache->block];
@@ -263,7 +263,7 @@ void run(
     for (int64_t l = 0; l < model->n_layers; l++) {
         const Layer *layer = model->layers + l;
         float *keys = cache->store + 2 * l * per_layer, *values = keys + per_layer;
-        normed(hidden + first, x + first, n, width, layer->before);
+        normed(hidden + first, x + first, n, width, layer->input_epsilon);
         barrier(team);
         multiply(&layer->qkv, m, x, y, 0, part, team);
         barrier(team);
@@ -273,7 +273,7 @@ void run(
         barrier(team);
         multiply(&layer->out, m, x, hidden, 1, part, team);
         barrier(team);
-        normed(hidden + first, x + first, n, width, layer->after);
+        normed(hidden + first, x + first, n, width, layer->post_epsilon);
         barrier(team);
         multiply(&layer->gate_up, m, x, y, 0, part, team);
         barrier(team);
@@ -283,7 +283,7 @@ void run(
         barrier(team);
     }
     for (int64_t i = kept.first; i < kept.end; i++)
-        normed(hidden + keep[i] * width, x + i * width, 1, width, model->last);
+        normed(hidden + keep[i] * width, x + i * width, 1, width, model->final_epsilon);
     barrier(team);
     multiply(&model->head, n_keep, x, logits, 0, part, team);
     barrier(team);
