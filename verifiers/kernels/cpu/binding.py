@@ -10,65 +10,59 @@ from typing import Any
 from verifiers.kernels.cpu import build
 
 FOLDER = Path(__file__).parent
+_N, _X, _AT = c_int64, c_float, c_void_p
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
 
 
 class Team(Structure):
     """Threads that call one function at the same time and synchronise by barriers."""
 
-    _fields_ = tuple((name, c_int32) for name in ("parts", "arrived", "phase", "is_over"))
+    _fields_ = _fields(c_int32, "parts arrived phase is_over")
 
 
 class CSampling(Structure):
     """Sampling parameters: pointers to arrays with an entry for each row."""
 
-    _fields_ = tuple((name, c_void_p) for name in ("temperature", "top_p", "min_p", "top_k", "seed", "step"))
+    _fields_ = _fields(_AT, "temperature top_p min_p top_k seed step")
 
 
 class Matrix(Structure):
     """Linear layers of one input, concatenated and laid out in panels."""
 
-    _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("columns", c_int64))
+    _fields_ = (*_fields(_AT, "panels bias"), *_fields(_N, "rows columns"))
 
 
 class CHeadNorms(Structure):
     """RMS norms of the heads of queries and keys; NULL weights: none. Epsilons are times head_dim."""
 
-    _fields_ = (
-        *((name, c_void_p) for name in ("q", "k")),
-        *((name, c_float) for name in ("q_epsilon", "k_epsilon")),
-    )
+    _fields_ = (*_fields(_AT, "q k"), *_fields(_X, "q_epsilon k_epsilon"))
 
 
 class Layer(Structure):
     """A decoder layer; epsilons are times the hidden size."""
 
     _fields_ = (
-        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *_fields(Matrix, "qkv out gate_up down"),
         ("norms", CHeadNorms),
-        *((name, c_float) for name in ("input_epsilon", "post_epsilon", "scale")),
+        *_fields(_X, "input_epsilon post_epsilon scale"),
         ("rotates", c_int32),
-        ("window", c_int64),
+        ("window", _N),
     )
 
 
 class Heads(Structure):
     """Sizes of attention, and the cosines and sines of the rotary embedding by position."""
 
-    _fields_ = (
-        *((name, c_int64) for name in ("heads", "kv_heads", "dim", "length")),
-        *((name, c_void_p) for name in ("cos", "sin")),
-    )
+    _fields_ = (*_fields(_N, "heads kv_heads dim length"), *_fields(_AT, "cos sin"))
 
 
 class Cache(Structure):
     """The blocks of the KV cache, and the block table of each sequence."""
 
-    _fields_ = (
-        ("store", c_void_p),
-        *((name, c_int64) for name in ("blocks", "block")),
-        ("tables", c_void_p),
-        ("width", c_int64),
-    )
+    _fields_ = (("store", _AT), *_fields(_N, "blocks block"), ("tables", _AT), ("width", _N))
 
 
 class Model(Structure):
@@ -77,14 +71,13 @@ class Model(Structure):
     _fields_ = (
         ("layers", POINTER(Layer)),
         ("head", Matrix),
-        ("final_epsilon", c_float),
-        *((name, c_int64) for name in ("n_layers", "width", "inner")),
+        ("final_epsilon", _X),
+        *_fields(_N, "n_layers width inner"),
         ("heads", Heads),
         ("cache", Cache),
     )
 
 
-_N, _X, _AT = c_int64, c_float, c_void_p
 _PART = [_N, _AT]  # the index of the calling thread, and the team
 _DECODE: dict[str, tuple[list[Any], Any]] = {
     "panels_size": ([_N, _N], _N),

@@ -301,8 +301,6 @@ def same_weights(processes: Any, model: Any) -> None:
         return
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            whole = (
-                tensor.detach().to(processes.device).contiguous()
-            )  # one tensor at a time: the model may be on the host
-            torch.distributed.broadcast(whole, 0)
-            tensor.copy_(whole)
+            on_device = tensor.detach().to(processes.device).contiguous()  # the model may be on the host
+            torch.distributed.broadcast(on_device, 0)
+            tensor.copy_(on_device)
