@@ -1,6 +1,6 @@
 """What every kernel computes, in plain PyTorch: the reference of the tests, and what runs where there is no kernel.
 
-The functions for training (norm, rotate, gated, pick, each with its backward) have the same signatures in
+The functions for training (norm, rotate, gated, logprobs, each with its backward) have the same signatures in
 `cpu.learning` and `cuda.learning`.
 """
 
@@ -96,7 +96,7 @@ def gated_back(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
-def pick(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, lse_N: Tensor) -> None:
+def logprobs(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, lse_N: Tensor) -> None:
     """Write the logprob of each row's target, and the logsumexp of the row."""
     rows = int(max(1, CACHED_NUMBERS // logits_NV.shape[1]))  # that stay in the cache from one pass to the next
     for part_NV, part_N in zip(logits_NV.split(rows), lse_N.split(rows), strict=True):
@@ -105,7 +105,7 @@ def pick(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Ten
     torch.sub(chosen_N.div_(temperature), lse_N, out=logprob_N)
 
 
-def pick_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, lse_N: Tensor, grad_N: Tensor) -> None:
+def logprobs_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, lse_N: Tensor, grad_N: Tensor) -> None:
     """Turn logits into their gradients, in place, given those of the targets' logprobs."""
     grad_N1 = (grad_N / temperature)[:, None]
     if temperature != 1.0:

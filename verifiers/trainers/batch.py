@@ -10,7 +10,7 @@ from typing import Any, SupportsFloat
 from verifiers.errors import GraderError
 from verifiers.messages import as_messages
 from verifiers.trainers.advantages import Advantage, Estimator, Gather, checked, in_order, mean_advantage
-from verifiers.trainers.distributed.processes import gathered
+from verifiers.trainers.distributed.processes import all_gather
 from verifiers.types import State
 
 
@@ -257,7 +257,7 @@ def _note_advantage(state: State, advantage: Advantage) -> None:
 
 def refusals(batch: Batch, trained: Sequence[Any], processes: Any) -> dict[str, Any]:
     """What a step says of rollouts that no process learned from; ValueError in all where there are no others."""
-    found = gathered(processes, (list(batch.refused), len(trained)))
+    found = all_gather(processes, (list(batch.refused), len(trained)))
     reasons = Counter(reason for refused, _ in found for reason in refused)
     if not reasons:
         return {}

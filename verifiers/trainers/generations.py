@@ -14,7 +14,7 @@ from verifiers.progress import Tally
 from verifiers.runner import RunInterruptedError
 from verifiers.trainers.advantages import flat_groups
 from verifiers.trainers.batch import Batch
-from verifiers.trainers.distributed.processes import gathered
+from verifiers.trainers.distributed.processes import all_gather
 from verifiers.trainers.pipeline import Pipeline, loop_thread
 from verifiers.trainers.row_stream import RowStream
 
@@ -120,5 +120,5 @@ def rows_learned(rows: RowStream, batch: Batch, processes: Any) -> tuple[int, li
 
 def rows_so_far(rows: RowStream, processes: Any) -> tuple[int, list[int]]:
     """The position of a training in its rows, for a checkpoint: any number of processes goes on after just these."""
-    cursor = min(gathered(processes, rows.low))
-    return cursor, sorted(place for part in gathered(processes, rows.learned(cursor)) for place in part)
+    cursor = min(all_gather(processes, rows.low))
+    return cursor, sorted(place for part in all_gather(processes, rows.learned(cursor)) for place in part)

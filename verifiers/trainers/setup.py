@@ -19,7 +19,7 @@ from verifiers.messages import tools_of
 from verifiers.rubrics import Rubric
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.config import GRPOConfig
-from verifiers.trainers.distributed.processes import held_apart, mixed_precision
+from verifiers.trainers.distributed.processes import mixed_precision, sharded_states
 from verifiers.trainers.memory.job import Job
 from verifiers.trainers.memory.optimizers import bitsandbytes, check_optimizer
 from verifiers.trainers.memory.plan import MemoryPlan, ModelSize
@@ -38,7 +38,7 @@ def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
 
 def job(config: TrainingConfig, accelerator: Any, kind: str, **more: Any) -> Job:
     """What is to be trained in these processes; ``kind`` is how they share the weights."""
-    n, held = accelerator.num_processes, held_apart(accelerator, kind)
+    n, held = accelerator.num_processes, sharded_states(accelerator, kind)
     return Job(config=config, device=accelerator.device, processes=n, sharding=held, **more)
 
 

@@ -92,7 +92,7 @@ void gated_back(int64_t n, const float *gate, const float *up, const float *grad
 /* --- logprobs --------------------------------------------------------------------------------------------------- */
 
 /* The logprob of each row's target, and the logsumexp of the row; returns a row whose target is out of range, or -1. */
-int64_t pick(
+int64_t logprobs(
     int64_t n, int64_t vocabulary, const float *logits, const int64_t *target, float temperature, float *logprob,
     float *lse) {
     float by = 1.0f / temperature;
@@ -111,7 +111,7 @@ int64_t pick(
 }
 
 /* Logits are replaced by their gradients, given those of the targets' logprobs. */
-void pick_back(
+void logprobs_back(
     int64_t n, int64_t vocabulary, float *logits, const int64_t *target, float temperature, const float *lse,
     const float *grad) {
     float by = 1.0f / temperature;

@@ -139,11 +139,11 @@ def gated_back(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return back
 
 
-def pick(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, lse_N: Tensor) -> None:
+def logprobs(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, lse_N: Tensor) -> None:
     """Write the logprob of each row's target, and the logsumexp of the row."""
     n, words = logits_NV.shape
     wrong = _by_rows(
-        learn_functions().pick, n, logits_NV.numel(), words, (logits_NV, words), (target_N, 1), temperature,
+        learn_functions().logprobs, n, logits_NV.numel(), words, (logits_NV, words), (target_N, 1), temperature,
         (logprob_N, 1), (lse_N, 1),
     )  # fmt: skip
     for first, row in wrong.items():
@@ -152,11 +152,11 @@ def pick(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Ten
             raise IndexError(f"token {token} is trained on, but the model has {words} tokens only")
 
 
-def pick_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, lse_N: Tensor, grad_N: Tensor) -> None:
+def logprobs_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, lse_N: Tensor, grad_N: Tensor) -> None:
     """Turn logits into their gradients, in place, given those of the targets' logprobs."""
     n, words = logits_NV.shape
     _by_rows(
-        learn_functions().pick_back, n, logits_NV.numel(), words, (logits_NV, words), (target_N, 1), temperature,
+        learn_functions().logprobs_back, n, logits_NV.numel(), words, (logits_NV, words), (target_N, 1), temperature,
         (lse_N, 1), (grad_N, 1),
     )  # fmt: skip
 

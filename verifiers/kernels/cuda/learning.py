@@ -45,7 +45,7 @@ def _pick(
     tl.store(mass_ptr + row, mass)
 
 
-def pick(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, lse_N: Tensor) -> None:
+def logprobs(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, lse_N: Tensor) -> None:
     """Write the logprob of each row's target, and the logsumexp of the row, in one pass over the logits."""
     rows, vocabulary = logits_NV.shape
     _pick[(rows,)](
@@ -68,7 +68,7 @@ def _pick_back(
     tl.store(at, grad.to(logits_ptr.dtype.element_ty), mask=v < V)
 
 
-def pick_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, lse_N: Tensor, grad_N: Tensor) -> None:
+def logprobs_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, lse_N: Tensor, grad_N: Tensor) -> None:
     """Turn logits into their gradients, in place, given those of the targets' logprobs."""
     rows, vocabulary = logits_NV.shape
     _pick_back[(rows, triton.cdiv(vocabulary, BLOCK_V))](

@@ -93,7 +93,7 @@ def sharding() -> str:
     return "fsdp2" if is_on(FSDP) and _world_size() > 1 else "none"
 
 
-def held_apart(accelerator: Any, kind: str) -> str:
+def sharded_states(accelerator: Any, kind: str) -> str:
     """What is sharded, in the terms of the memory plan: ``fsdp2`` is everything, ``zero2`` all but the parameters."""
     if kind != "zero":
         return kind
@@ -255,7 +255,7 @@ def _rank() -> int:
     return next((_integer(rank, 0) for rank in _RANK_VARIABLES if rank in os.environ), 0)
 
 
-def gathered(processes: Any, value: T) -> list[T]:
+def all_gather(processes: Any, value: T) -> list[T]:
     """All-gather: the values of all processes in the order of their ranks; a value is pickled."""
     if processes is None or processes.num_processes == 1:
         return [value]
@@ -266,23 +266,23 @@ def gathered(processes: Any, value: T) -> list[T]:
 
 
 @contextmanager
-def together(processes: Any) -> Iterator[None]:
+def raise_everywhere(processes: Any) -> Iterator[None]:
     """Raise in all processes what the block raises in one: none waits at a collective for a process that failed."""
     error: Exception | None = None
     try:
         yield
     except Exception as found:
         error = found
-    failed = [one for one in gathered(processes, None if error is None else str(error)) if one]
+    failed = [one for one in all_gather(processes, None if error is None else str(error)) if one]
     if error is not None:
         raise error
     if failed:
         raise OSError(failed[0])
 
 
-def lacking(processes: Any, count: int) -> int:
+def shortfall(processes: Any, count: int) -> int:
     """By how much this process's count is below the largest of all processes."""
-    return max(gathered(processes, count)) - count
+    return max(all_gather(processes, count)) - count
 
 
 def sum_gradients(processes: Any, masters: Sequence[Tensor]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from verifiers import calls
 from verifiers.trainers.checkpoints import save_model
-from verifiers.trainers.distributed.processes import together
+from verifiers.trainers.distributed.processes import raise_everywhere
 from verifiers.trainers.distributed.samplers import Samplers
 from verifiers.trainers.sampler import Sampler
 
@@ -44,13 +44,13 @@ class FolderWeights:
         if version:
             self.send(processes, version)
             return
-        with together(processes):
+        with raise_everywhere(processes):
             if processes.is_main_process and hasattr(self._server, "name_weights"):
                 _run(self._server.name_weights(version))
 
     def send(self, processes: Any, version: int) -> None:
         """Save the weights and have the server load them, in rank 0; the others wait."""
-        with together(processes):
+        with raise_everywhere(processes):
             if processes.is_main_process:
                 save_model(self._model, self._tokenizer, self._folder)
                 load = self._server.reload_weights
@@ -73,16 +73,16 @@ class TransferredWeights:
         return self._samplers.version
 
     def begin(self, processes: Any, version: int) -> None:
-        with together(processes):
+        with raise_everywhere(processes):
             if processes.is_main_process:
                 self._samplers.start(self._model, self._tokenizer, version)
-        with together(processes):
+        with raise_everywhere(processes):
             if not processes.is_main_process:
                 self._samplers.start(self._model, self._tokenizer, version, is_sender=False)
 
     def send(self, processes: Any, version: int) -> None:
         """Rank 0 sends the full model, which the step has gathered; the others wait."""
-        with together(processes):
+        with raise_everywhere(processes):
             if processes.is_main_process:
                 self._samplers.send(version)
         self._samplers.version = version

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from verifiers.kernels import prove as probe
 from verifiers.kernels.modules import base_model, is_quantised
 from verifiers.trainers.base_config import TrainingConfig
-from verifiers.trainers.distributed.processes import gathered, is_on, mixed_precision, same_weights
+from verifiers.trainers.distributed.processes import all_gather, is_on, mixed_precision, same_weights
 from verifiers.trainers.learning.logprobs import Proven, TokenScorer
 from verifiers.trainers.learning.proof import Layouts
 from verifiers.trainers.memory.plan import MemoryPlan
@@ -151,7 +151,7 @@ class ShardedWeights(Weights):
     def _not_finite(self) -> list[str]:
         shards = zip(self.names, self._shards(), strict=True)
         own = [name for name, shard in shards if shard.numel() and not bool(shard.isfinite().all())]
-        found = {name for names in gathered(self.processes, own) for name in names}
+        found = {name for names in all_gather(self.processes, own) for name in names}
         return [name for name in self.names if name in found]
 
     def refresh(self) -> None:
@@ -159,7 +159,7 @@ class ShardedWeights(Weights):
         if not self._is_sampled:
             return
         changed = [i for i, one in enumerate(self._whole) if one._version != self._versions[i]]
-        everywhere = set(changed).intersection(*gathered(self.processes, changed))
+        everywhere = set(changed).intersection(*all_gather(self.processes, changed))
         if everywhere:
             with torch.no_grad():
                 for i, tensor in self.gather():

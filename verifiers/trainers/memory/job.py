@@ -37,7 +37,7 @@ class Job:
     adapters: Any = None  # settings of LoRA
     samples: bool = False  # from the model in this process
     processes: int = 1
-    sharding: str = "none"  # see `processes.held_apart`
+    sharding: str = "none"  # see `processes.sharded_states`
     is_read: bool = True  # the whole model, on the device, after every step: to sample from it, or as the reference
 
     @property

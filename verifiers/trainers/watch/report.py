@@ -24,7 +24,7 @@ from verifiers.store import RunDir, safe_name
 from verifiers.trainers import checkpoints
 from verifiers.trainers.advantages import mean_advantage
 from verifiers.trainers.batch import Batch
-from verifiers.trainers.distributed.processes import gathered, together
+from verifiers.trainers.distributed.processes import all_gather, raise_everywhere
 from verifiers.trainers.reward_weights import reward_weights
 from verifiers.trainers.stopping import NotFiniteError
 from verifiers.trainers.watch.audit import audit
@@ -97,7 +97,7 @@ class Report:
     # --- lifetime -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Report:
-        with together(self._processes):
+        with raise_everywhere(self._processes):
             is_new = not self.path.exists()
             try:
                 if self.is_main:
@@ -176,7 +176,7 @@ class Report:
         self, trainer: GRPOTrainer, batch: Batch, figures: dict[str, Any], *, waited_s: float, trained_s: float
     ) -> None:
         """Log a step of GRPO: the metrics of its rollouts and of its update."""
-        view = merge_views(gathered(trainer.accelerator, batch_view(batch)))
+        view = merge_views(all_gather(trainer.accelerator, batch_view(batch)))
         seen = rollout_figures(view)
         times = {**rollout_seconds(view, batch.seconds.get("generation", waited_s)), "training_s": trained_s}
         weights = {"reward_weights": batch.reward_weights} if trainer.weight_schedule else {}
@@ -228,7 +228,7 @@ class Report:
             if getattr(reply, "state", None) is not None
         )
         kept: list[tuple[Any, ...]] = [*islice(played, most), *((state, None) for state in batch.failed[:most])]
-        records = gathered(self._processes, [record_of(step, *one) for one in kept] if n > 1 or self._is_open else [])
+        records = all_gather(self._processes, [record_of(step, *one) for one in kept] if n > 1 or self._is_open else [])
         if self._is_open:
             self.journal.write_records([record for part in records for record in part])
 
