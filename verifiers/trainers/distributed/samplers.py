@@ -280,7 +280,7 @@ class Samplers:
         found = logprob_TV.gather(1, torch.tensor(tokens.completion_ids, device=device)[:, None])[:, 0]
         return float((found.cpu() - torch.tensor(tokens.logprobs)).abs().mean())
 
-    # --- membership ------------------------------------------------------------------------------------------------
+    # --- membership -----------------------------------------------------------------------------------------------
 
     def _add(self, url: str) -> None:
         client = HTTPClient(

@@ -356,19 +356,19 @@ def simulate(setup: Setup) -> Prediction:
     took, sampled, trained, synced = (end - begin for end, begin in zip(last, first, strict=True))
     if took <= 0:
         raise ValueError("a step takes no time with these figures, or less than can be told apart from the rest")
+    step_s, sync_share, trainer_use = took / setup.steps, synced / took, trained / took
     sampler_use = sampled / (took * setup.replicas * setup.tokens_per_s_full)
-    trainer_use = trained / took
     seen = simulation.staleness[skipped * setup.batch :]
     return Prediction(
-        step_s=took / setup.steps,
+        step_s=step_s,
         sampler_use=sampler_use,
         trainer_use=trainer_use,
-        sync_share=synced / took,
+        sync_share=sync_share,
         mean_staleness=sum(seen) / len(seen),
         worst_staleness=max(seen),
         tokens_per_s=sampled / took,
         gpus=setup.gpus,
-        bottleneck=_bottleneck(setup, sampler_use, trainer_use, synced / took, took / setup.steps),
+        bottleneck=_bottleneck(setup, sampler_use, trainer_use, sync_share, step_s),
     )
 
 

@@ -26,7 +26,7 @@ from verifiers.errors import ConnectionFailedError, Error, RequestRefusedError
 from verifiers.trainers.memory.optimizers import bitsandbytes
 
 OLDEST_VLLM = (0, 32)
-INFO_S = 30.0  # timeout of requests for a server's settings: they come before the first step
+INFO_S = 30.0  # timeout of requests for a server's settings and version
 QUICK_S = 120.0  # timeout of requests that move no weights: a server that hangs holds up a training no longer
 ADAPTER, BASE = re.compile(r"\.lora_|\.modules_to_save\."), ".base_layer"
 RESET_CACHE = "/reset_prefix_cache?reset_running_requests=true"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from verifiers.trainers.base_config import TrainingConfig
@@ -33,7 +33,9 @@ class ZeroWeights(ShardedWeights):
         settings = settings_of(model, config, processes)
         self.stage = int(settings["zero_optimization"]["stage"])
         self._proven = proven(model, processes.device, is_here=whole == "sampled" or self.stage < 3)
-        sharded = copy_with(model, _same_storage) if self.stage == 3 else model
+        sharded = model
+        if self.stage == 3:  # on the same storage: DeepSpeed copies its shard and drops the reference
+            sharded = copy_with(model, lambda one: nn.Parameter(one.detach(), one.requires_grad))
         super().__init__(model, sharded, config, processes, whole=whole)
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0  # `initialize` makes a step, to allocate the optimizer's state
@@ -188,11 +190,6 @@ class ZeroWeights(ShardedWeights):
 
     def _shards(self) -> list[Tensor]:
         return [getattr(one, "ds_tensor", one) for one in self.live]
-
-
-def _same_storage(parameter: Any) -> Any:
-    """A parameter on the storage of another: DeepSpeed copies its shard and drops the reference."""
-    return torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
 
 
 def settings_of(model: Any, config: TrainingConfig, processes: Any) -> dict[str, Any]:

@@ -63,7 +63,6 @@ class TrainingDisplay:
         self.total_steps = 0
         self.title = ""
         self.metrics: Mapping[str, Any] = {}
-        self.last_eval: Mapping[str, Any] | None = None
         self.last_notice = ""
         self.phase = "starting"
         self.sampling: Tally | None = None  # counts the rollouts in progress
@@ -132,8 +131,7 @@ class TrainingDisplay:
 
     def eval(self, figures: Mapping[str, Any]) -> None:
         """Show the metrics of an evaluation: ``reward``, ``low``, ``high``, ``n``, ``failed``."""
-        self.last_eval = {**figures, "step": self.metrics.get("step")}
-        self.evals.append(self.last_eval)
+        self.evals.append({**figures, "step": self.metrics.get("step")})
         self._show(self._eval_text(), force=True)
 
     def stop(self) -> None:
@@ -142,7 +140,7 @@ class TrainingDisplay:
             live, self._live = self._live, None
             live.stop()
 
-    # --- what is drawn -------------------------------------------------------------------------------------------
+    # --- what is drawn ------------------------------------------------------------------------------------------
 
     def line(self) -> str:
         """The last step in one line; metrics that it does not have are left out."""
@@ -173,7 +171,7 @@ class TrainingDisplay:
             rows.append(Text(counts))
         if parts := self._time_parts():
             rows.append(_time_bar(parts))
-        if self.last_eval is not None:
+        if self.evals:
             rows.append(Text(self._eval_text(), style="bold"))
         if self.last_notice:
             rows.append(Text(self.last_notice, style="yellow"))
@@ -219,7 +217,7 @@ class TrainingDisplay:
             found.append(("other", rest, "dim"))
         return [part for part in found if part[1] > 0]
 
-    # --- text -----------------------------------------------------------------------------------------------
+    # --- text ---------------------------------------------------------------------------------------------------
 
     def phase_text(self) -> str:
         """What the trainer is doing, and for how long."""
@@ -240,7 +238,7 @@ class TrainingDisplay:
         return with_interval(label, *(self.metrics.get(key) for key in (name, f"{name}_low", f"{name}_high")))
 
     def _eval_text(self) -> str:
-        found = self.last_eval or {}
+        found = self.evals[-1]
         reward = with_interval("reward", found.get("reward"), found.get("low"), found.get("high"))
         loss = labelled("loss", found.get("loss"), ".4f")  # of supervised training
         counts = labelled(" of", found.get("n"), ".0f", " rollouts" if reward else " examples")
