@@ -127,7 +127,7 @@ class ZeroWeights(ShardedWeights):
         if self.stage == 3:
             super().publish_now(everywhere=everywhere)
             return
-        increment_version(self.live)  # DeepSpeed writes to `.data`, which PyTorch does not count
+        increment_version(self.live)  # DeepSpeed's writes do not raise version counters
         self._versions = [one._version for one in self._whole]
 
     def refresh(self) -> None:
