@@ -229,7 +229,7 @@ def test_weights_of_two_versions_are_never_sampled_from(served: Served) -> None:
             "shapes": [list(one.shape) for one in parameters],
         }
         asked = asyncio.create_task(channel.control.ask("POST", "/update_weights", {"update_info": update}))
-        await asyncio.to_thread(channel.take, parameters[0].read())
+        await asyncio.to_thread(channel.broadcast, parameters[0].read())
         await asyncio.sleep(0.2)
         channel.close()
         with pytest.raises(errors.RequestRefusedError, match="broke off"):
@@ -255,7 +255,7 @@ def test_an_update_given_up_after_some_of_its_tensors_leaves_nothing_to_sample_f
         await ask("POST", "/pause?mode=keep")
         await ask("POST", "/start_weight_update")
         asked = asyncio.create_task(ask("POST", "/update_weights", {"update_info": one}))
-        await asyncio.to_thread(channel.take, parameters[0].read())
+        await asyncio.to_thread(channel.broadcast, parameters[0].read())
         await asked
         wrong = {**one, "names": [["a", "list"]]}
         with pytest.raises(errors.RequestRefusedError, match="a name and a list of sizes"):
@@ -300,7 +300,7 @@ def test_an_update_of_several_calls_is_taken_while_paused_only_and_sampled_from_
             }
             asked = asyncio.create_task(channel.control.ask("POST", "/update_weights", {"update_info": update}))
             for one in half:
-                await asyncio.to_thread(channel.take, one.read())
+                await asyncio.to_thread(channel.broadcast, one.read())
             await asked
             with pytest.raises(errors.RequestRefusedError, match="POST /finish_weight_update first"):
                 await channel.control.ask("POST", "/resume")

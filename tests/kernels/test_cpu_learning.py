@@ -129,9 +129,9 @@ def test_the_logprobs_of_a_head(n: int, words: int, temperature: float) -> None:
 def test_a_word_that_is_ruled_out_gets_no_gradient() -> None:
     logits, target = torch.tensor([[0.5, -torch.inf, 1.0]]), torch.tensor([0])
     logprob, mass = torch.empty(1), torch.empty(1)
-    cpu.pick(logits, target, 1.0, logprob, mass)
+    cpu.logprobs(logits, target, 1.0, logprob, mass)
     assert torch.allclose(logprob, logits.log_softmax(-1)[:, 0])
-    cpu.pick_back_(logits, target, 1.0, mass, torch.ones(1))
+    cpu.logprobs_back_(logits, target, 1.0, mass, torch.ones(1))
     assert logits[0, 1] == 0.0
 
 
@@ -149,7 +149,7 @@ def test_what_is_no_number_stays_so(bad: float) -> None:
     x[1, 7] = bad
     assert cpu.norm(x, None, ones, 1e-5)[1].isnan().any(-1).tolist() == [False, True, False]
     logprob, mass = torch.empty(3), torch.empty(3)
-    cpu.pick(x, torch.zeros(3, dtype=torch.int64), 1.0, logprob, mass)
+    cpu.logprobs(x, torch.zeros(3, dtype=torch.int64), 1.0, logprob, mass)
     assert logprob.isfinite().tolist() == [True, False, True]
     x[1, 7] = torch.nan
     product = cpu.gated(x, torch.ones_like(x))
@@ -279,8 +279,8 @@ def test_threads_that_share_the_work_give_the_same_numbers(monkeypatch: pytest.M
             found += [*cpu.rotate(q, k, cos, sin), *cpu.rotate(q, k, cos, sin, back=True)]
         found += [cpu.gated(x, more), *cpu.gated_back(x, more, past)]
         logits, target, logprob, mass = randn(37, 50), torch.arange(37), torch.empty(37), torch.empty(37)
-        cpu.pick(logits, target, 0.7, logprob, mass)
-        cpu.pick_back_(logits, target, 0.7, mass, logprob)
+        cpu.logprobs(logits, target, 0.7, logprob, mass)
+        cpu.logprobs_back_(logits, target, 0.7, mass, logprob)
         packing = packed((6, 9), (12, 30, 7), (0, 1, 1))
         inputs = [randn(64, heads, 24, seed=heads) for heads in (10, 5, 5)]
         attended = numbers(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verifiers.trainers.watch.display import TrainingDisplay
-from verifiers.trainers.watch.wording import clean, sparkline, stretches
+from verifiers.trainers.watch.wording import bin_means, clean, sparkline
 
 
 class Terminal(io.StringIO):
@@ -153,7 +153,7 @@ def test_cleaned_text_is_one_line_without_a_control_character(text: str) -> None
 def test_a_sparkline_fits_and_spans_lowest_to_highest(values: list[float], width: int) -> None:
     line = sparkline(values, width)
     assert len(line) == min(len(values), width)
-    means = stretches(values, width)
+    means = bin_means(values, width)
     if means and max(means) - min(means) > 1e-3:
         assert line[means.index(max(means))] == "█"
         assert line[means.index(min(means))] == "▁"

@@ -16,7 +16,7 @@ from verifiers.stats import mean_interval  # noqa: E402
 from verifiers.trainers.batch import Batch, Reply  # noqa: E402
 from verifiers.trainers.watch.audit import audit  # noqa: E402
 from verifiers.trainers.watch.display import TrainingDisplay  # noqa: E402
-from verifiers.trainers.watch.figures import batch_view, joined, rollout_figures  # noqa: E402
+from verifiers.trainers.watch.figures import batch_view, merge_views, rollout_figures  # noqa: E402
 from verifiers.trainers.watch.plot import plot_svg  # noqa: E402
 from verifiers.trainers.watch.tracking import flatten  # noqa: E402
 from verifiers.types import State  # noqa: E402
@@ -44,7 +44,7 @@ def test_a_row_of_two_processes_is_one_cluster_and_their_groups_are_apart():
         batch_view(batch_of([0.0, 1.0, 0.5, 0.5], [7, 7, 8, 8], [0, 0, 1, 1])),
         batch_view(batch_of([1.0, 1.0, 0.0, 0.5], [7, 7, 9, 9], [0, 0, 1, 1])),
     ]
-    found = rollout_figures(joined(views))
+    found = rollout_figures(merge_views(views))
     wanted = mean_interval([0.0, 1.0, 0.5, 0.5, 1.0, 1.0, 0.0, 0.5], [7, 7, 8, 8, 7, 7, 9, 9])
     assert (found["reward"], found["reward_low"]) == (pytest.approx(wanted.mean), pytest.approx(wanted.low))
     assert found["zero_variance"] == 0.5

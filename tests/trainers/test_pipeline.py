@@ -19,7 +19,7 @@ from tests.trainers import making
 from verifiers.trainers.pipeline import Pipeline
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.staleness import versions_of
-from verifiers.trainers.watch.report import _rows_so_far
+from verifiers.trainers.watch.report import _rows_per_process
 
 
 class Finishing(Future[tuple[int, int]]):
@@ -121,7 +121,7 @@ def test_a_run_that_goes_on_in_order_still_takes_no_row_twice():
 @pytest.mark.parametrize("now", [1, 2, 3, 4])
 def test_another_number_of_processes_takes_the_rows_that_are_left_and_each_once(now):
     rows = [str(i) for i in range(12)]
-    so_far = _rows_so_far({"cursor": 3, "processes": 2, "learned": [8]}, now)
+    so_far = _rows_per_process({"cursor": 3, "processes": 2, "learned": [8]}, now)
     streams = [RowStream(rows, seed=1, shard=(index, now)) for index in range(now)]
     taken = set()
     for stream in streams:

@@ -21,7 +21,7 @@ pytest.importorskip("accelerate")
 from tests.trainers import several  # noqa: E402
 from verifiers.trainers.distributed.processes import accelerator  # noqa: E402
 from verifiers.trainers.row_stream import RowStream  # noqa: E402
-from verifiers.trainers.watch.report import _rows_so_far  # noqa: E402
+from verifiers.trainers.watch.report import _rows_per_process  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)  # processes that each import torch
 
@@ -138,7 +138,7 @@ def test_any_number_of_processes_goes_on_after_just_the_rows_that_were_taken(tur
     """Each turn: so many processes, rows that each takes in a step, and steps until the next checkpoint."""
     wanted, taken, state = RowStream(range(1000), seed=3), [], {"cursor": 0, "processes": 1, "learned": []}
     for processes, rows, steps in turns:
-        state |= _rows_so_far(state, processes)
+        state |= _rows_per_process(state, processes)
         streams = [RowStream(range(1000), seed=3, shard=(i, processes)) for i in range(processes)]
         for stream in streams:
             stream.resume(state["cursor"], state["learned"])

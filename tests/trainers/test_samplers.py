@@ -271,7 +271,7 @@ def test_a_server_of_another_kind_that_answers_anything_with_a_page_is_refused(t
 
 
 def test_a_server_that_never_answers_is_refused_soon(tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_sender, "LOOK_S", 0.5)  # 30 s
+    monkeypatch.setattr(weight_sender, "INFO_S", 0.5)  # 30 s
     with socket.create_server(("127.0.0.1", 0)) as silent:
         said = refused(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}/v1")
     assert "GET /version: no whole reply within 0.5 s" in said
@@ -347,7 +347,7 @@ def test_a_server_that_two_trainings_send_weights_to_is_given_up_by_one_of_them_
 def test_what_comes_back_in_the_place_of_a_server_is_checked_as_it_was(monkeypatch):
     from verifiers.trainers.distributed import samplers as module
 
-    monkeypatch.setattr(module, "LOOK_S", 0.05)
+    monkeypatch.setattr(module, "HEALTH_CHECK_S", 0.05)
     tokenizer = tiny.tokenizer()
     with served() as first:
         samplers = vf.Samplers(first.url, patience_s=1)
@@ -420,7 +420,7 @@ def test_what_a_server_says_wrong_of_its_weights_is_asked_of_another_and_one_tha
 def test_what_a_server_fails_at_or_never_answers_is_asked_of_another(monkeypatch, how):
     from verifiers.trainers.distributed import samplers as module
 
-    monkeypatch.setattr(module, "LOOK_S", 0.05)
+    monkeypatch.setattr(module, "HEALTH_CHECK_S", 0.05)
     tokenizer = tiny.tokenizer()
     with served() as good, Vllm() as bad:
         samplers = vf.Samplers(bad.url, good.url, patience_s=60)

@@ -222,9 +222,9 @@ class Stopping(AbstractContextManager["Stopping"]):
             report.display.say(said)
 
     def on_step_end(self, trainer: Any, figures: Mapping[str, Any]) -> None:
-        from verifiers.trainers.distributed.processes import gathered
+        from verifiers.trainers.distributed.processes import all_gather
 
-        asked = [one for one in gathered(trainer.accelerator, getattr(self.asked, "signum", None)) if one is not None]
+        asked = [one for one in all_gather(trainer.accelerator, getattr(self.asked, "signum", None)) if one is not None]
         if asked:  # in any process: they stop after the same step
             self.asked = self.asked or Interrupted(signum=asked[0])
             trainer.report.checkpoint(trainer, cursor=trainer.cursor)

@@ -1,4 +1,4 @@
-"""Arrays in, arrays out: decoders of the common kind, recognised once and run by a backend that was proven.
+"""Arrays in, arrays out: decoders of the common architecture, recognised once and run by a tested backend.
 
 `reference` is plain PyTorch, `cpu` is C, `cuda` is Triton. Nothing here knows of requests, rewards or optimizers.
 """

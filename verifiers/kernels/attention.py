@@ -1,7 +1,7 @@
-"""Attention of a transformers model → a function of ours, on this thread, for as long as a block lasts.
+"""The attention of a transformers model → a function of ours, on this thread, within a context manager.
 
-The function here is registered with transformers under a name of its own, so any decoder that asks that registry for
-its attention works: the model's forward is its own, only what is done with queries, keys and values is ours.
+The function is registered in transformers' registry of attention functions, so any decoder that uses the registry
+works: the model runs its own forward, only its attention over queries, keys and values is replaced.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ NAME = "verifiers_blocks"
 
 
 class Attend(Protocol):
-    """What one forward does with the queries, keys and values ``[B, heads, T, dim]`` of a layer.
+    """Attention of one layer over queries, keys and values ``[B, heads, T, dim]``.
 
-    One that has a method ``rotated`` besides applies the norms of heads and the rotary embedding itself (see
-    `attend_rotated`).
+    An implementation with a method ``rotated`` applies head norms and rotary embedding itself (see `attend_rotated`).
     """
 
     def __call__(
@@ -41,7 +40,7 @@ _current = _Current()
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a layer asks of attention besides its queries, keys and values."""
+    """The arguments of attention besides queries, keys and values."""
 
     scale: float
     window: int | None
@@ -54,7 +53,7 @@ class Asked:
 def as_called(
     attend: Callable[[Any, Tensor, Tensor, Tensor, Asked], Tensor],
 ) -> Callable[..., tuple[Tensor, None]]:
-    """A function of a module and its queries, keys and values ``[B, heads, T, dim]`` → as transformers calls it."""
+    """Wrap a function of a module and its queries, keys and values ``[B, heads, T, dim]`` as transformers calls it."""
 
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
@@ -73,16 +72,16 @@ def as_called(
 
 @as_called
 def paged_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
-    """The attention function that transformers calls while a block of `attending` lasts."""
+    """The attention function that transformers calls within `attending`."""
     out = _attend()(module.layer_idx, q, k, v, scale=asked.scale, window=asked.window, softcap=asked.softcap)
-    return out.transpose(1, 2).contiguous()  # some models take a view of it
+    return out.transpose(1, 2).contiguous()  # some models call view() on it
 
 
 def attend_rotated(
     layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor,
     *, norms: HeadNorms | None, scale: float, window: int | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """Attention of queries and keys before their norms and rotary embedding, which a backend may fuse with it."""
+    """Attention with the head norms and the rotary embedding before it, which a backend may fuse."""
     attend = _attend()
     rotated: Callable[..., Tensor] | None = getattr(attend, "rotated", None)
     if rotated is not None:
@@ -100,12 +99,12 @@ def _attend() -> Attend:
 
 
 def current() -> Any:
-    """What attends on this thread, if anything of ours does."""
+    """The attention of this thread within `attending`, else None."""
     return _current.attend
 
 
 def register(name: str = NAME, function: Callable[..., Any] = paged_attention) -> None:
-    """Make an attention function known to transformers; doing it twice changes nothing."""
+    """Register an attention function with transformers; idempotent."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(name, function)
@@ -113,9 +112,9 @@ def register(name: str = NAME, function: Callable[..., Any] = paged_attention) -
 
 @contextmanager
 def attending(configs: Sequence[Any], attend: Any, name: str = NAME) -> Iterator[None]:
-    """While this lasts, the model that these configurations belong to attends by ``attend``, on this thread.
+    """Within the block the model of these configurations uses ``attend`` as its attention, on this thread.
 
-    It calls the function that is registered under this name, which asks for `current`.
+    The model calls the function that is registered as ``name``, which looks up `current`.
     """
     before, implementations = _current.attend, [config._attn_implementation for config in configs]
     _current.attend = attend

@@ -1,8 +1,8 @@
-"""Kernels → functions with a backward pass: norms, rotary embedding, gating, and whole parts of a layer.
+"""Kernels → autograd functions: norms, rotary embedding, gating, and fused parts of a layer.
 
-The kernels are Triton's on a card, C on a CPU in float32, and the reference elsewhere. What a function keeps for its
-backward pass is what it was given, never what it can compute again in the same sweep. One function for a part of a
-layer is one node of autograd's, where its operations would be a dozen, each taking the host as long as a launch.
+The kernels are Triton on a GPU, C on a CPU in float32, and the reference elsewhere. For its backward pass a function
+saves its inputs, never what the same kernel can recompute. A fused part of a layer is one node of the autograd graph
+instead of a dozen, each of which costs the host as much as a kernel launch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from verifiers.kernels.cpu.matmul import add_matmul, linear, matmul, uses_onednn
 from verifiers.kernels.modules import Lora, is_plain_linear, lora_of
 from verifiers.kernels.norms import HeadNorms
 
-NO_NORMS = (None, None, 0.0, 0.0)  # of heads
+NO_NORMS = (None, None, 0.0, 0.0)  # fields of `HeadNorms` for a layer without them
 
 
 def kernels_for(x: Tensor) -> Any:
@@ -35,7 +35,7 @@ def kernels_for(x: Tensor) -> Any:
 
 
 def describe(model: Any) -> str:
-    """Which kernels a model learns with, and why not with faster ones.
+    """Which kernels a model is trained with, and why not with faster ones.
 
     >>> describe(torch.nn.Linear(2, 2).double())
     'in PyTorch (not in C: weights that are not float32)'
@@ -52,13 +52,13 @@ def describe(model: Any) -> str:
 
 
 def add_norm(x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """``x`` plus ``more`` (if there is more), and the RMS norm of that."""
+    """``x`` plus ``more`` (if given), and the RMS norm of the sum."""
     total, normed = _AddNorm.apply(x_ND, more_ND, weight, epsilon)
     return total, normed
 
 
 def normed(module: Any, epsilon: float, x: Tensor) -> Tensor:
-    """The RMS norm that a module is: one kernel of ours, or of PyTorch's."""
+    """A module's RMS norm, by one kernel: ours, or PyTorch's."""
     if not cpu.suit(x):
         return reference.rms_norm(module, epsilon, x)
     result: Tensor = add_norm(x.reshape(-1, x.shape[-1]), None, module.weight, epsilon)[1]
@@ -83,7 +83,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def projected(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The input through each of these layers; their ways back add up in the multiplications."""
+    """Several projections of one input; the backward accumulates the input's gradient in the matrix products."""
     found: tuple[Tensor, ...]
     if are_plain(x, linears):
         if len(linears) == 1 and not uses_onednn():
@@ -99,12 +99,12 @@ def projected(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def _differ(x: Tensor, loras: Sequence[Lora]) -> bool:
-    """Do these adapters compute in another precision than the layers they are on?"""
+    """Do these adapters compute in another dtype than the layers they are on?"""
     return any(not (one.a_RK.dtype is one.b_NR.dtype is one.base.weight.dtype is x.dtype) for one in loras)
 
 
 def are_plain(x: Tensor, linears: Sequence[Any]) -> bool:
-    """Are these layers nothing but their weights, and is there no autocast in between?"""
+    """Are these plain linear layers, and is autocast off?"""
     return not torch.is_autocast_enabled(x.device.type) and all(map(is_plain_linear, linears))
 
 
@@ -112,10 +112,10 @@ def projected_heads(
     x: Tensor, weight: Tensor, epsilon: float, linears: Sequence[Any], head_dim: int, rotary: tuple[Tensor, Tensor],
     norms: HeadNorms | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """``x`` itself, and rotated queries, rotated keys and values ``[B, T, heads, dim]`` of its norm.
+    """RMS norm, QKV projections and rotary embedding: ``x`` itself, and queries, keys, values ``[B, T, heads, dim]``.
 
-    With ``norms`` each head of queries and keys is normed before it is rotated. The layers are plain. The
-    residual connection continues from the ``x`` that is returned: its gradient is then added in the norm's backward.
+    With ``norms`` each head of queries and keys is normed before it is rotated. The layers must be plain. The residual
+    connection continues from the ``x`` that is returned: its gradient is then added in the norm's backward.
     """
     cos, sin = (one.contiguous() for one in rotary)
     x, q, k, v = _ProjectedHeads.apply(x, weight, epsilon, head_dim, cos, sin, *(norms or NO_NORMS), *_weights(linears))
@@ -125,13 +125,13 @@ def projected_heads(
 def fed_forward(
     x: Tensor, more: Tensor, weight: Tensor, epsilon: float, gate: Tensor, up: Tensor, down: Tensor
 ) -> Tensor:
-    """``x`` plus ``more``, plus what a gated feed-forward (SiLU, no biases) makes of the norm of that."""
+    """The sum of ``x`` and ``more``, plus the gated feed-forward (SiLU, no biases) of the sum's RMS norm."""
     result: Tensor = _FedForward.apply(x, more, weight, epsilon, gate, up, down)
     return result
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
-    """Attention of the tokens of segments, of all that are given: ``[T, heads, dim]``, which compiled kernels suit."""
+    """Attention of packed rows ``[T, heads, dim]`` in C (see `Segments`): the outputs of the segments' tokens."""
     result: Tensor = _Attended.apply(q, k, v, segments, scale)
     return result
 
@@ -159,39 +159,39 @@ class _AddNorm(Function):  # type: ignore[misc]  # torch is not typed here
         return total_ND, normed_ND
 
     @staticmethod
-    def backward(ctx: Any, past_ND: Tensor | None, grad_ND: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, residual_ND: Tensor | None, grad_ND: Tensor | None) -> tuple[Any, ...]:
         if grad_ND is None:  # the norm is unused
-            return past_ND, past_ND if ctx.adds else None, None, None
+            return residual_ND, residual_ND if ctx.adds else None, None, None
         total_ND, weight, scale_N = ctx.saved_tensors
-        past_ND = None if past_ND is None else past_ND.contiguous()
+        residual_ND = None if residual_ND is None else residual_ND.contiguous()
         grad_ND, grad_weight = kernels_for(total_ND).norm_back(
-            total_ND, weight, scale_N, past_ND, grad_ND.contiguous(), learns=ctx.needs_input_grad[2]
+            total_ND, weight, scale_N, residual_ND, grad_ND.contiguous(), learns=ctx.needs_input_grad[2]
         )
         return grad_ND, grad_ND if ctx.adds else None, grad_weight, None
 
 
 def _rotate(kernels: Any, both: Sequence[Tensor], cos: Tensor, sin: Tensor, norms: Any) -> tuple[Any, list[Any]]:
-    """Queries and keys, normed if there are norms, and rotated; and what the way back has to know of them."""
+    """Queries and keys, normed if there are norms, and rotated; and the tensors that the backward needs."""
     q, k, q_epsilon, k_epsilon = norms
     if q is None:
         return kernels.rotate(*both, cos, sin), []
-    normed, kept = [], []
+    normed, saved = [], []
     for x, weight, epsilon in zip(both, (q, k), (q_epsilon, k_epsilon), strict=True):
         _, one, scale_N = kernels.norm(_flat(x), None, weight, epsilon)
         normed.append(one.view(x.shape))
-        kept += [x, weight, scale_N]
-    return kernels.rotate(*normed, cos, sin), kept
+        saved += [x, weight, scale_N]
+    return kernels.rotate(*normed, cos, sin), saved
 
 
 def _rotate_back(
-    kernels: Any, grads: Sequence[Tensor], cos: Tensor, sin: Tensor, kept: Sequence[Tensor], learns: Sequence[bool]
+    kernels: Any, grads: Sequence[Tensor], cos: Tensor, sin: Tensor, saved: Sequence[Tensor], learns: Sequence[bool]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Gradients of queries and keys, and of the weights of their norms."""
     back = kernels.rotate(*(one.contiguous() for one in grads), cos, sin, back=True)
-    if not kept:
+    if not saved:
         return list(back), [None, None]
     found, weights = [], []
-    for grad, x, weight, scale_N, is_learned in zip(back, kept[::3], kept[1::3], kept[2::3], learns, strict=True):
+    for grad, x, weight, scale_N, is_learned in zip(back, saved[::3], saved[1::3], saved[2::3], learns, strict=True):
         one, grad_weight = kernels.norm_back(_flat(x), weight, scale_N, None, _flat(grad), learns=is_learned)
         found.append(one.view(x.shape))
         weights.append(grad_weight)
@@ -201,15 +201,15 @@ def _rotate_back(
 class _Rotated(Function):  # type: ignore[misc]  # torch is not typed here
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *norms: Any) -> tuple[Tensor, Tensor]:
-        turned: tuple[Tensor, Tensor]
-        turned, kept = _rotate(kernels_for(q), (q.contiguous(), k.contiguous()), cos, sin, norms)
-        ctx.save_for_backward(cos, sin, *kept)
-        return turned
+        rotated: tuple[Tensor, Tensor]
+        rotated, saved = _rotate(kernels_for(q), (q.contiguous(), k.contiguous()), cos, sin, norms)
+        ctx.save_for_backward(cos, sin, *saved)
+        return rotated
 
     @staticmethod
     def backward(ctx: Any, q: Tensor, k: Tensor) -> tuple[Any, ...]:
-        cos, sin, *kept = ctx.saved_tensors
-        back, norms = _rotate_back(kernels_for(q), (q, k), cos, sin, kept, ctx.needs_input_grad[4:6])
+        cos, sin, *saved = ctx.saved_tensors
+        back, norms = _rotate_back(kernels_for(q), (q, k), cos, sin, saved, ctx.needs_input_grad[4:6])
         return *back, None, None, *norms, None, None
 
 
@@ -244,7 +244,7 @@ class _Projected(Function):  # type: ignore[misc]  # torch is not typed here
 def _projected_back(
     x_ND: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The gradient of an input that several layers had, and those of their weights and biases, in turns."""
+    """The gradient of the common input of several layers, and those of their weights and biases, alternating."""
     total: Tensor | None = None
     found: list[Tensor | None] = []
     for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
@@ -259,7 +259,7 @@ def _projected_back(
 
 
 class _Adapted(Function):  # type: ignore[misc]  # torch is not typed here
-    """Layers of one input with adapters, which add to the result of each: y + scale · (x · aᵀ) · bᵀ."""
+    """Linear layers of one input with LoRA: y + scale · (x · aᵀ) · bᵀ."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scales: Sequence[float], *given: Any) -> tuple[Tensor, ...]:
@@ -304,21 +304,21 @@ class _ProjectedHeads(Function):  # type: ignore[misc]  # torch is not typed her
             linear(normed_ND, weight, bias).view(shape)
             for weight, bias in zip(weights[::2], weights[1::2], strict=True)
         )
-        turned, kept = _rotate(kernels, (q, k), cos, sin, (q_norm, k_norm, q_epsilon, k_epsilon))
-        ctx.save_for_backward(x_ND, normed_ND, scale_N, norm, cos, sin, *weights[::2], *kept)
-        return x, *turned, v
+        rotated, saved = _rotate(kernels, (q, k), cos, sin, (q_norm, k_norm, q_epsilon, k_epsilon))
+        ctx.save_for_backward(x_ND, normed_ND, scale_N, norm, cos, sin, *weights[::2], *saved)
+        return x, *rotated, v
 
     @staticmethod
-    def backward(ctx: Any, past: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, residual: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
         x_ND, normed_ND, scale_N, norm, cos, sin, *more = ctx.saved_tensors
-        kernels, weights, kept = kernels_for(x_ND), more[:3], more[3:]
-        (q, k), head_norms = _rotate_back(kernels, (q, k), cos, sin, kept, ctx.needs_input_grad[6:8])
+        kernels, weights, saved = kernels_for(x_ND), more[:3], more[3:]
+        (q, k), head_norms = _rotate_back(kernels, (q, k), cos, sin, saved, ctx.needs_input_grad[6:8])
         grads = [one.flatten(-2) for one in (q, k, v)]
         total_ND, found = _projected_back(normed_ND, weights, grads, ctx.needs_input_grad[10:], needs_x=True)
         total_ND, grad_norm = kernels.norm_back(
-            x_ND, norm, scale_N, _flat(past), total_ND, learns=ctx.needs_input_grad[1]
+            x_ND, norm, scale_N, _flat(residual), total_ND, learns=ctx.needs_input_grad[1]
         )
-        return total_ND.view(past.shape), grad_norm, None, None, None, None, *head_norms, None, None, *found
+        return total_ND.view(residual.shape), grad_norm, None, None, None, None, *head_norms, None, None, *found
 
 
 class _FedForward(Function):  # type: ignore[misc]  # torch is not typed here

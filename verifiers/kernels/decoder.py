@@ -1,10 +1,10 @@
-"""A model's modules → decoder layers of the common kind: recognised by their parts, proven by their numbers.
+"""A model's modules → decoder layers of the common architecture: recognised by submodules, tested by numbers.
 
-The common kind is norm, rotary attention, norm, gated feed-forward, each added to the hidden states (Llama, Qwen,
-Mistral, SmolLM, Gemma 1); queries and keys may be normed head by head (Qwen3). What is recognised is described here
-once, as plain data, for every backend; and it is run here in fewer operations than transformers takes. A layer is tried
-both ways on the same probe: what it hands to attention and what it returns must agree. Any other layer, and any that
-has a hook, runs as transformers wrote it. Parameters and projections are the layer's own, looked up at every step.
+The common architecture is norm, rotary attention, norm, gated feed-forward, with residual connections (Llama, Qwen,
+Mistral, SmolLM, Gemma 1); queries and keys may be normed head by head (Qwen3). A recognised layer is described here
+once, as plain data, for every backend; and it runs here in fewer operations than in transformers. Both ways are run on
+the same probe input: queries, keys, values and the result must agree. Any other layer, and any that has a hook, runs as
+transformers wrote it. Parameters and projections are the layer's own, looked up in every step.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 FEED_FORWARD = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-# Root mean squares of what the probe's norms give: the first passes bounds on numbers within a layer (clamps), the
-# second is for float16, which the first may overflow.
-LOUDNESS = (30.0, 1.0)
-PROBE_SIZE = 1e-2  # hidden states this small beside what a layer adds to them, so that this is what is compared
+# RMS of the normed hidden states in the probe: the first is large enough to reach clamps within a layer, the second is
+# for float16, which the first may overflow.
+PROBE_NORMED_RMS = (30.0, 1.0)
+PROBE_RMS = 1e-2  # of the hidden states: small beside what a layer adds to them, which is what is compared
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer of the common kind: its module, its sizes, and what its own forward passes to attention."""
+    """One layer of the common architecture: its module, its sizes, and the arguments of its attention."""
 
     layer: Any
     index: int
@@ -51,7 +51,7 @@ class DecoderLayer:
     epsilons: tuple[float | None, float | None]  # of its two norms, where they are RMS norms
     head_norms: tuple[Any, Any] | None  # of queries and keys, head by head (Qwen3)
     head_epsilons: tuple[float | None, float | None]
-    rotates: bool  # every fourth layer of SmolLM3 has no rotary embedding
+    rotates: bool  # False without rotary embedding, as every fourth layer of SmolLM3
     scale: float
     window: int | None
     softcap: float | None
@@ -67,19 +67,19 @@ class DecoderLayer:
 
     @property
     def fusible_head_norms(self) -> HeadNorms | None:
-        """The norms of queries and keys as numbers; None where there are none, or they must be called as modules."""
+        """Weights and epsilons of the head norms; None if there are none, or they must be called as modules."""
         attention, (q_epsilon, k_epsilon) = self.layer.self_attn, self.head_epsilons
         if self.head_norms is None or q_epsilon is None or k_epsilon is None:
             return None
         q, k = self.head_norms
         if attention.q_norm is not q or attention.k_norm is not k or is_hooked(q) or is_hooked(k):
             return None
-        if torch.is_autocast_enabled(q.weight.device.type):  # who rounds in between does it as the modules do
+        if torch.is_autocast_enabled(q.weight.device.type):  # autocast rounds between the operations of the modules
             return None
         return HeadNorms(q.weight, k.weight, q_epsilon, k_epsilon)
 
     def angles(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of this layer: those of no rotation where it has none, which changes no bit."""
+        """Cosines and sines of this layer: of angle 0, which changes no bit, if it does not rotate."""
         return rotary if self.rotates else (torch.ones_like(rotary[0]), torch.zeros_like(rotary[1]))
 
     @property
@@ -95,7 +95,7 @@ class DecoderLayer:
         return int(self.layer.mlp.up_proj.out_features)
 
     def forward(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any) -> Any:
-        """As the layer's own; the hidden states it is given are overwritten."""
+        """As the layer's own forward, but the hidden states are overwritten."""
         if position_embeddings is None or position_embeddings[0].shape[-1] != self.head_dim:
             own = partial(type(self.layer).forward, self.layer)
             return own(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
@@ -139,11 +139,11 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class CommonDecoder:
-    """The layers of a model that are of the common kind; and whether the whole model is, around them."""
+    """The layers of a model that have the common architecture, and whether the model around them has it too."""
 
     def __init__(self, model: Any, configs: Sequence[Any]) -> None:
         self.model = model
-        # A hook that is there now would be called by the probe: such a model runs as it is.
+        # The probe would call hooks: a model that has any runs as it is.
         self.was_hooked = any(map(is_hooked, model.modules()))
         modules = [] if self.was_hooked else list(model.modules())
         self.norms = fusible_norms(model)
@@ -152,13 +152,15 @@ class CommonDecoder:
         self.layers = [one for one in found if one is not None]
         self._watched = [part for one in self.layers for part in (one.layer, one.layer.self_attn, one.layer.mlp)]
         known = {id(one.layer) for one in self.layers}
-        holders = [one for one in modules if any(id(part) in known for part in one.modules())]  # and the layers
+        holders = [
+            one for one in modules if any(id(part) in known for part in one.modules())
+        ]  # the layers themselves, too
         self._parts = [(one._modules, list(one._modules.values())) for one in holders]
         self.is_whole = self._is_whole(configs)
 
     @property
     def is_unhooked(self) -> bool:
-        """May layers be replaced now? Not while one has a hook, which has to be called, nor if they are others now."""
+        """May the layers' forwards be replaced? Not if one has a hook or was exchanged for another module."""
         is_same = all(list(held.values()) == parts for held, parts in self._parts)
         return bool(self.layers) and is_same and not any(map(is_hooked, self._watched))
 
@@ -168,7 +170,7 @@ class CommonDecoder:
 
     @property
     def fused_norms(self) -> set[int]:
-        """Identities of the norms that are fused with attention, and not called as modules unless they have hooks."""
+        """`id`s of the norms that are fused with attention, and called as modules only if they have hooks."""
         return {id(norm) for layer in self.layers for norm in layer.head_norms or ()}
 
     @property
@@ -176,7 +178,7 @@ class CommonDecoder:
         return [(one.layer, one.forward) for one in self.layers]
 
     def forward(self, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
-        """The logits at the places ``keep`` (0: all), of a model that is whole."""
+        """The logits at the positions ``keep`` (0: all), of a model with `is_whole`."""
         inner = self.model.model
         embedded = inner.embed_tokens(ids)
         rotary = inner.rotary_emb(embedded, position_ids=positions)
@@ -188,7 +190,7 @@ class CommonDecoder:
         return logits
 
     def _is_whole(self, configs: Sequence[Any]) -> bool:
-        """Is the model no more than an embedding, these layers, a norm and a head, and are its numbers those?"""
+        """Is the model just an embedding, these layers, a norm and a head, with the same numbers?"""
         model, inner = self.model, self.model._modules.get("model")
         if model._modules.keys() != WHOLE or inner is None or inner._modules.keys() != INNER:
             return False
@@ -203,7 +205,7 @@ class CommonDecoder:
                 expected = model(input_ids=ids, position_ids=positions, use_cache=False, return_dict=True).logits
             with torch.no_grad(), without_dropout(model), attending(configs, ours):
                 given = self.forward(ids, positions, 0)
-        except Exception as error:  # foreign code, asked in a way it may not know
+        except Exception as error:  # foreign code, which may not take these arguments
             logger.debug("%s runs as it is: %r", type(model).__name__, error)
             return False
         return _is_same([*theirs.seen, expected], [*ours.seen, given], layers=len(self.layers))
@@ -213,37 +215,37 @@ class CommonDecoder:
 
 
 def recognise(layer: Any, configs: Sequence[Any], epsilons: dict[int, float]) -> DecoderLayer | None:
-    """A layer as one of the common kind, if that gives the layer's own numbers."""
+    """The description of a layer, if running it by that gives the layer's own numbers."""
     attention = layer.self_attn
     weight = layer.input_layernorm.weight
     norms = epsilons.get(id(layer.input_layernorm)), epsilons.get(id(layer.post_attention_layernorm))
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-    described = partial(
+    make = partial(
         DecoderLayer, layer, attention.layer_idx, attention.head_dim, _is_silu(layer.mlp.act_fn, weight), norms,
         None if q_norm is None else (q_norm, k_norm), (epsilons.get(id(q_norm)), epsilons.get(id(k_norm))),
     )  # fmt: skip
     hidden, rotary = _probe_input(weight, attention.head_dim)
     try:
-        for size in LOUDNESS:
-            theirs, norm = _Probe(), partial(_norm, size)
-            loud = [(layer.input_layernorm, norm), (layer.post_attention_layernorm, norm)]
-            with torch.no_grad(), without_dropout(layer), replaced_forwards(loud), attending(configs, theirs):
+        for rms in PROBE_NORMED_RMS:
+            theirs, norm = _Probe(), partial(_normed, rms)
+            scaled = [(layer.input_layernorm, norm), (layer.post_attention_layernorm, norm)]
+            with torch.no_grad(), without_dropout(layer), replaced_forwards(scaled), attending(configs, theirs):
                 expected = type(layer).forward(layer, hidden.clone(), position_embeddings=rotary, attention_mask=None)
             if bool(expected.isfinite().all()):
                 break
         for rotates in (True, False):
-            found, ours = described(rotates, **theirs.settings), _Probe()
-            with torch.no_grad(), without_dropout(layer), replaced_forwards(loud), attending(configs, ours):
+            found, ours = make(rotates, **theirs.settings), _Probe()
+            with torch.no_grad(), without_dropout(layer), replaced_forwards(scaled), attending(configs, ours):
                 given = found.forward(hidden.clone(), position_embeddings=rotary)
             if theirs.settings == ours.settings and _is_same([*theirs.seen, expected], [*ours.seen, given]):
                 return found
-    except Exception as error:  # foreign code, asked in a way it may not know: then it is not the kind we know
+    except Exception as error:  # foreign code, which may not take these arguments: another architecture
         logger.debug("layer %s runs as it is: %r", attention.layer_idx, error)
     return None
 
 
 class _Probe:
-    """Attention that remembers what it was given, and answers with something of the right shape."""
+    """Attention that records its arguments, and returns something of the right shape."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
@@ -255,16 +257,16 @@ class _Probe:
         return q.flip(-1).contiguous()
 
 
-def _norm(size: float, x: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:]) * size
+def _normed(rms: float, x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:]) * rms
 
 
 def _probe_input(like: Tensor, head_dim: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn((2, 3, like.shape[0]), generator=generator) * PROBE_SIZE
+    hidden = torch.randn((2, 3, like.shape[0]), generator=generator) * PROBE_RMS
     angle = torch.rand((2, 3, head_dim), generator=generator) * 6.0
-    one, two, three = (x.to(like.device, like.dtype) for x in (hidden, angle.cos(), angle.sin()))
-    return one, (two, three)
+    hidden, cos, sin = (x.to(like.device, like.dtype) for x in (hidden, angle.cos(), angle.sin()))
+    return hidden, (cos, sin)
 
 
 def _is_same(theirs: Sequence[Any], ours: Sequence[Any], layers: int = 1) -> bool:
@@ -272,7 +274,7 @@ def _is_same(theirs: Sequence[Any], ours: Sequence[Any], layers: int = 1) -> boo
 
 
 def has_parts(layer: Any) -> bool:
-    """Has a module exactly the parts of a layer of the common kind? One more would be left out."""
+    """Has a module exactly the submodules of the common architecture? Any other would be left out."""
     if layer._modules.keys() != LAYER:
         return False
     attention, mlp = layer.self_attn, layer.mlp

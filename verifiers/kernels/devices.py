@@ -1,4 +1,4 @@
-"""Numbers of the host → tensors on a device, without waiting for what it is doing."""
+"""Arrays of the host → tensors on a device, without synchronising."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """While this lasts a thread's kernels and streams are of this device: which card is current is a thread's own."""
+    """Make a device the current one within the block; the current CUDA device is a setting of each thread."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -24,12 +24,12 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
 
 
 def host_index(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
-    """Whole numbers as a tensor on a device."""
+    """Integers as an index tensor on a device."""
     return to_device(np.array(values, np.int64), device)
 
 
 def free_unused(device: torch.device) -> None:
-    """Give back to a card what nobody refers to: what refers to itself, and what its allocator keeps for later."""
+    """Free unreferenced GPU memory: reference cycles are collected, and the caching allocator is emptied."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

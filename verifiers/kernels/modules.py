@@ -1,4 +1,4 @@
-"""A module → whether it is still what it was: its parts, its hooks, its forward; and forwards replaced for a while."""
+"""Modules: what they are (plain, hooked, adapted), whether they have changed, and temporary forwards."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def is_hooked(module: Any) -> bool:
-    """Has this module a hook, or a forward that replaces its own?"""
+    """Has this module a hook, or an instance attribute that replaces its forward?"""
     own = vars(module)
     return "forward" in own or any(own[name] for name in HOOKS)
 
 
 def is_plain_linear(linear: Any) -> bool:
-    """Is this layer nothing but its weight and its bias?"""
+    """Is this exactly `nn.Linear`, without hooks?"""
     return type(linear) is nn.Linear and not is_hooked(linear)
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """A layer, and what an adapter adds to it: scale · (x · aᵀ) · bᵀ."""
+    """A linear layer with an adapter, which adds scale · (x · aᵀ) · bᵀ."""
 
     base: Any
     a_RK: Tensor
@@ -35,7 +35,7 @@ class Lora:
 
 
 def lora_of(linear: Any) -> Lora | None:
-    """A layer with an adapter (peft) in force, if it is the only one, of the plain kind, and without dropout now."""
+    """The adapter of a layer (peft), if it is active, the only one, a plain LoRA, and without dropout now."""
     kind = type(linear)
     if kind.__module__ not in LORA_MODULES or not kind.__name__.startswith("Linear") or is_hooked(linear):
         return None
@@ -57,20 +57,20 @@ def base_model(model: Any) -> Any:
 
 
 def is_quantised(model: Any) -> bool:
-    """Are some of its weights packed into fewer bits than any floating-point number has?"""
+    """Has a model quantised weights, packed in integers?"""
     return any(not one.is_floating_point() for one in model.parameters())
 
 
 def linear_parameters(model: Any) -> int:
-    """Parameters in a model's linear layers: the work of one token, in multiplications."""
+    """Parameters in a model's linear layers: multiply-adds of one token."""
     return sum(module.weight.numel() for module in model.modules() if type(module) is nn.Linear)
 
 
 @contextmanager
 def replaced_forwards(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """While this lasts these modules run these functions; one that was replaced before is restored after it.
+    """Replace the forwards of these modules within the block; earlier replacements are restored.
 
-    Written to ``__dict__``, because `nn.Module.__setattr__` takes far longer, and this is done for every step.
+    Writes to ``__dict__``: `nn.Module.__setattr__` takes far longer, and this is done in every step.
     """
     replaced: list[tuple[dict[str, Any], Any]] = []
     try:
@@ -89,7 +89,7 @@ def replaced_forwards(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Ite
 
 @contextmanager
 def without_dropout(module: Any) -> Iterator[None]:
-    """While this lasts a module and its parts are in evaluation mode; written as in `replaced_forwards`."""
+    """Put a module and its submodules into evaluation mode within the block."""
     training = [one for one in module.modules() if one.training]
     for one in training:
         one.__dict__["training"] = False
@@ -101,7 +101,7 @@ def without_dropout(module: Any) -> Iterator[None]:
 
 
 class ModuleSnapshot:
-    """The parts and parameters of a module at one moment, so that a change is noticed without walking through it.
+    """The submodules and parameters of a module at one moment, to notice changes without walking the module tree.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> seen = ModuleSnapshot(model)
@@ -123,7 +123,7 @@ class ModuleSnapshot:
 
     @property
     def is_same(self) -> bool:
-        """Is every part and every parameter still the one it was?"""
+        """Is every submodule and every parameter still the same object?"""
         if any(self._empty) or [type(module) for module in self.modules] != self._kinds:
             return False
         for held, members in self._members:

@@ -1,4 +1,4 @@
-"""A model's norm modules → those that are RMS norms, found by trying them on numbers, each with its epsilon."""
+"""A model's norm modules → those that compute a plain RMS norm, found by running them, each with its epsilon."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HeadNorms(NamedTuple):
 
 
 def fusible_norms(model: nn.Module) -> list[tuple[nn.Module, float]]:
-    """The norms of a model that `torch.nn.functional.rms_norm` computes too, and their epsilons."""
+    """The norms of a model that give the numbers of `torch.nn.functional.rms_norm`, and their epsilons."""
     found = []
     for module in model.modules():
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -36,7 +36,7 @@ def fusible_norms(model: nn.Module) -> list[tuple[nn.Module, float]]:
         is_named_so = type(module).__name__.endswith("RMSNorm")
         if not (is_named_so and isinstance(epsilon, float) and isinstance(weight, Tensor)) or is_hooked(module):
             continue
-        generator = torch.Generator().manual_seed(0)  # the global generator stays as it is
+        generator = torch.Generator().manual_seed(0)  # leaves the global generator alone
         x = torch.randn((4, weight.shape[0]), generator=generator).to(weight.device, weight.dtype)
         with torch.no_grad():
             mine = F.rms_norm(x, weight.shape, weight, epsilon).float()

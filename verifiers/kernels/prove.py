@@ -1,4 +1,4 @@
-"""Two ways of computing the same → a verdict; and what a model is tried on: prompts past its windows, a real scale."""
+"""Tests that two implementations of a model agree, and their inputs: prompts beyond its windows, realistic weights."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from torch import Tensor
 
 from verifiers.kernels.modules import HOOKS, base_model
 
-SHORT, LONG = 11, 40  # tokens of the prompts of a model that treats every length alike
-PAST, BEFORE = 8, 4  # tokens that a prompt has past a bound, and that another stops before it
-PAD_EVERY = 3  # places from one token of padding to the next
-CONTEXT = 12  # tokens whose order is changed, to see whether that makes a difference
+SHORT, LONG = 11, 40  # tokens of the prompts that every model is tested on
+PAST, BEFORE = 8, 4  # tokens by which one prompt exceeds a bound, and another stays below it
+PAD_EVERY = 3  # every third token of a prompt is padding
+CONTEXT = 12  # tokens of the prompt whose order is changed in `_order_effect`
 
 UNSTEADY = "its own forward gives other numbers each time, even when it is evaluated"
 
 _BOUND = re.compile(r"window|chunk|local_attention")
 _NO_BOUND = re.compile(r"layer|feed_forward")
-_SELECTED = re.compile(r"index(er)?_(topk|budget)(_blocks)?$")  # how much of its past a sparse attention looks at
-_GROUPED = re.compile(r"compress_r(ate|atio)|index_block_size")  # tokens that make one of what is selected
+_SELECTED = re.compile(r"index(er)?_(topk|budget)(_blocks)?$")  # keys that a sparse attention selects
+_GROUPED = re.compile(r"compress_r(ate|atio)|index_block_size")  # tokens behind one selected key
 _SPECIAL = re.compile(r"_token_(id|index)$")
 
 SCALES = (1.0, 2.0, 4.0, 8.0, 16.0)  # of the norms' weights
-LEAST_MOVED = 0.3  # of the logits' standard deviation: what another order of the context changes in a model in use
-LEAST_LOGIT = 20.0  # the largest logit of a model in use, at least: where caps and scales of logits show
+LEAST_MOVED = 0.3  # of the logits' standard deviation: the effect of another order of the context in a trained model
+LEAST_LOGIT = 20.0  # the largest logit of a trained model, at least: large enough for caps and scales of logits to show
 
-# Errors that are rounding, relative to the largest number; over several layers they add up as a random walk.
+# Rounding errors relative to the largest number, in float32 and in half precision; over layers they add up as a random
+# walk.
 WITHIN, WITHIN_HALF = 2e-3, 4e-2
 
 
 def agree(theirs: Sequence[Tensor], ours: Sequence[Tensor], rounds: int = 1) -> bool:
-    """Are these the same to rounding? Zeros agree with zeros: see `is_nonzero`."""
+    """Are these tensors the same up to rounding? Zeros agree with zeros: see `is_nonzero`."""
     if len(theirs) != len(ours):
         return False
     for one, other in zip(theirs, ours, strict=True):
@@ -50,7 +51,7 @@ def agree(theirs: Sequence[Tensor], ours: Sequence[Tensor], rounds: int = 1) -> 
 
 
 def is_nonzero(numbers: Sequence[Any]) -> bool:
-    """Is there more than zeros in each of these? Zeros would prove nothing."""
+    """Has each of these tensors a value other than zero? Zeros would prove nothing."""
     return all(isinstance(one, Tensor) and bool(one.abs().max() > 0) for one in numbers)
 
 
@@ -62,8 +63,7 @@ def text_config(model_config: Any) -> Any:
 
 
 def bounds(config: Any, longest: int) -> list[int]:
-    """Lengths below ``longest`` past which a model may attend in another way: windows, chunks, selections of keys,
-    rotary embeddings.
+    """Sequence lengths below ``longest`` beyond which attention changes: windows, chunks, sparse selection, RoPE.
 
     >>> from types import SimpleNamespace
     >>> rope = {"rope_type": "longrope", "original_max_position_embeddings": 64}
@@ -86,7 +86,7 @@ def bounds(config: Any, longest: int) -> list[int]:
 
 
 def _numbers(settings: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, int]]:
-    """The whole numbers among settings, those of nested ones too, by their names from the outermost on."""
+    """All integers of nested settings, by their dotted names."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{within}{name}.")
@@ -95,7 +95,7 @@ def _numbers(settings: Mapping[str, Any], within: str = "") -> Iterator[tuple[st
 
 
 def rope_bounds(config: Any) -> list[int]:
-    """Lengths past which every rotary angle of a sequence is another one (longrope): keys before it are void then."""
+    """Lengths beyond which all rotary angles of a sequence change (longrope), so that cached keys become invalid."""
     text = text_config(config)
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     kinds = [rope, *(one for one in rope.values() if isinstance(one, Mapping))]
@@ -108,16 +108,15 @@ def rope_bounds(config: Any) -> list[int]:
 
 
 def place_bounds(config: Any, row: int) -> list[int]:
-    """Lengths of rows, up to this one, that reach past where queries are scaled by their place (Llama 4)."""
+    """Lengths, up to ``row``, that reach positions at which queries are scaled (Llama 4)."""
     bound = getattr(text_config(config), "floor_scale", None)
     return [int(bound) + PAST] if bound and bound < row else []
 
 
 def prompt_lengths(config: Any, longest: int, new: int) -> list[int]:
-    """Two lengths side by side, and for each bound one that passes it and one that is about to.
+    """A long and a short prompt, and for each bound one prompt beyond it and one just below it.
 
-    ``longest`` is what a prompt and its ``new`` tokens may have together: a bound within the last of these is passed by
-    what is sampled.
+    ``longest`` is the limit of a prompt and its ``new`` tokens: a bound close to it is passed by the new tokens.
     """
     wanted = [LONG, SHORT]
     for bound in bounds(config, longest):
@@ -126,13 +125,13 @@ def prompt_lengths(config: Any, longest: int, new: int) -> list[int]:
 
 
 def prompts(config: Any, lengths: Sequence[int]) -> list[list[int]]:
-    """Prompts of these lengths, of arbitrary tokens; of special ones only the one for padding, as a model may sample it
-    and not count it as a position."""
+    """Prompts of these lengths, of arbitrary tokens without special ones, except for padding: a model may sample it and
+    not count it as a position."""
     text = text_config(config)
     settings = [vars(one) for one in (config, text) if hasattr(one, "__dict__")]
     special = {v for one in settings for k, v in one.items() if _SPECIAL.search(k) and type(v) is int}
     plain = [token for token in range(min(int(text.vocab_size), 4096)) if token not in special] or [0]
-    generator = torch.Generator().manual_seed(0)  # the global generator stays as it is
+    generator = torch.Generator().manual_seed(0)  # leaves the global generator alone
     drawn = [torch.randint(len(plain), (length,), generator=generator).tolist() for length in lengths]
     made = [[plain[i] for i in one] for one in drawn]
     pad = pad_id(config)
@@ -142,7 +141,7 @@ def prompts(config: Any, lengths: Sequence[int]) -> list[list[int]]:
 
 
 def pad_id(config: Any) -> int | None:
-    """The token that fills up rows, where a model has one and can be shown it."""
+    """The padding token of a model, if it has one within its vocabulary."""
     text = text_config(config)
     found = getattr(text, "pad_token_id", None)
     found = getattr(config, "pad_token_id", None) if found is None else found
@@ -150,7 +149,7 @@ def pad_id(config: Any) -> int | None:
 
 
 def is_steady(model: Any, length: int) -> bool:
-    """Does a model's own forward give the same numbers twice? One that hashes at random, say, does not."""
+    """Does a model's own forward give the same numbers twice? One with random hashing, say, does not."""
     (ids,) = prompts(model.config, [length])
     one, other = (plain_logits(model, ids, 1) for _ in range(2))
     eps = torch.finfo(next(model.parameters()).dtype).eps
@@ -158,13 +157,13 @@ def is_steady(model: Any, length: int) -> bool:
 
 
 def plain_logits(model: Any, ids: Sequence[int], keep: int) -> Tensor:
-    """The logits of the last ``keep`` places of one sequence, by the model's own forward over all of it.
+    """The logits of the last ``keep`` positions of one sequence, by the model's own forward without a cache.
 
-    Where a sequence grows past a length that changes every rotary angle, the places before it are those of a sequence
-    that ends there: that is what their tokens were drawn from.
+    If the sequence exceeds one of `rope_bounds`, positions before the bound are computed from the sequence cut there,
+    as they were when their tokens were sampled.
     """
     device = next(model.parameters()).device
-    # Those of all places may take gigabytes.
+    # Logits of all positions may take gigabytes.
     can_keep = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
     first, parts = len(ids) - keep, []
     for end in (*(bound for bound in rope_bounds(model.config) if first < bound < len(ids)), len(ids)):
@@ -177,7 +176,7 @@ def plain_logits(model: Any, ids: Sequence[int], keep: int) -> Tensor:
 
 @contextmanager
 def without_hooks(model: Any) -> Iterator[None]:
-    """While this lasts, no hooks are called."""
+    """Remove all hooks of a model within the block."""
     hooks = [vars(module)[name] for module in model.modules() for name in HOOKS if vars(module)[name]]
     before = [dict(one) for one in hooks]
     for one in hooks:
@@ -194,11 +193,11 @@ def without_hooks(model: Any) -> Iterator[None]:
 
 @contextmanager
 def realistic(model: Any) -> Iterator[bool]:
-    """While this lasts, a model that was never trained has attention and logits of the size that a trained one has.
+    """Within the block an untrained model has attention scores and logits as large as a trained one's.
 
     Fresh weights are so small that attention is nearly uniform and logits nearly zero: a wrong position, mask or cap
-    would hardly show. The weights of norms, which are few, are scaled for the moment and put back bit for bit. Gives
-    whether the order of the context makes a difference then; if not, no proof means anything.
+    would hardly show. The weights of the norms, which are few, are scaled and restored bit for bit. Yields whether the
+    order of the context then makes a difference; if not, a test on this model would prove nothing.
     """
     inner, final = _norm_weights(model)
     saved = [(weight, weight.detach().clone()) for weight in (*inner, *final)]
@@ -226,13 +225,13 @@ def _scale_up(model: Any, inner: Sequence[Tensor], final: Sequence[Tensor]) -> f
 
 
 def _add(weights: Sequence[Tensor], amount: float) -> None:
-    """Norms multiply by their weight or by one plus it: one that was never trained is scaled by adding to it."""
+    """Scale untrained norms by adding to their weights: some multiply by the weight, others by one plus it."""
     for weight in weights if amount else ():
         weight.add_(amount)
 
 
 def _norm_weights(model: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Weights of the norms within layers, and of those behind them."""
+    """Weights of the norms within layers, and of those after them."""
     inner: list[Tensor] = []
     final: list[Tensor] = []
     for name, module in model.named_modules():
@@ -244,7 +243,8 @@ def _norm_weights(model: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _order_effect(model: Any) -> tuple[float, float]:
-    """How much another order of the context changes the next token's logits, in their deviations; the largest logit."""
+    """The largest change of the next token's logits, in standard deviations, if the context is reversed; and the
+    largest logit."""
     (ids,) = prompts(model.config, [CONTEXT])
     one, other = (plain_logits(model, context, 1)[0] for context in (ids, [*ids[-2::-1], ids[-1]]))
     deviation = float(one.std())

@@ -1,7 +1,7 @@
-"""What every kernel computes, in plain PyTorch: the oracle of the tests, and what runs where there is no kernel.
+"""What every kernel computes, in plain PyTorch: the reference of the tests, and what runs where there is no kernel.
 
-The functions of a layer that learns (norm, rotate, gated, pick, each with its backward) have the signatures that
-`cpu.learning` and `cuda.learning` have too.
+The functions for training (norm, rotate, gated, logprobs, each with its backward) have the same signatures in
+`cpu.learning` and `cuda.learning`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 CACHED_NUMBERS = 1 << 18  # 1 MiB of float32
 
-# --- a forward pass ---------------------------------------------------------------------------------------------------
+# --- inference --------------------------------------------------------------------------------------------------------
 
 
 def rms_norm(module: Any, epsilon: float, x: Tensor) -> Tensor:
-    """The RMS norm that a module is, in one operation: as transformers writes it, it is six."""
+    """A module's RMS norm in one operation instead of the six of transformers."""
     return F.rms_norm(x, module.weight.shape, module.weight, epsilon)
 
 
@@ -50,35 +50,35 @@ def causal_attention(
     return torch.matmul(torch.softmax(scores.masked_fill(~seen, float("-inf")), -1), v)
 
 
-# --- learning ---------------------------------------------------------------------------------------------------------
+# --- training ---------------------------------------------------------------------------------------------------------
 
 
 def norm(x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """RMS norm of ``x`` (plus ``more``): the sum, its norm, and by how much each row was scaled."""
+    """RMS norm of ``x`` (plus ``more``): the sum, its norm, and the inverse RMS of each row."""
     total_ND = x_ND if more_ND is None else x_ND + more_ND
     scale_N = torch.linalg.vector_norm(total_ND, dim=-1).square_().div_(total_ND.shape[-1]).add_(epsilon).rsqrt_()
     return total_ND, (total_ND * scale_N[:, None]).mul_(weight), scale_N
 
 
 def norm_back(
-    x_ND: Tensor, weight: Tensor, scale_N: Tensor, past_ND: Tensor | None, grad_ND: Tensor, *, learns: bool
+    x_ND: Tensor, weight: Tensor, scale_N: Tensor, residual_ND: Tensor | None, grad_ND: Tensor, *, learns: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of what was normed and of the weight; ``past`` is the gradient that goes past the norm."""
-    even_ND = x_ND * scale_N[:, None]
-    product_ND = grad_ND * even_ND
+    """Gradients of the input and of the weight; ``residual``, the gradient of the residual connection, is added."""
+    unit_ND = x_ND * scale_N[:, None]
+    product_ND = grad_ND * unit_ND
     grad_weight = product_ND.sum(0) if learns else None
     share_N = (product_ND @ weight).div_(-x_ND.shape[-1])
-    out_ND = torch.mul(grad_ND, weight, out=product_ND).addcmul_(even_ND, share_N[:, None])
-    if past_ND is None:
+    out_ND = torch.mul(grad_ND, weight, out=product_ND).addcmul_(unit_ND, share_N[:, None])
+    if residual_ND is None:
         return out_ND.mul_(scale_N[:, None]), grad_weight
-    return torch.addcmul(past_ND, out_ND, scale_N[:, None]), grad_weight
+    return torch.addcmul(residual_ND, out_ND, scale_N[:, None]), grad_weight
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of queries and keys ``[B, T, heads, dim]``, by angles ``[B or 1, T, dim]``; or its transpose."""
+    """Rotary embedding of queries and keys ``[B, T, heads, dim]``, by angles ``[B or 1, T, dim]``; or its backward."""
     half = sin.shape[-1] // 2
-    one, two = sin[..., :half], sin[..., half:]
-    signed = torch.cat((two, -one) if back else (-one, two), -1)[:, :, None]
+    first, second = sin[..., :half], sin[..., half:]
+    signed = torch.cat((second, -first) if back else (-first, second), -1)[:, :, None]
     return _rotated(q, cos[:, :, None], signed), _rotated(k, cos[:, :, None], signed)
 
 
@@ -96,19 +96,19 @@ def gated_back(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
-def pick(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, mass_N: Tensor) -> None:
-    """Write each target's logprob, and the logarithm of the mass of its row."""
-    rows = int(max(1, CACHED_NUMBERS // logits_NV.shape[1]))  # that stay in the cache from one sweep to the next
-    for part_NV, part_N in zip(logits_NV.split(rows), mass_N.split(rows), strict=True):
+def logprobs(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, lse_N: Tensor) -> None:
+    """Write the logprob of each row's target, and the logsumexp of the row."""
+    rows = int(max(1, CACHED_NUMBERS // logits_NV.shape[1]))  # that stay in the cache from one pass to the next
+    for part_NV, part_N in zip(logits_NV.split(rows), lse_N.split(rows), strict=True):
         torch.logsumexp(part_NV if temperature == 1.0 else part_NV / temperature, -1, out=part_N)
     chosen_N = logits_NV.gather(1, target_N[:, None])[:, 0]
-    torch.sub(chosen_N.div_(temperature), mass_N, out=logprob_N)
+    torch.sub(chosen_N.div_(temperature), lse_N, out=logprob_N)
 
 
-def pick_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, mass_N: Tensor, grad_N: Tensor) -> None:
+def logprobs_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, lse_N: Tensor, grad_N: Tensor) -> None:
     """Turn logits into their gradients, in place, given those of the targets' logprobs."""
     grad_N1 = (grad_N / temperature)[:, None]
     if temperature != 1.0:
         logits_NV.div_(temperature)
-    logits_NV.sub_(mass_N[:, None]).exp_().mul_(-grad_N1)
+    logits_NV.sub_(lse_N[:, None]).exp_().mul_(-grad_N1)
     logits_NV.scatter_add_(1, target_N[:, None], grad_N1)

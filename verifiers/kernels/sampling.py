@@ -1,7 +1,7 @@
-"""Logits become tokens: each row with its own temperature, truncation, bias and random numbers, all rows at once.
+"""Logits → tokens: a batch of rows, each with its own temperature, truncation and random numbers.
 
-Random numbers are a function of (seed, position) alone, so a request draws the same ones whatever batch it is in. One
-uniform a token picks from the cumulative distribution. Nothing here waits for the device.
+Random numbers are a function of (seed, position) alone, so a request draws the same ones whatever batch it is in. A
+token is the inverse of the cumulative distribution at one uniform number. Nothing here synchronises with the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from verifiers.kernels.cpu.binding import CSampling, decode_functions
 
 _BISECTIONS = 31  # probabilities are at most 1.0, whose bits are below 2**30
-_LIKELIEST = 2048
+_LIKELIEST = 2048  # tokens that `_floor_among_likeliest` sorts
 NO_LIMIT = 1 << 30  # more tokens than any vocabulary has
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -35,7 +35,7 @@ class SamplingColumns:
 
 
 def uniforms(seed_B: Tensor, step_B: Tensor) -> Tensor:
-    """One number in [0, 1) for each (seed, step): splitmix64, whose 64-bit arithmetic wraps alike on every device.
+    """One number in [0, 1) for each (seed, step): splitmix64, whose 64-bit arithmetic wraps the same on every device.
 
     >>> a = uniforms(torch.tensor([7, 7]), torch.tensor([0, 1])); bool(a[0] != a[1])
     True
@@ -48,7 +48,7 @@ def uniforms(seed_B: Tensor, step_B: Tensor) -> Tensor:
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right: the sign bit is not dragged along."""
+    """Logical shift to the right: zeros are shifted in, not the sign bit."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -57,9 +57,9 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Token ids, their logprobs under the distribution they were drawn from, and under the raw one.
 
-    ``truncates`` says whether top-p, top-k and min-p count: without it their columns are not looked at, on any device.
-    A temperature of 0 takes the likeliest token; its logprob is then the raw one. ``is_plain`` says that the columns
-    change nothing, every temperature being 1: then both are the same.
+    Without ``truncates`` the columns of top-p, top-k and min-p are ignored, on any device. A temperature of 0 takes the
+    likeliest token; its logprob is then the raw one. ``is_plain`` says that every temperature is 1 and nothing is
+    truncated: then both logprobs are the same.
     """
     logits_BV = logits_BV.float()
     if logits_BV.device.type == "cpu" and decode_functions() is not None:
@@ -84,7 +84,7 @@ def sample(
 
 
 def log_softmax(logits_NV: Tensor) -> Tensor:
-    """In float32. PyTorch's own on a CPU adds a row up from front to back: 1e-5 too high over a large vocabulary."""
+    """In float32. PyTorch's own sums a row sequentially on a CPU, which is off by 1e-5 over a large vocabulary."""
     logits_NV = logits_NV.float()
     return logits_NV - torch.logsumexp(logits_NV, -1, keepdim=True)
 
@@ -100,7 +100,7 @@ def _drawn_in_c(logits_BV: Tensor, columns: SamplingColumns) -> tuple[Tensor, Te
     logprob_B, raw_B = torch.empty(2, n)
     workspace = torch.empty(decode_functions().draw_workspace(vocabulary))
     given = (columns.temperature_B, columns.top_p_B, columns.min_p_B, columns.top_k_B, columns.seed_B, columns.step_B)
-    held = tuple(one.contiguous() for one in given)  # until C has read them
+    held = tuple(one.contiguous() for one in given)  # keeps copies alive until C has read them
     how = CSampling(*(one.data_ptr() for one in held))
     outputs = (one.data_ptr() for one in (token_B, logprob_B, raw_B, workspace))
     decode_functions().draw(n, vocabulary, logits_BV.data_ptr(), byref(how), *outputs)
@@ -108,18 +108,18 @@ def _drawn_in_c(logits_BV: Tensor, columns: SamplingColumns) -> tuple[Tensor, Te
 
 
 def _draw(probs_BV: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor]:
-    """A token of each row by its probabilities, and what they add up to."""
+    """A token of each row by its probabilities, which need not sum to 1, and their sum."""
     cdf_BV = probs_BV.cumsum(-1)
     mass_B = cdf_BV[:, -1]
-    # Below the whole mass even where rounding says otherwise: the last token may be one that was left out.
+    # Stay below the total in spite of rounding: the last token may have probability 0.
     below_B = torch.nextafter(mass_B, torch.zeros_like(mass_B))
     target_B = torch.minimum(uniforms(columns.seed_B, columns.step_B) * mass_B, below_B)
     token_B = torch.searchsorted(cdf_BV, target_B[:, None], right=True)[:, 0]
-    return token_B.clamp_(max=probs_BV.shape[1] - 1), mass_B  # NaN: reported as such by its logprob
+    return token_B.clamp_(max=probs_BV.shape[1] - 1), mass_B  # NaN ends up here, and its logprob says so
 
 
 def truncate(probs_BV: Tensor, columns: SamplingColumns) -> Tensor:
-    """Zero what top-k, top-p and min-p leave out. Tokens exactly as likely as the last one kept are kept too."""
+    """Zero the tokens that top-k, top-p and min-p exclude. Ties with the last token kept are kept too."""
     columns = replace(columns, top_k_B=torch.where(columns.top_k_B > 0, columns.top_k_B, NO_LIMIT))
     find_floor = _floor_among_likeliest if probs_BV.device.type == "cpu" else _floor_by_bisection
     floor_B = torch.maximum(find_floor(probs_BV, columns), columns.min_p_B * probs_BV.amax(-1))
@@ -127,14 +127,14 @@ def truncate(probs_BV: Tensor, columns: SamplingColumns) -> Tensor:
 
 
 def _floor_by_bisection(probs_BV: Tensor, columns: SamplingColumns) -> Tensor:
-    """The lowest probability that top-k and top-p keep; the row is swept a fixed number of times, and not sorted.
+    """The lowest probability that top-k and top-p keep, by a fixed number of passes instead of a sort.
 
-    It goes by the bits of the numbers, which are in the same order as the numbers: the answer is exact.
+    It bisects the bit patterns of the floats, which are ordered as the floats are: the answer is exact.
     """
     top_B = probs_BV.amax(-1)
     low_B = torch.zeros_like(top_B, dtype=torch.int32)
     high_B = top_B.view(torch.int32) + 1
-    share_B = torch.where(columns.top_p_B < 1, columns.top_p_B, torch.inf)  # a sum may round to 1 before its end
+    share_B = torch.where(columns.top_p_B < 1, columns.top_p_B, torch.inf)  # a sum may round to 1 before the last token
     for _ in range(_BISECTIONS):
         middle_B = low_B + (high_B - low_B) // 2
         kept_BV = probs_BV >= middle_B.view(torch.float32)[:, None]
@@ -145,7 +145,7 @@ def _floor_by_bisection(probs_BV: Tensor, columns: SamplingColumns) -> Tensor:
 
 
 def _floor_among_likeliest(probs_BV: Tensor, columns: SamplingColumns) -> Tensor:
-    """The same from the likeliest tokens alone, ten times faster on a CPU; rows that need more are bisected."""
+    """The same from a top-k of the likeliest tokens, ten times faster on a CPU; rows that need more are bisected."""
     vocabulary = probs_BV.shape[1]
     likeliest_BN = probs_BV.topk(min(_LIKELIEST, vocabulary)).values
     count_N = torch.arange(1, likeliest_BN.shape[1] + 1)

@@ -10,7 +10,7 @@ from typing import Any, SupportsFloat
 from verifiers.errors import GraderError
 from verifiers.messages import as_messages
 from verifiers.trainers.advantages import Advantage, Estimator, Gather, as_ordered, checked, mean_advantage
-from verifiers.trainers.distributed.processes import gathered
+from verifiers.trainers.distributed.processes import all_gather
 from verifiers.types import State
 
 
@@ -245,7 +245,7 @@ def _note_advantage(state: State, advantage: Advantage) -> None:
 
 def refusals(batch: Batch, trained: Sequence[Any], processes: Any) -> dict[str, Any]:
     """Figures of a step on rollouts that cannot be trained on; ValueError in all processes if no other is left."""
-    found = gathered(processes, (list(batch.refused), len(trained)))
+    found = all_gather(processes, (list(batch.refused), len(trained)))
     reasons = Counter(reason for refused, _ in found for reason in refused)
     if not reasons:
         return {}

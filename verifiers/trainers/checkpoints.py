@@ -19,7 +19,7 @@ from verifiers.engine.files.gguf_model import quietly
 from verifiers.files import open_regular, read_regular
 from verifiers.store.disk import sync_folder
 from verifiers.trainers.distributed import shards
-from verifiers.trainers.distributed.processes import gathered, together
+from verifiers.trainers.distributed.processes import all_gather, raise_everywhere
 from verifiers.trainers.distributed.sharding import ShardedWeights
 from verifiers.trainers.memory.optimizers import OPTIMIZERS
 from verifiers.trainers.reference import Reference
@@ -90,17 +90,17 @@ def save(
     processes = weights.processes if isinstance(weights, ShardedWeights) else None
     is_main = processes is None or processes.is_main_process
     name = f"step-{step:06d}"
-    root, staging = (Path(one) for one in gathered(processes, (str(root), str(root / f".{name}.{os.getpid()}")))[0])
+    root, staging = (Path(one) for one in all_gather(processes, (str(root), str(root / f".{name}.{os.getpid()}")))[0])
     path = root / name
     with _atomic(staging, path, "checkpoint") if is_main else nullcontext():
-        with together(processes):
+        with raise_everywhere(processes):
             if is_main:
                 staging.mkdir(parents=True)
         if isinstance(weights, ShardedWeights):
             shards.write(weights, staging)
             if hasattr(model, "peft_config"):
                 weights.publish_now()
-        with together(processes):
+        with raise_everywhere(processes):
             if is_main:
                 (_write_without_weights if weights.is_sharded else _write_model)(model, tokenizer, staging)
                 torch.save(_tensors(weights), staging / TENSORS)

@@ -143,7 +143,7 @@ class GRPOTrainer(Trainer):
                 if self._remote is not None:
                     self._remote.send(self.accelerator, self.step)
                 self._after_step(report)
-                self.should_stop = any(processes.gathered(self.accelerator, self.should_stop))
+                self.should_stop = any(processes.all_gather(self.accelerator, self.should_stop))
         return report
 
     def get_batch(self, epoch: int | None = None, step: int | None = None) -> Any:
@@ -269,7 +269,7 @@ class GRPOTrainer(Trainer):
 
     def _with_advantages(self, batch: Batch) -> Batch:
         def gather(values: list[Any]) -> list[Any]:
-            return [one for part in processes.gathered(self.accelerator, values) for one in part]
+            return [one for part in processes.all_gather(self.accelerator, values) for one in part]
 
         batch.reward_weights = batch.reward_weights or reward_weights(self.env)
         return with_advantages(batch, Estimator(self._own_advantage or self.config.estimator), gather=gather)

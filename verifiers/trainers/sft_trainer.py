@@ -89,7 +89,7 @@ class SFTTrainer(Trainer):
         """One update from these samples; returns loss, tokens, grad_norm, learning_rate."""
         rate = learning_rate(self.config, self.step, self.total_steps)
         own = sum(sum(sample.completion_mask) for sample in batch)
-        count = sum(processes.gathered(self.accelerator, own))
+        count = sum(processes.all_gather(self.accelerator, own))
         total = 0.0
         self.weights.module.train()
         for loss, is_last in self._losses(batch):
@@ -98,9 +98,9 @@ class SFTTrainer(Trainer):
         self.weights.collect()
         norm = self.weights.step(rate)
         return {
-            "loss": sum(processes.gathered(self.accelerator, total)) / max(count, 1),
+            "loss": sum(processes.all_gather(self.accelerator, total)) / max(count, 1),
             "tokens": count,
-            "samples": sum(processes.gathered(self.accelerator, len(batch))),
+            "samples": sum(processes.all_gather(self.accelerator, len(batch))),
             "grad_norm": norm,
             "learning_rate": rate,
         }
@@ -143,7 +143,7 @@ class SFTTrainer(Trainer):
             )
         )
         if self.weights.is_sharded:
-            made += [idle_batch(pad_id)] * processes.lacking(self.accelerator, len(made))
+            made += [idle_batch(pad_id)] * processes.shortfall(self.accelerator, len(made))
         for i, one in enumerate(made, 1):
             on_device = check_tokens(one, self.model.config).to(self.weights.device)
             yield -(self._scorer.logprobs(on_device) * on_device.weight_N).sum(), i == len(made)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verifiers.trainers.distributed.processes import gathered
+from verifiers.trainers.distributed.processes import all_gather
 
 
 class TrainingStoppedError(RuntimeError):
@@ -20,7 +20,7 @@ def nothing_scored(batch: Any, processes: Any) -> TrainingStoppedError | None:
     failed = getattr(batch, "failed", ())
     first = failed[0]["error"] if failed else None
     cause = None if first is None else f"{type(first).__name__}: {first}"
-    found = gathered(processes, (len(batch["rewards"]), len(failed), cause))
+    found = all_gather(processes, (len(batch["rewards"]), len(failed), cause))
     count = sum(n for _, n, _ in found)
     if not count or any(scored for scored, _, _ in found):
         return None

@@ -55,7 +55,7 @@ class Trainer:
             config=self.config,
             device=self.accelerator.device,
             processes=self.accelerator.num_processes,
-            sharding=processes.held_apart(self.accelerator, self._sharding),
+            sharding=processes.sharded_states(self.accelerator, self._sharding),
             **settings,
         )
         self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, job)
@@ -115,8 +115,8 @@ class Trainer:
     def _note_learned(self, positions: Iterable[int]) -> None:
         """Count rows of this process as trained on; what a checkpoint says lets any number of processes resume."""
         self.rows.note_learned(positions)
-        self.cursor = min(processes.gathered(self.accelerator, self.rows.first_unlearned))
-        parts = processes.gathered(self.accelerator, self.rows.learned(self.cursor))
+        self.cursor = min(processes.all_gather(self.accelerator, self.rows.first_unlearned))
+        parts = processes.all_gather(self.accelerator, self.rows.learned(self.cursor))
         self.learned = sorted(position for part in parts for position in part)
 
     @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verifiers.engine.fair_lock import steady
 from verifiers.trainers.config import GRPOConfig
-from verifiers.trainers.distributed.processes import gathered, lacking
+from verifiers.trainers.distributed.processes import all_gather, shortfall
 from verifiers.trainers.learning.micro_batches import MicroBatch, TrainSample, check_tokens, idle_batch, micro_batches
 from verifiers.trainers.learning.target_logprobs import Scored
 from verifiers.trainers.learning.update_figures import UpdateFigures, combined
@@ -70,7 +70,7 @@ class PolicyUpdate:
         made = micro_batches(trained, max_tokens=self._micro_batch_tokens, pad_id=self._pad_id, **self._limits)
         batches = [_Prepared(check_tokens(batch, self.model.config), device) for batch in made]
         if self.weights.is_sharded:
-            idle = lacking(self._processes, len(batches))
+            idle = shortfall(self._processes, len(batches))
             batches += [_Prepared(idle_batch(self._pad_id), device, is_idle=True) for _ in range(idle)]
         figures = UpdateFigures()
         with self._lock:
@@ -93,7 +93,7 @@ class PolicyUpdate:
                 with self._lock:
                     figures.grad_norm = self.weights.step(learning_rate)
                     self._after_step()  # before anything is sampled from the new weights
-        return combined(gathered(self._processes, figures.read()))
+        return combined(all_gather(self._processes, figures.read()))
 
     def ratios_of(self, rollouts: int) -> dict[int, list[float]]:
         """The ratio of each trained token of the first rollouts of a batch, in the last pass over it."""
@@ -113,7 +113,7 @@ class PolicyUpdate:
     def _weighted(self, sequences: Sequence[TrainSample]) -> tuple[list[TrainSample], int]:
         """The sequences that have a gradient, with the weight of their tokens; and the tokens of all processes."""
         counts = torch.tensor([sum(one.sample.completion_mask) for one in sequences])
-        parts = gathered(self._processes, (len(sequences), int(counts.sum())))
+        parts = all_gather(self._processes, (len(sequences), int(counts.sum())))
         totals = (sum(n for n, _ in parts), sum(tokens for _, tokens in parts))
         kind, of_all = self.loss.objective.kind, None if len(parts) == 1 else totals
         weights = token_weights(kind, counts, self._max_new_tokens, of_all).tolist() if len(counts) else []
@@ -127,7 +127,7 @@ class PolicyUpdate:
         with torch.no_grad(), self._lock:
             found = [self.scorer.score(one.batch, with_entropy=True).entropy_N for one in batches]
         found = [None if one.is_idle else entropy_N for one, entropy_N in zip(batches, found, strict=True)]
-        measured = gathered(self._processes, [value for one in found if one is not None for value in one.tolist()])
+        measured = all_gather(self._processes, [value for one in found if one is not None for value in one.tolist()])
         everyone = [value for part in measured for value in part]
         share = 1.0 - self.config.top_entropy_quantile
         least = float(np.quantile(np.array(everyone, np.float32), share)) if everyone else 0.0
@@ -185,7 +185,7 @@ class PolicyUpdate:
         self._has_checked_logprobs = True
         is_tempered = any(one.is_requested and one.temperature != 1.0 for one in batch.distributions)
         is_doubtful = is_tempered and old_N is not None
-        if not (any(gathered(self._processes, is_doubtful)) if self.weights.is_sharded else is_doubtful):
+        if not (any(all_gather(self._processes, is_doubtful)) if self.weights.is_sharded else is_doubtful):
             return  # a forward pass of a sharded model is one of all processes
         with torch.no_grad():
             raw_N = self.scorer.logprobs(batch, 1.0)

@@ -1,4 +1,4 @@
-"""The functions of decode.c and learn.c, with the types of their arguments; None where there is no compiler."""
+"""ctypes bindings of decode.c and learn.c; None without a compiler."""
 
 from __future__ import annotations
 
@@ -10,82 +10,75 @@ from typing import Any
 from verifiers.kernels.cpu import build
 
 FOLDER = Path(__file__).parent
+_N, _X, _AT = c_int64, c_float, c_void_p
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
 
 
 class Team(Structure):
-    """Threads that call one function at the same time, and meet at barriers."""
+    """Threads that call one function at the same time and synchronise by barriers."""
 
-    _fields_ = tuple((name, c_int32) for name in ("parts", "arrived", "phase", "is_over"))
+    _fields_ = _fields(c_int32, "parts arrived phase is_over")
 
 
 class CSampling(Structure):
-    """How each row is sampled: pointers to columns."""
+    """Sampling parameters: pointers to arrays with an entry for each row."""
 
-    _fields_ = tuple((name, c_void_p) for name in ("temperature", "top_p", "min_p", "top_k", "seed", "step"))
+    _fields_ = _fields(_AT, "temperature top_p min_p top_k seed step")
 
 
 class Matrix(Structure):
-    """Linear layers of one input side by side, in panels."""
+    """Linear layers of one input, concatenated and laid out in panels."""
 
-    _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("columns", c_int64))
+    _fields_ = (*_fields(_AT, "panels bias"), *_fields(_N, "rows columns"))
 
 
-class HeadNorms(Structure):
-    """RMS norms of each head of queries and keys; no weights: none."""
+class CHeadNorms(Structure):
+    """RMS norms of the heads of queries and keys; NULL weights: none. Epsilons are times head_dim."""
 
-    _fields_ = (
-        *((name, c_void_p) for name in ("q", "k")),
-        *((name, c_float) for name in ("q_floor", "k_floor")),
-    )
+    _fields_ = (*_fields(_AT, "q k"), *_fields(_X, "q_epsilon k_epsilon"))
 
 
 class Layer(Structure):
-    """A decoder layer."""
+    """A decoder layer; epsilons are times the hidden size."""
 
     _fields_ = (
-        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
-        ("norms", HeadNorms),
-        *((name, c_float) for name in ("before", "after", "scale")),
+        *_fields(Matrix, "qkv out gate_up down"),
+        ("norms", CHeadNorms),
+        *_fields(_X, "input_epsilon post_epsilon scale"),
         ("rotates", c_int32),
-        ("window", c_int64),
+        ("window", _N),
     )
 
 
 class Heads(Structure):
     """Sizes of attention, and the cosines and sines of the rotary embedding by position."""
 
-    _fields_ = (
-        *((name, c_int64) for name in ("heads", "kv_heads", "dim", "length")),
-        *((name, c_void_p) for name in ("cos", "sin")),
-    )
+    _fields_ = (*_fields(_N, "heads kv_heads dim length"), *_fields(_AT, "cos sin"))
 
 
 class Cache(Structure):
-    """Where the blocks of the KV cache are, and the table of blocks of each sequence."""
+    """The blocks of the KV cache, and the block table of each sequence."""
 
-    _fields_ = (
-        ("store", c_void_p),
-        *((name, c_int64) for name in ("blocks", "block")),
-        ("tables", c_void_p),
-        ("width", c_int64),
-    )
+    _fields_ = (("store", _AT), *_fields(_N, "blocks block"), ("tables", _AT), ("width", _N))
 
 
 class Model(Structure):
-    """All layers, the head, and the KV cache."""
+    """All layers, the lm_head, and the KV cache."""
 
     _fields_ = (
         ("layers", POINTER(Layer)),
         ("head", Matrix),
-        ("last", c_float),
-        *((name, c_int64) for name in ("n_layers", "width", "inner")),
+        ("final_epsilon", _X),
+        *_fields(_N, "n_layers width inner"),
         ("heads", Heads),
         ("cache", Cache),
     )
 
 
-_N, _X, _AT = c_int64, c_float, c_void_p
-_PART = [_N, _AT]  # which part of the work, and the team that does it
+_PART = [_N, _AT]  # the index of the calling thread, and the team
 _DECODE: dict[str, tuple[list[Any], Any]] = {
     "panels_size": ([_N, _N], _N),
     "lay_out": ([_AT, _N, _N, _N, _AT, _AT], None),
@@ -102,8 +95,8 @@ _LEARN: dict[str, tuple[list[Any], Any]] = {
     "rotate": ([_N, _N, _N, _AT, _AT, _N, _AT, _AT, c_int], None),
     "gated": ([_N, *[_AT] * 3], None),
     "gated_back": ([_N, *[_AT] * 5], None),
-    "pick": ([_N, _N, _AT, _AT, _X, _AT, _AT], _N),
-    "pick_back": ([_N, _N, _AT, _AT, _X, _AT, _AT], None),
+    "logprobs": ([_N, _N, _AT, _AT, _X, _AT, _AT], _N),
+    "logprobs_back": ([_N, _N, _AT, _AT, _X, _AT, _AT], None),
     "attention_workspace": ([_N, _N], _N),
     "attention": ([_N, _AT, _N, _N, _N, _X, _N, _N, *[_AT] * 6], None),
     "attention_back": ([_N, _AT, _N, _N, _N, _X, _N, _N, *[_AT] * 10], None),
@@ -112,19 +105,19 @@ _LEARN: dict[str, tuple[list[Any], Any]] = {
 
 @cache
 def decode_functions() -> Any:
-    """Sampling: a model's forward, and drawing tokens."""
+    """Inference: the forward pass and sampling."""
     return _typed("decode.c", _DECODE)
 
 
 @cache
 def learn_functions() -> Any:
-    """Learning: what lies between the multiplications of a layer, forward and backward."""
+    """Training: everything in a layer but its matrix products, forward and backward."""
     return _typed("learn.c", _LEARN)
 
 
 def _typed(name: str, types: dict[str, tuple[list[Any], Any]]) -> Any:
     found = build.library(FOLDER / name)
     if found is not None:
-        for function, (arguments, result) in types.items():  # without its types ctypes cuts a pointer in half
+        for function, (arguments, result) in types.items():  # without argtypes ctypes truncates pointers to 32 bits
             getattr(found, function).argtypes, getattr(found, function).restype = arguments, result
     return found

@@ -1,6 +1,6 @@
-"""A file of C → a library, compiled once for this processor and kept in the cache folder; None without a compiler.
+"""A C source file → a shared library, compiled for this processor and cached; None without a compiler.
 
-``VERIFIERS_COMPILE=0`` says to do without; ``VERIFIERS_SANITIZE=1`` compiles with AddressSanitizer and UBSan.
+``VERIFIERS_COMPILE=0`` disables it; ``VERIFIERS_SANITIZE=1`` compiles with AddressSanitizer and UBSan.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ logger = logging.getLogger("verifiers.kernels")
 
 COMPILERS = ("cc", "gcc", "clang")
 FAILED = "the C compiler failed"
-# Sums may be taken by parts where the source says so; what is not a number stays so.
+# Sums may be reassociated only where the source says so (`omp simd reduction`), and NaN is preserved.
 FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd"]
-# For `make sanitize`: a read or write outside of an array, or an undefined operation, ends the process.
+# For `make sanitize`: an access out of bounds or undefined behaviour aborts the process.
 SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 PATIENCE_S = 600.0  # a few seconds on an idle machine
 HEADER = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
@@ -36,12 +36,13 @@ HEADER = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
 
 @cache
 def library(source: Path) -> ctypes.CDLL | None:
-    """The functions of a source file; None without a compiler that can make something of it."""
+    """The compiled functions of a source file; None without a compiler that can compile it."""
     compiler = find_compiler()
     if compiler is None or ctypes.sizeof(ctypes.c_void_p) != 8 or sys.platform == "win32":
         return None
     text = _with_headers(source)
-    command = [compiler, *FLAGS, *_for_this_processor(), *_checks(), "-shared", "-fPIC"]
+    checks = SANITIZE if os.environ.get("VERIFIERS_SANITIZE", "0") == "1" else []
+    command = [compiler, *FLAGS, *_for_this_processor(), *checks, "-shared", "-fPIC"]
     key = hashlib.sha256(b"\0".join([text, " ".join(command).encode(), _machine().encode()])).hexdigest()[:20]
     name, build = f"{source.stem}-{key}.so", [*command, str(source), "-o"]
     try:
@@ -54,17 +55,17 @@ def library(source: Path) -> ctypes.CDLL | None:
         with tempfile.TemporaryDirectory(prefix="verifiers-") as own:  # removed once the library is loaded
             return _built(Path(own), name, build)
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None)
-        reason = said.decode(errors="replace").strip()[-500:] if said else error
+        stderr = getattr(error, "stderr", None)
+        reason = stderr.decode(errors="replace").strip()[-500:] if stderr else error
         logger.info("%s cannot be compiled, so PyTorch does its work, slower: %s", source.name, reason)
         return None
 
 
 def _built(folder: Path, name: str, command: list[str]) -> ctypes.CDLL:
-    """The library in a folder, if no other user can have written it; else it is built there."""
+    """The library of this name in a folder that no other user can write to; compiled if need be."""
     handle = open_private_folder(folder)
     try:
-        with suppress(OSError):  # not there yet; or damaged, or a file that others can write: it is made again
+        with suppress(OSError):  # missing, damaged, or writable by others: it is compiled again
             return _load(handle, name)
         _build(command, Path(os.path.realpath(folder)), name, handle)
         return _load(handle, name)
@@ -73,18 +74,18 @@ def _built(folder: Path, name: str, command: list[str]) -> ctypes.CDLL:
 
 
 def _load(folder: int, name: str) -> ctypes.CDLL:
-    """Open, check, and load what is open: by its name it might be another file by now."""
+    """Open, check, and load the open file: by its name it might be another file by now."""
     file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
         check_file(file, name)
         opened = f"/proc/self/fd/{file}"
-        if not os.path.exists(opened):  # not Linux; no other user can change the folder or any above it
+        if not os.path.exists(opened):  # not Linux: the name is safe because the folder is private
             return ctypes.CDLL(f"{_path_of(folder)}/{name}")
         found = ctypes.CDLL(opened)
     except BaseException:
         os.close(file)
         raise
-    return found  # the file stays open: the loader knows libraries by name, and a second one may not have this number
+    return found  # the file stays open: the loader caches libraries by path, so its descriptor must not be reused
 
 
 def _path_of(folder: int) -> str:
@@ -97,7 +98,7 @@ def _path_of(folder: int) -> str:
 
 
 def find_compiler() -> str | None:
-    """The C compiler that is used, unless it is switched off."""
+    """The C compiler: $CC or the first of COMPILERS; None if there is none, or with VERIFIERS_COMPILE=0."""
     if os.environ.get("VERIFIERS_COMPILE", "1") == "0":
         return None
     own = os.environ.get("CC", "").split()
@@ -105,20 +106,20 @@ def find_compiler() -> str | None:
 
 
 def why_none() -> str:
-    """Why there is no library, in a few words."""
+    """Why there is no compiled library, in a few words."""
     if os.environ.get("VERIFIERS_COMPILE", "1") == "0":
         return "VERIFIERS_COMPILE=0"
     return "no C compiler" if find_compiler() is None else FAILED
 
 
 def _with_headers(source: Path) -> bytes:
-    """What will be compiled: the source and the files beside it that it names."""
+    """The text of a source file and of the headers that it includes by a relative path."""
     text = source.read_bytes()
     return b"\0".join([text, *((source.parent / name.decode()).read_bytes() for name in HEADER.findall(text))])
 
 
 def _build(command: list[str], folder: Path, name: str, handle: int) -> None:
-    """Compile under a temporary name, then rename: another process finds the whole library or none."""
+    """Compile to a temporary file, then rename: other processes see a complete library or none."""
     file, unfinished = tempfile.mkstemp(dir=folder, suffix=".part")
     os.close(file)
     part = Path(unfinished).name
@@ -137,12 +138,8 @@ def _for_this_processor() -> list[str]:
     return ["-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"]
 
 
-def _checks() -> list[str]:
-    return SANITIZE if os.environ.get("VERIFIERS_SANITIZE", "0") == "1" else []
-
-
 def _machine() -> str:
-    """What identifies this kind of machine: several kinds may share the folder."""
+    """What identifies the processor and C library: machines of several kinds may share the cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,59 +1,58 @@
-/* New tokens of a decoder on a CPU, layer by layer: their keys and values go to the KV cache, which they attend to.
+/* The forward pass of a decoder on a CPU for new tokens: keys and values go to the paged KV cache, which is attended to.
 
-   Matrices are laid out in panels of PANEL columns, so that a multiplication reads them from front to back, and have the
-   weight of the norm before them multiplied in (see model.py). Several threads may call the same function at once, each
-   for its part of the work; none needs Python while it runs. Whoever calls asks the *_workspace functions how many
-   floats of scratch space a call needs. */
+   Matrices are laid out in panels of PANEL columns, so that a product reads them sequentially, and have the weight of
+   the norm before them multiplied in (see model.py). Several threads may call the same function at once, each for its
+   part of the work; none needs Python while it runs. The *_workspace functions say how many floats a call needs. */
 
 #include "panels.h"
 #include "sample.h"
 #include "simd.h"
 
 typedef struct {
-    const float *q, *k; /* weights of the norms of each head of queries and keys, times √dim; no such norms: NULL */
-    float q_floor, k_floor; /* epsilon · dim */
+    const float *q, *k; /* weights of the head norms of queries and keys, times √dim; NULL: none */
+    float q_epsilon, k_epsilon; /* epsilon · dim */
 } HeadNorms;
 
 typedef struct {
     Matrix qkv, out, gate_up, down;
     HeadNorms norms;
-    float before, after; /* epsilon · width of the two norms: what is added to a sum of squares */
+    float input_epsilon, post_epsilon; /* of the two norms, times the width: added to sums of squares */
     float scale;
-    int32_t rotates; /* 0: queries and keys have no rotary embedding */
+    int32_t rotates; /* 0: no rotary embedding */
     int64_t window; /* positions that a token attends to; 0: all */
 } Layer;
 
 typedef struct {
-    int64_t heads, kv_heads, dim, length; /* the last: positions of a sequence, at most */
+    int64_t heads, kv_heads, dim, length; /* the last: longest possible sequence */
     const float *cos, *sin;             /* [positions, dim] */
 } Heads;
 
-/* The KV cache: position t of a sequence is position t % block of the block that its table names at t / block. */
+/* The paged KV cache: position t of a sequence is at t % block in block table[t / block]. */
 typedef struct {
     float *store; /* [layers, 2, blocks, kv_heads, block, dim] */
-    int64_t blocks, block; /* the last: positions of a block, a power of two */
+    int64_t blocks, block; /* number of blocks; positions of a block, a power of two */
     const int32_t *tables; /* [sequences, width] */
     int64_t width;
 } Cache;
 
 typedef struct {
     const Layer *layers;
-    Matrix head;
-    float last; /* as `before`, for the norm before the head */
+    Matrix head;  /* lm_head */
+    float final_epsilon; /* of the norm before the head, times the width */
     int64_t n_layers, width, inner;
     Heads heads;
     Cache cache;
 } Model;
 
-/* Keys (or values) of one head of a sequence, at positions from `first` on; a block's are contiguous. */
+/* Keys (or values) of one head of a sequence, from position `first` on; they are contiguous within a block. */
 typedef struct {
-    const float *at; /* of the head in block 0 */
+    const float *at; /* the head's in block 0 */
     const int32_t *table;
-    int64_t stride, shift, dim, first; /* a block has 1 << shift positions: dividing takes as long as many keys */
+    int64_t stride, shift, dim, first; /* a block has 1 << shift positions: a division would be slow */
 } Paged;
 
-/* Those from position `t` on to the end of its block: where they are; how many, `*n` at most, is put there. */
-static inline const float *run_of(const Paged *paged, int64_t t, int64_t *n) {
+/* A pointer to position `t`; `*n` is reduced to the positions that are left in its block. */
+static inline const float *contiguous_at(const Paged *paged, int64_t t, int64_t *n) {
     int64_t position = paged->first + t, block = (int64_t)1 << paged->shift, offset = position & (block - 1);
     if (*n > block - offset) *n = block - offset;
     return paged->at + paged->table[position >> paged->shift] * paged->stride + offset * paged->dim;
@@ -78,14 +77,14 @@ static inline float sum_of(Lanes x) {
     return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
-/* Some vectors, from the `d`th number on, of the sum of values `t` to `end` by their weights, added to what is there. */
+/* out[d ...] += Σ weight · value over positions `t` to `end`, for some vectors of dimensions from `d` on. */
 static inline __attribute__((always_inline)) void weighted(
     int vectors, int64_t d, int64_t t, int64_t end, int64_t dim, const float *weights, const Paged *values, float *out) {
     Lanes seen[4];
     for (int j = 0; j < vectors; j++) seen[j] = *(const Lanes *)(out + d + j * LANES);
     for (int64_t n; t < end; t += n) {
         n = end - t;
-        const float *value = run_of(values, t, &n) + d;
+        const float *value = contiguous_at(values, t, &n) + d;
         for (int64_t i = 0; i < n; i++, value += dim)
 #pragma GCC unroll 4
             for (int j = 0; j < vectors; j++) seen[j] += weights[t + i] * *(const Lanes *)(value + j * LANES);
@@ -93,13 +92,13 @@ static inline __attribute__((always_inline)) void weighted(
     for (int j = 0; j < vectors; j++) *(Lanes *)(out + d + j * LANES) = seen[j];
 }
 
-/* The scores of keys `t` to `end`. */
+/* Scores of keys `t` to `end`. */
 static inline __attribute__((always_inline)) void score(
     int64_t dim, const float *q, const Paged *keys, int64_t t, int64_t end, float scale, float *scores) {
     int64_t whole = dim / LANES * LANES;
     for (int64_t n; t < end; t += n) {
         n = end - t;
-        const float *key = run_of(keys, t, &n);
+        const float *key = contiguous_at(keys, t, &n);
         for (int64_t i = 0; i < n; i++, key += dim) {
             Lanes sums = {0};
             for (int64_t d = 0; d < whole; d += LANES) sums += *(const Lanes *)(q + d) * *(const Lanes *)(key + d);
@@ -110,9 +109,9 @@ static inline __attribute__((always_inline)) void score(
     }
 }
 
-/* Scores become weights that add up to 1; there is room for LANES more of them. */
+/* Softmax in place; there must be room for LANES more scores. */
 static void softmax(float *scores, int64_t n) {
-    for (int64_t t = n; t < n + LANES; t++) scores[t] = -INFINITY; /* so that there are whole vectors of them */
+    for (int64_t t = n; t < n + LANES; t++) scores[t] = -INFINITY; /* pads to whole vectors */
     Lanes most = *(const Lanes *)scores, sums = {0};
     for (int64_t t = 0; t < n; t += LANES)
 #pragma omp simd
@@ -136,32 +135,32 @@ static inline __attribute__((always_inline)) void add_values(
     for (; dim - d >= LANES; d += LANES) weighted(1, d, t, end, dim, weights, values, out);
     for (int64_t n; d < dim && t < end; t += n) {
         n = end - t;
-        const float *value = run_of(values, t, &n);
+        const float *value = contiguous_at(values, t, &n);
         for (int64_t i = 0; i < n; i++, value += dim)
             for (int64_t rest = d; rest < dim; rest++) out[rest] += weights[t + i] * value[rest];
     }
 }
 
-/* Queries that share keys, over `n` of these, some at a time: each query finds them where the first one left them.
-   There is room for the scores of each query, and LANES more. */
+/* Attention of the `share` queries of one kv head over `n` keys, KEY_BLOCK at a time, so that all queries find them in
+   the cache. `scores` has room for n + LANES of each query. */
 static inline __attribute__((always_inline)) void attend_by(
     int64_t dim, int64_t share, const float *q, const Paged *keys, const Paged *values, int64_t n, float scale,
     float *scores, float *out) {
     int64_t stride = n + LANES;
-    for (int64_t t = 0; t < n; t += NEAR)
+    for (int64_t t = 0; t < n; t += KEY_BLOCK)
         for (int64_t h = 0; h < share; h++)
-            score(dim, q + h * dim, keys, t, n - t < NEAR ? n : t + NEAR, scale, scores + h * stride);
+            score(dim, q + h * dim, keys, t, n - t < KEY_BLOCK ? n : t + KEY_BLOCK, scale, scores + h * stride);
     for (int64_t h = 0; h < share; h++) softmax(scores + h * stride, n);
     memset(out, 0, share * dim * sizeof(float));
-    for (int64_t t = 0; t < n; t += NEAR)
+    for (int64_t t = 0; t < n; t += KEY_BLOCK)
         for (int64_t h = 0; h < share; h++)
-            add_values(dim, scores + h * stride, values, t, n - t < NEAR ? n : t + NEAR, out + h * dim);
+            add_values(dim, scores + h * stride, values, t, n - t < KEY_BLOCK ? n : t + KEY_BLOCK, out + h * dim);
 }
 
 static void attend(
     int64_t dim, int64_t share, const float *q, const Paged *keys, const Paged *values, int64_t n, float scale,
     float *scores, float *out) {
-    switch (dim) { /* loops of a known length are unrolled */
+    switch (dim) { /* loops of constant length are unrolled */
         case 32: attend_by(32, share, q, keys, values, n, scale, scores, out); break;
         case 64: attend_by(64, share, q, keys, values, n, scale, scores, out); break;
         case 128: attend_by(128, share, q, keys, values, n, scale, scores, out); break;
@@ -176,7 +175,7 @@ static void norm_heads(float *x, int64_t heads, int64_t dim, const float *weight
         for (int64_t i = 0; i < dim; i++) x[i] *= weight[i];
 }
 
-/* Norm and rotate the queries and keys of some tokens, and put keys and values into their sequences' blocks. */
+/* Norm and rotate the queries and keys of some tokens, and write keys and values to the KV cache. */
 static void store(
     const Heads *heads, const Cache *cache, const Layer *layer, Part tokens, float *qkv, const int64_t *sequence,
     const int64_t *position, float *keys, float *values) {
@@ -185,8 +184,8 @@ static void store(
     for (int64_t i = tokens.first; i < tokens.end; i++) {
         const float *cos = heads->cos + position[i] * dim, *sin = heads->sin + position[i] * dim;
         float *q = qkv + i * across, *k = q + heads->heads * dim, *v = k + kv_heads * dim;
-        if (norms->q) norm_heads(q, heads->heads, dim, norms->q, norms->q_floor);
-        if (norms->k) norm_heads(k, kv_heads, dim, norms->k, norms->k_floor);
+        if (norms->q) norm_heads(q, heads->heads, dim, norms->q, norms->q_epsilon);
+        if (norms->k) norm_heads(k, kv_heads, dim, norms->k, norms->k_epsilon);
         for (int64_t h = 0; layer->rotates && h < heads->heads + kv_heads; h++) rotate(q + h * dim, cos, sin, dim);
         for (int64_t g = 0; g < kv_heads; g++) {
             int64_t block = cache->tables[sequence[i] * cache->width + position[i] / cache->block];
@@ -197,7 +196,7 @@ static void store(
     }
 }
 
-/* What the queries of some tokens see. `scores` has room for those of the queries that share keys. */
+/* Attention of some tokens. `scores` is workspace for the queries of one kv head. */
 static void attend_blocks(
     const Heads *heads, const Cache *cache, Part tokens, const float *qkv, const int64_t *sequence,
     const int64_t *position, const Layer *layer, const float *keys, const float *values, float *scores, float *out) {
@@ -217,6 +216,7 @@ static void attend_blocks(
     }
 }
 
+/* SiLU(gate) · up. */
 static void gate(float *x, const float *both, Part rows, int64_t inner) {
     for (int64_t i = rows.first; i < rows.end; i++)
         for (int64_t j = 0; j < inner; j++) {
@@ -227,7 +227,7 @@ static void gate(float *x, const float *both, Part rows, int64_t inner) {
 
 /* --- the model -------------------------------------------------------------------------------------------------- */
 
-/* Numbers between two multiplications, at most: those before the one and after the other. */
+/* Floats of a token between matrix products, at most: inputs of a product, and outputs. */
 static int64_t most_before(const Model *model) {
     int64_t queries = model->heads.heads * model->heads.dim;
     int64_t most = model->width > queries ? model->width : queries;
@@ -239,17 +239,17 @@ static int64_t most_after(const Model *model) {
     return 2 * model->inner > across ? 2 * model->inner : across;
 }
 
-/* Scores of the queries that share keys, of one thread. */
+/* Workspace of one thread for the scores of the queries of one kv head. */
 static int64_t scores_workspace(const Model *model) {
     return model->heads.heads / model->heads.kv_heads * (model->heads.length + LANES);
 }
 
-/* Floats of scratch space that `run` needs for `m` tokens and so many threads. */
+/* Workspace of `run` in floats for `m` tokens and so many threads. */
 int64_t run_workspace(const Model *model, int64_t m, int64_t parts) {
     return m * (most_before(model) + most_after(model)) + parts * scores_workspace(model);
 }
 
-/* `m` tokens, whose embeddings are in `hidden`, each at `position` of a sequence: the logits of those in `keep`. */
+/* Run `m` tokens, whose embeddings are in `hidden`, each at `position` of a sequence: the logits of those in `keep`. */
 void run(
     const Model *model, int64_t m, float *hidden, const int64_t *sequence, const int64_t *position, const int64_t *keep,
     int64_t n_keep, float *logits, float *workspace, int64_t part, Team *team) {
@@ -263,7 +263,7 @@ void run(
     for (int64_t l = 0; l < model->n_layers; l++) {
         const Layer *layer = model->layers + l;
         float *keys = cache->store + 2 * l * per_layer, *values = keys + per_layer;
-        normed(hidden + first, x + first, n, width, layer->before);
+        normed(hidden + first, x + first, n, width, layer->input_epsilon);
         barrier(team);
         multiply(&layer->qkv, m, x, y, 0, part, team);
         barrier(team);
@@ -273,7 +273,7 @@ void run(
         barrier(team);
         multiply(&layer->out, m, x, hidden, 1, part, team);
         barrier(team);
-        normed(hidden + first, x + first, n, width, layer->after);
+        normed(hidden + first, x + first, n, width, layer->post_epsilon);
         barrier(team);
         multiply(&layer->gate_up, m, x, y, 0, part, team);
         barrier(team);
@@ -283,7 +283,7 @@ void run(
         barrier(team);
     }
     for (int64_t i = kept.first; i < kept.end; i++)
-        normed(hidden + keep[i] * width, x + i * width, 1, width, model->last);
+        normed(hidden + keep[i] * width, x + i * width, 1, width, model->final_epsilon);
     barrier(team);
     multiply(&model->head, n_keep, x, logits, 0, part, team);
     barrier(team);
@@ -291,27 +291,27 @@ void run(
 
 /* --- tokens ----------------------------------------------------------------------------------------------------- */
 
-/* A token of each of `m` rows of logits; `workspace` is that of `draw_workspace`. */
+/* Sample a token for each of `m` rows of logits; for `workspace` see `draw_workspace`. */
 void draw(
-    int64_t m, int64_t vocabulary, const float *logits, const Sampling *sampling, int64_t *token, float *logprob, float *raw,
-    float *workspace) {
+    int64_t m, int64_t vocabulary, const float *logits, const Sampling *sampling, int64_t *token, float *logprob,
+    float *raw, float *workspace) {
     for (int64_t i = 0; i < m; i++)
         token[i] = drawn(logits + i * vocabulary, vocabulary, sampling, i, logprob + i, raw + i, workspace);
 }
 
-/* Floats of scratch space that `decode` needs for `m` sequences and so many threads. */
+/* Workspace of `decode` in floats for `m` sequences and so many threads. */
 int64_t decode_workspace(const Model *model, int64_t m, int64_t parts) {
     int64_t vocabulary = model->head.columns;
     return parts * draw_workspace(vocabulary) + m * (model->width + vocabulary) + run_workspace(model, m, parts);
 }
 
-/* One token after the other for `m` sequences, at most `n` each, until one of them has to be looked
-   at: it may end its sequence, or its logits are not numbers. Returns how many were drawn for each. `token`, `position`
-   and `step` are those of the tokens to begin with, and move on; results are laid out by steps. */
+/* Decode `m` sequences by at most `n` tokens each, until one of them samples an end token or has logits that are not
+   finite. Returns the number of steps. `token`, `position` and `step` are those of the last tokens, and are advanced;
+   results are [steps, m]. */
 int64_t decode(
     const Model *model, const float *embedding, int64_t m, int64_t n, int64_t *token, int64_t *position,
-    const int64_t *sequence, const Sampling *sampling, int64_t *step, const uint8_t *is_end, int64_t *tokens, float *logprobs,
-    float *raws, float *workspace, int64_t part, Team *team) {
+    const int64_t *sequence, const Sampling *sampling, int64_t *step, const uint8_t *is_end, int64_t *tokens,
+    float *logprobs, float *raws, float *workspace, int64_t part, Team *team) {
     int64_t width = model->width, vocabulary = model->head.columns;
     Part rows = part_of(m, part, team);
     int64_t of_one = draw_workspace(vocabulary);

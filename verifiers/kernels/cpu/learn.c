@@ -1,9 +1,9 @@
-/* What lies between the multiplications of a model that learns on a CPU, forward and backward, in one sweep each:
-   norms, rotary embedding, gates, logprobs, and attention of packed rows.
+/* Training on a CPU, all but the matrix products, forward and backward, in one pass each: norms, rotary embedding,
+   gates, logprobs, and attention of packed rows.
 
    Numbers are float32, tensors are contiguous, and a call is one thread, which needs no Python while it runs: the
-   caller gives each thread rows, or heads of attention, of its own. The same numbers come out each time: sums are taken
-   in an order that only their lengths decide. */
+   caller splits rows, or heads of attention, among threads. Results are deterministic: the order of a sum depends on
+   its length alone. */
 
 #include "lanes.h"
 #include "packed_attention.h"
@@ -11,7 +11,7 @@
 
 /* --- norms ------------------------------------------------------------------------------------------------------ */
 
-/* The RMS norm of each row of `x`, or of `x` and `more`, whose sum is kept then; and by what each row was scaled. */
+/* RMS norm of each row of `x`, or of `x` + `more` (then also that sum, `total`); and the inverse RMS of each row. */
 void norm(
     int64_t n, int64_t width, const float *x, const float *more, const float *weight, float epsilon, float *total,
     float *normed, float *scale) {
@@ -30,19 +30,20 @@ void norm(
     }
 }
 
-/* The gradient of what was normed, with that which goes `past` the norm, and that of the weight: either may be NULL. */
+/* Gradients of the input, to which that of the residual is added, and of the weight. `residual` and `grad_weight` may
+   be NULL. */
 void norm_back(
-    int64_t n, int64_t width, const float *x, const float *weight, const float *scale, const float *past,
+    int64_t n, int64_t width, const float *x, const float *weight, const float *scale, const float *residual,
     const float *grad, float *back, float *grad_weight) {
     if (grad_weight) memset(grad_weight, 0, width * sizeof(float));
     for (int64_t i = 0; i < n; i++, x += width, grad += width, back += width) {
         float by = scale[i], share = -dot(grad, weight, x, width) * by * by / width;
 #pragma omp simd
         for (int64_t j = 0; j < width; j++) back[j] = (grad[j] * weight[j] + x[j] * share) * by;
-        if (past) {
+        if (residual) {
 #pragma omp simd
-            for (int64_t j = 0; j < width; j++) back[j] += past[j];
-            past += width;
+            for (int64_t j = 0; j < width; j++) back[j] += residual[j];
+            residual += width;
         }
         if (grad_weight)
 #pragma omp simd
@@ -52,8 +53,8 @@ void norm_back(
 
 /* --- rotary embedding, gates ------------------------------------------------------------------------------------ */
 
-/* `n` tokens of some heads turned by the angles of their positions, of which there are so many that come again and
-   again; or turned back. `y` may be `x`. */
+/* Rotary embedding of `n` tokens of some heads, or its backward; token t has the angle t modulo `angles`. `y` may be
+   `x`. */
 void rotate(
     int64_t n, int64_t heads, int64_t dim, const float *x, float *y, int64_t angles, const float *cos, const float *sin,
     int back) {
@@ -78,6 +79,7 @@ void gated(int64_t n, const float *gate, const float *up, float *product) {
     for (int64_t i = 0; i < n; i++) product[i] = gate[i] / (1.0f + exp_of(-gate[i])) * up[i];
 }
 
+/* Gradients of `gate` and `up`. */
 void gated_back(int64_t n, const float *gate, const float *up, const float *grad, float *back_gate, float *back_up) {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
@@ -89,34 +91,34 @@ void gated_back(int64_t n, const float *gate, const float *up, const float *grad
 
 /* --- logprobs --------------------------------------------------------------------------------------------------- */
 
-/* The logprob of each row's target, and the logarithm of the row's mass; the row whose target is no word, or -1. */
-int64_t pick(
-    int64_t n, int64_t words, const float *logits, const int64_t *target, float temperature, float *logprob,
-    float *mass) {
+/* The logprob of each row's target, and the logsumexp of the row; returns a row whose target is out of range, or -1. */
+int64_t logprobs(
+    int64_t n, int64_t vocabulary, const float *logits, const int64_t *target, float temperature, float *logprob,
+    float *lse) {
     float by = 1.0f / temperature;
-    for (int64_t i = 0; i < n; i++, logits += words) {
-        if (target[i] < 0 || target[i] >= words) return i;
-        float most = greatest(logits, words);
+    for (int64_t i = 0; i < n; i++, logits += vocabulary) {
+        if (target[i] < 0 || target[i] >= vocabulary) return i;
+        float max = max_of(logits, vocabulary);
         double total = 0.0;
-        for (int64_t first = 0; first < words; first += 1024) {
-            total += exp_sum(logits + first, least(words - first, 1024), most, by);
+        for (int64_t first = 0; first < vocabulary; first += 1024) {
+            total += exp_sum(logits + first, min_of(vocabulary - first, 1024), max, by);
         }
         float above = (float)log(total);
-        mass[i] = most * by + above;
-        logprob[i] = (logits[target[i]] - most) * by - above;
+        lse[i] = max * by + above;
+        logprob[i] = (logits[target[i]] - max) * by - above;
     }
     return -1;
 }
 
-/* Logits become their gradients, given those of the targets' logprobs. */
-void pick_back(
-    int64_t n, int64_t words, float *logits, const int64_t *target, float temperature, const float *mass,
+/* Logits are replaced by their gradients, given those of the targets' logprobs. */
+void logprobs_back(
+    int64_t n, int64_t vocabulary, float *logits, const int64_t *target, float temperature, const float *lse,
     const float *grad) {
     float by = 1.0f / temperature;
-    for (int64_t i = 0; i < n; i++, logits += words) {
-        float share = grad[i] * by, mine = mass[i];
+    for (int64_t i = 0; i < n; i++, logits += vocabulary) {
+        float share = grad[i] * by, mine = lse[i];
 #pragma omp simd
-        for (int64_t j = 0; j < words; j++) logits[j] = exp_of(logits[j] * by - mine) * -share;
+        for (int64_t j = 0; j < vocabulary; j++) logits[j] = exp_of(logits[j] * by - mine) * -share;
         logits[target[i]] += share;
     }
 }

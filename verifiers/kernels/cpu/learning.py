@@ -1,8 +1,8 @@
-"""What lies between the multiplications of a layer that learns, by learn.c: as `reference`, and attention too.
+"""The training functions of `reference`, and attention of packed rows, by learn.c: all of a layer but matrix products.
 
-Tensors are contiguous and in float32. Work is split among as many threads as PyTorch has, as PyTorch splits its own: by
-rows (attention: by groups of heads), so that each thread has GRAIN numbers at least. With one thread and with several
-the numbers are the same, but for the gradient of a norm's weight, which is summed up by parts.
+Tensors are contiguous and in float32. Work is split by rows (attention: by kv heads) among PyTorch's number of threads,
+so that each has at least GRAIN numbers, as in PyTorch. The number of threads changes no result but the gradient of a
+norm's weight, which is summed by parts.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor
 from verifiers.kernels.cpu.binding import learn_functions
 from verifiers.kernels.cpu.threads import ThreadTeam
 
-GRAIN = 1 << 15  # numbers: what PyTorch gives a thread at least
+GRAIN = 1 << 15  # numbers: PyTorch's own grain size
 
 
 def suit(x: Tensor) -> bool:
-    """Are these the kernels for such a tensor?"""
+    """Can these kernels process such a tensor?"""
     return x.dtype is torch.float32 and x.device.type == "cpu" and learn_functions() is not None
 
 
 class _Teams(threading.local):
-    """A team for each thread that learns: two that learn at once do not wait for each other."""
+    """A team for each thread that trains: two that train at once do not wait for each other."""
 
     team: ThreadTeam | None = None
 
@@ -37,9 +37,9 @@ _teams = _Teams()
 
 
 def _split(n: int, numbers: int, work: Callable[[int, int], object]) -> list[tuple[int, int]]:
-    """Call ``work(first, end)`` for parts of ``n`` pieces, at the same time; the parts.
+    """Call ``work(first, end)`` for parts of ``n`` rows in parallel; returns the parts.
 
-    ``numbers`` is how many floats all pieces have together.
+    ``numbers`` is the total of floats in all rows.
     """
     parts = max(1, min(int(torch.get_num_threads()), numbers // GRAIN, n))
     if parts == 1:
@@ -54,9 +54,9 @@ def _split(n: int, numbers: int, work: Callable[[int, int], object]) -> list[tup
 
 
 def _by_rows(function: Any, n: int, numbers: int, *given: Any) -> dict[int, Any]:
-    """Call a function of C with parts of ``n`` rows; what it returns, by the first row of each part.
+    """Call a C function with parts of ``n`` rows in parallel; its results by the first row of each part.
 
-    It is given how many rows there are, and these arguments: of ``(tensor, width)`` where the rows of the part begin.
+    Its arguments are the number of rows, and those given: of ``(tensor, width)`` a pointer to the part's first row.
     """
     found = {}
 
@@ -69,7 +69,7 @@ def _by_rows(function: Any, n: int, numbers: int, *given: Any) -> dict[int, Any]
 
 
 def norm(x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """RMS norm of ``x`` (plus ``more``): the sum, its norm, and by how much each row was scaled."""
+    """RMS norm of ``x`` (plus ``more``): the sum, its norm, and the inverse RMS of each row."""
     total_ND = x_ND if more_ND is None else torch.empty_like(x_ND)
     normed_ND, scale_N = torch.empty_like(x_ND), x_ND.new_empty(len(x_ND))
     weight, width = _ready(weight), x_ND.shape[1]
@@ -81,9 +81,9 @@ def norm(x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float) -
 
 
 def norm_back(
-    x_ND: Tensor, weight: Tensor, scale_N: Tensor, past_ND: Tensor | None, grad_ND: Tensor, *, learns: bool
+    x_ND: Tensor, weight: Tensor, scale_N: Tensor, residual_ND: Tensor | None, grad_ND: Tensor, *, learns: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of what was normed and of the weight; ``past`` is the gradient that goes past the norm."""
+    """Gradients of the input and of the weight; ``residual``, the gradient of the residual connection, is added."""
     back_ND, weight, width = torch.empty_like(x_ND), _ready(weight), x_ND.shape[1]
     function, grads = learn_functions().norm_back, {}  # the gradient of the weight, by the first row of a part
 
@@ -91,7 +91,8 @@ def norm_back(
         grads[first] = x_ND.new_empty(width) if learns else None
         function(
             end - first, width, _at(x_ND, first * width), _at(weight), _at(scale_N, first),
-            _at(past_ND, first * width), _at(grad_ND, first * width), _at(back_ND, first * width), _at(grads[first]),
+            _at(residual_ND, first * width), _at(grad_ND, first * width), _at(back_ND, first * width),
+            _at(grads[first]),
         )  # fmt: skip
 
     (first, _), *others = _split(len(x_ND), x_ND.numel(), work)
@@ -102,7 +103,7 @@ def norm_back(
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of queries and keys ``[B, T, heads, dim]``, by angles ``[B or 1, T, dim]``; or its transpose."""
+    """Rotary embedding of queries and keys ``[B, T, heads, dim]``, by angles ``[B or 1, T, dim]``; or its backward."""
     angles = _ready(cos), _ready(sin)
     return _rotated(q, *angles, back), _rotated(k, *angles, back)
 
@@ -110,7 +111,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     y, function = torch.empty_like(x), learn_functions().rotate
     batch, length, heads, dim = x.shape
-    # Angles that all sequences have in common begin again with each of them: such a batch is split between sequences.
+    # If all sequences have the same angles, the batch is split between sequences: a part begins with the first angle.
     tokens, is_common = batch * length, cos.numel() < batch * length * dim
     piece = length if is_common else 1
 
@@ -138,12 +139,12 @@ def gated_back(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return back
 
 
-def pick(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, mass_N: Tensor) -> None:
-    """Write each target's logprob, and the logarithm of the mass of its row."""
+def logprobs(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, lse_N: Tensor) -> None:
+    """Write the logprob of each row's target, and the logsumexp of the row."""
     n, words = logits_NV.shape
     wrong = _by_rows(
-        learn_functions().pick, n, logits_NV.numel(), words, (logits_NV, words), (target_N, 1), temperature,
-        (logprob_N, 1), (mass_N, 1),
+        learn_functions().logprobs, n, logits_NV.numel(), words, (logits_NV, words), (target_N, 1), temperature,
+        (logprob_N, 1), (lse_N, 1),
     )  # fmt: skip
     for first, row in wrong.items():
         if row >= 0:
@@ -151,29 +152,29 @@ def pick(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Ten
             raise IndexError(f"token {token} is trained on, but the model has {words} tokens only")
 
 
-def pick_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, mass_N: Tensor, grad_N: Tensor) -> None:
+def logprobs_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, lse_N: Tensor, grad_N: Tensor) -> None:
     """Turn logits into their gradients, in place, given those of the targets' logprobs."""
     n, words = logits_NV.shape
     _by_rows(
-        learn_functions().pick_back, n, logits_NV.numel(), words, (logits_NV, words), (target_N, 1), temperature,
-        (mass_N, 1), (grad_N, 1),
+        learn_functions().logprobs_back, n, logits_NV.numel(), words, (logits_NV, words), (target_N, 1), temperature,
+        (lse_N, 1), (grad_N, 1),
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """Segments of a packed row, end to end: each attends to an earlier range of tokens and, causally, to itself.
+    """Consecutive segments of a packed row: each attends causally to itself and to its prefix, an earlier range.
 
-    A segment is four numbers: its first token and how many it has, the first token of that range and how many it has.
+    A segment is four numbers: its first token and its length, the first token of its prefix and the prefix's length.
     """
 
     segments_S4: Tensor
     first: int  # token of the first segment
-    most_keys: int  # that a token attends to
+    most_keys: int  # the most that a token attends to
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of all tokens that are in segments ``[T, heads, dim]``; and what the backward pass needs of scores."""
+    """Attention of the segments' tokens ``[T, heads, dim]``; and the softmax statistics that the backward needs."""
     tokens, heads, dim = q.shape
     out = q.new_empty((tokens - segments.first, heads, dim))
     sums = q.new_empty((2, tokens - segments.first, heads))
@@ -207,7 +208,7 @@ def _by_groups(
 
 
 def _at(x: Tensor | None, first: int = 0) -> int | None:
-    """Where a tensor's numbers begin, from the one with this index on."""
+    """A pointer to the element of a tensor with this index."""
     return None if x is None else int(x.data_ptr()) + first * x.element_size()
 
 

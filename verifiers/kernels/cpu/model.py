@@ -1,8 +1,8 @@
-"""A decoder of the common kind on a CPU, run by decode.c: the logits of new tokens, or the tokens themselves.
+"""A decoder of the common architecture on a CPU, run by decode.c: logits of new tokens, or sampled tokens.
 
-The matrices are copies of the parameters: projections of the same input side by side, with the weight of the norm
-before them multiplied in. They are laid out again when the parameters have changed. A hook, an adapter or an exchanged
-part is noticed before a step, which then goes by the modules.
+The matrices are copies of the parameters: projections of the same input are concatenated, with the weight of the norm
+before them multiplied in. They are copied again when the parameters have changed. A hook, an adapter or an exchanged
+module is noticed before a step, which then runs by the modules.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from verifiers.kernels.cpu.binding import (
     Cache,
+    CHeadNorms,
     CSampling,
-    HeadNorms,
     Heads,
     Layer,
     Matrix,
@@ -33,7 +33,7 @@ from verifiers.kernels.cpu.threads import ThreadTeam, is_small, threads_for
 from verifiers.kernels.decoder import CommonDecoder, DecoderLayer
 from verifiers.kernels.modules import ModuleSnapshot
 
-BY_POSITION = {"default", "linear", "llama3", "yarn"}  # rotary embeddings whose angles depend on the position alone
+STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # angles depend on the position alone
 
 
 def unsupported(decoder: CommonDecoder) -> str | None:
@@ -47,7 +47,7 @@ def unsupported(decoder: CommonDecoder) -> str | None:
         return f"{len(layers)} of its layers are of the common kind, and there is more to it" if layers else (
             "its layers are of another kind"
         )  # fmt: skip
-    linears = [model.lm_head, *(one for layer in layers for one in (*layer.qkv, *_others(layer)))]
+    linears = [model.lm_head, *(one for layer in layers for one in (*layer.qkv, *_other_linears(layer)))]
     norms = [decoder.epsilons.get(id(model.model.norm))]
     norms += [one for layer in layers for one in (*layer.epsilons, *(layer.head_epsilons if layer.head_norms else ()))]
     kinds = {
@@ -57,29 +57,29 @@ def unsupported(decoder: CommonDecoder) -> str | None:
         "linear layers of another class": any(type(one) is not nn.Linear for one in linears),
         "an embedding of another class": type(model.model.embed_tokens) is not nn.Embedding,
         "weights that are not float32": any(one.weight.dtype is not torch.float32 for one in linears),
-        "rotary angles that change": getattr(model.model.rotary_emb, "rope_type", None) not in BY_POSITION,
+        "rotary angles that change": getattr(model.model.rotary_emb, "rope_type", None) not in STATIC_ROPE,
         "layers of several sizes": len({(one.heads, one.kv_heads, one.head_dim, one.inner) for one in layers}) > 1,
     }
     found = next((name for name, is_so in kinds.items() if is_so), None)
     return found or (why_none() if decode_functions() is None else None)
 
 
-def _others(layer: DecoderLayer) -> tuple[nn.Linear, ...]:
+def _other_linears(layer: DecoderLayer) -> tuple[nn.Linear, ...]:
     mlp = layer.layer.mlp
     return layer.layer.self_attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
 
 
 class Paged(NamedTuple):
-    """The KV cache ``[layers, 2, blocks, kv_heads, block, head_dim]``, and the blocks of each of some sequences."""
+    """The KV cache ``[layers, 2, blocks, kv_heads, block, head_dim]``, and the block tables of some sequences."""
 
     store: Tensor
     tables: np.ndarray  # [sequences, width], int32
-    length: int  # of a sequence, at most
+    length: int  # longest possible sequence
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeColumns:
-    """One entry for each sequence: its newest token, the position of that, and how the next ones are drawn."""
+    """One entry for each sequence: its last token, the position of that, and the sampling parameters."""
 
     token: np.ndarray
     position: np.ndarray
@@ -92,7 +92,7 @@ class DecodeColumns:
 
 
 class Drawn(NamedTuple):
-    """Tokens of K steps for B sequences, and their logprobs: under what they were drawn from, and raw."""
+    """Tokens of K steps for B sequences, with their logprobs under the sampling distribution, and the raw ones."""
 
     token_KB: np.ndarray
     logprob_KB: np.ndarray
@@ -100,7 +100,7 @@ class Drawn(NamedTuple):
 
 
 class CpuModel:
-    """The matrices of a model as its parameters were when they were last laid out."""
+    """A model whose forward pass runs in C, on a copy of its parameters."""
 
     def __init__(self, decoder: CommonDecoder) -> None:
         self._decoder, self._model = decoder, decoder.model
@@ -118,35 +118,35 @@ class CpuModel:
 
     @property
     def is_unchanged(self) -> bool:
-        """Is the model still made of the same parts, none of them hooked?"""
+        """Has the model still the same modules and parameters, and no hooks?"""
         return (
             not any(self._snapshot.hooks) and not any("forward" in own for own in self._own) and self._snapshot.is_same
         )  # fmt: skip
 
     @property
     def is_usable(self) -> bool:
-        """May the next step be run here? A larger model has to be laid out before."""
+        """May the next step run here? A larger model needs `lay_out` first."""
         return self._is_wanted and self.is_unchanged
 
     def lay_out(self) -> None:
-        """Take the parameters from here on: a copy of them, made before the next step."""
+        """Have the parameters copied before the next step."""
         self._is_wanted = True
 
     def drop(self) -> None:
-        """The parameters have changed."""
+        """The parameters have changed: the copy is stale."""
         self._is_stale = True
         self._is_wanted = self.is_small
-        if not self.is_small:  # an optimizer needs the memory
+        if not self.is_small:  # frees memory for the optimizer
             self._matrices = None
 
     def run(
         self, ids_T: Tensor, sequence_T: np.ndarray, position_T: np.ndarray, keep_N: np.ndarray, cache: Paged
     ) -> Tensor:
-        """The logits ``[N, vocabulary]`` of the tokens in ``keep``; all go to their sequences' blocks of the cache."""
+        """The logits ``[N, vocabulary]`` of the tokens in ``keep``; keys and values of all are written to the cache."""
         return self._ready().run(ids_T, sequence_T, position_T, keep_N, cache)
 
     def decode(self, columns: DecodeColumns, steps: int, is_end_V: np.ndarray, cache: Paged) -> Drawn:
-        """Tokens for these sequences, until one of them has to be looked at; at most so many of each."""
+        """Sample at most ``steps`` tokens for each sequence, until one of them samples an end token or NaN."""
         return self._ready().decode(columns, steps, is_end_V, cache)
 
     def _ready(self) -> _Matrices:
@@ -160,7 +160,7 @@ class CpuModel:
 
 
 class _Matrices:
-    """A model as C knows it."""
+    """The structures that describe a model to C, and the memory that they point to."""
 
     def __init__(self, decoder: CommonDecoder) -> None:
         self._functions = decode_functions()
@@ -168,18 +168,18 @@ class _Matrices:
         self._inner = inner
         self._angles: tuple[Tensor, ...] = ()  # cosines and sines of the rotary embedding, [positions, head_dim]
         self._panels: list[_Panels] = []
-        self._head_norms: list[_HeadNorms] = []
-        self._layers = (Layer * len(layers))(*map(self._layer, layers))  # held: the structure below points to it
+        self._head_norms: list[_HeadNormWeights] = []
+        self._layers = (Layer * len(layers))(*map(self._layer, layers))  # kept alive: the structure below points to it
         head = self._matrix([decoder.model.lm_head], inner.norm)
-        floor = _floor(inner.norm, decoder.epsilons.get(id(inner.norm)))
+        epsilon = _epsilon_sum(inner.norm, decoder.epsilons.get(id(inner.norm)))
         heads = Heads(layers[0].heads, layers[0].kv_heads, layers[0].head_dim)
-        self._model = Model(self._layers, head, floor, len(layers), head.rows, layers[0].inner, heads)
+        self._model = Model(self._layers, head, epsilon, len(layers), head.rows, layers[0].inner, heads)
         self.team = ThreadTeam(threads_for(decoder.model))
         self.lay_out()
 
     def lay_out(self) -> None:
         """Copy the parameters as they are now."""
-        self._angles = ()  # a model that was of another dtype for a while has rounded ones
+        self._angles = ()  # they are rounded if the model had another dtype for a while
         self._embedded = self._inner.embed_tokens.weight.detach().contiguous()
         self.team.share([partial(one.lay_out, self._functions) for one in self._panels])
         for norms in self._head_norms:
@@ -216,9 +216,9 @@ class _Matrices:
         return Drawn(token_KB[:done], logprob_KB[:done], raw_KB[:done])
 
     def _with(self, cache: Paged) -> Any:
-        """The model as C sees it, reading from and writing to this cache."""
+        """A pointer to the model with this KV cache."""
         model, tables = self._model, cache.tables
-        if not self._angles or len(self._angles[0]) != cache.length:  # as the model's own module makes them
+        if not self._angles or len(self._angles[0]) != cache.length:  # by the model's own module
             found = self._inner.rotary_emb(self._embedded, position_ids=torch.arange(cache.length)[None])
             self._angles = tuple(one[0].contiguous() for one in found)
         cos, sin = self._angles
@@ -229,24 +229,24 @@ class _Matrices:
 
     def _layer(self, known: DecoderLayer) -> Layer:
         before, after = known.norms
-        out, gate, up, down = _others(known)
+        out, gate, up, down = _other_linears(known)
         return Layer(
             self._matrix(known.qkv, before),
             self._matrix([out]),
             self._matrix([gate, up], after),
             self._matrix([down]),
-            self._normed(known),
-            _floor(before, known.epsilons[0]),
-            _floor(after, known.epsilons[1]),
+            self._head_norms_of(known),
+            _epsilon_sum(before, known.epsilons[0]),
+            _epsilon_sum(after, known.epsilons[1]),
             known.scale,
             known.rotates,
             known.window or 0,
         )
 
-    def _normed(self, known: DecoderLayer) -> HeadNorms:
+    def _head_norms_of(self, known: DecoderLayer) -> CHeadNorms:
         if known.head_norms is None:
-            return HeadNorms()
-        self._head_norms.append(_HeadNorms(known.head_norms, known.head_epsilons))
+            return CHeadNorms()
+        self._head_norms.append(_HeadNormWeights(known.head_norms, known.head_epsilons))
         return self._head_norms[-1].norms
 
     def _matrix(self, linears: Sequence[nn.Linear], norm: Any = None) -> Matrix:
@@ -255,7 +255,7 @@ class _Matrices:
 
 
 class _Panels:
-    """Linear layers of one input side by side, with the weight of the norm before them multiplied in."""
+    """Linear layers of one input, concatenated, with the weight of the norm before them multiplied in."""
 
     def __init__(self, linears: Sequence[nn.Linear], norm: Any, functions: Any) -> None:
         self._linears, self._norm = linears, norm
@@ -267,7 +267,7 @@ class _Panels:
 
     def lay_out(self, functions: Any) -> None:
         inputs, first = self.matrix.rows, 0
-        # C divides by the length of a vector, an RMS norm by its root mean square: the root of the width is in here.
+        # C divides by the L2 norm of a vector, which is √width times its RMS.
         scale = None if self._norm is None else self._norm.weight.detach() * inputs**0.5
         for one in self._linears:
             weight, end = one.weight.detach().contiguous(), first + one.out_features
@@ -280,20 +280,20 @@ class _Panels:
             first = end
 
 
-class _HeadNorms:
-    """Norms of the heads of queries and of keys: their weights, with the root of the width as in `_Panels`."""
+class _HeadNormWeights:
+    """Weights of the head norms of queries and keys, times √head_dim as in `_Panels`."""
 
     def __init__(self, norms: Sequence[Any], epsilons: Sequence[float | None]) -> None:
         self._norms = norms
         self._weights = np.empty((2, norms[0].weight.shape[0]), np.float32)
         q, k = (one.ctypes.data for one in self._weights)
-        self.norms = HeadNorms(q, k, *map(_floor, norms, epsilons))
+        self.norms = CHeadNorms(q, k, *map(_epsilon_sum, norms, epsilons))
 
     def lay_out(self) -> None:
         for to, norm in zip(self._weights, self._norms, strict=True):
             to[:] = (norm.weight.detach() * len(to) ** 0.5).numpy()
 
 
-def _floor(norm: Any, epsilon: float | None) -> float:
-    """What is added to the sum of a vector's squares: epsilon is added to their mean."""
+def _epsilon_sum(norm: Any, epsilon: float | None) -> float:
+    """Epsilon times the width: C adds it to the sum of a vector's squares instead of their mean."""
     return (epsilon or 0.0) * float(norm.weight.shape[0])

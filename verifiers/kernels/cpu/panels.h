@@ -1,4 +1,4 @@
-/* Multiplication by matrices that are laid out in panels of PANEL columns, shared among the threads of a team. */
+/* Matrix products with weights laid out in panels of PANEL columns, split among the threads of a team. */
 
 #pragma once
 
@@ -6,17 +6,17 @@
 
 #include "simd.h"
 
-enum { LANES = SOME, TALL = SOME == 16 ? 8 : 6, PANEL = LANES * WIDE }; /* of a tile: its rows, and its columns */
-enum { NEAR = 32 }; /* so many keys stay near from one query to the next */
+enum { LANES = SIMD, TILE_ROWS = SIMD == 16 ? 8 : 6, PANEL = LANES * TILE_VECTORS }; /* rows and columns of a tile */
+enum { KEY_BLOCK = 32 }; /* keys at a time: they stay in the cache for all queries that share them */
 typedef Vector Lanes;
 typedef float Four __attribute__((vector_size(16)));
 
 typedef struct {
-    const float *panels, *bias; /* no bias: NULL */
-    int64_t rows, columns;      /* of the matrix: inputs and outputs */
+    const float *panels, *bias; /* bias: NULL if there is none */
+    int64_t rows, columns;      /* inputs and outputs */
 } Matrix;
 
-/* Floats that a matrix takes in panels. */
+/* Size in floats of a matrix in panels. */
 int64_t panels_size(int64_t inputs, int64_t columns) { return (columns + PANEL - 1) / PANEL * PANEL * inputs; }
 
 /* --- threads ---------------------------------------------------------------------------------------------------- */
@@ -25,9 +25,9 @@ typedef struct {
     int32_t parts, arrived, phase, is_over;
 } Team;
 
-enum { SPINS = 2000 }; /* before a waiting thread gives its processor to others */
+enum { SPINS = 2000 }; /* before a waiting thread yields its core */
 
-/* Wait until all threads of the team are here. */
+/* Wait for all threads of the team. */
 static void barrier(Team *team) {
     if (team->parts == 1) return;
     int32_t phase = __atomic_load_n(&team->phase, __ATOMIC_ACQUIRE);
@@ -50,7 +50,7 @@ static Part part_of(int64_t n, int64_t part, const Team *team) {
 
 /* --- matrices --------------------------------------------------------------------------------------------------- */
 
-/* Lay `n` outputs (rows of `weight`) out as the columns from `first` on, each input multiplied by its scale. */
+/* Copy `n` rows (outputs) of `weight` to the columns from `first` on, scaled input by input unless scale is NULL. */
 void lay_out(float *panels, int64_t first, int64_t n, int64_t inputs, const float *weight, const float *scale) {
     for (int64_t done = 0, some; done < n; done += some) {
         int64_t column = (first + done) % PANEL;
@@ -65,17 +65,17 @@ void lay_out(float *panels, int64_t first, int64_t n, int64_t inputs, const floa
 static inline __attribute__((always_inline)) void tile(
     int tall, const float *x, int64_t inputs, const float *panel, const float *bias, float *y, int64_t stride,
     int64_t n, int adds) {
-    Lanes sums[TALL][WIDE];
+    Lanes sums[TILE_ROWS][TILE_VECTORS];
     for (int i = 0; i < tall; i++)
-        for (int j = 0; j < WIDE; j++) sums[i][j] = (Lanes){0};
+        for (int j = 0; j < TILE_VECTORS; j++) sums[i][j] = (Lanes){0};
     for (int64_t k = 0; k < inputs; k++) {
-        Lanes column[WIDE];
+        Lanes column[TILE_VECTORS];
 #pragma GCC unroll 4
-        for (int j = 0; j < WIDE; j++) column[j] = *(const Lanes *)(panel + k * PANEL + j * LANES);
+        for (int j = 0; j < TILE_VECTORS; j++) column[j] = *(const Lanes *)(panel + k * PANEL + j * LANES);
 #pragma GCC unroll 8
         for (int i = 0; i < tall; i++)
 #pragma GCC unroll 4
-            for (int j = 0; j < WIDE; j++) sums[i][j] += x[i * inputs + k] * column[j];
+            for (int j = 0; j < TILE_VECTORS; j++) sums[i][j] += x[i * inputs + k] * column[j];
     }
     for (int i = 0; i < tall; i++) {
         float found[PANEL];
@@ -90,7 +90,7 @@ static inline __attribute__((always_inline)) void tile(
     }
 }
 
-/* y = x · matrix (+ bias), or that added to y: `m` rows, and of the columns a part. */
+/* y = x · matrix (+ bias), or y += that: `m` rows, and this thread's part of the columns. */
 static void multiply(
     const Matrix *matrix, int64_t m, const float *x, float *y, int adds, int64_t part, const Team *team) {
     int64_t inputs = matrix->rows, columns = matrix->columns;
@@ -99,13 +99,13 @@ static void multiply(
         const float *panel = matrix->panels + first * inputs;
         const float *bias = matrix->bias ? matrix->bias + first : 0;
         int64_t n = columns - first < PANEL ? columns - first : PANEL;
-        for (int64_t i = 0; i < m; i += TALL) {
+        for (int64_t i = 0; i < m; i += TILE_ROWS) {
             const float *rows = x + i * inputs;
             float *to = y + i * columns + first;
 #define CASE(tall) case tall: tile(tall, rows, inputs, panel, bias, to, columns, n, adds); break;
-            switch (m - i < TALL ? m - i : TALL) {
+            switch (m - i < TILE_ROWS ? m - i : TILE_ROWS) {
                 CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if defined(__AVX512F__) /* TALL */
+#if defined(__AVX512F__) /* TILE_ROWS */
                 CASE(7) CASE(8)
 #endif
             }
@@ -113,10 +113,10 @@ static void multiply(
     }
 }
 
-/* Rows divided by their lengths; `floor` is added to the sums of their squares. */
-static void normed(const float *x, float *y, int64_t m, int64_t width, float floor) {
+/* Rows divided by their L2 norms; `epsilon` is added to the sums of squares. */
+static void normed(const float *x, float *y, int64_t m, int64_t width, float epsilon) {
     for (int64_t i = 0; i < m; i++, x += width, y += width) {
-        float total = floor;
+        float total = epsilon;
 #pragma omp simd reduction(+ : total)
         for (int64_t k = 0; k < width; k++) total += x[k] * x[k];
         float scale = 1.0f / sqrtf(total);

@@ -1,4 +1,4 @@
-"""A folder or a file → whether anybody but its owner (and root) can have changed it; checked on what is open."""
+"""Checks, on open descriptors, that nobody but this user (and root) can change a folder or a file."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW"
 
 
 def open_private_folder(folder: Path) -> int:
-    """Open a folder that no other user can write to or replace: neither it nor any folder above it.
+    """Open a folder that no other user can write to or replace, nor any of its parents.
 
-    PermissionError names the one that others can change.
+    PermissionError names the folder that others can change.
     """
     path = Path(os.path.realpath(folder))
     handle = os.open(path.anchor, _FOLDER)
     try:
         _check_folder(handle, Path(path.anchor), is_last=path == Path(path.anchor))
-        for depth, name in enumerate(path.parts[1:], 2):  # each one in the one before, which cannot be swapped any more
+        for depth, name in enumerate(path.parts[1:], 2):  # relative to the open parent, which cannot be swapped
             inner = os.open(name, _FOLDER, dir_fd=handle)
             os.close(handle)
             handle = inner
@@ -31,7 +31,7 @@ def open_private_folder(folder: Path) -> int:
 
 
 def check_file(file: int, name: str) -> None:
-    """Raise PermissionError unless an open file is a regular one, owned and writable by this user only."""
+    """Raise PermissionError unless an open file is regular, and owned and writable by this user only."""
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode):
         raise PermissionError(f"{name} is no regular file")
@@ -53,7 +53,7 @@ def _check_folder(handle: int, path: Path, *, is_last: bool) -> None:
 
 @cache
 def _unmapped_root() -> tuple[int, ...]:
-    """In a container without root's own id, root's folders seem to belong to the id that stands for all others."""
+    """The uid as which root's files appear in a user namespace that does not map root: the overflow uid."""
     try:
         first = Path("/proc/self/uid_map").read_text().split()
         return () if first == ["0", "0", "4294967295"] else (int(Path("/proc/sys/kernel/overflowuid").read_text()),)
@@ -68,7 +68,7 @@ def _others_can_write(status: os.stat_result) -> bool:
 
 
 def _is_own_group(group: int) -> bool:
-    """A group that has this user's name and no other member, as many systems make for each user."""
+    """A user private group: it has this user's name and no other member."""
     if group == 0 and os.geteuid() == 0:
         return True
     try:

@@ -1,10 +1,10 @@
-/* Logits → a token, as kernels/sampling.py draws it: the same random number, the same truncation. */
+/* Logits → a token, as in kernels/sampling.py: the same random number, the same truncation. */
 
 #include "simd.h"
 
-enum { SPAN = 64 };
+enum { SPAN = 64 }; /* tokens whose weights are summed in float32; totals are in float64 */
 
-/* How each row is sampled; see `SamplingColumns`. */
+/* Sampling parameters of each row; see `SamplingColumns`. */
 typedef struct {
     const float *temperature, *top_p, *min_p;
     const int64_t *top_k, *seed, *step;
@@ -18,12 +18,12 @@ static double uniform(int64_t seed, int64_t step) {
     return (double)((z ^ (z >> 31)) >> 40) / 16777216.0;
 }
 
-/* The weights of a row, exp((logit - most) · cold). */
-static void weigh(const float *logits, int64_t n, float most, float cold, float *weights) {
-    for (int64_t i = 0; i < n; i++) weights[i] = exp_of((logits[i] - most) * cold);
+/* Unnormalised probabilities of a row: exp((logit - max) · inverse_temperature). */
+static void weigh(const float *logits, int64_t n, float max, float inverse_temperature, float *weights) {
+    for (int64_t i = 0; i < n; i++) weights[i] = exp_of((logits[i] - max) * inverse_temperature);
 }
 
-/* Leave out what is below the floor, and add up each span of the rest, and all. */
+/* Zero the weights below the floor; the sum of each span, and the total. */
 static double add_up(float *weights, int64_t n, float floor, float *sums) {
     double total = 0.0;
     for (int64_t first = 0, s = 0; first < n; first += SPAN, s++) {
@@ -40,8 +40,8 @@ static double add_up(float *weights, int64_t n, float floor, float *sums) {
     return total;
 }
 
-/* The lowest weight that is kept if those kept are to be `top_k`, or make up `enough`; the highest weight is 1. By the
-   bits of the numbers, which are in the same order as the numbers. */
+/* The lowest weight kept by top-k, or by top-p, where weights of a sum of `enough` are kept; the highest weight is 1.
+   Bisects the bit patterns of the floats, which are ordered as the floats are. */
 static float floor_of(const float *weights, int64_t n, int64_t top_k, double enough) {
     int32_t low = 0, high = 0x3f800001;
     while (high - low > 1) {
@@ -71,8 +71,8 @@ static float floor_of(const float *weights, int64_t n, int64_t top_k, double eno
     return floor;
 }
 
-/* The first token at which the running sum is above the target. */
-static int64_t pick(const float *weights, const float *sums, int64_t n, double target) {
+/* The first token at which the cumulative sum exceeds the target. */
+static int64_t token_at(const float *weights, const float *sums, int64_t n, double target) {
     double before = 0.0;
     int64_t first = 0, last = n - 1;
     for (int64_t s = 0; first + SPAN < n && before + sums[s] <= target; s++, first += SPAN) before += sums[s];
@@ -80,30 +80,30 @@ static int64_t pick(const float *weights, const float *sums, int64_t n, double t
         before += weights[i];
         if (before > target) return i;
     }
-    while (last > 0 && weights[last] == 0.0f) last--; /* rounding: never a token that cannot be */
+    while (last > 0 && weights[last] == 0.0f) last--; /* after rounding: the last token of non-zero weight */
     return last;
 }
 
-/* Floats of scratch space that drawing needs: the weights, and the sum of each span of them. */
+/* Workspace of `drawn` in floats: the weights, and the sum of each span. */
 int64_t draw_workspace(int64_t vocabulary) { return vocabulary + (vocabulary + SPAN - 1) / SPAN; }
 
-/* One of `n` tokens; temperature 0 takes the likeliest. */
+/* Sample one of `n` tokens; temperature 0 takes the likeliest. */
 static int64_t drawn(
     const float *logits, int64_t n, const Sampling *sampling, int64_t row, float *logprob, float *raw,
     float *workspace) {
-    float *sums = workspace + n, most = logits[0], temperature = sampling->temperature[row];
+    float *sums = workspace + n, max = logits[0], temperature = sampling->temperature[row];
     float top_p = sampling->top_p[row], floor = sampling->min_p[row];
     int64_t top_k = sampling->top_k[row] > 0 ? sampling->top_k[row] : n; /* 0: no limit */
-#pragma omp simd reduction(max : most)
-    for (int64_t j = 0; j < n; j++) most = logits[j] > most ? logits[j] : most;
-    weigh(logits, n, most, 1.0f, workspace);
+#pragma omp simd reduction(max : max)
+    for (int64_t j = 0; j < n; j++) max = logits[j] > max ? logits[j] : max;
+    weigh(logits, n, max, 1.0f, workspace);
     double whole = add_up(workspace, n, 0.0f, sums), total = whole;
     int64_t token = 0;
     if (temperature <= 0.0f) {
-        while (token < n - 1 && logits[token] != most) token++;
+        while (token < n - 1 && logits[token] != max) token++;
     } else {
         if (temperature != 1.0f) {
-            weigh(logits, n, most, 1.0f / temperature, workspace);
+            weigh(logits, n, max, 1.0f / temperature, workspace);
             total = add_up(workspace, n, 0.0f, sums);
         }
         if (top_p < 1.0f || top_k < n) {
@@ -111,9 +111,9 @@ static int64_t drawn(
             floor = lowest > floor ? lowest : floor;
         }
         if (floor > 0.0f) total = add_up(workspace, n, floor, sums);
-        token = pick(workspace, sums, n, uniform(sampling->seed[row], sampling->step[row]) * total);
+        token = token_at(workspace, sums, n, uniform(sampling->seed[row], sampling->step[row]) * total);
     }
-    float above = logits[token] - most;
+    float above = logits[token] - max;
     *raw = above - (float)log(whole);
     *logprob = temperature <= 0.0f ? *raw : above / temperature - (float)log(total);
     return token;

@@ -1,4 +1,4 @@
-/* Vectors as wide as the processor's own, and the exponential function, written so that a compiler uses them. */
+/* Vectors of the processor's width, and an exponential function that compilers can vectorise. */
 
 #pragma once
 
@@ -6,23 +6,23 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Numbers that one instruction takes, and vectors of each row of a tile of sums that stays in registers. */
+/* SIMD: floats of a vector. TILE_VECTORS: vectors in a row of a tile of sums, which stays in registers. */
 #if defined(__AVX512F__)
-enum { SOME = 16, WIDE = 2 };
+enum { SIMD = 16, TILE_VECTORS = 2 };
 #elif defined(__AVX__)
-enum { SOME = 8, WIDE = 2 };
+enum { SIMD = 8, TILE_VECTORS = 2 };
 #elif defined(__aarch64__)
-enum { SOME = 4, WIDE = 4 };
+enum { SIMD = 4, TILE_VECTORS = 4 };
 #else
-enum { SOME = 4, WIDE = 2 };
+enum { SIMD = 4, TILE_VECTORS = 2 };
 #endif
-typedef float Vector __attribute__((vector_size(4 * SOME), aligned(4)));
+typedef float Vector __attribute__((vector_size(4 * SIMD), aligned(4)));
 
-/* e to the x, to about a unit in the last place: 0 below -87, and what is not a number stays so. */
+/* exp(x) to about 1 ulp: 0 below -87; NaN stays NaN. */
 static inline float exp_of(float x) {
     float bounded = x < -87.0f ? -87.0f : x;
     bounded = bounded > 88.0f ? 88.0f : bounded;
-    float shifted = bounded * 1.44269504f + 12582912.0f; /* rounds to a whole number */
+    float shifted = bounded * 1.44269504f + 12582912.0f; /* rounds to an integer */
     float whole = shifted - 12582912.0f;
     float r = bounded - whole * 0.693145752f;
     r -= whole * 1.42860677e-6f;
@@ -33,7 +33,7 @@ static inline float exp_of(float x) {
     p = p * r + 1.66666655e-1f;
     p = p * r + 5.0e-1f;
     p = p * r * r + r + 1.0f;
-    /* The low bits of `shifted` are that whole number; unsigned, so that every x has a meaning, NaN too. */
+    /* The low bits of `shifted` are that integer; unsigned, so that no x, not even NaN, is undefined behaviour. */
     uint32_t bits;
     memcpy(&bits, &shifted, sizeof bits);
     bits = (bits - 0x4B400000u + 127u) << 23;

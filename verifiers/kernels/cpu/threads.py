@@ -1,4 +1,4 @@
-"""A model → how many threads run it on a CPU; and a team of threads that call one C function at the same time."""
+"""The number of threads for a model on a CPU, and a team of threads that call one C function at the same time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 
 from verifiers.kernels.cpu.binding import Team
 
-# Every layer has nine barriers, and at each one the threads wait for the slowest: a thread needs that many parameters
-# of its own for a barrier to cost little beside what it computes (benchmarks/cpu_threads.py).
+# Every layer has nine barriers, at which threads wait for the slowest: a thread needs this many parameters for its work
+# to outweigh them (benchmarks/cpu_threads.py).
 PARAMETERS_PER_THREAD = 2_000_000
 
 
@@ -25,20 +25,20 @@ def parameters_of(model: Any) -> int:
 
 
 def threads_for(model: Any) -> int:
-    """How many of PyTorch's threads are worth having for a model: one for every two million parameters."""
+    """Threads for a model: one for every two million parameters, at most as many as PyTorch has."""
     return max(1, min(int(torch.get_num_threads()), parameters_of(model) // PARAMETERS_PER_THREAD))
 
 
 def is_small(model: Any) -> bool:
-    """Is a model run by one thread on any machine? A copy of it costs neither time nor memory worth sparing."""
+    """Is a model too small for a second thread? Then a copy of its weights costs next to nothing."""
     return parameters_of(model) < 2 * PARAMETERS_PER_THREAD
 
 
 class ThreadTeam:
-    """Threads that call a function of C at the same time, each for its part of the work.
+    """Threads that call a C function at the same time, each for its part of the work.
 
-    They meet at barriers within C, where they spin: so all of them exist before the first call, and handing them work
-    cannot fail. Where not all can be started, those that were end again and the caller works alone.
+    They spin at barriers within C, so all of them must exist before the first call, and handing them work must not
+    fail. If not all threads can be started, those that were are stopped and the caller works alone.
     """
 
     def __init__(self, parts: int) -> None:
@@ -55,23 +55,23 @@ class ThreadTeam:
 
     @property
     def parts(self) -> int:
-        """How many threads there are, the caller's among them; the others do not outlive a fork."""
+        """Number of threads with the caller's; after a fork only that one is left."""
         return 1 + len(self._work) if os.getpid() == self._process else 1
 
     def call(self, function: Any, *args: Any) -> Any:
-        """One function, by all at once; its last arguments are its part and the team."""
+        """Call one function in all threads; its last arguments are the thread's index and the team."""
         parts = self.parts
         shared = ctypes.byref(Team(parts))
         tasks = [partial(function, *args, part, shared) for part in range(parts)]
         return self._run(tasks)
 
     def share(self, tasks: Sequence[Callable[[], object]]) -> None:
-        """Do these, each thread some of them."""
+        """Run tasks, distributed over the threads."""
         parts = self.parts
         self._run([partial(_do, tasks[part::parts]) for part in range(parts)])
 
     def _run(self, tasks: Sequence[Callable[[], object]]) -> object:
-        """One task for each thread, the first being the caller's own, whose result is returned."""
+        """Run one task in each thread, the first in the caller's, whose result is returned."""
         others = tasks[1:]
         for queue, task in zip(self._work, others, strict=False):
             queue.put(task)
@@ -87,7 +87,7 @@ def _serve(work: SimpleQueue[Callable[[], object] | None], done: SimpleQueue[Bas
     while (task := work.get()) is not None:
         try:
             task()
-        except BaseException as error:  # it is the caller's to raise
+        except BaseException as error:  # raised by the caller
             done.put(error)
         else:
             done.put(None)

@@ -1,8 +1,8 @@
-"""Triton: attention of one new token a sequence, norms of heads, rotary embedding, gating.
+"""Triton: paged decode attention (one new token per sequence), head norms, rotary embedding, gating.
 
-They exist because a benchmark showed the need: attention that reads only the positions a sequence has filled, through
-its block table, needs neither masks nor a captured graph for each length, and the rotary embedding by plain operations
-is ten launches a layer. They round where plain operations round.
+They exist because a benchmark showed the need: attention that reads only the filled positions of a sequence, through
+its block table, needs neither masks nor a CUDA graph for each length, and the rotary embedding by plain operations is
+ten launches a layer. They round where plain operations round.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from verifiers.kernels.cuda.launch import begin, overlap
 from verifiers.kernels.cuda.splits import attend_block, attend_new, merge_part, partial_sums, span_of
 from verifiers.kernels.norms import HeadNorms
 
-BLOCK_S = 64  # positions that are attended to at a time
-IN_FLIGHT_BYTES = 32 << 10  # of keys and values a program; with more, fewer programs share a multiprocessor
-NARROW_BYTES = 128  # a key this short or shorter: two warps are quicker than four
+BLOCK_S = 64  # keys of a tile
+IN_FLIGHT_BYTES = 32 << 10  # of keys and values in the pipeline of a program; more lowers the occupancy
+NARROW_BYTES = 128  # size of a key up to which two warps are faster than four
 BLOCK_GATED = 1024
 NORM_WARPS = 4
 
@@ -54,7 +54,7 @@ def _squares(x):
 def _rotated(
     x_ptr, d, in_dim, mask, cos, sin, norm_ptr, epsilon, AXIS: tl.constexpr, NORMS: tl.constexpr, DIM: tl.constexpr
 ):
-    """One head, or several, at ``x_ptr``: normed where they are to be, and rotated."""
+    """One head (AXIS 0) or several (AXIS 1) at ``x_ptr``: normed if NORMS, and rotated."""
     partner = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
     if AXIS == 1:
         d, partner, cos, sin = d[None, :], partner[None, :], cos[None, :], sin[None, :]
@@ -113,7 +113,7 @@ def _attend(
     if WINDOW > 0:
         oldest = tl.maximum(n + 1 - WINDOW, 0)
         first = tl.maximum(first, oldest // BLOCK * BLOCK)
-    # Where a block is, is read one ahead of it: keys and values can then be loaded while others are worked on.
+    # The block table is read one tile ahead, so that loads of keys and values overlap with computation.
     column = (first + tl.arange(0, BLOCK)) // PAGE
     page = tl.load(table + column, mask=column < table_row, other=0)
     new_page = tl.load(table + n // PAGE).to(tl.int64)
@@ -126,7 +126,7 @@ def _attend(
             q, keys + at, values + at, seen[:, None] & in_dim[None, :], seen[None, :], scale, softcap, top, total, out,
             CAPPED,
         )  # fmt: skip
-    if split == 0:  # its part are the first positions and the new one
+    if split == 0:  # the first split also takes the new token
         at = new_page * cache_block + n % PAGE * DIM + d
         tl.store(keys + at, k_new, mask=in_dim)
         tl.store(values + at, v_new, mask=in_dim)
@@ -144,7 +144,8 @@ def _attend(
 
 
 def block_of(row_bytes: int, *, is_split: bool = True) -> dict[str, int]:
-    """Positions at a time, and stages of their pipeline, for keys of so many bytes. A part of a history is short.
+    """Keys of a tile and pipeline stages, for keys of so many bytes. With splits loops are short: larger tiles, fewer
+    stages.
 
     >>> block_of(128), block_of(128, is_split=False), block_of(512)
     ({'BLOCK': 128, 'num_stages': 2}, {'BLOCK': 64, 'num_stages': 3}, {'BLOCK': 32, 'num_stages': 2})
@@ -160,12 +161,12 @@ def attend(
     *, scale: float, window: int | None, softcap: float | None, rotary: tuple[Tensor, Tensor] | None = None,
     norms: HeadNorms | None = None, stored: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write the new keys and values behind each sequence's, and attend to all of them; ``[B, heads, 1, dim]``.
+    """Append the new keys and values of each sequence, and attend to all of them; ``[B, heads, 1, dim]``.
 
-    ``keys`` and ``values`` are blocks ``[blocks, kv_heads, page, dim]``, ``tables`` names those of each sequence.
+    ``keys`` and ``values`` are the cache ``[blocks, kv_heads, page, dim]``, ``tables`` the block tables.
 
-    With ``rotary`` (cosines and sines, ``[B, 1, dim]``) queries and keys are rotated first, and before that normed.
-    ``stored`` are `counters` of the histories, of which one sequence and head of keys has one.
+    With ``rotary`` (cosines and sines, ``[B, 1, dim]``) queries and keys are first normed (with ``norms``) and rotated.
+    ``stored`` are `counters`, one for each sequence and kv head.
     """
     batch, heads, _, dim = q.shape
     groups, page = keys.shape[1:3]
@@ -261,7 +262,7 @@ def _rms_norm(
 
 
 def rms_norm(module: Any, epsilon: float, x: Tensor) -> Tensor:
-    """The RMS norm that a module is, as `reference.rms_norm`."""
+    """A module's RMS norm, as `reference.rms_norm`."""
     weight = module.weight
     if x.dtype is not weight.dtype or not x.is_contiguous():
         return reference.rms_norm(module, epsilon, x)
@@ -285,7 +286,7 @@ def _gated(gate_ptr, up_ptr, out_ptr, n, BLOCK: tl.constexpr, OVERLAPS: tl.const
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """SiLU of ``gate`` times ``up``, in one sweep."""
+    """SiLU of ``gate`` times ``up``, in one pass."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     n = gate.numel()

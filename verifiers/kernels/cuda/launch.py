@@ -1,8 +1,7 @@
-"""How kernels are launched on a card: what it has, and that each gets ready while the one before it ends.
+"""Launching kernels: properties of the GPU, and programmatic dependent launch (PDL), on Hopper and later.
 
-That is programmatic dependent launch, on Hopper and later: each kernel lets the next begin at once, and waits until the
-one before it is complete, before it reads or writes anything. A decode step of a small model is hundreds of kernels of
-a few microseconds each.
+With PDL each kernel lets the next one start at once, and waits for the one before it to complete before it reads or
+writes anything, so that launches overlap. A decode step of a small model is hundreds of kernels of a few microseconds.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import triton
 import triton.language as tl
 
 LEAST_CAPABILITY = (9, 0)
-SHARED_BYTES = 99 << 10  # of cards that do not say how much there is
+SHARED_BYTES = 99 << 10  # assumed for GPUs that do not report it
 
 
 @triton.jit
 def begin(OVERLAPS: tl.constexpr):
-    """First of all in a kernel: the next one may get ready, and this one goes on when that before it is complete."""
+    """At the top of a kernel: lets the next kernel launch, and waits until the previous one is complete."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -28,11 +27,11 @@ def begin(OVERLAPS: tl.constexpr):
 
 @cache
 def overlap(device: torch.device) -> dict[str, Any]:
-    """How to launch a kernel that calls `begin`."""
+    """Launch options of a kernel that calls `begin`."""
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     if not is_nvidia or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return {"OVERLAPS": False}
-    knows = hasattr(tl.extra.cuda, "gdc_wait")  # an older Triton does not
+    knows = hasattr(tl.extra.cuda, "gdc_wait")  # not in older versions of Triton
     return {"OVERLAPS": True, "launch_pdl": True} if knows else {"OVERLAPS": False}
 
 
@@ -43,6 +42,6 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one block of threads may have."""
+    """Shared memory in bytes that one thread block may use."""
     known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return int(getattr(known, "shared_memory_per_block_optin", SHARED_BYTES))

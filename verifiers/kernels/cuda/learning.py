@@ -1,8 +1,8 @@
-"""Kernels for CUDA: what lies between a layer's multiplications, and what lies behind the head, forwards and backwards.
+"""Triton kernels for training: all of a layer but its matrix products, and logprobs of logits, forward and backward.
 
-They exist because a profile showed the need: two thirds of a learning step were elementwise operations that read and
-wrote the same activations over and over. Each kernel reads what it needs once, computes in float32, and rounds where
-the sampler's operations round.
+They exist because a profile showed the need: two thirds of a training step were elementwise operations that read and
+wrote the same activations over and over. Each kernel reads its inputs once, computes in float32, and rounds where the
+operations of the sampler round.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from verifiers.kernels.cuda.decode import rotate_pair
 
 BLOCK_V = 4096
 BLOCK_GATED = 1024
-TILE_ROTATED = 1024  # pairs of numbers of one head that one program rotates at a time
-TILE_NORMED = 2048  # numbers that one program normalises at a time
-PARTS = 1024  # programs that share the rows of a norm's backward pass; each adds up a weight gradient of its own
+TILE_ROTATED = 1024  # (token, pair) elements of one head that one program rotates at a time
+TILE_NORMED = 2048  # elements that one program norms at a time
+PARTS = 1024  # programs of a norm's backward, at most; each sums a partial gradient of the weight
 
 
 # --- logprobs of given tokens -----------------------------------------------------------------------------------------
@@ -45,11 +45,11 @@ def _pick(
     tl.store(mass_ptr + row, mass)
 
 
-def pick(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, mass_N: Tensor) -> None:
-    """Write each target's logprob, and the logarithm of the mass of its row, in one sweep over the logits."""
+def logprobs(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, lse_N: Tensor) -> None:
+    """Write the logprob of each row's target, and the logsumexp of the row, in one pass over the logits."""
     rows, vocabulary = logits_NV.shape
     _pick[(rows,)](
-        logits_NV, target_N, logprob_N, mass_N, 1.0 / temperature, logits_NV.stride(0),
+        logits_NV, target_N, logprob_N, lse_N, 1.0 / temperature, logits_NV.stride(0),
         V=vocabulary, BLOCK=BLOCK_V, num_warps=8,
     )  # fmt: skip
 
@@ -68,11 +68,11 @@ def _pick_back(
     tl.store(at, grad.to(logits_ptr.dtype.element_ty), mask=v < V)
 
 
-def pick_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, mass_N: Tensor, grad_N: Tensor) -> None:
+def logprobs_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, lse_N: Tensor, grad_N: Tensor) -> None:
     """Turn logits into their gradients, in place, given those of the targets' logprobs."""
     rows, vocabulary = logits_NV.shape
     _pick_back[(rows, triton.cdiv(vocabulary, BLOCK_V))](
-        logits_NV, target_N, mass_N, grad_N, 1.0 / temperature, logits_NV.stride(0),
+        logits_NV, target_N, lse_N, grad_N, 1.0 / temperature, logits_NV.stride(0),
         V=vocabulary, BLOCK=BLOCK_V, num_warps=8,
     )  # fmt: skip
 
@@ -101,7 +101,7 @@ def _norm(
 
 
 def norm(x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """RMS norm of ``x`` (plus ``more``): the sum, its norm, and by how much each row was scaled."""
+    """RMS norm of ``x`` (plus ``more``): the sum, its norm, and the inverse RMS of each row."""
     rows, width = x_ND.shape
     total = x_ND if more_ND is None else torch.empty_like(x_ND)
     out = torch.empty_like(x_ND)
@@ -142,23 +142,23 @@ def _norm_back(
 
 
 def norm_back(
-    x_ND: Tensor, weight: Tensor, scale_N: Tensor, past_ND: Tensor | None, grad_ND: Tensor, *, learns: bool
+    x_ND: Tensor, weight: Tensor, scale_N: Tensor, residual_ND: Tensor | None, grad_ND: Tensor, *, learns: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of what was normed and of the weight; ``past`` is the gradient that goes past the norm."""
+    """Gradients of the input and of the weight; ``residual``, the gradient of the residual connection, is added."""
     rows, width = x_ND.shape
     out = torch.empty_like(x_ND)
     tile = _norm_tile(width)
     programs = min(PARTS, triton.cdiv(rows, tile["ROWS"]))
     parts = torch.empty((programs, width), dtype=torch.float32, device=x_ND.device) if learns else out
     _norm_back[(programs,)](
-        x_ND, weight, scale_N, grad_ND if past_ND is None else past_ND, grad_ND, out, parts, rows,
-        ADDS=past_ND is not None, LEARNS=learns, D=width, **tile,
+        x_ND, weight, scale_N, grad_ND if residual_ND is None else residual_ND, grad_ND, out, parts, rows,
+        ADDS=residual_ND is not None, LEARNS=learns, D=width, **tile,
     )  # fmt: skip
     return out, parts.sum(0).to(weight.dtype) if learns else None
 
 
 def _norm_tile(width: int) -> dict[str, int]:
-    """Rows at a time, so that narrow ones come in tiles as large as wide ones do.
+    """Tile of rows and columns: narrow rows are grouped, so that tiles have about the same size.
 
     >>> _norm_tile(576)
     {'BLOCK': 1024, 'ROWS': 2, 'num_warps': 4}
@@ -207,7 +207,7 @@ def _rotate(
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of queries and keys ``[B, T, heads, dim]``, by angles ``[B or 1, T, dim]``; or its transpose."""
+    """Rotary embedding of queries and keys ``[B, T, heads, dim]``, by angles ``[B or 1, T, dim]``; or its backward."""
     batch, length, heads, dim = q.shape
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     tokens, half = batch * length, dim // 2

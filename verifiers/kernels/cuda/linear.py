@@ -14,20 +14,20 @@ from verifiers.kernels.cuda.launch import begin, multiprocessors, overlap, share
 
 __all__ = ["OutOfResources", "project", "project_gated"]
 
-TILE = 64  # rows, columns and terms of a sum at a time: the sizes of matrices are multiples of it
+TILE = 64  # rows, columns and depth of a tile: the sizes of matrices are multiples of it
 MOST_STAGES = 5
-KEPT_FREE = 8  # one part in so many of the shared memory is not counted on
+KEPT_FREE = 8  # 1/8 of the shared memory is left free
 
 
 @triton.jit
 def _dot(x, w, total, SWAPS: tl.constexpr):
-    """Go on with a sum of products. Few rows go on the right of it: the left side of a tensor core has 64 at least."""
+    """Accumulate a product. Few rows go on the right side: the left operand of a tensor core has at least 64 rows."""
     return tl.dot(tl.trans(w), tl.trans(x), total) if SWAPS else tl.dot(x, w, total)
 
 
 @triton.jit
 def load_terms(at, inside, is_term, K: tl.constexpr, PART: tl.constexpr):
-    """A block of a matrix; there are fewer terms than that only at the end of a sum that is no multiple of a part."""
+    """Load a block of a matrix; the depth is masked only if K is no multiple of PART."""
     return tl.load(at, mask=inside, other=0.0) if K % PART == 0 else tl.load(at, mask=inside & is_term, other=0.0)
 
 
@@ -99,8 +99,8 @@ def _project_gated(
 
 
 def _tiles(rows: int, columns: int, products: int, device: torch.device) -> dict[str, Any]:
-    """Tiles for ``products`` at once, small enough that every multiprocessor has one. Loads run as far ahead as the
-    shared memory allows for programs that are resident together: a program waits for memory most of the time."""
+    """Tile sizes for ``products`` at once, small enough that every multiprocessor has a program; as many pipeline
+    stages as the shared memory allows for all resident programs, which are bound by memory."""
     block_m = min(TILE, max(16, triton.next_power_of_2(rows)))
     down, many, shared = triton.cdiv(rows, block_m), multiprocessors(device), shared_memory(device)
     is_few = block_m == TILE and down * columns // (TILE // 2) <= many

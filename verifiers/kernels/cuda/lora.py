@@ -1,4 +1,4 @@
-"""Triton: what adapters (LoRA) add to several projections of one input, in two launches: scale · (x · aᵀ) · bᵀ."""
+"""Triton: LoRA of several projections of one input in two launches: y += scale · (x · aᵀ) · bᵀ."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from verifiers.kernels.cuda.linear import load_terms
 from verifiers.kernels.modules import Lora
 
 MOST_AT_ONCE = 3
-ROWS, COLUMNS, TERMS = 16, 128, 128  # of a block; columns: half as many where a projection is no multiple of them
-TERMS_OF_A_PART, MOST_PARTS = 1024, 8  # few programs would be long over all terms: parts of them are summed afterwards
+ROWS, COLUMNS, TERMS = 16, 128, 128  # of a tile; half the columns if a projection is no multiple of them
+TERMS_OF_A_PART, MOST_PARTS = 1024, 8  # split-K of the first product, because there are few programs
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -76,9 +76,9 @@ def _expand(
 
 
 def add_adapted_(ys: Sequence[Tensor], x: Tensor, loras: Sequence[Lora]) -> None:
-    """Add to each result ``[rows, columns]``, in place, what an adapter makes of the input ``[rows, width]``.
+    """Add to each result ``[rows, columns]``, in place, the adapter's product with the input ``[rows, width]``.
 
-    Of one rank, at most three; columns are multiples of 64, and those of a result lie side by side.
+    At most three adapters of one rank; columns are multiples of 64 and contiguous.
     """
     rows, width = x.shape
     rank, n = loras[0].a_RK.shape[0], len(loras)

@@ -1,12 +1,12 @@
-"""Several projections of one input become one launch on CUDA, where that is faster: both are timed.
+"""Several projections of one input in one CUDA launch, where timing shows that to be faster than cuBLAS.
 
-A decode step of a small model multiplies by matrices so small that starting a multiplication takes as long as doing it.
-The weights are read where they are.
+In a decode step of a small model the matrices are so small that a launch takes as long as the product. Weights are read
+in place, not concatenated.
 
-Both ways are timed, and no rule by sizes stands here, because the other way is cuBLAS: which of its kernels runs, how
-it splits a sum, and so where it overtakes one launch of ours, jumps with rows, sizes, card and version, and a rule that
-fits one of them would be wrong on the next. It is timed once for each set of sizes and number of rows, while a step is
-warmed up for its graph; the numbers of both agree to rounding. What was not timed runs as plain projections.
+There is no rule by sizes, because cuBLAS chooses its kernel and split-K by rows, sizes, GPU and version: a rule that
+fits one of them would be wrong on the next. Both ways are timed once for each set of sizes and number of rows, while a
+step is warmed up for its CUDA graph; their results agree up to rounding. Sizes that were not timed run as plain
+projections.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from verifiers.kernels.modules import Lora, is_plain_linear, lora_of
 
 T = TypeVar("T")
 
-MOST_ROWS = 2048  # above, multiplications are long enough
+MOST_ROWS = 2048  # with more, a product takes much longer than a launch
 MOST_RANK = 128  # of adapters
-TILE = 64  # sizes that the kernels know are multiples of it
+TILE = 64  # the kernels need sizes that are multiples of it
 REPEATS = 20
-MARGIN = 0.97  # faster by so much, else plain projections are kept
-OWN_FAULTS = "thread_local"  # a recording is spoilt by what its own thread does, and by no other (a trainer's, say)
+MARGIN = 0.97  # of the time of plain projections: our kernel must be at least this fast
+OWN_FAULTS = "thread_local"  # capture mode: forbidden calls of other threads (a trainer's, say) do not break a capture
 
 _choices: dict[tuple[Any, ...], bool] = {}
 
 
 def project(x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
-    """The input through each of these layers."""
+    """Each of these linear layers applied to the input."""
 
     adapted = _adapted(x, linears)
     if adapted:
@@ -77,7 +77,7 @@ def project_gated(x: Tensor, gate: Any, up: Any, gated: Callable[[Tensor, Tensor
 
 
 def add_projected(total: Tensor, linear: Any, x: Tensor) -> Tensor:
-    """Add a projection to ``total``, in place: by the multiplication itself where the projection is a plain one."""
+    """Add a projection to ``total`` in place; of a plain layer by the matrix product itself (addmm)."""
     if not total.is_contiguous():
         return total.add_(linear(x))
     if adapted := _adapted(x, (linear,)):
@@ -108,7 +108,7 @@ def _is_few(x: Tensor) -> bool:
 
 
 def _adapted(x: Tensor, linears: Sequence[Any]) -> list[Any]:
-    """The adapters on these layers (None: none on this one), where kernels know all of them; else an empty list."""
+    """The adapter of each layer, or None; an empty list if no layer has one, or the kernels do not support one."""
     if not x.is_cuda or not _is_small(x):
         return []
     loras = [lora_of(one) for one in linears]
@@ -157,7 +157,7 @@ def _is_known(x: Tensor, linears: Sequence[Any]) -> bool:
 
 @contextmanager
 def nothing_freed() -> Iterator[None]:
-    """While a graph is recorded the garbage collector must not free what belongs to another: that would spoil it."""
+    """Disable the garbage collector while a CUDA graph is captured: freeing another graph would break the capture."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -183,7 +183,7 @@ def _faster(
 
 
 def _may_time(device: torch.device) -> bool:
-    """During the warm-up of a graph: on a side stream, and not being captured yet."""
+    """Only during the warm-up of a CUDA graph: on a side stream, and not yet capturing."""
     is_aside = torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
     return is_aside and not torch.cuda.is_current_stream_capturing()
 
@@ -198,8 +198,8 @@ def _is_faster(one: Callable[[], Any], other: Callable[[], Any]) -> bool:
 
 
 def _time(work: Callable[[], Any]) -> float:
-    """Milliseconds on the device alone: as a graph, so that the host's launching does not count."""
-    work()  # compiled outside of the capture
+    """Milliseconds on the device: by a CUDA graph, which excludes the launch overhead of the host."""
+    work()  # compiles outside of the capture
     torch.cuda.current_stream().synchronize()
     graph = torch.cuda.CUDAGraph()
     with nothing_freed():

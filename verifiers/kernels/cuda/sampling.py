@@ -1,4 +1,4 @@
-"""Triton: a token of each row of logits, without truncation, in one sweep; plain operations sweep eight times."""
+"""Triton: sampling without truncation in one pass over the logits; plain operations take eight."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _sample(
     inverse = tl.where(is_greedy, 1.0, 1.0 / tl.where(is_greedy, 1.0, temperature))
     v = tl.arange(0, BLOCK)
     b = tl.arange(0, PADDED_BLOCKS)
-    # Of each block the highest logit, and the sums beside it: raw and tempered.
+    # The maximum of each block, and its sums of exponentials relative to it: raw, and by temperature.
     tops = tl.full([PADDED_BLOCKS], -1e38, tl.float32)
     raws = tl.zeros([PADDED_BLOCKS], tl.float32)
     masses = tl.zeros([PADDED_BLOCKS], tl.float32)
@@ -57,7 +57,7 @@ def _sample(
     raw_sum = tl.sum(raws * tl.exp(tops - top), 0)
     masses = masses * tl.exp((tops - top) * inverse)
     total = tl.sum(masses, 0)
-    # One number in [0, 1) picks a block by its mass, then a token within it by its own.
+    # One number in [0, 1) selects a block by its mass, then a token within the block.
     mixed = _mix(tl.load(seed_ptr + row * seed_row), tl.load(step_ptr + row * step_row))
     target = (mixed >> 40).to(tl.float32) * 5.9604644775390625e-08 * total
     block = tl.minimum(tl.sum((tl.cumsum(masses, 0) <= target).to(tl.int32), 0), BLOCKS - 1)
@@ -80,7 +80,7 @@ def _sample(
 
 
 def sample(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, step_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Untruncated sampling: what `verifiers.kernels.sampling.sample` returns, in one sweep."""
+    """Untruncated sampling: what `verifiers.kernels.sampling.sample` returns, in one pass."""
     batch, vocabulary = logits_BV.shape
     token = torch.empty(batch, dtype=torch.int64, device=logits_BV.device)
     logprob, raw = (torch.empty(batch, dtype=torch.float32, device=logits_BV.device) for _ in range(2))

@@ -1,6 +1,7 @@
-"""A history split among several programs, each with a softmax of its own part; the last to end merges what they found.
+"""Split-KV attention (flash decoding): the history of a sequence, which are its cached keys and values, is split among
+several programs, each with a softmax over its part; the last program to finish merges the parts.
 
-A few sequences with long histories would keep a few multiprocessors busy for long, and leave the others idle.
+Without splits a few sequences with long histories would occupy a few multiprocessors and leave the others idle.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PER_MULTIPROCESSOR = 3  # programs: enough for the ends of long and short ones to even out
+PER_MULTIPROCESSOR = 3  # programs: enough to balance long and short ones
 MOST_SPLITS = 32
 
 
 def splits_for(programs: int, multiprocessors: int) -> int:
-    """Parts of each history, so that every multiprocessor has several programs: the nearest power of two.
+    """Number of splits of each history, so that every multiprocessor has several programs: a power of two.
 
     >>> [splits_for(rows * heads, 132) for rows, heads in ((1, 2), (12, 2), (32, 2), (128, 2), (256, 2), (1024, 3))]
     [32, 16, 8, 2, 1, 1]
@@ -27,14 +28,14 @@ def splits_for(programs: int, multiprocessors: int) -> int:
 
 
 def counters(programs: int, device: torch.device) -> Tensor:
-    """How many parts of each history have been stored: none, before a launch and after it."""
+    """Counters of the stored parts of each history; zero before a launch and after it."""
     return torch.zeros(programs, dtype=torch.int32, device=device)
 
 
 def partial_sums(
     programs: int, splits: int, queries: int, dim: int, out: Tensor, stored: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where programs put what they found: sums of values, the highest score with the sum of weights, their number."""
+    """Workspace for the parts: weighted sums of values, (maximum, sum of weights), and the counters."""
     if splits == 1:
         return out, out, out
     size = (programs, splits, queries)
@@ -50,7 +51,7 @@ def capped(scores, softcap):
 
 @triton.jit
 def attend_block(q, keys, values, inside, seen, scale, softcap, top, total, out, CAPPED: tl.constexpr):
-    """Go on with a softmax by a block of keys and values: its highest score, its sum of weights, and that of values."""
+    """Update an online softmax with a block of keys and values: maximum, sum of weights, weighted sum of values."""
     k = tl.load(keys, mask=inside, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee").to(tl.float32) * scale
     if CAPPED:
@@ -66,7 +67,7 @@ def attend_block(q, keys, values, inside, seen, scale, softcap, top, total, out,
 
 @triton.jit
 def attend_new(q, k, v, scale, softcap, top, total, out, CAPPED: tl.constexpr):
-    """Go on with a softmax by one key and its value."""
+    """Update an online softmax with one key and its value."""
     score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
     if CAPPED:
         score = capped(score, softcap)
@@ -77,7 +78,7 @@ def attend_new(q, k, v, scale, softcap, top, total, out, CAPPED: tl.constexpr):
 
 @triton.jit
 def span_of(length, split, splits, BLOCK: tl.constexpr):
-    """The positions of a part: the first, the one behind the last; and how many parts there are."""
+    """First and end position of a split, and the number of splits that are not empty."""
     span = tl.maximum((length + BLOCK * splits - 1) // (BLOCK * splits), 1) * BLOCK
     parts = tl.maximum((length + span - 1) // span, 1)
     return split * span, tl.minimum((split + 1) * span, length), parts
@@ -88,13 +89,13 @@ def merge_part(
     part_ptr, sum_ptr, stored_ptr, history, split, splits, parts, queries, d, top, total, out, mask,
     QUERIES: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Store a part. The program that stores the last one of a history merges them, in their order; did this one?"""
+    """Store a part. The program that stores the last part of a history merges all, in order, and returns True first."""
     first = history.to(tl.int64) * splits * QUERIES + queries
     part = first + split * QUERIES
     tl.store(part_ptr + part[:, None] * PADDED_DIM + d[None, :], out, mask=mask)
     tl.store(sum_ptr + part * 2, top)
     tl.store(sum_ptr + part * 2 + 1, total)
-    tl.debug_barrier()  # of all threads, before one of them says so
+    tl.debug_barrier()  # all threads have stored before one counts the part
     is_last = tl.atomic_add(stored_ptr + history, 1, sem="acq_rel") == parts - 1
     if is_last:
         tl.store(stored_ptr + history, 0)

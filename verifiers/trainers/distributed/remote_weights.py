@@ -1,4 +1,4 @@
-"""The weights after each step → the servers that sample from them: memory to memory, or as a folder they read."""
+"""Weights after each step → the servers that sample from them: by collectives, or as a folder that they read."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, Protocol
 
 from verifiers import calls
 from verifiers.trainers.checkpoints import save_model
-from verifiers.trainers.distributed.processes import together
+from verifiers.trainers.distributed.processes import raise_everywhere
 from verifiers.trainers.distributed.samplers import Samplers
 from verifiers.trainers.sampler import Sampler
 
 
 class RemoteWeights(Protocol):
-    """How a model that is served elsewhere gets its weights; ``version`` counts the updates they have had.
+    """Transfers weights to a model that is served elsewhere.
 
-    As an attribute it is that of the weights which arrived last.
+    ``version`` counts the updates of the weights; the attribute is that of the weights which arrived last.
     """
 
     @property
@@ -40,17 +40,17 @@ class FolderWeights:
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def begin(self, processes: Any, version: int) -> None:
-        """A server that was started with the model has its weights, unless the training goes on from later ones."""
+        """Name the weights that the server was started with, or send those of a resumed training."""
         if version:
             self.send(processes, version)
             return
-        with together(processes):
+        with raise_everywhere(processes):
             if processes.is_main_process and hasattr(self._server, "name_weights"):
                 _run(self._server.name_weights(version))
 
     def send(self, processes: Any, version: int) -> None:
-        """Hand the weights over, by the first process; the others wait."""
-        with together(processes):
+        """Save the weights and have the server load them, in rank 0; the others wait."""
+        with raise_everywhere(processes):
             if processes.is_main_process:
                 save_model(self._model, self._tokenizer, self._folder)
                 load = self._server.reload_weights
@@ -63,7 +63,7 @@ class FolderWeights:
 
 
 class TransferredWeights:
-    """The weights sent from this process's memory to that of the servers."""
+    """The weights sent by `Samplers`, from memory to memory."""
 
     def __init__(self, samplers: Samplers, model: Any, tokenizer: Any) -> None:
         self._samplers, self._model, self._tokenizer = samplers, model, tokenizer
@@ -73,16 +73,16 @@ class TransferredWeights:
         return self._samplers.version
 
     def begin(self, processes: Any, version: int) -> None:
-        with together(processes):
+        with raise_everywhere(processes):
             if processes.is_main_process:
                 self._samplers.start(self._model, self._tokenizer, version)
-        with together(processes):
+        with raise_everywhere(processes):
             if not processes.is_main_process:
                 self._samplers.start(self._model, self._tokenizer, version, is_sender=False)
 
     def send(self, processes: Any, version: int) -> None:
-        """The first process sends the whole model, which the step has gathered; the others wait."""
-        with together(processes):
+        """Rank 0 sends the full model, which the step has gathered; the others wait."""
+        with raise_everywhere(processes):
             if processes.is_main_process:
                 self._samplers.send(version)
         self._samplers.version = version
@@ -92,7 +92,7 @@ class TransferredWeights:
 
 
 def _run(sent: Any) -> None:
-    """Wait for what a server was asked, if its method is async."""
+    """Await the result of a server's method, if it is async."""
 
     async def awaited() -> None:
         await sent
@@ -102,7 +102,7 @@ def _run(sent: Any) -> None:
 
 
 def remote_weights(client: Any, server: Any, model: Any, tokenizer: Any) -> RemoteWeights | None:
-    """How a model that is served elsewhere gets its new weights; None where it is this very one."""
+    """The transfer of weights to the model behind a client; None if the client samples from this very model."""
     if client is None or isinstance(client, Sampler) or getattr(client, "engine_model", None) is model:
         return None
     if isinstance(client, Samplers) and server is None:

@@ -1,4 +1,4 @@
-"""Servers elsewhere → the policy as one client: requests go to those with the newest weights, and on if one dies."""
+"""Inference servers → the policy as one client: requests go to those with the newest weights, with failover."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from verifiers.trainers.staleness import OtherWeightsError, with_versions
 
 logger = logging.getLogger("verifiers.trainers")
 
-LOOK_S = 1.0  # between two looks at whether servers are there
-LOOK_FOR_LOST_S = 0.5  # between two looks at whether the server of a request has been given up
-MISSES = 3  # looks at which a server did not answer, one after the other, before it is given up
-MOST_FAILURES = 3  # of one request
-WORDS = "Count from one to ten."
-MOST_OFF, MOST_OFF_HALF = 0.05, 0.5  # nats by which a token's logprob may differ; in half precision
+HEALTH_CHECK_S = 1.0  # between two health checks of the servers
+POLL_S = 0.5  # between two looks at whether the server of a request is down
+MAX_MISSES = 3  # failed health checks in a row before a server is down
+MAX_FAILURES = 3  # of one request
+TEST_PROMPT = "Count from one to ten."
+MAX_DIFFERENCE, MAX_DIFFERENCE_HALF = 0.05, 0.5  # of a token's logprob, in nats, in float32 and in half precision
 
 
 @dataclass(slots=True, eq=False)
@@ -56,8 +56,8 @@ class Samplers:
     """One or more servers (`vf serve`, `vf-vllm`) that sample for a trainer and get its weights after each update.
 
     ``servers`` are URLs, or a file with one on each line, which is read again and again: a server that is added to it
-    joins. One that dies is passed over, and what it was asked is asked of another; when it is back it gets the newest
-    weights, then requests. While none is there, requests wait, ``patience_s`` at most.
+    joins. The requests of one that goes down are sent to another; when it is back it gets the newest weights, then
+    requests. While none is up, requests wait, ``patience_s`` at most.
     """
 
     needs_no_model = True
@@ -78,15 +78,15 @@ class Samplers:
         self._samplers: dict[str, _Sampler] = {}
         for url in (str(one) for one in servers if "://" in str(one)):
             self._add(url)
-        self.lock = FairLock()  # held while the weights are changed, and while they are read to be sent
+        self.lock = FairLock()  # held while the weights are updated, and while they are read to be sent
         self.version = 0
-        self._newest = 0  # of the versions that servers may have: the one that is being sent, or was last
-        self._guard = threading.Lock()  # held while a server joins, or all get weights
+        self._newest = 0  # version that is being sent or was sent last: servers may have it already
+        self._sending = threading.Lock()  # held while a server joins or weights are sent to all
         self._model: Any = None
         self._tokenizer: Any = None
         self._is_sender = True
         self._thread: threading.Thread | None = None
-        self._ends = threading.Event()
+        self._stop = threading.Event()
 
     @property
     def base_url(self) -> str:
@@ -99,10 +99,10 @@ class Samplers:
     def __repr__(self) -> str:
         return f"Samplers({self.base_url!r})"
 
-    # --- asking ---------------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------------
 
     async def complete(self, request: Request) -> Completion:
-        """The completion of the least busy server; of another one if that is lost before it has answered."""
+        """The completion of the least busy server; of another one if that goes down before it has answered."""
         end = time.monotonic() + (self.patience_s if request.timeout_s is None else request.timeout_s)
         failed: list[_Sampler] = []
         while True:
@@ -114,20 +114,20 @@ class Samplers:
             try:
                 completion = await self._ask(sampler, replace(request, model=sampler.channel.model), version)
             except (ConnectionFailedError, EndpointDownError) as error:
-                self._lose(sampler, str(error))
+                self._mark_down(sampler, str(error))
                 continue
             except (ServerError, BadReplyError) as error:
                 if isinstance(error, OtherWeightsError):
-                    self._lose(sampler, str(error))
-                # Else it may be this request: a server that has failed as a whole is not healthy, which is seen.
+                    self._mark_down(sampler, str(error))
+                # Else this request may be the cause: a server that does not work at all fails its health checks.
                 failed.append(sampler)
-                if len(failed) > MOST_FAILURES:
+                if len(failed) > MAX_FAILURES:
                     raise
                 continue
             except RateLimitError:
                 if time.monotonic() > end:
                     raise
-                await asyncio.sleep(LOOK_FOR_LOST_S)
+                await asyncio.sleep(POLL_S)
                 continue
             finally:
                 sampler.in_flight -= 1
@@ -143,23 +143,23 @@ class Samplers:
             if time.monotonic() > end:
                 reasons = "; ".join(f"{one.channel.where}: {one.reason}" for one in self._samplers.values())
                 raise EndpointDownError(f"no sampler is there ({reasons})")
-            await asyncio.sleep(LOOK_FOR_LOST_S / 5)
+            await asyncio.sleep(POLL_S / 5)
 
     async def _ask(self, sampler: _Sampler, request: Request, version: int) -> Completion | None:
-        """The reply, or None once the server has been given up: one that hangs does not answer.
+        """The reply, or None once the server is down: one that hangs never answers.
 
-        ``version`` is the oldest that it can be from: that of the weights when it is asked for.
+        ``version`` is that of the weights now: the oldest that the reply can be from.
         """
         asked = asyncio.ensure_future(sampler.client.complete(request))
         try:
             while not asked.done() and sampler.is_up:
-                await asyncio.wait((asked,), timeout=LOOK_FOR_LOST_S)
-            newest = self._newest if self._is_sender else None  # another process may have sent more than is known here
+                await asyncio.wait((asked,), timeout=POLL_S)
+            newest = self._newest if self._is_sender else None  # unknown in a process that sends nothing
             return with_versions(asked.result(), version, newest) if asked.done() else None
         finally:
             asked.cancel()
 
-    def _lose(self, sampler: _Sampler, reason: str) -> None:
+    def _mark_down(self, sampler: _Sampler, reason: str) -> None:
         if sampler.is_up:
             logger.warning("the sampler %s is passed over: %s", sampler.channel.where, reason)
         sampler.is_up, sampler.reason = False, reason
@@ -167,7 +167,7 @@ class Samplers:
     # --- weights --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Refuse a server that is not there or takes no weights, before there is a model to send; else see `start`."""
+        """Refuse servers that are down or take no weights, before a model is loaded; `start` checks the rest."""
         for sampler in self._listed():
             try:
                 calls.run(sampler.channel.check)
@@ -181,7 +181,7 @@ class Samplers:
         return list(self._samplers.values())
 
     def start(self, model: Any, tokenizer: Any, version: int, *, is_sender: bool = True) -> None:
-        """Give every server the weights, and check that it is this model; then watch over them until `close`."""
+        """Send the weights to every server and check that it has this model; then monitor them until `close`."""
         self._model, self._tokenizer = model, tokenizer
         self.version = self._newest = version
         self._is_sender = is_sender
@@ -190,13 +190,13 @@ class Samplers:
             if error is not None:
                 self.close()
                 raise _unfit(sampler, error) from error
-        self._ends.clear()
-        self._thread = threading.Thread(target=self._watch, name="verifiers-samplers", daemon=True)
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._monitor, name="verifiers-samplers", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching, and leave the groups."""
-        self._ends.set()
+        """Stop monitoring, and leave the process groups."""
+        self._stop.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -204,45 +204,44 @@ class Samplers:
             sampler.channel.close()
 
     def send(self, version: int) -> None:
-        """Hand the weights to every server that is there. One that fails is passed over until it is back."""
-        with self._guard:
-            there = [one for one in self._samplers.values() if one.is_up]
-            channels = [one.channel for one in there]
+        """Send the weights to every server that is up. One that fails is down until it joins again."""
+        with self._sending:
+            up = [one for one in self._samplers.values() if one.is_up]
+            channels = [one.channel for one in up]
             parameters = parameters_of(self._model)
             self._newest = version
             with self.lock:
                 errors = calls.run(lambda: send(parameters, channels, version))
-            for sampler, error in zip(there, errors, strict=True):
+            for sampler, error in zip(up, errors, strict=True):
                 if error is not None:
-                    self._lose(sampler, str(error))
-            self.version = version  # from here on: what is asked before may be answered by the weights before
+                    self._mark_down(sampler, str(error))
+            self.version = version  # last: a request made before this may be answered by the old weights
 
     def _join(self, sampler: _Sampler) -> Error | None:
-        """Give a server that is new, or back, the newest weights; only then is it asked anything."""
-        with self._guard:
-            error: Error | None = None
+        """Send a new or returning server the newest weights; requests go to it only after that."""
+        with self._sending:
             try:
-                if not self._is_sender:
-                    calls.run(lambda: self._find(sampler))
-                    return None
-                calls.run(sampler.channel.open)
-                with self.lock:
-                    parameters = parameters_of(self._model)
-                    (error,) = calls.run(lambda: send(parameters, [sampler.channel], self.version))
-                    if error is None:
+                if self._is_sender:
+                    calls.run(sampler.channel.open)
+                    with self.lock:
+                        parameters = parameters_of(self._model)
+                        (failure,) = calls.run(lambda: send(parameters, [sampler.channel], self.version))
+                        if failure is not None:
+                            return failure
                         calls.run(lambda: self._check(sampler))
-            except Error as found:
-                error = found
-            if error is None:
-                sampler.is_up, sampler.reason = True, ""
-            return error
+                else:
+                    calls.run(lambda: self._check_version(sampler))
+            except Error as error:
+                return error
+            sampler.is_up, sampler.reason = True, ""
+            return None
 
     async def _check(self, sampler: _Sampler) -> None:
-        """Refuse a server with another tokenizer, or one whose tokens are not from the weights it was sent."""
+        """Refuse a server with another tokenizer, or whose logprobs are not those of the weights it was sent."""
         writer = ChatWriter(self._tokenizer)
         is_chat = bool(getattr(self._tokenizer, "chat_template", None))
-        words = _words(self._tokenizer)
-        prompt: Any = [{"role": "user", "content": words}] if is_chat else words
+        text = _test_prompt(self._tokenizer)
+        prompt: Any = [{"role": "user", "content": text}] if is_chat else text
         kind: Any = "chat" if is_chat else "completion"
         asked = exact_tokens({"temperature": 1.0, "max_tokens": 8}, message_type=kind)
         request = Request(
@@ -254,23 +253,26 @@ class Samplers:
         ours = (writer.prompt(prompt) if is_chat else writer.text_prompt(prompt))[1]
         if tokens.prompt_ids != ours:
             raise RequestRefusedError(
-                f"it has another tokenizer or chat template: {words!r} is {len(tokens.prompt_ids)} tokens there "
+                f"it has another tokenizer or chat template: {text!r} is {len(tokens.prompt_ids)} tokens there "
                 f"({tokens.prompt_ids[:8]}…) and {len(ours)} here ({ours[:8]}…)"
             )
-        off, most = self._distance(tokens), self._most_off()
-        if off > most:
+        difference = self._mean_difference(tokens)
+        is_half = next(self._model.parameters()).dtype != torch.float32
+        allowed = MAX_DIFFERENCE_HALF if is_half else MAX_DIFFERENCE
+        if difference > allowed:
             raise RequestRefusedError(
-                f"it samples from other weights than it was sent: the logprobs of its tokens are {off:.2g} away from "
-                f"this model's, and {most:g} is the most that rounding explains"
+                f"it samples from other weights than it was sent: the logprobs of its tokens are {difference:.2g} away "
+                f"from this model's, and {allowed:g} is the most that rounding explains"
             )
         with_versions(completion, self.version, self.version)
         if not tokens.weight_versions:
-            said = (
-                "%s does not say which weights made a token: a reply counts as being of the oldest that it can be from"
+            logger.warning(
+                "%s does not say which weights made a token: a reply counts as being of the oldest that it can be from",
+                sampler.channel.where,
             )
-            logger.warning(said, sampler.channel.where)
 
-    def _distance(self, tokens: Tokens) -> float:
+    def _mean_difference(self, tokens: Tokens) -> float:
+        """Mean absolute difference of the logprobs of a reply to this model's own."""
         device, start = next(self._model.parameters()).device, len(tokens.prompt_ids) - 1
         with torch.no_grad():
             ids = torch.tensor([tokens.prompt_ids + tokens.completion_ids], device=device)
@@ -278,10 +280,7 @@ class Samplers:
         found = logprob_TV.gather(1, torch.tensor(tokens.completion_ids, device=device)[:, None])[:, 0]
         return float((found.cpu() - torch.tensor(tokens.logprobs)).abs().mean())
 
-    def _most_off(self) -> float:
-        return MOST_OFF if next(self._model.parameters()).dtype == torch.float32 else MOST_OFF_HALF
-
-    # --- who is there ---------------------------------------------------------------------------------------------
+    # --- membership -----------------------------------------------------------------------------------------------
 
     def _add(self, url: str) -> None:
         client = HTTPClient(
@@ -304,40 +303,39 @@ class Samplers:
                 if line and ServerControl(line).base_url not in self._samplers:
                     self._add(line)
 
-    async def _find(self, sampler: _Sampler) -> None:
-        """For a process that sends nothing: a server is there once another one has sent it the newest weights."""
+    async def _check_version(self, sampler: _Sampler) -> None:
+        """In a process that sends nothing: refuse a server until the sender has given it the newest weights."""
         await sampler.channel.find_model()
-        said = str(await sampler.channel.told("/weight_info", "weight_version"))
-        if not said.isdecimal() or int(said) < self.version:
-            raise RequestRefusedError(f"it has the weights of version {said} still")
-        sampler.is_up, sampler.reason = True, ""
+        version = str(await sampler.channel.get("/weight_info", "weight_version"))
+        if not version.isdecimal() or int(version) < self.version:
+            raise RequestRefusedError(f"it has the weights of version {version} still")
 
-    def _watch(self) -> None:
-        while not self._ends.wait(LOOK_S):
+    def _monitor(self) -> None:
+        while not self._stop.wait(HEALTH_CHECK_S):
             try:
                 self._read_files()
-            except ValueError as unread:
-                logger.warning("%s", unread)
+            except ValueError as error:
+                logger.warning("%s", error)
             for sampler in list(self._samplers.values()):
-                is_there = calls.run(sampler.channel.control.health)
-                sampler.misses = 0 if is_there else sampler.misses + 1
-                if sampler.is_up and sampler.misses >= MISSES:
-                    self._lose(sampler, "it is not healthy")
-                elif is_there and not sampler.is_up and not self._ends.is_set():
-                    error = self._join(sampler)
-                    if error is None:
+                is_healthy = calls.run(sampler.channel.control.health)
+                sampler.misses = 0 if is_healthy else sampler.misses + 1
+                if sampler.is_up and sampler.misses >= MAX_MISSES:
+                    self._mark_down(sampler, "it is not healthy")
+                elif is_healthy and not sampler.is_up and not self._stop.is_set():
+                    failure = self._join(sampler)
+                    if failure is None:
                         logger.warning("the sampler %s has joined", sampler.channel.where)
-                    elif sampler.reason != str(error):
-                        sampler.reason = str(error)
-                        logger.warning("the sampler %s cannot join: %s", sampler.channel.where, error)
+                    elif sampler.reason != str(failure):
+                        sampler.reason = str(failure)
+                        logger.warning("the sampler %s cannot join: %s", sampler.channel.where, failure)
 
 
 def _unfit(sampler: _Sampler, error: Error) -> ValueError:
     return ValueError(f"the sampler {sampler.channel.where} cannot be trained with: {error}")
 
 
-def _words(tokenizer: Any) -> str:
-    """Something to say that a tokenizer knows, be it one of a few letters."""
-    if tokenizer.decode(tokenizer.encode(WORDS, add_special_tokens=False)) == WORDS:
-        return WORDS
+def _test_prompt(tokenizer: Any) -> str:
+    """A prompt that survives the tokenizer, whose vocabulary may be a few letters."""
+    if tokenizer.decode(tokenizer.encode(TEST_PROMPT, add_special_tokens=False)) == TEST_PROMPT:
+        return TEST_PROMPT
     return str(tokenizer.decode(range(min(len(tokenizer), 64)), skip_special_tokens=True))[:16] or "a"

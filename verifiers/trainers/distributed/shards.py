@@ -1,6 +1,6 @@
-"""Sharded weights ↔ a folder to which each process writes its part, and from which any number of processes read theirs.
+"""Sharded weights ↔ a checkpoint folder: each process writes its shards, any number of processes read theirs.
 
-The folder is one of PyTorch's distributed checkpoints. Its entries: ``weights.NAME`` (trained, in float32),
+The format is that of `torch.distributed.checkpoint`. Its entries: ``weights.NAME`` (trained, in float32),
 ``optimizer.NAME.STATE``, and, unless adapters are trained, ``frozen.NAME``.
 """
 
@@ -25,13 +25,13 @@ FOLDER = "shards"
 
 
 def write(weights: ShardedWeights, path: Path) -> None:
-    """Write the parts of all processes, which call this together."""
+    """Write the shards of this process; all processes must call this."""
     with _quietly():
         dcp.save({**weights.tensors(), **weights.frozen()}, checkpoint_id=path / FOLDER)
 
 
 def read(weights: Weights, path: Path) -> None:
-    """Put weights and optimizer back from the parts that were written by however many processes."""
+    """Load weights and optimizer from shards that any number of processes wrote."""
     shapes = shapes_of(path)
     weights.make_room({name: shape for name, shape in shapes.items() if name.startswith("optimizer.")})
     with _quietly():
@@ -39,7 +39,7 @@ def read(weights: Weights, path: Path) -> None:
 
 
 def read_whole(weights: ShardedWeights, saved: Mapping[str, Any]) -> None:
-    """The same from a checkpoint of one process, in which everything is whole."""
+    """Load weights and optimizer from a checkpoint of one process, which has full tensors."""
     whole = {f"weights.{name}": one for name, one in zip(saved["names"], saved["masters"], strict=True)}
     for i, state in saved["optimizer"]["state"].items():
         whole |= {f"optimizer.{saved['names'][i]}.{key}": value for key, value in state.items()}
@@ -48,8 +48,8 @@ def read_whole(weights: ShardedWeights, saved: Mapping[str, Any]) -> None:
         for name, one in wanted.items():
             if isinstance(one, DTensor):
                 value = whole[name].to(one.device)
-                part = distribute_tensor(value, one.device_mesh, one.placements, src_data_rank=None)
-                one.to_local().copy_(part.to_local())
+                shard = distribute_tensor(value, one.device_mesh, one.placements, src_data_rank=None)
+                one.to_local().copy_(shard.to_local())
             else:
                 one.copy_(whole[name])
 
@@ -58,13 +58,13 @@ def read_whole(weights: ShardedWeights, saved: Mapping[str, Any]) -> None:
 
 
 def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
-    """What is in a folder: names of entries → their shapes."""
+    """Shapes of the entries of a checkpoint by name."""
     found: Mapping[str, Any] = dcp.FileSystemReader(path / FOLDER).read_metadata().state_dict_metadata
     return {name: tuple(one.size) for name, one in found.items()}
 
 
-def whole_weights(path: Path) -> dict[str, Tensor]:
-    """The parameters of a folder, whole, in this process."""
+def _full_weights(path: Path) -> dict[str, Tensor]:
+    """The full parameters of a checkpoint by name."""
     wanted = {
         name: torch.empty(shape) for name, shape in shapes_of(path).items() if name.startswith(("weights.", "frozen."))
     }
@@ -74,7 +74,7 @@ def whole_weights(path: Path) -> dict[str, Tensor]:
 
 
 def export_checkpoint(checkpoint: str | Path, path: str | Path) -> Path:
-    """A checkpoint, sharded or not → a folder of safetensors that transformers (of adapters: peft) loads."""
+    """Convert a checkpoint, sharded or not, to a folder of safetensors that transformers (adapters: peft) loads."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from verifiers.trainers.checkpoints import save_model
@@ -83,7 +83,7 @@ def export_checkpoint(checkpoint: str | Path, path: str | Path) -> Path:
     is_sharded = (checkpoint / FOLDER / ".metadata").is_file()
     if not is_sharded and not any(checkpoint.glob("*.safetensors")):
         raise ValueError(f"{checkpoint} is no checkpoint of a training: it has neither {FOLDER} nor safetensors")
-    if not is_sharded or (checkpoint / "adapter_config.json").is_file():  # adapters are small: beside their shards
+    if not is_sharded or (checkpoint / "adapter_config.json").is_file():  # adapters are also saved in full
         shutil.copytree(checkpoint, path, ignore=shutil.ignore_patterns(FOLDER, "trainer.*", "reference.pt"))
         return path
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -91,7 +91,7 @@ def export_checkpoint(checkpoint: str | Path, path: str | Path) -> Path:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     with readable(checkpoint):
-        weights = whole_weights(checkpoint)
+        weights = _full_weights(checkpoint)
     dtype = config.dtype or torch.float32
     model.load_state_dict({name: one.to(dtype) for name, one in weights.items()}, strict=False, assign=True)
     model.tie_weights()
@@ -103,12 +103,12 @@ def export_checkpoint(checkpoint: str | Path, path: str | Path) -> Path:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """A checkpoint of which a file was cut short or overwritten, as one sentence."""
+    """Errors about truncated or overwritten files of a checkpoint as one sentence."""
     try:
         yield
     except OSError:
         raise
-    except (dcp.CheckpointException, Exception) as error:  # PyTorch says it in many ways, of which one is no Exception
+    except (dcp.CheckpointException, Exception) as error:  # many types; CheckpointException is no Exception
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
         said = lines[-1] if isinstance(error, dcp.CheckpointException) else f"{type(error).__name__}: {lines[0]}"
         raise ValueError(
@@ -119,5 +119,5 @@ def readable(path: Path) -> Iterator[None]:
 @contextmanager
 def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of PyTorch, about its own functions
+        warnings.simplefilter("ignore")  # PyTorch warns of its own functions
         yield

@@ -1,19 +1,19 @@
-"""Measured figures of one card → how well a run on many of them would use them: a simulation of events, without torch.
+"""Throughput measured on one GPU → predicted utilisation of a run on many: a discrete-event simulation, without torch.
 
-What is assumed, and where it ends:
+What is assumed:
 
 - Sampler replicas are alike. Each decodes up to ``slots`` sequences at once, every one at ``tokens_per_s_alone`` until
-  together they reach ``tokens_per_s_full``, which they then share equally. Reading prompts is part of these figures.
-- A rollout alternates a turn of the model and a wait for its environment; it goes to the least busy replica each turn.
+  together they reach ``tokens_per_s_full``, which they then share equally. Both figures include prefill.
+- A rollout alternates a turn of the model and a wait for its environment; each turn goes to the least busy replica.
   Tokens of a turn and waits are drawn from log-normal distributions (``sigma`` 0: always the mean), all independent.
-- No more than ``max_staleness + 1`` batches are begun ahead of the weights; 0 is synchronous. An update takes the
-  oldest of those that are ready, and waits for one that would be too stale for the next.
-- An update takes ``8 × parameters`` operations a token (forward, backward, and the forward that checkpointing repeats),
-  at the share of the cards' peak (``mfu``) that was measured. It is taken to scale with the trainer's cards, which
-  is too good where a batch is small for them.
-- Then all samplers stop while the weights come: their bytes through ``sync_gb_per_s`` (to all at once, as a broadcast
-  does), and ``sync_latency_s``. With ``colocated`` cards the samplers stop while the trainer learns, too.
-- Scoring takes ``score_s`` of one of ``env_workers`` processors for each rollout.
+- No more than ``max_staleness + 1`` batches are started ahead of the weights; 0 is synchronous. An update takes the
+  oldest rollouts that are ready, and waits for those that would be too stale for the next update.
+- An update takes ``8 × parameters`` FLOPs a token (forward, backward, and the forward that checkpointing repeats), at
+  the measured share of the peak (``mfu``). It is assumed to scale with the trainer's GPUs, which is too optimistic for
+  small batches.
+- Then all samplers pause for the weight transfer: its bytes at ``sync_gb_per_s`` (to all at once, as a broadcast
+  does), and ``sync_latency_s``. With ``colocated`` GPUs the samplers pause during the update, too.
+- Scoring takes ``score_s`` of one of ``env_workers`` workers for each rollout.
 - Nothing fails, and nobody else uses the network.
 """
 
@@ -28,15 +28,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-BYTES_A_PARAMETER = 2  # weights are sent in bf16
-OPERATIONS_A_TOKEN = 8
+BYTES_PER_PARAMETER = 2  # weights are sent in bf16
+FLOPS_PER_PARAMETER = 8  # and token
 AT_LEAST_1 = ("sampler_gpus", "gpus_a_replica", "slots", "turns", "env_workers", "trainer_gpus", "batch", "steps")
-MOST, MOST_SIGMA, MOST_TURNS = 1e18, 10, 20_000_000
+MAX_VALUE, MAX_SIGMA, MAX_TURNS = 1e18, 10, 20_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A run: what was measured on one card, and how many there are of what."""
+    """A run: the throughput measured on one GPU, and the sizes of everything."""
 
     parameters: float = 8e9
     # the samplers
@@ -74,7 +74,10 @@ class Setup:
             if one.type == "bool" or (value is None and one.name == "train_s"):
                 continue
             kinds, word = ((int,), "whole number") if one.type == "int" else ((int, float), "number")
-            least, most = (1 if one.name in AT_LEAST_1 else 0), (MOST_SIGMA if one.name.endswith("_sigma") else MOST)
+            least, most = (
+                (1 if one.name in AT_LEAST_1 else 0),
+                (MAX_SIGMA if one.name.endswith("_sigma") else MAX_VALUE),
+            )
             if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
                 raise ValueError(f"{one.name}={value!r} must be a {word}, {least} to {most:g}")
         for name in ("tokens_per_s_alone", "tokens_per_s_full", "tokens_a_turn", "peak_tflops", "mfu", "sync_gb_per_s"):
@@ -93,9 +96,9 @@ class Setup:
             )
         if self.tokens_per_s_full < self.tokens_per_s_alone:
             raise ValueError("tokens_per_s_full is of all sequences together, and not below tokens_per_s_alone")
-        if (turns := (self.steps + 2 * self.max_staleness + 2) * self.batch * self.turns) > MOST_TURNS:
+        if (turns := (self.steps + 2 * self.max_staleness + 2) * self.batch * self.turns) > MAX_TURNS:
             raise ValueError(
-                f"{turns:,} turns would have to be played out, and {MOST_TURNS:,} take minutes: take fewer of steps, "
+                f"{turns:,} turns would have to be played out, and {MAX_TURNS:,} take minutes: take fewer of steps, "
                 "max_staleness, batch or turns (a tenth of the cards with a tenth of the batch is about the same)"
             )
 
@@ -109,23 +112,23 @@ class Setup:
 
     @property
     def sync_s(self) -> float:
-        return self.parameters * BYTES_A_PARAMETER / (self.sync_gb_per_s * 1e9) + self.sync_latency_s
+        return self.parameters * BYTES_PER_PARAMETER / (self.sync_gb_per_s * 1e9) + self.sync_latency_s
 
     def update_s(self, tokens: float) -> float:
-        """Seconds that one update on so many tokens takes."""
+        """Seconds of one update on so many tokens."""
         if self.train_s is not None:
             return self.train_s
-        return OPERATIONS_A_TOKEN * self.parameters * tokens / (self.trainer_gpus * self.peak_tflops * 1e12 * self.mfu)
+        return FLOPS_PER_PARAMETER * self.parameters * tokens / (self.trainer_gpus * self.peak_tflops * 1e12 * self.mfu)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a simulated run came to, once it was under way: the first steps, which fill the pipeline, are left out."""
+    """Steady state of a simulated run: the first steps, which fill the pipeline, are left out."""
 
     step_s: float
-    sampler_use: float  # tokens that were sampled ÷ those that full replicas would have sampled
-    trainer_use: float  # of the time, learning
-    sync_share: float  # of the time, all samplers stopped
+    sampler_use: float  # sampled tokens ÷ what replicas with all slots busy would have sampled
+    trainer_use: float  # share of the time spent in updates
+    sync_share: float  # share of the time spent in weight transfer
     mean_staleness: float
     worst_staleness: int
     tokens_per_s: float
@@ -145,224 +148,227 @@ class _Rollout:
 
 
 class _Replica:
-    """Sequences that share one replica. ``served`` is what each of them has been given so far, in tokens."""
+    """One sampler replica. ``served`` are the tokens that a sequence running since the start would have got so far."""
 
-    __slots__ = ("alone", "at", "full", "is_paused", "live", "looks_at", "served", "slots", "waiting")
+    __slots__ = ("alone", "at", "full", "is_paused", "next_end", "running", "served", "slots", "waiting")
 
     def __init__(self, setup: Setup) -> None:
         self.alone, self.full, self.slots = setup.tokens_per_s_alone, setup.tokens_per_s_full, setup.slots
         self.served = self.at = 0.0
-        self.live: list[tuple[float, int, _Rollout]] = []  # by what they will have been given when they end
+        self.running: list[tuple[float, int, _Rollout]] = []  # a heap by the value of `served` at which they end
         self.waiting: deque[tuple[float, _Rollout]] = deque()
         self.is_paused = False
-        self.looks_at = math.inf  # when it is looked at next
+        self.next_end = math.inf  # time of the event at which its next sequence ends
 
     @property
     def load(self) -> int:
-        return len(self.live) + len(self.waiting)
+        return len(self.running) + len(self.waiting)
 
     @property
     def rate(self) -> float:
         """Tokens a second of each sequence."""
-        return 0.0 if self.is_paused or not self.live else min(self.alone, self.full / len(self.live))
+        return 0.0 if self.is_paused or not self.running else min(self.alone, self.full / len(self.running))
 
     def advance(self, now: float) -> None:
         self.served += self.rate * (now - self.at)
         self.at = now
 
-    def admit(self, numbers: Iterator[int]) -> None:
-        while self.waiting and len(self.live) < self.slots:
+    def admit(self, order: Iterator[int]) -> None:
+        while self.waiting and len(self.running) < self.slots:
             tokens, rollout = self.waiting.popleft()
-            heapq.heappush(self.live, (self.served + tokens, next(numbers), rollout))
+            heapq.heappush(self.running, (self.served + tokens, next(order), rollout))
 
 
-class _Run:
-    """Events in the order of their time; each is a function that is called then."""
+class _Simulation:
+    """A queue of events: time, order among equal times, function, argument."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.draw = random.Random(setup.seed)
+        self.random = random.Random(setup.seed)
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[Any], None], Any]] = []
-        self.numbers = itertools.count()
+        self.order = itertools.count()
         self.replicas = [_Replica(setup) for _ in range(setup.replicas)]
-        self.loads = [(0, i) for i in range(setup.replicas)]  # a heap with entries that may be out of date
-        self.version = self.begun = 0
-        self.unfinished: Counter[int] = Counter()  # rollouts under way, by the version they began with
-        self.ready: list[tuple[int, int, _Rollout]] = []
-        self.finished: Counter[int] = Counter()  # those of `ready`, by version
+        self.loads = [(0, i) for i in range(setup.replicas)]  # a heap; an entry whose load has changed is skipped
+        self.version = self.started = 0
+        self.in_flight: Counter[int] = Counter()  # rollouts by the version they started with
+        self.ready: list[tuple[int, int, _Rollout]] = []  # a heap by version
+        self.num_ready: Counter[int] = Counter()  # those of `ready`, by version
         self.is_training = False
-        self.scoring = 0
+        self.busy_workers = 0
         self.to_score: deque[_Rollout] = deque()
         self.sampled = self.trained_s = self.synced_s = 0.0
-        self.ends: list[tuple[float, float, float, float]] = []  # of each step: time, tokens, learning, syncing
+        self.ends: list[
+            tuple[float, float, float, float]
+        ] = []  # at the end of each step: time, tokens, seconds of updates, of syncs
         self.staleness: list[int] = []
 
-    def later(self, seconds: float, then: Callable[[Any], None], what: Any = None) -> None:
-        heapq.heappush(self.events, (self.now + seconds, next(self.numbers), then, what))
+    def schedule(self, seconds: float, function: Callable[[Any], None], argument: Any = None) -> None:
+        heapq.heappush(self.events, (self.now + seconds, next(self.order), function, argument))
 
-    def finish(self, steps: int) -> None:
-        self.begin_rollouts()
+    def run(self, steps: int) -> None:
+        self.start_rollouts()
         while len(self.ends) < steps:
-            self.now, _, then, what = heapq.heappop(self.events)
-            then(what)
+            self.now, _, function, argument = heapq.heappop(self.events)
+            function(argument)
 
     # --- rollouts -------------------------------------------------------------------------------------------------
 
-    def begin_rollouts(self) -> None:
-        """As many as the bound on staleness lets begin."""
-        while self.begun < (self.version + self.setup.max_staleness + 1) * self.setup.batch:
-            self.begun += 1
-            self.unfinished[self.version] += 1
-            self.begin_turn(_Rollout(self.version, self.setup.turns))
+    def start_rollouts(self) -> None:
+        """As many as the bound on staleness allows."""
+        while self.started < (self.version + self.setup.max_staleness + 1) * self.setup.batch:
+            self.started += 1
+            self.in_flight[self.version] += 1
+            self.start_turn(_Rollout(self.version, self.setup.turns))
 
-    def begin_turn(self, rollout: _Rollout) -> None:
-        tokens = _drawn(self.draw, self.setup.tokens_a_turn, self.setup.tokens_sigma)
+    def start_turn(self, rollout: _Rollout) -> None:
+        tokens = _lognormal(self.random, self.setup.tokens_a_turn, self.setup.tokens_sigma)
         rollout.tokens += tokens
         rollout.turns_left -= 1
-        at = self.least_busy()
-        replica = self.replicas[at]
+        i = self.least_busy()
+        replica = self.replicas[i]
         replica.advance(self.now)
         replica.waiting.append((tokens, rollout))
-        replica.admit(self.numbers)
-        heapq.heappush(self.loads, (replica.load, at))
-        self.watch(at)
+        replica.admit(self.order)
+        heapq.heappush(self.loads, (replica.load, i))
+        self.schedule_end(i)
 
     def least_busy(self) -> int:
         while True:
-            load, at = heapq.heappop(self.loads)
-            if load == self.replicas[at].load:
-                return at
+            load, i = heapq.heappop(self.loads)
+            if load == self.replicas[i].load:
+                return i
 
-    def watch(self, at: int) -> None:
-        """Look at a replica when its next sequence ends; one that will be looked at before that is left alone."""
-        replica = self.replicas[at]
+    def schedule_end(self, i: int) -> None:
+        """Schedule the end of a replica's next sequence, unless an earlier event is scheduled for it."""
+        replica = self.replicas[i]
         if (rate := replica.rate) > 0:
-            end = self.now + max(replica.live[0][0] - replica.served, 0.0) / rate
-            if end < replica.looks_at:
-                replica.looks_at = end
-                self.later(end - self.now, self.end_turns, (at, end))
+            end = self.now + max(replica.running[0][0] - replica.served, 0.0) / rate
+            if end < replica.next_end:
+                replica.next_end = end
+                self.schedule(end - self.now, self.end_turns, (i, end))
 
-    def end_turns(self, what: tuple[int, float]) -> None:
-        at, looked_at = what
-        replica = self.replicas[at]
-        if replica.looks_at != looked_at:  # there was a reason to look at it before
+    def end_turns(self, event: tuple[int, float]) -> None:
+        i, end = event
+        replica = self.replicas[i]
+        if replica.next_end != end:  # superseded by an earlier event, or by a pause
             return
-        replica.looks_at = math.inf
+        replica.next_end = math.inf
         replica.advance(self.now)
         ended = []
-        # What is left may be less than the clock can tell apart, late in a long run.
-        near = 1e-6 + 2 * (math.ulp(replica.served) + replica.rate * math.ulp(self.now))
-        while replica.live and replica.live[0][0] <= replica.served + near:
-            ended.append(heapq.heappop(replica.live)[2])
+        # Late in a long run what is left may be below the resolution of the floats.
+        tolerance = 1e-6 + 2 * (math.ulp(replica.served) + replica.rate * math.ulp(self.now))
+        while replica.running and replica.running[0][0] <= replica.served + tolerance:
+            ended.append(heapq.heappop(replica.running)[2])
         if ended:
-            replica.admit(self.numbers)
-            heapq.heappush(self.loads, (replica.load, at))
-        self.watch(at)
+            replica.admit(self.order)
+            heapq.heappush(self.loads, (replica.load, i))
+        self.schedule_end(i)
         for rollout in ended:
             if rollout.turns_left:
-                self.later(_drawn(self.draw, self.setup.env_s, self.setup.env_sigma), self.begin_turn, rollout)
+                wait_s = _lognormal(self.random, self.setup.env_s, self.setup.env_sigma)
+                self.schedule(wait_s, self.start_turn, rollout)
             else:
                 self.sampled += rollout.tokens
                 self.to_score.append(rollout)
         self.score()
 
     def score(self) -> None:
-        while self.to_score and self.scoring < self.setup.env_workers:
-            self.scoring += 1
-            self.later(self.setup.score_s, self.scored, self.to_score.popleft())
+        while self.to_score and self.busy_workers < self.setup.env_workers:
+            self.busy_workers += 1
+            self.schedule(self.setup.score_s, self.end_score, self.to_score.popleft())
 
-    def scored(self, rollout: _Rollout) -> None:
-        self.scoring -= 1
-        self.unfinished[rollout.version] -= 1
-        self.finished[rollout.version] += 1
-        heapq.heappush(self.ready, (rollout.version, next(self.numbers), rollout))
+    def end_score(self, rollout: _Rollout) -> None:
+        self.busy_workers -= 1
+        self.in_flight[rollout.version] -= 1
+        self.num_ready[rollout.version] += 1
+        heapq.heappush(self.ready, (rollout.version, next(self.order), rollout))
         self.score()
-        self.learn()
+        self.update()
 
     # --- updates --------------------------------------------------------------------------------------------------
 
-    def learn(self) -> None:
-        if self.is_training or len(self.ready) < self.setup.batch or self.would_be_late():
+    def update(self) -> None:
+        if self.is_training or len(self.ready) < self.setup.batch or self.would_be_too_stale():
             return
         self.is_training = True
         taken = [heapq.heappop(self.ready)[2] for _ in range(self.setup.batch)]
-        self.finished.subtract(one.version for one in taken)
+        self.num_ready.subtract(one.version for one in taken)
         self.staleness += [self.version - one.version for one in taken]
-        took = self.setup.update_s(sum(one.tokens + self.setup.prompt_tokens for one in taken))
-        self.trained_s += took
+        update_s = self.setup.update_s(sum(one.tokens + self.setup.prompt_tokens for one in taken))
+        self.trained_s += update_s
         if self.setup.colocated:
-            self.stop_samplers(True)
-        self.later(took, self.sync)
+            self.pause_samplers(True)
+        self.schedule(update_s, self.sync)
 
-    def would_be_late(self) -> bool:
-        """Would an update leave more rollouts of some age than can still be learned from in time?"""
+    def would_be_too_stale(self) -> bool:
+        """Would an update now leave more rollouts of some version than later updates can take in time?"""
         batch, left, taken = self.setup.batch, 0, self.setup.batch
         for version in range(self.version - self.setup.max_staleness, self.version + 1):
-            ready = self.finished[version]
-            left += self.unfinished[version] + ready - min(ready, taken)
+            ready = self.num_ready[version]
+            left += self.in_flight[version] + ready - min(ready, taken)
             taken -= min(ready, taken)
             if left > batch * (version + self.setup.max_staleness - self.version):
                 return True
         return False
 
     def sync(self, _: None) -> None:
-        self.stop_samplers(True)
+        self.pause_samplers(True)
         self.synced_s += self.setup.sync_s
-        self.later(self.setup.sync_s, self.go_on)
+        self.schedule(self.setup.sync_s, self.end_step)
 
-    def go_on(self, _: None) -> None:
+    def end_step(self, _: None) -> None:
         self.version += 1
-        self.stop_samplers(False)
+        self.pause_samplers(False)
         self.ends.append((self.now, self.sampled, self.trained_s, self.synced_s))
         self.is_training = False
-        self.begin_rollouts()
-        self.learn()
+        self.start_rollouts()
+        self.update()
 
-    def stop_samplers(self, is_paused: bool) -> None:
-        for at, replica in enumerate(self.replicas):
+    def pause_samplers(self, is_paused: bool) -> None:
+        for i, replica in enumerate(self.replicas):
             replica.advance(self.now)
             replica.is_paused = is_paused
-            replica.looks_at = math.inf
-            self.watch(at)
+            replica.next_end = math.inf
+            self.schedule_end(i)
 
 
-def _drawn(draw: random.Random, mean: float, sigma: float) -> float:
-    """From a log-normal distribution with this mean."""
+def _lognormal(generator: random.Random, mean: float, sigma: float) -> float:
+    """A sample of a log-normal distribution with this mean."""
     if sigma == 0 or mean == 0:
         return mean
-    return draw.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)
+    return generator.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)
 
 
 def simulate(setup: Setup) -> Prediction:
-    """Play a run out, and say how busy its parts were.
+    """Simulate a run, and predict its step time and the utilisation of its parts.
 
     >>> alike = dict(tokens_sigma=0, env_sigma=0, turns=1, tokens_a_turn=100, env_s=0, score_s=0, parameters=0)
     >>> small = Setup(**alike, sampler_gpus=2, slots=4, batch=8, tokens_per_s_alone=50, tokens_per_s_full=200,
     ...               train_s=2, sync_latency_s=1, max_staleness=0)
-    >>> simulate(small).step_s  # 100 tokens at 50 a second, 2 s of learning, 1 s of waiting for the weights
+    >>> simulate(small).step_s  # 2 s of sampling (100 tokens at 50 a second), 2 s of update, 1 s of weight transfer
     5.0
     """
-    run = _Run(setup)
+    simulation = _Simulation(setup)
     skipped = 1 + setup.max_staleness
-    run.finish(skipped + setup.steps)
-    first, last = run.ends[skipped - 1], run.ends[-1]
+    simulation.run(skipped + setup.steps)
+    first, last = simulation.ends[skipped - 1], simulation.ends[-1]
     took, sampled, trained, synced = (end - begin for end, begin in zip(last, first, strict=True))
     if took <= 0:
         raise ValueError("a step takes no time with these figures, or less than can be told apart from the rest")
+    step_s, sync_share, trainer_use = took / setup.steps, synced / took, trained / took
     sampler_use = sampled / (took * setup.replicas * setup.tokens_per_s_full)
-    trainer_use = trained / took
-    seen = run.staleness[skipped * setup.batch :]
+    seen = simulation.staleness[skipped * setup.batch :]
     return Prediction(
-        step_s=took / setup.steps,
+        step_s=step_s,
         sampler_use=sampler_use,
         trainer_use=trainer_use,
-        sync_share=synced / took,
+        sync_share=sync_share,
         mean_staleness=sum(seen) / len(seen),
         worst_staleness=max(seen),
         tokens_per_s=sampled / took,
         gpus=setup.gpus,
-        bottleneck=_bottleneck(setup, sampler_use, trainer_use, synced / took, took / setup.steps),
+        bottleneck=_bottleneck(setup, sampler_use, trainer_use, sync_share, step_s),
     )
 
 

@@ -1,4 +1,4 @@
-"""The weights of a model → servers that sample from them, memory to memory, by vLLM's weight transfer endpoints."""
+"""Weights of a model → inference servers, by collectives of gloo or NCCL, through vLLM's weight transfer endpoints."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from verifiers.errors import ConnectionFailedError, Error, RequestRefusedError
 from verifiers.trainers.memory.optimizers import bitsandbytes
 
 OLDEST_VLLM = (0, 32)
-LOOK_S = 30.0  # for what a server says of itself: before the first step nobody waits long for one that says nothing
-QUICK_S = 120.0  # for what moves no weights: a server that hangs does not hold up a training for longer
+INFO_S = 30.0  # timeout of requests for a server's settings and version
+QUICK_S = 120.0  # timeout of requests that move no weights: a server that hangs holds up a training no longer
 ADAPTER, BASE = re.compile(r"\.lora_|\.modules_to_save\."), ".base_layer"
-NEW_CACHE = "/reset_prefix_cache?reset_running_requests=true"
+RESET_CACHE = "/reset_prefix_cache?reset_running_requests=true"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """One tensor of a model: what it is, and a way to read it whole."""
+    """One tensor of a model, and a function that reads it."""
 
     name: str
     dtype: torch.dtype
@@ -43,9 +43,9 @@ class Parameter:
 
 
 def parameters_of(model: Any) -> list[Parameter]:
-    """The tensors that the model on its own has, by its own names: adapters (LoRA) are added to what they adapt.
+    """The tensors of the model without adapters, by its own names: adapters (LoRA) are merged when they are read.
 
-    Weights in 4 bits are sent in the dtype that they are computed in: whoever samples holds them whole.
+    Weights in 4 bits are sent dequantized, in the dtype that they are computed in.
     """
     layers = {name: one for name, one in model.named_modules() if hasattr(one, "get_delta_weight")}
     found = []
@@ -77,7 +77,7 @@ def _read(parameter: Any, layer: Any) -> Tensor:
 
 
 class WeightChannel:
-    """One server that takes weights: what it can do, and the group that it and this process are in."""
+    """A server that takes weights, and the process group that it shares with this process."""
 
     def __init__(self, control: ServerControl) -> None:
         self.control = control
@@ -85,20 +85,20 @@ class WeightChannel:
         self.is_ours = False
         self.failure: Error | None = None
         self._channel: GlooChannel | NcclChannel | None = None
-        self._named: tuple[str, ...] = ()  # what the weights there may be called: as they came last, and before that
+        self._sent: tuple[str, ...] = ()  # versions that it may have: the last one sent, and the one before
 
     @property
     def where(self) -> str:
         return self.control.shown(self.control.base_url)
 
     async def open(self) -> None:
-        """Look at what the server is, and join a group with its processes; RequestRefusedError if that cannot be."""
+        """Check the server, and join a process group with its workers; RequestRefusedError if that is impossible."""
         backend = await self.check()
-        if self._named:
-            self._named = (*self._named[:2], "0")  # it was started anew
-        await self._check_owner(*self._named)
+        if self._sent:
+            self._sent = (*self._sent[:2], "0")  # it may have been restarted
+        await self._check_owner()
         await self.find_model()
-        world_size = 1 + await self.told("/get_world_size", "world_size")
+        world_size = 1 + await self.get("/get_world_size", "world_size")
         self.close()
         timeout_s = self.control.timeout_s
         init: dict[str, Any] = {"rank_offset": 1, "world_size": world_size, "packed": False}
@@ -115,11 +115,11 @@ class WeightChannel:
 
     async def find_model(self) -> None:
         """Ask the server for the name of its model."""
-        listed = await self.told("/v1/models", "data")
+        listed = await self.get("/v1/models", "data")
         self.model = str(listed[0]["id"]) if listed else ""
 
     async def check(self) -> str:
-        """What the server can be sent weights by; RequestRefusedError if by nothing that this process has."""
+        """The backend of weight transfer, gloo or nccl; RequestRefusedError if this process has none in common."""
         await self._check_version()
         backend = await self._backend()
         if backend == "nccl" and backend_here() != "nccl":
@@ -129,50 +129,50 @@ class WeightChannel:
             )
         return backend
 
-    async def _look(self, path: str) -> tuple[int, dict[str, Any]]:
-        """The status, and what the server says of itself there; an endpoint of another kind may say anything."""
-        status, text = await self.control.send("GET", path, None, min(self.control.timeout_s, LOOK_S))
+    async def _get(self, path: str) -> tuple[int, dict[str, Any]]:
+        """Status and JSON object of a GET request; 404 for a reply that is no JSON object."""
+        status, text = await self.control.send("GET", path, None, min(self.control.timeout_s, INFO_S))
         if status not in (404, 405):
             self.control.check("GET", path, status, text)
         try:
-            said = wire.decode(text.encode())
+            found = wire.decode(text.encode())
         except ValueError:
-            said = None
-        return (status, said) if isinstance(said, dict) else (404, {})
+            found = None
+        return (status, found) if isinstance(found, dict) else (404, {})
 
-    async def told(self, path: str, name: str) -> Any:
-        """One figure of what the server says of itself."""
-        status, said = await self._look(path)
-        if name not in said:
+    async def get(self, path: str, name: str) -> Any:
+        """One value of the JSON object at a path."""
+        status, found = await self._get(path)
+        if name not in found:
             raise RequestRefusedError(f"GET {path}: {status}, and no {name!r} in it; is this `vf serve` or vLLM?")
-        return said[name]
+        return found[name]
 
-    async def _check_owner(self, *named: str) -> None:
-        """Refuse a server that has got other weights since it was sent ours: its replies would be of another model."""
-        said = str((await self._look("/weight_info"))[1].get("weight_version", ""))
-        if self._named and said.isdecimal() and said not in named:
+    async def _check_owner(self) -> None:
+        """Refuse a server that has got weights of another trainer since it was sent ours."""
+        version = str((await self._get("/weight_info"))[1].get("weight_version", ""))
+        if self._sent and version.isdecimal() and version not in self._sent:
             raise RequestRefusedError(
-                f"another trainer sends it weights (it has version {said}, and was sent {self._named[0]} from here): "
+                f"another trainer sends it weights (it has version {version}, and was sent {self._sent[0]} from here): "
                 "give each training samplers of its own"
             )
 
     async def _check_version(self) -> None:
-        status, said = await self._look("/version")
+        status, found = await self._get("/version")
         if status in (404, 405):
             raise RequestRefusedError(
                 f"{self.where} is an endpoint that takes no weights; sample with `vf serve` or `vf-vllm`, or pass "
                 "weight_server=, an object with reload_weights(folder)"
             )
-        self.is_ours = said.get("server") == "verifiers"
-        number = tuple(int(part) for part in re.findall(r"\d+", str(said.get("version")))[:2])
+        self.is_ours = found.get("server") == "verifiers"
+        number = tuple(int(part) for part in re.findall(r"\d+", str(found.get("version")))[:2])
         if not self.is_ours and number < OLDEST_VLLM:
             raise RequestRefusedError(
-                f"{self.where} is vLLM {said.get('version')}, which cannot be sent weights in this way; 0.32 or later "
+                f"{self.where} is vLLM {found.get('version')}, which cannot be sent weights in this way; 0.32 or later "
                 "can (pip install -U vllm)"
             )
 
     async def _backend(self) -> str:
-        _, info = await self._look("/server_info?config_format=json")
+        _, info = await self._get("/server_info?config_format=json")
         config = (info.get("vllm_config") or {}).get("weight_transfer_config")
         backend = config.get("backend") if isinstance(config, dict) else None
         if backend not in ("gloo", "nccl"):
@@ -183,36 +183,32 @@ class WeightChannel:
         is_one_card = self.is_ours and info.get("card") is not None and info["card"] == card_here()
         return "gloo" if is_one_card else str(backend)
 
-    @property
-    def is_open(self) -> bool:
-        return self._channel is not None
-
     async def begin(self) -> None:
-        """Requests under way stop where they are, until `end`."""
+        """Pause the server: running requests keep their state until `end`."""
         self.failure = None
-        await self._check_owner(*self._named)
-        await self._tell("/pause?mode=keep")
-        await self._tell("/start_weight_update")
+        await self._check_owner()
+        await self._post("/pause?mode=keep")
+        await self._post("/start_weight_update")
 
-    def take(self, tensor: Tensor) -> None:
-        """Send one tensor; a server that has gone is passed over, and `failure` says why."""
+    def broadcast(self, tensor: Tensor) -> None:
+        """Send one tensor; once the server is lost this does nothing, and `failure` says why."""
         channel = self._channel
         if channel is None:
             return
         try:
             channel.broadcast(tensor.to(channel.device).contiguous())
-        except RuntimeError as error:  # whatever gloo or NCCL say: the other side is gone
+        except RuntimeError as error:  # of gloo or NCCL: the server is gone
             self.failure = ConnectionFailedError(f"{self.where} was lost: {str(error).splitlines()[0][:300]}")
             self.close()
 
     async def end(self, version: int) -> None:
-        """The weights have come whole: this is their version; what was computed with those before is dropped."""
-        self._named = (str(version), *self._named[:1])
-        await self._tell("/finish_weight_update", {"weight_version": str(version)})
-        await self._tell(NEW_CACHE)
-        await self._tell("/resume")
+        """All tensors were sent: set their version, drop the KV cache of the old weights, and resume requests."""
+        self._sent = (str(version), *self._sent[:1])
+        await self._post("/finish_weight_update", {"weight_version": str(version)})
+        await self._post(RESET_CACHE)
+        await self._post("/resume")
 
-    async def _tell(self, path: str, body: Any = None) -> None:
+    async def _post(self, path: str, body: Any = None) -> None:
         await self.control.ask("POST", path, body, timeout_s=min(self.control.timeout_s, QUICK_S))
 
     def close(self) -> None:
@@ -222,7 +218,7 @@ class WeightChannel:
 
 
 async def send(parameters: Sequence[Parameter], channels: Sequence[WeightChannel], version: int) -> list[Error | None]:
-    """Give every server these weights, each tensor read once; for each what went wrong, if anything did."""
+    """Send weights to all servers, reading each tensor once; for each server its error, or None."""
     update = {
         "names": [one.name for one in parameters],
         "dtype_names": [str(one.dtype).removeprefix("torch.") for one in parameters],
@@ -236,20 +232,20 @@ async def send(parameters: Sequence[Parameter], channels: Sequence[WeightChannel
         await channel.end(version)
 
     def broadcast() -> None:
-        for parameter in parameters if there else ():
+        for parameter in parameters if paused else ():
             tensor = parameter.read()
-            for channel in there:
-                channel.take(tensor)
+            for channel in paused:
+                channel.broadcast(tensor)
 
-    begun = await asyncio.gather(*(_tried(one, WeightChannel.begin) for one in channels))
-    there = [one for one, error in zip(channels, begun, strict=True) if error is None]
-    *ended, _ = await asyncio.gather(*(_tried(one, updated) for one in there), asyncio.to_thread(broadcast))
-    errors = dict(zip(there, ended, strict=True))
+    begun = await asyncio.gather(*(_error_of(one, WeightChannel.begin) for one in channels))
+    paused = [one for one, error in zip(channels, begun, strict=True) if error is None]
+    *ended, _ = await asyncio.gather(*(_error_of(one, updated) for one in paused), asyncio.to_thread(broadcast))
+    errors = dict(zip(paused, ended, strict=True))
     return [errors[one] if error is None else error for one, error in zip(channels, begun, strict=True)]
 
 
-async def _tried(channel: WeightChannel, step: Callable[[WeightChannel], Awaitable[None]]) -> Error | None:
-    """What went wrong in a step, if anything did: then the group with the server is left."""
+async def _error_of(channel: WeightChannel, step: Callable[[WeightChannel], Awaitable[None]]) -> Error | None:
+    """The error of a step, after which this process leaves the group with the server; None if there was none."""
     try:
         await step(channel)
     except Error as error:
@@ -259,18 +255,18 @@ async def _tried(channel: WeightChannel, step: Callable[[WeightChannel], Awaitab
 
 
 async def _both(request: Any, work: Any, close: Any) -> None:
-    """A request that is answered when the server has done its part, and our part of it, in a thread."""
+    """A request that the server answers once its side has joined, and joining on our side, in a thread."""
     asked = asyncio.ensure_future(request)
     worked = asyncio.ensure_future(asyncio.to_thread(work))
     await asyncio.wait((asked, worked), return_when=asyncio.FIRST_EXCEPTION)
     if asked.done() and (error := asked.exception()) is not None:
-        close()  # the other side will not come
+        close()  # the server will not join
         worked.add_done_callback(lambda one: one.cancelled() or one.exception())
         raise error
     if worked.done() and (failed := worked.exception()) is not None:
         close()
         try:
-            await asyncio.wait_for(asked, 5.0)  # what the server says of it is the better reason
+            await asyncio.wait_for(asked, 5.0)  # the server's own error is the better reason
         except TimeoutError:
             pass
         raise RequestRefusedError(f"the weights were not sent: {str(failed).splitlines()[0][:300]}") from failed

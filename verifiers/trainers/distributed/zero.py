@@ -1,4 +1,4 @@
-"""A model and DeepSpeed → weights sharded by ZeRO: the optimizer and gradients (stage 2), parameters too (stage 3)."""
+"""A model and DeepSpeed → weights sharded by ZeRO: optimizer and gradients (stage 2), parameters too (stage 3)."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from verifiers.trainers.base_config import TrainingConfig
-from verifiers.trainers.distributed.sharding import Root, ShardedWeights, Whole, proven, twin_of
+from verifiers.trainers.distributed.sharding import Root, ShardedWeights, Whole, copy_with, proven
 
-NOT_OURS = ("optimizer", "scheduler")  # sections of DeepSpeed's configuration whose place ours takes
-AVERAGES = ("exp_avg", "exp_avg_sq")  # that AdamW keeps of each parameter
+REPLACED_SECTIONS = ("optimizer", "scheduler")  # of DeepSpeed's configuration: the trainer's own are used
+MOMENTS = ("exp_avg", "exp_avg_sq")  # states that AdamW has for each parameter
 
 
 class ZeroWeights(ShardedWeights):
-    """Trained parameters in the hands of DeepSpeed, which keeps their float32 copies and moves them.
+    """Trained parameters that DeepSpeed shards; it keeps their float32 copies and updates them.
 
-    Up to stage 2 the parameters themselves are whole in every process, and it is they that are sampled from.
+    Up to stage 2 every process has the full parameters, which are also the ones that are sampled from.
     """
 
     def __init__(self, model: Any, config: TrainingConfig, processes: Any, *, whole: Whole) -> None:
@@ -33,16 +33,18 @@ class ZeroWeights(ShardedWeights):
         settings = settings_of(model, config, processes)
         self.stage = int(settings["zero_optimization"]["stage"])
         self._proven = proven(model, processes.device, is_here=whole == "sampled" or self.stage < 3)
-        twin = twin_of(model, _same_storage) if self.stage == 3 else model
-        super().__init__(model, twin, config, processes, whole=whole)
+        sharded = model
+        if self.stage == 3:  # on the same storage: DeepSpeed copies its shard and drops the reference
+            sharded = copy_with(model, lambda one: nn.Parameter(one.detach(), one.requires_grad))
+        super().__init__(model, sharded, config, processes, whole=whole)
         for group in self.optimizer.param_groups:
-            group["lr"] = 0.0  # DeepSpeed makes a step of its own, to have the optimizer's state
+            group["lr"] = 0.0  # `initialize` makes a step, to allocate the optimizer's state
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of DeepSpeed, about versions of torch
+            warnings.simplefilter("ignore")  # DeepSpeed warns of versions of torch
             if self.stage == 3:
-                deepspeed.zero.Init(module=twin, config_dict_or_path=settings)
+                deepspeed.zero.Init(module=sharded, config_dict_or_path=settings)
             self.root, *_ = deepspeed.initialize(
-                model=Root(twin), optimizer=self.optimizer, model_parameters=self.live, config=settings
+                model=Root(sharded), optimizer=self.optimizer, model_parameters=self.live, config=settings
             )
         self.optimizer = self.root.optimizer
         for state in self._inner.state.values():
@@ -52,16 +54,16 @@ class ZeroWeights(ShardedWeights):
 
     @property
     def _inner(self) -> Any:
-        """The optimizer within DeepSpeed's."""
+        """The optimizer that DeepSpeed's wraps."""
         return self.root.optimizer.optimizer
 
     def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
         self.root.set_gradient_accumulation_boundary(is_last)
-        self.root.backward(loss * self.processes.num_processes)  # gradients are averaged, and we want their sum
+        self.root.backward(loss * self.processes.num_processes)  # DeepSpeed averages gradients, and the sum is wanted
         self._has_gradients = True
 
     def collect(self) -> None:
-        """Sums were made in the backward passes."""
+        """The backward pass has reduced the gradients."""
 
     def step(self, learning_rate: float) -> float:
         if not self._has_gradients:
@@ -74,7 +76,7 @@ class ZeroWeights(ShardedWeights):
         norm = 0.0 if norm is None else float(norm)
         self.publish()
         self.check_finite("after a step")
-        return norm if norm >= 0 else math.inf  # -1: it overflowed, and nothing was moved
+        return norm if norm >= 0 else math.inf  # -1: overflow, the step was skipped
 
     def clear(self) -> None:
         self.root.optimizer.zero_grad()
@@ -87,21 +89,21 @@ class ZeroWeights(ShardedWeights):
                 yield i, live.detach()
 
     def scatter(self, i: int, whole: Tensor) -> None:
-        """Write a whole parameter to its float32 copy, and to what is computed with."""
+        """Write a full parameter to its float32 copy and to the parameter itself."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
         live = self.live[i]
         if self.stage == 3:
-            part = self._part(live, whole)
-            safe_set_local_fp32_param(live, part)
-            live.ds_tensor.data.copy_(part)
+            shard = self._shard_of(live, whole)
+            safe_set_local_fp32_param(live, shard)
+            live.ds_tensor.data.copy_(shard)
         else:
             safe_set_full_fp32_param(live, whole.float())
-        if live.numel() == whole.numel():  # small ones are whole at stage 3 too
+        if live.numel() == whole.numel():  # small parameters are not sharded at stage 3 either
             live.data.copy_(whole)
 
-    def _part(self, live: Any, whole: Tensor) -> Tensor:
-        """This process's part of a tensor of the shape of a parameter; the last one is padded."""
+    def _shard_of(self, live: Any, whole: Tensor) -> Tensor:
+        """This process's shard of a full tensor of the shape of a parameter; the last rank's is padded."""
         size, flat = live.ds_tensor.numel(), whole.float().flatten()
         padded = torch.nn.functional.pad(flat, (0, size * self.processes.num_processes - flat.numel()))
         return padded.narrow(0, size * self.processes.process_index, size)
@@ -111,7 +113,7 @@ class ZeroWeights(ShardedWeights):
 
         live = self.live[i]
         if self.stage == 3:
-            safe_set_local_optimizer_state(live, self._part(live, whole), key)
+            safe_set_local_optimizer_state(live, self._shard_of(live, whole), key)
         else:
             safe_set_full_optimizer_state(live, whole, key)
 
@@ -125,7 +127,7 @@ class ZeroWeights(ShardedWeights):
         if self.stage == 3:
             super().publish_now(everywhere=everywhere)
             return
-        increment_version(self.live)  # they are written to where PyTorch does not count
+        increment_version(self.live)  # DeepSpeed's writes do not raise version counters
         self._versions = [one._version for one in self._whole]
 
     def refresh(self) -> None:
@@ -139,13 +141,13 @@ class ZeroWeights(ShardedWeights):
         return {name: tuple(one.shape) for name, one in zip(self.names, self._whole, strict=True)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Whole parameters in turn: each process gets all of them, and keeps those that it is to write."""
+        """Gather one parameter at a time; each process keeps every n-th, which it is to write."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         found = {}
         for i, (name, live) in enumerate(zip(self.names, self.live, strict=True)):
             whole = {f"weights.{name}": safe_get_full_fp32_param(live)}
-            for key in AVERAGES:
+            for key in MOMENTS:
                 whole[f"optimizer.{name}.{key}"] = safe_get_full_optimizer_state(live, key)
             if i % self.processes.num_processes == self.processes.process_index:
                 found.update({entry: one.detach().cpu().clone() for entry, one in whole.items()})
@@ -161,17 +163,17 @@ class ZeroWeights(ShardedWeights):
         zero = self.root.optimizer
         for flat in zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups:
             state = self._inner.state[flat]
-            for key in AVERAGES:
+            for key in MOMENTS:
                 state.setdefault(key, torch.zeros_like(flat))
             state.setdefault("step", torch.zeros((), device=flat.device))
         if self.stage < 3:
             zero._lazy_init_hp_params_optimizer_state()
 
     def take(self, read: Callable[[dict[str, Tensor]], Any]) -> None:
-        """Whole parameters in turn: each process reads all of them, and keeps its parts."""
+        """Read one full parameter at a time; each process keeps its shard."""
         step = torch.zeros(())
         for i, (name, whole) in enumerate(zip(self.names, self._whole, strict=True)):
-            weight, states = torch.empty(whole.shape), {key: torch.empty(whole.shape) for key in AVERAGES}
+            weight, states = torch.empty(whole.shape), {key: torch.empty(whole.shape) for key in MOMENTS}
             wanted = {f"weights.{name}": weight}
             if self._was_stepped:
                 wanted |= {f"optimizer.{name}.{key}": one for key, one in {**states, "step": step}.items()}
@@ -186,19 +188,14 @@ class ZeroWeights(ShardedWeights):
     def _master(self, parameter: Any) -> Tensor:
         return parameter
 
-    def _parts(self) -> list[Tensor]:
+    def _shards(self) -> list[Tensor]:
         return [getattr(one, "ds_tensor", one) for one in self.live]
 
 
-def _same_storage(parameter: Any) -> Any:
-    """A parameter with the numbers of another: DeepSpeed takes its part of them, and lets go of the rest."""
-    return torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-
-
 def settings_of(model: Any, config: TrainingConfig, processes: Any) -> dict[str, Any]:
-    """DeepSpeed's configuration as the launcher was given it, with what the trainer decides."""
+    """The launcher's DeepSpeed configuration, with the values that the trainer decides."""
     settings: dict[str, Any] = copy.deepcopy(processes.state.deepspeed_plugin.deepspeed_config)
-    for name in NOT_OURS:
+    for name in REPLACED_SECTIONS:
         if settings.pop(name, None) is not None:
             warnings.warn(
                 f"{name} of DeepSpeed's configuration has no effect here: say it in the trainer's", stacklevel=6
@@ -216,18 +213,18 @@ def settings_of(model: Any, config: TrainingConfig, processes: Any) -> dict[str,
         settings.pop(name, None)
     return {
         **settings,
-        "train_micro_batch_size_per_gpu": 1,  # micro-batches are ours: as many tokens as fit
+        "train_micro_batch_size_per_gpu": 1,  # the trainer makes micro-batches by tokens
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.max_grad_norm or 0.0,
         "bf16": {"enabled": is_half},
         **({"data_types": {"grad_accum_dtype": "fp32"}} if is_half else {}),
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # ours will do where the optimizer is offloaded
+        "zero_force_ds_cpu_optimizer": False,  # the trainer's optimizer serves for offloading, too
     }
 
 
 def check_settings(config: TrainingConfig, processes: Any) -> None:
-    """Refuse a configuration of DeepSpeed's that shards nothing, or whose sizes are not those of the trainer's."""
+    """Refuse a DeepSpeed configuration that shards nothing, or whose batch sizes are not the trainer's."""
     settings, count = processes.state.deepspeed_plugin.deepspeed_config, processes.num_processes
     stage = int(settings["zero_optimization"].get("stage", 0))
     if stage not in (1, 2, 3):
@@ -239,9 +236,9 @@ def check_settings(config: TrainingConfig, processes: Any) -> None:
         "train_micro_batch_size_per_gpu": config.batch_size,
     }
     for name, value in own.items():
-        said = settings.get(name, "auto")
-        if said not in ("auto", value):
+        given = settings.get(name, "auto")
+        if given not in ("auto", value):
             raise ValueError(
-                f"{name} of DeepSpeed's configuration is {said}, and batch_size = {config.batch_size} of each of "
+                f"{name} of DeepSpeed's configuration is {given}, and batch_size = {config.batch_size} of each of "
                 f"{count} processes makes {value}: say auto there"
             )

@@ -97,7 +97,7 @@ class _TargetLogprobs(Function):  # type: ignore[misc]  # torch is not typed her
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor) -> Tensor:
         logprob_N, mass_N = (logits_NV.new_empty(len(logits_NV)) for _ in range(2))
-        kernels_for(logits_NV).pick(logits_NV, target_N, 1.0, logprob_N, mass_N)
+        kernels_for(logits_NV).logprobs(logits_NV, target_N, 1.0, logprob_N, mass_N)
         ctx.save_for_backward(logits_NV, target_N, mass_N)
         return logprob_N
 
@@ -105,7 +105,7 @@ class _TargetLogprobs(Function):  # type: ignore[misc]  # torch is not typed her
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Any, ...]:
         logits_NV, target_N, mass_N = ctx.saved_tensors
         grad_NV = logits_NV.clone()
-        kernels_for(grad_NV).pick_back_(grad_NV, target_N, 1.0, mass_N, grad_N.contiguous())
+        kernels_for(grad_NV).logprobs_back_(grad_NV, target_N, 1.0, mass_N, grad_N.contiguous())
         return grad_NV, None
 
 
@@ -160,7 +160,7 @@ class _FusedLogprobs(Function):  # type: ignore[misc]  # torch is not typed here
         last_NV = None
         for part in chunks:
             last_NV = linear(hidden_ND[part], weight_VD, bias_V)
-            kernels_for(last_NV).pick(last_NV, target_N[part], temperature, logprob_N[part], mass_N[part])
+            kernels_for(last_NV).logprobs(last_NV, target_N[part], temperature, logprob_N[part], mass_N[part])
         if keeps:
             ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, mass_N)
             ctx.temperature, ctx.chunks, ctx.last_NV = temperature, chunks, last_NV
@@ -178,7 +178,7 @@ class _FusedLogprobs(Function):  # type: ignore[misc]  # torch is not typed here
             grad_NV, ctx.last_NV = ctx.last_NV, None
             if grad_NV is None:
                 grad_NV = linear(hidden_ND[part], weight_VD, bias_V)
-            kernels_for(grad_NV).pick_back_(grad_NV, target_N[part], ctx.temperature, mass_N[part], grad_N[part])
+            kernels_for(grad_NV).logprobs_back_(grad_NV, target_N[part], ctx.temperature, mass_N[part], grad_N[part])
             if grad_hidden is not None:
                 matmul(grad_NV, weight_VD, out=grad_hidden[part])
             if needs_weight:

@@ -36,7 +36,7 @@ class Job:
     adapters: Any = None  # a LoRA configuration
     samples: bool = False  # rollouts are sampled from the model in this process
     processes: int = 1
-    sharding: str = "none"  # see `processes.held_apart`
+    sharding: str = "none"  # see `processes.sharded_states`
     is_read: bool = True  # the whole model is run on the device between steps: to sample, or as the reference
 
     @property

@@ -1,4 +1,4 @@
-"""A finished training → a page for a person: did it learn, from what, and does that look like reward hacking?"""
+"""A finished training → a Markdown report: did the reward rise, from what, does it look like reward hacking?"""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from verifiers.trainers.watch.journal import is_step_line
 from verifiers.trainers.watch.wording import clean, is_filtered, number, variance
 
 SHOWN = 5  # rollouts of each list
-KEPT = 50  # candidates of each list that are held with their text
+KEPT = 50  # candidates of each list that are kept in memory
 EXCERPT_CHARS = 600
-MAX_STEPS = 20  # of each end that the reward is compared by
-SHORT_SHARE = 0.1  # of the usual length
-HIGH_SHARE = 0.9  # of the way from the lowest to the highest reward
-REPETITIVE_CHARS, REPETITIVE_RATIO = 200, 0.15  # text that long which packs that small
-ERRORS = 2.0  # standard errors that a metric must move by to have risen or fallen
+MAX_STEPS = 20  # at the start and at the end, whose mean rewards are compared
+SHORT_SHARE = 0.1  # of the median length
+HIGH_SHARE = 0.9  # of the range of rewards: those above it are high
+REPETITIVE_CHARS, REPETITIVE_RATIO = 200, 0.15  # minimum length, maximum compression ratio
+ERRORS = 2.0  # standard errors by which a metric must change to count as risen or fallen
 
 _TAG = re.compile(r"<[A-Za-z_][\w-]*>")
 
 
 @dataclass(slots=True)
-class Traits:
-    """What the drift of replies is measured by; sums over rollouts."""
+class ReplyStats:
+    """Features of replies, summed over rollouts."""
 
     count: int = 0
     sums: Counter[str] = field(default_factory=Counter)
@@ -61,20 +61,20 @@ class Traits:
         return max(self.openings.values()) / self.count
 
 
-class Gathered:
-    """One pass over the rollouts: a few numbers of each, and the text of those that may be shown."""
+class RolloutStats:
+    """Statistics of one pass over the rollouts, and the records of those that may be shown."""
 
     def __init__(self, last_step: int) -> None:
         self.last_step = max(last_step, 1)
         self.count = self.failed = 0
         self.rewards: list[float] = []
         self.lengths: list[int] = []
-        self.first, self.last = Traits(), Traits()
+        self.first, self.last = ReplyStats(), ReplyStats()  # of the first and last quarter of the steps
         self._best: list[tuple[float, int, Mapping[str, Any]]] = []
         self._shortest: list[tuple[float, int, int, Mapping[str, Any]]] = []
         self._repetitive: list[tuple[float, int, Mapping[str, Any]]] = []
 
-    def take(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Mapping[str, Any]) -> None:
         self.count += 1
         reward = number(record.get("reward"))
         if reward is None:
@@ -94,33 +94,37 @@ class Gathered:
             _push(self._repetitive, (reward, self.count, record))
 
     def best(self) -> list[Mapping[str, Any]]:
-        """The rollouts that were reinforced most, each example once."""
+        """The rollouts with the highest advantages, one per example."""
         seen: dict[Any, Mapping[str, Any]] = {}
         for _, _, record in sorted(self._best, key=lambda item: item[:2], reverse=True):
             seen.setdefault(record.get("example_id"), record)
         return list(seen.values())[:SHOWN]
 
     def suspicious(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """Highly rewarded rollouts that say nothing, hardly anything, or the same over and over."""
+        """Highly rewarded rollouts whose replies are empty, very short or repetitive."""
         if not self.rewards or max(self.rewards) == min(self.rewards):
             return []
         low, high = min(self.rewards), max(self.rewards)
-        bar = low + HIGH_SHARE * (high - low)
+        threshold = low + HIGH_SHARE * (high - low)
         usual = sorted(self.lengths)[len(self.lengths) // 2]
         found: list[tuple[float, int, str, Mapping[str, Any]]] = []
         for reward, negative, order, record in self._shortest:
-            if reward >= bar and (negative == 0 or -negative < SHORT_SHARE * usual):
+            if reward >= threshold and (negative == 0 or -negative < SHORT_SHARE * usual):
                 why = "the reply is empty" if negative == 0 else f"{-negative} characters where {usual} are usual"
                 found.append((reward, order, why, record))
-        found += [(reward, n, "it repeats itself", record) for reward, n, record in self._repetitive if reward >= bar]
+        found += [
+            (reward, order, "it repeats itself", record)
+            for reward, order, record in self._repetitive
+            if reward >= threshold
+        ]
         found.sort(key=lambda item: (-item[0], item[1]))
         return [(why, record) for _, _, why, record in found[:SHOWN]]
 
 
 def audit(steps: Iterable[Mapping[str, Any]], rollouts: Iterable[Mapping[str, Any]]) -> str:
-    """A page in Markdown about a training, from the lines of its ``metrics.jsonl`` and its sampled rollouts.
+    """A report in Markdown about a training, from the lines of its ``metrics.jsonl`` and its sampled rollouts.
 
-    What the model wrote stands in indented blocks: nothing in it can become a heading, a link or a tag.
+    Model output is indented as code: nothing in it can become a heading, a link or a tag.
 
     >>> page = audit([{"step": 1, "reward": 0.25}, {"step": 2, "reward": 0.75}], [])
     >>> print(page.splitlines()[4])
@@ -129,22 +133,22 @@ def audit(steps: Iterable[Mapping[str, Any]], rollouts: Iterable[Mapping[str, An
     lines = list(steps)
     made = [line for line in lines if is_step_line(line)]
     numbers = [int(line["step"]) for line in made]
-    gathered = Gathered(max(numbers, default=1))
+    stats = RolloutStats(max(numbers, default=1))
     for record in rollouts:
-        gathered.take(record)
+        stats.add(record)
     parts = [
         ["# Audit of a training", "", "What follows is for a person to judge; nothing here is a verdict."],
         _reward_part(made, [line for line in lines if isinstance(line.get("eval"), Mapping)]),
         _metrics_part(made),
         _notices_part([line for line in lines if isinstance(line.get("notice"), str)]),
-        _suspicious_part(gathered),
-        _best_part(gathered),
-        _drift_part(gathered),
+        _suspicious_part(stats),
+        _best_part(stats),
+        _drift_part(stats),
     ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
-# --- the parts ----------------------------------------------------------------------------------------------------
+# --- sections -----------------------------------------------------------------------------------------------------
 
 
 def _reward_part(made: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -153,17 +157,17 @@ def _reward_part(made: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str,
         return ["No step has a reward."]
     k = max(1, min(MAX_STEPS, len(scored) // 10))
     start, end = _reward_words(scored[:k]), _reward_words(scored[-k:])
-    said = [f"The mean reward went from {start} to {end}."]
+    lines = [f"The mean reward went from {start} to {end}."]
     if any(map(is_filtered, scored)):
         whole = [line for line in scored if number(line.get("reward_sampled")) is not None]
         start, end = (_reward_words(part, "reward_sampled") for part in (whole[:k], whole[-k:]))
-        said.append(f"That is of what was learned from; of all that was sampled it went from {start} to {end}.")
+        lines.append(f"That is of what was learned from; of all that was sampled it went from {start} to {end}.")
     measured = [(line, line["eval"]) for line in evals if number(line["eval"].get("reward")) is not None]
     for line, figures in [measured[0], measured[-1]] if len(measured) > 1 else measured:
         low, high = number(figures.get("low")), number(figures.get("high"))
         between = "" if low is None or high is None else f" (interval {low:.3f} to {high:.3f})"
-        said.append(f"Evaluated after step {line.get('step')}: {figures['reward']:.3f}{between}.")
-    return said
+        lines.append(f"Evaluated after step {line.get('step')}: {figures['reward']:.3f}{between}.")
+    return lines
 
 
 def _reward_words(lines: Sequence[Mapping[str, Any]], name: str = "reward") -> str:
@@ -179,7 +183,7 @@ def _reward_words(lines: Sequence[Mapping[str, Any]], name: str = "reward") -> s
 
 
 def _metrics_part(made: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Which reward functions and metrics rose and which fell, by the first and the last quarter of the steps."""
+    """Reward functions and metrics in the first and in the last quarter of the steps."""
     rows, rose, fell = list[str](), list[str](), list[str]()
     found = [_mapping(line.get("metrics")) for line in made]
     for name in sorted({name for metrics in found for name in metrics}):
@@ -195,16 +199,11 @@ def _metrics_part(made: Sequence[Mapping[str, Any]]) -> list[str]:
         rows.append(f"| {_inline(name)} | {fmean(before):.3f} | {fmean(after):.3f} | {change:+.3f} |")
     if not rows:
         return []
-    said = [
-        "## Reward functions and metrics",
-        "",
-        "| name | first quarter | last quarter | change |",
-        "|---|---|---|---|",
-    ]
-    said += rows
+    head = ["## Reward functions and metrics", ""]
+    table = ["| name | first quarter | last quarter | change |", "|---|---|---|---|", *rows]
     if rose and fell:
-        said += ["", f"While {', '.join(rose)} rose, {', '.join(fell)} fell: is one bought with the other?"]
-    return said
+        table += ["", f"While {', '.join(rose)} rose, {', '.join(fell)} fell: is one bought with the other?"]
+    return head + table
 
 
 def _notices_part(notices: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -212,39 +211,39 @@ def _notices_part(notices: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["## Notices given", "", *found] if found else []
 
 
-def _suspicious_part(gathered: Gathered) -> list[str]:
-    if not gathered.count:
+def _suspicious_part(stats: RolloutStats) -> list[str]:
+    if not stats.count:
         return []
-    found = [line for why, record in gathered.suspicious() for line in _rollout(record, why)]
+    found = [line for why, record in stats.suspicious() for line in _rollout(record, why)]
     nothing = ["No highly rewarded rollout is empty, very short or repetitive."]
     return ["## Suspicious rollouts", "", *(found or nothing)]
 
 
-def _best_part(gathered: Gathered) -> list[str]:
-    found = [line for record in gathered.best() for line in _rollout(record)]
+def _best_part(stats: RolloutStats) -> list[str]:
+    found = [line for record in stats.best() for line in _rollout(record)]
     head = ["## What was reinforced most", "", "The rollouts with the highest advantages, one of each example.", ""]
     return head + found if found else []
 
 
-def _drift_part(gathered: Gathered) -> list[str]:
-    first, last = gathered.first, gathered.last
+def _drift_part(stats: RolloutStats) -> list[str]:
+    first, last = stats.first, stats.last
     if not first.count or not last.count:
         return []
     counts = f"{first.count} and {last.count} sampled rollouts"
-    said = ["## Drift of replies", "", f"From the first to the last quarter of the steps ({counts})."]
-    said += ["", "| a reply | first quarter | last quarter |", "|---|---|---|"]
+    lines = ["## Drift of replies", "", f"From the first to the last quarter of the steps ({counts})."]
+    lines += ["", "| a reply | first quarter | last quarter |", "|---|---|---|"]
     for name in ("characters", "lines"):
-        said.append(f"| {name} | {first.mean(name):.1f} | {last.mean(name):.1f} |")
+        lines.append(f"| {name} | {first.mean(name):.1f} | {last.mean(name):.1f} |")
     others = [name for name in first.sums | last.sums if name not in ("characters", "lines")]
     shares = [(name, first.mean(name), last.mean(name)) for name in others]
     shares.append(("begins as most others do", first.same_opening(), last.same_opening()))
-    said += [f"| {name} | {before:.0%} | {after:.0%} |" for name, before, after in shares if before or after]
+    lines += [f"| {name} | {before:.0%} | {after:.0%} |" for name, before, after in shares if before or after]
     opening, count = last.openings.most_common(1)[0]
-    said += ["", f"The most common beginning at the end ({count} of {last.count}):", "", *block(opening)]
-    return said
+    lines += ["", f"The most common beginning at the end ({count} of {last.count}):", "", *block(opening)]
+    return lines
 
 
-# --- what the model wrote -----------------------------------------------------------------------------------------
+# --- rollouts -----------------------------------------------------------------------------------------------------
 
 
 def _rollout(record: Mapping[str, Any], why: str = "") -> Iterator[str]:
@@ -261,7 +260,7 @@ def _rollout(record: Mapping[str, Any], why: str = "") -> Iterator[str]:
     if metrics:
         yield ", ".join(f"{_inline(name)} {'–' if value is None else f'{value:.3g}'}" for name, value in metrics)
         yield ""
-    for head, text in (("Prompt:", _asked(record)), ("Reply:", reply_of(record))):
+    for head, text in (("Prompt:", _last_prompt(record)), ("Reply:", reply_of(record))):
         yield head
         yield ""
         yield from block(excerpt(text))
@@ -269,7 +268,7 @@ def _rollout(record: Mapping[str, Any], why: str = "") -> Iterator[str]:
 
 
 def reply_of(record: Mapping[str, Any]) -> str:
-    """All that the model said in a rollout.
+    """The text of all messages of the model in a rollout.
 
     >>> reply_of({"completion": [{"role": "assistant", "content": "4"}, {"role": "user", "content": "Sure?"}]})
     '4'
@@ -280,7 +279,7 @@ def reply_of(record: Mapping[str, Any]) -> str:
     return completion if isinstance(completion, str) else ""
 
 
-def _asked(record: Mapping[str, Any]) -> str:
+def _last_prompt(record: Mapping[str, Any]) -> str:
     prompt = record.get("prompt")
     if isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):
         return text_of(messages_to_printable(prompt)[-1])
@@ -288,7 +287,7 @@ def _asked(record: Mapping[str, Any]) -> str:
 
 
 def excerpt(text: str, chars: int = EXCERPT_CHARS) -> str:
-    """The beginning and the end of a long text.
+    """Text, shortened in the middle to about so many characters.
 
     >>> excerpt("abcdefghij", 4)
     'ab … (6 characters) … ij'
@@ -301,7 +300,7 @@ def excerpt(text: str, chars: int = EXCERPT_CHARS) -> str:
 
 
 def block(text: str) -> list[str]:
-    r"""Text as an indented block, which no content can end.
+    r"""Text as an indented code block, which no content can end.
 
     >>> block("a\n```\n\n# b\x1b[31m")
     ['    a', '    ```', '    ', '    # b']
@@ -310,12 +309,12 @@ def block(text: str) -> list[str]:
 
 
 def _inline(text: str) -> str:
-    """A name within a sentence or a table, with nothing that Markdown would act on."""
+    """Text for a sentence or a table cell, with the characters of Markdown escaped."""
     return re.sub(r"([\\`*_\[\]<>|#&!])", r"\\\1", clean(text))
 
 
 def is_repetitive(text: str) -> bool:
-    """Does a long text say the same over and over?
+    """Does a long text compress so well that it must repeat itself?
 
     >>> is_repetitive("and so on, " * 60), is_repetitive("short short short")
     (True, False)
@@ -327,7 +326,7 @@ def is_repetitive(text: str) -> bool:
 
 
 def _push(heap: list[Any], item: tuple[Any, ...]) -> None:
-    """Keep the largest few; the records at the end of the tuples are never compared, as a count comes before them."""
+    """Keep the KEPT largest; a unique count before the record makes sure that records are never compared."""
     (heapq.heappush if len(heap) < KEPT else heapq.heappushpop)(heap, item)
 
 

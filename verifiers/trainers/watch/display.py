@@ -1,11 +1,11 @@
-"""The figures of a training → something to watch: a live panel in a terminal, a line now and then elsewhere."""
+"""Metrics of a training → a live panel in a terminal or notebook; elsewhere a line every ``logging_steps``."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any, cast
 
 from rich.console import Console, Group, RenderableType
@@ -18,18 +18,18 @@ from rich.text import Text
 from verifiers.notebooks import is_notebook
 from verifiers.progress import Enduring, Tally, clock
 from verifiers.trainers.watch.notebook_panel import NotebookPanel
-from verifiers.trainers.watch.wording import clean, is_filtered, named, number, sparkline, with_interval
+from verifiers.trainers.watch.wording import clean, is_filtered, labelled, number, sparkline, with_interval
 
 BAR_CHARS = 24
-RECENT_STEPS = 20  # steps that the time left is judged by
+RECENT_STEPS = 20  # steps from which the time left is estimated
 DRAW_EVERY_S = 0.2
-ECHO_CHARS = 5  # columns beside the panel
-_PARTS = (
+ECHO_CHARS = 5  # columns left free beside the panel: see `_make_live`
+_PHASES = (
     ("generation", "generation_s", "cyan"),
     ("scoring", "scoring_s", "magenta"),
     ("training", "training_s", "green"),
 )
-# Name, key and form of figures: those that have a curve, and counts.
+# Label, key and format of metrics: those drawn as sparklines, and counts.
 _CURVES = (
     ("loss", "loss", ".4f"),
     ("kl", "kl", ".4f"),
@@ -46,7 +46,7 @@ _COUNTS = (
 
 
 class TrainingDisplay:
-    """Shows how a training goes on stderr; a terminal gets a panel that stays in place, a file or pipe gets lines.
+    """Shows the progress of a training on stderr: a live panel in a terminal, lines in a file or pipe.
 
     >>> display = TrainingDisplay(stream=sys.stdout)
     >>> display.start(200, "reverse-text")
@@ -63,28 +63,27 @@ class TrainingDisplay:
         self.total_steps = 0
         self.title = ""
         self.metrics: Mapping[str, Any] = {}
-        self.last_eval: Mapping[str, Any] | None = None
         self.last_notice = ""
         self.phase = "starting"
-        self.sampling: Tally | None = None  # of the rollouts that are being made
+        self.sampling: Tally | None = None  # counts the rollouts in progress
         self._phase_began = 0.0
-        self.steps: list[Mapping[str, Any]] = []  # what was shown so far, for a picture of it
+        self.steps: list[Mapping[str, Any]] = []  # shown so far: a notebook plots them
         self.evals: list[Mapping[str, Any]] = []
         self._history: dict[str, list[float]] = {}
-        self._ends: deque[float] = deque(maxlen=RECENT_STEPS + 1)
+        self._step_ends: deque[float] = deque(maxlen=RECENT_STEPS + 1)
         self._began = self._drawn_at = 0.0
         self._live: Any = None
 
     # --- what the trainer calls ---------------------------------------------------------------------------------
 
     def start(self, total_steps: int, title: str) -> None:
-        """Begin to show a training."""
+        """Show a training from now on."""
         self.total_steps, self.title = total_steps, clean(title)
         self._began = self._phase_began = time.monotonic()
-        self._ends.append(self._began)
+        self._step_ends.append(self._began)
         if not self.show:
             return
-        stream = Enduring(self.stream or sys.stderr)  # whoever watches may leave
+        stream = Enduring(self.stream or sys.stderr)  # a closed pipe does not stop the training
         if self.stream is None and is_notebook():
             self._live = NotebookPanel(self)
         elif stream.isatty():
@@ -92,74 +91,77 @@ class TrainingDisplay:
         if self._live is not None:
             self._live.start()
         else:
-            self._say(f"{self.title}: {total_steps} steps")
+            self.say(f"{self.title}: {total_steps} steps")
 
     def recall(self, steps: Iterable[Mapping[str, Any]]) -> None:
-        """Take the curves up where they were before a resume."""
+        """Restore the curves of the steps before a resume."""
         for metrics in steps:
             self._remember(metrics)
 
     def update(self, metrics: Mapping[str, Any]) -> None:
-        """The figures of a finished step."""
+        """Show the metrics of a finished step."""
         self._remember(metrics)
-        self._ends.append(time.monotonic())
+        self._step_ends.append(time.monotonic())
         step = metrics.get("step")
         is_due = not isinstance(step, int) or step % self.logging_steps == 0 or step == self.total_steps
         self._show(self.line() if is_due else "")
 
     def enter(self, phase: str) -> None:
-        """What is being done from now on: in words, for until the first step ends there is nothing else to show."""
+        """Show what the trainer is doing now; without a panel only until the first step has metrics to show."""
         self.phase, self._phase_began = phase, time.monotonic()
         self._show("" if self.metrics else phase)
 
     def counted(self) -> Tally:
-        """What counts the rollouts that are being made, and has its notes shown here."""
-        self.sampling = _Counted(self)
+        """A counter of the rollouts in progress, whose notes are shown here."""
+        self.sampling = _SamplingTally(self)
         return self.sampling
 
     def say(self, text: str, style: str = "") -> None:
-        """A line above the panel, which stays whole."""
-        if self._live is None:
-            self._say(text)
-            return
-        self._live.console.print(Text(text, style=style))
+        """Print a line, above the panel if there is one."""
+        if self._live is not None:
+            self._live.console.print(Text(text, style=style))
+        elif self.show:
+            print(text, file=cast(IO[str], Enduring(self.stream or sys.stderr)), flush=True)
 
     def notice(self, text: str) -> None:
-        """What the watch has to say; the last one stays in sight."""
+        """Show a notice of the `Watch`; the last one stays in the panel."""
         step = number(self.metrics.get("step"))
         self.last_notice = f"! {'' if step is None else f'step {step:.0f}: '}{clean(text)}"
         self.say(self.last_notice, "yellow")
 
     def eval(self, figures: Mapping[str, Any]) -> None:
-        """The figures of an evaluation: ``reward``, ``low``, ``high``, ``n``, ``failed``."""
-        self.last_eval = {**figures, "step": self.metrics.get("step")}
-        self.evals.append(self.last_eval)
+        """Show the metrics of an evaluation: ``reward``, ``low``, ``high``, ``n``, ``failed``."""
+        self.evals.append({**figures, "step": self.metrics.get("step")})
         self._show(self._eval_text(), force=True)
 
     def stop(self) -> None:
-        """End, leaving the last figures on the screen; a second call does nothing."""
+        """Stop, leaving the last metrics on the screen; a second call does nothing."""
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
 
-    # --- the pictures -------------------------------------------------------------------------------------------
+    # --- what is drawn ------------------------------------------------------------------------------------------
 
     def line(self) -> str:
-        """The last step in one line; figures that it does not have are left out."""
+        """The last step in one line; metrics that it does not have are left out."""
         metrics = self.metrics
-        parts = [f"step {metrics.get('step', '–')}/{self.total_steps}", self._reward_text(), self._sampled_text()]
-        parts += [named(name, metrics.get(key), form) for name, key, form in _CURVES[:-1]]
-        parts += [named(name, metrics.get(key) or None, form) for name, key, form in _COUNTS]  # 0 needs no words
-        parts += [
-            named("", metrics.get("tokens_per_s"), ",.0f", " tokens/s"),
-            named("", metrics.get("step_s"), ".2f", " s"),
+        parts = [
+            f"step {metrics.get('step', '–')}/{self.total_steps}",
+            self._interval("reward", "reward"),
+            self._sampled_text("of all sampled"),
         ]
-        if self._time_left_s() is not None and len(self._ends) > 2:
+        parts += [labelled(name, metrics.get(key), form) for name, key, form in _CURVES[:-1]]
+        parts += [labelled(name, metrics.get(key) or None, form) for name, key, form in _COUNTS]  # zeros are left out
+        parts += [
+            labelled("", metrics.get("tokens_per_s"), ",.0f", " tokens/s"),
+            labelled("", metrics.get("step_s"), ".2f", " s"),
+        ]
+        if self._time_left_s() is not None and len(self._step_ends) > 2:
             parts.append(f"{clock(self._time_left_s())} left")
         return "  ".join(part for part in parts if part)
 
     def panel(self) -> RenderableType:
-        """The live picture."""
+        """The live panel."""
         curves = Table.grid(padding=(0, 2))
         for name, value, history in self._curves():
             curves.add_row(Text(name, style="bold" if name == "reward" else ""), Text(value), sparkline(history))
@@ -167,9 +169,9 @@ class TrainingDisplay:
         rows += [curves] if curves.row_count else []
         if counts := self._counts_text():
             rows.append(Text(counts))
-        if self._seconds():
-            rows.append(self._time_row())
-        if self.last_eval is not None:
+        if parts := self._time_parts():
+            rows.append(_time_bar(parts))
+        if self.evals:
             rows.append(Text(self._eval_text(), style="bold"))
         if self.last_notice:
             rows.append(Text(self.last_notice, style="yellow"))
@@ -177,7 +179,7 @@ class TrainingDisplay:
 
     def _progress_row(self) -> RenderableType:
         step = number(self.metrics.get("step")) or 0
-        epoch = named("epoch", self.metrics.get("epoch"), ".2f")
+        epoch = labelled("epoch", self.metrics.get("epoch"), ".2f")
         gone = f"{clock(time.monotonic() - self._began)} gone, {clock(self._time_left_s())} left"
         row = Table.grid(padding=(0, 2))
         row.add_row(
@@ -188,83 +190,70 @@ class TrainingDisplay:
         return row
 
     def _curves(self) -> list[tuple[str, str, list[float]]]:
-        """Name, value now and history of each figure that has a curve."""
-        shown = [("reward", self._reward_text(label=False), self._history.get("reward", []))]
-        if sampled := self._sampled_text(label=False):
+        """Label, current value and history of each metric that is drawn as a sparkline."""
+        shown = [("reward", self._interval("", "reward"), self._history.get("reward", []))]
+        if sampled := self._sampled_text(""):
             shown.append(("of all sampled", sampled, self._history.get("reward_sampled", [])))
         beside = {
-            "completion_tokens": named(", longest", self.metrics.get("completion_tokens_max"), ".0f"),
-            "tokens_per_s": named(",", self.metrics.get("step_s"), ".2f", " s a step"),
+            "completion_tokens": labelled(", longest", self.metrics.get("completion_tokens_max"), ".0f"),
+            "tokens_per_s": labelled(",", self.metrics.get("step_s"), ".2f", " s a step"),
         }
         for name, key, form in _CURVES:
-            value = named("", self.metrics.get(key), form) or "–"
+            value = labelled("", self.metrics.get(key), form) or "–"
             shown.append((name, value + beside.get(key, ""), self._history.get(key, [])))
         return [row for row in shown if row[2]]
 
     def _counts_text(self) -> str:
         shown = (*_COUNTS, ("clipped", "clip_fraction", ".1%"), ("updates behind", "staleness", ".1f"))
-        parts = [named(name, self.metrics.get(key), form) for name, key, form in shown]
+        parts = [labelled(name, self.metrics.get(key), form) for name, key, form in shown]
         return "  ".join(part for part in parts if part)
 
-    def _seconds(self) -> list[tuple[str, float, str]]:
-        """Where the last step's time went, with the rest of it."""
-        found = [(name, number(self.metrics.get(key)) or 0.0, color) for name, key, color in _PARTS]
+    def _time_parts(self) -> list[tuple[str, float, str]]:
+        """Label, seconds and colour of the phases of the last step, and of the rest of its time."""
+        found = [(name, number(self.metrics.get(key)) or 0.0, color) for name, key, color in _PHASES]
         known = sum(seconds for _, seconds, _ in found)
         rest = (number(self.metrics.get("step_s")) or known) - known
-        if rest > 0.01 * known:  # parts may overlap, and then there is no rest
+        if rest > 0.01 * known:  # there is no rest if phases overlap
             found.append(("other", rest, "dim"))
         return [part for part in found if part[1] > 0]
 
-    def _time_row(self) -> RenderableType:
-        parts = self._seconds()
-        total = sum(seconds for _, seconds, _ in parts)
-        row = Text()
-        for _, seconds, color in parts:
-            row.append("█" * round(seconds / total * BAR_CHARS), style=color)
-        for name, seconds, color in parts:
-            row.append(f"  {name} {seconds / total:.0%}", style=color)
-        return row
-
-    # --- the words ----------------------------------------------------------------------------------------------
+    # --- text ---------------------------------------------------------------------------------------------------
 
     def phase_text(self) -> str:
-        """What is being done, and for how long."""
+        """What the trainer is doing, and for how long."""
         took = f", {clock(time.monotonic() - self._phase_began)}"
         tally = self.sampling
         if not self.phase.startswith("sampling"):
             return f"{self.phase}{took}"
-        if tally is None or not tally.total:  # the engine measures what is quickest here, or compiles it
+        if tally is None or not tally.total:  # the engine times its backends or compiles
             return f"preparing the sampler, then {self.phase}{took}"
         tokens = tally.activity.tokens_so_far if tally.activity is not None else tally.tokens
         return f"{self.phase}: {tally.done:,} of {tally.total:,} done, {tokens:,} tokens{took}"
 
-    def _reward_text(self, label: bool = True) -> str:
-        return self._interval("reward" if label else "", "reward")
-
-    def _sampled_text(self, label: bool = True) -> str:
-        """The reward of all that was sampled, where that is more than what is learned from."""
-        return self._interval("of all sampled" if label else "", "reward_sampled") if is_filtered(self.metrics) else ""
+    def _sampled_text(self, label: str) -> str:
+        """The reward of all sampled rollouts, if not all of them are trained on."""
+        return self._interval(label, "reward_sampled") if is_filtered(self.metrics) else ""
 
     def _interval(self, label: str, name: str) -> str:
         return with_interval(label, *(self.metrics.get(key) for key in (name, f"{name}_low", f"{name}_high")))
 
     def _eval_text(self) -> str:
-        found = self.last_eval or {}
+        found = self.evals[-1]
         reward = with_interval("reward", found.get("reward"), found.get("low"), found.get("high"))
-        loss = named("loss", found.get("loss"), ".4f")  # what a supervised training has instead
-        counts = named(" of", found.get("n"), ".0f", " rollouts" if reward else " examples")
-        counts += named(",", found.get("failed") or None, ".0f", " failed")
+        loss = labelled("loss", found.get("loss"), ".4f")  # of supervised training
+        counts = labelled(" of", found.get("n"), ".0f", " rollouts" if reward else " examples")
+        counts += labelled(",", found.get("failed") or None, ".0f", " failed")
         step = number(found.get("step"))
         return f"evaluation{'' if step is None else f' after step {step:.0f}'}: {reward or loss or 'no reward'}{counts}"
 
     def _time_left_s(self) -> float | None:
-        """Judged by the last steps, with all that lay between them (evaluations, checkpoints)."""
-        step = number(self.metrics.get("step"))
-        if step is None or len(self._ends) < 2:
+        """Estimated from the last steps, with the evaluations and checkpoints between them."""
+        step, ends = number(self.metrics.get("step")), self._step_ends
+        if step is None or len(ends) < 2:
             return None
-        return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) * max(self.total_steps - step, 0)
+        return (ends[-1] - ends[0]) / (len(ends) - 1) * max(self.total_steps - step, 0)
 
-    # --- the rest -----------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------
 
     def _remember(self, metrics: Mapping[str, Any]) -> None:
         self.metrics = metrics
@@ -273,23 +262,30 @@ class TrainingDisplay:
             if (found := number(value)) is not None:
                 self._history.setdefault(key, []).append(found)
 
-    def _say(self, text: str) -> None:
-        if self.show:
-            print(text, file=cast(IO[str], Enduring(self.stream or sys.stderr)), flush=True)
-
     def _show(self, text: str, force: bool = False) -> None:
-        """Draw the panel anew; where there is none, say it in words, if there are any."""
+        """Redraw the panel, at most every DRAW_EVERY_S; without a panel print the text, if there is any."""
         now = time.monotonic()
         if self._live is None:
             if text:
-                self._say(text)
+                self.say(text)
         elif force or now - self._drawn_at >= DRAW_EVERY_S:
             self._drawn_at = now
             self._live.refresh()
 
 
-class _Counted(Tally):
-    """Counts rollouts for the panel; what the run has to say stands above it."""
+def _time_bar(parts: Sequence[tuple[str, float, str]]) -> Text:
+    """A bar of coloured parts with their labels and shares."""
+    total = sum(seconds for _, seconds, _ in parts)
+    bar = Text()
+    for _, seconds, color in parts:
+        bar.append("█" * round(seconds / total * BAR_CHARS), style=color)
+    for name, seconds, color in parts:
+        bar.append(f"  {name} {seconds / total:.0%}", style=color)
+    return bar
+
+
+class _SamplingTally(Tally):
+    """Counts rollouts for the panel; its notes are printed above it."""
 
     def __init__(self, display: TrainingDisplay) -> None:
         super().__init__()
@@ -301,9 +297,9 @@ class _Counted(Tally):
 
 def _make_live(stream: IO[str], picture: Any) -> Live:
     console = Console(file=stream)
-    # A terminal writes ^C where the cursor is: in a line that is full, that would move the panel down by one.
+    # A terminal echoes ^C at the cursor: in a full line that would wrap and move the panel down by one.
     console.width = max(console.width - ECHO_CHARS, 20)
-    # A program's results on a piped stdout are not drawn into the panel.
+    # Results that a program writes to a piped stdout must not be redirected into the panel.
     return Live(
         get_renderable=picture,
         console=console,

@@ -1,4 +1,4 @@
-"""The figures of each step → a sentence when a training goes wrong: what is seen, and which knob to turn."""
+"""Metrics of each step → a notice when a training goes wrong: what is seen, and which setting to change."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any
 
 from verifiers.trainers.watch.wording import number, variance
 
-SILENCE = 50  # steps for which a kind of notice, once given, is not repeated
-PATIENCE = 3  # steps in a row before something is more than an accident
+SILENCE = 50  # steps before a notice of the same kind is repeated
+PATIENCE = 3  # consecutive steps before a notice is given
 WINDOW = 10  # steps over which reward functions are judged
-STRETCH, MAX_STRETCHES = 20, 50  # steps over which the reward is judged, and how many such stretches are compared
+BLOCK, MAX_BLOCKS = 20, 50  # steps whose mean rewards are compared, and how many such blocks
 
-CUT_SHARE = 0.9  # of completions cut off
+TRUNCATED_SHARE = 0.9  # of completions
 FAILED_SHARE = 0.2  # of rollouts that failed
 CLIPPED_SHARE = 0.3  # of tokens whose ratio was clipped
 RATIO_MEAN = (0.8, 1.25)
 RATIO_MAX = 20.0
 KL_MAX = 1.0  # nats a token
-ENTROPY_SHARE, ENTROPY_MAX = 0.2, 0.1  # of its start; nats a token
-SOLVED_SHARE = 0.9  # of the way from the worst to the best single reward seen
-SOLVED_LEAST = 0.5  # of what the weights add up to: the best seen must be this good
-GAIN_SHARE = 0.03  # of the same way in half a window: rewards still rise
+ENTROPY_SHARE, ENTROPY_MAX = 0.2, 0.1  # of its initial value; nats a token
+SOLVED_SHARE = 0.9  # of the range of rewards seen so far: a mean above it is solved
+SOLVED_LEAST = 0.5  # of the sum of the weights: the best reward must be at least this for that
+GAIN_SHARE = 0.03  # of the range of rewards, in half a window: rewards still rise
 DOMINANT_SHARE = 0.98  # of the weighted variance
-DOMINANT_SCALE = 20.0  # how much wider one function's values are spread than another's
-SATURATED_SPREAD = 0.1  # of a function's own range, below which it is saturated
-FALL_ERRORS, FALL_SHARE = 5.0, 0.1  # standard errors (many stretches are compared); of the range of rewards
+DOMINANT_SCALE = 20.0  # ratio of the standard deviations of two reward functions
+SATURATED_SPREAD = 0.1  # standard deviation, as a share of a function's own range, below which it is saturated
+FALL_ERRORS, FALL_SHARE = 5.0, 0.1  # standard errors (many blocks are compared); of the range of rewards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notice:
-    """One thing that the watch saw: a kind to tell it by, the step, and the sentence."""
+    """A warning about a training: its kind, its step and its text."""
 
     kind: str
     step: int
@@ -45,10 +45,10 @@ class Notice:
 
 
 class Watch:
-    """Looks at every step of a training and speaks up when something is wrong, each kind once in a while.
+    """Checks the metrics of every step and gives notices, each kind at most once in SILENCE steps.
 
-    ``config`` is a GRPOConfig or a mapping: its values are named beside the knobs. ``weights`` are those of the reward
-    functions by name; without them no reward function is judged, as plain metrics may well stay the same.
+    ``config`` is a GRPOConfig or a mapping: notices name its values beside the settings. ``weights`` are those of the
+    reward functions by name; a metric without a weight may stay constant and is not checked.
 
     >>> watch = Watch({"max_new_tokens": 64})
     >>> for step in range(1, 4):
@@ -66,11 +66,11 @@ class Watch:
         self._rewards: list[float] = []
         self._entropies: list[float] = []
         self._best, self._worst = -math.inf, math.inf
-        self._columns: deque[Mapping[str, list[float]]] = deque(maxlen=WINDOW)
-        self._moved: set[str] = set()
+        self._columns: deque[Mapping[str, list[float]]] = deque(maxlen=WINDOW)  # values of each reward function
+        self._varied: set[str] = set()  # reward functions that have given different values
 
     def look(self, step_metrics: Mapping[str, Any], batch_view: Mapping[str, Any]) -> list[Notice]:
-        """What is to be said after a step; usually nothing."""
+        """The notices about a step; usually none."""
         step = step_metrics.get("step") or 0
         self._remember(step_metrics, batch_view)
         found = {
@@ -95,11 +95,11 @@ class Watch:
         return notices
 
     def recall(self, steps: Iterable[Mapping[str, Any]]) -> None:
-        """Take note of the steps before a resume, without a word."""
+        """Look at the steps before a resume; their notices have been given."""
         for metrics in steps:
             self.look(metrics, {})
 
-    # --- what it looks for --------------------------------------------------------------------------------------
+    # --- checks -------------------------------------------------------------------------------------------------
 
     def _not_finite(self, metrics: Mapping[str, Any]) -> str | None:
         for name in ("loss", "grad_norm"):
@@ -143,7 +143,7 @@ class Watch:
 
     def _truncation(self, metrics: Mapping[str, Any]) -> str | None:
         share = number(metrics.get("truncated")) or 0.0
-        if not self._lasts("truncated", share >= CUT_SHARE) or self._is_solved():
+        if not self._lasts("truncated", share >= TRUNCATED_SHARE) or self._is_solved():
             return None
         seen = f"{share:.0%} of completions were cut off at the token limit for {PATIENCE} steps"
         if self._value("mask_truncated_completions") is True:
@@ -198,26 +198,26 @@ class Watch:
         )
 
     def _falling_reward(self) -> str | None:
-        """The last steps against the best stretch before them, both of the same length."""
-        recent = self._rewards[-STRETCH * MAX_STRETCHES :]
-        blocks = [recent[end - STRETCH : end] for end in range(len(recent), STRETCH - 1, -STRETCH)]
+        """Compares the last block of steps with the best block before it."""
+        recent = self._rewards[-BLOCK * MAX_BLOCKS :]
+        blocks = [recent[end - BLOCK : end] for end in range(len(recent), BLOCK - 1, -BLOCK)]
         if len(blocks) < 2:
             return None
         last, best = blocks[0], max(blocks[1:], key=fmean)
         drop = fmean(best) - fmean(last)
-        error = math.sqrt(2 * fmean([variance(block) for block in blocks]) / STRETCH)
+        error = math.sqrt(2 * fmean([variance(block) for block in blocks]) / BLOCK)
         span = self._best - self._worst if self._best > self._worst else max(recent) - min(recent)
         if drop <= FALL_ERRORS * error or drop <= FALL_SHARE * span:
             return None
         return (
-            f"the reward fell from {fmean(best):.3f} to {fmean(last):.3f} (means of {STRETCH} steps): lower "
+            f"the reward fell from {fmean(best):.3f} to {fmean(last):.3f} (means of {BLOCK} steps): lower "
             f"{self._knob('learning_rate')}, raise {self._knob('kl_coef')}, or go back to an earlier checkpoint; "
             "harder rows explain it too"
         )
 
     def _dead_function(self, name: str) -> str | None:
         values = self._values(name)
-        if len(self._columns) < WINDOW or not values or name in self._moved:
+        if len(self._columns) < WINDOW or not values or name in self._varied:
             return None
         return (
             f"the reward function {name!r} has given {values[0]:.3g} to every rollout so far: it has a weight "
@@ -226,7 +226,7 @@ class Watch:
         )
 
     def _dominance(self) -> str | None:
-        """One function outweighs another by the scale of its values, not by its weight."""
+        """One reward function makes up nearly all variance because of the scale of its values, not its weight."""
         if len(self._columns) < WINDOW:
             return None
         columns = {name: values for name in self.weights if (values := self._values(name))}
@@ -246,10 +246,10 @@ class Watch:
                 )
         return None
 
-    # --- what it remembers --------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------
 
     def _remember(self, metrics: Mapping[str, Any], view: Mapping[str, Any]) -> None:
-        # Of all that was sampled: what is left of it after filtering is never solved and says little of the policy.
+        # Of all sampled rollouts: filtering removes groups without variance, so the rest never looks solved.
         rewards = (number(metrics.get(name)) for name in ("reward_sampled", "reward"))
         if (reward := next((one for one in rewards if one is not None), None)) is not None:
             self._rewards.append(reward)
@@ -266,19 +266,19 @@ class Watch:
             for name, values in columns.items():
                 earlier = next((found[name][0] for found in self._columns if found[name]), None)
                 if values and (max(values) > min(values) or (earlier is not None and values[0] != earlier)):
-                    self._moved.add(name)
+                    self._varied.add(name)
             self._columns.append(columns)
 
     def _lasts(self, kind: str, is_so: bool) -> bool:
-        """Has something been so for several steps in a row?"""
+        """Has a condition been true for PATIENCE steps in a row?"""
         self._in_a_row[kind] = self._in_a_row.get(kind, 0) + 1 if is_so else 0
         return self._in_a_row[kind] >= PATIENCE
 
     def _is_solved(self) -> bool:
-        """Does nearly every rollout get the most that can be had?
+        """Is the mean reward close to the maximum?
 
-        That is the best that was ever seen, where there was a worse one; where all were alike from the start, what the
-        weights add up to. Alike and far from that is no end that one wants: the format is kept and nothing is right.
+        The maximum is the best reward seen so far. If all rewards were equal from the start it is the sum of the
+        weights: equal rewards far below that are no solution, say a format reward without any right answer.
         """
         if not self._rewards:
             return False
@@ -291,7 +291,7 @@ class Watch:
         return mean - self._worst >= SOLVED_SHARE * (self._best - self._worst)
 
     def _is_gaining(self) -> bool:
-        """Do rewards still rise from one handful of steps to the next? Then what the policy settles on is better."""
+        """Do rewards still rise between the two halves of the window? Then a falling entropy is no problem."""
         half = WINDOW // 2
         if len(self._rewards) < WINDOW:
             return False

@@ -1,4 +1,4 @@
-"""A batch of rollouts becomes the figures of a step: rewards with their interval, lengths, what went wrong."""
+"""A batch of rollouts → the metrics of a step: rewards with their confidence interval, lengths, failures."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from verifiers.trainers.batch import Batch
 
 
 def batch_view(batch: Batch) -> dict[str, Any]:
-    """A batch as plain columns, one entry a rollout: what is measured of it, and what the watch may see."""
+    """A batch as plain columns with one entry per rollout; processes exchange it, and `Watch.look` reads it."""
     states: list[Any] = [state or {} for state in batch.states]
-    tokens = [_said(state) for state in states]
-    drawn = np.fromiter(chain.from_iterable(tokens), np.float64, sum(map(len, tokens)))
-    drawn = drawn[np.isfinite(drawn)]
+    completions = [_completion_logprobs(state) for state in states]
+    logprobs = np.fromiter(chain.from_iterable(completions), np.float64, sum(map(len, completions)))
+    logprobs = logprobs[np.isfinite(logprobs)]
     metrics = [state.get("metrics") or {} for state in states]
     timings = [state.get("timing") or {} for state in states]
     names = sorted({name for one in metrics for name in one})
@@ -31,35 +31,35 @@ def batch_view(batch: Batch) -> dict[str, Any]:
         "metrics": {name: [one.get(name) for one in metrics] for name in names},
         "is_truncated": [bool(state.get("is_truncated")) for state in states],
         "is_played": [bool(state) for state in states],
-        "lengths": [len(logprobs) for logprobs in tokens],
+        "lengths": [len(completion) for completion in completions],
         "failed": len(batch.failed),
-        "drawn": (float(drawn.sum()), len(drawn)),
+        "logprobs": (float(logprobs.sum()), len(logprobs)),  # sum and count
         **{name: sum(one.get(name, 0.0) for one in timings) for name in ("scoring_ms", "total_ms")},
     }
 
 
-def joined(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The views of several processes as one; a group is of one process, an example may be of several."""
+def merge_views(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The views of all processes as one. A group lies within one process; an example may be in several."""
     if len(views) == 1:
         return dict(views[0])
-    whole: dict[str, Any] = {
+    merged: dict[str, Any] = {
         name: list(chain.from_iterable(view[name] for view in views))
         for name in ("rewards", "examples", "sampled", "is_truncated", "is_played", "lengths")
     }
-    whole["groups"] = [f"{i}:{group}" for i, view in enumerate(views) for group in view["groups"]]
+    merged["groups"] = [f"{i}:{group}" for i, view in enumerate(views) for group in view["groups"]]
     names = sorted({name for view in views for name in view["metrics"]})
-    whole["metrics"] = {
+    merged["metrics"] = {
         name: list(chain.from_iterable(view["metrics"].get(name, [None] * len(view["rewards"])) for view in views))
         for name in names
     }
     for name in ("failed", "scoring_ms", "total_ms"):
-        whole[name] = sum(view[name] for view in views)
-    whole["drawn"] = tuple(map(sum, zip(*(view["drawn"] for view in views), strict=True)))
-    return whole
+        merged[name] = sum(view[name] for view in views)
+    merged["logprobs"] = tuple(map(sum, zip(*(view["logprobs"] for view in views), strict=True)))
+    return merged
 
 
 def rollout_figures(view: Mapping[str, Any]) -> dict[str, Any]:
-    """What a batch says before it is learned from: ``reward`` is of what is learned from, ``reward_sampled`` of all."""
+    """Metrics of a batch before its update: ``reward`` of the rollouts trained on, ``reward_sampled`` of all."""
     groups = set(view["groups"])
     learned = list(zip(view["examples"], view["rewards"], strict=True))
     rewards = _reward_figures(learned)
@@ -83,7 +83,7 @@ def rollout_figures(view: Mapping[str, Any]) -> dict[str, Any]:
     played = [i for i, is_played in enumerate(view["is_played"]) if is_played]
     if played:
         lengths = [view["lengths"][i] for i in played]
-        total, count = view["drawn"]
+        total, count = view["logprobs"]
         figures |= {
             "completion_tokens": sum(lengths) / len(lengths),
             "completion_tokens_max": max(lengths),
@@ -95,7 +95,7 @@ def rollout_figures(view: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rollout_seconds(view: Mapping[str, Any], seconds: float) -> dict[str, float]:
-    """The time in which rollouts were made, by what they spent it on: they run side by side, so that sums mean nothing.
+    """Wall time of the rollouts, split by their own shares: they run concurrently, so their times do not add up to it.
 
     >>> rollout_seconds({"scoring_ms": 5000.0, "total_ms": 20000.0}, 2.0)
     {'generation_s': 1.5, 'scoring_s': 0.5}
@@ -105,7 +105,7 @@ def rollout_seconds(view: Mapping[str, Any], seconds: float) -> dict[str, float]
 
 
 def _reward_figures(pairs: Sequence[tuple[Any, float | None]]) -> dict[str, Any]:
-    """The mean of rewards, each with its example, and the interval; nothing where none was scored."""
+    """Mean and confidence interval of (example, reward) pairs, clustered by example; empty if none was scored."""
     rewards = [reward for _, reward in pairs]
     if not any(reward is not None for reward in rewards):
         return {}
@@ -113,15 +113,15 @@ def _reward_figures(pairs: Sequence[tuple[Any, float | None]]) -> dict[str, Any]
     return {"": interval.mean, "_low": interval.low, "_high": interval.high}
 
 
-def _said(state: Any) -> list[float]:
-    """The logprobs of what the model said."""
+def _completion_logprobs(state: Any) -> list[float]:
+    """Logprobs of the sampled tokens of all turns."""
     steps = state.get("trajectory") or ()
     turns = [step["tokens"]["completion_logprobs"] for step in steps if step.get("tokens") is not None]
     return turns[0] if len(turns) == 1 else [logprob for turn in turns for logprob in turn]
 
 
 def _mean(values: Sequence[Any], examples: Sequence[Any]) -> float | None:
-    """The mean over examples, whose rollouts may have failed more or less often."""
+    """Mean over examples of each one's mean: an example counts once, however many of its rollouts failed."""
     known: dict[Any, list[float]] = {}
     for example, value in zip(examples, values, strict=True):
         if isinstance(value, (int, float)) and math.isfinite(value):

@@ -1,4 +1,4 @@
-"""What happens in a training → lines on disk: figures in ``metrics.jsonl``, sampled rollouts in ``results.jsonl``."""
+"""A training → lines on disk: metrics in ``metrics.jsonl``, sampled rollouts in ``results.jsonl``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verifiers.store.disk import append_missing, replace_file
 from verifiers.store.mending import DAMAGED, mend_last_line
 
 METRICS = "metrics.jsonl"
-DIGITS = 5  # of a token's figures: enough to look at
+DIGITS = 5  # logprobs and ratios of tokens are rounded to these: they are for display
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -42,7 +42,7 @@ class Journal:
         self._next_rollout: dict[int | str, int] | None = None
 
     def open(self) -> Journal:
-        """Take the run directory now, or raise RunInUseError; the first line written does it otherwise."""
+        """Lock the run directory, or raise RunInUseError; without this call the first line written locks it."""
         if self._rollouts is None:
             self._rollouts = self.run_dir.appender()
         if self._metrics is None:
@@ -50,11 +50,11 @@ class Journal:
         return self
 
     def close(self) -> None:
-        """Sync to disk and give the run directory back; a line written later takes it again."""
-        held = [appender for appender in (self._rollouts, self._metrics) if appender is not None]
+        """Sync to disk and unlock the run directory; a line written later locks it again."""
+        appenders = [appender for appender in (self._rollouts, self._metrics) if appender is not None]
         self._metrics = self._rollouts = None
-        with ExitStack() as closing:  # the second is closed even where the first one's disk fails
-            for appender in held:
+        with ExitStack() as closing:  # each is closed even if closing another fails
+            for appender in appenders:
                 closing.callback(appender.close)
 
     def __enter__(self) -> Journal:
@@ -64,29 +64,29 @@ class Journal:
         self.close()
 
     def write_step(self, metrics: Mapping[str, Any]) -> None:
-        """Append the figures of one optimizer step; ``step`` must be among them."""
+        """Append the metrics of one optimizer step; ``step`` must be among them."""
         if not _is_step(metrics.get("step")):
             raise ValueError(f"the figures of a step need its number, got step={metrics.get('step')!r}")
         self._append({"step": metrics["step"], "time": time.time(), **metrics})
 
     def write_eval(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Append the figures of an evaluation made after a step."""
+        """Append the metrics of an evaluation made after a step."""
         self._append({"step": step, "time": time.time(), "eval": dict(figures)})
 
     def write_notice(self, step: int, text: str) -> None:
-        """Append what the watch saw at a step."""
+        """Append a notice of the `Watch` about a step."""
         self._append({"step": step, "time": time.time(), "notice": text})
 
     def write_rollouts(
         self, step: int, states: Sequence[Mapping[str, Any]], advantages: Sequence[float | None]
     ) -> None:
-        """Append sampled rollouts with the step they were trained in and how much better than their group they were."""
+        """Append sampled rollouts with the step they were trained in and their advantages."""
         if len(states) != len(advantages):
             raise ValueError(f"{len(states)} rollouts but {len(advantages)} advantages; give one for each")
         self.write_records([record_of(step, *pair) for pair in zip(states, advantages, strict=True)])
 
     def write_records(self, records: Sequence[Record]) -> None:
-        """Append what `record_of` made of rollouts, here or in another process."""
+        """Append records that `record_of` made, in this process or another."""
         out = self.open()._rollouts
         assert out is not None
         for record in records:
@@ -98,7 +98,7 @@ class Journal:
         out.append(line)
 
     def _take_number(self, example_id: Any) -> int:
-        """A number that no rollout of this example has yet, in this process or before it."""
+        """The next free rollout number of an example, counting those that are on disk already."""
         if self._next_rollout is None:
             self._next_rollout = {}
             for example, rollout in self.run_dir.load_index():
@@ -109,7 +109,7 @@ class Journal:
         return number
 
     def rewind(self, step: int) -> None:
-        """Forget what was written after a step, to go on from its checkpoint; a crash in between changes nothing."""
+        """Drop the lines of later steps, to resume from a checkpoint; each file is replaced atomically."""
         with self.run_dir.lock():
             was_open = self._rollouts is not None
             self.close()
@@ -120,11 +120,11 @@ class Journal:
                 self.open()
 
     def lines(self) -> Iterator[Record]:
-        """Every whole line of ``metrics.jsonl``, in order; also while it is being written."""
+        """All complete lines of ``metrics.jsonl`` in order; also while it is being written."""
         return read_records(self.path) if self.path.exists() else iter(())
 
     def steps(self) -> Iterator[Record]:
-        """The figures of the steps."""
+        """The metrics of the steps."""
         return (line for line in self.lines() if is_step_line(line))
 
     def evals(self) -> Iterator[Record]:
@@ -132,14 +132,14 @@ class Journal:
         return (line for line in self.lines() if isinstance(line.get("eval"), dict))
 
     def notices(self) -> Iterator[Record]:
-        """What the watch said: ``{"step": 12, "time": …, "notice": "…"}``."""
+        """The notices of the `Watch`: ``{"step": 12, "time": …, "notice": "…"}``."""
         return (line for line in self.lines() if isinstance(line.get("notice"), str))
 
 
 def record_of(
     step: int, state: Mapping[str, Any], advantage: float | None, ratios: Sequence[float] | None = None
 ) -> Record:
-    """A rollout as a line of ``results.jsonl``, but for its number; ``ratios`` are those of its tokens, end to end."""
+    """A rollout as a line of ``results.jsonl``, without its number; ``ratios`` are those of all its sampled tokens."""
     record = to_record(state, rollout=0)
     if tokens := sampled_tokens(state, ratios):
         record["sampled_tokens"] = tokens
@@ -150,8 +150,8 @@ def record_of(
 
 
 def sampled_tokens(state: Mapping[str, Any], ratios: Sequence[float] | None = None) -> list[dict[str, Any]]:
-    """What was sampled, turn by turn: ids, logprobs, and the ratio that each token had in the update; of a rollout that
-    crossed an update also which version of the weights each token is from.
+    """Sampled tokens by turn: ids, logprobs, importance ratios, and, if weights were updated during the rollout, the
+    version of the weights behind each token.
 
     >>> tokens = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "completion_logprobs": [-0.5, -0.25]}
     >>> sampled_tokens({"trajectory": [{"tokens": tokens}]}, [1.0, 1.5])
@@ -163,28 +163,23 @@ def sampled_tokens(state: Mapping[str, Any], ratios: Sequence[float] | None = No
     if not any(turns):
         return []
     lengths = [len(tokens.get("completion_ids", ())) for tokens in turns]
-    is_whole = ratios is not None and len(ratios) == sum(lengths)
-    ends = list(accumulate(lengths))
+    has_ratios = ratios is not None and len(ratios) == sum(lengths)
+    versions = {span[0] for tokens in turns for span in tokens.get("weight_versions") or ()}
     return [
         {
             "prompt_tokens": len(tokens.get("prompt_ids", ())),
             "ids": list(tokens.get("completion_ids", ())),
             "logprobs": [round(value, DIGITS) for value in tokens.get("completion_logprobs", ())],
-            **({"ratios": [round(value, DIGITS) for value in (ratios or ())[end - n : end]]} if is_whole else {}),
-            **({"weight_versions": list(map(list, versions))} if _are_of_several(versions, turns) else {}),
+            **({"ratios": [round(value, DIGITS) for value in (ratios or ())[end - n : end]]} if has_ratios else {}),
+            **({"weight_versions": list(map(list, spans))} if spans and len(versions) > 1 else {}),
         }
-        for tokens, n, end in zip(turns, lengths, ends, strict=True)
-        for versions in [tokens.get("weight_versions") or ()]
+        for tokens, n, end in zip(turns, lengths, accumulate(lengths), strict=True)
+        for spans in [tokens.get("weight_versions")]
     ]
 
 
-def _are_of_several(versions: Sequence[Any], turns: Sequence[Mapping[str, Any]]) -> bool:
-    """Which weights a token is from is written down where a rollout crossed an update."""
-    return bool(versions) and len({span[0] for turn in turns for span in turn.get("weight_versions") or ()}) > 1
-
-
 def is_step_line(line: Mapping[str, Any]) -> bool:
-    """Does a line of ``metrics.jsonl`` hold the figures of a step?
+    """Does a line of ``metrics.jsonl`` hold the metrics of a step?
 
     >>> is_step_line({"step": 3, "reward": 0.5}), is_step_line({"step": 3, "eval": {"reward": 0.5}})
     (True, False)
@@ -197,7 +192,7 @@ def _is_step(value: Any) -> bool:
 
 
 def _keep_until(step: int, path: Path) -> None:
-    """Leave the lines of a file up to a step; what is no record goes to the file of damaged lines."""
+    """Keep the lines of a file up to a step; unreadable ones are moved to the file of damaged lines."""
     if not path.exists():
         return
     mend_last_line(path)
@@ -206,7 +201,7 @@ def _keep_until(step: int, path: Path) -> None:
 
 
 def _lines_until(step: int, file: BinaryIO, damaged: Path) -> Iterator[bytes]:
-    decode = msgspec.json.Decoder(_Stepped).decode
+    decode = msgspec.json.Decoder(_StepOnly).decode
     for line in lines_of(file):
         try:
             if not is_intact(line):
@@ -219,7 +214,7 @@ def _lines_until(step: int, file: BinaryIO, damaged: Path) -> Iterator[bytes]:
             yield line
 
 
-class _Stepped(msgspec.Struct):
-    """The one field of a line that says when it was written."""
+class _StepOnly(msgspec.Struct):
+    """The one field of a line that is decoded."""
 
     step: Any = None

@@ -1,4 +1,4 @@
-"""A training as it goes → a live learning curve in the output of a notebook's cell."""
+"""A running training → a live learning curve in the output of a notebook's cell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN_NOTICES = 4
 
 
 class NotebookPanel:
-    """What rich's live panel is in a terminal: started, refreshed, printed above of, stopped."""
+    """The part of `rich.live.Live` that the display uses, drawn as HTML: start, refresh, console.print, stop."""
 
     def __init__(self, display: TrainingDisplay) -> None:
         self.display = display

@@ -1,4 +1,4 @@
-"""The figures of a training → a picture: an SVG file to keep, or a curve in the terminal."""
+"""Metrics of a training → plots: an SVG file, or a curve of braille characters for a terminal."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
 
-from verifiers.trainers.watch.wording import clean, is_filtered, number, stretches
+from verifiers.trainers.watch.wording import bin_means, clean, is_filtered, number
 
 WIDTH, TOP = 760, 44
-LEFT, RIGHT, HEAD, FOOT = 52, 12, 26, 24  # around the drawing of a panel
-MAX_POINTS = 400  # a curve of more steps is drawn by the means of stretches
+LEFT, RIGHT, HEAD, FOOT = 52, 12, 26, 24  # margins of a panel in pixels
+MAX_POINTS = 400  # longer curves are drawn as the means of so many bins
 TICKS = 4
 
-# Colours that read on white and on black; the reader's setting decides which.
+# Light and dark colours; the reader's colour scheme selects.
 STYLE = """
   .back { fill: #ffffff }
   .text { fill: #1f2933; font: 12px system-ui, sans-serif }
@@ -38,13 +38,13 @@ STYLE = """
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """One panel: values by step, with a band around them and points beside them where there are any."""
+    """One panel: values by step, optionally with an interval band, evaluations and a second curve."""
 
     name: str
     points: list[tuple[float, float]]
     band: Sequence[tuple[float, float, float]] = ()  # step, low, high
     evals: Sequence[tuple[float, float, float | None, float | None]] = ()  # step, reward, low, high
-    sampled: Sequence[tuple[float, float]] = ()  # the same of all that was sampled, where that is more
+    sampled: Sequence[tuple[float, float]] = ()  # step, value: before filtering (see `is_filtered`)
 
     def range(self) -> tuple[float, float]:
         """The lowest and the highest value that is drawn."""
@@ -60,9 +60,9 @@ class Curve:
 
 
 def plot_svg(steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]] = (), title: str = "") -> str:
-    """Small multiples of a training: reward with its interval and the evaluations, KL, entropy, length, throughput.
+    """Panels of a training: reward with its interval and the evaluations, KL, entropy, length, throughput.
 
-    ``steps`` and ``evals`` are lines of ``metrics.jsonl``; a figure that no line has gets no panel.
+    ``steps`` and ``evals`` are lines of ``metrics.jsonl``; a metric that no line has gets no panel.
 
     >>> plot_svg([{"step": 1, "reward": 0.2}, {"step": 2, "reward": 0.4}], title="sums").count("<path")
     1
@@ -93,94 +93,96 @@ def plot_svg(steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, An
 def _curves(steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]) -> Iterator[Curve]:
     rewards, measured = _series(steps, "reward"), list(_eval_points(evals))
     if rewards or measured:
-        sampled = _thin(_series(steps, "reward_sampled")) if any(map(is_filtered, steps)) else []
-        yield Curve(name="reward", points=_thin(rewards), band=_band(steps), evals=measured, sampled=sampled)
+        sampled = _downsample(_series(steps, "reward_sampled")) if any(map(is_filtered, steps)) else []
+        yield Curve(name="reward", points=_downsample(rewards), band=_band(steps), evals=measured, sampled=sampled)
     names = {
         "kl": "KL to the reference",
         "entropy": "entropy",
         "completion_tokens": "tokens of a completion",
         "tokens_per_s": "tokens per second",
-        **({} if rewards else {"loss": "loss"}),  # what a supervised training has instead
+        **({} if rewards else {"loss": "loss"}),  # supervised training has no reward
     }
     for key, name in names.items():
         if points := _series(steps, key):
-            yield Curve(name=name, points=_thin(points))
+            yield Curve(name=name, points=_downsample(points))
 
 
 def _band(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, float]]:
     low, high = dict(_series(steps, "reward_low")), dict(_series(steps, "reward_high"))
     both = sorted(low.keys() & high.keys())
-    below, above = _thin([(step, low[step]) for step in both]), _thin([(step, high[step]) for step in both])
+    below, above = _downsample([(step, low[step]) for step in both]), _downsample([(step, high[step]) for step in both])
     return [(step, least, most) for (step, least), (_, most) in zip(below, above, strict=True)]
 
 
-def _drawn(value: Any) -> float | None:
-    """A number that has a place in a picture."""
+def _drawable(value: Any) -> float | None:
+    """A finite number small enough for the arithmetic of coordinates."""
     found = number(value)
     return None if found is None or abs(found) > 1e100 else float(found)
 
 
 def _series(steps: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    pairs = ((_drawn(line.get("step")), _drawn(line.get(key))) for line in steps)
+    pairs = ((_drawable(line.get("step")), _drawable(line.get(key))) for line in steps)
     return [(step, value) for step, value in pairs if step is not None and value is not None]
 
 
 def _eval_points(evals: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, float, float | None, float | None]]:
     for line in evals:
-        found = line.get("eval", line)  # as in the file, or the figures themselves with their step
+        found = line.get("eval", line)  # a line of the file, or the metrics themselves with their step
         if isinstance(found, Mapping):
-            step, reward = _drawn(line.get("step")), _drawn(found.get("reward"))
+            step, reward = _drawable(line.get("step")), _drawable(found.get("reward"))
             if step is not None and reward is not None:
-                yield step, reward, _drawn(found.get("low")), _drawn(found.get("high"))
+                yield step, reward, _drawable(found.get("low")), _drawable(found.get("high"))
 
 
-def _thin(points: list[tuple[float, float]], count: int = MAX_POINTS) -> list[tuple[float, float]]:
+def _downsample(points: list[tuple[float, float]], count: int = MAX_POINTS) -> list[tuple[float, float]]:
     if len(points) <= count:
         return points
     xs, ys = zip(*points, strict=True)
-    return list(zip(stretches(list(xs), count), stretches(list(ys), count), strict=True))
+    return list(zip(bin_means(list(xs), count), bin_means(list(ys), count), strict=True))
 
 
 # --- drawing ------------------------------------------------------------------------------------------------------
 
 
 def _panel(curve: Curve, x: float, y: float, width: float, height: float) -> str:
-    """One panel at a place of the picture, with its axes."""
+    """One panel with its axes; ``x`` and ``y`` are its upper left corner."""
     first, last = curve.steps()
     ticks = nice_ticks(*curve.range())
     low, high = min(ticks[0], curve.range()[0]), max(ticks[-1], curve.range()[1])
     left, right, top, bottom = x + LEFT, x + width - RIGHT, y + HEAD, y + height - FOOT
 
-    def across(step: float) -> float:
+    def x_of(step: float) -> float:
         return left if last == first else left + (step - first) / (last - first) * (right - left)
 
-    def up(value: float) -> float:
+    def y_of(value: float) -> float:
         return bottom - (value - low) / (high - low) * (bottom - top)
 
     legend = ", with its interval" * bool(curve.band) + ", of all sampled (dashes)" * bool(curve.sampled)
     legend += ", and evaluations (dots)" * bool(curve.evals)
     parts = [_text(left, y + 16, curve.name + legend)]
     for tick in ticks:
-        parts.append(f'<line class="grid" x1="{left:.1f}" x2="{right:.1f}" y1="{up(tick):.1f}" y2="{up(tick):.1f}"/>')
-        parts.append(_text(left - 6, up(tick) + 3.5, f"{tick:.4g}", "small", "end"))
+        parts.append(
+            f'<line class="grid" x1="{left:.1f}" x2="{right:.1f}" y1="{y_of(tick):.1f}" y2="{y_of(tick):.1f}"/>'
+        )
+        parts.append(_text(left - 6, y_of(tick) + 3.5, f"{tick:.4g}", "small", "end"))
     parts.append(_text(left, bottom + 15, f"step {first:.0f}", "small"))
     if last > first:
         parts.append(_text(right, bottom + 15, f"{last:.0f}", "small", "end"))
     if curve.band:
-        edge = [(across(s), up(a)) for s, a, _ in curve.band] + [(across(s), up(b)) for s, _, b in reversed(curve.band)]
+        edge = [(x_of(s), y_of(a)) for s, a, _ in curve.band] + [(x_of(s), y_of(b)) for s, _, b in reversed(curve.band)]
         parts.append(f'<polygon class="band" points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in edge)}"/>')
     for kind, points in (("sampled", curve.sampled), ("line", curve.points)):
-        placed = [(across(step), up(value)) for step, value in points]
+        placed = [(x_of(step), y_of(value)) for step, value in points]
         placed = [(placed[0][0] - 2, placed[0][1]), (placed[0][0] + 2, placed[0][1])] if len(placed) == 1 else placed
         if placed:
             parts.append(f'<path class="{kind}" d="M{" L".join(f"{a:.1f} {b:.1f}" for a, b in placed)}"/>')
     for step, value, below, above in curve.evals:
         if below is not None and above is not None:
-            place = f'x1="{across(step):.1f}" x2="{across(step):.1f}" y1="{up(below):.1f}" y2="{up(above):.1f}"'
+            place = f'x1="{x_of(step):.1f}" x2="{x_of(step):.1f}" y1="{y_of(below):.1f}" y2="{y_of(above):.1f}"'
             parts.append(f'<line class="whisker" {place}/>')
-        said = f"evaluation after step {step:.0f}: {value:.3f}"
+        title = f"evaluation after step {step:.0f}: {value:.3f}"
         parts.append(
-            f'<circle class="eval" cx="{across(step):.1f}" cy="{up(value):.1f}" r="3.2"><title>{said}</title></circle>'
+            f'<circle class="eval" cx="{x_of(step):.1f}" cy="{y_of(value):.1f}" r="3.2"><title>{title}</title></circle>'
         )
     return "\n".join(parts)
 
@@ -190,7 +192,7 @@ def _text(x: float, y: float, text: str, more: str = "", anchor: Literal["start"
 
 
 def nice_ticks(low: float, high: float, count: int = TICKS) -> list[float]:
-    """A few round numbers that span a range.
+    """A few round tick values that span a range.
 
     >>> nice_ticks(0.13, 0.87)
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
@@ -214,7 +216,7 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille cha
 
 
 def plot_text(values: Sequence[float | None], width: int = 72, height: int = 12) -> str:
-    """A curve in braille dots with its axes, for a terminal; what is missing is left out.
+    """A curve of braille dots with its axes, for a terminal; missing values are skipped.
 
     >>> print(plot_text([0.0, 0.25, 0.5, 0.75, 1.0], width=16, height=3))
     1.00 ┤⠀⠀⠀⠀⠀⠀⢀⡠⠔⠊
@@ -223,11 +225,11 @@ def plot_text(values: Sequence[float | None], width: int = 72, height: int = 12)
          └──────────
           step 1   5
     """
-    known = [(float(i), value) for i, one in enumerate(values, 1) if (value := _drawn(one)) is not None]
+    known = [(float(i), value) for i, one in enumerate(values, 1) if (value := _drawable(one)) is not None]
     if not known:
         return "(nothing to draw yet)"
     height = max(height, 2)
-    known = _thin(known, 2 * width)
+    known = _downsample(known, 2 * width)
     low, high = min(value for _, value in known), max(value for _, value in known)
     if high == low:
         low, high = low - 0.5, high + 0.5
@@ -242,7 +244,7 @@ def plot_text(values: Sequence[float | None], width: int = 72, height: int = 12)
 
 
 def _axis_labels(low: float, high: float, height: int) -> list[str]:
-    """The value at the middle of the top, middle and bottom rows; nothing beside the others."""
+    """Labels of the top, bottom and, if there is one, middle row; other rows have none."""
     digits = max(0, min(6, 2 - math.floor(math.log10(high - low))))
     shown = {0: high, height - 1: low} | ({height // 2: (low + high) / 2} if height % 2 else {})
     return [f"{shown[row]:.{digits}f}" if row in shown else "" for row in range(height)]
@@ -251,21 +253,18 @@ def _axis_labels(low: float, high: float, height: int) -> list[str]:
 def _draw(
     points: Sequence[tuple[float, float]], count: int, low: float, high: float, columns: int, rows: int
 ) -> list[list[int]]:
-    """The points joined by lines, as rows of braille characters."""
+    """The points joined by lines, as rows of braille code points; a character is 2 dots wide and 4 high."""
     canvas = [[0x2800] * columns for _ in range(rows)]
-    across, down = 2 * columns - 1, 4 * rows - 1
-
-    def place(point: tuple[float, float]) -> tuple[float, float]:
-        return (point[0] - 1) / max(count - 1, 1) * across, (high - point[1]) / (high - low) * down
+    right, bottom = 2 * columns - 1, 4 * rows - 1
 
     def dot(x: float, y: float) -> None:
         column, row = round(x), round(y)
         canvas[row // 4][column // 2] |= _DOTS[column % 2][row % 4]
 
-    placed = [place(point) for point in points]
+    placed = [((x - 1) / max(count - 1, 1) * right, (high - y) / (high - low) * bottom) for x, y in points]
     dot(*placed[0])
     for (x0, y0), (x1, y1) in itertools.pairwise(placed):
-        parts = max(1, math.ceil(max(abs(x1 - x0), abs(y1 - y0))))
-        for i in range(parts + 1):
-            dot(x0 + (x1 - x0) * i / parts, y0 + (y1 - y0) * i / parts)
+        dots = max(1, math.ceil(max(abs(x1 - x0), abs(y1 - y0))))
+        for i in range(dots + 1):
+            dot(x0 + (x1 - x0) * i / dots, y0 + (y1 - y0) * i / dots)
     return canvas

@@ -1,4 +1,4 @@
-"""A training as it goes becomes a run directory, a display, and what trackers and the watch have to say."""
+"""A running training → its run directory, live display, trackers and notices."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from verifiers.store import RunDir, safe_name
 from verifiers.trainers import checkpoints
 from verifiers.trainers.advantages import mean_advantage
 from verifiers.trainers.batch import Batch
-from verifiers.trainers.distributed.processes import gathered, together
+from verifiers.trainers.distributed.processes import all_gather, raise_everywhere
 from verifiers.trainers.reward_weights import reward_weights
 from verifiers.trainers.stopping import NotFiniteError
 from verifiers.trainers.watch.audit import audit
 from verifiers.trainers.watch.display import TrainingDisplay
 from verifiers.trainers.watch.doctor import Watch
-from verifiers.trainers.watch.figures import batch_view, joined, rollout_figures, rollout_seconds
+from verifiers.trainers.watch.figures import batch_view, merge_views, rollout_figures, rollout_seconds
 from verifiers.trainers.watch.journal import Journal, record_of
 from verifiers.trainers.watch.plot import plot_svg, plot_text
 from verifiers.trainers.watch.tracking import trackers
@@ -45,15 +45,17 @@ DEFAULT_ROOT = Path("outputs/train")
 
 
 class Report:
-    """What is known of a training: ``path`` (its run directory), ``steps`` and ``evals`` (their figures), ``last``."""
+    """A training's ``path`` (run directory), ``steps`` and ``evals`` (their metrics), ``notices`` and ``last`` step."""
 
     def __init__(self, trainer: Trainer, resume: bool | str | Path = False) -> None:
         self.config: TrainingConfig = trainer.config
         self._processes = trainer.accelerator
         self.is_main: bool = trainer.accelerator.is_main_process
-        self.env_id = _name_of(trainer.env)
+        env = trainer.env
+        self.env_id = "examples" if env is None else getattr(env, "env_id", "") or type(env).__name__
         self.model = public_name(str(getattr(trainer.model, "name_or_path", "") or type(trainer.model).__name__))
-        self.from_checkpoint, self.path = self._place(resume)
+        self.title = f"{self.env_id} · {self.model}"
+        self.from_checkpoint, self.path = self._locate(resume)
         self._resumes = bool(resume)
         self.steps: list[dict[str, Any]] = []
         self.evals: list[dict[str, Any]] = []
@@ -65,15 +67,15 @@ class Report:
         self._resources = ExitStack()
         shows = self.is_main and self.config.show_progress
         self.display = TrainingDisplay(show=shows, logging_steps=self.config.logging_steps)
-        # Functions in the place of names, for whoever reads the run later.
-        own = {name: getattr(trainer, f"_own_{name}", None) for name in ("advantage", "loss")}
-        self._own = {name: f"{name_of(one)} (a function)" for name, one in own.items() if one is not None}
-        self._watch = Watch(self.config, weights=reward_weights(trainer.env))
-        self._weights = {} if trainer.env is None else trainer.env.rubric.reward_shares()
+        # User functions are stored by name.
+        functions = {name: getattr(trainer, f"_own_{name}", None) for name in ("advantage", "loss")}
+        self._functions = {name: f"{name_of(one)} (a function)" for name, one in functions.items() if one is not None}
+        self._watch = Watch(self.config, weights=reward_weights(env))
+        self._weights = {} if env is None else env.rubric.reward_shares()
         self._is_open = False
 
-    def _place(self, resume: bool | str | Path) -> tuple[Path | None, Path]:
-        """Which checkpoint to go on from, if any, and the run directory."""
+    def _locate(self, resume: bool | str | Path) -> tuple[Path | None, Path]:
+        """The checkpoint to resume from, if any, and the run directory."""
         if isinstance(resume, (str, Path)):
             path = Path(resume)
             if (path / checkpoints.STATE).is_file():
@@ -92,26 +94,23 @@ class Report:
             path = DEFAULT_ROOT / name / os.urandom(4).hex()
         return (_newest(path) if resume else None), path
 
-    # --- its life -------------------------------------------------------------------------------------------------
+    # --- lifetime -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Report:
-        with together(self._processes):
-            if self.is_main:
-                self._open_or_remove()
+        with raise_everywhere(self._processes):
+            is_new = not self.path.exists()
+            try:
+                if self.is_main:
+                    self._open()
+            except BaseException:
+                self._resources.close()
+                if is_new:  # nothing was trained: an empty run directory would block the next attempt
+                    shutil.rmtree(self.path, ignore_errors=True)
+                raise
         return self
 
-    def _open_or_remove(self) -> None:
-        is_new = not self.path.exists()
-        try:
-            self._open()
-        except BaseException:
-            self._resources.close()
-            if is_new:  # nothing was trained: the folder would only be in the way of the next try
-                shutil.rmtree(self.path, ignore_errors=True)
-            raise
-
     def _open(self) -> None:
-        stored = {"kind": "training", **self.config.to_dict(), **self._own}
+        config = {**self.config.to_dict(), **self._functions}
         if (self.path / "metadata.json").is_file():
             if not self._resumes:
                 raise FileExistsError(
@@ -119,6 +118,7 @@ class Report:
                 )
             self.run_dir = RunDir.open(self.path)
         else:
+            stored = {"kind": "training", **config}
             self.run_dir = RunDir.create_at(self.path, env_id=self.env_id, model=self.model, config=stored)
         self.journal = self._resources.enter_context(Journal(self.run_dir))
         self.run_dir.update_metadata(
@@ -127,27 +127,27 @@ class Report:
         self._trackers = trackers(
             self.config.report_to,
             run_name=self.config.run_name or self.path.name,
-            config={**self.config.to_dict(), **self._own},
+            config=config,
             folder=self.path,
         )
         for tracker in self._trackers:
             self._resources.callback(tracker.close)
         self._resources.callback(self.display.stop)
-        self.display.start(self._total_steps, f"{self.env_id} · {self.model} · {self.backend}")
+        self.display.start(self._total_steps, f"{self.title} · {self.backend}")
         self._is_open = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, NotFiniteError):
-            error.args = (f"{error}; {self._way_back()}",)
+            error.args = (f"{error}; {self._recovery_hint()}",)
             if self._is_open:
                 self.journal.write_notice(int(self.last.get("step") or 0) + 1, str(error))
         self._is_open = False
         self._resources.close()
 
-    def _way_back(self) -> str:
-        """What to do after weights were spoilt."""
+    def _recovery_hint(self) -> str:
+        """What to do after the weights became NaN or infinite."""
         found = checkpoints.checkpoints(self.path / "checkpoints")
         rate = f"a learning_rate below {self.config.learning_rate:g}"
         if not found:
@@ -155,11 +155,11 @@ class Report:
         return f"the last good checkpoint is {found[-1]}: resume from it with {rate}"
 
     def resume(self, trainer: Trainer) -> dict[str, Any]:
-        """Put weights and reference back as the checkpoint has them; where the run is from there on is forgotten."""
+        """Load weights and reference of the checkpoint, and drop what the run logged after it."""
         state: dict[str, Any] = {"step": 0, "cursor": 0}
         if self.from_checkpoint is not None:
             state = checkpoints.load(self.from_checkpoint, trainer.weights)
-            state |= _rows_so_far(state, self._processes.num_processes)
+            state |= _rows_per_process(state, self._processes.num_processes)
             if trainer.reference is not None:
                 checkpoints.load_reference(self.from_checkpoint, trainer.reference)
         if self._is_open:
@@ -171,21 +171,19 @@ class Report:
             self._total_tokens = int(self.steps[-1].get("total_tokens") or 0) if self.steps else 0
         return state
 
-    # --- what happens ---------------------------------------------------------------------------------------------
+    # --- logging --------------------------------------------------------------------------------------------------
 
     def step(
         self, trainer: GRPOTrainer, batch: Batch, figures: dict[str, Any], *, waited_s: float, trained_s: float
     ) -> None:
-        """Note a step that has been made."""
-        view = joined(gathered(trainer.accelerator, batch_view(batch)))
+        """Log a step of GRPO: the metrics of its rollouts and of its update."""
+        view = merge_views(all_gather(trainer.accelerator, batch_view(batch)))
         seen = rollout_figures(view)
         times = {**rollout_seconds(view, batch.seconds.get("generation", waited_s)), "training_s": trained_s}
         weights = {"reward_weights": batch.reward_weights} if trainer.weight_schedule else {}
+        metrics = {**seen, **figures, **times, **weights}
         self.keep_rollouts(trainer.step, batch)
-        tokens = seen.get("sampled_tokens", 0)
-        self.note(
-            trainer, {**seen, **figures, **times, **weights}, tokens=tokens, seconds=waited_s + trained_s, view=view
-        )
+        self.note(trainer, metrics, tokens=seen.get("sampled_tokens", 0), seconds=waited_s + trained_s, view=view)
 
     def note(
         self,
@@ -196,7 +194,7 @@ class Report:
         seconds: float,
         view: Mapping[str, Any] | None = None,
     ) -> None:
-        """Note the figures of a step; ``view`` is what the watch may see of its rollouts."""
+        """Log the metrics of a step; ``view`` are the columns of its rollouts that the `Watch` checks."""
         step = trainer.step
         self._total_tokens += tokens
         self.last = {
@@ -221,7 +219,7 @@ class Report:
             self.display.notice(notice.text)
 
     def keep_rollouts(self, step: int, batch: Batch) -> None:
-        """Write some of a batch's rollouts, and some that failed, of every process."""
+        """Write up to ``log_rollouts`` of the batches of all processes, and as many that failed."""
         n = self._processes.num_processes
         most = math.ceil(getattr(self.config, "log_rollouts", 0) / n)
         advantages = batch.get("advantages") or [None] * len(batch["completions"])
@@ -231,12 +229,12 @@ class Report:
             if getattr(reply, "state", None) is not None
         )
         kept: list[tuple[Any, ...]] = [*islice(played, most), *((state, None) for state in batch.failed[:most])]
-        records = gathered(self._processes, [record_of(step, *one) for one in kept] if n > 1 or self._is_open else [])
+        records = all_gather(self._processes, [record_of(step, *one) for one in kept] if n > 1 or self._is_open else [])
         if self._is_open:
             self.journal.write_records([record for part in records for record in part])
 
     def evaluated(self, step: int, outcome: Any) -> None:
-        """Note an evaluation: `Results`, or whatever an overridden ``evaluate`` gave."""
+        """Log an evaluation: `Results`, or whatever an overridden ``evaluate`` returned."""
         figures = _eval_figures(outcome)
         self.evals.append({"step": step, **figures})
         if not self._is_open:
@@ -247,7 +245,7 @@ class Report:
         self.display.eval(figures)
 
     def checkpoint(self, trainer: Trainer, *, cursor: int) -> Path | None:
-        """Write a checkpoint of where the training is now."""
+        """Write a checkpoint of the current state."""
         if not self._is_open and not trainer.weights.is_sharded:
             return None
         trainer.weights.check_finite("where they were to be saved")
@@ -269,57 +267,55 @@ class Report:
         )
 
     def finish(self) -> None:
-        """The picture and the audit, for a person to look at."""
+        """Write the plot and the audit."""
         if not self._is_open:
             return
         self.display.stop()
-        title = f"{self.env_id} · {self.model}"
-        (self.path / "plot.svg").write_text(plot_svg(self.steps, self.evals, title), encoding="utf-8")
+        (self.path / "plot.svg").write_text(plot_svg(self.steps, self.evals, self.title), encoding="utf-8")
         (self.path / "audit.md").write_text(audit(self.journal.lines(), self.run_dir.records()), encoding="utf-8")
         self.run_dir.update_metadata({"finished": True, "num_steps": len(self.steps), "finished_at": time.time()})
 
-    # --- reading it -----------------------------------------------------------------------------------------------
+    # --- reading --------------------------------------------------------------------------------------------------
 
     @property
     def rewards(self) -> list[float]:
-        """The mean reward of what each step learned from."""
+        """The mean reward of the rollouts that each step trained on."""
         return [line["reward"] for line in self.steps if line.get("reward") is not None]
 
     @property
     def rewards_sampled(self) -> list[float]:
-        """The mean reward of all that each step sampled; empty if no step left anything of it out."""
+        """The mean reward of all rollouts of each step; empty if every step trained on all of them."""
         if not any(map(is_filtered, self.steps)):
             return []
         return [line["reward_sampled"] for line in self.steps if line.get("reward_sampled") is not None]
 
     def curve(self) -> tuple[str, list[float]]:
-        """What the training is about, step by step: its reward, or its loss where it has none."""
+        """Name and values by step of the reward, or of the loss if there is no reward."""
         name = "reward" if self.rewards else "loss"
         return name, [line[name] for line in self.steps if line.get(name) is not None]
 
     def picture(self, width: int = 64, height: int = 12) -> str:
-        """The reward (of a supervised training: the loss), step by step, as text."""
+        """The reward (of supervised training: the loss) by step, as a plot in text."""
         return plot_text(self.curve()[1], width, height)
 
     def _repr_html_(self) -> str:
-        """For a notebook: the curves, what the watch said, and where it all is."""
-        title = f"{self.env_id} · {self.model}"
+        """For a notebook: summary, curves and the last notices."""
         notices = [text_html(f"step {one['step']}: {one['notice']}", "vf-bad") for one in self.notices[-4:]]
-        curves = image_html(plot_svg(self.steps, self.evals, title), "the learning curve") if self.steps else ""
+        curves = image_html(plot_svg(self.steps, self.evals, self.title), "the learning curve") if self.steps else ""
         return page_html(text_html(repr(self)), curves, *notices)
 
     def __repr__(self) -> str:
         name, values = self.curve()
-        course = f", {name} {values[0]:.3f} → {values[-1]:.3f}" if values else ""
+        summary = f", {name} {values[0]:.3f} → {values[-1]:.3f}" if values else ""
         if sampled := self.rewards_sampled:
-            course += f" (of all sampled {sampled[0]:.3f} → {sampled[-1]:.3f})"
-        return f"Report({len(self.steps)} steps{course}, {str(self.path)!r})"
+            summary += f" (of all sampled {sampled[0]:.3f} → {sampled[-1]:.3f})"
+        return f"Report({len(self.steps)} steps{summary}, {str(self.path)!r})"
 
 
-def _rows_so_far(state: Mapping[str, Any], processes: int) -> dict[str, Any]:
-    """Rows are counted in each process: of another number of processes each has taken more or fewer.
+def _rows_per_process(state: Mapping[str, Any], processes: int) -> dict[str, Any]:
+    """The row cursor of each process, when the checkpoint may be one of another number of processes.
 
-    >>> _rows_so_far({"cursor": 3, "processes": 2, "learned": [8]}, 4)
+    >>> _rows_per_process({"cursor": 3, "processes": 2, "learned": [8]}, 4)
     {'cursor': 1, 'learned': [4, 5, 8]}
     """
     taken = state["cursor"] * state.get("processes", processes)
@@ -328,8 +324,8 @@ def _rows_so_far(state: Mapping[str, Any], processes: int) -> dict[str, Any]:
 
 
 def _backend_of(trainer: Trainer) -> str:
-    """What samples from the model and what it learns with, and why these are not the quickest, if so."""
-    if (named := getattr(trainer, "backend", None)) is not None:  # a model elsewhere
+    """The backends of sampling and of training, with the reasons against faster ones."""
+    if (named := getattr(trainer, "backend", None)) is not None:  # the model is trained by a service
         return str(named)
     client, learns = getattr(trainer, "client", None), f"learns {autograd.describe(trainer.model)}"
     if is_quantised(trainer.model):
@@ -337,10 +333,6 @@ def _backend_of(trainer: Trainer) -> str:
     if trainer.memory.told:
         learns += f"; to fit into memory: {', '.join(trainer.memory.told)}"
     return f"sampled {client.backend}, {learns}" if isinstance(client, LocalModel) else learns
-
-
-def _name_of(env: Any) -> str:
-    return "examples" if env is None else getattr(env, "env_id", "") or type(env).__name__
 
 
 def _newest(path: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""The figures of a training → Weights & Biases, Trackio or TensorBoard, whichever ``report_to`` names."""
+"""Metrics of a training → Weights & Biases, Trackio or TensorBoard, as ``report_to`` names them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_NAMES = ("none", "")
 
 
 class Tracker(Protocol):
-    """Told of the figures of each step, and of the end."""
+    """Receives the metrics of each step."""
 
     name: str
 
@@ -34,7 +34,7 @@ class Tracker(Protocol):
 
 
 class Histogram(NamedTuple):
-    """Counts between edges; there is one edge more than there are counts."""
+    """Counts of bins; there is one edge more than there are bins."""
 
     edges: list[float]
     counts: list[float]
@@ -47,10 +47,10 @@ def trackers(
     config: Mapping[str, Any],
     folder: str | os.PathLike[str],
 ) -> list[Tracker]:
-    """Those that ``report_to`` names, started: None, "none", "all" (those installed), a name, or several.
+    """Start the trackers that ``report_to`` names: None, "none", "all" (those installed), a name, or several.
 
-    What cannot start is one sentence now. What fails later is one warning, and training goes on. A run without a name
-    is called as its folder is.
+    A tracker that cannot start is an error. One that fails later is one warning, and training goes on. A run without a
+    name is named after its folder.
 
     >>> trackers(None, run_name="first", config={}, folder=".")
     []
@@ -62,7 +62,7 @@ def trackers(
     for name in check_report_to(report_to):
         try:
             started.append(Guarded(_TRACKERS[name](run_name or Path(folder).name, normalise(config), Path(folder))))
-        except Exception as error:  # foreign code: whatever it raises, the first step has not begun
+        except Exception as error:  # foreign code
             for other in started:
                 other.close()
             raise RuntimeError(
@@ -72,7 +72,7 @@ def trackers(
 
 
 def check_report_to(report_to: str | Sequence[str] | None) -> list[str]:
-    """The names in ``report_to``, each of them known and installed."""
+    """The trackers that ``report_to`` names; an error if one is unknown or not installed."""
     names: list[str] = []
     for name in [report_to] if isinstance(report_to, str) else report_to or ():
         if name == "all":
@@ -88,7 +88,7 @@ def check_report_to(report_to: str | Sequence[str] | None) -> list[str]:
 
 
 def flatten(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | Histogram]:
-    """The numbers of nested mappings by names with slashes; what is missing, not finite or no number is left out.
+    """Finite numbers and histograms of nested mappings, by keys joined with slashes; other values are left out.
 
     >>> flatten({"reward": 0.5, "kl": None, "metrics": {"format": 1.0}, "h": {"edges": [0, 1, 2], "counts": [3, 1]}})
     {'reward': 0.5, 'metrics/format': 1.0, 'h': Histogram(edges=[0.0, 1.0, 2.0], counts=[3.0, 1.0])}
@@ -113,7 +113,7 @@ def _histogram_of(value: Mapping[str, Any]) -> Histogram | None:
 
 def _is_installed(name: str) -> bool:
     spec = importlib.util.find_spec(name)
-    # A folder called wandb, which wandb itself leaves behind, looks like a package without an origin.
+    # wandb leaves a folder of its name behind, which would be found as a namespace package without an origin.
     return spec is not None and spec.origin is not None
 
 
@@ -122,7 +122,7 @@ def _one_line(error: BaseException) -> str:
 
 
 class Guarded:
-    """A tracker whose failures cost a warning, one for all of them, and never the training."""
+    """A tracker whose first failure is a warning and whose later ones are ignored: none stops the training."""
 
     def __init__(self, inner: Tracker) -> None:
         self.inner = inner
@@ -151,7 +151,7 @@ class Guarded:
 
 
 class _Service:
-    """A run of a service that keeps figures by name; a resumed training goes on in its run."""
+    """A run of wandb or of a package with its interface; a resumed training continues its run."""
 
     name = ""
 
@@ -160,7 +160,7 @@ class _Service:
         project = os.environ.get(f"{self.name.upper()}_PROJECT") or PROJECT
         file = folder / f".{self.name}-run"
         known = read_regular(file, most=4096).decode("utf-8", "replace").strip() if file.exists() else ""
-        with contextlib.redirect_stdout(sys.stderr):  # what it prints is no result of this program
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the results of this program
             self._run: Any = self._module.init(
                 project=project, name=run_name, config=config, **self._settings(folder, known)
             )
@@ -188,7 +188,7 @@ class Wandb(_Service):
     name = "wandb"
 
     def _settings(self, folder: Path, known: str) -> dict[str, Any]:
-        quiet = self._module.Settings(console="off")  # the live display draws there
+        quiet = self._module.Settings(console="off")  # it would capture the live display
         resumed = {"id": known or None, "resume": "allow" if known else None}
         return {"dir": str(folder), "reinit": "create_new", "settings": quiet, **resumed}
 
@@ -221,7 +221,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if self._writer is None:  # now, because a resumed training hides what an earlier one wrote from here on
+        if self._writer is None:  # created now: purge_step hides what a resumed training logged from this step on
             self._writer = self._make_writer(log_dir=str(self._folder), purge_step=step)
             self._writer.add_text("config", f"    {self._config}".replace("\n", "\n    "), global_step=step)
         for name, value in flatten(metrics).items():

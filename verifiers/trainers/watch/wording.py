@@ -1,4 +1,4 @@
-"""Figures of a training → the words, numbers and rows of blocks that show them."""
+"""Metrics of a training → text: formatted numbers, intervals, sparklines."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\
 
 
 def sparkline(values: Iterable[float], width: int = SPARK_CHARS) -> str:
-    """A row of blocks, lowest to highest; more values than room are averaged in stretches.
+    """Values as block characters from lowest to highest; more than ``width`` values are averaged in bins.
 
     >>> sparkline([0, 1, 2, 3])
     '▁▃▆█'
     >>> sparkline([5, 5])
     '▄▄'
     """
-    means = stretches(list(values), width)
+    means = bin_means(list(values), width)
     if not means:
         return ""
     low, high = min(means), max(means)
@@ -33,10 +33,10 @@ def sparkline(values: Iterable[float], width: int = SPARK_CHARS) -> str:
     return "".join(_SPARKS[min(int((value - low) / (high - low) * len(_SPARKS)), len(_SPARKS) - 1)] for value in means)
 
 
-def stretches(values: list[float], count: int) -> list[float]:
-    """At most ``count`` means of equal stretches of a list.
+def bin_means(values: list[float], count: int) -> list[float]:
+    """Means of ``count`` bins of consecutive values; the values themselves if there are no more than that.
 
-    >>> stretches([1, 3, 5, 7], 2), stretches([1], 2)
+    >>> bin_means([1, 3, 5, 7], 2), bin_means([1], 2)
     ([2.0, 6.0], [1.0])
     """
     if len(values) <= count:
@@ -46,7 +46,7 @@ def stretches(values: list[float], count: int) -> list[float]:
 
 
 def clean(text: str) -> str:
-    r"""Text on one line that cannot steer a terminal: escape sequences are taken out, other controls shown.
+    r"""Text on one line that is safe to print: escape sequences are removed, other control characters escaped.
 
     >>> clean("a\x1b[31mb\x1b]0;title\x07c\nd\x08")
     'abc d\\x08'
@@ -66,7 +66,7 @@ def number(value: Any) -> float | None:
 
 
 def is_filtered(metrics: Mapping[str, Any]) -> bool:
-    """Was more scored in a step than is learned from, so that the two have rewards of their own?
+    """Were more rollouts scored in a step than are trained on? Then ``reward`` and ``reward_sampled`` differ.
 
     >>> is_filtered({"samples": 16, "sampled": 40, "failed": 0, "reward_sampled": 0.1}), is_filtered({"samples": 16})
     (True, False)
@@ -78,23 +78,23 @@ def is_filtered(metrics: Mapping[str, Any]) -> bool:
     return sampled - failed > samples
 
 
-def named(name: str, value: Any, form: str, unit: str = "") -> str:
-    """A figure with its name; nothing where there is none.
+def labelled(label: str, value: Any, form: str, unit: str = "") -> str:
+    """A formatted number behind its label; empty if the value is no finite number.
 
-    >>> named("kl", 0.25, ".2f"), named("kl", None, ".2f")
+    >>> labelled("kl", 0.25, ".2f"), labelled("kl", None, ".2f")
     ('kl 0.25', '')
     """
     found = number(value)
-    return "" if found is None else f"{name}{' ' * bool(name)}{found:z{form}}{unit}"
+    return "" if found is None else f"{label}{' ' * bool(label)}{found:z{form}}{unit}"
 
 
-def with_interval(name: str, mean: Any, low: Any, high: Any) -> str:
-    """A mean with its interval: ± where it is about in the middle, else from where to where.
+def with_interval(label: str, mean: Any, low: Any, high: Any) -> str:
+    """A mean with its confidence interval: as ± if that is about symmetric, else as its two bounds.
 
     >>> with_interval("", 0.5, 0.4, 0.6), with_interval("", 1.0, 0.7, 1.0), with_interval("", 0.5, None, None)
     ('0.500 ± 0.100', '1.000 [0.700, 1.000]', '0.500')
     """
-    text, middle = named(name, mean, ".3f"), number(mean)
+    text, middle = labelled(label, mean, ".3f"), number(mean)
     below, above = number(low), number(high)
     if middle is None or below is None or above is None:
         return text
@@ -104,7 +104,7 @@ def with_interval(name: str, mean: Any, low: Any, high: Any) -> str:
 
 
 def variance(values: Sequence[float]) -> float:
-    """Of a sample.
+    """Unbiased sample variance; 0 of a single value.
 
     >>> variance([1.0, 3.0]), variance([1.0])
     (2.0, 0.0)
