@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import verifiers as vf  # noqa: E402
+from tests.engine import tiny  # noqa: E402
 from tests.trainers import making  # noqa: E402
 from verifiers.trainers.learning.micro_batches import micro_batches  # noqa: E402
 
@@ -505,3 +506,18 @@ def test_a_generation_of_which_a_group_failed_is_not_said_to_have_failed_as_a_wh
 def test_the_parts_of_a_generation_say_the_weights_it_was_scored_with(tmp_path):
     made = trainer(tmp_path, steps_per_generation=2, batch_size=8, max_steps=2, weight_schedule=lambda epochs: [0.5])
     assert [step["reward_weights"] for step in made.train().steps] == [{"share_of_e": 0.5}] * 2
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_a_model_whose_configuration_has_no_limit_of_positions_is_trained(kind, tmp_path):
+    tokenizer = tiny.tokenizer()
+    model = tiny.model(tokenizer)
+    model.config.max_position_embeddings = -1  # as some configurations say it
+    if kind == "grpo":
+        report = making.trainer(tmp_path, model=model, max_steps=1).train()
+    else:
+        rows = [{"prompt": f"say {i}", "completion": "e" * (1 + i)} for i in range(4)]
+        config = {"batch_size": 4, "max_steps": 1, "show_progress": False, "output_dir": tmp_path / "run"}
+        report = vf.SFTTrainer(model=model, tokenizer=tokenizer, dataset=rows, config=config).train()
+    assert len(report.steps) == 1
+    assert math.isfinite(report.steps[0]["loss"])

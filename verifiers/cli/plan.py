@@ -52,10 +52,9 @@ def plan(
     from verifiers.trainers.memory.ways import best, ways_to_train
 
     size = _size_of(model)
-    longest = size.longest if size.longest is not None and size.longest > 0 else None
-    length = min(LENGTH, longest or LENGTH) if length is None else length
-    if longest is not None and length > longest:
-        raise click.UsageError(f"--length {length} is more than the {longest:,} positions that {model} knows")
+    length = min(LENGTH, size.longest or LENGTH) if length is None else length
+    if size.longest is not None and length > size.longest:
+        raise click.UsageError(f"--length {length} is more than the {size.longest:,} positions that {model} knows")
     cards, card_bytes, kind = _cards(gpus)
     host_bytes = _size("--host", host)[1] if host else float("inf")
     ways = ways_to_train(

@@ -21,7 +21,6 @@ from verifiers.engine.block_manager import BlockManager, blocks_for
 from verifiers.engine.cuda_runner import CudaDecoder
 from verifiers.engine.kv_cache import KVCache, Shape
 from verifiers.engine.model_runner import ModelRunner
-from verifiers.engine.plan import max_positions
 from verifiers.engine.scheduler import Scheduler
 from verifiers.engine.sequence import ActiveSequence, Answer, Generated, OnToken, Sampling, Seeds, check_tokens
 from verifiers.engine.sequential import SequentialCache
@@ -29,6 +28,7 @@ from verifiers.engine.steps import StepRunner
 from verifiers.errors import InfraError, ModelError, OverlongPromptError, RateLimitError
 from verifiers.kernels.cpu.threads import is_small
 from verifiers.kernels.devices import current, free_unused
+from verifiers.kernels.prove import max_positions
 
 logger = logging.getLogger("verifiers.engine")
 

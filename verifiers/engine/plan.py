@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from verifiers.engine.kv_cache import Shape
-from verifiers.kernels.prove import rope_bounds, text_config
+from verifiers.kernels.prove import max_positions, rope_bounds, text_config
 
 # Where no size is asked for: rows, length, tokens that each row should have room for, and the share of the memory that
 # may be used which is taken.
@@ -102,12 +102,6 @@ def plan(
     if tokens > memory.tokens_at(rows):
         raise WillNotFitError(_refusal(memory, rows, tokens, device))
     return Plan(rows=rows, length=length, cache_tokens=tokens)
-
-
-def max_positions(text_config: Any) -> int | None:
-    """The positions that a model knows; None without a limit, for which some configurations have -1."""
-    longest = getattr(text_config, "max_position_embeddings", None)
-    return longest if longest and longest > 0 else None
 
 
 def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:

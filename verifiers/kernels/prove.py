@@ -62,6 +62,12 @@ def text_config(model_config: Any) -> Any:
     return model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
 
 
+def max_positions(model_config: Any) -> int | None:
+    """The positions that a model knows; None without a limit, for which some configurations have -1."""
+    longest = getattr(text_config(model_config), "max_position_embeddings", None)
+    return longest if longest and longest > 0 else None
+
+
 def bounds(config: Any, longest: int) -> list[int]:
     """Sequence lengths below ``longest`` beyond which attention changes: windows, chunks, sparse selection, RoPE.
 

@@ -339,9 +339,7 @@ class GRPOTrainer(Trainer):
         asked = sampling.read_distribution(sampling.default_args(self.config, self.env))
         default = sampling.Distribution(temperature=asked.temperature)
         known = getattr(self.client, "samples", None)
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        asked_for = None if self.offline is None else self.config.max_seq_length
-        longest = min((n for n in (positions, asked_for) if n is not None and n > 0), default=None)
+        longest = self._longest(None if self.offline is None else self.config.max_seq_length)
         return trained_sequences(batch, self.config, default, find_tokens=known, writer=self._writer, longest=longest)
 
     # --- around the loop ------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from verifiers.engine.local_model import LocalModel
 from verifiers.engine.plan import LEFT_FREE, plan
 from verifiers.envs.env_group import EnvGroup
 from verifiers.envs.environment import Environment
+from verifiers.kernels.prove import max_positions
 from verifiers.messages import as_messages
 from verifiers.rollout import step_tokens
 from verifiers.samples import Sample, samples_of
@@ -116,11 +117,10 @@ def make_sampler(
 ) -> Sampler:
     """The model as a client: a slot for each rollout of a generation, and as much KV cache as the memory plan has."""
     parameter = next(model.parameters())
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     fits = plan(
         model.config,
         rows=memory.slots,
-        length=length_asked(config, env, longest),
+        length=length_asked(config, env, max_positions(model.config)),
         dtype=parameter.dtype,
         device=parameter.device,
         weights_loaded=True,

@@ -125,8 +125,7 @@ class SFTTrainer(Trainer):
         return bool(self.eval_samples)
 
     def _read(self, dataset: Any) -> SFTSamples:
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        most = min((n for n in (self.config.max_seq_length, longest) if n is not None), default=None)
+        most = self._longest(self.config.max_seq_length)
         return read_samples(dataset, self.tokenizer, env=self.env, min_reward=self.config.min_reward, max_length=most)
 
     def _losses(self, batch: Sequence[Sample]) -> Iterator[tuple[torch.Tensor, bool]]:

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verifiers.kernels.prove import max_positions
 from verifiers.trainers import setup
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.checkpoints import save_model
 from verifiers.trainers.distributed import processes
 from verifiers.trainers.distributed.sharding import ShardedWeights, Whole, check_sharding, make_weights
 from verifiers.trainers.functions import call_callbacks
-from verifiers.trainers.memory.job import Job
+from verifiers.trainers.memory.job import Job, shortest
 from verifiers.trainers.memory.plan import MemoryPlan
 from verifiers.trainers.row_stream import RowStream
 from verifiers.trainers.threads import sensible_threads
@@ -69,6 +70,10 @@ class Trainer:
     def _make_stream(self, rows: Any) -> None:
         shard = (self.accelerator.process_index, self.accelerator.num_processes)
         self.rows = RowStream(rows, seed=self.config.seed, shard=shard)
+
+    def _longest(self, limit: int | None) -> int | None:
+        """The tokens that a sequence may have: within a limit, and the positions that the model knows."""
+        return shortest(limit, max_positions(self.model.config))
 
     @property
     def rows_per_step(self) -> int:

@@ -68,7 +68,7 @@ def proven_layouts(scorer: TokenScorer) -> Layouts:
 def _check_steady(base: Any) -> None:
     """Refuse a model whose forward pass is not deterministic."""
     text = probe.text_config(base.config)
-    longest = min(getattr(text, "max_position_embeddings", None) or LONGEST_PROBED, LONGEST_PROBED)
+    longest = min(probe.max_positions(text) or LONGEST_PROBED, LONGEST_PROBED)
     past = [bound + probe.PAST for bound in probe.bounds(text, longest - probe.PAST)[:1]]
     with torch.no_grad():
         if not probe.is_steady(base, max([sum(LENGTHS[0]), *past])):
@@ -80,7 +80,7 @@ class _Proof:
         self._scorer, self._base = scorer, scorer._base
         text = probe.text_config(self._base.config)
         self._layers = text.num_hidden_layers
-        self._most_positions = getattr(text, "max_position_embeddings", None) or ANY_LENGTH
+        self._most_positions = probe.max_positions(text) or ANY_LENGTH
         self._bounds = probe.bounds(text, self._most_positions)
         is_narrow = min(self._bounds, default=ANY_LENGTH) < max(map(sum, LENGTHS))
         self._trained = _trained(self._base, SHORT_LENGTHS if is_narrow else LENGTHS)

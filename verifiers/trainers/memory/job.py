@@ -123,12 +123,21 @@ def slots_wanted(config: Any, device_type: str) -> int:
     return int(min(under_way, MOST_SLOTS.get(device_type, MOST_SLOTS_ELSEWHERE)))
 
 
+def shortest(*lengths: int | None) -> int | None:
+    """The least of some limits; None if there is none.
+
+    >>> shortest(512, None), shortest(None, None)
+    (512, None)
+    """
+    return min((one for one in lengths if one is not None), default=None)
+
+
 def length_asked(config: TrainingConfig, env: Any, longest: int | None) -> int | None:
     """The most tokens of a sequence, if the configuration determines it."""
     length: int | None = getattr(config, "max_seq_length", None)
     if length is None and isinstance(config, GRPOConfig) and isinstance(env, SingleTurnEnv):
         length = None if config.max_prompt_length is None else config.max_prompt_length + max_new_tokens(config, env)
-    return length if length is None or longest is None else min(length, longest)
+    return None if length is None else shortest(length, longest)
 
 
 def longest_sequence(config: TrainingConfig, env: Any, longest: int | None) -> int:
@@ -138,4 +147,4 @@ def longest_sequence(config: TrainingConfig, env: Any, longest: int | None) -> i
         length = DEFAULT_CONVERSATION if isinstance(config, GRPOConfig) else DEFAULT_EXAMPLE
         if isinstance(config, GRPOConfig) and isinstance(env, SingleTurnEnv):
             length = DEFAULT_PROMPT + max_new_tokens(config, env)
-    return int(length if longest is None or longest < 1 else min(length, longest))
+    return int(length if longest is None else min(length, longest))

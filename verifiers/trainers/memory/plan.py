@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from verifiers.kernels.prove import max_positions
 from verifiers.trainers.memory.optimizers import OPTIMIZERS
 
 LEFT_FREE = 0.1  # of the memory, for fragmentation, libraries and other programs
@@ -48,7 +49,7 @@ class ModelSize:
     attended: int  # width of the queries
     kv: int  # width of keys, and of values
     vocabulary: int
-    longest: int | None  # max_position_embeddings
+    longest: int | None  # positions that the model knows
 
     @classmethod
     def of(cls, model: Any) -> ModelSize:
@@ -81,7 +82,7 @@ class ModelSize:
             attended=heads * head_dim,
             kv=kv_heads * head_dim,
             vocabulary=text.vocab_size,
-            longest=getattr(text, "max_position_embeddings", None),
+            longest=max_positions(text),
         )
 
     @property
