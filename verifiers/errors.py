@@ -182,6 +182,16 @@ def _traceback(error: BaseException) -> str:
         return "".join(traceback.format_tb(error.__traceback__))
 
 
+def first_line(error: BaseException, most: int = 300) -> str:
+    """The first line of what an exception says; the name of its class, where it says nothing.
+
+    >>> first_line(ValueError("no\\nway")), first_line(TimeoutError())
+    ('no', 'TimeoutError')
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0][:most] if lines else type(error).__name__
+
+
 def chain_of(error: BaseException | None) -> Iterator[BaseException]:
     """An error, its cause or what was handled when it was raised, the cause of that, and so on."""
     seen: set[int] = set()

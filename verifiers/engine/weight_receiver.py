@@ -9,7 +9,7 @@ import torch
 
 from verifiers.engine.channel import GlooChannel, NcclChannel, backend_here, opened
 from verifiers.engine.engine import Engine
-from verifiers.errors import RequestRefusedError
+from verifiers.errors import RequestRefusedError, first_line
 from verifiers.kernels.devices import current
 
 JOIN_S = 60.0  # timeout of joining the trainer's group, and of each tensor
@@ -40,7 +40,7 @@ class WeightReceiver:
                 with current(self._engine.device):
                     self._channel = opened(init, rank=RANK, timeout_s=JOIN_S)
             except (RuntimeError, ValueError, TypeError, OSError) as error:
-                raise RequestRefusedError(f"the trainer's group was not joined: {_first_line(error)}") from error
+                raise RequestRefusedError(f"the trainer's group was not joined: {first_line(error)}") from error
 
     def close(self) -> None:
         with self._guard:
@@ -101,7 +101,7 @@ class WeightReceiver:
             except RuntimeError as error:
                 self.is_torn = True
                 self._close()
-                raise RequestRefusedError(f"the transfer broke off: {_first_line(error)}") from error
+                raise RequestRefusedError(f"the transfer broke off: {first_line(error)}") from error
             self._missing -= {name for name, _, _ in described}
             return len(described)
 
@@ -166,7 +166,3 @@ def _check_init(init: dict[str, Any]) -> None:
         raise RequestRefusedError("'init_info' has master_address and master_port, or nccl_unique_id_b64")
     if init.get("packed"):
         raise RequestRefusedError("this sampler takes tensors one by one: 'packed' is false here")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:300]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, SupportsFloat
 
 from verifiers.errors import GraderError
-from verifiers.messages import as_messages
+from verifiers.messages import as_messages, content_text
 from verifiers.trainers.advantages import Advantage, Estimator, Gather, as_ordered, checked, mean_advantage
 from verifiers.trainers.distributed.processes import all_gather
 from verifiers.types import State
@@ -42,11 +42,13 @@ def completion_text(completion: Any) -> str:
 
     >>> completion_text([{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}])
     'a'
+    >>> completion_text([{"role": "assistant", "content": [{"type": "text", "text": "a"}]}])
+    'a'
     """
     if isinstance(completion, str):
         return completion
-    said = [one.get("content") for one in as_messages(completion) if one.get("role") == "assistant"]
-    return "\n".join(text if isinstance(text, str) else str(text or "") for text in said)
+    said = [one for one in as_messages(completion) if one.get("role") == "assistant"]
+    return "\n".join(content_text(one.get("content")) for one in said)
 
 
 class Batch(dict[str, list[Any]]):

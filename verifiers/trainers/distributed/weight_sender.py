@@ -22,7 +22,7 @@ from verifiers.engine.channel import (
     card_here,
     new_unique_id,
 )
-from verifiers.errors import ConnectionFailedError, Error, RequestRefusedError
+from verifiers.errors import ConnectionFailedError, Error, RequestRefusedError, first_line
 from verifiers.trainers.memory.optimizers import bitsandbytes
 
 OLDEST_VLLM = (0, 32)
@@ -198,7 +198,7 @@ class WeightChannel:
         try:
             channel.broadcast(tensor.to(channel.device).contiguous())
         except RuntimeError as error:  # of gloo or NCCL: the server is gone
-            self.failure = ConnectionFailedError(f"{self.where} was lost: {str(error).splitlines()[0][:300]}")
+            self.failure = ConnectionFailedError(f"{self.where} was lost: {first_line(error)}")
             self.close()
 
     async def end(self, version: int) -> None:
@@ -269,6 +269,6 @@ async def _both(request: Any, work: Any, close: Any) -> None:
             await asyncio.wait_for(asked, 5.0)  # the server's own error is the better reason
         except TimeoutError:
             pass
-        raise RequestRefusedError(f"the weights were not sent: {str(failed).splitlines()[0][:300]}") from failed
+        raise RequestRefusedError(f"the weights were not sent: {first_line(failed)}") from failed
     await asked
     await worked
