@@ -86,7 +86,7 @@ def projected(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
     """Several projections of one input; the backward accumulates the input's gradient in the matrix products."""
     found: tuple[Tensor, ...]
     if are_plain(x, linears):
-        if len(linears) == 1 and not uses_onednn():
+        if len(linears) == 1 and (x.is_cuda or not uses_onednn()):
             return (linears[0](x),)
         found = _Projected.apply(x, *_weights(linears))
         return found

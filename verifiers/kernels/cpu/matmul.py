@@ -37,10 +37,9 @@ def matmul(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
 
 def add_matmul(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, in_place: bool = False) -> Tensor:
     """``total + a · b``."""
-    out = total_MN if in_place else None
     if not suits(a_MK, b_KN):
-        return torch.addmm(total_MN, a_MK, b_KN, out=out)
-    return _product(a_MK, b_KN.t(), add_MN=total_MN, out=out)
+        return total_MN.addmm_(a_MK, b_KN) if in_place else torch.addmm(total_MN, a_MK, b_KN)
+    return _product(a_MK, b_KN.t(), add_MN=total_MN, out=total_MN if in_place else None)
 
 
 def weight_gradient(grad_MN: Tensor, x_MK: Tensor) -> Tensor:

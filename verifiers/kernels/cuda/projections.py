@@ -87,7 +87,7 @@ def add_projected(total: Tensor, linear: Any, x: Tensor) -> Tensor:
         return total
     if not is_plain_linear(linear) or linear.bias is not None:
         return total.add_(linear(x))
-    if _is_few(x):
+    if x.is_cuda or _is_few(x):
         return total.addmm_(x, linear.weight.t())
     return matmul.add_matmul(total, x, linear.weight.t(), in_place=True)
 
