@@ -14,7 +14,7 @@ from verifiers.viewer.library import run_id_of
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # once for all in the folder, in whatever order the tests are shared out
 def trainings(folder):
     second = making.train(folder / "train", steps=30, name="second")
     third = making.train(folder / "train", steps=30, name="third", seed=8, pace=20)
