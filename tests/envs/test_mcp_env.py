@@ -184,9 +184,10 @@ def test_one_call_that_kills_the_server_fails_its_own_rollout_and_the_other_nine
     env = vf.MCPEnv(mcp_servers=[odd()], dataset=rows)
     results = env.evaluate(vf.FakeClient(model), "fake", use_tqdm=False)
     env.close()
-    assert [state["input"]["example_id"] for state in results.failed] == [7]
+    errors = {state["input"]["example_id"]: repr(state["error"]) for state in results.failed}
+    assert list(errors) == [7], errors
     assert isinstance(results.failed[0]["error"], vf.InfraError)
-    assert "the MCP server 'odd' has ended, twice, when 'die' was called" in str(results.failed[0]["error"])
+    assert "the MCP server 'odd' has ended, twice, when 'die' was called" in errors[7]
     assert all(tool_texts(state)[0].startswith("count ") for state in results.scored)
 
 
