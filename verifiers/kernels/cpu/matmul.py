@@ -20,7 +20,7 @@ NOT_INTEL = ("AuthenticAMD", "HygonGenuine")
 SMALLEST = 1 << 15  # numbers of a weight: below, a call of oneDNN takes longer than the product
 # Rows that are multiplied at once. oneDNN keeps what it compiles for each number of rows, a thousand of them, and
 # between these allocations memory fragments: gigabytes in a training, whose micro-batches all differ in length.
-SIZES = (2048, 1024, 512, 256, 128, 64, 32)
+SIZES = (512, 256, 128, 64, 32)
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -56,8 +56,8 @@ def weight_gradient(grad_MN: Tensor, x_MK: Tensor) -> Tensor:
 def parts_of(rows: int) -> list[slice]:
     """Rows in parts of these sizes; what is left is padded to the smallest.
 
-    >>> [(part.start, part.stop) for part in parts_of(2725)]
-    [(0, 2048), (2048, 2560), (2560, 2688), (2688, 2720), (2720, 2725)]
+    >>> [(part.start, part.stop) for part in parts_of(669)]
+    [(0, 512), (512, 640), (640, 669)]
     """
     parts, start = [], 0
     while start < rows:
@@ -75,8 +75,11 @@ def _product(
     add_MN: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
+    parts = parts_of(len(x_MK))
+    if len(parts) == 1 and add_MN is None and out is None:
+        return _onednn(_padded(x_MK), weight_NK, bias_N)[: len(x_MK)]
     out = x_MK.new_empty((len(x_MK), len(weight_NK))) if out is None else out
-    for part in parts_of(len(x_MK)):
+    for part in parts:
         product_PN = _onednn(_padded(x_MK[part]), weight_NK, bias_N)[: part.stop - part.start]
         if add_MN is None:
             out[part] = product_PN
