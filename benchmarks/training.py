@@ -236,9 +236,8 @@ def compare_rewards(device: str, seeds: int) -> None:
 HOST = {"shape": "least", "rollouts": 1024, "micro": 1024, "group": 16, "words": 64, "new": 64, "steps": 12}
 
 
-def host_time() -> None:
-    """CPU of the thread that makes rollouts and learns; the engine's steps are made by a thread of their own."""
-    learned: list[float] = []
+def clocked(learned: list[float]) -> type[vf.GRPOTrainer]:
+    """A trainer that notes the CPU seconds of each `train_step`."""
 
     class Clocked(vf.GRPOTrainer):
         def train_step(self, batch: Any) -> dict[str, Any]:
@@ -247,7 +246,14 @@ def host_time() -> None:
             learned.append(time.thread_time() - began)
             return figures
 
-    steps, _ = ours({**HOST, "reward": "coin", "rate": 1e-6, "seed": 0}, "cpu", Clocked, time.thread_time)
+    return Clocked
+
+
+def host_time() -> None:
+    """CPU of the thread that makes rollouts and learns; the engine's steps are made by a thread of their own."""
+    learned: list[float] = []
+    case = {**HOST, "reward": "coin", "rate": 1e-6, "seed": 0}
+    steps, _ = ours(case, "cpu", clocked(learned), time.thread_time)
     around = [1000 * (step - part) / HOST["rollouts"] for step, part in zip(steps[1:], learned[1:], strict=True)]
     learning = [1000 * part / HOST["rollouts"] for part in learned[1:]]
     for name, values in {"making, scoring, reporting": around, "train_step": learning}.items():
