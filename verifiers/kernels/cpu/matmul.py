@@ -44,7 +44,7 @@ def add_matmul(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, in_place: bool =
 
 def weight_gradient(grad_MN: Tensor, x_MK: Tensor) -> Tensor:
     """``gradᵀ · x``: what a layer's weight gets from the gradient of its output, and its input."""
-    if not len(x_MK) or not suits(grad_MN, x_MK):
+    if not len(x_MK) or not suits(grad_MN, x_MK, size=grad_MN.shape[1] * x_MK.shape[1]):
         return torch.mm(grad_MN.t(), x_MK)
     first, *others = parts_of(len(x_MK))
     total_NK = _onednn(_padded(grad_MN[first]).t(), _padded(x_MK[first]).t())
@@ -98,10 +98,13 @@ def _onednn(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Te
     return product
 
 
-def suits(x: Tensor, weight: Tensor) -> bool:
-    """Does oneDNN multiply these? Only where no gradients are recorded, as within an autograd function: it has none."""
+def suits(x: Tensor, weight: Tensor, *, size: int | None = None) -> bool:
+    """Does oneDNN multiply these? Only where no gradients are recorded, as within an autograd function: it has none.
+
+    ``size`` is that of the layer's weight, where this is no factor of the product.
+    """
     return (
-        weight.numel() >= SMALLEST
+        (weight.numel() if size is None else size) >= SMALLEST
         and x.dtype is weight.dtype is torch.float32
         and x.device.type == weight.device.type == "cpu"
         and not torch.is_grad_enabled()
