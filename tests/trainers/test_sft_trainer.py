@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import verifiers as vf
+from verifiers.kernels import autograd
+from verifiers.kernels.cpu import matmul
 from verifiers.trainers.sft_rows import gold_reply, read_samples
 
 LETTERS = "abcdefghij"
@@ -305,3 +307,28 @@ def test_a_tokenizer_of_another_model_is_told_before_its_tokens_are_looked_up(tm
     config = vf.SFTConfig(max_steps=1, batch_size=2, output_dir=tmp_path, show_progress=False)
     with pytest.raises(ValueError, match=r"a token \d+ to learn from, and the model has \d+: was it made with"):
         vf.SFTTrainer(model=model, tokenizer=tokenizer, dataset=rows, config=config).train()
+
+
+# --- another library's matrix products ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
+def test_layers_of_a_real_width_learn_by_onednn_what_they_learn_by_mkl(lora, tmp_path, monkeypatch):
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this PyTorch has no oneDNN")
+    multiply, products = matmul._onednn, []
+    monkeypatch.setattr(matmul, "_onednn", lambda *args: products.append(args) or multiply(*args))
+
+    def steps(is_onednn: bool) -> list[float]:
+        for module in (matmul, autograd):
+            monkeypatch.setattr(module, "uses_onednn", lambda: is_onednn)
+        torch.manual_seed(0)
+        model, _ = tiny(hidden_size=256, layers=2)
+        adapters = vf.lora_defaults() if lora else None
+        report = trainer(tmp_path / str(is_onednn), model=model, max_steps=2, peft_config=adapters).train()
+        return [value for line in report.steps for value in (line["loss"], line["grad_norm"])]
+
+    expected = steps(False)
+    assert not products
+    assert steps(True) == pytest.approx(expected, rel=1e-4)
+    assert len(products) > 20
