@@ -281,6 +281,18 @@ def test_a_run_that_went_back_to_an_earlier_checkpoint_keeps_what_it_saves_and_g
     assert [one["step"] for one in report.steps] == [1, 2, 3, 4]
 
 
+def test_a_run_that_goes_back_twice_keeps_what_it_abandoned_each_time(tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    making.trainer(tmp_path, max_steps=2, save_steps=1).train()
+    kept = [(folder / "step-000002" / "model.safetensors").read_bytes()]
+    for rate in (1e-2, 2e-2):
+        making.trainer(tmp_path, max_steps=2, save_steps=1, learning_rate=rate).train(resume=folder / "step-000001")
+        kept.append((folder / "step-000002" / "model.safetensors").read_bytes())
+    names = ["abandoned-step-000002", "abandoned-2-step-000002", "step-000002"]
+    assert [(folder / name / "model.safetensors").read_bytes() for name in names] == kept
+    assert len(set(kept)) == 3
+
+
 def test_what_is_saved_can_be_loaded_and_says_the_same(tmp_path):
     trainer = making.trainer(tmp_path)
     trainer.train()

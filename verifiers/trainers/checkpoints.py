@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,8 @@ def set_aside(root: Path, step: int) -> None:
     would be taken for the newest."""
     for one in checkpoints(root):
         if step_of(one) > step:
-            aside = one.with_name(f"{ABANDONED}{one.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            one.rename(aside)
+            names = (f"{ABANDONED}{n}-{one.name}" if n > 1 else f"{ABANDONED}{one.name}" for n in count(1))
+            one.rename(next(free for name in names if not (free := one.with_name(name)).exists()))
 
 
 def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:

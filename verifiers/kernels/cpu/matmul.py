@@ -2,8 +2,8 @@
 
 PyTorch multiplies by MKL, which has AVX-512 kernels for Intel's processors only: on AMD's it takes those for AVX2, half
 as fast (`benchmarks/cpu_matmul.py`). oneDNN, which PyTorch brings along, takes what the processor has. Which of the two
-multiplies depends on the processor and on the size of the weight, never on the rows: a token has the same numbers
-whatever is computed beside it.
+multiplies depends here on the processor and the size of the weight, not on the rows: in learning a token has the same
+numbers whatever is computed beside it.
 """
 
 from __future__ import annotations

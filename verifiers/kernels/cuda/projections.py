@@ -45,7 +45,7 @@ def project(x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
         return ys
 
     def plain() -> list[Tensor]:
-        return [_alone(one, x) for one in linears]
+        return [_project_one(one, x) for one in linears]
 
     def together() -> list[Tensor]:
         from verifiers.kernels.cuda import linear
@@ -64,7 +64,7 @@ def project_gated(x: Tensor, gate: Any, up: Any, gated: Callable[[Tensor, Tensor
         return gated(*project(x, (gate, up)))
 
     def plain() -> Tensor:
-        return gated(_alone(gate, x), _alone(up, x))
+        return gated(_project_one(gate, x), _project_one(up, x))
 
     def together() -> Tensor:
         from verifiers.kernels.cuda import linear
@@ -87,19 +87,19 @@ def add_projected(total: Tensor, linear: Any, x: Tensor) -> Tensor:
         return total
     if not is_plain_linear(linear) or linear.bias is not None:
         return total.add_(linear(x))
-    if x.is_cuda or _is_few(x):
+    if x.is_cuda or _has_few_rows(x):
         return total.addmm_(x, linear.weight.t())
     return matmul.add_matmul(total, x, linear.weight.t(), in_place=True)
 
 
-def _alone(linear: Any, x: Tensor) -> Tensor:
-    if x.is_cuda or _is_few(x) or not is_plain_linear(linear):
+def _project_one(linear: Any, x: Tensor) -> Tensor:
+    if x.is_cuda or _has_few_rows(x) or not is_plain_linear(linear):
         projected: Tensor = linear(x)
         return projected
     return matmul.linear(x, linear.weight, linear.bias)
 
 
-def _is_few(x: Tensor) -> bool:
+def _has_few_rows(x: Tensor) -> bool:
     """So few rows that oneDNN would have to pad them."""
     return len(x) < matmul.SIZES[-1]
 
