@@ -12,25 +12,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.support.exact import FAMILIES, MIXTURES, assert_exact, expected, prompt_of, random_model  # noqa: E402
+from tests.kernels.support.triton_device import exact_matmuls as exact_matmuls  # noqa: E402  # a fixture
 from verifiers.engine import cuda_prefill  # noqa: E402
-from verifiers.engine.block_manager import BLOCK, blocks_for  # noqa: E402
 from verifiers.engine.engine import LEAST_SHARED_CUDA, Engine  # noqa: E402
-from verifiers.engine.kv_cache import Decode, KVCache, Prefill, Segment, Shape  # noqa: E402
 from verifiers.engine.sequence import Generated, Sampling  # noqa: E402
 from verifiers.errors import ModelError  # noqa: E402
-from verifiers.kernels.reference import rotary as plain_rotary  # noqa: E402
-from verifiers.kernels.sampling import SamplingColumns, sample  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")]
-
-
-@pytest.fixture(autouse=True)
-def exact_matmuls() -> Iterator[None]:
-    """TF32 would round the reference."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.fixture
@@ -130,136 +118,6 @@ def test_greedy_tokens_are_those_of_generate(start: Any) -> None:
 
 # --- kernels --------------------------------------------------------------------------------------------------------
 
-SHAPES = [(3, 9, 3, 64), (2, 4, 2, 24), (5, 4, 4, 16), (2, 6, 1, 128), (4, 12, 2, 256)]
-"""Rows, heads, key heads, dimensions."""
-
-
-def heads_of(batch: int, tokens: int, heads: int, dim: int, dtype: Any) -> Any:
-    """As a projection leaves them: tokens before heads in memory."""
-    return torch.randn((batch, tokens, heads, dim), device="cuda").to(dtype).transpose(1, 2)
-
-
-def angles_of(batch: int, tokens: int, dim: int, dtype: Any) -> tuple[Any, Any]:
-    angle = torch.rand((batch, tokens, dim), device="cuda") * 6.0
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def blocks_of_sequences(lengths: list[int], groups: int, dim: int, dtype: Any) -> tuple[Any, Any, KVCache]:
-    """Tables (on the host, and on the card) of sequences whose blocks lie anywhere, and a cache of one layer."""
-    counts = [blocks_for(length) for length in lengths]
-    order = torch.randperm(sum(counts)).add(1).int().split(counts)
-    tables = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True)
-    cache = KVCache(Shape(1, groups, dim), sum(counts) + 1, 0, dtype=dtype, device=torch.device("cuda"))
-    cache.store.normal_()
-    return tables.numpy(), tables.cuda(), cache
-
-
-def copy_of(cache: KVCache) -> KVCache:
-    layers, _, blocks, groups, _, dim = cache.store.shape
-    made = KVCache(Shape(layers, groups, dim), blocks, 0, dtype=cache.store.dtype, device=cache.store.device)
-    made.store.copy_(cache.store)
-    return made
-
-
-@pytest.mark.parametrize("splits", [1, 2, 16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rotation_within_attention_is_rotation_before_it(shape: Any, dtype: Any, splits: int) -> None:
-    from verifiers.kernels.cuda import decode
-
-    batch, heads, groups, dim = shape
-    torch.manual_seed(0)
-    q, k, v = (heads_of(batch, 1, n, dim, dtype) for n in (heads, groups, groups))
-    length = torch.randint(0, 900, (batch,), device="cuda")
-    length[0] = 0
-    tables, tables_there, cache = blocks_of_sequences((length + 1).tolist(), groups, dim, dtype)
-    other = copy_of(cache)
-    rotary = angles_of(batch, 1, dim, dtype)
-    settings: Any = {"scale": 0.2, "window": None, "softcap": None}
-    one = decode.attend(q, k, v, *cache.layers[0], tables_there, length, splits, rotary=rotary, **settings)
-    rotated = [plain_rotary(x, *rotary) for x in (q, k)]
-    two = decode.attend(*rotated, v, *other.layers[0], tables_there, length, splits, **settings)
-    within = 1e-5 if dtype is torch.float32 else 2e-2  # the last bit of a rotated number
-    assert torch.allclose(one, two, rtol=within, atol=within)
-    assert torch.allclose(cache.store, other.store, rtol=within, atol=within)
-    plain = Decode(other, tables, length, tables.shape[1] * BLOCK)
-    three = plain(0, *rotated, v, **settings)
-    within = 5e-3 if dtype is torch.float32 else 3e-2
-    assert torch.allclose(one, three, rtol=within, atol=within)
-
-
-def test_parts_of_a_history_are_merged_in_their_order_whoever_ends_last() -> None:
-    from verifiers.kernels.cuda import decode
-    from verifiers.kernels.cuda.splits import counters
-
-    torch.manual_seed(0)
-    q, k, v = (heads_of(40, 1, n, 64, torch.bfloat16) for n in (9, 3, 3))
-    length = torch.randint(0, 3000, (40,), device="cuda")
-    _, tables, cache = blocks_of_sequences((length + 1).tolist(), 3, 64, torch.bfloat16)
-    stored = counters(40 * 3, length.device)
-    settings: Any = {"scale": 0.2, "window": None, "softcap": None, "stored": stored}
-    found = [decode.attend(q, k, v, *cache.layers[0], tables, length, 32, **settings) for _ in range(20)]
-    assert not stored.any()
-    assert all(torch.equal(one, found[0]) for one in found)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", [40, 576, 2048])
-def test_the_norm_of_a_module_is_its_norm(width: int, dtype: Any) -> None:
-    from verifiers.kernels.cuda import decode
-
-    module = torch.nn.RMSNorm(width, eps=1e-5, dtype=dtype, device="cuda")
-    torch.nn.init.normal_(module.weight)
-    for shape in ((1, width), (7, 3, width), (width, 5)):
-        x = torch.randn(shape, dtype=dtype, device="cuda") * 3
-        x = x.t().expand(2, 5, width) if shape[-1] == 5 else x  # one that is not laid out as the kernel reads
-        within = 1e-5 if dtype is torch.float32 else 2e-2
-        assert torch.allclose(decode.rms_norm(module, 1e-5, x), module(x), rtol=within, atol=within)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rotation_in_place_is_rotation(shape: Any, dtype: Any) -> None:
-    from verifiers.kernels.cuda import decode
-
-    _, heads, groups, dim = shape
-    for batch, tokens in ((1, 700), (3, 5)):
-        q, k = (heads_of(batch, tokens, n, dim, dtype) for n in (heads, groups))
-        rotary = angles_of(1, tokens, dim, dtype)
-        due = [plain_rotary(x, *rotary) for x in (q, k)]
-        decode.rotate_(q, k, *rotary)
-        for given, wanted in zip((q, k), due, strict=True):
-            within = 1e-5 if dtype is torch.float32 else 2e-2  # rounded once, not after each product
-            assert torch.allclose(given, wanted, atol=within, rtol=within)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 7), (3, 1, 1536), (1, 501, 1000)], ids=str)
-def test_gating_is_silu_times_up(shape: Any, dtype: Any) -> None:
-    from verifiers.kernels.cuda import decode
-
-    gate, up = (torch.randn(shape, device="cuda").to(dtype) * 4 for _ in range(2))
-    due = torch.nn.functional.silu(gate) * up
-    assert torch.allclose(decode.gated(gate, up), due, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-5)
-
-
-@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "biased"])
-@pytest.mark.parametrize("rows", [1, 20, 300, 1024])
-def test_projections_in_one_launch_are_the_projections(rows: int, has_bias: bool) -> None:
-    from verifiers.kernels.cuda import linear
-
-    torch.manual_seed(0)
-    x = torch.randn((rows, 1, 576), device="cuda", dtype=torch.bfloat16)
-    linears = [torch.nn.Linear(576, n, bias=has_bias, device="cuda", dtype=torch.bfloat16) for n in (576, 192, 192)]
-    with torch.no_grad():
-        due = [one(x).float() for one in linears]
-        given = linear.project(x, [one.weight for one in linears], [one.bias for one in linears])
-        gated = linear.project_gated(x, linears[1].weight, linears[2].weight)
-        by_hand = [torch.nn.functional.linear(x, one.weight) for one in linears[1:]]
-    for one, other in zip(given, due, strict=True):
-        assert torch.allclose(one.float(), other, rtol=2e-2, atol=2e-2)
-    assert torch.allclose(gated, torch.nn.functional.silu(by_hand[0]) * by_hand[1], rtol=4e-2, atol=2e-2)
-
 
 @pytest.mark.parametrize("is_quicker", [False, True], ids=["plain", "together"])
 def test_whichever_way_projections_run_the_tokens_are_exact(start: Any, monkeypatch: Any, is_quicker: bool) -> None:
@@ -292,26 +150,6 @@ def test_projections_are_timed_before_a_step_is_captured(start: Any, monkeypatch
     assert {key[0] for key in projections._choices} == {"project", "gated"}
 
 
-@pytest.mark.parametrize("rank", [4, 16, 40])
-@pytest.mark.parametrize(("rows", "width"), [(1, 576), (33, 576), (256, 576), (33, 2048), (256, 4992)])
-def test_what_adapters_add_in_two_launches_is_what_they_add(rows: int, width: int, rank: int) -> None:
-    from verifiers.kernels.cuda import lora
-    from verifiers.kernels.modules import Lora
-
-    torch.manual_seed(0)
-    x = torch.randn((rows, width), device="cuda", dtype=torch.bfloat16)
-    for sizes in ((576,), (576, 192), (576, 192, 192), (512, 128, 128)):
-        whole = torch.randn((rows, sum(sizes)), device="cuda", dtype=torch.bfloat16)
-        loras = [
-            Lora(None, torch.randn(rank, width).to(x) * 0.02, torch.randn(size, rank).to(x) * 0.05, 0.5 + i)
-            for i, size in enumerate(sizes)
-        ]
-        pairs = zip(whole.split(list(sizes), 1), loras, strict=True)
-        due = [y + one.scale * (x.float() @ one.a_RK.t().float()) @ one.b_NR.t().float() for y, one in pairs]
-        lora.add_adapted_(whole.split(list(sizes), 1), x, loras)
-        assert torch.allclose(whole.float(), torch.cat(due, 1), rtol=2e-2, atol=2e-2)
-
-
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
 def test_tokens_of_an_adapted_model_are_exact_and_its_adapters_run_by_kernels(
     start: Any, monkeypatch: Any, targets: Any
@@ -340,22 +178,6 @@ def test_tokens_of_an_adapted_model_are_exact_and_its_adapters_run_by_kernels(
     assert gaps[len(gaps) // 2] < 0.02
     assert gaps[-1] < 0.3
     assert set(asked) == ({1, 2, 3} if targets == "all-linear" else {2})
-
-
-def test_the_card_draws_the_tokens_that_the_cpu_draws() -> None:
-    from verifiers.kernels.cuda import sampling as cuda_sampling
-
-    n, zeros = 512, torch.zeros(512, dtype=torch.int64)
-    for vocabulary in (97, 49152):
-        logits = torch.randn(n, vocabulary, generator=torch.Generator().manual_seed(1)) * 2
-        heat = torch.tensor([0.0, 0.7, 1.0, 1.5]).repeat(n // 4)
-        columns = SamplingColumns(heat, torch.ones(n), zeros, torch.zeros(n), torch.arange(n), zeros + 3)
-        there = cuda_sampling.sample(logits.cuda(), heat.cuda(), columns.seed_B.cuda(), columns.step_B.cuda())
-        here = sample(logits, columns, truncates=False)
-        same = there[0].cpu() == here[0]
-        assert same.float().mean() > 0.98  # a number at the very edge may fall on either side
-        for one, other in zip(there[1:], here[1:], strict=True):
-            assert torch.allclose(one.cpu()[same], other[same], atol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma"])
@@ -455,46 +277,6 @@ def test_the_context_end_is_kept_to_although_the_device_is_ahead(start: Any) -> 
 # --- sampling -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-@pytest.mark.parametrize("vocabulary", [97, 5000])
-def test_the_kernel_draws_tokens_as_often_as_they_are_likely(temperature: float, vocabulary: int) -> None:
-    from scipy import stats
-
-    from verifiers.kernels.cuda import sampling as cuda_sampling
-
-    n = 200_000
-    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(1)).cuda() * 1.5
-    seeds, steps = torch.arange(n, device="cuda"), torch.zeros(n, dtype=torch.int64, device="cuda")
-    heat = torch.full((n,), temperature, device="cuda")
-    for seed, step in ((seeds, steps), (steps + 7, seeds)):
-        token, logprob, raw = cuda_sampling.sample(logits[None].expand(n, -1), heat, seed, step)
-        probs = torch.softmax(logits.double() / temperature, -1)
-        counts = torch.bincount(token, minlength=vocabulary).double()
-        common = probs * n >= 10  # chi-square wants a few of each; the rest is one class
-        seen = torch.cat([counts[common], counts[~common].sum()[None]]).cpu().numpy()
-        due = torch.cat([probs[common], probs[~common].sum()[None]]).cpu().numpy() * n
-        if due[-1] < 5:
-            seen, due = seen[:-1], due[:-1]
-        assert stats.chisquare(seen, due * (seen.sum() / due.sum())).pvalue > 1e-4
-        assert torch.allclose(logprob, torch.log_softmax(logits / temperature, -1)[token], atol=1e-4)
-        assert torch.allclose(raw, torch.log_softmax(logits, -1)[token], atol=1e-4)
-
-
-def test_the_kernel_is_greedy_at_zero_and_says_so_when_logits_are_not_numbers() -> None:
-    from verifiers.kernels.cuda import sampling as cuda_sampling
-
-    logits = torch.randn(6, 5000, device="cuda")
-    logits[2] = float("nan")
-    logits[3, 17] = float("nan")
-    zeros = torch.zeros(6, dtype=torch.int64, device="cuda")
-    for heat in (torch.zeros(6, device="cuda"), torch.ones(6, device="cuda")):
-        token, _, raw = cuda_sampling.sample(logits, heat, zeros, zeros)
-        assert torch.isfinite(raw).tolist() == [True, True, False, False, True, True]
-        assert ((token >= 0) & (token < 5000)).all()
-        if not heat.any():
-            assert torch.equal(token[[0, 1, 4, 5]], logits.argmax(-1)[[0, 1, 4, 5]])
-
-
 @pytest.mark.parametrize(("truncated", "biased"), [(True, False), (False, True), (True, True)])
 def test_truncated_and_biased_rows_are_exact_beside_plain_ones(start: Any, truncated: bool, biased: bool) -> None:
     model = on_card()
@@ -559,41 +341,6 @@ def test_sampling_leaves_a_module_that_can_be_trained(start: Any) -> None:
 
 
 # --- reuse and failure ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("window", "softcap", "splits"), [(None, None, 1), (None, None, 8), (40, None, 8), (None, 2.0, 3)]
-)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_new_tokens_see_their_sequence_up_to_themselves(
-    shape: Any, window: Any, softcap: Any, splits: int, dtype: Any
-) -> None:
-    from verifiers.engine.cuda_device import CudaDevice
-    from verifiers.engine.cuda_prefill import blocks_of
-    from verifiers.kernels.cuda.extend import extend, store
-
-    _, heads, groups, dim = shape
-    torch.manual_seed(0)
-    sizes = [(2, 50, 30), (0, 0, 170), (3, 299, 1), (1, 64, 7)]
-    ends = [sum(n for *_, n in sizes[: i + 1]) for i in range(4)]
-    segments = [Segment(end - n, end, table, past) for (table, past, n), end in zip(sizes, ends, strict=True)]
-    lengths = [past + n for _, past, n in sorted(sizes)]
-    tables, tables_there, cache = blocks_of_sequences(lengths, groups, dim, dtype)
-    other = copy_of(cache)
-    q, k, v = (heads_of(1, ends[-1], n, dim, dtype) for n in (heads, groups, groups))
-    table_T, position_T = (
-        torch.cat([torch.full((n,), table) for table, _, n in sizes]).cuda(),
-        torch.cat([torch.arange(past, past + n) for _, past, n in sizes]).cuda(),
-    )
-    store(k, v, *cache.layers[0], tables_there, table_T, position_T)
-    blocks = torch.from_numpy(blocks_of(segments, CudaDevice().tokens_at_once(heads // groups))).cuda()
-    way: Any = {"scale": 0.2, "window": window, "softcap": softcap}
-    out = extend(q, *cache.layers[0], tables_there, blocks, splits=splits, **way)
-    due = Prefill(other, tables, segments)(0, q, k, v, **way)
-    assert torch.equal(cache.store, other.store)
-    within = 5e-3 if dtype is torch.float32 else 3e-2
-    assert torch.allclose(out.float(), due.float(), rtol=within, atol=within)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "GPT2", "Mistral"])

@@ -86,11 +86,24 @@ class HostCard:
         return sample(logits_NV, columns, truncates=False)
 
 
-def on_host_card(model: Any, **settings: Any) -> Engine:
+def triton_card() -> HostCard:
+    """A card whose attention and sampling are the Triton kernels themselves, run by Triton's interpreter."""
+    from verifiers.engine import cuda_device
+
+    class TritonCard(HostCard):
+        decode_attention: Any = cuda_device.CudaDecode
+        extend_attention: Any = cuda_device.CudaExtend
+        tokens_at_once: Any = cuda_device.CudaDevice.tokens_at_once
+        sample: Any = cuda_device.CudaDevice.sample
+
+    return TritonCard()
+
+
+def on_host_card(model: Any, *, card: Any = None, **settings: Any) -> Engine:
     """An engine whose steps go the way of a card."""
     engine = Engine(model, **settings)
     cache: Any = engine.scheduler.cache
-    card: Any = HostCard()
+    card = card or HostCard()
     engine.scheduler.blocks = BlockManager(cache.store.shape[2], least_shared=LEAST_SHARED_CUDA)
     engine.scheduler.cuda = CudaDecoder(engine.table, engine.runner, cache, card)
     return engine
