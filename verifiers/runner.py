@@ -283,6 +283,8 @@ class Run:
 
     async def _join_group(self, job: Job, state: State, score: Score) -> None:
         group = self._groups[job.row["example_id"]]
+        if state.get("error") is None:
+            state["score_alone"] = {"reward": score.reward, "metrics": dict(score.metrics)}
         group.members.append((job, state, score))
         group.missing -= 1
         if group.missing:

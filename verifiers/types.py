@@ -265,12 +265,13 @@ class State(dict[str, Any]):
     error: Error | None
     # Attributes, so that they are never saved: who answers, resolved once from ``client``; whether a run has it; why it
     # is not known which tokens it was sampled as; when it began, by a clock that nobody sets; the score that another
-    # process gave it.
+    # process gave it; the score that it was saved with, before its group added to it.
     answerer: Any
     is_adopted: bool
     not_sampled: str
     began_at: float
     remote_score: Any
+    saved_score: Any
 
     def __getitem__(self, key: str) -> Any:
         if key in _FORWARDED and (row := dict.get(self, "input")) is not None and key in row:

@@ -48,6 +48,9 @@ class EnvGroupRubric(Rubric):
     def reward_shares(self) -> dict[str, float]:
         return {}  # each row has the weights of its own environment
 
+    def weights_by_name(self) -> dict[str, Any]:
+        return {name: env.rubric.weights_by_name() for name, env in self.env_map.items()}
+
     async def score_alone(self, state: State) -> Score:
         try:
             with self.group.as_member(state) as env, env._time_limits():

@@ -24,7 +24,7 @@ from verifiers.envs.remote.workers import check_workers, open_player
 from verifiers.envs.rows import RowFormat, Rows
 from verifiers.envs.run_steps import Player, RunSteps, key_of, score_alone, score_group
 from verifiers.envs.saved_state import SavedState
-from verifiers.envs.states import restored_state
+from verifiers.envs.states import restored_state, state_to_rescore
 from verifiers.envs.stopping import EarlyStop, bounds_of
 from verifiers.errors import Interrupted
 from verifiers.foreign import time_limits
@@ -46,6 +46,9 @@ from verifiers.types import SamplingArgs, State
 
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
+
+_HOW_SCORED = ("score", "independent_scoring", "reward_weights")  # earlier versions did not write it down
+GROUP_COLUMNS = ("group_size", "score_alone")  # what it takes to score a rollout again with the rest of its group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,19 +167,21 @@ async def _run(
         return Results([], {"env_id": env.env_id, "num_examples": 0, "avg_reward": None, "avg_metrics": {}})
     answerer = find_answerer(client if client is not None else env.client, model if model is not None else env.model)
     metadata = _metadata(env, jobs, answerer, sampling, options)
+    is_scored = env.score_rollouts if options.score is None else options.score
+    scores_groups = is_scored and env.has_group_rewards and not options.independent_scoring
     with ExitStack() as locked:
-        run_dir, kept = _open_store(env, jobs, answerer, metadata, options, locked)
-        restored = _partial_groups(run_dir, jobs, kept) if run_dir is not None and env.has_group_rewards else {}
+        run_dir, kept = _open_store(env, jobs, answerer, metadata, options, locked, is_scored=is_scored)
+        restored = _partial_groups(run_dir, jobs, kept) if run_dir is not None and scores_groups else {}
         todo = [job for job in jobs if job.key not in kept or job.key in restored]
         stop = _early_stop(env, jobs, run_dir, kept - restored.keys(), options)
         if stop is not None:
             todo = stop.arranged(stop.without_more(jobs, kept - restored.keys(), _failed_before(run_dir)))
         async with AsyncExitStack() as stack:
-            is_scored = env.score_rollouts if options.score is None else options.score
             player = await stack.enter_async_context(open_player(env, answerer, sampling, options, is_scored=is_scored))
             appender = stack.enter_context(run_dir.appender()) if run_dir is not None else None
             progress = make_progress(options.use_tqdm)
-            steps = _steps(env, player, answerer, sampling, options, appender, restored, is_scored=is_scored)
+            terms = (env, player, answerer, sampling, options)
+            steps = _steps(*terms, appender, restored, is_scored=is_scored, scores_groups=scores_groups)
             run = _make_run(todo, steps, options, progress, stop)
             activity = Activity()
             count_here(activity)
@@ -239,8 +244,8 @@ def _steps(
     restored: Mapping[tuple[Any, int], State],
     *,
     is_scored: bool,
+    scores_groups: bool,
 ) -> RunSteps:
-    scores_groups = is_scored and env.has_group_rewards and not options.independent_scoring
     return RunSteps(
         env=env,
         player=player,
@@ -249,7 +254,7 @@ def _steps(
         is_scored=is_scored,
         scores_groups=scores_groups,
         scores_each_as_a_group=options.independent_scoring,
-        columns=(*(options.state_columns or ()), *(("group_size",) if scores_groups else ())),
+        columns=(*(options.state_columns or ()), *(GROUP_COLUMNS if scores_groups else ())),
         appender=appender,
         restored=restored,
     )
@@ -344,6 +349,8 @@ def _open_store(
     metadata: Mapping[str, Any],
     options: Options,
     locked: ExitStack,
+    *,
+    is_scored: bool,
 ) -> tuple[RunDir | None, set[tuple[Any, int]]]:
     """The run directory, if the run is saved, locked for as long as it lasts, and the rollouts it already holds."""
     path = options.resume if isinstance(options.resume, str | Path) else options.results_path
@@ -357,6 +364,9 @@ def _open_store(
         "message_type": env.message_type,
         "max_turns": getattr(env, "max_turns", None),
         "rows": _fingerprint(jobs),
+        "score": is_scored,
+        "independent_scoring": options.independent_scoring,
+        "reward_weights": env.rubric.weights_by_name(),
     }
     if path is None:
         run_dir = RunDir.create(DEFAULT_ROOT, env_id=metadata["env_id"], model=answerer.model, config=config)
@@ -372,7 +382,7 @@ def _open_store(
     if not options.resume:
         raise FileExistsError(f"{path} already holds a run; pass resume=True to go on with it, or another results_path")
     run_dir = RunDir.open(path)
-    run_dir.check_same(config)
+    run_dir.check_same(config, unless_unknown=_HOW_SCORED)
     locked.enter_context(run_dir.lock())
     run_dir.update_metadata({"finished": False, "num_rollouts": None})
     return run_dir, set(run_dir.compact().finished)
@@ -390,7 +400,7 @@ def _partial_groups(run_dir: RunDir, jobs: Sequence[Job], kept: set[tuple[Any, i
         return {}
     keyed = ((key_of(record), record) for record in run_dir.records())
     rows = {job.key: job.row for job in jobs if job.key in again}
-    return {key: restored_state(record, rows[key]) for key, record in keyed if key in rows}
+    return {key: state_to_rescore(record, rows[key]) for key, record in keyed if key in rows}
 
 
 def _fingerprint(jobs: Sequence[Job]) -> str:

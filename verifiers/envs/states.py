@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from verifiers.errors import GraderError
+from verifiers.messages import as_messages, role_of
+from verifiers.rubrics.score import Score
 from verifiers.store import Record
 from verifiers.store.record import is_usable
 from verifiers.types import MessageType, Row, SamplingArgs, State, Usage, unique_id
@@ -84,6 +86,29 @@ def restored_state(record: Record, row: Row) -> State:
     if isinstance(metrics := state.get("metrics"), dict):
         state["metrics"] = {name: value if is_usable(value) else None for name, value in metrics.items()}
     return state
+
+
+def state_to_rescore(record: Record, row: Row) -> State:
+    """A saved rollout whose group is to be scored again: with its turns, and with what was said of it alone."""
+    state = restored_state(record, row)
+    if not state.get("trajectory"):
+        state["trajectory"] = list(turns_of(record))
+    if isinstance(alone := record.get("score_alone"), dict):  # runs of earlier versions do not have it
+        state.saved_score = Score(reward=alone.get("reward"), metrics=dict(alone.get("metrics") or {}))
+    return state
+
+
+def turns_of(record: Record) -> Iterator[dict[str, Any]]:
+    """The turns of a conversation, where the run did not save them: each reply with what came before it."""
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if isinstance(completion, str):
+        yield {"prompt": prompt, "completion": completion, "reward": None, "extras": {}}
+        return
+    before = as_messages(prompt or [])
+    for message in completion or ():
+        if role_of(message) == "assistant":
+            yield {"prompt": list(before), "completion": [message], "reward": None, "extras": {}}
+        before.append(message)
 
 
 def _usage_of(saved: Any) -> Usage | None:

@@ -137,6 +137,10 @@ class Rubric:
             shares[name] = shares.get(name, 0.0) + weight
         return shares
 
+    def weights_by_name(self) -> dict[str, Any]:
+        """The weights that a run was made with: by function; of a group of environments, by member and function."""
+        return self.reward_shares()
+
     def _get_reward_weights(self) -> list[float]:
         return self.weights
 

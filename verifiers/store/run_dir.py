@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -129,11 +129,15 @@ class RunDir:
         """Change keys of ``metadata.json``, atomically and durably."""
         replace_file(self.metadata_path, [to_json({**self.metadata, **normalise(changes)}) + b"\n"])
 
-    def check_same(self, config: Mapping[str, Any]) -> None:
-        """Raise ValueError, naming each difference, unless the run was made with this configuration."""
+    def check_same(self, config: Mapping[str, Any], *, unless_unknown: Collection[str] = ()) -> None:
+        """Raise ValueError, naming each difference, unless the run was made with this configuration.
+
+        Keys ``unless_unknown`` are compared only where the run says what they were.
+        """
         made_with = self.metadata.get("config")
         if not isinstance(made_with, dict):
             raise ValueError(f"{self.metadata_path} does not say how this run was made; start a new run directory")
+        config = {key: value for key, value in config.items() if key in made_with or key not in unless_unknown}
         if found := differences(made_with, config):
             raise ValueError(f"{'; '.join(found)}; use the same or start a new run directory ({self.path})")
 
