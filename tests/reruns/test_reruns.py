@@ -164,6 +164,14 @@ def test_a_judge_is_not_asked_what_the_record_has_no_reply_to(tmp_path):
     assert "vf eval … --record" in found.changes[0].what
 
 
+def test_a_rescored_run_asks_the_judge_that_there_is_now(tmp_path):
+    run = saved(judged(vf.FakeClient("yes")), tmp_path / "run")
+    stern = vf.FakeClient("no")
+    found = asyncio.run(rescore(judged(stern), run))
+    assert [state["reward"] for state in found.states] == [0.0] * 4
+    assert len(stern.requests) == 4
+
+
 @pytest.mark.parametrize("kind", ["group", "nested"])
 def test_judges_are_found_wherever_they_are(kind):
     env = judged(vf.FakeClient("yes"))

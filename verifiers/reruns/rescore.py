@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verifiers.envs.environment import Environment
-from verifiers.envs.states import restored_state
-from verifiers.messages import as_messages, role_of
+from verifiers.envs.states import restored_state, turns_of
 from verifiers.reruns.play import score
 from verifiers.store import Record, RunDir, is_failed, to_record
 from verifiers.types import Row, State
 
-_OLD_SCORES = ("reward", "error", "metrics", "advantage", "group_size", "scoring_ms")
+_OLD_SCORES = (
+    *("reward", "error", "metrics", "advantage", "group_size", "score_alone", "scoring_ms"),
+    "judge_response",  # the judge that is asked now may be another one
+)
 
 
 @dataclass(kw_only=True)
@@ -74,18 +76,5 @@ def unscored_state(record: Record, row: Row) -> State:
     state = restored_state({key: value for key, value in record.items() if key not in forgotten}, row)
     state.update(reward=None, error=None, metrics=None, advantage=None)
     if not state.get("trajectory"):
-        state["trajectory"] = list(_turns(record))
+        state["trajectory"] = list(turns_of(record))
     return state
-
-
-def _turns(record: Record) -> Iterator[dict[str, Any]]:
-    """The turns of a conversation, where the run did not save them: each reply with what came before it."""
-    prompt, completion = record.get("prompt"), record.get("completion")
-    if isinstance(completion, str):
-        yield {"prompt": prompt, "completion": completion, "reward": None, "extras": {}}
-        return
-    before = as_messages(prompt or [])
-    for message in completion or ():
-        if role_of(message) == "assistant":
-            yield {"prompt": list(before), "completion": [message], "reward": None, "extras": {}}
-        before.append(message)
