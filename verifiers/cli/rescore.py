@@ -140,6 +140,7 @@ def _save(
         "rescored_from": str(run.path),
         "env_args": env.env_args,
         "rubric": rubric,
+        "reward_weights": env.rubric.weights_by_name(),
     }
     about = {"env_id": env.env_id or type(env).__name__, "model": str(metadata.get("model", "unknown"))}
     try:
@@ -157,6 +158,7 @@ def _save(
         {
             "num_rollouts": len(found.states),
             "num_failed": len(results.failed),
+            "finished": True,
             "avg_reward": results.mean_reward,
             "aggregates": {name: asdict(one) for name, one in results.aggregates.items()},
         }

@@ -384,7 +384,7 @@ def _open_store(
     run_dir = RunDir.open(path)
     run_dir.check_same(config, unless_unknown=_HOW_SCORED)
     locked.enter_context(run_dir.lock())
-    run_dir.update_metadata({"finished": False, "num_rollouts": None})
+    run_dir.update_metadata({"finished": False, **dict.fromkeys(("num_rollouts", "ended_early", "interrupted"))})
     return run_dir, set(run_dir.compact().finished)
 
 
