@@ -328,6 +328,7 @@ def test_what_was_said_of_a_rollout_alone_stays_when_its_group_is_scored_again(t
     assert results["patient"] == [2.0] * 6
     assert results["num_turns"] == results["turns"] == [3.0] * 6
     assert results.rewards == [pytest.approx(2.3)] * 6
+    assert {step["reward"] for state in results.rollouts for step in state["trajectory"]} <= {results.rewards[0]}
     saved = [json.loads(line) for line in lines_of(tmp_path / "run/results.jsonl")]
     assert [record["reward"] for record in saved] == [pytest.approx(2.3)] * 6
 

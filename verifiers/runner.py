@@ -274,7 +274,7 @@ class Run:
         else:
             began = time.perf_counter()
             score = await _through(self._scoring, self.score_alone, state)
-            write_score(state, score)
+            write_score(state, score, is_whole=self.score_group is None)
             note_scoring_time((state,), (time.perf_counter() - began) * 1000)
         if self.score_group is None:
             self._settle(job, state)

@@ -76,6 +76,15 @@ def test_turns_are_put_together_again_where_they_were_not_saved(tmp_path):
     assert [message["content"] for message in second["prompt"]] == ["say 0", "1", "again"]
 
 
+def test_saved_turns_get_the_new_reward(tmp_path):
+    def half(completion):
+        return 0.5
+
+    run = saved(single(exact), tmp_path / "run", state_columns=["trajectory"])
+    found = asyncio.run(rescore(single(half), run))
+    assert [step["reward"] for state in found.states for step in state["trajectory"]] == [0.5] * 4
+
+
 def test_a_rollout_that_failed_in_grading_gets_a_score_and_one_that_was_never_made_does_not(tmp_path):
     def broken(completion, state):
         if state["example_id"] < 2:

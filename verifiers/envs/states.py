@@ -10,7 +10,7 @@ import msgspec
 
 from verifiers.errors import GraderError
 from verifiers.messages import as_messages, role_of
-from verifiers.rubrics.score import Score
+from verifiers.rubrics.score import Score, forget_score
 from verifiers.store import Record
 from verifiers.store.record import is_usable
 from verifiers.types import MessageType, Row, SamplingArgs, State, Usage, unique_id
@@ -91,6 +91,7 @@ def restored_state(record: Record, row: Row) -> State:
 def state_to_rescore(record: Record, row: Row) -> State:
     """A saved rollout whose group is to be scored again: with its turns, and with what was said of it alone."""
     state = restored_state(record, row)
+    forget_score(state)
     if not state.get("trajectory"):
         state["trajectory"] = list(turns_of(record))
     if isinstance(alone := record.get("score_alone"), dict):  # runs of earlier versions do not have it

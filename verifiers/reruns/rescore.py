@@ -10,13 +10,13 @@ from typing import Any
 from verifiers.envs.environment import Environment
 from verifiers.envs.states import restored_state, turns_of
 from verifiers.reruns.play import score
+from verifiers.rubrics.score import forget_score
 from verifiers.store import Record, RunDir, is_failed, to_record
+from verifiers.store.record import CORE_COLUMNS
 from verifiers.types import Row, State
 
-_OLD_SCORES = (
-    *("reward", "error", "metrics", "advantage", "group_size", "score_alone", "scoring_ms"),
-    "judge_response",  # the judge that is asked now may be another one
-)
+# Of the old score, beside the reward and metrics; the judge that is asked now may be another one.
+_OLD_SCORES = ("group_size", "score_alone", "scoring_ms", "judge_response")
 
 
 @dataclass(kw_only=True)
@@ -72,9 +72,9 @@ def row_of(record: Record, rows: Mapping[Any, Row]) -> Row:
 def unscored_state(record: Record, row: Row) -> State:
     """A saved rollout as it was before it was scored."""
     old = record.get("metrics")
-    forgotten = {*_OLD_SCORES, *(old if isinstance(old, Mapping) else ())} - {"prompt", "completion", "answer", "info"}
+    forgotten = {*_OLD_SCORES, *(set(old if isinstance(old, Mapping) else ()) - {*CORE_COLUMNS})}
     state = restored_state({key: value for key, value in record.items() if key not in forgotten}, row)
-    state.update(reward=None, error=None, metrics=None, advantage=None)
+    forget_score(state)
     if not state.get("trajectory"):
         state["trajectory"] = list(turns_of(record))
     return state
