@@ -14,6 +14,7 @@ import pytest
 import verifiers as vf
 from verifiers.clients.asking_for import asking_for
 from verifiers.clients.protocol import Request
+from verifiers.envs.gym_env import EpisodicSumRubric
 from verifiers.reruns import no_network, replay, rescore
 from verifiers.reruns.judges import judges_of, judges_recorded
 from verifiers.reruns.replay import CASSETTE
@@ -109,6 +110,43 @@ def test_group_rewards_see_the_whole_group_again(tmp_path):
     run = saved(single(exact), tmp_path / "run", rollouts_per_example=3)
     found = asyncio.run(rescore(single(first_of_group), run))
     assert [state["reward"] for state in found.states] == [1.0, 0.0, 0.0] * 4
+
+
+class Counting:
+    """A game that gives a point for each of its two moves."""
+
+    def reset(self, seed=None, options=None):
+        self.moves = 0
+        return "begin", {}
+
+    def step(self, action):
+        self.moves += 1
+        return "next", 1.0, self.moves == 2, False, {}
+
+
+@pytest.mark.parametrize(("rubric", "column"), [(None, "gym_rewards"), (EpisodicSumRubric(), "trajectory")])
+def test_a_game_whose_rewards_were_not_saved_has_no_score_rather_than_0(tmp_path, rubric, column):
+    env = vf.GymEnv(Counting, num_eval_episodes=2, rubric=rubric)
+    found = asyncio.run(rescore(env, saved(env, tmp_path / "without")))
+    assert [state["reward"] for state in found.states] == [None] * 2
+    assert f"vf eval -C {column}" in str(found.states[0]["error"])
+    found = asyncio.run(rescore(env, saved(env, tmp_path / "with", state_columns=[column])))
+    assert [state["reward"] for state in found.states] == [2.0] * 2
+    assert [state["metrics"]["episode_steps"] for state in found.states] == [2.0] * 2
+
+
+def test_what_was_counted_while_it_was_played_is_the_same_when_it_is_rescored(tmp_path):
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": '}}
+    env = vf.ToolEnv(tools=[add], dataset=ROWS, rubric=vf.Rubric([exact]))
+    run = saved(env, tmp_path / "run", [{"role": "assistant", "content": "", "tool_calls": [call]}, "1"] * 4)
+    before = {record["example_id"]: record["metrics"] for record in run.records()}
+    assert sum(metrics["bad_json_faults"] for metrics in before.values()) == 4
+    found = asyncio.run(rescore(env, run))
+    assert {state["example_id"]: state["metrics"] for state in found.states} == before
 
 
 # --- plays --------------------------------------------------------------------------------------------------------

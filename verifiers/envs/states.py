@@ -99,16 +99,34 @@ def state_to_rescore(record: Record, row: Row) -> State:
     return state
 
 
+def played(state: State, name: str) -> Any:
+    """What an environment noted in the state as it was played; a rollout that is scored again may not have it."""
+    if name not in state:
+        raise not_saved(name)
+    return state[name]
+
+
+def not_saved(name: str) -> GraderError:
+    """Why a saved rollout cannot be scored again, and what to do about the next."""
+    return GraderError(
+        f"state[{name!r}] is not there: it was not saved with the rollout, which cannot be scored again without it; "
+        f"keep it with state_columns=[{name!r}] (vf eval -C {name})"
+    )
+
+
 def turns_of(record: Record) -> Iterator[dict[str, Any]]:
-    """The turns of a conversation, where the run did not save them: each reply with what came before it."""
+    """The turns of a conversation, where the run did not save them: each reply with what came before it.
+
+    What rewards they had is not known, so they have none yet, not even None.
+    """
     prompt, completion = record.get("prompt"), record.get("completion")
     if isinstance(completion, str):
-        yield {"prompt": prompt, "completion": completion, "reward": None, "extras": {}}
+        yield {"prompt": prompt, "completion": completion, "extras": {}}
         return
     before = as_messages(prompt or [])
     for message in completion or ():
         if role_of(message) == "assistant":
-            yield {"prompt": list(before), "completion": [message], "reward": None, "extras": {}}
+            yield {"prompt": list(before), "completion": [message], "extras": {}}
         before.append(message)
 
 

@@ -71,10 +71,12 @@ def row_of(record: Record, rows: Mapping[Any, Row]) -> Row:
 
 def unscored_state(record: Record, row: Row) -> State:
     """A saved rollout as it was before it was scored."""
-    old = record.get("metrics")
-    forgotten = {*_OLD_SCORES, *(set(old if isinstance(old, Mapping) else ()) - {*CORE_COLUMNS})}
+    metrics = record.get("metrics")
+    old: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}
+    forgotten = {*_OLD_SCORES, *(old.keys() - {*CORE_COLUMNS})}
     state = restored_state({key: value for key, value in record.items() if key not in forgotten}, row)
     forget_score(state)
+    state.saved_metrics = old
     if not state.get("trajectory"):
         state["trajectory"] = list(turns_of(record))
     return state

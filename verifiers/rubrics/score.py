@@ -132,17 +132,18 @@ def write_score(state: State, score: Score, *, is_whole: bool = True) -> None:
         return
     state["reward"] = score.reward
     state["metrics"] = score.metrics
+    before = getattr(state, "forgotten_reward", None)
     for step in (state.get("trajectory") or ()) if is_whole else ():
-        if step.get("reward") is None:
+        if step.get("reward") in (None, before):
             step["reward"] = score.reward
 
 
 def forget_score(state: State) -> None:
-    """Take a score back, and from turns the reward that they have of it."""
-    reward = state.get("reward")
-    for step in state.get("trajectory") or ():
-        if step.get("reward") == reward:
-            step["reward"] = None
+    """Take a score back. Turns that have their reward of it get the next one; till then it may also be their own."""
+    reward, steps = state.get("reward"), state.get("trajectory") or ()
+    if all(step.get("reward") == reward for step in steps):
+        state.forgotten_reward = reward
+    for step in steps:
         step["advantage"] = None
     state.update(error=None, reward=None, advantage=None, metrics=None)
 
