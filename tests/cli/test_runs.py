@@ -212,6 +212,19 @@ def test_several_metrics_are_corrected_and_one_that_is_named_is_tested_alone(run
     assert "B is better: B - A = +0.333 (95% interval" in alone
 
 
+def test_a_reward_function_called_reward_does_not_stand_for_the_reward(run, folder):
+    for letter, right in (("a", 0.0), ("b", 1.0)):
+        made = RunDir.create_at(folder / letter, env_id="e", model="m", config={})
+        with made.appender() as out:
+            for i in range(8):
+                record = {"example_id": i, "rollout": 0, "prompt": f"q{i}", "error": None, "reward": right * i}
+                out.append({**record, "metrics": {"reward": 0.5}})
+    shown = run("compare", "a", "b").stdout
+    assert "A 0.000, B 3.500" in shown
+    assert re.search(r"reward\(\) +0\.500 +0\.500", shown)
+    assert "examples" in run("power", "0.5", "--run", "b").stdout
+
+
 def test_an_unknown_metric_names_those_there_are(run, runs):
     assert "these runs have reward, exact, num_turns" in run("compare", *map(str, runs), "--metric", "x", code=2).stderr
 
