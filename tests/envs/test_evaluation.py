@@ -141,7 +141,12 @@ def test_the_same_id_several_times_means_several_rollouts_of_one_example(env: vf
 
 
 def test_a_row_without_an_id_is_no_rollout_of_another_rows_example(env: vf.SingleTurnEnv) -> None:
-    rows = [{"question": "a", "example_id": 1}, {"question": "b"}, {"question": "c", "example_id": 3}, {"question": "d"}]
+    rows = [
+        {"question": "a", "example_id": 1},
+        {"question": "b"},
+        {"question": "c", "example_id": 3},
+        {"question": "d"},
+    ]
     results = env.generate(rows, client=vf.FakeClient(echo), model="m", use_tqdm=False)
     assert results["example_id"] == [1, 4, 3, 5]
 
