@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -95,7 +96,7 @@ def state_to_rescore(record: Record, row: Row) -> State:
     if not state.get("trajectory"):
         state["trajectory"] = list(turns_of(record))
     if isinstance(alone := record.get("score_alone"), dict):  # runs of earlier versions do not have it
-        state.saved_score = Score(reward=alone.get("reward"), metrics=dict(alone.get("metrics") or {}))
+        state.saved_score = Score(reward=alone.get("reward", math.nan), metrics=dict(alone.get("metrics") or {}))
     return state
 
 
