@@ -7,6 +7,8 @@ import os
 import random
 import subprocess
 import sys
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,25 @@ def test_saved_turns_get_the_new_reward(tmp_path):
     run = saved(single(exact), tmp_path / "run", state_columns=["trajectory"])
     found = asyncio.run(rescore(single(half), run))
     assert [step["reward"] for state in found.states for step in state["trajectory"]] == [0.5] * 4
+
+
+@pytest.mark.parametrize("value", [(1, 2), {1: "x"}, date(2026, 1, 1), Decimal("1.10"), b"ab", "\ud800"], ids=repr)
+def test_what_json_cannot_hold_is_rescored_and_resumed_as_the_row_has_it(tmp_path, value):
+    def same(answer, info):
+        return answer == value and info == {"value": value}
+
+    def all_same(answers, infos):
+        return [float(same(*pair)) for pair in zip(answers, infos, strict=True)]
+
+    env = vf.SingleTurnEnv(
+        dataset=[{"question": "?", "answer": value, "info": {"value": value}}], rubric=vf.Rubric([same, all_same])
+    )
+    client = vf.FakeClient(["x", RuntimeError("down"), "x"])
+    settings = {"client": client, "model": "m", "results_path": tmp_path / "run", "use_tqdm": False}
+    assert env.evaluate(**settings, rollouts_per_example=2, max_concurrent=1)["reward"] == [2.0]
+    assert env.evaluate(**settings, rollouts_per_example=2, resume=True)["reward"] == [2.0, 2.0]
+    found = asyncio.run(rescore(env, RunDir.open(tmp_path / "run")))
+    assert [state["reward"] for state in found.states] == [2.0, 2.0]
 
 
 def test_a_rollout_that_failed_in_grading_gets_a_score_and_one_that_was_never_made_does_not(tmp_path):

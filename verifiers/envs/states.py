@@ -13,6 +13,7 @@ from verifiers.errors import GraderError
 from verifiers.messages import as_messages, role_of
 from verifiers.rubrics.score import Score, forget_score
 from verifiers.store import Record
+from verifiers.store.plain import to_json
 from verifiers.store.record import is_usable
 from verifiers.types import MessageType, Row, SamplingArgs, State, Usage, unique_id
 
@@ -78,7 +79,7 @@ def restored_state(record: Record, row: Row) -> State:
     state = State({"trajectory": [], **row, **record})
     for key in (*State.INPUT_FIELDS, *_TIMING_FIELDS):
         state.pop(key, None)
-    state["input"] = {**row, **{key: record.get(key) for key in State.INPUT_FIELDS}}
+    state["input"] = {**row, **{key: _as_it_was(record.get(key), row.get(key)) for key in State.INPUT_FIELDS}}
     state["timing"] = {key: record.get(key) or 0.0 for key in _TIMING_FIELDS}
     state["usage"] = _usage_of(record.get("usage"))
     if state.get("error") is None and not is_usable(state.get("reward")):
@@ -87,6 +88,13 @@ def restored_state(record: Record, row: Row) -> State:
     if isinstance(metrics := state.get("metrics"), dict):
         state["metrics"] = {name: value if is_usable(value) else None for name, value in metrics.items()}
     return state
+
+
+def _as_it_was(saved: Any, given: Any) -> Any:
+    """A field as the row has it, where that is what was saved: JSON has no tuples, no dates, no numbers for keys."""
+    if given is None or (type(given) is str and given == saved):
+        return saved
+    return _copied(given) if to_json(given) == to_json(saved) else saved
 
 
 def state_to_rescore(record: Record, row: Row) -> State:
