@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -187,6 +187,7 @@ async def _run(
             count_here(activity)
             if isinstance(progress, Tally):
                 progress.activity = activity
+                _count_kept(progress, run_dir, kept - restored.keys())
             progress.start(len(jobs), len(jobs) - len(todo))
             stack.callback(progress.stop)
             given = {"reward_s": options.reward_timeout_s, "hook_s": options.hook_timeout_s}
@@ -275,11 +276,26 @@ def _early_stop(
         return None
     bounds = options.reward_range or bounds_of(env.rubric)
     stop = EarlyStop(jobs, options.until, bounds, at_once=options.max_concurrent)
+    for example, reward in _rewards_of(run_dir, kept):
+        stop.take(example, reward)
+    return stop
+
+
+def _count_kept(progress: Tally, run_dir: RunDir | None, kept: set[tuple[Any, int]]) -> None:
+    """The mean that is watched is that of all rollouts, those before a resume too."""
+    if type(progress) is Tally:  # silent
+        return
+    for example, reward in _rewards_of(run_dir, kept):
+        if reward is not None:
+            progress.count(example, reward)
+
+
+def _rewards_of(run_dir: RunDir | None, kept: set[tuple[Any, int]]) -> Iterator[tuple[Any, float | None]]:
+    """The rewards of rollouts that are there already, with their examples."""
     if run_dir is not None and kept:
         for record in run_dir.records(["example_id", "rollout", "reward"]):
             if key_of(record) in kept:
-                stop.take(record["example_id"], record["reward"])
-    return stop
+                yield record["example_id"], record["reward"]
 
 
 async def run_group(
