@@ -333,6 +333,22 @@ def test_what_was_said_of_a_rollout_alone_stays_when_its_group_is_scored_again(t
     assert [record["reward"] for record in saved] == [pytest.approx(2.3)] * 6
 
 
+def test_it_is_told_what_a_group_that_is_scored_again_looks_for_and_does_not_find(tmp_path: Path) -> None:
+    def noted(states: Any) -> list[float]:
+        return [float(state.get("seen", 0)) for state in states]
+
+    class Noting(vf.SingleTurnEnv):
+        async def setup_state(self, state: vf.State) -> None:
+            state["seen"] = 1
+
+    env = Noting(dataset=[{"question": "?"}], rubric=vf.Rubric([noted]), env_id="e")
+    client = vf.FakeClient(["x", RuntimeError("down"), "x"])
+    settings = {"client": client, "rollouts_per_example": 2, "max_concurrent": 1}
+    assert evaluate(env, tmp_path / "run", **settings).rewards == [1.0]
+    with pytest.warns(UserWarning, match=r"for 'seen', which was not saved: .*state_columns=\['seen'\]"):
+        evaluate(env, tmp_path / "run", resume=True, **settings)
+
+
 def test_a_group_whose_new_scores_were_saved_in_part_only_is_scored_again_and_not_generated_again(
     tmp_path: Path,
 ) -> None:

@@ -133,6 +133,24 @@ def test_group_rewards_see_the_whole_group_again(tmp_path):
     assert [state["reward"] for state in found.states] == [1.0, 0.0, 0.0] * 4
 
 
+def test_it_is_told_what_functions_look_for_in_a_saved_state_and_do_not_find(tmp_path):
+    class Guessing(Twice):
+        async def env_response(self, messages, state):
+            state["guesses"] = state.get("guesses", 0) + 1
+            return "again"
+
+    def patient(state):
+        return float(state.get("guesses", 0))
+
+    env = Guessing(dataset=ROWS, rubric=vf.Rubric([patient, turns]), max_turns=2)
+    found = asyncio.run(rescore(env, saved(env, tmp_path / "without")))
+    assert [state["reward"] for state in found.states] == [2.0] * 4
+    assert found.missed == {"guesses"}
+    found = asyncio.run(rescore(env, saved(env, tmp_path / "with", state_columns=["guesses"])))
+    assert [state["reward"] for state in found.states] == [3.0] * 4
+    assert found.missed == set()
+
+
 class Counting:
     """A game that gives a point for each of its two moves."""
 

@@ -24,7 +24,7 @@ from verifiers.envs.remote.workers import check_workers, open_player
 from verifiers.envs.rows import RowFormat, Rows
 from verifiers.envs.run_steps import Player, RunSteps, key_of, score_alone, score_group
 from verifiers.envs.saved_state import SavedState
-from verifiers.envs.states import restored_state, state_to_rescore
+from verifiers.envs.states import in_words, note_missed, restored_state, state_to_rescore
 from verifiers.envs.stopping import EarlyStop, bounds_of
 from verifiers.errors import Interrupted
 from verifiers.foreign import time_limits
@@ -196,6 +196,8 @@ async def _run(
             done = await run.finish()
         if run_dir is not None and restored:
             run_dir.compact(keep_failed=True)
+            if missed := next(iter(restored.values())).missed:  # type: ignore[attr-defined]  # one set for all
+                warnings.warn(f"saved groups were scored again, and {in_words(missed)}", stacklevel=2)
         if run.ended_by is not None:
             where = f"; go on with resume={str(run_dir.path)!r}" if run_dir is not None else ""
             metadata["ended_early"] = f"{run.ended_by}{where}"
@@ -416,7 +418,8 @@ def _partial_groups(run_dir: RunDir, jobs: Sequence[Job], kept: set[tuple[Any, i
         return {}
     keyed = ((key_of(record), record) for record in run_dir.records())
     rows = {job.key: job.row for job in jobs if job.key in again}
-    return {key: state_to_rescore(record, rows[key]) for key, record in keyed if key in rows}
+    missed: set[str] = set()
+    return {key: note_missed(state_to_rescore(record, rows[key]), missed) for key, record in keyed if key in rows}
 
 
 def _fingerprint(jobs: Sequence[Job]) -> str:

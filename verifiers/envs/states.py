@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -95,6 +97,48 @@ def _as_it_was(saved: Any, given: Any) -> Any:
     if given is None or (type(given) is str and given == saved):
         return saved
     return _copied(given) if to_json(given) == to_json(saved) else saved
+
+
+class ScoredAgain(State):
+    """A saved rollout that is scored again: it notes what somebody looks for in it and does not find.
+
+    A function that falls back on a default there gives another score than before, and nobody would know.
+    """
+
+    missed: set[str]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if not State.__contains__(self, key) and _is_foreign(sys._getframe(1)):
+            self.missed.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        is_there = super().__contains__(key)
+        if not is_there and isinstance(key, str) and _is_foreign(sys._getframe(1)):
+            self.missed.add(key)
+        return is_there
+
+
+def _is_foreign(frame: FrameType) -> bool:
+    return not str(frame.f_globals.get("__name__", "")).startswith("verifiers.")
+
+
+def note_missed(state: State, missed: set[str]) -> State:
+    """The state, which from now on notes what is not found in it."""
+    state.__class__ = ScoredAgain
+    state.missed = missed  # type: ignore[attr-defined]
+    return state
+
+
+def in_words(missed: Iterable[str]) -> str:
+    """What was looked for and not found, and what to do about it."""
+    names = sorted(missed)
+    listed, columns = ", ".join(map(repr, names)), " ".join(f"-C {name}" for name in names)
+    return (
+        f"reward functions looked in the saved states for {listed}, which was not saved: where the environment sets "
+        f"it, scores may differ from those of a rollout just played; keep it with state_columns={names} "
+        f"(vf eval {columns})"
+    )
 
 
 def state_to_rescore(record: Record, row: Row) -> State:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verifiers.envs.environment import Environment
-from verifiers.envs.states import restored_state, turns_of
+from verifiers.envs.states import note_missed, restored_state, turns_of
 from verifiers.reruns.play import score
 from verifiers.rubrics.score import forget_score
 from verifiers.store import Record, RunDir, is_failed, to_record
@@ -26,6 +26,7 @@ class Rescored:
     states: list[State] = field(default_factory=list)
     rollouts: list[int] = field(default_factory=list)
     left_out: int = 0
+    missed: set[str] = field(default_factory=set)  # what functions looked for in the states, and was not saved
 
     def records(self, state_columns: Iterable[str] = ()) -> Iterator[Record]:
         for state, rollout in zip(self.states, self.rollouts, strict=True):
@@ -41,7 +42,7 @@ async def rescore(env: Environment, run: RunDir) -> Rescored:
         if is_failed(record) and not (_failed_in_grading(record) and record.get("completion")):
             found.left_out += 1
             continue
-        state = unscored_state(record, row_of(record, rows))
+        state = note_missed(unscored_state(record, row_of(record, rows)), found.missed)
         found.states.append(state)
         found.rollouts.append(record.get("rollout") or 0)
         groups.setdefault(state.get("example_id"), []).append(state)
