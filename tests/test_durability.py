@@ -18,7 +18,7 @@ import pytest
 
 import verifiers as vf
 from tests.support.evaluation import Plan
-from verifiers.store import ResultsGoneError
+from verifiers.store import ResultsGoneError, RunDir
 
 Key = tuple[Any, int]
 
@@ -331,6 +331,29 @@ def test_what_was_said_of_a_rollout_alone_stays_when_its_group_is_scored_again(t
     assert {step["reward"] for state in results.rollouts for step in state["trajectory"]} <= {results.rewards[0]}
     saved = [json.loads(line) for line in lines_of(tmp_path / "run/results.jsonl")]
     assert [record["reward"] for record in saved] == [pytest.approx(2.3)] * 6
+
+
+def test_a_rollout_that_is_saved_again_with_its_group_counts_once_before_the_run_has_ended(tmp_path: Path) -> None:
+    def size(completions: Any) -> list[float]:
+        return [float(len(completions))] * len(completions)
+
+    env = make_env(2)
+    env.rubric.add_reward_func(size, 1.0)
+    path = tmp_path / "run"
+    client = vf.FakeClient(["x", RuntimeError("down"), "x", "x", "x"])
+    settings = {"client": client, "rollouts_per_example": 2, "max_concurrent": 1}
+    evaluate(env, path, **settings)
+    before = [line for line in lines_of(path / "results.jsonl") if json.loads(line)["error"] is None]
+    evaluate(env, path, resume=True, **settings)
+    after = lines_of(path / "results.jsonl")
+    again = [line for line in after if line not in before]
+    (path / "results.jsonl").write_bytes(b"".join([*before, *again]))  # as a process leaves it that is killed now
+    run = RunDir.open(path)
+    run.update_metadata({"finished": False})
+    for records in (list(run.records()), list(run.sorted_records()), list(run.records(["example_id", "reward"]))):
+        assert sorted(record["example_id"] for record in records) == [0, 0, 1, 1]
+        assert {record["reward"] for record in records} == {3.0}
+    assert len(vf.to_sft(run)) == 4
 
 
 def test_it_is_told_what_a_group_that_is_scored_again_looks_for_and_does_not_find(tmp_path: Path) -> None:

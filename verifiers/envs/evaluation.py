@@ -295,7 +295,7 @@ def _count_kept(progress: Tally, run_dir: RunDir | None, kept: set[tuple[Any, in
 def _rewards_of(run_dir: RunDir | None, kept: set[tuple[Any, int]]) -> Iterator[tuple[Any, float | None]]:
     """The rewards of rollouts that are there already, with their examples."""
     if run_dir is not None and kept:
-        for record in run_dir.records(["example_id", "rollout", "reward"]):
+        for record in read_records(run_dir.path, ["example_id", "rollout", "reward"]):
             if key_of(record) in kept:
                 yield record["example_id"], record["reward"]
 
@@ -410,13 +410,13 @@ def _partial_groups(run_dir: RunDir, jobs: Sequence[Job], kept: set[tuple[Any, i
     """Saved rollouts whose group is not complete: they are scored again with it, but not generated again."""
     sizes = Counter(job.row["example_id"] for job in jobs)
     partial = {job.row["example_id"] for job in jobs if job.key not in kept}
-    for record in run_dir.records(["example_id", "group_size"]):
+    for record in read_records(run_dir.path, ["example_id", "group_size"]):
         if record["group_size"] not in (None, sizes[record["example_id"]]):
             partial.add(record["example_id"])
     again = {key for key in kept if key[0] in partial}
     if not again:
         return {}
-    keyed = ((key_of(record), record) for record in run_dir.records())
+    keyed = ((key_of(record), record) for record in read_records(run_dir.path))
     rows = {job.key: job.row for job in jobs if job.key in again}
     missed: set[str] = set()
     return {key: note_missed(state_to_rescore(record, rows[key]), missed) for key, record in keyed if key in rows}

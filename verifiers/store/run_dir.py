@@ -13,14 +13,14 @@ from typing import Any
 
 import msgspec
 
-from verifiers.files import read_regular
+from verifiers.files import open_regular, read_regular
 from verifiers.store.appender import SYNC_EVERY_S, Appender
 from verifiers.store.config import differences, fingerprint, normalise
 from verifiers.store.disk import replace_file, sync_folder
 from verifiers.store.lock import FolderLock, RunInUseError
 from verifiers.store.mending import ATTEMPTS, DAMAGED, Compacted, compact
 from verifiers.store.plain import sanitise_text, to_json
-from verifiers.store.reading import METADATA, RESULTS, Rows, Status, load_index, read_records
+from verifiers.store.reading import METADATA, RESULTS, Rows, Status, load_index, read_records, scan, superseded
 from verifiers.store.record import Key, Record
 
 DEFAULT_ROOT = Path("outputs/evals")
@@ -174,12 +174,26 @@ class RunDir:
 
     def records(self, columns: Sequence[str] | None = None) -> Iterator[Record]:
         """The records in the order in which they finished, one at a time."""
-        return read_records(self.path, columns)
+        return read_records(self.path, columns, without=self._superseded())
 
     def sorted_records(self) -> Iterator[Record]:
         """The records by example, then rollout, one at a time."""
-        rows = Rows(self.results_path)
-        return (rows[number] for number in rows.sorted_order())
+        rows, without = Rows(self.results_path), self._superseded()
+        return (rows[number] for number in rows.sorted_order() if rows.offset(number) not in without)
+
+    def _superseded(self) -> set[int]:
+        """Lines that do not count: while an evaluation is resumed, saved rollouts may be there a second time, scored
+        again with their group."""
+        try:
+            metadata = self.metadata
+        except (ValueError, OSError):
+            return set()
+        config = metadata.get("config")
+        is_evaluation = isinstance(config, dict) and "rows" in config and metadata.get("kind") != "training"
+        if not is_evaluation or metadata.get("finished") is not False or not self.results_path.exists():
+            return set()
+        with open_regular(self.results_path) as file:
+            return superseded(scan(file))
 
     def rows(self) -> Rows:
         """The rollouts by number; the same object each time, brought up to date."""
