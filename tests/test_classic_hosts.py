@@ -319,6 +319,33 @@ def test_a_rollout_that_failed_is_played_again_as_often_as_a_host_says() -> None
         env.run_group([row], flaky(), "m", max_retries=-1)
 
 
+def test_a_group_that_is_scored_again_keeps_the_rewards_that_its_turns_were_given() -> None:
+    class Late(vf.MultiTurnEnv):
+        def env_response(self, messages: Any, state: vf.State) -> str:
+            state["trajectory"][-1]["reward"] = float(len(state["trajectory"]) == 2)
+            return "next"
+
+        @vf.stop
+        def is_over(self, state: vf.State) -> bool:
+            return len(state["trajectory"]) == 2 and state["trajectory"][-1]["reward"] is not None
+
+    def summed(state: vf.State) -> float:
+        return sum(step["reward"] or 0.0 for step in state["trajectory"])
+
+    def moody(state: vf.State) -> float:
+        asked.append(state)
+        if len(asked) == 1:
+            raise ConnectionError("the grader is down")
+        return 0.0
+
+    asked: list[vf.State] = []
+    env = Late(dataset=[{"question": "?"}], rubric=vf.Rubric([summed, moody]))
+    row = env.get_dataset()[0]
+    group = env.run_group([row, row], vf.FakeClient("x"), "m", max_retries=1)
+    assert [state["reward"] for state in group] == [1.0, 1.0]
+    assert [[step["reward"] for step in state["trajectory"]] for state in group] == [[0.0, 1.0]] * 2
+
+
 def test_a_reward_that_failed_is_asked_again_and_the_rollout_is_not_played_again() -> None:
     tries: list[str] = []
 

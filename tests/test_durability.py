@@ -18,7 +18,7 @@ import pytest
 
 import verifiers as vf
 from tests.support.evaluation import Plan
-from verifiers.store import ResultsGoneError
+from verifiers.store import ResultsGoneError, RunDir
 
 Key = tuple[Any, int]
 
@@ -176,9 +176,10 @@ def is_alive(pid: int) -> bool:
 # --- resuming -----------------------------------------------------------------------------------------------------
 
 
-def make_env(n: int = 6, *, reward: Any = None, **kwargs: Any) -> vf.SingleTurnEnv:
+def make_env(n: int = 6, *, reward: Any = None, weight: float = 1.0, **kwargs: Any) -> vf.SingleTurnEnv:
     rows = [{"question": f"question {i}", "answer": "x"} for i in range(n)]
-    return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[reward or always_right]), env_id="e", **kwargs)
+    rubric = vf.Rubric(funcs=[reward or always_right], weights=[weight])
+    return vf.SingleTurnEnv(dataset=rows, rubric=rubric, env_id="e", **kwargs)
 
 
 def always_right(completion: Any) -> float:
@@ -201,6 +202,10 @@ def evaluate(env: vf.Environment, path: Path, *, client: Any = None, **kwargs: A
         (make_env(env_args={"level": 2}), {}, r"env_args\.level=None, you ask for 2"),
         (make_env(system_prompt="Think."), {}, "made with rows="),
         (make_env(message_type="completion"), {}, "message_type='chat', you ask for 'completion'"),
+        (make_env(weight=0.5), {}, r"reward_weights\.always_right=1\.0, you ask for 0\.5"),
+        (make_env(reward=lambda completion: 1.0), {}, r"reward_weights\.always_right=1\.0, you ask for None"),
+        (make_env(), {"score": False}, "score=True, you ask for False"),
+        (make_env(), {"independent_scoring": True}, "independent_scoring=False, you ask for True"),
     ],
 )
 def test_a_run_is_not_resumed_with_another_configuration(
@@ -212,6 +217,24 @@ def test_a_run_is_not_resumed_with_another_configuration(
     with pytest.raises(ValueError, match=difference):
         evaluate(env, tmp_path / "run", resume=True, **{**settings, **changes})
     assert (tmp_path / "run/results.jsonl").read_bytes() == before
+
+
+def test_a_group_of_environments_is_not_resumed_with_another_weight_of_a_member(tmp_path: Path) -> None:
+    group = vf.EnvGroup([make_env(2), make_env(2)], ["a", "b"])
+    evaluate(group, tmp_path / "run")
+    other = vf.EnvGroup([make_env(2), make_env(2, weight=3.0)], ["a", "b"])
+    with pytest.raises(ValueError, match=r"reward_weights\.b\.always_right=1\.0, you ask for 3\.0"):
+        evaluate(other, tmp_path / "run", resume=True)
+
+
+def test_a_run_that_does_not_say_how_it_was_scored_is_resumed(tmp_path: Path) -> None:
+    evaluate(make_env(), tmp_path / "run")
+    file = tmp_path / "run/metadata.json"
+    metadata = json.loads(file.read_bytes())
+    for name in ("score", "independent_scoring", "reward_weights"):
+        del metadata["config"][name]  # as runs of earlier versions
+    file.write_text(json.dumps(metadata))
+    assert len(evaluate(make_env(), tmp_path / "run", resume=True).rewards) == 6
 
 
 def test_resuming_a_finished_run_asks_for_nothing_and_changes_no_line(tmp_path: Path) -> None:
@@ -270,6 +293,83 @@ def test_failures_stay_in_the_file_when_a_resumed_group_fails_again(tmp_path: Pa
     third = evaluate(env, tmp_path / "run", resume=True, **settings)
     assert third["size"] == [3.0] * 6
     assert len(client.requests) == 6 + 1 + 1
+
+
+def test_what_was_said_of_a_rollout_alone_stays_when_its_group_is_scored_again(tmp_path: Path) -> None:
+    """Its functions read from the state what is not saved."""
+
+    class Guessing(vf.MultiTurnEnv):
+        def env_response(self, messages: Any, state: vf.State) -> str:
+            state["guesses"] = state.get("guesses", 0) + 1
+            return "again"
+
+    def patient(state: vf.State) -> float:
+        return float(state.get("guesses", 0))
+
+    def turns(states: Any) -> list[float]:
+        return [float(len(state["trajectory"])) for state in states]
+
+    def moody(state: vf.State) -> float:
+        if is_down and state["example_id"] == 1 and state["trajectory_id"] == first_of(state):
+            raise ConnectionError("the judge is down")
+        return 1.0
+
+    def first_of(state: vf.State) -> str:
+        return seen.setdefault(state["example_id"], state["trajectory_id"])
+
+    is_down, seen = True, dict[int, str]()
+    rows = [{"question": f"question {i}"} for i in range(2)]
+    env = Guessing(dataset=rows, rubric=vf.Rubric([patient, moody, turns], [1.0, 0.0, 0.1]), max_turns=3)
+    assert len(evaluate(env, tmp_path / "run", rollouts_per_example=3).failed) == 1
+    is_down = False
+    client = vf.FakeClient("x")
+    results = evaluate(env, tmp_path / "run", resume=True, client=client, rollouts_per_example=3)
+    assert len(client.requests) == 3
+    assert results["patient"] == [2.0] * 6
+    assert results["num_turns"] == results["turns"] == [3.0] * 6
+    assert results.rewards == [pytest.approx(2.3)] * 6
+    assert {step["reward"] for state in results.rollouts for step in state["trajectory"]} <= {results.rewards[0]}
+    saved = [json.loads(line) for line in lines_of(tmp_path / "run/results.jsonl")]
+    assert [record["reward"] for record in saved] == [pytest.approx(2.3)] * 6
+
+
+def test_a_rollout_that_is_saved_again_with_its_group_counts_once_before_the_run_has_ended(tmp_path: Path) -> None:
+    def size(completions: Any) -> list[float]:
+        return [float(len(completions))] * len(completions)
+
+    env = make_env(2)
+    env.rubric.add_reward_func(size, 1.0)
+    path = tmp_path / "run"
+    client = vf.FakeClient(["x", RuntimeError("down"), "x", "x", "x"])
+    settings = {"client": client, "rollouts_per_example": 2, "max_concurrent": 1}
+    evaluate(env, path, **settings)
+    before = [line for line in lines_of(path / "results.jsonl") if json.loads(line)["error"] is None]
+    evaluate(env, path, resume=True, **settings)
+    after = lines_of(path / "results.jsonl")
+    again = [line for line in after if line not in before]
+    (path / "results.jsonl").write_bytes(b"".join([*before, *again]))  # as a process leaves it that is killed now
+    run = RunDir.open(path)
+    run.update_metadata({"finished": False})
+    for records in (list(run.records()), list(run.sorted_records()), list(run.records(["example_id", "reward"]))):
+        assert sorted(record["example_id"] for record in records) == [0, 0, 1, 1]
+        assert {record["reward"] for record in records} == {3.0}
+    assert len(vf.to_sft(run)) == 4
+
+
+def test_it_is_told_what_a_group_that_is_scored_again_looks_for_and_does_not_find(tmp_path: Path) -> None:
+    def noted(states: Any) -> list[float]:
+        return [float(state.get("seen", 0)) for state in states]
+
+    class Noting(vf.SingleTurnEnv):
+        async def setup_state(self, state: vf.State) -> None:
+            state["seen"] = 1
+
+    env = Noting(dataset=[{"question": "?"}], rubric=vf.Rubric([noted]), env_id="e")
+    client = vf.FakeClient(["x", RuntimeError("down"), "x"])
+    settings = {"client": client, "rollouts_per_example": 2, "max_concurrent": 1}
+    assert evaluate(env, tmp_path / "run", **settings).rewards == [1.0]
+    with pytest.warns(UserWarning, match=r"for 'seen', which was not saved: .*state_columns=\['seen'\]"):
+        evaluate(env, tmp_path / "run", resume=True, **settings)
 
 
 def test_a_group_whose_new_scores_were_saved_in_part_only_is_scored_again_and_not_generated_again(

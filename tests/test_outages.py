@@ -468,3 +468,10 @@ def test_a_deadline_that_makes_no_sense_is_refused(value: float) -> None:
 def test_the_saved_metadata_says_why_a_run_ended_early(tmp_path: Path) -> None:
     evaluate(make_env(2), vf.FakeClient("x", latency_s=60), deadline_s=0.2, results_path=tmp_path / "run")
     assert "deadline" in json.loads((tmp_path / "run/metadata.json").read_bytes())["ended_early"]
+
+
+def test_a_run_that_was_resumed_to_its_end_did_not_end_early(tmp_path: Path) -> None:
+    evaluate(make_env(2), vf.FakeClient("x", latency_s=60), deadline_s=0.2, results_path=tmp_path / "run")
+    evaluate(make_env(2), vf.FakeClient("x"), results_path=tmp_path / "run", resume=True)
+    metadata = json.loads((tmp_path / "run/metadata.json").read_bytes())
+    assert (metadata["finished"], metadata["ended_early"]) == (True, None)

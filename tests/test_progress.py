@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,3 +107,19 @@ def test_a_progress_of_ones_own_is_told_of_every_rollout() -> None:
     mine = Tally()
     env.evaluate(client=vf.FakeClient("4"), model="m", progress=mine)
     assert (mine.total, mine.done) == (5, 5)
+
+
+def test_a_resumed_run_shows_the_mean_of_all_its_rollouts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def moody(state: vf.State) -> float:
+        if state["example_id"] == 3 and is_down:
+            raise ConnectionError("the judge is down")
+        return float(state["example_id"] != 3)
+
+    is_down = True
+    env = vf.SingleTurnEnv(dataset=[{"question": f"q{i}"} for i in range(5)], rubric=vf.Rubric([moody]))
+    env.evaluate(client=vf.FakeClient("x"), model="m", results_path=tmp_path / "run")
+    is_down = False
+    env.evaluate(client=vf.FakeClient("x"), model="m", results_path=tmp_path / "run", resume=True)
+    first, second = capsys.readouterr().err.splitlines()
+    assert "5/5 rollouts, 1 failed, reward 1.000" in first
+    assert "5/5 rollouts, reward 0.800" in second

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 import verifiers as vf
 from verifiers.envs.states import restored_state
-from verifiers.store import encode, to_record
+from verifiers.store import RunDir, encode, to_record
+from verifiers.store.comparing import COLUMNS, Side
 
 
 def scored(example: int, reward: float | None, **metrics: float) -> vf.State:
@@ -41,6 +43,33 @@ def test_results_unpack_index_and_have_attributes_that_are_the_same_thing() -> N
     assert len(results) == 2
     assert set(results.keys()) >= {"prompt", "exact", "metadata"}
     assert dict(results.items())["reward"] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "name", ["reward", "rewards", "answer", "task", "state", "metrics", "metadata", "is_truncated"]
+)
+def test_a_reward_function_that_is_called_like_a_column_is_a_metric_all_the_same(name: str, tmp_path: Path) -> None:
+    def function(completion: Any) -> float:
+        return 1.0
+
+    function.__name__ = name
+    rubric = vf.Rubric([function, exact], weights=[2.0, 1.0])
+    env = vf.SingleTurnEnv(dataset=[{"question": "?", "answer": "x"}] * 3, rubric=rubric)
+    settings = {"client": vf.FakeClient("x"), "model": "m", "results_path": tmp_path / "run", "use_tqdm": False}
+    for results in (env.evaluate(**settings), env.evaluate(**settings, resume=True)):
+        assert results.mean_reward == 3.0
+        assert results[f"{name}()"] == results["metrics"][name] == [1.0] * 3
+        assert results.metadata["avg_metrics"] == {f"{name}()": 1.0, "exact": 1.0, "num_turns": 1.0}
+        assert len(set(results.keys())) == len(results.keys())
+        assert f"\n{name}()" in str(results)
+        assert f">{name}()<" in results._repr_html_()
+    side = Side.of(RunDir.open(tmp_path / "run").records(COLUMNS))
+    assert side.scores["reward"] == {key: [3.0] for key in range(3)}
+    assert side.scores[f"{name}()"] == {key: [1.0] for key in range(3)}
+
+
+def exact(completion: Any, answer: str) -> bool:
+    return bool(completion[-1]["content"] == answer)
 
 
 def test_a_column_that_is_not_there_is_an_error_that_names_the_ones_that_are() -> None:

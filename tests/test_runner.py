@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,6 +251,23 @@ def test_a_group_reward_that_goes_wrong_fails_its_group_only(returned: Any) -> N
     results = evaluate(env, rollouts_per_example=2)
     assert [s["example_id"] for s in results.failed] == [0, 0]
     assert results["rewards"] == [1.0, 1.0]
+
+
+def test_a_turn_has_the_whole_reward_of_its_rollout_with_that_of_the_group(tmp_path: Path) -> None:
+    def alone(completion: Any) -> float:
+        return 1.0
+
+    def together(completions: Any) -> list[float]:
+        return [10.0 * len(completions)] * len(completions)
+
+    env = vf.SingleTurnEnv(dataset=[{"question": "?"}], rubric=vf.Rubric([alone, together]))
+    settings = {"model": "m", "use_tqdm": False, "state_columns": ["trajectory"], "results_path": tmp_path / "run"}
+    client = vf.FakeClient(["x", RuntimeError("down"), "x"])
+    first = env.evaluate(client=client, rollouts_per_example=2, max_concurrent=1, **settings)
+    assert [step["reward"] for state in first.scored for step in state["trajectory"]] == [11.0]
+    second = env.evaluate(client=client, rollouts_per_example=2, resume=True, **settings)
+    assert second.rewards == [21.0] * 2
+    assert [step["reward"] for state in second.scored for step in state["trajectory"]] == [21.0] * 2
 
 
 def test_a_group_whose_members_all_failed_is_not_scored() -> None:

@@ -28,6 +28,16 @@ _COLUMNS = {
     "is_truncated": "is_truncated",
 }
 _SINGULAR = {plural: singular for singular, plural in _COLUMNS.items()}
+_TAKEN = frozenset((*_COLUMNS, *_SINGULAR, "metrics", "metadata"))
+
+
+def listed_as(metric: str) -> str:
+    """The name under which a metric is listed: one that is called like a column is written as the function it is.
+
+    >>> listed_as("exact"), listed_as("reward")
+    ('exact', 'reward()')
+    """
+    return f"{metric}()" if metric in _TAKEN else metric
 
 
 class Results:
@@ -98,13 +108,14 @@ class Results:
         if name == "metadata":
             return self.metadata
         if name == "metrics":
-            return {metric: self[metric] for metric in self.metric_names}
+            return {metric: self[listed_as(metric)] for metric in self._metrics}
         field = _SINGULAR.get(name, name)
         if field == "state":
             return list(self.scored)
         if field in _COLUMNS:
             return [state.get(field) for state in self.scored]
-        column = [state.peek_metric(name) for state in self.scored]
+        metric = name.removesuffix("()") if name.removesuffix("()") in _TAKEN else name
+        column = [state.peek_metric(metric) for state in self.scored]
         if any(value is not None for value in column) or name in self.metric_names:
             return column
         raise KeyError(f"there is no column {name!r}; there are {', '.join(self.keys())}")
@@ -119,6 +130,11 @@ class Results:
 
     @property
     def metric_names(self) -> list[str]:
+        """The metrics as they are listed; a reward function that is called ``reward`` is the metric ``reward()``."""
+        return [*map(listed_as, self._metrics)]
+
+    @property
+    def _metrics(self) -> list[str]:
         names = dict.fromkeys(state.peek_metric_names() for state in self.scored)  # nearly all have the same ones
         return list(dict.fromkeys(name for some in names for name in some))
 

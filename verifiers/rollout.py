@@ -18,7 +18,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger("verifiers.rollout")
 
 
-class Episode(Protocol):
+class CleanedUp(Protocol):
+    """What holds something for each rollout, and gives it back."""
+
+    async def clean_up(self, state: State) -> None: ...
+
+
+class Episode(CleanedUp, Protocol):
     """What the loop asks of an environment; each may be a user's override, sync or async."""
 
     async def start(self, state: State) -> State: ...
@@ -26,7 +32,6 @@ class Episode(Protocol):
     async def next_prompt(self, state: State) -> Messages: ...
     async def ask_model(self, state: State, prompt: Messages) -> None: ...
     async def finish(self, state: State) -> None: ...
-    async def clean_up(self, state: State) -> None: ...
 
 
 async def take_turns(env: Episode, state: State) -> None:
@@ -49,7 +54,7 @@ async def run_episode(
         try:
             note_error(state, contained(error))
         except asyncio.CancelledError:
-            await _abandon(env, state)
+            await abandon(env, state)
             raise
     await _finish(env, state)
     return state
@@ -63,7 +68,7 @@ async def _started(env: Episode, state: State) -> State:
         raise HookError(f"before the model was asked, {type(error).__name__}: {error}") from error
 
 
-async def _abandon(env: Episode, state: State) -> None:
+async def abandon(env: CleanedUp, state: State) -> None:
     """The rollout is lost; what it holds (a sandbox, a game) is given back all the same."""
     try:
         await env.clean_up(state)

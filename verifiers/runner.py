@@ -274,7 +274,7 @@ class Run:
         else:
             began = time.perf_counter()
             score = await _through(self._scoring, self.score_alone, state)
-            write_score(state, score)
+            write_score(state, score, is_whole=self.score_group is None)
             note_scoring_time((state,), (time.perf_counter() - began) * 1000)
         if self.score_group is None:
             self._settle(job, state)
@@ -283,6 +283,8 @@ class Run:
 
     async def _join_group(self, job: Job, state: State, score: Score) -> None:
         group = self._groups[job.row["example_id"]]
+        if state.get("error") is None:
+            state["score_alone"] = {"reward": score.reward, "metrics": dict(score.metrics)}
         group.members.append((job, state, score))
         group.missing -= 1
         if group.missing:

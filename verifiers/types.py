@@ -265,12 +265,16 @@ class State(dict[str, Any]):
     error: Error | None
     # Attributes, so that they are never saved: who answers, resolved once from ``client``; whether a run has it; why it
     # is not known which tokens it was sampled as; when it began, by a clock that nobody sets; the score that another
-    # process gave it.
+    # process gave it; of one that is scored again, the score it was saved with before its group added to it, the
+    # metrics it was saved with, and the reward that it had.
     answerer: Any
     is_adopted: bool
     not_sampled: str
     began_at: float
     remote_score: Any
+    saved_score: Any
+    saved_metrics: Any
+    forgotten_reward: Any
 
     def __getitem__(self, key: str) -> Any:
         if key in _FORWARDED and (row := dict.get(self, "input")) is not None and key in row:

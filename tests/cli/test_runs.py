@@ -212,6 +212,19 @@ def test_several_metrics_are_corrected_and_one_that_is_named_is_tested_alone(run
     assert "B is better: B - A = +0.333 (95% interval" in alone
 
 
+def test_a_reward_function_called_reward_does_not_stand_for_the_reward(run, folder):
+    for letter, right in (("a", 0.0), ("b", 1.0)):
+        made = RunDir.create_at(folder / letter, env_id="e", model="m", config={})
+        with made.appender() as out:
+            for i in range(8):
+                record = {"example_id": i, "rollout": 0, "prompt": f"q{i}", "error": None, "reward": right * i}
+                out.append({**record, "metrics": {"reward": 0.5}})
+    shown = run("compare", "a", "b").stdout
+    assert "A 0.000, B 3.500" in shown
+    assert re.search(r"reward\(\) +0\.500 +0\.500", shown)
+    assert "examples" in run("power", "0.5", "--run", "b").stdout
+
+
 def test_an_unknown_metric_names_those_there_are(run, runs):
     assert "these runs have reward, exact, num_turns" in run("compare", *map(str, runs), "--metric", "x", code=2).stderr
 
@@ -321,9 +334,18 @@ def test_a_run_is_scored_with_another_rubric_into_a_run_of_its_own(run, runs):
     found = json.loads(result.stdout)
     assert found["reward"]["mean"] == found["reward_before"] == 0.5
     assert RunDir.open("new").metadata["config"]["rescored_from"] == str(runs[0])
+    assert "not finished" not in run("compare", "aaaa", "new").stdout
     assert "exists" in run("rescore", "aaaa", "-p", "mine", "-o", "new", code=2).stderr
     assert "'name' is no rubric" in run("rescore", "aaaa", "-p", "mine", "--rubric", "strict.py:name", code=2).stderr
     assert "it must be FILE:NAME" in run("rescore", "aaaa", "-p", "mine", "--rubric", "none.py:x", code=2).stderr
+
+
+def test_rescore_says_what_a_function_looked_for_in_vain(run, runs):
+    Path("lenient.py").write_text("def lenient(state): return state.get('board', 0.0)\n")
+    result = run("rescore", "aaaa", "-p", "mine", "--rubric", "lenient.py:lenient")
+    assert "looked in the saved states for 'board', which was not saved" in result.stderr
+    result = run("rescore", "aaaa", "-p", "mine", "--rubric", "lenient.py:lenient", "--json")
+    assert json.loads(result.stdout)["not_saved"] == ["board"]
 
 
 def test_a_score_that_cannot_be_given_ends_with_1(run, runs):

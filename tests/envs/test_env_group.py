@@ -179,3 +179,20 @@ def test_a_group_pickles() -> None:
     group = vf.EnvGroup([vf.SingleTurnEnv(dataset=[{"question": "q"}], rubric=vf.Rubric([length])) for _ in "ab"])
     evaluate(group)
     assert evaluate(pickle.loads(pickle.dumps(group)))["rewards"] == [1.0, 1.0]
+
+
+def test_one_environment_may_be_a_member_twice_under_two_names() -> None:
+    def together(completions: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    env = vf.SingleTurnEnv(dataset=[{"question": "?"}], rubric=vf.Rubric([together]))
+    group = vf.EnvGroup([env, env], ["a", "b"])
+    results = group.evaluate(client=vf.FakeClient("x"), model="m", rollouts_per_example=2, use_tqdm=False)
+    assert results["task"] == ["a", "a", "b", "b"]
+    assert results["reward"] == [1.0] * 4
+
+
+def test_a_name_that_a_member_of_an_inner_group_has_is_refused() -> None:
+    env = vf.SingleTurnEnv(dataset=[{"question": "?"}], rubric=vf.Rubric())
+    with pytest.raises(ValueError, match="'games/chess' is also the name of a member of a group"):
+        vf.EnvGroup([vf.EnvGroup([env], ["chess"]), env], ["games", "games/chess"])

@@ -140,6 +140,17 @@ def test_the_same_id_several_times_means_several_rollouts_of_one_example(env: vf
     assert rows[0] == {"prompt": "a", "example_id": 7}
 
 
+def test_a_row_without_an_id_is_no_rollout_of_another_rows_example(env: vf.SingleTurnEnv) -> None:
+    rows = [
+        {"question": "a", "example_id": 1},
+        {"question": "b"},
+        {"question": "c", "example_id": 3},
+        {"question": "d"},
+    ]
+    results = env.generate(rows, client=vf.FakeClient(echo), model="m", use_tqdm=False)
+    assert results["example_id"] == [1, 4, 3, 5]
+
+
 def test_rows_of_the_environment_handed_back_in_are_the_same_rollouts(env: vf.SingleTurnEnv) -> None:
     picked = env.get_dataset(2, seed=1)
     for inputs in (picked, picked.to_list(), list(picked)):

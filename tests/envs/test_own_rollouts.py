@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -455,3 +456,20 @@ def test_classic_batches_tokenize_what_nobody_sampled_and_say_why() -> None:
     results = env.generate(client=vf.FakeClient("four", tokens=True), model="m", use_tqdm=False)
     with pytest.raises(ValueError, match=r"no call of the policy gave.*pass processing_class=tokenizer"):
         env.process_env_results(results["prompts"], results["completions"], results["states"], results["rewards"])
+
+
+def test_a_rollout_of_ones_own_that_is_cancelled_is_cleaned_up() -> None:
+    ended = []
+
+    class Waiting(vf.SingleTurnEnv):
+        async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:
+            await asyncio.sleep(60)
+
+        @vf.cleanup
+        async def give_back(self, state: vf.State) -> None:
+            ended.append(state["example_id"])
+
+    env = Waiting(dataset=[ROW, ROW], rubric=vf.Rubric([text_rewarded]))
+    results = env.evaluate(client=vf.FakeClient("4"), model="m", deadline_s=0.3, use_tqdm=False)
+    assert len(results.failed) == 2
+    assert sorted(ended) == [0, 1]

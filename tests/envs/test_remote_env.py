@@ -21,6 +21,7 @@ import pytest
 
 import verifiers as vf
 from verifiers.envs.remote.server import EnvServer, ServerLimits
+from verifiers.rubrics.score import Score
 
 
 class Twice(vf.MultiTurnEnv):
@@ -72,6 +73,23 @@ def test_a_remote_environment_is_evaluated_as_the_one_it_stands_for(server: EnvS
     assert there.rollouts[0]["usage"].completion_tokens == here.rollouts[0]["usage"].completion_tokens
     resumed = vf.RemoteEnv(server.url).evaluate(**asked, results_path=tmp_path / "run", resume=True)
     assert resumed["rewards"] == there["rewards"]
+
+
+class Ranked(vf.Rubric):
+    """How far from the mean of the group, in standard deviations: no number where all are alike."""
+
+    has_group_rewards = True
+
+    async def score_together(self, states: Any) -> list[Score]:
+        return [Score(float("nan")) for _ in states]
+
+
+def test_a_group_score_that_is_no_number_fails_there_as_it_does_here() -> None:
+    asked = {"client": vf.FakeClient(digit), "model": "m", "rollouts_per_example": 2, "use_tqdm": False}
+    env = vf.SingleTurnEnv(dataset=[{"question": "q"}], system_prompt="Count.", rubric=Ranked())
+    with EnvServer(env) as server:
+        for results in (env.evaluate(**asked), vf.RemoteEnv(server.url).evaluate(**asked)):
+            assert (len(results.failed), results.mean_reward) == (2, None)
 
 
 def test_rows_prompts_and_weights_are_the_servers(server: EnvServer) -> None:

@@ -153,6 +153,18 @@ def test_rewards_beyond_their_bounds_stop_the_run_with_a_sentence_and_it_goes_on
     assert "the mean reward is known to ±0.3 by" in str(again)
 
 
+def test_a_reward_beyond_its_bounds_is_noticed_though_the_mean_of_its_example_is_not() -> None:
+    def points(completion: Any) -> float:
+        return float(completion[-1]["content"])
+
+    env = vf.SingleTurnEnv(dataset=[{"question": f"q{i}"} for i in range(300)], rubric=vf.Rubric([points]))
+    client = vf.FakeClient(["2", "-1"] * 300)
+    results = env.evaluate(
+        client=client, model="m", rollouts_per_example=2, until=0.1, max_concurrent=1, use_tqdm=False
+    )
+    assert "is 2, and how soon a mean is known" in str(results)
+
+
 def test_bounds_come_from_the_weights_of_the_rubric() -> None:
     def polite(completion: Any) -> float:
         return 1.0

@@ -66,6 +66,22 @@ def test_compute_score_gives_the_rubrics_reward_and_its_metrics(tmp_path: Path) 
             compute_score("elsewhere", "4", "4", extra_info=wrong)  # type: ignore[arg-type]
 
 
+def test_a_reward_function_called_score_is_not_taken_for_the_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "two_scores"
+    folder.mkdir()
+    (folder / "two_scores.py").write_text(
+        "import verifiers as vf\n"
+        "def score(completion): return 1.0\n"
+        "def load_environment():\n"
+        "    return vf.SingleTurnEnv(dataset=[{'question': '?'}], rubric=vf.Rubric([score], weights=[0.25]))\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    (row,) = rows_in(export_rows(vf.load_environment("two-scores"), tmp_path, env_id="two-scores")["train"])
+    assert compute_score("verifiers/two-scores", "x", "", extra_info=row["extra_info"])["score"] == 0.25
+
+
 def test_prompts_of_parts_of_text_alone_and_of_calls_alone_are_exported_side_by_side(tmp_path: Path) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     prompts: list[Any] = [

@@ -7,6 +7,8 @@ import os
 import random
 import subprocess
 import sys
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 import verifiers as vf
 from verifiers.clients.asking_for import asking_for
 from verifiers.clients.protocol import Request
+from verifiers.envs.gym_env import EpisodicSumRubric
 from verifiers.reruns import no_network, replay, rescore
 from verifiers.reruns.judges import judges_of, judges_recorded
 from verifiers.reruns.replay import CASSETTE
@@ -76,6 +79,34 @@ def test_turns_are_put_together_again_where_they_were_not_saved(tmp_path):
     assert [message["content"] for message in second["prompt"]] == ["say 0", "1", "again"]
 
 
+def test_saved_turns_get_the_new_reward(tmp_path):
+    def half(completion):
+        return 0.5
+
+    run = saved(single(exact), tmp_path / "run", state_columns=["trajectory"])
+    found = asyncio.run(rescore(single(half), run))
+    assert [step["reward"] for state in found.states for step in state["trajectory"]] == [0.5] * 4
+
+
+@pytest.mark.parametrize("value", [(1, 2), {1: "x"}, date(2026, 1, 1), Decimal("1.10"), b"ab", "\ud800"], ids=repr)
+def test_what_json_cannot_hold_is_rescored_and_resumed_as_the_row_has_it(tmp_path, value):
+    def same(answer, info):
+        return answer == value and info == {"value": value}
+
+    def all_same(answers, infos):
+        return [float(same(*pair)) for pair in zip(answers, infos, strict=True)]
+
+    env = vf.SingleTurnEnv(
+        dataset=[{"question": "?", "answer": value, "info": {"value": value}}], rubric=vf.Rubric([same, all_same])
+    )
+    client = vf.FakeClient(["x", RuntimeError("down"), "x"])
+    settings = {"client": client, "model": "m", "results_path": tmp_path / "run", "use_tqdm": False}
+    assert env.evaluate(**settings, rollouts_per_example=2, max_concurrent=1)["reward"] == [2.0]
+    assert env.evaluate(**settings, rollouts_per_example=2, resume=True)["reward"] == [2.0, 2.0]
+    found = asyncio.run(rescore(env, RunDir.open(tmp_path / "run")))
+    assert [state["reward"] for state in found.states] == [2.0, 2.0]
+
+
 def test_a_rollout_that_failed_in_grading_gets_a_score_and_one_that_was_never_made_does_not(tmp_path):
     def broken(completion, state):
         if state["example_id"] < 2:
@@ -100,6 +131,61 @@ def test_group_rewards_see_the_whole_group_again(tmp_path):
     run = saved(single(exact), tmp_path / "run", rollouts_per_example=3)
     found = asyncio.run(rescore(single(first_of_group), run))
     assert [state["reward"] for state in found.states] == [1.0, 0.0, 0.0] * 4
+
+
+def test_it_is_told_what_functions_look_for_in_a_saved_state_and_do_not_find(tmp_path):
+    class Guessing(Twice):
+        async def env_response(self, messages, state):
+            state["guesses"] = state.get("guesses", 0) + 1
+            return "again"
+
+    def patient(state):
+        return float(state.get("guesses", 0))
+
+    env = Guessing(dataset=ROWS, rubric=vf.Rubric([patient, turns]), max_turns=2)
+    found = asyncio.run(rescore(env, saved(env, tmp_path / "without")))
+    assert [state["reward"] for state in found.states] == [2.0] * 4
+    assert found.missed == {"guesses"}
+    found = asyncio.run(rescore(env, saved(env, tmp_path / "with", state_columns=["guesses"])))
+    assert [state["reward"] for state in found.states] == [3.0] * 4
+    assert found.missed == set()
+
+
+class Counting:
+    """A game that gives a point for each of its two moves."""
+
+    def reset(self, seed=None, options=None):
+        self.moves = 0
+        return "begin", {}
+
+    def step(self, action):
+        self.moves += 1
+        return "next", 1.0, self.moves == 2, False, {}
+
+
+@pytest.mark.parametrize(("rubric", "column"), [(None, "gym_rewards"), (EpisodicSumRubric(), "trajectory")])
+def test_a_game_whose_rewards_were_not_saved_has_no_score_rather_than_0(tmp_path, rubric, column):
+    env = vf.GymEnv(Counting, num_eval_episodes=2, rubric=rubric)
+    found = asyncio.run(rescore(env, saved(env, tmp_path / "without")))
+    assert [state["reward"] for state in found.states] == [None] * 2
+    assert f"vf eval -C {column}" in str(found.states[0]["error"])
+    found = asyncio.run(rescore(env, saved(env, tmp_path / "with", state_columns=[column])))
+    assert [state["reward"] for state in found.states] == [2.0] * 2
+    assert [state["metrics"]["episode_steps"] for state in found.states] == [2.0] * 2
+
+
+def test_what_was_counted_while_it_was_played_is_the_same_when_it_is_rescored(tmp_path):
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": '}}
+    env = vf.ToolEnv(tools=[add], dataset=ROWS, rubric=vf.Rubric([exact]))
+    run = saved(env, tmp_path / "run", [{"role": "assistant", "content": "", "tool_calls": [call]}, "1"] * 4)
+    before = {record["example_id"]: record["metrics"] for record in run.records()}
+    assert sum(metrics["bad_json_faults"] for metrics in before.values()) == 4
+    found = asyncio.run(rescore(env, run))
+    assert {state["example_id"]: state["metrics"] for state in found.states} == before
 
 
 # --- plays --------------------------------------------------------------------------------------------------------
@@ -162,6 +248,14 @@ def test_a_judge_is_not_asked_what_the_record_has_no_reply_to(tmp_path):
     found = asyncio.run(replay(other, run))
     assert found.same == 0
     assert "vf eval … --record" in found.changes[0].what
+
+
+def test_a_rescored_run_asks_the_judge_that_there_is_now(tmp_path):
+    run = saved(judged(vf.FakeClient("yes")), tmp_path / "run")
+    stern = vf.FakeClient("no")
+    found = asyncio.run(rescore(judged(stern), run))
+    assert [state["reward"] for state in found.states] == [0.0] * 4
+    assert len(stern.requests) == 4
 
 
 @pytest.mark.parametrize("kind", ["group", "nested"])

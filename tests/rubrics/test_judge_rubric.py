@@ -16,7 +16,7 @@ import verifiers as vf
 from verifiers.clients import FakeClient
 from verifiers.errors import ConnectionFailedError, GraderError, JudgeError, describe
 from verifiers.parsers import XMLParser
-from verifiers.rubrics import JudgeRubric
+from verifiers.rubrics import JudgeRubric, RubricGroup
 from verifiers.rubrics.judge_template import FIELDS, Template, read_scale, read_score, transcript
 from verifiers.types import State
 
@@ -104,6 +104,22 @@ def test_a_reply_is_remembered_in_the_state_under_the_prompt() -> None:
     assert asked(client) == ["4?", "5?"]
     assert rubric.judge("", "4", "") == "one"  # without a state there is nowhere to remember it
     assert len(client.requests) == 3
+
+
+def test_two_judges_that_are_asked_the_same_reply_each_for_themselves() -> None:
+    client = FakeClient(lambda request: f"<score>{({'strict': 0, 'kind': 10})[request.model]}</score>")
+    judges = [JudgeRubric(judge_models=[model], client=client) for model in ("strict", "kind", "strict")]
+    group = RubricGroup(judges, weights=[1.0, 2.0, 4.0])
+    state = rollout()
+    group.score_rollout(state)
+    assert state["reward"] == 2.0
+    assert [request.model for request in client.requests] == ["strict", "kind"]
+    assert list(state["judge_response"].values()) == ["<score>0</score>", "<score>10</score>"]
+    again = rollout()
+    again["judge_response"] = json.loads(json.dumps(state["judge_response"]))  # as it is read from a file
+    group.score_rollout(again)
+    assert again["reward"] == 2.0
+    assert len(client.requests) == 2
 
 
 def test_a_plain_dict_as_state_remembers_too() -> None:

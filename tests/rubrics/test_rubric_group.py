@@ -102,6 +102,37 @@ def test_a_subclass_of_group_may_score_in_its_own_way() -> None:
     assert score.reward == 1.0
 
 
+class Writing(Rubric):
+    """Writes what it finds into the states, beside what is there, and takes its time."""
+
+    def __init__(self, name: str, reward: float) -> None:
+        super().__init__()
+        self.name, self.reward = name, reward
+
+
+class WritingGroups(Writing):
+    async def score_group(self, states, score_sem=None):
+        for state in states:
+            state["reward"] = self.reward
+            state["metrics"] = {**(state["metrics"] or {}), self.name: self.reward}
+            await asyncio.sleep(0.005)
+
+
+class WritingRollouts(Writing):
+    async def score_rollout(self, state, score_sem=None):
+        state["reward"] = self.reward
+        state["metrics"] = {**(state["metrics"] or {}), self.name: self.reward}
+
+
+@pytest.mark.parametrize("kind", [WritingGroups, WritingRollouts])
+def test_rubrics_that_write_into_the_states_do_not_read_each_others_scores(kind: type[Writing]) -> None:
+    both = group(kind("a", 1.0), Rubric([exact]), kind("b", 10.0), weights=[1.0, 100.0, 1.0])
+    states = [rollout(), rollout(), rollout()]
+    asyncio.run(both.score_states(states))
+    assert [state["reward"] for state in states] == [111.0] * 3
+    assert [state["metrics"] for state in states] == [{"a": 1.0, "exact": 1.0, "b": 10.0}] * 3
+
+
 def test_a_batch_is_scored_like_its_rollouts_one_by_one() -> None:
     both = group(Rubric([exact]), Rubric([length]))
     columns = both.score_rollouts(["", ""], ["4", "44"], ["4", "4"], [{}, {}])

@@ -95,13 +95,14 @@ def _spread(metric: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scores(run: RunDir, metric: str) -> tuple[list[float | None], list[Any]]:
+    from verifiers.results import listed_as
     from verifiers.store import is_failed
 
     values: list[float | None] = []
     ids = []
     known: set[str] = {"reward"}
     for record in run.records(("example_id", "reward", "error", "metrics")):
-        row = {"reward": record["reward"], **(record["metrics"] or {})}
+        row = {"reward": record["reward"], **{listed_as(name): one for name, one in (record["metrics"] or {}).items()}}
         known |= row.keys()
         values.append(None if is_failed(record) else row.get(metric))
         ids.append(record["example_id"])

@@ -140,6 +140,7 @@ def _save(
         "rescored_from": str(run.path),
         "env_args": env.env_args,
         "rubric": rubric,
+        "reward_weights": env.rubric.weights_by_name(),
     }
     about = {"env_id": env.env_id or type(env).__name__, "model": str(metadata.get("model", "unknown"))}
     try:
@@ -157,6 +158,7 @@ def _save(
         {
             "num_rollouts": len(found.states),
             "num_failed": len(results.failed),
+            "finished": True,
             "avg_reward": results.mean_reward,
             "aggregates": {name: asdict(one) for name, one in results.aggregates.items()},
         }
@@ -167,6 +169,7 @@ def _save(
 def _report(run: RunDir, results: Results, found: Rescored, as_json: bool) -> int:
     from verifiers import stats
     from verifiers.cli.report import summary
+    from verifiers.envs.states import in_words
     from verifiers.logs import printable
 
     old = list(run.records(("reward", "example_id")))
@@ -176,12 +179,15 @@ def _report(run: RunDir, results: Results, found: Rescored, as_json: bool) -> in
             **summary(results),
             "reward_before": before,
             "left_out": found.left_out,
+            "not_saved": sorted(found.missed),
             "rescored_from": str(run.path),
         }
         click.echo(json.dumps(figures, ensure_ascii=False, default=str))
     else:
         click.echo("\n".join(printable(line) for line in str(results).splitlines()))
         click.echo(f"the reward was {'–' if before is None else f'{before:.3f}'}; no model was asked to play")
+        if found.missed:
+            click.echo(f"notice: {printable(in_words(found.missed))}", err=True)
         if found.left_out:
             click.echo(f"left out: {some(found.left_out, 'rollout')} that failed before there was anything to score")
         click.echo(f"compare with: vf compare {run.path} {results.metadata['path_to_save']}")

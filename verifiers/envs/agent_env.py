@@ -154,7 +154,7 @@ class AgentEnv(MultiTurnEnv):
     render_completion = calls.both(_render_completion)  # type: ignore[arg-type]
 
     def own_metrics(self, state: State) -> dict[str, float]:
-        branches = {step["trajectory_id"] for step in state.get("trajectory") or ()}
+        branches = {step.get("trajectory_id") for step in state.get("trajectory") or ()}
         return {**super().own_metrics(state), "num_branches": float(len(branches))}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -48,6 +48,9 @@ class EnvGroupRubric(Rubric):
     def reward_shares(self) -> dict[str, float]:
         return {}  # each row has the weights of its own environment
 
+    def weights_by_name(self) -> dict[str, Any]:
+        return {name: env.rubric.weights_by_name() for name, env in self.env_map.items()}
+
     async def score_alone(self, state: State) -> Score:
         try:
             with self.group.as_member(state) as env, env._time_limits():
@@ -57,7 +60,7 @@ class EnvGroupRubric(Rubric):
 
     async def score_together(self, states: Sequence[State]) -> list[Score]:
         scores = [Score() for _ in states]
-        for env in self.group.envs:
+        for env in {id(env): env for env in self.group.envs}.values():  # one may be there twice, under two names
             picks = [i for i, state in enumerate(states) if self.group.get_env_for_task(state["task"]) is env]
             if picks and env.has_group_rewards:
                 with ExitStack() as stack:
@@ -85,6 +88,11 @@ class EnvGroup(Environment):
         if len(set(self.env_names)) != len(self.env_names):
             raise ValueError(f"environment names must differ, got {self.env_names}")
         self.env_map = dict(zip(self.env_names, self.envs, strict=True))
+        inner = [
+            f"{name}/{task}" for name, env in self.env_map.items() if isinstance(env, EnvGroup) for task in env.env_map
+        ]
+        if twice := [name for name in self.env_names if name in inner]:
+            raise ValueError(f"{twice[0]!r} is also the name of a member of a group in this group; give it another")
         kwargs.setdefault("message_type", self.envs[0].message_type)
         has_train = any(env.dataset is not None for env in self.envs)
         has_eval = any(env.eval_dataset is not None for env in self.envs)
@@ -99,13 +107,13 @@ class EnvGroup(Environment):
                 self.aggregates[f"{name}/{figure}"] = _of_member(name, function)
 
     def _train_rows(self) -> list[Row]:
-        return [row for env in self.envs if env.dataset is not None for row in self._rows_of(env, env.dataset)]
+        known = [(name, env, env.dataset) for name, env in self.env_map.items() if env.dataset is not None]
+        return [row for name, env, rows in known for row in self._rows_of(name, env, rows)]
 
     def _eval_rows(self) -> list[Row]:
-        return [row for env in self.envs for row in self._rows_of(env, env.get_eval_dataset())]
+        return [row for name, env in self.env_map.items() for row in self._rows_of(name, env, env.get_eval_dataset())]
 
-    def _rows_of(self, env: Environment, rows: Rows) -> Iterator[Row]:
-        name = self.env_names[self.envs.index(env)]
+    def _rows_of(self, name: str, env: Environment, rows: Rows) -> Iterator[Row]:
         for row in rows:
             task = f"{name}/{row['task']}" if isinstance(env, EnvGroup) else name
             yield {**_without(row, "example_id"), "task": task, "member_task": row.get("member_task", row["task"])}

@@ -38,8 +38,13 @@ class EnvScoring:
         hook = self._hook("score_rollout")
         score = await (self.rubric.score_alone(state) if hook is None else self._score_by_hook(hook, state))
         if score.error is None:
-            score.metrics.update(self.own_metrics(state))
+            score.metrics.update(self._counted(state))
         return score
+
+    def _counted(self, state: State) -> dict[str, float]:
+        """The environment's own metrics; of a saved rollout those it was saved with, as its state is not all there."""
+        own, saved = self.own_metrics(state), getattr(state, "saved_metrics", {})
+        return {**own, **{name: saved[name] for name in own if saved.get(name) is not None}}
 
     async def _score_by_hook(self, hook: calls.Hook, state: State) -> Score:
         try:

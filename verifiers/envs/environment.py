@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import random
@@ -38,7 +39,7 @@ from verifiers.errors import HookError, RequestRefusedError, wrap
 from verifiers.escapes import hurry
 from verifiers.messages import concat_messages, strip_nones_from_content
 from verifiers.parsers import Parser
-from verifiers.rollout import note_error, note_timing, read_error
+from verifiers.rollout import abandon, note_error, note_timing, read_error
 from verifiers.rubrics import Rubric
 from verifiers.stats import as_aggregates
 from verifiers.types import Messages, MessageType, Row, SamplingArgs, State
@@ -278,7 +279,11 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
                 args, kwargs = override_arguments(self.rollout, row, answerer, sampling_args)
                 state = adopt_result(await hook(*args, **kwargs), state)
             except BaseException as error:  # foreign code
-                note_error(state, wrap(calls.contained(error), HookError, f"{type(self).__name__}.rollout"))
+                try:
+                    note_error(state, wrap(calls.contained(error), HookError, f"{type(self).__name__}.rollout"))
+                except asyncio.CancelledError:
+                    await abandon(self, state)
+                    raise
         state.answerer = answerer
         add_steps(state, made, self.max_seq_len)
         try:

@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -24,7 +24,7 @@ from verifiers.envs.remote.workers import check_workers, open_player
 from verifiers.envs.rows import RowFormat, Rows
 from verifiers.envs.run_steps import Player, RunSteps, key_of, score_alone, score_group
 from verifiers.envs.saved_state import SavedState
-from verifiers.envs.states import restored_state
+from verifiers.envs.states import in_words, note_missed, restored_state, state_to_rescore
 from verifiers.envs.stopping import EarlyStop, bounds_of
 from verifiers.errors import Interrupted
 from verifiers.foreign import time_limits
@@ -46,6 +46,9 @@ from verifiers.types import SamplingArgs, State
 
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
+
+_HOW_SCORED = ("score", "independent_scoring", "reward_weights")  # earlier versions did not write it down
+GROUP_COLUMNS = ("group_size", "score_alone")  # what it takes to score a rollout again with the rest of its group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,24 +167,27 @@ async def _run(
         return Results([], {"env_id": env.env_id, "num_examples": 0, "avg_reward": None, "avg_metrics": {}})
     answerer = find_answerer(client if client is not None else env.client, model if model is not None else env.model)
     metadata = _metadata(env, jobs, answerer, sampling, options)
+    is_scored = env.score_rollouts if options.score is None else options.score
+    scores_groups = is_scored and env.has_group_rewards and not options.independent_scoring
     with ExitStack() as locked:
-        run_dir, kept = _open_store(env, jobs, answerer, metadata, options, locked)
-        restored = _partial_groups(run_dir, jobs, kept) if run_dir is not None and env.has_group_rewards else {}
+        run_dir, kept = _open_store(env, jobs, answerer, metadata, options, locked, is_scored=is_scored)
+        restored = _partial_groups(run_dir, jobs, kept) if run_dir is not None and scores_groups else {}
         todo = [job for job in jobs if job.key not in kept or job.key in restored]
         stop = _early_stop(env, jobs, run_dir, kept - restored.keys(), options)
         if stop is not None:
             todo = stop.arranged(stop.without_more(jobs, kept - restored.keys(), _failed_before(run_dir)))
         async with AsyncExitStack() as stack:
-            is_scored = env.score_rollouts if options.score is None else options.score
             player = await stack.enter_async_context(open_player(env, answerer, sampling, options, is_scored=is_scored))
             appender = stack.enter_context(run_dir.appender()) if run_dir is not None else None
             progress = make_progress(options.use_tqdm)
-            steps = _steps(env, player, answerer, sampling, options, appender, restored, is_scored=is_scored)
+            terms = (env, player, answerer, sampling, options)
+            steps = _steps(*terms, appender, restored, is_scored=is_scored, scores_groups=scores_groups)
             run = _make_run(todo, steps, options, progress, stop)
             activity = Activity()
             count_here(activity)
             if isinstance(progress, Tally):
                 progress.activity = activity
+                _count_kept(progress, run_dir, kept - restored.keys())
             progress.start(len(jobs), len(jobs) - len(todo))
             stack.callback(progress.stop)
             given = {"reward_s": options.reward_timeout_s, "hook_s": options.hook_timeout_s}
@@ -190,6 +196,8 @@ async def _run(
             done = await run.finish()
         if run_dir is not None and restored:
             run_dir.compact(keep_failed=True)
+            if missed := next(iter(restored.values())).missed:  # type: ignore[attr-defined]  # one set for all
+                warnings.warn(f"saved groups were scored again, and {in_words(missed)}", stacklevel=2)
         if run.ended_by is not None:
             where = f"; go on with resume={str(run_dir.path)!r}" if run_dir is not None else ""
             metadata["ended_early"] = f"{run.ended_by}{where}"
@@ -239,8 +247,8 @@ def _steps(
     restored: Mapping[tuple[Any, int], State],
     *,
     is_scored: bool,
+    scores_groups: bool,
 ) -> RunSteps:
-    scores_groups = is_scored and env.has_group_rewards and not options.independent_scoring
     return RunSteps(
         env=env,
         player=player,
@@ -249,7 +257,7 @@ def _steps(
         is_scored=is_scored,
         scores_groups=scores_groups,
         scores_each_as_a_group=options.independent_scoring,
-        columns=(*(options.state_columns or ()), *(("group_size",) if scores_groups else ())),
+        columns=(*(options.state_columns or ()), *(GROUP_COLUMNS if scores_groups else ())),
         appender=appender,
         restored=restored,
     )
@@ -270,11 +278,26 @@ def _early_stop(
         return None
     bounds = options.reward_range or bounds_of(env.rubric)
     stop = EarlyStop(jobs, options.until, bounds, at_once=options.max_concurrent)
-    if run_dir is not None and kept:
-        for record in run_dir.records(["example_id", "rollout", "reward"]):
-            if key_of(record) in kept:
-                stop.take(record["example_id"], record["reward"])
+    for example, reward in _rewards_of(run_dir, kept):
+        stop.take(example, reward)
     return stop
+
+
+def _count_kept(progress: Tally, run_dir: RunDir | None, kept: set[tuple[Any, int]]) -> None:
+    """The mean that is watched is that of all rollouts, those before a resume too."""
+    if type(progress) is Tally:  # silent
+        return
+    for example, reward in _rewards_of(run_dir, kept):
+        if reward is not None:
+            progress.count(example, reward)
+
+
+def _rewards_of(run_dir: RunDir | None, kept: set[tuple[Any, int]]) -> Iterator[tuple[Any, float | None]]:
+    """The rewards of rollouts that are there already, with their examples."""
+    if run_dir is not None and kept:
+        for record in read_records(run_dir.path, ["example_id", "rollout", "reward"]):
+            if key_of(record) in kept:
+                yield record["example_id"], record["reward"]
 
 
 async def run_group(
@@ -344,6 +367,8 @@ def _open_store(
     metadata: Mapping[str, Any],
     options: Options,
     locked: ExitStack,
+    *,
+    is_scored: bool,
 ) -> tuple[RunDir | None, set[tuple[Any, int]]]:
     """The run directory, if the run is saved, locked for as long as it lasts, and the rollouts it already holds."""
     path = options.resume if isinstance(options.resume, str | Path) else options.results_path
@@ -357,6 +382,9 @@ def _open_store(
         "message_type": env.message_type,
         "max_turns": getattr(env, "max_turns", None),
         "rows": _fingerprint(jobs),
+        "score": is_scored,
+        "independent_scoring": options.independent_scoring,
+        "reward_weights": env.rubric.weights_by_name(),
     }
     if path is None:
         run_dir = RunDir.create(DEFAULT_ROOT, env_id=metadata["env_id"], model=answerer.model, config=config)
@@ -372,9 +400,9 @@ def _open_store(
     if not options.resume:
         raise FileExistsError(f"{path} already holds a run; pass resume=True to go on with it, or another results_path")
     run_dir = RunDir.open(path)
-    run_dir.check_same(config)
+    run_dir.check_same(config, unless_unknown=_HOW_SCORED)
     locked.enter_context(run_dir.lock())
-    run_dir.update_metadata({"finished": False, "num_rollouts": None})
+    run_dir.update_metadata({"finished": False, **dict.fromkeys(("num_rollouts", "ended_early", "interrupted"))})
     return run_dir, set(run_dir.compact().finished)
 
 
@@ -382,15 +410,16 @@ def _partial_groups(run_dir: RunDir, jobs: Sequence[Job], kept: set[tuple[Any, i
     """Saved rollouts whose group is not complete: they are scored again with it, but not generated again."""
     sizes = Counter(job.row["example_id"] for job in jobs)
     partial = {job.row["example_id"] for job in jobs if job.key not in kept}
-    for record in run_dir.records(["example_id", "group_size"]):
+    for record in read_records(run_dir.path, ["example_id", "group_size"]):
         if record["group_size"] not in (None, sizes[record["example_id"]]):
             partial.add(record["example_id"])
     again = {key for key in kept if key[0] in partial}
     if not again:
         return {}
-    keyed = ((key_of(record), record) for record in run_dir.records())
+    keyed = ((key_of(record), record) for record in read_records(run_dir.path))
     rows = {job.key: job.row for job in jobs if job.key in again}
-    return {key: restored_state(record, rows[key]) for key, record in keyed if key in rows}
+    missed: set[str] = set()
+    return {key: note_missed(state_to_rescore(record, rows[key]), missed) for key, record in keyed if key in rows}
 
 
 def _fingerprint(jobs: Sequence[Job]) -> str:

@@ -16,6 +16,7 @@ from verifiers.envs.gym_spaces import (
     without_escapes,
 )
 from verifiers.envs.multiturn_env import MultiTurnEnv, turn_limit
+from verifiers.envs.states import not_saved, played
 from verifiers.messages import text_of
 from verifiers.parsers import Parser, XMLParser
 from verifiers.rollout import cleanup
@@ -27,7 +28,7 @@ EVAL_SEEDS_FROM = 1_000_003
 
 def episode_return(state: State) -> float:
     """The sum of the rewards of an episode."""
-    return float(sum(state.get("gym_rewards") or ()))
+    return float(sum(played(state, "gym_rewards")))
 
 
 class EpisodicSumRubric(Rubric):
@@ -39,7 +40,10 @@ class EpisodicSumRubric(Rubric):
 
 def sum_step_rewards(state: State) -> float:
     """The sum of the rewards that the steps of a rollout have."""
-    return float(sum(step.get("reward") or 0.0 for step in state.get("trajectory") or ()))
+    steps = state.get("trajectory") or ()
+    if not all("reward" in step for step in steps):
+        raise not_saved("trajectory")
+    return float(sum(step["reward"] or 0.0 for step in steps))
 
 
 class GymEnv(MultiTurnEnv):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.envs.calling import Answerer, find_answerer, merge_sampling
 from verifiers.errors import Error, GraderError, describe
+from verifiers.rubrics.score import forget_score
 from verifiers.store import safe_name, to_record
 from verifiers.types import RolloutOutput, SamplingArgs, State, unique_id
 
@@ -175,7 +176,7 @@ async def _score(env: Environment, states: Sequence[State], call: HostCall) -> N
             return
         for state in states:  # the group is scored anew: what one reward gives may depend on the others
             if state.get("error") is None or isinstance(state["error"], GraderError):
-                _forget_score(state)
+                forget_score(state)
 
 
 def _write_zeros(states: Sequence[State]) -> None:
@@ -184,15 +185,6 @@ def _write_zeros(states: Sequence[State]) -> None:
             state.update(reward=0.0, metrics=state.get("metrics") or {})
             for step in state.get("trajectory") or ():
                 step["reward"] = 0.0
-
-
-def _forget_score(state: State) -> None:
-    reward = state.get("reward")
-    for step in state.get("trajectory") or ():
-        if step.get("reward") == reward:
-            step["reward"] = None
-        step["advantage"] = None
-    state.update(error=None, reward=None, advantage=None, metrics=None)
 
 
 def the_one(group: Group, call: HostCall) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import count
 from typing import Any
 
 from verifiers.envs.rows import RowFormat, Rows, as_rows, from_columns
@@ -42,12 +43,19 @@ def jobs_of_inputs(inputs: Any, row_format: RowFormat, repeats: int) -> list[Job
     """Rows handed in by a host; the same example id several times over means several rollouts of it."""
     if isinstance(inputs, Rows):
         return jobs_of(inputs, repeats)
-    raw = as_rows(_without_ids(inputs), row_format)
+    rows = _without_ids(inputs)
+    raw = as_rows(rows, row_format)
+    given = {row["given_id"] for row in rows if "given_id" in row}
+    free = (number for number in count(len(rows)) if number not in given)
     seen: dict[Any, int] = {}
     jobs: list[Job] = []
     for i in range(len(raw)):
         row, error = _row_or_error(raw, i)
-        row["example_id"] = row.pop("given_id", row["example_id"])
+        if "given_id" in rows[i]:
+            row["example_id"] = rows[i]["given_id"]
+            row.pop("given_id", None)
+        elif row["example_id"] in given:
+            row["example_id"] = next(free)
         for _ in range(repeats):
             repeat = seen.get(row["example_id"], 0)
             seen[row["example_id"]] = repeat + 1
@@ -55,7 +63,7 @@ def jobs_of_inputs(inputs: Any, row_format: RowFormat, repeats: int) -> list[Job
     return jobs
 
 
-def _without_ids(inputs: Any) -> Any:
+def _without_ids(inputs: Any) -> list[Row]:
     """Ids may repeat here, so they are kept apart from the check that a data set's ids are unique."""
     if isinstance(inputs, Mapping) and _is_one_row(inputs):
         inputs = [inputs]

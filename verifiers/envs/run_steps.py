@@ -60,6 +60,10 @@ class RunSteps:
             return self.env.failed_state(job.row, self.answerer, self.sampling, contained(error))
 
     async def score_alone(self, state: State) -> Score:
+        """What can be said of one rollout; what was said of one on disk stays, as not all of its state is there."""
+        if hasattr(state, "saved_score"):
+            saved: Score = state.saved_score
+            return saved
         score = await score_alone(self.player, state)
         if self.scores_each_as_a_group and score.error is None:
             await self.score_group([state], [score])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import msgspec
 
 from verifiers.errors import GraderError
+from verifiers.messages import as_messages, role_of
+from verifiers.rubrics.score import Score, forget_score
 from verifiers.store import Record
+from verifiers.store.plain import to_json
 from verifiers.store.record import is_usable
 from verifiers.types import MessageType, Row, SamplingArgs, State, Usage, unique_id
 
@@ -75,7 +81,7 @@ def restored_state(record: Record, row: Row) -> State:
     state = State({"trajectory": [], **row, **record})
     for key in (*State.INPUT_FIELDS, *_TIMING_FIELDS):
         state.pop(key, None)
-    state["input"] = {**row, **{key: record.get(key) for key in State.INPUT_FIELDS}}
+    state["input"] = {**row, **{key: _as_it_was(record.get(key), row.get(key)) for key in State.INPUT_FIELDS}}
     state["timing"] = {key: record.get(key) or 0.0 for key in _TIMING_FIELDS}
     state["usage"] = _usage_of(record.get("usage"))
     if state.get("error") is None and not is_usable(state.get("reward")):
@@ -84,6 +90,97 @@ def restored_state(record: Record, row: Row) -> State:
     if isinstance(metrics := state.get("metrics"), dict):
         state["metrics"] = {name: value if is_usable(value) else None for name, value in metrics.items()}
     return state
+
+
+def _as_it_was(saved: Any, given: Any) -> Any:
+    """A field as the row has it, where that is what was saved: JSON has no tuples, no dates, no numbers for keys."""
+    if given is None or (type(given) is str and given == saved):
+        return saved
+    return _copied(given) if to_json(given) == to_json(saved) else saved
+
+
+class ScoredAgain(State):
+    """A saved rollout that is scored again: it notes what somebody looks for in it and does not find.
+
+    A function that falls back on a default there gives another score than before, and nobody would know.
+    """
+
+    missed: set[str]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if not State.__contains__(self, key) and _is_foreign(sys._getframe(1)):
+            self.missed.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        is_there = super().__contains__(key)
+        if not is_there and isinstance(key, str) and _is_foreign(sys._getframe(1)):
+            self.missed.add(key)
+        return is_there
+
+
+def _is_foreign(frame: FrameType) -> bool:
+    return not str(frame.f_globals.get("__name__", "")).startswith("verifiers.")
+
+
+def note_missed(state: State, missed: set[str]) -> State:
+    """The state, which from now on notes what is not found in it."""
+    state.__class__ = ScoredAgain
+    state.missed = missed  # type: ignore[attr-defined]
+    return state
+
+
+def in_words(missed: Iterable[str]) -> str:
+    """What was looked for and not found, and what to do about it."""
+    names = sorted(missed)
+    listed, columns = ", ".join(map(repr, names)), " ".join(f"-C {name}" for name in names)
+    return (
+        f"reward functions looked in the saved states for {listed}, which was not saved: where the environment sets "
+        f"it, scores may differ from those of a rollout just played; keep it with state_columns={names} "
+        f"(vf eval {columns})"
+    )
+
+
+def state_to_rescore(record: Record, row: Row) -> State:
+    """A saved rollout whose group is to be scored again: with its turns, and with what was said of it alone."""
+    state = restored_state(record, row)
+    forget_score(state)
+    if not state.get("trajectory"):
+        state["trajectory"] = list(turns_of(record))
+    if isinstance(alone := record.get("score_alone"), dict):  # runs of earlier versions do not have it
+        state.saved_score = Score(reward=alone.get("reward", math.nan), metrics=dict(alone.get("metrics") or {}))
+    return state
+
+
+def played(state: State, name: str) -> Any:
+    """What an environment noted in the state as it was played; a rollout that is scored again may not have it."""
+    if name not in state:
+        raise not_saved(name)
+    return state[name]
+
+
+def not_saved(name: str) -> GraderError:
+    """Why a saved rollout cannot be scored again, and what to do about the next."""
+    return GraderError(
+        f"state[{name!r}] is not there: it was not saved with the rollout, which cannot be scored again without it; "
+        f"keep it with state_columns=[{name!r}] (vf eval -C {name})"
+    )
+
+
+def turns_of(record: Record) -> Iterator[dict[str, Any]]:
+    """The turns of a conversation, where the run did not save them: each reply with what came before it.
+
+    What rewards they had is not known, so they have none yet, not even None.
+    """
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if isinstance(completion, str):
+        yield {"prompt": prompt, "completion": completion, "extras": {}}
+        return
+    before = as_messages(prompt or [])
+    for message in completion or ():
+        if role_of(message) == "assistant":
+            yield {"prompt": list(before), "completion": [message], "extras": {}}
+        before.append(message)
 
 
 def _usage_of(saved: Any) -> Usage | None:

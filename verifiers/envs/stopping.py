@@ -11,6 +11,7 @@ from typing import Any
 from verifiers.rubrics import Rubric, RubricGroup
 from verifiers.runner import Job
 from verifiers.stats import ConfidenceSequence
+from verifiers.stats.scores import TOLERANCE
 from verifiers.types import State
 
 LEVEL = 0.95
@@ -82,16 +83,15 @@ class EarlyStop:
         rewards = self.rewards.get(example)
         if not rewards:
             return
-        try:
-            self.sequence.add(sum(rewards) / len(rewards))
-        except ValueError:
-            least, most = self.sequence.bounds
+        least, most = self.sequence.bounds
+        if outside := [reward for reward in rewards if not least - TOLERANCE <= reward <= most + TOLERANCE]:
             self.fault = (
-                f"the reward of example {example} is {sum(rewards) / len(rewards):g}, and how soon a mean is known can "
+                f"the reward of example {example} is {outside[0]:g}, and how soon a mean is known can "
                 f"only be told of rewards between bounds, which were taken to be {least:g} and {most:g}; "
                 "say what they are (reward_range=(least, most), --reward-range LEAST,MOST) and resume"
             )
             return
+        self.sequence.add(sum(rewards) / len(rewards))
         if not self.is_reached and self.sequence.n >= self.next_look:
             self.next_look = max(self.sequence.n + 1, int(self.sequence.n * _LOOKED_AGAIN_AFTER))
             self.is_reached = self.sequence.is_reached

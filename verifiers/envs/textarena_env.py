@@ -10,6 +10,7 @@ from verifiers import calls
 from verifiers.clients import as_client
 from verifiers.clients.protocol import Request
 from verifiers.envs.multiturn_env import MultiTurnEnv, turn_limit
+from verifiers.envs.states import played
 from verifiers.envs.textarena_game import Game, check_game, make_template
 from verifiers.errors import HookError
 from verifiers.messages import text_of
@@ -25,7 +26,7 @@ POLICY = 0
 
 def game_reward(state: State) -> float:
     """What the game gave the policy: 0 for a game that was not over when its moves were."""
-    return float(state.get("game_reward") or 0.0)
+    return float(played(state, "game_reward") or 0.0)
 
 
 class TextArenaEnv(MultiTurnEnv):

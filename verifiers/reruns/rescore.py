@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verifiers.envs.environment import Environment
-from verifiers.envs.states import restored_state
-from verifiers.messages import as_messages, role_of
+from verifiers.envs.states import note_missed, restored_state, turns_of
 from verifiers.reruns.play import score
+from verifiers.rubrics.score import forget_score
 from verifiers.store import Record, RunDir, is_failed, to_record
+from verifiers.store.record import CORE_COLUMNS
 from verifiers.types import Row, State
 
-_OLD_SCORES = ("reward", "error", "metrics", "advantage", "group_size", "scoring_ms")
+# Of the old score, beside the reward and metrics; the judge that is asked now may be another one.
+_OLD_SCORES = ("group_size", "score_alone", "scoring_ms", "judge_response")
 
 
 @dataclass(kw_only=True)
@@ -24,6 +26,7 @@ class Rescored:
     states: list[State] = field(default_factory=list)
     rollouts: list[int] = field(default_factory=list)
     left_out: int = 0
+    missed: set[str] = field(default_factory=set)  # what functions looked for in the states, and was not saved
 
     def records(self, state_columns: Iterable[str] = ()) -> Iterator[Record]:
         for state, rollout in zip(self.states, self.rollouts, strict=True):
@@ -39,7 +42,7 @@ async def rescore(env: Environment, run: RunDir) -> Rescored:
         if is_failed(record) and not (_failed_in_grading(record) and record.get("completion")):
             found.left_out += 1
             continue
-        state = unscored_state(record, row_of(record, rows))
+        state = note_missed(unscored_state(record, row_of(record, rows)), found.missed)
         found.states.append(state)
         found.rollouts.append(record.get("rollout") or 0)
         groups.setdefault(state.get("example_id"), []).append(state)
@@ -69,23 +72,12 @@ def row_of(record: Record, rows: Mapping[Any, Row]) -> Row:
 
 def unscored_state(record: Record, row: Row) -> State:
     """A saved rollout as it was before it was scored."""
-    old = record.get("metrics")
-    forgotten = {*_OLD_SCORES, *(old if isinstance(old, Mapping) else ())} - {"prompt", "completion", "answer", "info"}
+    metrics = record.get("metrics")
+    old: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}
+    forgotten = {*_OLD_SCORES, *(old.keys() - {*CORE_COLUMNS})}
     state = restored_state({key: value for key, value in record.items() if key not in forgotten}, row)
-    state.update(reward=None, error=None, metrics=None, advantage=None)
+    forget_score(state)
+    state.saved_metrics = old
     if not state.get("trajectory"):
-        state["trajectory"] = list(_turns(record))
+        state["trajectory"] = list(turns_of(record))
     return state
-
-
-def _turns(record: Record) -> Iterator[dict[str, Any]]:
-    """The turns of a conversation, where the run did not save them: each reply with what came before it."""
-    prompt, completion = record.get("prompt"), record.get("completion")
-    if isinstance(completion, str):
-        yield {"prompt": prompt, "completion": completion, "reward": None, "extras": {}}
-        return
-    before = as_messages(prompt or [])
-    for message in completion or ():
-        if role_of(message) == "assistant":
-            yield {"prompt": list(before), "completion": [message], "reward": None, "extras": {}}
-        before.append(message)

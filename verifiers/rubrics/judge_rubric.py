@@ -106,7 +106,7 @@ class JudgeRubric(Rubric):
         async def ask(asked: str) -> str:
             return await self._ask(self.judge_model, _from_user(asked))
 
-        return await self._once(state, render(MAX_SHOWN_CHARS), lambda: _ask_fitting(ask, render))
+        return await self._once(state, render(MAX_SHOWN_CHARS), self.judge_model, lambda: _ask_fitting(ask, render))
 
     def _render(self, template: Template, prompt: Any, completion: Any, answer: Any, most: int) -> str:
         """What the judge is asked; what the policy wrote is cut in the middle where it is longer than ``most``."""
@@ -136,13 +136,15 @@ class JudgeRubric(Rubric):
             raise JudgeError(f"judge {model!r} gave an empty reply (finish reason: {completion.finish_reason})")
         return reply
 
-    async def _once(self, state: Any, key: str, ask: Callable[[], Coroutine[Any, Any, str]]) -> str:
-        """A reply out of the rollout's state; else asked for, by one of those who want it at the same time."""
+    async def _once(self, state: Any, key: str, model: str, ask: Callable[[], Coroutine[Any, Any, str]]) -> str:
+        """A reply out of the rollout's state; else asked for, by one of those who want it at the same time.
+
+        It is kept under what was asked; where another rubric's judge has replied to the same, with the model's name.
+        """
         if state is None:
             return await ask()
-        replies = state.get("judge_response")
-        if isinstance(replies, dict) and key in replies:
-            return str(replies[key])
+        if (known := _remembered(state, key, model)) is not None:
+            return known
         loop = asyncio.get_running_loop()
         place = (id(loop), id(state), key)
         asked = self._asked.get(place)
@@ -150,9 +152,7 @@ class JudgeRubric(Rubric):
             asked = self._asked[place] = _Ask(loop.create_task(ask()))
             asked.task.add_done_callback(lambda _: self._asked.pop(place, None))
         reply = await asked
-        if not isinstance(state.get("judge_response"), dict):
-            state["judge_response"] = {}
-        state["judge_response"][key] = reply
+        _remember(state, key, model, reply)
         return reply
 
     # --- judges that score by themselves --------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class JudgeRubric(Rubric):
 
             asked = render(MAX_SHOWN_CHARS)
             key = asked if len(self.judge_models) == 1 else f"[{label}] {asked}"
-            reply = await self._once(state, key, lambda: _ask_fitting(ask, render))
+            reply = await self._once(state, key, self.judge_models[label], lambda: _ask_fitting(ask, render))
             found = read_score(reply, self.scale)
             if found is None:
                 raise JudgeError(f"the remembered reply of judge {label!r} has no score: {reply!r:.200}")
@@ -269,6 +269,33 @@ class _Ask:
             raise
         finally:
             self.n_waiting -= 1
+
+
+class _Replies(dict[str, str]):
+    """What was asked about a rollout → what was replied; ``models`` says by whom, where that is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models: dict[str, str] = {}
+
+
+def _remembered(state: Any, key: str, model: str) -> str | None:
+    """What this model has replied; a reply of which it is not known whose it is (a saved one) counts as its own."""
+    replies = state.get("judge_response")
+    if not isinstance(replies, dict):
+        return None
+    models = getattr(replies, "models", {})
+    own = (name for name in (f"[{model}] {key}", key) if name in replies and models.get(name, model) == model)
+    return next((str(replies[name]) for name in own), None)
+
+
+def _remember(state: Any, key: str, model: str, reply: str) -> None:
+    if not isinstance(state.get("judge_response"), dict):
+        state["judge_response"] = _Replies()
+    replies = state["judge_response"]
+    models = getattr(replies, "models", {})
+    name = key if models.get(key, model) == model else f"[{model}] {key}"
+    replies[name], models[name] = reply, model
 
 
 class _LazyClient:

@@ -137,6 +137,10 @@ class Rubric:
             shares[name] = shares.get(name, 0.0) + weight
         return shares
 
+    def weights_by_name(self) -> dict[str, Any]:
+        """The weights that a run was made with: by function; of a group of environments, by member and function."""
+        return self.reward_shares()
+
     def _get_reward_weights(self) -> list[float]:
         return self.weights
 
@@ -234,16 +238,14 @@ class Rubric:
         return None
 
     async def _score_own_way(self, own: Callable[..., Any], state: State) -> Score:
-        before = state.get("reward"), state.get("metrics")
         try:
-            with _by_functions(self):
+            with _unscored([state]), _by_functions(self):
                 result = await calls.Hook(own, kind="reward")(*_call_form(own, state))
-            if isinstance(result, Mapping) and "reward" in result:
-                flat = {str(name): as_score(value, str(name)) for name, value in result.items()}
-                return Score(reward=flat.pop("reward"), metrics=flat)
-            return Score(reward=as_score(state.get("reward"), own.__name__), metrics=dict(state.get("metrics") or {}))
+                if isinstance(result, Mapping) and "reward" in result:
+                    flat = {str(name): as_score(value, str(name)) for name, value in result.items()}
+                    return Score(reward=flat.pop("reward"), metrics=flat)
+                return _score_in(state, own.__name__)
         except BaseException as error:  # foreign code
-            state["reward"], state["metrics"] = before
             return Score(error=wrap(calls.contained(error), GraderError, f"{type(self).__name__}.{own.__name__}"))
 
     def _own_group_scoring(self) -> Callable[..., Any] | None:
@@ -253,9 +255,9 @@ class Rubric:
 
     async def _score_group_own_way(self, own: Callable[..., Any], states: Sequence[State]) -> list[Score]:
         try:
-            with _by_functions(self):
+            with _unscored(states), _by_functions(self):
                 await calls.Hook(own, kind="reward")(list(states), nullcontext())
-            return [_score_in(state) for state in states]
+                return [_score_in(state) for state in states]
         except BaseException as error:  # foreign code
             failure = wrap(calls.contained(error), GraderError, f"{type(self).__name__}.score_group")
             return [Score(error=failure) for _ in states]
@@ -389,11 +391,26 @@ def _by_functions(rubric: Rubric) -> Iterator[None]:
         _scoring_own_way.reset(token)
 
 
-def _score_in(state: State) -> Score:
-    """The score that someone's own ``score_group`` wrote into a state."""
+@contextmanager
+def _unscored(states: Sequence[State]) -> Iterator[None]:
+    """While someone's own scoring writes into states, they hold nothing of other rubrics' scores."""
+    before = [{name: state[name] for name in ("reward", "metrics") if name in state} for state in states]
+    for state in states:
+        state.update(reward=None, metrics={})
+    try:
+        yield
+    finally:
+        for state, known in zip(states, before, strict=True):
+            for name in ("reward", "metrics"):
+                state.pop(name, None)
+            state.update(known)
+
+
+def _score_in(state: State, name: str = "score_group") -> Score:
+    """The score that someone's own scoring wrote into a state."""
     if state.get("error") is not None:
         return Score(error=state["error"])
-    return Score(reward=as_score(state.get("reward"), "score_group"), metrics=dict(state.get("metrics") or {}))
+    return Score(reward=as_score(state.get("reward"), name), metrics=dict(state.get("metrics") or {}))
 
 
 def _call_form(own: Callable[..., Any], state: State) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,8 +87,7 @@ class RubricGroup(Rubric):
     async def score_together(self, states: Sequence[State]) -> list[Score]:
         totals = [Score() for _ in states]
         weights = self.get_group_weights()
-        by_rubric = await asyncio.gather(*(rubric.score_together(states) for rubric in self.rubrics))
-        for scores, weight in zip(by_rubric, weights, strict=True):
-            for total, score in zip(totals, scores, strict=True):
+        for rubric, weight in zip(self.rubrics, weights, strict=True):  # one at a time: some write into the states
+            for total, score in zip(totals, await rubric.score_together(states), strict=True):
                 total.add(score, weight)
         return totals

@@ -119,8 +119,11 @@ def hand_back(scored: State, given: Mapping[str, Any] | None) -> None:
         given.update({name: dict.__getitem__(scored, name) for name in noted})
 
 
-def write_score(state: State, score: Score) -> None:
-    """Put a score where everyone looks for it; a failed one leaves no reward behind."""
+def write_score(state: State, score: Score, *, is_whole: bool = True) -> None:
+    """Put a score where everyone looks for it; a failed one leaves no reward behind.
+
+    A turn without a reward of its own gets that of the rollout, once it is ``is_whole``: its group may still add to it.
+    """
     score.check()
     if score.error is not None:
         state["error"] = score.error
@@ -129,9 +132,20 @@ def write_score(state: State, score: Score) -> None:
         return
     state["reward"] = score.reward
     state["metrics"] = score.metrics
-    for step in state.get("trajectory") or ():
-        if step.get("reward") is None:
+    before = getattr(state, "forgotten_reward", None)
+    for step in (state.get("trajectory") or ()) if is_whole else ():
+        if step.get("reward") in (None, before):
             step["reward"] = score.reward
+
+
+def forget_score(state: State) -> None:
+    """Take a score back. Turns that have their reward of it get the next one; till then it may also be their own."""
+    reward, steps = state.get("reward"), state.get("trajectory") or ()
+    if all(step.get("reward") == reward for step in steps):
+        state.forgotten_reward = reward
+    for step in steps:
+        step["advantage"] = None
+    state.update(error=None, reward=None, advantage=None, metrics=None)
 
 
 def note_scoring_time(states: Sequence[State], took_ms: float) -> None:

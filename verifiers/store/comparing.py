@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verifiers import stats
+from verifiers.results import listed_as
 from verifiers.store.record import Record, is_failed
 
 COLUMNS = ("example_id", "reward", "error", "metrics", "prompt")
@@ -26,7 +27,8 @@ class Side:
         for record in records:
             key = record["example_id"]
             side.ask(key, record["prompt"])
-            for name, value in {"reward": record["reward"], **(record["metrics"] or {})}.items():
+            metrics = {listed_as(name): value for name, value in (record["metrics"] or {}).items()}
+            for name, value in {"reward": record["reward"], **metrics}.items():
                 is_known = not is_failed(record) and isinstance(value, int | float)
                 side.score(name, key, float(value) if is_known else None)
         return side

@@ -7,7 +7,7 @@ import os
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -106,24 +106,47 @@ def results_file(path: str | os.PathLike[str]) -> Path:
     return path / RESULTS if path.is_dir() else path
 
 
-def read_records(path: str | os.PathLike[str], columns: Sequence[str] | None = None) -> Iterator[Record]:
+def read_records(
+    path: str | os.PathLike[str], columns: Sequence[str] | None = None, *, without: Container[int] = ()
+) -> Iterator[Record]:
     """The records of a run directory or a ``.jsonl`` file, one at a time, in the order in which they finished.
 
-    With ``columns`` only these are decoded, which is several times quicker; one that a line lacks is None.
+    With ``columns`` only these are decoded, which is several times quicker; one that a line lacks is None. Lines at the
+    offsets ``without`` are left out.
     """
     file = results_file(path)
     if not file.exists() and not (Path(path) / METADATA).exists():
         raise FileNotFoundError(f"{path} is neither a run directory nor a results file")
-    return _read(file, columns)
+    return _read(file, columns, without)
 
 
-def _read(path: Path, columns: Sequence[str] | None) -> Iterator[Record]:
+def superseded(lines: Iterable[Line]) -> set[int]:
+    """The offsets of lines in whose place there is another: of a rollout the last good one counts, else the last."""
+    best: dict[Key, Line] = {}
+    worse: set[int] = set()
+    for line in lines:
+        if line.key is None:
+            continue
+        known = best.get(line.key)
+        if known is not None and line.is_failed and not known.is_failed:
+            worse.add(line.offset)
+            continue
+        if known is not None:
+            worse.add(known.offset)
+        best[line.key] = line
+    return worse
+
+
+def _read(path: Path, columns: Sequence[str] | None, without: Container[int]) -> Iterator[Record]:
     if not path.exists():  # a run that has not finished its first rollout
         return
     decode = RecordDecoder(columns)
-    damaged = 0
+    damaged = offset = 0
     with open_regular(path) as file:
         for line in lines_of(file):
+            offset += len(line)
+            if offset - len(line) in without:
+                continue
             try:
                 record = decode(line) if is_intact(line) else None
             except UNREADABLE:
@@ -187,6 +210,10 @@ class Rows:
         except UNREADABLE as error:  # the index reads less of a line than this
             example_id, rollout = self.keys[number]
             return {"example_id": example_id, "rollout": rollout, "reward": None, "error": describe(error)}
+
+    def offset(self, number: int) -> int:
+        """Where in the file the row begins."""
+        return self._offsets[number]
 
     def page(self, start: int, n: int, *, order: Sequence[int] | None = None) -> list[Record]:
         """Up to ``n`` records from number ``start`` on, of the file or of an order of one's own."""

@@ -6,21 +6,21 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from verifiers.files import read_regular
+from verifiers.files import open_regular, read_regular
 from verifiers.store.appender import SYNC_EVERY_S, Appender
 from verifiers.store.config import differences, fingerprint, normalise
 from verifiers.store.disk import replace_file, sync_folder
 from verifiers.store.lock import FolderLock, RunInUseError
 from verifiers.store.mending import ATTEMPTS, DAMAGED, Compacted, compact
 from verifiers.store.plain import sanitise_text, to_json
-from verifiers.store.reading import METADATA, RESULTS, Rows, Status, load_index, read_records
+from verifiers.store.reading import METADATA, RESULTS, Rows, Status, load_index, read_records, scan, superseded
 from verifiers.store.record import Key, Record
 
 DEFAULT_ROOT = Path("outputs/evals")
@@ -129,11 +129,15 @@ class RunDir:
         """Change keys of ``metadata.json``, atomically and durably."""
         replace_file(self.metadata_path, [to_json({**self.metadata, **normalise(changes)}) + b"\n"])
 
-    def check_same(self, config: Mapping[str, Any]) -> None:
-        """Raise ValueError, naming each difference, unless the run was made with this configuration."""
+    def check_same(self, config: Mapping[str, Any], *, unless_unknown: Collection[str] = ()) -> None:
+        """Raise ValueError, naming each difference, unless the run was made with this configuration.
+
+        Keys ``unless_unknown`` are compared only where the run says what they were.
+        """
         made_with = self.metadata.get("config")
         if not isinstance(made_with, dict):
             raise ValueError(f"{self.metadata_path} does not say how this run was made; start a new run directory")
+        config = {key: value for key, value in config.items() if key in made_with or key not in unless_unknown}
         if found := differences(made_with, config):
             raise ValueError(f"{'; '.join(found)}; use the same or start a new run directory ({self.path})")
 
@@ -170,12 +174,26 @@ class RunDir:
 
     def records(self, columns: Sequence[str] | None = None) -> Iterator[Record]:
         """The records in the order in which they finished, one at a time."""
-        return read_records(self.path, columns)
+        return read_records(self.path, columns, without=self._superseded())
 
     def sorted_records(self) -> Iterator[Record]:
         """The records by example, then rollout, one at a time."""
-        rows = Rows(self.results_path)
-        return (rows[number] for number in rows.sorted_order())
+        rows, without = Rows(self.results_path), self._superseded()
+        return (rows[number] for number in rows.sorted_order() if rows.offset(number) not in without)
+
+    def _superseded(self) -> set[int]:
+        """Lines that do not count: while an evaluation is resumed, saved rollouts may be there a second time, scored
+        again with their group."""
+        try:
+            metadata = self.metadata
+        except (ValueError, OSError):
+            return set()
+        config = metadata.get("config")
+        is_evaluation = isinstance(config, dict) and "rows" in config and metadata.get("kind") != "training"
+        if not is_evaluation or metadata.get("finished") is not False or not self.results_path.exists():
+            return set()
+        with open_regular(self.results_path) as file:
+            return superseded(scan(file))
 
     def rows(self) -> Rows:
         """The rollouts by number; the same object each time, brought up to date."""

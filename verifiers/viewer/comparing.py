@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from verifiers import stats
+from verifiers.results import listed_as
 from verifiers.store.comparing import Side, compare_sides, refusal_of
 from verifiers.viewer.cards import env_of
 from verifiers.viewer.index import FAILED, RolloutIndex
@@ -99,7 +100,7 @@ def side_of(run: Run) -> Side:
 def _read_side(index: RolloutIndex, env_id: str) -> Side:
     side = Side(env_id)
     with index.lock:
-        columns = {"reward": index.rewards, **{name: index.metric(name) for name in index.metrics}}
+        columns = {"reward": index.rewards, **{listed_as(name): index.metric(name) for name in index.metrics}}
         for number, example in enumerate(index.examples):
             key = index.keys[example]
             if key not in side.questions:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verifiers import stats
+from verifiers.results import listed_as
 from verifiers.viewer.cards import figure, known_column, run_card
 from verifiers.viewer.index import FAILED, STATUSES, Names, RolloutIndex
 from verifiers.viewer.library import Run
@@ -77,7 +78,7 @@ def run_figures(index: RolloutIndex, until: Any = None) -> dict[str, Any]:
     with index.lock:
         examples = index.examples
         rewards = known_column(index.rewards)
-        columns = {"reward": rewards, **{name: known_column(index.metric(name)) for name in index.metrics}}
+        columns = {"reward": rewards, **{listed_as(name): known_column(index.metric(name)) for name in index.metrics}}
         figures = [{"name": name, **_interval(name, column, examples)} for name, column in columns.items()]
         if isinstance(until, dict) and figure(until.get("low")) is not None:
             figures[0] |= {"low": figure(until["low"]), "high": figure(until.get("high"))}

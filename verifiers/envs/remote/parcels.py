@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -55,8 +56,8 @@ def score_fields(score: Score) -> Plain:
 
 def read_score(fields: Mapping[str, Any]) -> Score:
     error = retold(fields.get("error"))
-    reward = fields["reward"]
-    return Score(0.0 if reward is None else reward, dict(fields["metrics"]), error)
+    reward = fields["reward"]  # JSON has no other word for what is no number: it must fail here as it would have there
+    return Score(math.nan if reward is None else reward, dict(fields["metrics"]), error)
 
 
 # --- errors -------------------------------------------------------------------------------------------------------

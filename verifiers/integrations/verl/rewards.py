@@ -31,4 +31,4 @@ async def _scored(reply: str, extra_info: Mapping[str, Any]) -> dict[str, float]
     score = await env.score_alone(state)
     if score.error is not None:
         raise score.error
-    return {"score": float(score.reward or 0.0), **{name: float(value) for name, value in score.metrics.items()}}
+    return {**{name: float(value) for name, value in score.metrics.items()}, "score": float(score.reward)}
