@@ -25,6 +25,7 @@ from verifiers.envs.calling import (
     find_answerer,
     merge_sampling,
     override_arguments,
+    read_ask,
     read_call,
 )
 from verifiers.envs.env_scoring import EnvScoring
@@ -215,7 +216,13 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
             state["usage"] = completion.usage if used is None else used + completion.usage
         return completion
 
-    get_model_response = calls.both(_get_model_response)
+    async def _get_model_response_by(self, *args: Any, **kwargs: Any) -> Completion:
+        args, kwargs = read_ask(args, kwargs)
+        return await self._get_model_response(*args, **kwargs)
+
+    get_model_response = calls.both(_get_model_response_by)
+    """``get_model_response(state, prompt, client=, model=, oai_tools=, sampling_args=, message_type=)`` asks the model
+    once; so does the form of 0.1.8, ``(client, model, prompt, oai_tools, sampling_args, message_type)``."""
 
     def read_reply(self, response: Any) -> Completion:
         """What ``get_model_response`` gave (an override may give any OpenAI-shaped object) as a completion."""

@@ -128,10 +128,10 @@ class ToolEnv(MultiTurnEnv):
     def tell(self, state: State) -> None:
         """Tell the model of its tools: through the endpoint, or in the system message."""
         if not self.uses_tags:
-            state["oai_tools"] = state["oai_tools"] or self.oai_tools
+            state["oai_tools"] = state["oai_tools"] or self.oai_tools or []
             return
         schemas = state["oai_tools"] or self.toolbox.schemas
-        state["oai_tools"] = None
+        state["oai_tools"] = []
         state["prompt"] = tell_of_tools(state["prompt"], describe_tools(schemas), self._answer_tag)
 
     @property
@@ -184,8 +184,6 @@ class ToolEnv(MultiTurnEnv):
     async def _get_model_response(self, state: State, prompt: Messages, *args: Any, **kwargs: Any) -> Completion:
         """Ask the model; a call of its own that is not valid JSON is mended where it is sent back, and only there."""
         return await super()._get_model_response(state, as_sent(prompt), *args, **kwargs)
-
-    get_model_response = calls.both(_get_model_response)  # type: ignore[arg-type]
 
     async def answer_all(self, found: Sequence[Call], messages: Messages, state: State) -> list[Answer]:
         """Answer the calls of one turn, all at once but for those that must not race."""

@@ -1,0 +1,115 @@
+"""Environments written for releases before and after 0.1.9, where the call tells which one they were written for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import verifiers as vf
+from tests.support.classic import quiet
+
+ROWS = [{"question": "2 + 2?", "answer": "4"}]
+
+
+def play(env: vf.Environment, *replies: Any) -> vf.State:
+    (state,) = env.evaluate(vf.FakeClient(list(replies)), **quiet()).rollouts
+    return state
+
+
+# --- before 0.1.9 -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_rollout_of_0_1_8_asks_the_model_by_client_model_and_prompt(by_name: bool) -> None:
+    class Twice(vf.MultiTurnEnv):
+        async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> Any:
+            return [{"role": "user", "content": "Again."}], state
+
+        async def rollout(self, client, model, prompt, answer="", task="default", info=None, sampling_args=None, **_):
+            messages, state = list(prompt), {"responses": []}
+            for _turn in range(2):
+                if by_name:
+                    response = await self.get_model_response(
+                        client=client,
+                        model=model,
+                        prompt=messages,
+                        oai_tools=None,
+                        sampling_args=sampling_args,
+                        message_type=self.message_type,
+                        initial_prompt=not state["responses"],
+                    )
+                else:
+                    response = await self.get_model_response(client, model, messages, None, sampling_args, "chat")
+                state["responses"].append(response)
+                messages.append({"role": "assistant", "content": response.choices[0].message.content})
+            return messages[len(prompt) :], state
+
+    state = play(Twice(dataset=ROWS), "3", "4")
+    assert state["error"] is None
+    assert [message["content"] for message in state["completion"]] == ["3", "4"]
+
+
+def test_a_hook_asks_the_model_in_the_form_of_0_1_8_with_some_arguments_by_name() -> None:
+    class Critic(vf.ToolEnv):
+        async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
+            asked = [*messages, {"role": "user", "content": "Is it right?"}]
+            said = await self.get_model_response(state["client"], state["model"], asked, sampling_args={"seed": 7})
+            return [{"role": "user", "content": said.choices[0].message.content}]
+
+        async def no_tools_called(self, state: vf.State) -> bool:
+            return False
+
+    client = vf.FakeClient(["3", "No.", "4"])
+    (state,) = Critic(dataset=ROWS, max_turns=2).evaluate(client, **quiet()).rollouts
+    assert state["error"] is None
+    assert [message["content"] for message in state["completion"]] == ["3", "No.", "4"]
+    assert client.requests[1].sampling["seed"] == 7
+
+
+def test_a_get_model_response_of_ones_own_may_be_written_as_in_0_1_8() -> None:
+    class Counting(vf.SingleTurnEnv):
+        asked = 0
+
+        async def get_model_response(
+            self, client, model, prompt, oai_tools=None, sampling_args=None, message_type=None, **kwargs
+        ):
+            self.asked += 1
+            return await super().get_model_response(
+                client, model, prompt, oai_tools, sampling_args, message_type, **kwargs
+            )
+
+    env = Counting(dataset=ROWS)
+    state = play(env, "4")
+    assert (state["error"], state["completion"][0]["content"], env.asked) == (None, "4", 1)
+
+
+def test_a_call_of_the_model_that_says_things_twice_or_nothing_is_refused() -> None:
+    env = vf.SingleTurnEnv(dataset=ROWS)
+    with pytest.raises(TypeError, match="model by position and by name"):
+        env.get_model_response(vf.FakeClient("4"), "m", model="n", prompt="?")
+    with pytest.raises(TypeError, match="needs a prompt"):
+        env.get_model_response(vf.FakeClient("4"), "m")
+
+
+def test_a_rollout_without_tools_has_an_empty_list_of_them() -> None:
+    assert play(vf.SingleTurnEnv(dataset=ROWS), "4")["oai_tools"] == []
+
+
+@pytest.mark.parametrize(
+    "make", [vf.Rubric, vf.JudgeRubric, vf.ToolRubric, lambda **how: vf.RubricGroup([vf.Rubric()], **how)]
+)
+def test_whether_to_score_in_parallel_was_asked_by_0_1_5_and_has_no_effect(make: Any) -> None:
+    with pytest.warns(UserWarning, match="parallelize_scoring has no effect"):
+        rubric = make(parallelize_scoring=False)
+    assert isinstance(rubric, vf.Rubric)
+
+
+def test_a_reward_hands_all_that_it_was_given_on_to_the_comparison_of_answers() -> None:
+    math = vf.MathRubric()
+
+    async def scored(parser: vf.Parser, completion: vf.Messages, answer: str, **kwargs: Any) -> float:
+        return await math.correct_answer(parser=math.parser, completion=completion, answer=answer, **kwargs)
+
+    env = vf.SingleTurnEnv(dataset=ROWS, rubric=vf.Rubric([scored]))
+    assert play(env, "\\boxed{4}")["reward"] == 1.0
