@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -113,3 +114,28 @@ def test_a_reward_hands_all_that_it_was_given_on_to_the_comparison_of_answers() 
 
     env = vf.SingleTurnEnv(dataset=ROWS, rubric=vf.Rubric([scored]))
     assert play(env, "\\boxed{4}")["reward"] == 1.0
+
+
+def test_the_numbers_of_an_evaluation_may_be_given_by_position() -> None:
+    env, client = vf.SingleTurnEnv(dataset=ROWS * 3), vf.FakeClient("4")
+    assert len(env.evaluate(client, "m", {"seed": 7}, 2, 3, use_tqdm=False)["reward"]) == 6
+    assert len(env.evaluate_sync(client, "m", None, 1, 2, use_tqdm=False)["reward"]) == 2
+    assert len(env.generate(ROWS, client, "m", {"seed": 8}, use_tqdm=False)["reward"]) == 1
+    assert [client.requests[0].sampling["seed"], client.requests[-1].sampling["seed"]] == [7, 8]
+
+
+def test_rollouts_are_generated_unscored_by_the_keyword_of_0_1_5() -> None:
+    scored = []
+
+    def seen(completion: vf.Messages) -> float:
+        scored.append(completion)
+        return 1.0
+
+    env = vf.SingleTurnEnv(dataset=ROWS, rubric=vf.Rubric([seen]))
+    how: dict[str, Any] = {"interleave_scoring": True, "use_tqdm": False}
+    asyncio.run(env.a_generate(ROWS, vf.FakeClient("4"), "m", score_rollouts=False, **how))
+    assert scored == []
+    results = env.evaluate(vf.FakeClient("4"), "m", score_rollouts=True, **how)
+    assert results["reward"] == [1.0]
+    with pytest.raises(TypeError, match="two names for the same thing"):
+        env.evaluate(vf.FakeClient("4"), "m", score_rollouts=True, score=True)

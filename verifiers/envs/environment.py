@@ -411,11 +411,13 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         """Who plays and scores the rollouts of a run in this process."""
         return self
 
-    async def _generate(self, inputs: Any = None, client: Any = None, model: Any = None, **kwargs: Any) -> Results:
+    async def _generate(
+        self, inputs: Any = None, client: Any = None, model: Any = None, sampling_args: Any = None, **kwargs: Any
+    ) -> Results:
         """Roll out (and score) rows: ``inputs``, or ``n_samples`` of the environment's own."""
         from verifiers.envs import evaluation
 
-        return await evaluation.generate(self, inputs, client, model, **kwargs)
+        return await evaluation.generate(self, inputs, client, model, sampling_args, **kwargs)
 
     generate = calls.both(_generate)
     generate_sync = calls.blocking(generate)
@@ -423,12 +425,19 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
     a_generate = generate_async
 
     async def _evaluate(
-        self, client: Any = None, model: Any = None, sampling_args: Any = None, **kwargs: Any
+        self,
+        client: Any = None,
+        model: Any = None,
+        sampling_args: Any = None,
+        num_examples: int = -1,
+        rollouts_per_example: int = 1,
+        **kwargs: Any,
     ) -> Results:
         """Roll out and score the evaluation rows: ``num_examples`` of them, ``rollouts_per_example`` times each."""
         from verifiers.envs import evaluation
 
-        return await evaluation.evaluate(self, client, model, sampling_args, **kwargs)
+        how = {"num_examples": num_examples, "rollouts_per_example": rollouts_per_example, **kwargs}
+        return await evaluation.evaluate(self, client, model, sampling_args, **how)
 
     evaluate = calls.both(_evaluate)
     evaluate_sync = calls.blocking(evaluate)
