@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -139,3 +141,39 @@ def test_rollouts_are_generated_unscored_by_the_keyword_of_0_1_5() -> None:
     assert results["reward"] == [1.0]
     with pytest.raises(TypeError, match="two names for the same thing"):
         env.evaluate(vf.FakeClient("4"), "m", score_rollouts=True, score=True)
+
+
+def test_the_configuration_takes_the_keys_of_0_1_5_and_0_1_9_and_says_which_have_no_effect() -> None:
+    with pytest.warns(UserWarning, match="micro_batch_size has no effect"):
+        config = vf.RLConfig(run_name="again", rollouts_per_example=4, micro_batch_size=2, max_prompt_len=64)
+    assert (config.group_size, config.max_prompt_length) == (4, 64)
+    for name, value in {"mask_env_responses": True, "async_generation_timeout": 60.0, "vllm_server_port": 8000}.items():
+        with pytest.warns(UserWarning, match=f"{name} has no effect"):
+            setattr(config, name, value)
+
+
+def test_the_defaults_of_the_trainer_take_what_should_be_different() -> None:
+    config = vf.grpo_defaults(run_name="again", num_generations=4, lr_scheduler_type="constant_with_warmup")
+    config.check()
+    assert (config.run_name, config.group_size, config.lr_scheduler_type) == ("again", 4, "constant")
+
+
+# --- after 0.1.9 --------------------------------------------------------------------------------------------------
+
+
+def test_keys_that_an_environment_needs_are_asked_for_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SET_KEY", "x")
+    monkeypatch.setenv("EMPTY_KEY", "")
+    vf.ensure_keys(["SET_KEY"])
+    with pytest.raises(vf.MissingKeyError, match="EMPTY_KEY, UNSET_KEY") as raised:
+        vf.ensure_keys(["SET_KEY", "EMPTY_KEY", "UNSET_KEY"])
+    assert pickle.loads(pickle.dumps(raised.value)).keys == ["EMPTY_KEY", "UNSET_KEY"]
+
+
+def test_the_log_is_quiet_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("verifiers.envs")
+    with vf.log_level("info"):
+        logger.info("seen")
+        with vf.quiet_verifiers():
+            logger.info("unseen")
+    assert caplog.messages == ["seen"]
