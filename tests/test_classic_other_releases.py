@@ -11,6 +11,7 @@ import pytest
 
 import verifiers as vf
 from tests.support.classic import quiet
+from tests.support.tool_calls import call, calling, tool_texts
 
 ROWS = [{"question": "2 + 2?", "answer": "4"}]
 
@@ -177,3 +178,57 @@ def test_the_log_is_quiet_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
         with vf.quiet_verifiers():
             logger.info("unseen")
     assert caplog.messages == ["seen"]
+
+
+# --- sandboxes ----------------------------------------------------------------------------------------------------
+
+
+def test_a_python_tool_of_ones_own_hands_on_the_arguments_of_0_1_9() -> None:
+    class Marked(vf.PythonEnv):
+        async def python(self, code: str, sandbox_id: str, sandbox_state: dict, python_state: dict) -> str:
+            """Run a cell."""
+            return f"> {await super().python(code, sandbox_id, sandbox_state, python_state)}"
+
+        def update_tool_args(self, tool_name, tool_args, messages, state, **kwargs):
+            args = super().update_tool_args(tool_name, tool_args, messages, state, **kwargs)
+            return {**args, "python_state": state["python_state"]}
+
+    env = Marked(dataset=ROWS, packages=[])
+    try:
+        state = play(env, calling(call("python", {"code": "6 * 7"})), "42")
+    finally:
+        env.close()
+    assert state["error"] is None
+    assert tool_texts(state) == ["> 42"]
+    assert list(state["oai_tools"][0]["function"]["parameters"]["properties"]) == ["code"]
+
+
+def test_a_shell_command_in_the_sandbox_of_a_python_environment_is_refused_and_not_run_as_python() -> None:
+    class Listing(vf.PythonEnv):
+        async def post_rollout(self, state: vf.State) -> None:
+            state["listed"] = await self.sandbox_client.execute_command(state["sandbox_id"], "ls -l")
+
+    env = Listing(dataset=ROWS, packages=[])
+    try:
+        state = play(env, calling(call("python", {"code": "6 * 7"})), "42")
+    finally:
+        env.close()
+    assert "starts no programs, so it cannot run 'ls -l'" in str(state["error"])
+
+
+def test_an_image_that_an_environment_chooses_for_each_row_is_said_to_have_no_effect() -> None:
+    class Images(vf.SandboxEnv):
+        def get_sandbox_request(self, state: vf.State) -> Any:
+            return state["info"]["image"]
+
+    with pytest.warns(UserWarning, match="docker_image, get_sandbox_request: no effect"):
+        Images(dataset=ROWS, docker_image="python:3.11").close()
+
+
+def test_an_environment_may_answer_with_no_news_of_its_state() -> None:
+    class Shrug(vf.MultiTurnEnv):
+        def env_response(self, messages: vf.Messages, state: vf.State) -> Any:
+            return "Go on.", None
+
+    state = play(Shrug(dataset=ROWS, max_turns=2), "3", "4")
+    assert [message["content"] for message in state["completion"]] == ["3", "Go on.", "4"]
