@@ -111,6 +111,13 @@ def test_every_column_of_classic_is_there() -> None:
     assert set(wanted.split()) <= set(results["metadata"])
 
 
+def test_rows_without_an_answer_or_info_have_empty_ones_in_the_columns_live_and_saved(tmp_path: Path) -> None:
+    env = vf.SingleTurnEnv(dataset=[{"question": "?"}])
+    for resume in (False, True):  # made, then read from disk
+        results = env.evaluate(vf.FakeClient("4"), results_path=tmp_path / "run", resume=resume, **quiet())
+        assert (results["answer"], results["info"]) == ([""], [{}])
+
+
 def test_rows_keep_a_system_prompt_of_their_own_and_few_shot_examples_come_after_it() -> None:
     own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "hi"}]
     env = vf.SingleTurnEnv(dataset=Dataset.from_list([{"prompt": own, "answer": ""}]), system_prompt="theirs")
