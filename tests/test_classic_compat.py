@@ -177,6 +177,18 @@ def test_a_synchronous_client_object_is_as_good() -> None:
     assert load_arithmetic().evaluate(client, **quiet(num_examples=1))["reward"] == [1.0]
 
 
+def test_what_the_endpoint_said_comes_back_whole_as_plain_data() -> None:
+    env = vf.SingleTurnEnv(dataset=[{"question": "?"}])
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    said = chat_completion("4", usage=usage)
+    state = env.init_state(env.dataset[0], HostClient(said), "m")
+    dumped = env.get_model_response(state, state["prompt"]).model_dump(exclude_none=True)
+    assert dumped == said.model_dump(exclude_none=True)
+    assert dumped["usage"] == usage
+    of_ours = env.get_model_response(state, state["prompt"], client=vf.FakeClient("4")).model_dump()
+    assert of_ours["usage"]["total_tokens"] > 0
+
+
 def test_completions_endpoints_take_and_give_text() -> None:
     client = MagicMock(spec=AsyncOpenAI)
     choice = CompletionChoice(index=0, finish_reason="length", text=" 4", logprobs=None)

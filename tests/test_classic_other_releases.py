@@ -96,10 +96,6 @@ def test_a_call_of_the_model_that_says_things_twice_or_nothing_is_refused() -> N
         env.get_model_response(vf.FakeClient("4"), "m")
 
 
-def test_a_rollout_without_tools_has_an_empty_list_of_them() -> None:
-    assert play(vf.SingleTurnEnv(dataset=ROWS), "4")["oai_tools"] == []
-
-
 @pytest.mark.parametrize(
     "make", [vf.Rubric, vf.JudgeRubric, vf.ToolRubric, lambda **how: vf.RubricGroup([vf.Rubric()], **how)]
 )

@@ -42,7 +42,7 @@ def fresh_state(
         is_completed=False,
         is_truncated=False,
         stop_condition=None,
-        oai_tools=tools if tools is not None else oai_tools or [],
+        oai_tools=tools if tools is not None else oai_tools,
         trajectory=[],
         trajectory_id=unique_id(),
         responses=[],

@@ -128,10 +128,10 @@ class ToolEnv(MultiTurnEnv):
     def tell(self, state: State) -> None:
         """Tell the model of its tools: through the endpoint, or in the system message."""
         if not self.uses_tags:
-            state["oai_tools"] = state["oai_tools"] or self.oai_tools or []
+            state["oai_tools"] = state["oai_tools"] or self.oai_tools
             return
         schemas = state["oai_tools"] or self.toolbox.schemas
-        state["oai_tools"] = []
+        state["oai_tools"] = None
         state["prompt"] = tell_of_tools(state["prompt"], describe_tools(schemas), self._answer_tag)
 
     @property
