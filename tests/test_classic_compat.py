@@ -111,6 +111,13 @@ def test_every_column_of_classic_is_there() -> None:
     assert set(wanted.split()) <= set(results["metadata"])
 
 
+def test_rows_without_an_answer_or_info_have_empty_ones_in_the_columns_live_and_saved(tmp_path: Path) -> None:
+    env = vf.SingleTurnEnv(dataset=[{"question": "?"}])
+    for resume in (False, True):  # made, then read from disk
+        results = env.evaluate(vf.FakeClient("4"), results_path=tmp_path / "run", resume=resume, **quiet())
+        assert (results["answer"], results["info"]) == ([""], [{}])
+
+
 def test_rows_keep_a_system_prompt_of_their_own_and_few_shot_examples_come_after_it() -> None:
     own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "hi"}]
     env = vf.SingleTurnEnv(dataset=Dataset.from_list([{"prompt": own, "answer": ""}]), system_prompt="theirs")
@@ -168,6 +175,18 @@ def test_a_synchronous_client_object_is_as_good() -> None:
     client = MagicMock(spec=OpenAI)
     client.chat.completions.create = MagicMock(return_value=chat_completion("\\boxed{0}"))
     assert load_arithmetic().evaluate(client, **quiet(num_examples=1))["reward"] == [1.0]
+
+
+def test_what_the_endpoint_said_comes_back_whole_as_plain_data() -> None:
+    env = vf.SingleTurnEnv(dataset=[{"question": "?"}])
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    said = chat_completion("4", usage=usage)
+    state = env.init_state(env.dataset[0], HostClient(said), "m")
+    dumped = env.get_model_response(state, state["prompt"]).model_dump(exclude_none=True)
+    assert dumped == said.model_dump(exclude_none=True)
+    assert dumped["usage"] == usage
+    of_ours = env.get_model_response(state, state["prompt"], client=vf.FakeClient("4")).model_dump()
+    assert of_ours["usage"]["total_tokens"] > 0
 
 
 def test_completions_endpoints_take_and_give_text() -> None:

@@ -18,6 +18,7 @@ _NAMES = {
     "envs.double_check_env": "DoubleCheckEnv",
     "envs.example_data": "load_example_dataset",
     "envs.gym_env": "GymEnv",
+    "envs.keys": "MissingKeyError ensure_keys",
     "envs.mcp_env": "MCPEnv",
     "envs.python_env": "PythonEnv",
     "envs.reasoning_gym_env": "ReasoningGymEnv",
@@ -28,11 +29,11 @@ _NAMES = {
     "envs.textarena_env": "TextArenaEnv",
     "envs.tool_env": "ToolEnv",
     "errors": "AccessRefusedError BadReplyError ConnectionFailedError DeadlineError EmptyModelResponseError "
-    "EndpointDownError Error GraderError HookError InfraError JudgeError ModelError OverlongPromptError RateLimitError "
-    "RequestRefusedError RolloutCancelledError RunDeadlineError SandboxError ServerError ToolCallError ToolError "
-    "ToolParseError WorkerError",
+    "EndpointDownError Error GraderError HookError InfraError InvalidModelResponseError JudgeError ModelError "
+    "OverlongPromptError RateLimitError RequestRefusedError RolloutCancelledError RunDeadlineError SandboxError "
+    "ServerError ToolCallError ToolError ToolParseError WorkerError",
     "integrations.openenv.env": "OpenEnv",
-    "logs": "print_prompt_completions_sample setup_logging",
+    "logs": "log_level print_prompt_completions_sample quiet_verifiers setup_logging",
     "parsers": "JSONParser MaybeThinkParser Parser ThinkParser XMLParser extract_boxed_answer extract_hash_answer",
     "results": "Results",
     "rollout": "cleanup stop teardown",
@@ -40,10 +41,10 @@ _NAMES = {
     "runner": "RunInterruptedError",
     "sandbox": "Sandbox",
     "store": "RunDir export_parquet to_dpo to_hf_dataset to_sft",
-    "types": "BaseRolloutInput ChatMessage ChatMessages ClientConfig Endpoint Endpoints EvalConfig GenerateMetadata "
-    "GenerateOutputs GroupRewardFunc IndividualRewardFunc Info JsonPrimitive Message MessageType Messages "
-    "ModelResponse ProcessedOutputs RewardFunc RolloutInput RolloutOutput RolloutScore RolloutScores RolloutTiming Row "
-    "SamplingArgs State TrajectoryStep TrajectoryStepTokens Usage",
+    "types": "BaseRolloutInput ChatMessage ChatMessages ClientConfig DatasetBuilder Endpoint Endpoints EvalConfig "
+    "GenerateInputs GenerateMetadata GenerateOutputs GroupRewardFunc IndividualRewardFunc Info JsonPrimitive Message "
+    "MessageType Messages ModelResponse ProcessedOutputs RewardFunc RolloutInput RolloutOutput RolloutScore "
+    "RolloutScores RolloutTiming Row SamplingArgs State TrajectoryStep TrajectoryStepTokens Usage",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 # What needs an extra, or OpenAI's package (whose names classic hands on), or only stands for something of classic's: no

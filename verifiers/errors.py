@@ -42,11 +42,15 @@ class ModelError(Error):
     """The model's endpoint did not give a usable reply."""
 
 
-class EmptyModelResponseError(ModelError):
+class InvalidModelResponseError(ModelError):
+    """The endpoint answered, and what it sent is no usable reply."""
+
+
+class EmptyModelResponseError(InvalidModelResponseError):
     """The endpoint answered, but with no choices."""
 
 
-class BadReplyError(ModelError):
+class BadReplyError(InvalidModelResponseError):
     """The endpoint answered with something that is not a completion (broken JSON, a web page)."""
 
 

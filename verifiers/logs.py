@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from verifiers.messages import messages_to_printable, role_of, text_of
@@ -26,6 +27,23 @@ def setup_logging(level: str | int = "INFO", log_format: str | None = None, date
         logger.removeHandler(other)
     logger.addHandler(handler)
     logger.setLevel(level.upper() if isinstance(level, str) else level)
+
+
+@contextmanager
+def log_level(level: str | int) -> Iterator[None]:
+    """While this lasts, the library logs what is of this level or above."""
+    logger = logging.getLogger("verifiers")
+    before = logger.level
+    logger.setLevel(level.upper() if isinstance(level, str) else level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def quiet_verifiers() -> AbstractContextManager[None]:
+    """While this lasts, the library logs warnings and errors only: ``with vf.quiet_verifiers(): …``."""
+    return log_level("WARNING")
 
 
 def printable(text: str) -> str:

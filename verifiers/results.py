@@ -27,6 +27,7 @@ _COLUMNS = {
     "stop_condition": "stop_conditions",
     "is_truncated": "is_truncated",
 }
+_ABSENT = {"answer": str, "info": dict}  # what stands for a field that a row does not have, here as on disk
 _SINGULAR = {plural: singular for singular, plural in _COLUMNS.items()}
 _TAKEN = frozenset((*_COLUMNS, *_SINGULAR, "metrics", "metadata"))
 
@@ -112,6 +113,8 @@ class Results:
         field = _SINGULAR.get(name, name)
         if field == "state":
             return list(self.scored)
+        if field in _ABSENT:
+            return [_ABSENT[field]() if (value := state.get(field)) is None else value for state in self.scored]
         if field in _COLUMNS:
             return [state.get(field) for state in self.scored]
         metric = name.removesuffix("()") if name.removesuffix("()") in _TAKEN else name

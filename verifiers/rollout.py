@@ -162,9 +162,9 @@ def split_response(result: Any) -> tuple[Any, Mapping[str, Any] | None]:
     >>> split_response("Try again.")
     ('Try again.', None)
     """
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+    if isinstance(result, tuple) and len(result) == 2 and (result[1] is None or isinstance(result[1], Mapping)):
         first, second = result
-        if not (isinstance(first, Mapping) and "role" in first and "role" in second):
+        if second is None or not (isinstance(first, Mapping) and "role" in first and "role" in second):
             return first, second
     return result, None
 

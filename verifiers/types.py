@@ -21,6 +21,8 @@ LARGEST_REWARD = 1e15  # of a rollout: trainers compute in 32 bits, and a millio
 Info = dict[str, Any]
 SamplingArgs = dict[str, Any]
 Row = dict[str, Any]
+DatasetBuilder = Callable[[], Any]
+GenerateInputs = dict[str, list[Any]]
 
 IndividualRewardFunc = Callable[..., float | Awaitable[float]]
 GroupRewardFunc = Callable[..., list[float] | Awaitable[list[float]]]

@@ -131,6 +131,12 @@ def test_what_cannot_be_loaded_says_why(env_id: str, error: type[Exception], mes
         vf.load_environment(env_id, environments_dir=folder)
 
 
+def test_only_environments_are_suggested_and_no_other_package(folder: Path) -> None:
+    with pytest.raises(ValueError, match="no environment 'pytests'") as raised:
+        vf.load_environment("pytests", environments_dir=folder)
+    assert "Did you mean" not in str(raised.value)
+
+
 def test_an_argument_the_environment_does_not_take_is_refused_with_those_it_does(folder: Path) -> None:
     with pytest.raises(TypeError, match=r"does not take \['m'\]; it takes n, level"):
         vf.load_environment("toy-sums", environments_dir=folder, m=3)

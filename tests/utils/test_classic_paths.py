@@ -77,10 +77,11 @@ def test_run_evaluation_loads_evaluates_prints_and_saves(package: Path, capsys: 
 PATHS = {
     "types": "State Messages SamplingArgs RolloutInput TrajectoryStep TrajectoryStepTokens GenerateOutputs "
     "GenerateMetadata ClientConfig EvalConfig Endpoints RewardFunc ModelResponse ChatCompletion "
+    "DatasetBuilder GenerateInputs "
     "ChatCompletionToolParam Completion AsyncOpenAI Info MessageType ProcessedOutputs RolloutScore RolloutScores "
     "RolloutTiming BaseRolloutInput IndividualRewardFunc GroupRewardFunc JsonPrimitive ChatMessage ChatMessages",
     "errors": "Error ModelError EmptyModelResponseError OverlongPromptError ToolError ToolParseError ToolCallError "
-    "InfraError SandboxError",
+    "InfraError SandboxError InvalidModelResponseError",
     "decorators": "stop cleanup teardown",
     "envs": "Environment SingleTurnEnv MultiTurnEnv EnvGroup",
     "envs.environment": "Environment get_results_path",
@@ -106,13 +107,29 @@ PATHS = {
     "utils.env_utils": "load_environment",
     "utils.error_utils": "ErrorChain get_vf_error_chain",
     "utils.eval_utils": "load_endpoints make_dataset print_results run_evaluation save_rollout_results",
-    "utils.logging_utils": "setup_logging print_prompt_completions_sample",
+    "utils.logging_utils": "setup_logging log_level quiet_verifiers print_prompt_completions_sample",
     "utils.message_utils": "concat_messages messages_to_printable sanitize_tool_calls strip_nones_from_content",
     "utils.path_utils": "get_results_path get_eval_results_path",
     "utils.save_utils": "load_outputs make_serializable save_outputs state_to_output states_to_outputs",
     "utils.client_utils": "setup_client",
     "utils.response_utils": "parse_response_tokens parse_response_messages parse_is_truncated",
     "utils.processing_utils": "parse_chat_completion_tokens parse_chat_completion_logprobs",
+    # of 0.1.5, 0.1.8 and 0.1.10
+    "envs.reasoninggym_env": "ReasoningGymEnv",
+    "inference.vllm_server": "main",
+    "rl.inference.server": "main",
+    "rl.trainer": "RLConfig RLTrainer GRPOConfig GRPOTrainer grpo_defaults lora_defaults get_model_and_tokenizer",
+    "rl.trainer.config": "RLConfig",
+    "rl.trainer.trainer": "RLTrainer",
+    "scripts.init": "init_environment main",
+    "scripts.train": "main",
+    "scripts.tui": "main",
+    "scripts.vllm": "main",
+    "trainers.grpo_config": "GRPOConfig",
+    "utils": "config_utils model_utils save_utils tool_utils tools",
+    "utils.config_utils": "MissingKeyError ensure_keys",
+    "utils.decorators": "stop cleanup teardown",
+    "utils.model_utils": "get_model get_model_and_tokenizer get_tokenizer",
 }
 
 
@@ -296,3 +313,14 @@ def test_a_schema_is_written_as_classic_wrote_it() -> None:
             "additionalProperties": False,
         },
     }
+
+
+def test_a_package_is_made_by_the_function_of_0_1_9(tmp_path: Path) -> None:
+    from verifiers.scripts.init import init_environment
+
+    home = init_environment("my-env", str(tmp_path), rewrite_readme=False)
+    assert home == tmp_path / "my_env"
+    assert isinstance(vf.load_environment("my-env", environments_dir=str(tmp_path)), vf.Environment)
+    (home / "README.md").write_text("")
+    assert init_environment("my-env", str(tmp_path), rewrite_readme=True) == home
+    assert (home / "README.md").read_text()

@@ -96,12 +96,18 @@ class Completion:
         choice = {"index": 0, "message": {"tool_calls": None, **self.message}, "text": self.text}
         return [View({**choice, "finish_reason": self.finish_reason, "logprobs": None})]
 
-    def model_dump(self, **_: Any) -> dict[str, Any]:
+    def model_dump(self, **given: Any) -> dict[str, Any]:
         """Plain data in the shape of a chat completion, as OpenAI's objects give it."""
         if isinstance(self.raw, dict) and "choices" in self.raw:
             return dict(self.raw)
+        if callable(dump := getattr(self.raw, "model_dump", None)) and isinstance(dumped := dump(**given), dict):
+            return dumped
         choice = {"index": 0, "message": self.message, "finish_reason": self.finish_reason, "logprobs": None}
-        return {"object": "chat.completion", "model": self.model, "choices": [choice]}
+        whole: dict[str, Any] = {"object": "chat.completion", "model": self.model, "choices": [choice]}
+        if self.usage is not None:
+            counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+            whole["usage"] = {name: getattr(self.usage, name) for name in counts}
+        return whole
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or self.raw is None:

@@ -11,7 +11,7 @@ from typing import Any
 from verifiers.clients import as_client, resolve_endpoint
 from verifiers.clients.protocol import Client
 from verifiers.errors import GraderError
-from verifiers.types import Row, SamplingArgs, State
+from verifiers.types import Messages, MessageType, Row, SamplingArgs, State
 
 SAMPLING_KEYS = frozenset(
     (
@@ -145,6 +145,35 @@ def _row_from(given: Mapping[str, Any]) -> Row:
         raise TypeError("rollout() needs a row (input=…) or a prompt (client, model, prompt, answer)")
     row = {"prompt": given["prompt"], "answer": given.get("answer", ""), "example_id": given.get("example_id", 0)}
     return row | {key: given[key] for key in ("task", "info") if given.get(key) is not None}
+
+
+_ASK_KEYS_BEFORE_STATES = ("client", "model", "prompt", "oai_tools", "sampling_args", "message_type")
+
+
+def read_ask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of ``get_model_response(state, prompt, …)``, also from 0.1.8's ``(client, model, prompt, …)``."""
+    if "state" in kwargs or (args and isinstance(args[0], Mapping)):
+        return args, kwargs
+    if len(args) > len(_ASK_KEYS_BEFORE_STATES):
+        raise TypeError(f"get_model_response() takes state, prompt, … or {', '.join(_ASK_KEYS_BEFORE_STATES)}")
+    by_position = dict(zip(_ASK_KEYS_BEFORE_STATES, args, strict=False))
+    if twice := by_position.keys() & kwargs.keys():
+        raise TypeError(f"get_model_response() got {', '.join(sorted(twice))} by position and by name")
+    given = by_position | {name: value for name, value in kwargs.items() if name != "initial_prompt"}
+    if given.get("prompt") is None:
+        raise TypeError("get_model_response() needs a prompt: (state, prompt, …), or (client, model, prompt, …)")
+    blank = State({name: given.get(name) for name in ("client", "model", "oai_tools", "sampling_args")})
+    return (blank,), given
+
+
+def ask_arguments(
+    function: Callable[..., Any], state: State, prompt: Messages, message_type: MessageType
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments for a subclass's own ``get_model_response``, in the form in which it was written."""
+    if next(iter(inspect.signature(function).parameters), None) != "client":
+        return (state, prompt), {}
+    named = {"prompt": prompt, "message_type": message_type}
+    return (), named | {name: state[name] for name in ("client", "model", "oai_tools", "sampling_args")}
 
 
 def override_arguments(

@@ -26,6 +26,7 @@ from verifiers.envs.calling import (
     find_answerer,
     merge_sampling,
     override_arguments,
+    read_ask,
     read_call,
 )
 from verifiers.envs.env_scoring import EnvScoring
@@ -216,7 +217,13 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
             state["usage"] = completion.usage if used is None else used + completion.usage
         return completion
 
-    get_model_response = calls.both(_get_model_response)
+    async def _get_model_response_by(self, *args: Any, **kwargs: Any) -> Completion:
+        args, kwargs = read_ask(args, kwargs)
+        return await self._get_model_response(*args, **kwargs)
+
+    get_model_response = calls.both(_get_model_response_by)
+    """``get_model_response(state, prompt, client=, model=, oai_tools=, sampling_args=, message_type=)`` asks the model
+    once; so does the form of 0.1.8, ``(client, model, prompt, oai_tools, sampling_args, message_type)``."""
 
     def read_reply(self, response: Any) -> Completion:
         """What ``get_model_response`` gave (an override may give any OpenAI-shaped object) as a completion."""
@@ -409,11 +416,13 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         """Who plays and scores the rollouts of a run in this process."""
         return self
 
-    async def _generate(self, inputs: Any = None, client: Any = None, model: Any = None, **kwargs: Any) -> Results:
+    async def _generate(
+        self, inputs: Any = None, client: Any = None, model: Any = None, sampling_args: Any = None, **kwargs: Any
+    ) -> Results:
         """Roll out (and score) rows: ``inputs``, or ``n_samples`` of the environment's own."""
         from verifiers.envs import evaluation
 
-        return await evaluation.generate(self, inputs, client, model, **kwargs)
+        return await evaluation.generate(self, inputs, client, model, sampling_args, **kwargs)
 
     generate = calls.both(_generate)
     generate_sync = calls.blocking(generate)
@@ -421,12 +430,19 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
     a_generate = generate_async
 
     async def _evaluate(
-        self, client: Any = None, model: Any = None, sampling_args: Any = None, **kwargs: Any
+        self,
+        client: Any = None,
+        model: Any = None,
+        sampling_args: Any = None,
+        num_examples: int = -1,
+        rollouts_per_example: int = 1,
+        **kwargs: Any,
     ) -> Results:
         """Roll out and score the evaluation rows: ``num_examples`` of them, ``rollouts_per_example`` times each."""
         from verifiers.envs import evaluation
 
-        return await evaluation.evaluate(self, client, model, sampling_args, **kwargs)
+        how = {"num_examples": num_examples, "rollouts_per_example": rollouts_per_example, **kwargs}
+        return await evaluation.evaluate(self, client, model, sampling_args, **how)
 
     evaluate = calls.both(_evaluate)
     evaluate_sync = calls.blocking(evaluate)

@@ -93,8 +93,13 @@ def split_options(where: str, kwargs: dict[str, Any]) -> tuple[Options, Sampling
     options = {name: kwargs.pop(name) for name in list(kwargs) if name in _OPTION_NAMES}
     if kwargs.pop("batch_size", None) is not None:
         warnings.warn("batch_size has no effect: a rollout starts whenever another ends", stacklevel=3)
-    if "progress" in kwargs:
-        options["use_tqdm"] = kwargs.pop("progress")
+    if kwargs.pop("interleave_scoring", True) is False:
+        warnings.warn("interleave_scoring has no effect: a rollout is scored as soon as it is done", stacklevel=3)
+    for alias, name in (("progress", "use_tqdm"), ("score_rollouts", "score")):
+        if alias in kwargs:
+            if name in options:
+                raise TypeError(f"{alias}= and {name}= are two names for the same thing; give one")
+            options[name] = kwargs.pop(alias)
     sampling = sampling_from(kwargs, known=(*_OPTION_NAMES, "n_samples", "num_examples"), where=where)
     return Options(**options), sampling
 

@@ -158,10 +158,26 @@ def _check_args(env_id: str, load: Callable[..., Any], env_args: dict[str, Any])
         raise TypeError(f"the environment {env_id!r} does not take {unknown}; it takes {known}")
 
 
+def needs_us(distribution: importlib.metadata.Distribution) -> bool:
+    """An environment package depends on this library; looking into every installed file would take seconds."""
+    return any(_starts_with_us(need.strip()) for need in distribution.requires or ())
+
+
+def _starts_with_us(need: str) -> bool:
+    """Is this requirement of a package one for this library?
+
+    >>> _starts_with_us("verifiers>=0.1.9"), _starts_with_us("verifiers-extra"), _starts_with_us("openai")
+    (True, False, False)
+    """
+    rest = need.removeprefix("verifiers")
+    return rest != need and not rest[:1].isalnum() and rest[:1] not in ("-", "_", ".")
+
+
 def _not_found(env_id: str, module_name: str, folder: Path) -> str:
     """Names of packages are not guessed: on an index anyone may have taken this one."""
     local = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    installed = [d.metadata["Name"].replace("-", "_") for d in importlib.metadata.distributions() if d.metadata["Name"]]
+    needing = [d.metadata["Name"] for d in importlib.metadata.distributions() if needs_us(d)]
+    installed = [name.replace("-", "_") for name in needing if name]
     close = difflib.get_close_matches(module_name, [*bundled_names(), *local, *installed], n=3)
     said = f"there is no environment {env_id!r}: not in {folder}, not installed, and not among those of this library."
     if close:

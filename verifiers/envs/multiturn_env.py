@@ -9,6 +9,7 @@ from typing import Any, cast
 from verifiers import calls
 from verifiers.clients.openai_objects import Step
 from verifiers.clients.protocol import Completion
+from verifiers.envs.calling import ask_arguments
 from verifiers.envs.environment import Environment
 from verifiers.envs.hooks import only_reads, takes_messages
 from verifiers.escapes import raise_if_escaped
@@ -193,7 +194,11 @@ class MultiTurnEnv(Environment):
         """One turn of the model; a reply the parser can make nothing of is asked for again."""
         ask = self._hook("get_model_response")
         for left in range(self.max_retries, -1, -1):
-            response = await (self._get_model_response(state, prompt) if ask is None else ask(state, prompt))
+            if ask is None:
+                response: Any = await self._get_model_response(state, prompt)
+            else:
+                args, kwargs = ask_arguments(ask.function, state, prompt, self.message_type)
+                response = await ask(*args, **kwargs)
             if not left or understands(self.parser, self.read_reply(response)):
                 break
             state["parse_retries"] = state.get("parse_retries", 0) + 1

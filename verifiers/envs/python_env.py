@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from verifiers.envs.sandbox_env import SandboxEnv
 from verifiers.tools.programs import Language
 from verifiers.tools.tool import Tool
-from verifiers.types import State
+from verifiers.types import Messages, SamplingArgs, State
 
 PACKAGES = ("numpy", "sympy")
 
@@ -35,7 +35,22 @@ class PythonEnv(SandboxEnv):
     def sandbox_tool(self) -> Callable[..., Any]:
         return self.python
 
-    async def python(self, code: str, state: State) -> str:
+    def new_state(self, row: Mapping[str, Any], client: Any, model: str, sampling_args: SamplingArgs | None) -> State:
+        state = super().new_state(row, client, model, sampling_args)
+        state["python_state"] = {"ready": True, "execution_count": 0, "ready_wait_time": 0.0}
+        return state
+
+    def known_args(self, messages: Messages, state: State) -> dict[str, Any]:
+        return {**super().known_args(messages, state), "python_state": state["python_state"]}
+
+    async def python(
+        self,
+        code: str,
+        sandbox_id: str | None = None,
+        sandbox_state: Any = None,
+        python_state: Any = None,
+        state: State | None = None,
+    ) -> str:
         """Run a cell of Python, as in a notebook: variables, functions and files stay for the next cell.
 
         Args:
@@ -44,4 +59,4 @@ class PythonEnv(SandboxEnv):
         Returns:
             What it printed, then the value of its last expression, and its error if it failed.
         """
-        return await self.sessions.run(code, state)
+        return await self._run_cell(code, state, sandbox_id)

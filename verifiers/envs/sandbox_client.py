@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.envs.sandbox_sessions import Sessions
+from verifiers.errors import HookError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +31,11 @@ class SandboxClient:
         self, sandbox_id: str, command: str, working_dir: str | None = None, timeout: float | None = None, **_: Any
     ) -> CommandResponse:
         """Run a bash command in a rollout's sandbox."""
+        if self._sessions.language != "bash":
+            raise HookError(
+                f"the sandbox of a PythonEnv starts no programs, so it cannot run {command!r:.80}: "
+                "use a SandboxEnv, or run Python there: await self.python(code, sandbox_id)"
+            )
         session = self._sessions.named(sandbox_id)
         result = await session.run(in_folder(command, working_dir), timeout_s=timeout)
         failed = "\n".join(part for part in (result.stderr, result.error) if part)

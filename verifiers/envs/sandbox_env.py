@@ -42,7 +42,7 @@ _NO_EFFECT = frozenset(
     )
 )
 
-_HIDDEN = ("state", "sandbox_id", "sandbox_state", "working_dir")
+_HIDDEN = ("state", "sandbox_id", "sandbox_state", "python_state", "working_dir")
 
 
 class SandboxEnv(StatefulToolEnv):
@@ -74,7 +74,8 @@ class SandboxEnv(StatefulToolEnv):
         timeout_per_command_seconds: float | None = None,
         **kwargs: Any,
     ) -> None:
-        _warn_of({name for name in kwargs if name in _NO_EFFECT})
+        asked = {name for name in kwargs if name in _NO_EFFECT}
+        _warn_of(asked | ({"get_sandbox_request"} if hasattr(self, "get_sandbox_request") else set()))
         kwargs = {name: value for name, value in kwargs.items() if name not in _NO_EFFECT}
         self.sessions = Sessions(
             self.language,
@@ -110,10 +111,10 @@ class SandboxEnv(StatefulToolEnv):
     async def bash(
         self,
         command: str,
-        state: State | None = None,
         sandbox_id: str | None = None,
         sandbox_state: Any = None,
         working_dir: str | None = None,
+        state: State | None = None,
     ) -> str:
         """Run a bash command. Files, variables and the current folder stay as they are for the next command.
 
@@ -123,12 +124,15 @@ class SandboxEnv(StatefulToolEnv):
         Returns:
             What it wrote, and its exit code if that is not 0.
         """
-        command = in_folder(command, working_dir)
+        return await self._run_cell(in_folder(command, working_dir), state, sandbox_id)
+
+    async def _run_cell(self, code: str, state: State | None, sandbox_id: str | None) -> str:
         if state is not None:
-            return await self.sessions.run(command, state)
+            return await self.sessions.run(code, state)
         if sandbox_id is None:
-            raise TypeError("bash() needs the rollout: state=state, or sandbox_id=state['sandbox_id']")
-        return report(await self.sessions.named(sandbox_id).run(command))
+            name = self.sandbox_tool.__name__
+            raise TypeError(f"{name}() needs the rollout: state=state, or sandbox_id=state['sandbox_id']")
+        return report(await self.sessions.named(sandbox_id).run(code))
 
     async def post_rollout(self, state: State) -> None:
         """Override to read results out of the sandbox at the end of a rollout, before it is gone."""

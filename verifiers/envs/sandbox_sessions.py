@@ -38,7 +38,7 @@ class Sessions:
     ) -> None:
         if isinstance(collect, str):
             raise TypeError(f"collect must be a list of file names; got the string {collect!r}")
-        self.collect = tuple(collect)
+        self.language, self.collect = language, tuple(collect)
         self._settings: dict[str, Any] = {
             "language": language,
             "memory_mb": memory_mb,

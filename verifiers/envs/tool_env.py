@@ -185,8 +185,6 @@ class ToolEnv(MultiTurnEnv):
         """Ask the model; a call of its own that is not valid JSON is mended where it is sent back, and only there."""
         return await super()._get_model_response(state, as_sent(prompt), *args, **kwargs)
 
-    get_model_response = calls.both(_get_model_response)  # type: ignore[arg-type]
-
     async def answer_all(self, found: Sequence[Call], messages: Messages, state: State) -> list[Answer]:
         """Answer the calls of one turn, all at once but for those that must not race."""
         answers: dict[int, Answer] = {}

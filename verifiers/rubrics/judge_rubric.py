@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -69,8 +68,6 @@ class JudgeRubric(Rubric):
     ) -> None:
         if judge_client is not None and client is not None and judge_client is not client:
             raise TypeError("client= and judge_client= are two names for the same thing; give one")
-        if parallelize_scoring is not None:
-            warnings.warn("parallelize_scoring has no effect: rollouts are always scored concurrently", stacklevel=2)
         self.judge_client = judge_client if judge_client is not None else client
         self.judge_model = judge_model
         self.judge_sampling_args = dict(judge_sampling_args or {})
@@ -84,7 +81,13 @@ class JudgeRubric(Rubric):
             "judge_prompt": judge_prompt,
             "judge_sampling_args": self.judge_sampling_args,
         }
-        super().__init__(funcs=funcs, weights=weights, parser=parser, class_objects={**known, **(class_objects or {})})
+        super().__init__(
+            funcs=funcs,
+            weights=weights,
+            parser=parser,
+            class_objects={**known, **(class_objects or {})},
+            parallelize_scoring=parallelize_scoring,
+        )
         if judge_models is not None or template is not None:
             self._judge_alone(judge_models, aggregation, template, scale)
         elif aggregation is not None or scale is not None:

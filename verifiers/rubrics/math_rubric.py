@@ -63,8 +63,11 @@ class MathRubric(Rubric):
         self._remembered: dict[tuple[str, str], bool] = {}
         self.add_reward_func(self.correct_answer)
 
-    async def correct_answer(self, parser: Parser, completion: Messages, answer: Any) -> float:
-        """1.0 if the answer that the parser finds in the completion equals the right one, else 0.0."""
+    async def correct_answer(self, parser: Parser, completion: Messages, answer: Any, **_: Any) -> float:
+        """1.0 if the answer that the parser finds in the completion equals the right one, else 0.0.
+
+        Reward functions may hand on all that they were given; what is not needed is ignored.
+        """
         right, response = _as_text(answer), _as_text(parser.parse_answer(completion))
         if not right:
             raise GraderError("the row has no answer to compare with")

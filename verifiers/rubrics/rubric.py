@@ -7,6 +7,7 @@ import contextvars
 import inspect
 import logging
 import time
+import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -50,7 +51,11 @@ class Rubric:
         weights: Sequence[float] | None = None,
         parser: Parser | None = None,
         class_objects: Mapping[str, Any] | None = None,
+        *,
+        parallelize_scoring: bool | None = None,
     ) -> None:
+        if parallelize_scoring is not None:
+            warnings.warn("parallelize_scoring has no effect: rollouts are always scored concurrently", stacklevel=2)
         self.parser = parser or Parser()
         self.class_objects: dict[str, Any] = {"parser": self.parser, **(class_objects or {})}
         self.funcs: list[RewardFunc] = list(funcs or [])

@@ -169,6 +169,8 @@ class TrainingConfig(Config):
         self._require("num_epochs", is_finite(self.num_epochs) and self.num_epochs > 0, "above 0")
         self._require("warmup_ratio", 0 <= self.warmup_ratio <= 1, "between 0 and 1")
         self._require("warmup_steps", self.warmup_steps >= 0, "0 or more")
+        if self.lr_scheduler_type == "constant_with_warmup":  # as others call it: every schedule here warms up
+            self.lr_scheduler_type = "constant"
         self._require_one_of("lr_scheduler_type", SCHEDULES)
         self._require("max_grad_norm", self.max_grad_norm is None or self.max_grad_norm > 0, "above 0, or None")
         for name in ("eval", "save"):

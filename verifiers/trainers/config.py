@@ -12,6 +12,29 @@ from verifiers.trainers.advantages import ESTIMATORS, SCALES
 from verifiers.trainers.base_config import TrainingConfig, is_count, is_finite
 from verifiers.trainers.losses import CORRECTIONS, METHODS, Objective
 
+# Keys of 0.1.5 and 0.1.9 for a trainer that drives Transformers' own and a vLLM server beside it.
+_SAMPLED_HERE = "rollouts are sampled in this process; those of a server are asked for by client="
+_OF_CLASSIC = {
+    "async_generation_timeout": "a request has its own time limit",
+    "async_max_queue_size": "num_batches_ahead says how much is sampled ahead",
+    "ds3_gather_for_generation": _SAMPLED_HERE,
+    "generation_timeout": "a request has its own time limit",
+    "log_completions": "log_rollouts says how many rollouts of a step are kept to be read",
+    "log_on_each_node": "one process writes the log",
+    "mask_env_responses": "only what the model sampled is trained on",
+    "max_data_workers": "no data is loaded in processes of its own",
+    "micro_batch_size": "sequences are packed into as many tokens as fit; micro_batch_tokens says how many",
+    "num_completions_to_print": "log_rollouts says how many rollouts of a step are kept to be read",
+    "remove_unused_columns": "rows keep their columns",
+    "save_only_model": "a checkpoint holds what is needed to resume; save_model() writes the model alone",
+    "shuffle_dataset": "rows are taken in an order that seed says",
+    "vllm_server_host": _SAMPLED_HERE,
+    "vllm_server_port": _SAMPLED_HERE,
+    "vllm_server_timeout": _SAMPLED_HERE,
+    "wandb_log_unique_prompts": "rollouts are kept in the run directory",
+    "zero_truncated_completions": "replies that were cut off are scored; mask_truncated_completions leaves them out",
+}
+
 
 @dataclass(init=False, repr=False)
 class GRPOConfig(TrainingConfig):
@@ -75,6 +98,8 @@ class GRPOConfig(TrainingConfig):
     aliases: ClassVar[Mapping[str, str]] = {
         **TrainingConfig.aliases,
         "num_generations": "group_size",
+        "rollouts_per_example": "group_size",
+        "max_prompt_len": "max_prompt_length",
         "beta": "kl_coef",
         "loss": "loss_type",
         "vllm_importance_sampling_mode": "importance_sampling_mode",
@@ -88,6 +113,7 @@ class GRPOConfig(TrainingConfig):
     without_effect: ClassVar[Mapping[str, str]] = {
         "gamma": "a group-relative method scores whole rollouts and discounts nothing",
         "gae_lambda": "a group-relative method has no value function to estimate advantages with",
+        **_OF_CLASSIC,
     }
 
     @property
@@ -261,12 +287,15 @@ class SFTConfig(TrainingConfig):
     }
 
 
-def grpo_defaults(run_name: str | None = None) -> GRPOConfig:
-    """A configuration to start from; assign what should be different.
+def grpo_defaults(run_name: str | None = None, **settings: Any) -> GRPOConfig:
+    """A configuration to start from; say here what should be different, or assign it afterwards.
 
-    >>> grpo_defaults(run_name="first").run_name
-    'first'
+    >>> grpo_defaults(run_name="first", max_steps=50).max_steps
+    50
     """
-    return GRPOConfig(
+    config = GRPOConfig(
         run_name=run_name, learning_rate=1e-6, num_generations=16, warmup_steps=10, lr_scheduler_type="constant"
     )
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return config

@@ -9,15 +9,21 @@ _MODULES = frozenset(
     (
         "async_utils",
         "client_utils",
+        "config_utils",
         "data_utils",
+        "decorators",
         "env_utils",
         "error_utils",
         "eval_utils",
         "logging_utils",
         "message_utils",
+        "model_utils",
         "path_utils",
         "processing_utils",
         "response_utils",
+        "save_utils",
+        "tool_utils",
+        "tools",
     )
 )
 

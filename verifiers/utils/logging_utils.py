@@ -1,5 +1,5 @@
 """Classic import path: the log, and a sample of rollouts on the terminal."""
 
-from verifiers.logs import print_prompt_completions_sample, setup_logging
+from verifiers.logs import log_level, print_prompt_completions_sample, quiet_verifiers, setup_logging
 
-__all__ = ["print_prompt_completions_sample", "setup_logging"]
+__all__ = ["log_level", "print_prompt_completions_sample", "quiet_verifiers", "setup_logging"]

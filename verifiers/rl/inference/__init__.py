@@ -1,0 +1,1 @@
+"""Classic import path: the vLLM server of 0.1.9."""
