@@ -326,6 +326,29 @@ def test_a_run_is_scored_with_another_rubric_into_a_run_of_its_own(run, runs):
     assert "it must be FILE:NAME" in run("rescore", "aaaa", "-p", "mine", "--rubric", "none.py:x", code=2).stderr
 
 
+def test_a_run_that_was_scored_anew_is_as_finished_as_the_run_it_was_made_of(run, runs):
+    run("rescore", "aaaa", "-p", "mine", "-o", "outputs/evals/toy-runs--a/whole")
+    made = RunDir.open("outputs/evals/toy-runs--a/whole").metadata
+    assert made["finished"]
+    assert made["reward_weights"] == {"exact": 1.0}
+    RunDir.open(runs[0]).update_metadata({"finished": False, "interrupted": "Ctrl-C"})
+    run("rescore", "aaaa", "-p", "mine", "-o", "outputs/evals/toy-runs--a/half")
+    listed = {one["id"]: one["status"] for one in json.loads(run("runs", "list", "--json").stdout)}
+    assert (listed["whole"], listed["half"]) == ("finished", "interrupted")
+
+
+def test_a_comparison_says_that_one_of_the_runs_was_scored_anew(run, runs):
+    Path("strict.py").write_text("def half(completion): return 0.5\n")
+    run("rescore", "aaaa", "-p", "mine", "-o", "same")
+    run("rescore", "aaaa", "-p", "mine", "--rubric", "strict.py:half", "-o", "other")
+    assert "   scored: as it was played → anew\n" in run("compare", "aaaa", "same").stdout
+    assert "   scored: as it was played → anew, by strict.py:half\n" in run("compare", "aaaa", "other").stdout
+
+
+def test_a_comparison_of_a_run_with_itself_says_so(run, runs):
+    assert "   A and B are the same run\n" in run("compare", "aaaa", str(runs[0])).stdout
+
+
 def test_a_score_that_cannot_be_given_ends_with_1(run, runs):
     Path("bad.py").write_text("def needs_more(state): return state['board']\n")
     result = run("rescore", "aaaa", "-p", "mine", "--rubric", "bad.py:needs_more", code=1)

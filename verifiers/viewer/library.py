@@ -84,7 +84,7 @@ class Run:
         metadata = self.metadata
         if metadata.get("interrupted") or metadata.get("ended_early"):
             return False
-        return bool(metadata.get("finished")) or metadata.get("num_rollouts") is not None  # older runs do not say
+        return bool(metadata.get("finished", metadata.get("num_rollouts") is not None))  # older runs do not say
 
     @property
     def is_live(self) -> bool:
