@@ -84,7 +84,7 @@ class Run:
         metadata = self.metadata
         if metadata.get("interrupted") or metadata.get("ended_early"):
             return False
-        return bool(metadata.get("finished", metadata.get("num_rollouts") is not None))  # older runs do not say
+        return bool(metadata.get("finished")) or metadata.get("num_rollouts") is not None  # older runs do not say
 
     @property
     def is_live(self) -> bool:
@@ -93,6 +93,8 @@ class Run:
             return False  # and not resumed since
         try:
             words = read_regular(self.path / ".lock", most=4096).decode("utf-8", "replace").split()
+            if not words:
+                return False  # given back
         except OSError:
             words = []
         if len(words) == 4 and words[0] == "process" and words[3] == socket.gethostname() and words[1].isdigit():
