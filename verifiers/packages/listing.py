@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from verifiers.envs.bundled import bundled_folder
+from verifiers.envs.projects import needs_us
 from verifiers.packages.source import (
     NotAnEnvironmentError,
     Package,
@@ -61,7 +62,7 @@ def installed_environments() -> Iterator[Listed]:
     """The installed packages that depend on this library and have an environment in them."""
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
-        if name and _needs_us(distribution):
+        if name and needs_us(distribution):
             listed = _read_installed(distribution, name)
             if listed is not None:
                 yield listed
@@ -74,16 +75,6 @@ def find_in(folder: Path, requirement: str) -> Package:
         name = distribution.metadata["Name"]
         return find_package(_reader([folder]), files, name=name, version=distribution.version, where=name)
     raise NotAnEnvironmentError(f"{requirement} installs no package")
-
-
-def _needs_us(distribution: importlib.metadata.Distribution) -> bool:
-    """An environment package depends on this library; looking into every installed file would take seconds."""
-    return any(_starts_with_us(need) for need in distribution.requires or ())
-
-
-def _starts_with_us(need: str) -> bool:
-    rest = need.strip().removeprefix("verifiers")
-    return rest != need.strip() and not rest[:1].isalnum() and rest[:1] not in ("-", "_", ".")
 
 
 def _read_installed(distribution: importlib.metadata.Distribution, name: str) -> Listed | None:
