@@ -30,7 +30,8 @@ def test_only_what_is_bundled_can_be_pulled_and_a_wrong_file_is_named(run, folde
 
 
 @pytest.mark.parametrize(
-    "command", [["models", "pull", "smollm2"], ["serve", "local"], ["doctor", "smollm2"], ["plan", "x", "--gpus", "80GB"]]
+    "command",
+    [["models", "pull", "smollm2"], ["serve", "local"], ["doctor", "smollm2"], ["plan", "x", "--gpus", "80GB"]],
 )
 def test_without_torch_the_extra_is_named(run, command, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
