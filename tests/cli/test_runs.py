@@ -306,6 +306,19 @@ def test_parquet_is_known_by_its_name(run, repeated):
     assert "parquet is no text" in run("export", "cccc", "-f", "parquet", "-o", "-", code=2).stderr
 
 
+def test_a_reader_that_has_seen_enough_of_an_export_is_no_error(start, repeated):
+    rows = [{"example_id": i, "rollout": 0, "prompt": "x" * 1000, "completion": "y", "reward": 1.0} for i in range(999)]
+    with RunDir.open(repeated).appender() as out:
+        for row in rows:
+            out.append({**row, "error": None, "metrics": {}})
+    with start("export", "cccc", "-o", "-") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+
+
 # --- rescore, replay ----------------------------------------------------------------------------------------------
 
 
