@@ -150,8 +150,10 @@ def test_without_defaults_it_is_five_examples_three_times(run, toy):
     assert (shown["examples"], shown["rollouts"]) == (5, 15)
 
 
-def test_the_folder_of_an_environment_names_it(run, toy):
-    assert figures(run("eval", "mine/toy_env/", "-m", "fake", "--json"))["env_id"] == "toy_env"
+def test_an_environment_has_one_id_by_whichever_name_it_was_called(run, toy):
+    for named in (["mine/toy_env/"], ["toy_env", "-p", "mine"], ["toy-env", "-p", "mine"]):
+        assert figures(run("eval", *named, "-m", "fake", "--json"))["env_id"] == "toy-env"
+    assert [path.name for path in Path("outputs/evals").iterdir()] == ["toy-env--fake"]
 
 
 def test_what_has_no_effect_is_said_in_one_line(run):
@@ -233,7 +235,8 @@ def test_ctrl_c_ends_with_130_and_the_command_to_go_on(start, folder):
     ("args", "message"),
     [
         (["arithmetc"], "Did you mean arithmetic?"),
-        (["../etc"], "is not an environment id"),
+        (["../etc"], "../etc is no folder; name an environment, or the folder of one"),
+        (["environments/x/x.py"], "environments/x/x.py is no folder"),
         (["json"], "'json' is not an environment: json is a module of Python"),
         (["arithmetic", "-a", '{"level": 1}'], "does not take ['level']; it takes difficulty"),
         (["arithmetic", "-a", "[1]"], "must be a JSON object"),

@@ -29,7 +29,10 @@ def test_only_what_is_bundled_can_be_pulled_and_a_wrong_file_is_named(run, folde
     assert "'smollm2' was not fetched: " in shown
 
 
-@pytest.mark.parametrize("command", [["models", "pull", "smollm2"], ["serve", "local"]])
+@pytest.mark.parametrize(
+    "command",
+    [["models", "pull", "smollm2"], ["serve", "local"], ["doctor", "smollm2"], ["plan", "x", "--gpus", "80GB"]],
+)
 def test_without_torch_the_extra_is_named(run, command, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert "pip install 'verifiers[local]'" in run(*command, code=1).stderr

@@ -117,3 +117,5 @@ def test_in_a_terminal_long_lines_are_broken_between_words_and_elsewhere_they_ar
     assert shown[1].startswith("    word")
     assert shown[-1] == "short"
     assert fitted([line], stream=io.StringIO()) == [line]
+    path = "outputs/evals/" + "letter-by-letter" * 3 + "--smollm2/1a2b3c4d"
+    assert fitted([f"saved in {path}"], stream=Terminal()) == ["saved in", f"  {path}"], "it can be copied"

@@ -319,6 +319,19 @@ def test_parquet_is_known_by_its_name(run, repeated):
     assert "parquet is no text" in run("export", "cccc", "-f", "parquet", "-o", "-", code=2).stderr
 
 
+def test_a_reader_that_has_seen_enough_of_an_export_is_no_error(start, repeated):
+    rows = [{"example_id": i, "rollout": 0, "prompt": "x" * 1000, "completion": "y", "reward": 1.0} for i in range(999)]
+    with RunDir.open(repeated).appender() as out:
+        for row in rows:
+            out.append({**row, "error": None, "metrics": {}})
+    with start("export", "cccc", "-o", "-") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+
+
 # --- rescore, replay ----------------------------------------------------------------------------------------------
 
 
@@ -346,6 +359,29 @@ def test_rescore_says_what_a_function_looked_for_in_vain(run, runs):
     assert "looked in the saved states for 'board', which was not saved" in result.stderr
     result = run("rescore", "aaaa", "-p", "mine", "--rubric", "lenient.py:lenient", "--json")
     assert json.loads(result.stdout)["not_saved"] == ["board"]
+
+
+def test_a_run_that_was_scored_anew_is_as_finished_as_the_run_it_was_made_of(run, runs):
+    run("rescore", "aaaa", "-p", "mine", "-o", "outputs/evals/toy-runs--a/whole")
+    made = RunDir.open("outputs/evals/toy-runs--a/whole").metadata
+    assert made["finished"]
+    assert made["reward_weights"] == {"exact": 1.0}
+    RunDir.open(runs[0]).update_metadata({"finished": False, "interrupted": "Ctrl-C"})
+    run("rescore", "aaaa", "-p", "mine", "-o", "outputs/evals/toy-runs--a/half")
+    listed = {one["id"]: one["status"] for one in json.loads(run("runs", "list", "--json").stdout)}
+    assert (listed["whole"], listed["half"]) == ("finished", "interrupted")
+
+
+def test_a_comparison_says_that_one_of_the_runs_was_scored_anew(run, runs):
+    Path("strict.py").write_text("def half(completion): return 0.5\n")
+    run("rescore", "aaaa", "-p", "mine", "-o", "same")
+    run("rescore", "aaaa", "-p", "mine", "--rubric", "strict.py:half", "-o", "other")
+    assert "   scored: as it was played → anew\n" in run("compare", "aaaa", "same").stdout
+    assert "   scored: as it was played → anew, by strict.py:half\n" in run("compare", "aaaa", "other").stdout
+
+
+def test_a_comparison_of_a_run_with_itself_says_so(run, runs):
+    assert "   A and B are the same run\n" in run("compare", "aaaa", str(runs[0])).stdout
 
 
 def test_a_score_that_cannot_be_given_ends_with_1(run, runs):

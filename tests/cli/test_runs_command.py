@@ -40,6 +40,26 @@ def test_tags_and_notes_stay_with_the_run_and_find_it(run, saved):
     assert saved.metadata["tags"] == ["baseline"]
 
 
+def test_a_tag_does_not_make_an_old_run_the_last_one(run, saved):
+    saved.update_metadata({"date": "2026-01-01T00:00:00+00:00"})
+    assert list_runs()[-1].path == saved.path
+    assert "baseline" not in run("runs", "tag", "last", "newer").stdout
+    assert saved.metadata.get("tags") is None
+    assert run("runs").stdout.splitlines()[-2].startswith(saved.path.name)
+
+
+def test_a_training_is_called_by_its_id_wherever_it_was_put(run, saved):
+    for place, name in (("outputs/train/arithmetic--m", "abcd1234"), ("outputs/train", "mine")):
+        RunDir.create_at(Path(place) / name, env_id="arithmetic", model="m", config={}).update_metadata(
+            {"kind": "training", "date": "2126-01-01T00:00:00+00:00"}
+        )
+        assert f"{name}: long" in run("runs", "tag", name, "long").stdout
+        run("view", name, "--export", "page.html")
+    assert "4 runs" in run("runs").stdout
+    assert run("runs", "tag", "last", "newest").stdout.partition(":")[0] in ("abcd1234", "mine")
+    assert "wordle" in run("export", "last", "-o", "-").stdout.lower(), "of trainings there is nothing to export"
+
+
 def test_a_run_is_deleted_when_one_says_yes_and_kept_otherwise(run, saved):
     from click.testing import CliRunner
 

@@ -52,6 +52,18 @@ def test_a_training_leaves_a_run_and_a_model_and_says_where(run, model, folder):
     assert vf.get_tokenizer(str(folder / "out" / "model")).eos_token == "<|end|>"
 
 
+def test_a_short_training_is_told_by_its_first_and_its_last_step(run, model):
+    said = run(*train_words(model, "--max-steps", "3", "--output-dir", "out")).stdout
+    rewards = [line["reward"] for line in metrics("out") if "loss" in line]
+    assert rewards[0] != rewards[-1]
+    assert f"reward {rewards[0]:.3f} → {rewards[-1]:.3f} in 3 steps\n" in said
+
+
+def test_a_training_of_one_step_has_one_reward(run, model):
+    said = run(*train_words(model, "--max-steps", "1", "--output-dir", "out")).stdout
+    assert re.match(r"reward \d\.\d{3} in 1 step\n", said)
+
+
 def test_evaluations_before_and_after_are_told_with_their_intervals(run, model):
     result = run(*train_words(model, "--max-steps", "1", "--output-dir", "out", "--eval-before-after"))
     interval = r"\d\.\d{3} \(-?\d\.\d{3} to \d\.\d{3}\)"

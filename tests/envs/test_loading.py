@@ -52,7 +52,7 @@ def test_a_folder_is_found_by_name_with_or_without_organisation(env_id: str, fol
     env = vf.load_environment(env_id, environments_dir=folder, n=3, level="hard")
     assert len(env.get_dataset()) == 3
     assert env.level == "hard"  # type: ignore[attr-defined]
-    assert env.env_id.replace("_", "-") == "toy-sums"
+    assert env.env_id == "toy-sums"
     assert env.env_args == {"n": 3, "level": "hard"}
 
 
@@ -131,9 +131,17 @@ def test_what_cannot_be_loaded_says_why(env_id: str, error: type[Exception], mes
         vf.load_environment(env_id, environments_dir=folder)
 
 
-def test_only_environments_are_suggested_and_no_other_package(folder: Path) -> None:
-    with pytest.raises(ValueError, match="no environment 'pytests'") as raised:
-        vf.load_environment("pytests", environments_dir=folder)
+def test_the_version_that_counts_is_that_of_the_environment_that_is_found(folder: Path) -> None:
+    (folder / "toy_sums" / "pyproject.toml").write_text('[project]\nname = "toy-sums"\nversion = "0.3"\n')
+    assert vf.load_environment("toy-sums@0.3", environments_dir=folder).env_id == "toy-sums"
+    with pytest.raises(ValueError, match=r"asks for version 0\.2, but 0\.3 is what .*toy_sums holds"):
+        vf.load_environment("toy-sums@0.2", environments_dir=folder)
+    assert vf.load_environment("arithmetic@0.1.0", environments_dir=folder).env_id == "arithmetic"
+
+
+def test_only_environments_are_proposed_for_a_name_that_is_not_there(folder: Path) -> None:
+    with pytest.raises(ValueError, match="there is no environment 'pytesst'") as raised:  # pytest is installed
+        vf.load_environment("pytesst", environments_dir=folder)
     assert "Did you mean" not in str(raised.value)
 
 

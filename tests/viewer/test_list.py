@@ -85,7 +85,6 @@ def test_status_tags_and_note_are_in_the_line(ask, make_run, make_record):
     done = make_run(make_record(), num_rollouts=1, tags=["paper", 3, "x" * 100], note="the last one")
     stopped = make_run(make_record())
     os.utime(stopped.results_path, (1_600_000_000, 1_600_000_000))
-    (stopped.path / ".lock").unlink()  # it names this process, which is alive
     broken = make_run(make_record())
     broken.metadata_path.write_text("{")
     listed = cards(ask)
@@ -97,6 +96,11 @@ def test_status_tags_and_note_are_in_the_line(ask, make_run, make_record):
     assert (listed[done.path.name]["tags"], listed[done.path.name]["note"]) == (["paper", "x" * 60], "the last one")
     with stopped.appender():
         assert cards(ask)[stopped.path.name]["status"] == "live"
+
+
+def test_a_run_that_was_interrupted_is_not_live_although_its_process_goes_on(ask, make_run, make_record):
+    run = make_run(make_record(), interrupted="Ctrl-C", finished=False)
+    assert cards(ask)[run.path.name]["status"] == "unfinished"
 
 
 def test_figures_of_many_runs_are_kept_and_a_run_that_grew_is_read_again(make_run, make_record, root):

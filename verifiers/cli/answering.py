@@ -124,6 +124,11 @@ def check_local(name: str) -> None:
     """Before anything is loaded: is what was named there, and is what it needs installed?"""
     if _is_path(name) and not Path(name).expanduser().exists():
         raise click.UsageError(f"there is no model at {name}")
+    check_extra()
+
+
+def check_extra() -> None:
+    """Is what a model in this process needs installed?"""
     if any(importlib.util.find_spec(package) is None for package in ("torch", "transformers")):
         raise click.ClickException(LOCAL_EXTRA)
 

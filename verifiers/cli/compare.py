@@ -110,7 +110,8 @@ def _describe(
     show: int,
 ) -> list[str]:
     lines = [f"{letter}  {_named(one, run)}" for letter, one, run in zip("AB", about, runs, strict=True)]
-    lines += _settings(*about)
+    is_one = runs[0].path.resolve() == runs[1].path.resolve()
+    lines += ["   A and B are the same run"] if is_one else _settings(*about)
     metric, first = next(iter(shown.items()))
     if found.refusal is not None:
         are_of_one = sides[0].env_id == sides[1].env_id
@@ -178,7 +179,16 @@ def _named(about: Mapping[str, Any], run: RunDir) -> str:
 def _settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     keys = ("env_id", "env_args", "model", "sampling_args", "rollouts_per_example")
     changed = [printable(f"   {key}: {a.get(key)} → {b.get(key)}") for key in keys if a.get(key) != b.get(key)]
-    return changed or ["   made in the same way"]
+    if (before := _scored(a)) != (after := _scored(b)):
+        changed.append(printable(f"   scored: {before} → {after}"))
+    return changed or ["   with the same settings"]
+
+
+def _scored(about: Mapping[str, Any]) -> str:
+    config = about.get("config")
+    if not isinstance(config, dict) or not config.get("rescored_from"):
+        return "as it was played"
+    return f"anew, by {config['rubric']}" if config.get("rubric") else "anew"
 
 
 def _metric_table(found: Mapping[str, Comparison]) -> list[str]:

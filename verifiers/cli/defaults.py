@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-import tomllib
 import warnings
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+
+from verifiers.envs.projects import find_pyproject, read_pyproject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,35 +28,11 @@ class Defaults:
 
 def read_defaults(name: str) -> Defaults:
     """The defaults of an environment that has been loaded under this name; ours where it has none."""
-    path = _find_pyproject(name)
+    path = find_pyproject(name.replace("-", "_"))
     if path is None:
         return Defaults()
-    table = _read(path).get("tool", {}).get("verifiers", {}).get("eval", {})
+    table = read_pyproject(path).get("tool", {}).get("verifiers", {}).get("eval", {})
     known = {field.name for field in fields(Defaults)}
     if unknown := sorted(set(table) - known):
         warnings.warn(f"{path}: [tool.verifiers.eval] has unknown {unknown}; it can have {sorted(known)}", stacklevel=2)
     return Defaults(**{key: value for key, value in table.items() if key in known})
-
-
-def _find_pyproject(name: str) -> Path | None:
-    """Beside the module, or above the package; only one of this very name, for a folder may hold several modules."""
-    module = name.replace("-", "_")
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None:
-        return None
-    folders = Path(file).resolve().parents[:2]
-    for path in (folders[0] / f"{module}.pyproject.toml", *(folder / "pyproject.toml" for folder in folders)):
-        if path.is_file() and _plain(_read(path).get("project", {}).get("name", "")) == _plain(name):
-            return path
-    return None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from error
-
-
-def _plain(name: Any) -> str:
-    return str(name).lower().replace("-", "_").replace(".", "_")

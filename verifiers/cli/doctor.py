@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 
+from verifiers.cli.answering import check_extra
 from verifiers.cli.main import own_version
 from verifiers.cli.tables import fitted, some
 from verifiers.packages import list_environments
@@ -71,6 +72,7 @@ def examine(*, with_probe: bool = True) -> dict[str, Any]:
 
 def examine_model(name: str) -> dict[str, Any]:
     """How a model is run and trained on this machine, and why not in a quicker way, if so."""
+    check_extra()
     try:
         from verifiers.engine.local_model import LocalModel
         from verifiers.kernels import autograd

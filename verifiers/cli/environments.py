@@ -38,7 +38,13 @@ def env_dir_option(command: Callable[..., Any]) -> Callable[..., Any]:
 def split_path(env_id: str, folder: str) -> tuple[str, str]:
     """An environment's folder, as the shell completes it, is that environment; anything else is an id."""
     path = Path(env_id)
-    return (path.resolve().name, str(path.resolve().parent)) if _is_folder(env_id, path) else (env_id, folder)
+    if _is_folder(env_id, path):
+        return path.resolve().name, str(path.resolve().parent)
+    if env_id.startswith(("/", "./", "../", "~")) or env_id.endswith(".py"):
+        from verifiers.logs import printable
+
+        raise click.UsageError(printable(f"{env_id:.200} is no folder; name an environment, or the folder of one"))
+    return env_id, folder
 
 
 def _is_folder(env_id: str, path: Path) -> bool:

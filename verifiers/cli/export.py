@@ -62,6 +62,8 @@ def export(runs: tuple[RunDir, ...], form: str | None, output: str | None, **giv
     try:
         with told(verbose=False):
             count = _write(runs, form, target, given)
+    except BrokenPipeError:  # whoever read it has seen enough
+        raise
     except (ImportError, OSError) as error:
         raise click.ClickException(str(error)) from error
     noun = {"sft": "conversation", "dpo": "pair"}.get(form, "rollout")

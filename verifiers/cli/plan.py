@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from verifiers.cli.answering import check_extra
 from verifiers.cli.tables import table
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def plan(
     Only the configuration is read, never the weights. Peaks are those of one GPU at its worst moment, not sums: there
     are no gradients while the model is sampled from. A tenth of each GPU is left alone.
     """
+    check_extra()
     from verifiers.trainers.memory.ways import best, ways_to_train
 
     size = _size_of(model)

@@ -134,6 +134,7 @@ def _save(
     rubric: str | None,
 ) -> Path:
     from verifiers.store import RunDir
+    from verifiers.store.keeping import status_of
 
     config = {
         **(metadata.get("config") or {}),
@@ -156,9 +157,12 @@ def _save(
             out.append(record)
     made.update_metadata(
         {
+            # Of a run that was not finished, so is what was made of it.
+            "finished": status_of(run, metadata) == "finished",
+            **{key: metadata[key] for key in ("interrupted", "ended_early") if metadata.get(key)},
+            "reward_weights": env.rubric.reward_shares(),
             "num_rollouts": len(found.states),
             "num_failed": len(results.failed),
-            "finished": True,
             "avg_reward": results.mean_reward,
             "aggregates": {name: asdict(one) for name, one in results.aggregates.items()},
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,36 +14,43 @@ if TYPE_CHECKING:
     from verifiers.store import RunDir
 
 LAST = "last"
+EVALS = "outputs/evals"
+ROOTS = (EVALS, "outputs/train")
 
 
 class RunArgument(click.ParamType):  # type: ignore[type-arg]  # generic in some versions only
-    """A run: its folder, the start of its id under ./outputs/evals, or ``last`` for the newest."""
+    """A run: its folder, the start of its id under ./outputs, or ``last`` for the newest evaluation, or run at all."""
 
     name = "RUN"
+
+    def __init__(self, last_of: Sequence[str]) -> None:
+        self.last_of = last_of
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         from verifiers.store import RunDir
 
-        return value if isinstance(value, RunDir) else find_run(str(value))
+        return value if isinstance(value, RunDir) else find_run(str(value), self.last_of)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return complete_runs(ctx, param, incomplete)
 
 
-RUN = RunArgument()
+RUN = RunArgument([EVALS])
+RUN_OF_ANY_KIND = RunArgument(ROOTS)
 
 
 def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The runs that could be meant, by folder and by id; files where there is none."""
     from verifiers.store import list_runs
 
-    names = [LAST, *(str(run.path) for run in list_runs()), *(run.path.name for run in list_runs())]
+    saved = list_runs(*ROOTS)
+    names = [LAST, *(str(run.path) for run in saved), *(run.path.name for run in saved)]
     return [CompletionItem(name) for name in names if name.startswith(incomplete)] or [
         CompletionItem(incomplete, type="file")
     ]
 
 
-def find_run(name: str) -> RunDir:
+def find_run(name: str, last_of: Sequence[str] = (EVALS,)) -> RunDir:
     """The run of this name; where there is none, a sentence with what there is."""
     from verifiers.store import RunDir, is_run_dir, list_runs
 
@@ -51,15 +59,11 @@ def find_run(name: str) -> RunDir:
         path = path.parent
     if is_run_dir(path):
         return RunDir(path)
-    inside = sorted(
-        (folder for folder in path.glob("**/") if is_run_dir(folder)) if path.is_dir() else (),
-        key=lambda folder: folder.stat().st_mtime_ns,
-    )
-    if inside:
-        return RunDir(inside[-1])
-    saved = list_runs()
-    if name == LAST and saved:
-        return saved[0]
+    if path.is_dir() and (inside := list_runs(path)):
+        return inside[0]
+    if name == LAST and (newest := list_runs(*last_of)):
+        return newest[0]
+    saved = list_runs(*ROOTS)
     found = [run for run in saved if run.path.name.startswith(name)]
     if len(found) == 1:
         return found[0]
@@ -72,7 +76,7 @@ def _not_found(name: str, found: list[RunDir], saved: list[RunDir], *, is_folder
     if is_folder:
         return f"{name} holds no run: a run has a results.jsonl or a metadata.json"
     if not saved:
-        return f"there is no run {name!r}, and none in outputs/evals; vf eval ENV saves one"
+        return f"there is no run {name!r}, and none in {' or '.join(ROOTS)}; vf eval ENV saves one"
     names = {run.path.name: str(run.path) for run in saved}
     close = difflib.get_close_matches(name, [*names, *names.values()], n=2) or list(names.values())[:2]
     return f"there is no run {name!r}; there is {', '.join(names.get(one, one) for one in close)}"

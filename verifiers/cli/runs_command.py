@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from verifiers.cli.runs import RUN, metadata_of
+from verifiers.cli.runs import ROOTS, RUN_OF_ANY_KIND, metadata_of
 from verifiers.cli.tables import dim, hang, some, table, terminal_width
 from verifiers.logs import printable
 
 if TYPE_CHECKING:
     from verifiers.store import RunDir
 
-ROOTS = ("outputs/evals", "outputs/train")
 SHOWN_RUNS = 30
 NAME_CHARS = (20, 14, 10, 8)  # of environments and models
 
@@ -48,9 +47,7 @@ def list_command(words: tuple[str, ...], root: tuple[str, ...], show_all: bool, 
     or status."""
     from verifiers.store import list_runs
 
-    found = [run for place in root or ROOTS for run in list_runs(place)]
-    described = [about(run) for run in found]
-    described.sort(key=lambda one: one["date"] or "", reverse=True)
+    described = [about(run) for run in list_runs(*(root or ROOTS))]
     wanted = [one for one in described if _mentions(one, words)]
     if as_json:
         click.echo(json.dumps(wanted, ensure_ascii=False, default=str))
@@ -71,7 +68,7 @@ def list_command(words: tuple[str, ...], root: tuple[str, ...], show_all: bool, 
 
 
 @runs.command("tag")
-@click.argument("run", type=RUN)
+@click.argument("run", type=RUN_OF_ANY_KIND)
 @click.argument("tags", metavar="TAG...", nargs=-1)
 @click.option("-d", "--remove", metavar="TAG", multiple=True, help="Take this tag away.")
 def tag_command(run: RunDir, tags: tuple[str, ...], remove: tuple[str, ...]) -> None:
@@ -85,7 +82,7 @@ def tag_command(run: RunDir, tags: tuple[str, ...], remove: tuple[str, ...]) -> 
 
 
 @runs.command("note")
-@click.argument("run", type=RUN)
+@click.argument("run", type=RUN_OF_ANY_KIND)
 @click.argument("text")
 def note_command(run: RunDir, text: str) -> None:
     """Write a note TEXT beside RUN, in place of the one before; "" takes it away."""
@@ -96,7 +93,7 @@ def note_command(run: RunDir, text: str) -> None:
 
 
 @runs.command("delete")
-@click.argument("chosen", type=RUN, metavar="RUN...", nargs=-1, required=True)
+@click.argument("chosen", type=RUN_OF_ANY_KIND, metavar="RUN...", nargs=-1, required=True)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def delete_command(chosen: tuple[RunDir, ...], yes: bool) -> None:
     """Delete RUNs for good; one that is running is refused."""

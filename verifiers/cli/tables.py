@@ -47,7 +47,10 @@ def hang(text: str, indent: int) -> str:
 
 
 def fitted(lines: Iterable[str], *, indent: int | None = None, stream: TextIO | None = None) -> list[str]:
-    """Lines as wide as the terminal, broken between words and indented; as they are where they go elsewhere."""
+    """Lines as wide as the terminal, broken between words and indented; as they are where they go elsewhere.
+
+    Only at spaces: a path or a command that is broken by us could not be copied.
+    """
     stream = stream or sys.stdout
     if not stream.isatty():
         return list(lines)
@@ -56,8 +59,14 @@ def fitted(lines: Iterable[str], *, indent: int | None = None, stream: TextIO | 
     for line in lines:
         own = len(line) - len(line.lstrip()) + 2 if indent is None else indent
         is_long = len(line) > width > 2 * own
-        fitting += textwrap.wrap(line, width, subsequent_indent=" " * own, tabsize=4) if is_long else [line]
+        fitting += _wrapped(line, width, " " * own) if is_long else [line]
     return fitting
+
+
+def _wrapped(line: str, width: int, indent: str) -> list[str]:
+    return textwrap.wrap(
+        line, width, subsequent_indent=indent, tabsize=4, break_on_hyphens=False, break_long_words=False
+    )
 
 
 def status_word(status: str) -> str:

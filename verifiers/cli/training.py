@@ -17,6 +17,7 @@ from verifiers.cli.ending import told_by_signals
 from verifiers.cli.environments import env_dir_option, explained, load
 from verifiers.cli.knobs import Settings, read_settings
 from verifiers.cli.launch import ENGINES, divide_batch
+from verifiers.cli.tables import some
 from verifiers.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -184,12 +185,23 @@ def _course(report: Report, *, is_stopped: bool) -> str:
     name, values = report.curve()
     if not values:
         return "no step was finished" if is_stopped else "no step was made: there is nothing left to do"
-    n = min(ENDS, len(values))
-    first, last = sum(values[:n]) / n, sum(values[-n:]) / n
-    said = f"{name} {first:.3f} → {last:.3f} in {len(values)} steps (means of the first and the last {n})"
+    said = f"{name} {_ends(values)} in {some(len(values), 'step')}"
+    if (n := _num_ends(values)) > 1:
+        said += f" (means of the first and the last {n})"
     if sampled := report.rewards_sampled:
-        said += f"; of all sampled {sum(sampled[:n]) / n:.3f} → {sum(sampled[-n:]) / n:.3f}"
+        said += f"; of all sampled {_ends(sampled)}"
     return said
+
+
+def _ends(values: Sequence[float]) -> str:
+    """The means of both ends, of which no step is in both; of a single step its value."""
+    n = _num_ends(values)
+    first, last = sum(values[:n]) / n, sum(values[-n:]) / n
+    return f"{first:.3f} → {last:.3f}" if len(values) > 1 else f"{first:.3f}"
+
+
+def _num_ends(values: Sequence[float]) -> int:
+    return max(1, min(ENDS, len(values) // 2))
 
 
 class Stopping(AbstractContextManager["Stopping"]):

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from verifiers.cli.runs import complete_runs, find_run
+from verifiers.cli.runs import ROOTS, complete_runs, find_run
 from verifiers.logs import printable
 from verifiers.notebooks import is_notebook, show_in_cell
 from verifiers.store import is_run_dir
@@ -106,7 +106,7 @@ def _library_of(runs: tuple[Path, ...], roots: tuple[Path, ...]) -> tuple[Librar
         elif run.is_dir() and Library([run]).runs():
             folders.append(run)
         elif not run.exists():
-            paths.append(find_run(str(given)).path)
+            paths.append(find_run(str(given), ROOTS).path)
         else:
             raise click.UsageError(
                 f"{printable(str(given))} is no run directory, and there is none in it; vf eval makes one"

@@ -16,6 +16,7 @@ from typing import Any
 
 from verifiers.envs.bundled import bundled_folder, bundled_names
 from verifiers.envs.environment import Environment
+from verifiers.envs.projects import find_pyproject, needs_us, read_pyproject
 from verifiers.envs.stand_ins import offer_stand_ins
 
 MOST_CHARS = 200  # of an id: file systems take names of 255
@@ -34,13 +35,13 @@ def load_environment(env_id: str, *, environments_dir: str | Path = "environment
     name, version = split_id(env_id)
     module = find_module(env_id, environments_dir)
     if version is not None:
-        _check_version(env_id, module.__name__.replace("_", "-"), version)
+        _check_version(env_id, module.__name__, version)
     load = module.load_environment
     _check_args(env_id, load, env_args)
     env = load(**env_args)
     if not isinstance(env, Environment):
         raise TypeError(f"{module.__name__}.load_environment() returned {type(env).__name__}, not an Environment")
-    env.env_id = env.env_id or name
+    env.env_id = env.env_id or name.replace("_", "-")
     env.env_args = env.env_args or env_args
     return env
 
@@ -137,15 +138,22 @@ def _import_installed(module_name: str) -> ModuleType | None:
         ) from error
 
 
-def _check_version(env_id: str, name: str, version: str) -> None:
+def _check_version(env_id: str, module_name: str, version: str) -> None:
+    """Of what was loaded: a folder says its version itself, whatever else of this name is installed."""
     if version == "latest":
         return
-    try:
-        installed = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        raise ValueError(f"{env_id!r} asks for version {version}, but {name!r} is not an installed package") from None
-    if installed != version:
-        raise ValueError(f"{env_id!r} asks for version {version}, but {installed} is installed")
+    name = module_name.replace("_", "-")
+    path = find_pyproject(module_name)
+    found = None if path is None else read_pyproject(path)["project"].get("version")
+    if found is None:
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            said = f"{env_id!r} asks for version {version}, but {name!r} is not an installed package"
+            raise ValueError(said) from None
+    if found != version:
+        where = f"is what {path.parent} holds" if path and path.name == "pyproject.toml" else "is installed"
+        raise ValueError(f"{env_id!r} asks for version {version}, but {found} {where}")
 
 
 def _check_args(env_id: str, load: Callable[..., Any], env_args: dict[str, Any]) -> None:
@@ -158,26 +166,10 @@ def _check_args(env_id: str, load: Callable[..., Any], env_args: dict[str, Any])
         raise TypeError(f"the environment {env_id!r} does not take {unknown}; it takes {known}")
 
 
-def needs_us(distribution: importlib.metadata.Distribution) -> bool:
-    """An environment package depends on this library; looking into every installed file would take seconds."""
-    return any(_starts_with_us(need.strip()) for need in distribution.requires or ())
-
-
-def _starts_with_us(need: str) -> bool:
-    """Is this requirement of a package one for this library?
-
-    >>> _starts_with_us("verifiers>=0.1.9"), _starts_with_us("verifiers-extra"), _starts_with_us("openai")
-    (True, False, False)
-    """
-    rest = need.removeprefix("verifiers")
-    return rest != need and not rest[:1].isalnum() and rest[:1] not in ("-", "_", ".")
-
-
 def _not_found(env_id: str, module_name: str, folder: Path) -> str:
     """Names of packages are not guessed: on an index anyone may have taken this one."""
     local = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    needing = [d.metadata["Name"] for d in importlib.metadata.distributions() if needs_us(d)]
-    installed = [name.replace("-", "_") for name in needing if name]
+    installed = [one.metadata["Name"].replace("-", "_") for one in importlib.metadata.distributions() if needs_us(one)]
     close = difflib.get_close_matches(module_name, [*bundled_names(), *local, *installed], n=3)
     said = f"there is no environment {env_id!r}: not in {folder}, not installed, and not among those of this library."
     if close:

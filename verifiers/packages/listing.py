@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from verifiers.envs.bundled import bundled_folder
-from verifiers.envs.loading import needs_us
+from verifiers.envs.projects import needs_us
 from verifiers.packages.source import (
     NotAnEnvironmentError,
     Package,

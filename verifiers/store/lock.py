@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from verifiers.files import open_to_write
@@ -45,8 +46,8 @@ class FolderLock:
             self._holds -= 1
             if self._holds == 0 and self._fd is not None:
                 _held.discard(self._fd)
-                os.close(self._fd)
-                self._fd = None
+                fd, self._fd = self._fd, None
+                _release(fd)
 
 
 def _acquire(folder: Path) -> int | None:
@@ -62,6 +63,14 @@ def _acquire(folder: Path) -> int | None:
         raise
     _keep_from_children(fd)
     return fd
+
+
+def _release(fd: int) -> None:
+    try:
+        with suppress(OSError):  # the process may go on, and is not the writer any more
+            os.ftruncate(fd, 0)
+    finally:
+        os.close(fd)
 
 
 def _lock(fd: int, folder: Path) -> None:

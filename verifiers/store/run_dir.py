@@ -24,6 +24,7 @@ from verifiers.store.reading import METADATA, RESULTS, Rows, Status, load_index,
 from verifiers.store.record import Key, Record
 
 DEFAULT_ROOT = Path("outputs/evals")
+DEPTH = 3  # folders below a root in which runs are looked for
 FORMAT = 1
 MOST_METADATA = 64 << 20  # bytes
 _MAX_NAME_BYTES = 200  # file systems take 255
@@ -213,10 +214,46 @@ def is_run_dir(path: str | os.PathLike[str]) -> bool:
     return (Path(path) / METADATA).is_file() or (Path(path) / RESULTS).is_file()
 
 
-def list_runs(root: str | os.PathLike[str] = DEFAULT_ROOT) -> list[RunDir]:
-    """The runs under a root (``root/{env}--{model}/{run_id}``), newest first."""
-    found = [path for path in Path(root).glob("*/*") if is_run_dir(path)]
-    return [RunDir(path) for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, path), reverse=True)]
+def list_runs(*roots: str | os.PathLike[str]) -> list[RunDir]:
+    """The runs under some roots, newest first: by the date they were made, which a tag or a note does not change."""
+    found = [RunDir(path) for root in roots or (DEFAULT_ROOT,) for path in runs_under(Path(root))]
+    return sorted(found, key=_age, reverse=True)
+
+
+def runs_under(root: Path, depth: int = DEPTH) -> list[Path]:
+    """The runs in a folder: ``vf eval`` makes ``env--model/id``, ``output_dir=`` any place; nothing is in a run."""
+    if is_run_dir(root):
+        return [root]
+    if depth == 0:
+        return []
+    try:
+        with os.scandir(root) as found:
+            folders = [Path(item.path) for item in found if item.is_dir() and not item.name.startswith(".")]
+    except OSError:  # a folder that may not be read, or that went away
+        return []
+    return [path for folder in folders for path in runs_under(folder, depth - 1)]
+
+
+def _age(run: RunDir) -> tuple[float, float, str]:
+    try:
+        changed_at = run.path.stat().st_mtime
+        made_at = date_of(run.metadata)
+    except (OSError, ValueError):  # went away, or damaged
+        changed_at, made_at = 0.0, None
+    return changed_at if made_at is None else made_at, changed_at, str(run.path)
+
+
+def date_of(metadata: Mapping[str, Any]) -> float | None:
+    """When a run says it was made, in seconds.
+
+    >>> date_of({"date": "1970-01-01T00:01:00+00:00"}), date_of({"date": 7})
+    (60.0, None)
+    """
+    try:
+        found = datetime.fromisoformat(str(metadata.get("date")))
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        return None
 
 
 def find_run(

@@ -16,13 +16,12 @@ import msgspec
 
 from verifiers.files import read_regular
 from verifiers.store import DEFAULT_ROOT, is_run_dir
-from verifiers.store.run_dir import MOST_METADATA
+from verifiers.store.run_dir import MOST_METADATA, runs_under
 from verifiers.viewer.index import RolloutIndex
 from verifiers.viewer.training import MetricsLog
 
 DEFAULT_ROOTS = (DEFAULT_ROOT, Path("outputs/train"))
 MAX_OPEN = 8  # runs whose index is kept in memory
-DEPTH = 3  # folders below a root in which runs are looked for
 RECENT_S = 60.0  # a file that changed this recently is being written, where the lock cannot tell
 
 
@@ -93,6 +92,8 @@ class Run:
             return False  # and not resumed since
         try:
             words = read_regular(self.path / ".lock", most=4096).decode("utf-8", "replace").split()
+            if not words:
+                return False  # given back
         except OSError:
             words = []
         if len(words) == 4 and words[0] == "process" and words[3] == socket.gethostname() and words[1].isdigit():
@@ -141,7 +142,7 @@ class Library:
         for path in self.paths:
             found.setdefault(run_id_of(path), path)
         for root in self.roots:
-            for path in _runs_under(root):
+            for path in runs_under(root):
                 found.setdefault(run_id_of(path), path)
         with self._lock:
             self._runs = {run_id: self._runs.get(run_id) or Run(run_id, path) for run_id, path in found.items()}
@@ -167,20 +168,6 @@ class Library:
 def run_id_of(path: Path) -> str:
     """The name of a run in an address: 12 hex digits that say nothing of where it is."""
     return hashlib.blake2b(os.fsencode(path.resolve()), digest_size=6).hexdigest()
-
-
-def _runs_under(root: Path, depth: int = DEPTH) -> list[Path]:
-    """The runs in a folder: ``vf eval`` makes ``env--model/id``, ``output_dir=`` any place; nothing is in a run."""
-    if is_run_dir(root):
-        return [root]
-    if depth == 0:
-        return []
-    try:
-        with os.scandir(root) as found:
-            folders = [Path(item.path) for item in found if item.is_dir() and not item.name.startswith(".")]
-    except OSError:  # a folder that may not be read, or that went away
-        return []
-    return [path for folder in folders for path in _runs_under(folder, depth - 1)]
 
 
 def _mtime(path: Path) -> float:
