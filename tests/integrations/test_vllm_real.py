@@ -205,7 +205,8 @@ async def _story(setup: Setup) -> None:
 
     # New weights: a request in flight ends with the old ones, the next has the new ones, and no stale cache.
     in_flight = asyncio.create_task(setup.ask(max_tokens=150, ignore_eos=True))
-    await asyncio.sleep(0.1)
+    while not await metric(setup, "num_requests_running"):
+        await asyncio.sleep(0.05)
     await server.reload_weights(setup.folders["second"], version="second")
     old = await in_flight
     assert old.tokens is not None
