@@ -118,7 +118,7 @@ gpu: $(VENV)/.dev
 sanitize: $(VENV)/.dev
 	@cc=$${CC:-cc}; LD_PRELOAD="$$($$cc -print-file-name=libasan.so) $$($$cc -print-file-name=libstdc++.so.6)" \
 	ASAN_OPTIONS=detect_leaks=0 VERIFIERS_SANITIZE=1 $(BIN)/python -m pytest --quiet -p no:cacheprovider --timeout 1800 tests/kernels/test_cpu.py \
-	tests/kernels/test_cpu_model.py tests/kernels/test_cpu_learning.py
+	tests/kernels/test_cpu_model.py tests/kernels/test_cpu_learning.py tests/kernels/test_sampling.py tests/kernels/test_head_norms.py
 
 bench: $(VENV)/.dev
 	@set -e; for file in benchmarks/[!_]*.py; do echo "== $$file"; $(BIN)/python "$$file"; done

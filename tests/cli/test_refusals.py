@@ -209,21 +209,21 @@ def test_a_port_in_use_is_heard_of_before_anything_is_loaded(run, broken, folder
 # --- real processes ---------------------------------------------------------------------------------------------------
 
 
-def left_behind() -> list[str]:
-    """Command lines of processes that were started by this test and are there still."""
+def left_behind(folder: Path) -> list[str]:
+    """Command lines of processes that the test in this folder started and that are there still."""
     found = []
     for one in psutil.process_iter():
         try:
-            if MARK in one.environ() and one.status() != psutil.STATUS_ZOMBIE:
+            if one.environ().get(MARK) == str(folder) and one.status() != psutil.STATUS_ZOMBIE:
                 found.append(" ".join(one.cmdline()))
         except psutil.Error:
             continue
     return found
 
 
-def ended(repo: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+def ended(repo: Path, folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "FSDP"))}
-    clean |= {"PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1", MARK: "1", **env}
+    clean |= {"PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1", MARK: str(folder), **env}
     command = [sys.executable, "-m", "verifiers", "train", "reverse-text", "-m", "./broken", *SMALL, *words]
     return subprocess.run(command, env=clean, capture_output=True, text=True, timeout=400, check=False)
 
@@ -233,10 +233,10 @@ def ended(repo: Path, *words: str, **env: str) -> subprocess.CompletedProcess[st
 def test_a_port_in_use_among_processes_is_one_sentence_and_none_is_left(repo, broken, folder, port):
     """Two machines, say, whose launcher was given a port that another training has."""
     meets = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    done = ended(repo, **meets)
+    done = ended(repo, folder, **meets)
     assert done.returncode in (1, 2)
     check_refused(done.stderr, f"the processes do not meet at 127.0.0.1:{port}", folder)
-    assert left_behind() == []
+    assert left_behind(folder) == []
 
 
 @pytest.mark.slow
@@ -249,8 +249,8 @@ def test_a_port_in_use_among_processes_is_one_sentence_and_none_is_left(repo, br
     ],
 )
 def test_what_two_launched_processes_refuse_is_one_sentence_and_none_is_left(repo, broken, folder, words, wanted):
-    done = ended(repo, "--launch", "fsdp2", "--processes", "2", *words)
+    done = ended(repo, folder, "--launch", "fsdp2", "--processes", "2", *words)
     assert done.returncode in (1, 2)
     check_refused(done.stderr, wanted, folder)
     assert done.stderr.count(wanted) == 1
-    assert left_behind() == []
+    assert left_behind(folder) == []

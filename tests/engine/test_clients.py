@@ -134,7 +134,9 @@ def test_smolagents_tool_calling_agent_reaches_a_final_answer(play: Play) -> Non
     code = """
 from smolagents import OpenAIServerModel, ToolCallingAgent
 model = OpenAIServerModel(model_id="tiny", api_base=URL, api_key="none", max_tokens=1500)
-print("done", repr(ToolCallingAgent(tools=[], model=model, max_steps=4).run("Say anything.")))
+found = ToolCallingAgent(tools=[], model=model, max_steps=4).run("Say anything.", return_full_result=True)
+assert found.state == "success", found
+print("done")
 """
     assert "done" in play(code, "smolagents[openai]")
 
@@ -168,12 +170,16 @@ print("done")
 
 def test_langchain_gives_structured_output(play: Play) -> None:
     code = """
+from functools import reduce
+from operator import add
 from langchain_openai import ChatOpenAI
 model = ChatOpenAI(model="tiny", base_url=URL, api_key="none", max_tokens=1500)
 for method in ("json_schema", "function_calling"):
     assert isinstance(model.with_structured_output(City, method=method).invoke("Which city?"), City)
 assert isinstance(model.with_structured_output(None, method="json_mode").invoke("Which city, as JSON?"), dict)
-assert "".join(piece.text for piece in model.stream("Hello")) is not None
+whole = reduce(add, model.stream("Hello"))
+assert whole.response_metadata["finish_reason"] in ("stop", "length"), whole
+assert whole.usage_metadata is None or whole.usage_metadata["output_tokens"] > 0, whole
 print("done")
 """
     assert "done" in play(PYDANTIC + code, "langchain-openai")
@@ -262,7 +268,8 @@ reply = client.messages.create(**asked, stop_sequences=["}"])
 assert reply.stop_reason in ("end_turn", "stop_sequence", "max_tokens") and reply.content[0].type == "text"
 with client.messages.stream(**asked) as stream:
     text = "".join(stream.text_stream)
-    assert stream.get_final_message().usage.output_tokens > 0
+    last = stream.get_final_message()
+assert text == "".join(block.text for block in last.content) and last.usage.output_tokens > 0
 tool = {"name": "find", "description": "Find it.", "input_schema": City.model_json_schema()}
 reply = client.messages.create(**asked, tools=[tool], tool_choice={"type": "any"})
 assert reply.stop_reason == "tool_use"
@@ -275,6 +282,8 @@ try:
     client.messages.create(**{**asked, "model": "other"})
 except NotFoundError as error:
     assert "not served here" in str(error)
+else:
+    raise AssertionError("a model that is not served was answered for")
 print("done")
 """
     assert "done" in play(PYDANTIC + code, "anthropic")

@@ -204,14 +204,16 @@ async def _story(setup: Setup) -> None:
     assert_sampled_from(first, await setup.ask(prompt="hello world"))
 
     # New weights: a request in flight ends with the old ones, the next has the new ones, and no stale cache.
-    in_flight = asyncio.create_task(setup.ask(max_tokens=150, ignore_eos=True))
-    await asyncio.sleep(0.1)
+    in_flight = asyncio.create_task(setup.ask(**LONG))
+    while not await metric(setup, "num_requests_running"):
+        assert not in_flight.done(), "it was over before it was seen"
+        await asyncio.sleep(0.02)
     await server.reload_weights(setup.folders["second"], version="second")
     old = await in_flight
     assert old.tokens is not None
-    assert len(old.tokens.completion_ids) == 150
+    assert len(old.tokens.completion_ids) == 400
     assert_sampled_from(first, old)
-    assert old.tokens.weight_versions == (("default", 0, 150),)
+    assert old.tokens.weight_versions == (("default", 0, 400),)
     new = await setup.ask()
     assert_sampled_from(second, new)
     assert new.tokens is not None
@@ -384,7 +386,8 @@ def test_a_client_that_goes_away_ends_its_request_as_before(setup: Setup) -> Non
         for ask in (replies, streamed):
             asked = asyncio.create_task(ask(setup, "chat/completions", messages=CHAT, logprobs=True, **LONG))
             while not await metric(setup, "num_requests_running"):
-                await asyncio.sleep(0.05)
+                assert not asked.done(), "it was over before it was seen"
+                await asyncio.sleep(0.02)
             asked.cancel()
             await asyncio.wait([asked])
             while await metric(setup, "num_requests_running"):

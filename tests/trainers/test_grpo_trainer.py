@@ -20,6 +20,7 @@ pytest.importorskip("accelerate")
 import verifiers as vf  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.trainers import making  # noqa: E402
+from tests.trainers.test_processes import free_port  # noqa: E402
 from verifiers.trainers.advantages import Estimator, flat_groups  # noqa: E402
 from verifiers.trainers.batch import Reply, with_advantages  # noqa: E402
 from verifiers.trainers.learning.micro_batches import micro_batches  # noqa: E402
@@ -523,7 +524,7 @@ rows = [row["example_id"] for row in trainer.rows.take(8)]
 def test_two_processes_take_rows_of_their_own_and_end_with_the_same_weights(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SHARED.format(root=str(ROOT)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29531"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
     done = subprocess.run(
         [*command, str(script), str(tmp_path)],
         cwd=ROOT,

@@ -13,6 +13,7 @@ _SEEN = 0.75  # how much of the outcome seen counts as "at least as extreme": 0.
 _IMAGINED = 2.5  # rollouts that an imagined example counts for
 _LEAST_WEIGHT = 0.08
 _STEPS = 100
+_PRECISION = 1e-13  # to which an end of an interval is found
 _QUANTILES = 12  # means that a run may have, to average over
 
 
@@ -107,8 +108,11 @@ def _at_least(right: float, n: float, p: float) -> float:
 
 
 def _root(rising: Callable[[float], float], low: float, high: float) -> float:
-    """Where a rising function is 0, by false position; the Illinois rule keeps an end from standing still."""
-    below, above = rising(low), rising(high)
+    """Where a rising function is 0, by false position; the Illinois rule keeps an end from standing still.
+
+    A root that cannot be told apart from the lower end is that end.
+    """
+    least, below, above = low, rising(low), rising(high)
     if above <= 0:
         return high
     is_up = None
@@ -120,6 +124,8 @@ def _root(rising: Callable[[float], float], low: float, high: float) -> float:
         else:
             low, below, above = middle, value, above / 2 if is_up is False else above
         is_up = value > 0
-        if abs(value) < 1e-12 or high - low < 1e-13:
-            return middle
-    return (low + high) / 2
+        if abs(value) < 1e-12 or high - low < _PRECISION:
+            break
+    else:
+        middle = (low + high) / 2
+    return middle if middle - least > 10 * _PRECISION else least

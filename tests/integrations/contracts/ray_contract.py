@@ -139,6 +139,7 @@ def test_a_worker_that_is_killed_loses_nothing_and_nothing_is_counted_twice(
                 saved = tmp_path / "run" / "results.jsonl"
                 done = [json.loads(line) for line in saved.read_text().splitlines()] if saved.exists() else []
                 if len(done) >= 5:
+                    assert len(done) < 60, "the run was over before a worker was killed"
                     killed.append(done[-1]["pid"])
                     os.kill(killed[0], signal.SIGKILL)
 
@@ -171,6 +172,7 @@ def test_a_node_that_is_killed_loses_nothing(cluster: Cluster, tmp_path: Path) -
             saved = tmp_path / "run" / "results.jsonl"
             while not saved.exists() or saved.read_bytes().count(b"\n") < 5:
                 await asyncio.sleep(0.2)
+            assert saved.read_bytes().count(b"\n") < 90, "the run was over before the node was killed"
             await asyncio.to_thread(cluster.remove_node, node, False)
 
         killer = asyncio.create_task(kill())

@@ -113,17 +113,23 @@ def every_loss(world: World, service: Any) -> None:
             "stable_reinforce": (-r.clamp(max=2) * a * lp + 0.01 * ((q - lp).exp() - (q - lp) - 1) * mask).sum(),
         }
 
+    def by_formula(name: str, found: Any) -> float:
+        total = 0.0
+        for one, out in zip(shifted, found.loss_fn_outputs, strict=True):
+            q, a = (one.loss_fn_inputs[key].to_torch() for key in ("logprobs", "advantages"))
+            total += float(formulas(out["logprobs"].to_torch(), q, a)[name])
+        return total
+
     for name in ("importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"):
         training = service.create_lora_training_client(base_model="org/tiny", rank=4, seed=1)
         found = training.forward_backward(shifted, name).result()
-        wanted = 0.0
-        for one, out in zip(shifted, found.loss_fn_outputs, strict=True):
-            q, a = (one.loss_fn_inputs[key].to_torch() for key in ("logprobs", "advantages"))
-            wanted += float(formulas(out["logprobs"].to_torch(), q, a)[name])
+        wanted = by_formula(name, found)
         assert abs(found.metrics["loss:sum"] - wanted) < 1e-3 * max(1.0, abs(wanted)), (name, found.metrics, wanted)
         assert training.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics["grad_norm"] > 0, name
-    wide = training.forward_backward(shifted, "ppo", {"clip_high_threshold": 100.0, "clip_low_threshold": 0.0})
-    assert wide.result().metrics["loss:sum"] != found.metrics["loss:sum"]
+    wide = {"clip_high_threshold": 100.0, "clip_low_threshold": 0.0}
+    found = training.forward_backward(shifted, "ppo", wide).result()
+    unclipped, clipped = (by_formula(name, found) for name in ("importance_sampling", "ppo"))
+    assert abs(found.metrics["loss:sum"] - unclipped) < 1e-3 * max(1.0, abs(unclipped)) < abs(clipped - unclipped)
 
 
 def cross_entropy_and_custom(world: World, service: Any) -> None:

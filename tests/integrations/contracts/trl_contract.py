@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ class Watched(GRPOTrainer):
     worst = 0.0
     n_sampled = n_other = 0
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.learned: list[dict[str, Any]] = []
+
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         out = super()._generate_and_score_completions(inputs)
         ids = torch.cat([out["prompt_ids"], out["completion_ids"]], 1)
@@ -47,6 +52,7 @@ class Watched(GRPOTrainer):
         self.worst = max(self.worst, gap)
         self.n_sampled += int(mask.sum())
         self.n_other += int((out["completion_mask"] - mask).sum())
+        self.learned.append(out)
         return out
 
 
@@ -92,24 +98,37 @@ def learn(folder: str) -> None:
 
 def fail(folder: str) -> None:
     """A rollout that failed is no zero: TRL leaves it out of the baseline, and nothing is learned from it."""
+    calls, given = itertools.count(), []
 
     def flaky(completion: Any, state: vf.State) -> float:
-        if state["example_id"] == 0:
+        if state["example_id"] == 0 or next(calls) % 2:  # all of one group, and half of the other
             raise ValueError("the judge is down")
         return digits(completion)
 
     env = Twice(dataset=[{"question": name, "answer": ""} for name in "ab"], rubric=vf.Rubric([flaky]), max_turns=2)
     model, tokenizer = vf.tiny_model(characters="abmore0123456789", hidden_size=32)
     rollouts = Rollouts(env, sampling_args={"max_tokens": 4})
+
+    def reward(**columns: Any) -> list[Any]:
+        given.extend(rollouts.reward(**columns))
+        return given
+
     trainer = Watched(
         model=model,
         processing_class=tokenizer,
-        reward_funcs=rollouts.reward,
+        reward_funcs=reward,
         rollout_func=rollouts,
         train_dataset=rollouts.dataset(),
         args=config(folder, max_steps=1),
     )
     trainer.train()
+    (batch,) = trainer.learned
+    failed = torch.tensor([one is None for one in given])
+    assert failed.sum() == 12
+    assert batch["advantages"][failed].tolist() == [0.0] * 12
+    assert (batch["tool_mask"] * batch["completion_mask"])[failed].sum() == 0
+    assert abs(float(batch["advantages"][~failed].sum())) < 1e-4, "the others are around their own mean"
+    assert any(given), "a mean of zeros would say nothing"
     written = rollouts([row["prompt"] for row in rollouts.dataset()], trainer)
     assert written["vf_reward"][0] is None
     assert written["env_mask"][0] == [0]
@@ -124,7 +143,6 @@ class Scripted(Watched):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.turns: list[list[tuple[list[int], list[int], list[float]]]] = []  # (prompt, reply, logprobs) of each
-        self.learned: list[dict[str, Any]] = []
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         text, tokenizer = self.said[len(self.turns)], self.processing_class
@@ -137,10 +155,6 @@ class Scripted(Watched):
             drawn.append((list(prompt), reply, logprobs.tolist()))
         self.turns.append(drawn)
         return [list(reply) for _ in prompt_ids], [list(logprobs) for _, _, logprobs in drawn]
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        self.learned.append(super()._generate_and_score_completions(inputs))
-        return self.learned[-1]
 
 
 def make_scripted(folder: str) -> Scripted:
