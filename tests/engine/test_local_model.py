@@ -256,6 +256,43 @@ def test_tool_calls_are_read_out_of_the_reply(scripted: Any) -> None:
     assert declined.tokens.prompt_ids == unasked.tokens.prompt_ids
 
 
+CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"Let me see. {CALLED}",
+        f"\n\nLet me see. \n{CALLED}\n",
+        f"first {CALLED} and then {CALLED} the rest",
+        f"a<tool_call>no call</tool_call>{CALLED}b",
+        f"one <tool_call>{CALLED}",
+        f"{CALLED} and <tool_",
+        'cut off <tool_call>{"name": "add", "arg',
+        "no call </tool_call>  ",
+    ],
+)
+def test_with_tools_a_stream_adds_up_to_the_text_beside_the_calls(said: str, is_special: bool) -> None:
+    tokenizer = tiny.tokenizer(tiny.HERMES)
+    if is_special:  # the marks of a call are then in no text
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    module = tiny.model(tokenizer)
+    script = tiny.Scripted(module)
+    asked = chat(tools=[ADD], temperature=0, max_tokens=250)
+
+    async def both(local: LocalModel) -> tuple[Any, Any]:
+        script.say(tokenizer.encode(f"{said}<|im_end|>"), after=len(await local.prompt_ids(asked)))
+        return await local.complete(asked), [piece async for piece in await local.stream(asked)]
+
+    with LocalModel(module, tokenizer, rows=2) as local:
+        whole, pieces = asyncio.run(both(local))
+    assert "".join(piece.text for piece in pieces) == (whole.message["content"] or "")
+    assert [call for piece in pieces for call in piece.calls] == whole.message.get("tool_calls", [])
+    assert len(pieces[-1].calls) == said.count(CALLED)
+    assert whole.message["content"] is None or '"a": 1' not in whole.message["content"]
+
+
 def test_plain_completions_take_text_or_ids(local: LocalModel) -> None:
     by_text = asyncio.run(local.complete(text("hello world", seed=1)))
     ids = TOKENIZER.encode("hello world")

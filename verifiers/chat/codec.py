@@ -76,6 +76,10 @@ class Codec:
             found = split
         return found
 
+    def without_special(self, text: str) -> str:
+        """A text without the special tokens that it spells out."""
+        return "".join(piece for token, piece in self.special_pieces(text) if token is None)
+
     def encode(self, text: str, *, special: bool) -> list[int]:
         """The ids of a text; ``special`` adds what a text of its own begins and ends with (a BOS, say)."""
         if self._fast is not None:
