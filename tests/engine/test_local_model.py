@@ -532,6 +532,21 @@ def test_weights_are_loaded_in_place_from_a_folder(tmp_path: Path) -> None:
     assert module.model.embed_tokens.weight.data_ptr() == where
 
 
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE"])
+def test_weights_of_experts_which_are_stored_one_by_one_are_loaded_in_place(tmp_path: Path, family: str) -> None:
+    from tests.engine.support.exact import prompt_of, random_model
+
+    module, other = random_model(family), random_model(family, seed=1)
+    other.save_pretrained(tmp_path)
+    ids = torch.tensor([prompt_of(20)])
+    where = [one.data_ptr() for one in module.parameters()]
+    with LocalModel(module, TOKENIZER, rows=2, length=64) as local:
+        assert local.update_weights(tmp_path) > 10
+    with torch.no_grad():
+        assert torch.equal(module(input_ids=ids).logits, other(input_ids=ids).logits)
+    assert [one.data_ptr() for one in module.parameters()] == where
+
+
 def test_weights_that_do_not_fit_change_nothing(tmp_path: Path, local: LocalModel) -> None:
     from safetensors.torch import save_file
 
