@@ -151,15 +151,6 @@ class _Life:
     def stop(self) -> None:
         self._stopping.set()
 
-    async def list(self) -> list[Any]:
-        """What the server says of its tools, page by page."""
-        with contextlib.suppress(EndedError):  # by a call beside it, perhaps
-            return await self._ask_for_tools()
-        async with self._alone():
-            with contextlib.suppress(EndedError):
-                return await self._ask_for_tools()
-        raise InfraError(f"the MCP server {self.config.name!r} does not list its tools: it ended, twice")
-
     async def _ask_for_tools(self) -> list[Any]:
         connection = await self._connected()
         try:
@@ -170,6 +161,15 @@ class _Life:
         except AnswerError as error:
             problem = str(error)
         raise InfraError(f"the MCP server {self.config.name!r} does not list its tools: {problem}")
+
+    async def list(self) -> list[Any]:
+        """What the server says of its tools, page by page."""
+        with contextlib.suppress(EndedError):  # by a call beside it, perhaps
+            return await self._ask_for_tools()
+        async with self._alone():
+            with contextlib.suppress(EndedError):
+                return await self._ask_for_tools()
+        raise InfraError(f"the MCP server {self.config.name!r} does not list its tools: it ended, twice")
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         with contextlib.suppress(EndedError):
