@@ -91,6 +91,27 @@ def test_a_hook_that_comes_or_goes_makes_what_was_kept_void(made: Any) -> None:
         assert_as_now(model, engine)
 
 
+def _write_to_a_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def _replace_a_buffer(model: Any) -> None:
+    rotary = model.model.rotary_emb
+    for _ in range(2):  # the second may lie where the first one was
+        rotary.inv_freq = rotary.inv_freq * 0.7
+
+
+@pytest.mark.parametrize("change", [_write_to_a_buffer, _replace_a_buffer])
+def test_rotary_frequencies_that_are_changed_are_those_that_are_sampled_with(made: Any, change: Any) -> None:
+    model, engine = made
+    for _ in range(3):
+        runs = engine.runner.cpu.runs
+        with engine.lock:
+            change(model)
+        assert_as_now(model, engine)
+        assert engine.runner.cpu.runs > runs  # by the same backend
+
+
 def _assign(model: Any) -> None:
     model.load_state_dict({name: -one for name, one in model.state_dict().items()}, assign=True)
 

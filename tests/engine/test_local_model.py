@@ -256,6 +256,43 @@ def test_tool_calls_are_read_out_of_the_reply(scripted: Any) -> None:
     assert declined.tokens.prompt_ids == unasked.tokens.prompt_ids
 
 
+CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"Let me see. {CALLED}",
+        f"\n\nLet me see. \n{CALLED}\n",
+        f"first {CALLED} and then {CALLED} the rest",
+        f"a<tool_call>no call</tool_call>{CALLED}b",
+        f"one <tool_call>{CALLED}",
+        f"{CALLED} and <tool_",
+        'cut off <tool_call>{"name": "add", "arg',
+        "no call </tool_call>  ",
+    ],
+)
+def test_with_tools_a_stream_adds_up_to_the_text_beside_the_calls(said: str, is_special: bool) -> None:
+    tokenizer = tiny.tokenizer(tiny.HERMES)
+    if is_special:  # the marks of a call are then in no text
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    module = tiny.model(tokenizer)
+    script = tiny.Scripted(module)
+    asked = chat(tools=[ADD], temperature=0, max_tokens=250)
+
+    async def both(local: LocalModel) -> tuple[Any, Any]:
+        script.say(tokenizer.encode(f"{said}<|im_end|>"), after=len(await local.prompt_ids(asked)))
+        return await local.complete(asked), [piece async for piece in await local.stream(asked)]
+
+    with LocalModel(module, tokenizer, rows=2) as local:
+        whole, pieces = asyncio.run(both(local))
+    assert "".join(piece.text for piece in pieces) == (whole.message["content"] or "")
+    assert [call for piece in pieces for call in piece.calls] == whole.message.get("tool_calls", [])
+    assert len(pieces[-1].calls) == said.count(CALLED)
+    assert whole.message["content"] is None or '"a": 1' not in whole.message["content"]
+
+
 def test_plain_completions_take_text_or_ids(local: LocalModel) -> None:
     by_text = asyncio.run(local.complete(text("hello world", seed=1)))
     ids = TOKENIZER.encode("hello world")
@@ -493,6 +530,21 @@ def test_weights_are_loaded_in_place_from_a_folder(tmp_path: Path) -> None:
         assert local.update_weights(tmp_path) > 10
         assert greedy(local) == greedy(new) != old
     assert module.model.embed_tokens.weight.data_ptr() == where
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE"])
+def test_weights_of_experts_which_are_stored_one_by_one_are_loaded_in_place(tmp_path: Path, family: str) -> None:
+    from tests.engine.support.exact import prompt_of, random_model
+
+    module, other = random_model(family), random_model(family, seed=1)
+    other.save_pretrained(tmp_path)
+    ids = torch.tensor([prompt_of(20)])
+    where = [one.data_ptr() for one in module.parameters()]
+    with LocalModel(module, TOKENIZER, rows=2, length=64) as local:
+        assert local.update_weights(tmp_path) > 10
+    with torch.no_grad():
+        assert torch.equal(module(input_ids=ids).logits, other(input_ids=ids).logits)
+    assert [one.data_ptr() for one in module.parameters()] == where
 
 
 def test_weights_that_do_not_fit_change_nothing(tmp_path: Path, local: LocalModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,6 +168,86 @@ def test_a_stop_string_that_begins_with_the_space_of_the_first_token_ends_the_re
     watch, stream = StopWatch(codec, [" b"], [1]), TextStream(codec, [1], [" b"])
     assert watch(2, 0.0)
     assert stream.push(2) + stream.finish() == ""
+
+
+def fallback_codec() -> Codec:
+    """Byte fallback, as Llama 2's and Gemma's: a run of bytes that is no UTF-8 is broken as a whole."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    named = [f"<0x{byte:02X}>" for byte in (0x0A, 0x61, 0x82, 0xA9, 0xAC, 0xC3, 0xE2)]
+    names = ["<unk>", "▁", "▁a", "b", "é", *named]
+    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    return Codec(type("Holder", (), {"backend_tokenizer": backend})())
+
+
+def word_codec(decoder: Any, names: Sequence[str]) -> Codec:
+    from tokenizers import AddedToken, Tokenizer, models
+
+    backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[0]))
+    backend.decoder = decoder
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    return Codec(type("Holder", (), {"backend_tokenizer": backend})())
+
+
+def decoded_by(name: str) -> Codec:
+    """A codec whose tokenizer has a decoder of this kind."""
+    from tokenizers import decoders
+
+    if name == "byte fallback":
+        return fallback_codec()
+    if name == "spaces":
+        return spaced_codec()
+    if name == "word pieces":
+        return word_codec(decoders.WordPiece(), ["[UNK]", "a", "##b", ".", "n't", "'", "##\ufffd", "do"])
+    if name == "suffixes":
+        return word_codec(decoders.BPEDecoder(suffix="</w>"), ["<unk>", "a", "a</w>", "b</w>", "."])
+    split = ["a", "Ġ", "Ġa", "Ã", "©", "â", "Ĥ", "¬", "Ã©", "©Ã"]  # of characters, named by byte
+    in_steps = decoders.Sequence([decoders.Replace("~", "-"), decoders.ByteLevel()])
+    return word_codec(decoders.ByteLevel() if name == "bytes" else in_steps, split)
+
+
+KINDS = ["byte fallback", "spaces", "word pieces", "suffixes", "bytes", "bytes in steps"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(st.data())
+def test_whatever_the_decoder_pieces_add_up_to_the_final_text(kind: str, data: Any) -> None:
+    codec = decoded_by(kind)
+    tokens = st.lists(st.integers(0, 14), max_size=14)  # some of them are beyond the vocabulary
+    before, ids = data.draw(tokens), data.draw(tokens)
+    stream = TextStream(codec, before)
+    assert "".join([*map(stream.push, ids), stream.finish()]) == codec.continuation(before, ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(st.data())
+def test_whatever_the_decoder_a_stop_string_ends_stream_and_text_alike(kind: str, data: Any) -> None:
+    codec = decoded_by(kind)
+    tokens = st.lists(st.integers(0, 14), max_size=40)
+    before, sampled = data.draw(tokens), data.draw(tokens)
+    stops = data.draw(st.lists(st.sampled_from(["a", "\n", "é", " ", "ab", "€", ". "]), min_size=1, max_size=2))
+    watch, stream = StopWatch(codec, stops, before), TextStream(codec, before, stops)
+    ids: list[int] = []
+    pieces: list[str] = []
+    for token in sampled:
+        ids.append(token)
+        pieces.append(stream.push(token))
+        if watch(token, 0.0):
+            break
+    pieces.append(stream.finish())
+    whole = codec.continuation(before, ids)
+    stop = first_stop(whole, stops)
+    assert "".join(pieces) == (whole if stop < 0 else whole[:stop])
+
+
+def test_a_stream_goes_on_after_a_run_of_bytes_as_soon_as_it_is_complete() -> None:
+    codec = fallback_codec()
+    e, acute, b = (codec.tokenizer.backend_tokenizer.token_to_id(one) for one in ("<0xC3>", "<0xA9>", "b"))
+    stream = TextStream(codec)
+    assert [stream.push(token) for token in (e, acute, b, b)] == ["", "", "éb", "b"]
 
 
 def test_a_space_is_kept_after_a_character_that_stays_broken() -> None:

@@ -191,6 +191,15 @@ def test_one_call_that_kills_the_server_fails_its_own_rollout_and_the_other_nine
     assert all(tool_texts(state)[0].startswith("count ") for state in results.scored)
 
 
+def test_a_server_that_ends_while_it_lists_its_tools_is_asked_again_and_no_rollout_fails(tmp_path: Path) -> None:
+    """A call of another rollout may have ended it."""
+    env = vf.MCPEnv(mcp_servers=[odd("--ends-once", str(tmp_path / "ended"))], dataset=[ROW])
+    state = roll_out(env, calling(call("count")), "")
+    env.close()
+    assert state["error"] is None
+    assert tool_texts(state) == ["count 1"]
+
+
 def test_a_server_that_ended_between_two_calls_is_started_again_and_no_rollout_fails() -> None:
     env = vf.MCPEnv(mcp_servers=[odd()], dataset=[ROW])
     pids = []

@@ -1,6 +1,7 @@
 """An MCP server for the tests that does what servers should not: odd names, bare data, secrets, sudden ends.
 
-With ``--broken`` it tells its token and exits before it has said anything else.
+With ``--broken`` it tells its token and exits before it has said anything else; with ``--ends-once FILE`` it ends when
+it is first asked for its tools, and makes that file.
 """
 
 import json
@@ -46,6 +47,9 @@ def answer(request: dict) -> dict:
         about = {"name": "odd", "version": "1"}
         return {"protocolVersion": params["protocolVersion"], "capabilities": {"tools": {}}, "serverInfo": about}
     if request["method"] == "tools/list":
+        if "--ends-once" in sys.argv and not os.path.exists(sys.argv[-1]):
+            open(sys.argv[-1], "w").close()
+            os._exit(3)
         schema = {"type": "object", "properties": {"seconds": {"type": "number", "description": f"not {TOKEN}"}}}
         schema["additionalProperties"] = True
         return {"tools": [{"name": n, "description": f"With {TOKEN}.", "inputSchema": schema} for n in NAMES]}

@@ -117,6 +117,50 @@ def test_too_little_memory_for_a_checkpoint_is_one_sentence_and_leaves_no_parts(
     assert os.listdir(tmp_path) == ["checkpoints"]
 
 
+SAVE_TWICE = """
+import os, signal, sys
+from pathlib import Path
+from tests.trainers import making
+
+class Killing:
+    def save_pretrained(self, path):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+folder = Path(sys.argv[1])
+trainer = making.trainer(folder, max_steps=1)
+trainer.save_model(folder / "model")
+trainer.train()
+trainer.tokenizer = Killing()
+trainer.save_model(folder / "model")
+"""
+
+
+def test_a_kill_while_a_model_is_saved_over_another_leaves_that_one_whole(tmp_path: Path) -> None:
+    making.trainer(tmp_path).save_model(tmp_path / "untrained")
+    done = in_a_process(SAVE_TWICE, str(tmp_path))
+    assert done.returncode == -9, done.stderr
+    written = {one.name: one.read_bytes() for one in (tmp_path / "model").iterdir()}
+    assert written == {one.name: one.read_bytes() for one in (tmp_path / "untrained").iterdir()}
+
+
+def test_a_model_saved_over_another_replaces_its_weights_and_keeps_what_is_not_of_a_model(tmp_path: Path) -> None:
+    trainer, folder = making.trainer(tmp_path, max_steps=1), tmp_path / "model"
+    trainer.save_model(folder)
+    before = (folder / "model.safetensors").read_bytes()
+    (folder / "README.md").write_text("mine")
+    (folder / "notes").mkdir()
+    (folder / "notes" / "one.txt").write_text("first")
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"a shard of another")
+    (tmp_path / "link").symlink_to(folder)
+    trainer.train()
+    trainer.save_model(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (folder / "model.safetensors").read_bytes() != before
+    assert ((folder / "README.md").read_text(), (folder / "notes" / "one.txt").read_text()) == ("mine", "first")
+    assert not list(folder.glob("model-*"))
+    assert sorted(one.name for one in tmp_path.iterdir() if one.name.startswith(".")) == []
+
+
 TRAIN_INTO = """
 import subprocess, sys
 from pathlib import Path

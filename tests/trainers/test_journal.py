@@ -147,6 +147,19 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+def test_a_journal_that_cannot_be_opened_leaves_the_run_to_others(run: RunDir) -> None:
+    metrics = run.path / "metrics.jsonl"
+    metrics.mkdir()
+    journal = Journal(run)
+    with pytest.raises(OSError):
+        journal.open()
+    with run.appender() as other:
+        other.append({"example_id": 1, "rollout": 0})
+    metrics.rmdir()
+    with journal:
+        journal.write_step({"step": 1})
+
+
 def test_what_was_written_survives_a_kill_and_the_next_process_goes_on(run: RunDir) -> None:
     died = subprocess.run(
         [sys.executable, "-c", KILLED, str(run.path)],

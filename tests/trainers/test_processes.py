@@ -91,6 +91,27 @@ def test_two_processes_of_torchrun_make_the_update_of_one_and_tell_of_all_rollou
     assert len(rows) == 4  # of both processes, not of one
 
 
+AT_EXIT = """
+import atexit, sys
+import torch.distributed as dist
+
+atexit.register(lambda: print(f"at the end: {dist.is_initialized()}", flush=True))
+from verifiers.trainers.distributed.processes import accelerator
+
+print(f"in the training: {accelerator().num_processes > 1 and dist.is_initialized()}", flush=True)
+"""
+
+
+def test_processes_leave_their_group_before_python_shuts_down(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(AT_EXIT)
+    words = [sys.executable, "-m", *TORCHRUN, free_port(), str(script)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("in the training: True") == done.stdout.count("at the end: False") == 2
+
+
 @pytest.mark.slow
 def test_accelerate_launch_makes_the_same_update(tmp_path):
     first, second = launch(tmp_path / "two", ACCELERATE, "grpo", "imitation")

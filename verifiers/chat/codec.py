@@ -11,7 +11,7 @@ from typing import Any
 CONTEXT = 4  # tokens of the prompt that a reply's first token is read after: some tokenizers eat a leading space
 RECENT = 64  # texts whose ids are kept
 BROKEN = "\ufffd"
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how a tokenizer with byte fallback names one byte
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how a tokenizer with byte fallback names one byte
 
 
 class Codec:
@@ -43,9 +43,12 @@ class Codec:
         """Is each token some bytes, whatever stands before it?"""
         return self._is_bytewise
 
-    @property
+    @cached_property
     def special_ids(self) -> frozenset[int]:
-        return self._special_ids or frozenset()
+        """The ids of tokens that texts are decoded without."""
+        if self._special_ids is None:
+            return frozenset(getattr(self.tokenizer, "all_special_ids", ()))
+        return self._special_ids
 
     def whole_pieces(self) -> list[str] | None:
         """Every token as a text, where texts of tokens are those of the tokens one after the other; else None."""
@@ -72,6 +75,10 @@ class Codec:
                     split += ([(token, mark)] if i else []) + ([(None, part)] if part else [])
             found = split
         return found
+
+    def without_special(self, text: str) -> str:
+        """A text without the special tokens that it spells out."""
+        return "".join(piece for token, piece in self.special_pieces(text) if token is None)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """The ids of a text; ``special`` adds what a text of its own begins and ends with (a BOS, say)."""
@@ -130,12 +137,22 @@ class Codec:
         """The bytes of a token that adds this text; of part of a character, where the tokenizer says which it is."""
         if BROKEN not in text:
             return text.encode()
-        name = self.tokenizer.convert_ids_to_tokens(token) if self._fast is None else self._fast.id_to_token(token)
+        name = self._name(token)
         if found := _BYTE.fullmatch(name or ""):
             return bytes([int(found[1], 16)])
         if self._is_bytewise and name is not None and all(one in _bytes_by_name() for one in name):
             return bytes(_bytes_by_name()[one] for one in name)
         return None
+
+    def is_within_bytes(self, token: int) -> bool:
+        """Can a run of bytes (of byte fallback, which is decoded as a whole) go on with or after this token?"""
+        name = self._name(token)
+        return name is None or token in self.special_ids or _BYTE.fullmatch(name) is not None
+
+    def _name(self, token: int) -> str | None:
+        named = self.tokenizer.convert_ids_to_tokens if self._fast is None else self._fast.id_to_token
+        name: str | None = named(token)
+        return name
 
     def enders(self, stop: str) -> frozenset[int] | None:
         """The tokens that can complete a stop string; None when it could be any."""

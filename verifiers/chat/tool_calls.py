@@ -63,7 +63,7 @@ def parse(text: str, style: Style, *, names: Collection[str] | None = None, salt
         {"id": call_id(seal, i), "type": "function", "function": {"name": name, "arguments": arguments}}
         for i, (name, arguments) in enumerate(found)
     ]
-    return Reply(content.strip() or None, calls)
+    return Reply(content.rstrip() or None, calls)
 
 
 def call_id(seal: str, index: int) -> str:
@@ -198,13 +198,17 @@ def _call_of(value: Any) -> tuple[str, str] | None:
 
 
 def shown_length(text: str, style: Style) -> int:
-    """How much of a reply under way is surely text: what may be (the beginning of) a call is held back."""
+    """How much of a reply under way is surely text: what may be (the beginning of) a call is held back, and the space
+    before it."""
     if style != "hermes":
         return 0  # the whole reply is either a call or not
-    at = text.find(OPEN)
-    if at >= 0:
-        return at
-    for n in range(min(len(OPEN) - 1, len(text)), 0, -1):
-        if text.endswith(OPEN[:n]):
-            return len(text) - n
-    return len(text)
+    end = text.find(OPEN)
+    if end < 0:
+        partial = (n for n in range(min(len(OPEN) - 1, len(text)), 0, -1) if text.endswith(OPEN[:n]))
+        end = len(text) - next(partial, 0)
+    return len(text[:end].rstrip())
+
+
+def opens_call(text: str, style: Style) -> bool:
+    """May a call begin with this token, or within it?"""
+    return style == "hermes" and bool(text) and (text in OPEN or OPEN in text)

@@ -67,6 +67,7 @@ class ModelRunner:
             if id(one) not in self.decoder.fused_norms
         ]
         self._take_snapshot()
+        self._buffers: list[Tensor] = self._snapshot.buffers  # at the last check
         self._hooks: list[int] = []  # ids of the forward hooks, which are unique
         self.attending: tuple[int, set[int]] | None = None  # arguments and result of `attending_layers` at the proof
         self._last_state: tuple[int, Any] = (0, None)  # of the weights: writes to them; addresses, adapters and hooks
@@ -195,7 +196,9 @@ class ModelRunner:
         where = self._last_state[1]
         if not is_alone:
             pointers = [parameter.data_ptr() for parameter in self._snapshot.parameters]
-            where = pointers, _adapter_state(self._adapters), self._hooks
+            buffers = self._snapshot.buffers  # those before live on until here: no id of theirs is another's
+            where = pointers, list(map(id, buffers)), _adapter_state(self._adapters), self._hooks
+            self._buffers = buffers
         now = (self.writes, where)
         if now == self._last_state:
             return False, False
@@ -213,8 +216,8 @@ class ModelRunner:
 
     @property
     def writes(self) -> int:
-        """How often parameters were written to, less the writes that a proof has undone."""
-        versions: int = sum([parameter._version for parameter in self._snapshot.parameters])
+        """How often parameters and buffers were written to, less the writes that a proof has undone."""
+        versions: int = sum([one._version for held in (self._snapshot.parameters, self._buffers) for one in held])
         return versions - int(self.lock.undone)
 
     def name_weights(self, version: int | str) -> None:

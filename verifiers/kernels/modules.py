@@ -100,6 +100,13 @@ def without_dropout(module: Any) -> Iterator[None]:
             one.__dict__["training"] = True
 
 
+def _recomputes_buffers(module: Any) -> bool:
+    """Does a module replace its buffers as it runs: is it a rotary embedding whose angles depend on the length?"""
+    found = getattr(module, "rope_type", None)  # of the model, or by kind of layer
+    kinds = found.values() if isinstance(found, dict) else [found]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+
+
 class ModuleSnapshot:
     """The submodules and parameters of a module at one moment, to notice changes without walking the module tree.
 
@@ -117,9 +124,15 @@ class ModuleSnapshot:
         self.parameters: list[Any] = list(model.parameters())
         self.hooks: list[Any] = [vars(module)[name] for module in self.modules for name in HOOKS]
         self._kinds = [type(module) for module in self.modules]
+        self._buffers = [module._buffers for module in self.modules if not _recomputes_buffers(module)]
         held = [one for module in self.modules for one in (module._modules, module._parameters)]
         self._members = [(one, list(one.values())) for one in held if one]
         self._empty = [one for one in held if not one]
+
+    @property
+    def buffers(self) -> list[Any]:
+        """The buffers as they are now, other than those which a forward replaces."""
+        return [one for held in self._buffers for one in held.values() if one is not None and not one.is_inference()]
 
     @property
     def is_same(self) -> bool:

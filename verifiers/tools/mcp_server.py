@@ -28,7 +28,7 @@ SERVER = "verifiers server"
 class MCPServer:
     """One server, in a thread with a loop of its own. A server that ends is started again by the next call.
 
-    A call during which it ends is made once more, with no other call beside it. If it ends again, that call fails.
+    A request during which it ends is made once more, with no call beside it. If it ends again, that request fails.
     """
 
     def __init__(self, config: MCPServerConfig) -> None:
@@ -151,19 +151,25 @@ class _Life:
     def stop(self) -> None:
         self._stopping.set()
 
-    async def list(self) -> list[Any]:
-        """What the server says of its tools, page by page."""
+    async def _ask_for_tools(self) -> list[Any]:
         connection = await self._connected()
         try:
             async with asyncio.timeout(START_S):
                 return await connection.ask(_listed(connection.session))
         except TimeoutError:
             problem = f"not within {START_S:g} s"
-        except EndedError:
-            problem = "it ended"
         except AnswerError as error:
             problem = str(error)
         raise InfraError(f"the MCP server {self.config.name!r} does not list its tools: {problem}")
+
+    async def list(self) -> list[Any]:
+        """What the server says of its tools, page by page."""
+        with contextlib.suppress(EndedError):  # by a call beside it, perhaps
+            return await self._ask_for_tools()
+        async with self._alone():
+            with contextlib.suppress(EndedError):
+                return await self._ask_for_tools()
+        raise InfraError(f"the MCP server {self.config.name!r} does not list its tools: it ended, twice")
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         with contextlib.suppress(EndedError):

@@ -31,6 +31,9 @@ MOST_STATE = 64 << 20  # bytes
 ROOM_TO_WRITE = 1 << 20  # bytes; a disk with less free is full
 ABANDONED = "abandoned-"  # prefix of checkpoints that a training has gone back from
 _NAME = re.compile(r"step-\d+")
+_WEIGHTS = re.compile(
+    r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|adapter_config\.json"
+)
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -53,16 +56,35 @@ def set_aside(root: Path, step: int) -> None:
 
 
 def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:
-    """Write a model, or its adapters, and its tokenizer; a new folder is written atomically."""
-    path = Path(path)
-    if path.exists():
+    """Write a model, or its adapters, and its tokenizer: whole, or not at all.
+
+    Files of others in a folder that exists are kept, and a model's weights replaced. A folder that cannot be replaced
+    (a mount point, or one in a folder that is read-only) is written in place.
+    """
+    path = Path(path).resolve()
+    if path.is_dir() and (path.is_mount() or not os.access(path.parent, os.W_OK)):
         _write_model(model, tokenizer, path)
         return
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     with _atomic(staging, path, "model"):
         staging.mkdir(parents=True)
         _write_model(model, tokenizer, staging)
-        staging.rename(path)
+        if path.is_dir():
+            _link_others(path, staging)
+        _replace(path, staging)
+
+
+def _link_others(path: Path, staging: Path) -> None:
+    """Hard links in the new folder to the files that the old one has besides those of a model's weights."""
+    for one in path.iterdir():
+        new = staging / one.name
+        if new.exists() or _WEIGHTS.fullmatch(one.name):
+            continue
+        if one.is_dir() and not one.is_symlink():
+            shutil.copytree(one, new, symlinks=True, copy_function=os.link)
+        else:
+            os.link(one, new, follow_symlinks=False)
+    shutil.copystat(path, staging)
 
 
 def _write_model(model: Any, tokenizer: Any, path: Path) -> None:
@@ -137,8 +159,17 @@ def _sync_and_rename(staging: Path, path: Path) -> None:
         if file.is_file():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
-    shutil.rmtree(path, ignore_errors=True)
+    _replace(path, staging)
+
+
+def _replace(path: Path, staging: Path) -> None:
+    """Put the staging folder in the place of another, which is kept until it has been."""
+    old = path.with_name(f"{staging.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
     staging.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _save_reference(reference: Reference, path: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from verifiers.engine.files.gguf_model import quietly
 
 INDEX = "model.safetensors.index.json"
 
@@ -39,11 +43,33 @@ def load_into(model: Any, path: str | Path) -> int:
     """
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     with _opened(files_of(path)) as found:
-        _check(own, {name: tuple(file.get_slice(name).get_shape()) for name, file in found.items()}, model)
+        read = {name: partial(file.get_tensor, name) for name, file in found.items()}
+        try:
+            _check(own, {name: tuple(file.get_slice(name).get_shape()) for name, file in found.items()}, model)
+        except ValueError:
+            if (converted := _converted(model, path)) is None:
+                raise
+            read = {name: partial(torch.Tensor.detach, tensor) for name, tensor in converted.items()}
         with torch.no_grad():
-            for name, file in found.items():
-                own[name].copy_(file.get_tensor(name))
-    return len(found)
+            for name, tensor in read.items():
+                own[name].copy_(tensor())
+        return len(found)
+
+
+def _converted(model: Any, path: str | Path) -> dict[str, torch.Tensor] | None:
+    """The weights that transformers makes of a folder with other names than the module's: those of experts, which are
+    stored one by one and held together. None if they are not just this module's."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel) or not Path(path).is_dir():
+        return None
+    how = {"config": copy.deepcopy(model.config), "output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        with quietly():
+            loaded, told = type(model).from_pretrained(path, dtype=next(model.parameters()).dtype, **how)
+    except (OSError, RuntimeError, TypeError, ValueError, LookupError):  # it is no folder of such a model
+        return None
+    return None if any(told.values()) else dict(loaded.state_dict())
 
 
 @contextmanager

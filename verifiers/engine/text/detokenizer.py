@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from verifiers.chat.codec import BROKEN, CONTEXT, Codec
 
-LONGEST_CHAR = 4  # bytes of UTF-8, and so tokens, at most
-
 
 def first_stop(text: str, stops: Iterable[str]) -> int:
     """Where the earliest stop string in a text begins; -1 without one.
@@ -52,6 +50,9 @@ class StopWatch:
         if self._enders is not None and token not in self._enders:
             return False
         start = max(self._first, len(self._ids) - self._window)
+        if not self._codec.is_bytewise:
+            while start > self._first and self._codec.is_within_bytes(self._ids[start]):
+                start -= 1
         text = self._codec.continuation(self._ids[max(start - CONTEXT, 0) : start], self._ids[start:])
         return first_stop(text, self._stops) >= 0
 
@@ -65,9 +66,11 @@ class TextStream:
     def __init__(self, codec: Codec, prompt_ids: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
         self._codec = codec
         self._stops = stops
-        self._ids = list(prompt_ids[-CONTEXT:])
-        self._from = 0  # decoding starts at this token,
-        self._to = len(self._ids)  # and those before this one have become text
+        self._ids = list(prompt_ids[-CONTEXT:])  # those that are decoded: some before, for their context, and the last
+        self._before = len(self._ids)  # of these have become text,
+        self._known = codec.decode(self._ids)  # this one
+        self._shown = len(self._known)  # of the text of all
+        self._is_first = True  # is the context the prompt?
         self._utf8 = getincrementaldecoder("utf-8")("replace") if codec.is_bytewise else None
         self._held = ""
         self.is_stopped = False
@@ -78,6 +81,8 @@ class TextStream:
         if self._utf8 is not None:
             return self._show(self._utf8.decode(self._bytes(token)))
         self._ids.append(token)
+        if self._codec.is_within_bytes(token):
+            return ""
         return self._show(self._decode())
 
     def finish(self) -> str:
@@ -95,13 +100,21 @@ class TextStream:
         return text.encode() if found is None else found
 
     def _decode(self, *, is_last: bool = False) -> str:
-        known = self._codec.decode(self._ids[self._from : self._to])
-        text = self._codec.decode(self._ids[self._from :])
-        may_mend = len(self._ids) - self._to < LONGEST_CHAR and text.endswith(BROKEN)
-        if not is_last and (may_mend or len(text) <= len(known)):
+        text = self._codec.decode(self._ids)
+        if self._is_first and not text.startswith(self._known):  # as `Codec.continuation` reads it
+            if not is_last and text.endswith(BROKEN):
+                return ""
+            del self._ids[: self._before]
+            text, self._known, self._shown, self._before = self._codec.decode(self._ids), "", 0, 0
+        end = len(text) - (text.endswith(BROKEN) and not is_last)  # which may be a part of a character
+        if end <= self._shown:
             return ""
-        self._from, self._to = self._to, len(self._ids)
-        return text[len(known) :]
+        new, self._shown, self._is_first = text[self._shown : end], end, False
+        if end == len(text):
+            del self._ids[: self._before]
+            self._before = len(self._ids)
+            self._shown = len(self._codec.decode(self._ids))
+        return new
 
     def _show(self, new: str) -> str:
         self._held += new

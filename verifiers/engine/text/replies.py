@@ -93,6 +93,8 @@ def read_choice(prompt: Prompt, generated: Generated, codec: Codec) -> Choice:
         reply = parse(whole, prompt.tool_style, names=prompt.tool_names, salt=str(len(prompt.ids)))
         if reply.calls:
             content, calls = reply.content, reply.calls
+            if content is not None and sampled_text != text:
+                content = codec.without_special(content).rstrip() or None
             reason = "tool_calls" if reason == "stop" else reason
     return Choice(
         content=content,

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from verifiers.chat.tool_calls import shown_length
+from verifiers.chat.tool_calls import opens_call, shown_length
 from verifiers.clients.protocol import Completion
 from verifiers.dialects.completions import wants_ids
 from verifiers.dialects.replies import Piece
@@ -36,11 +36,13 @@ class _PartialChoice:
     """A choice that is being sampled: text that is held back, and tokens that were not sent yet."""
 
     def __init__(self, loaded: ReadyModel, prompt: Prompt, answer: Answer) -> None:
-        self._answer = answer
+        self._answer, self._codec = answer, loaded.codec
         self._is_empty = prompt.options.max_tokens == 0
         self._style = prompt.tool_style
         self._text = TextStream(loaded.codec, prompt.ids, prompt.options.stop)
         self._held = ""
+        self._is_call = False  # has a special token come that a call begins with? It is in no text
+        self._shown = 0  # characters
         self._sent = 0
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -51,11 +53,16 @@ class _PartialChoice:
         self._ids.append(token)
         self._logprobs.append(logprob)
         self._held += self._text.push(token)
-        shown = len(self._held) if self._style is None else shown_length(self._held, self._style)
+        shown = len(self._held)
+        if self._style is not None:
+            if token in self._codec.special_ids:
+                self._is_call |= opens_call(self._codec.decode([token], special=True), self._style)
+            shown = 0 if self._is_call else shown_length(self._held, self._style)
         return self._piece(index, shown) if shown else None
 
     def _piece(self, index: int, shown: int, **rest: Any) -> Piece:
         text, self._held = self._held[:shown], self._held[shown:]
+        self._shown += shown
         sent = self._sent + len(self._ids)
         tops = self._answer.top_logprobs[self._sent : sent]
         piece = Piece(index=index, text=text, ids=self._ids, logprobs=self._logprobs, top_logprobs=tops, **rest)
@@ -69,11 +76,12 @@ class _PartialChoice:
         for token in generated.ids[self._sent + len(self._ids) : choice.body]:
             self._held += self._text.push(token)
         self._held += self._text.finish()
+        if choice.calls:
+            self._held = (choice.content or "")[self._shown :]  # what is beside the calls
         self._ids = generated.ids[self._sent :]
         self._logprobs = generated.logprobs[self._sent :]
-        shown = 0 if choice.calls else len(self._held)
         ended = {"calls": choice.calls, "finish_reason": choice.finish_reason, "stop": choice.stop}
-        return self._piece(index, shown, **ended, weight_versions=generated.weight_versions)
+        return self._piece(index, len(self._held), **ended, weight_versions=generated.weight_versions)
 
 
 class ReplyStream:

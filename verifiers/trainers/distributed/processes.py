@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import warnings
@@ -54,6 +55,8 @@ def accelerator() -> Any:
     _check_settings()
     world_size = _world_size()
     is_cpu = not torch.accelerator.is_available()
+    if world_size > 1 and not torch.distributed.is_initialized():
+        atexit.register(_leave_group)
     with _rendezvous():
         if is_on(DEEPSPEED):
             made = _with_deepspeed(is_cpu, world_size)
@@ -70,6 +73,12 @@ def accelerator() -> Any:
             "train a model of its own; start them with torchrun or accelerate launch, or one process alone"
         )
     return made
+
+
+def _leave_group() -> None:
+    """Join the threads of the process group, while Python still runs: one that ends in its shutdown may abort it."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @contextmanager

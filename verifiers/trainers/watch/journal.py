@@ -46,7 +46,11 @@ class Journal:
         if self._rollouts is None:
             self._rollouts = self.run_dir.appender()
         if self._metrics is None:
-            self._metrics = Appender(self.path)
+            try:
+                self._metrics = Appender(self.path)
+            except BaseException:
+                self.close()
+                raise
         return self
 
     def close(self) -> None:
