@@ -50,6 +50,18 @@ def online(folder: Path, processes: int, **kwargs: Any) -> Any:
     return making.trainer(folder, **{**given, **kwargs})
 
 
+class Prepared(vf.GRPOTrainer):
+    """As the documents have it: Accelerate wraps the model once more."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+
+
+def prepared(folder: Path, processes: int) -> Any:
+    return online(folder, processes, kind=Prepared)
+
+
 def adapters(folder: Path, processes: int) -> Any:
     torch.manual_seed(torch.randint(1 << 30, ()).item() + _rank())  # each process draws adapters of its own
     return online(folder, processes, peft_config=vf.lora_defaults(r=4), learning_rate=0.02, kl_coef=0.1)
@@ -198,6 +210,7 @@ def _rank() -> int:
 
 MADE = {
     "online": online,
+    "prepared": prepared,
     "adapters": adapters,
     "batch_wide": batch_wide,
     "imitation": imitation,

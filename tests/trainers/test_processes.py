@@ -77,7 +77,9 @@ def check_same_figures(one: dict[str, Any], two: dict[str, Any]) -> None:
 
 def test_two_processes_of_torchrun_make_the_update_of_one_and_tell_of_all_rollouts(tmp_path):
     """Without any of Accelerate's variables; the processes' replies differ in length, and so their token counts."""
-    first, second = launch(tmp_path / "two", TORCHRUN, "dapo", "online", "batch_wide")
+    first, second = launch(tmp_path / "two", TORCHRUN, "dapo", "online", "batch_wide", "prepared")
+    assert first["prepared"].get("error") is None
+    assert first["prepared"]["weights"] == second["prepared"]["weights"] == first["online"]["weights"]
     for what in ("dapo", "online", "batch_wide"):
         assert first[what]["processes"] == second[what]["processes"] == 2
         assert first[what]["weights"] == second[what]["weights"]

@@ -349,7 +349,7 @@ class GRPOTrainer(Trainer):
         """The update of the policy; made at the first step."""
         if self._update is None:
             self._update = PolicyUpdate(
-                self.accelerator.unwrap_model(self.model),
+                self.unwrapped_model,
                 self.weights,
                 self.config,
                 self.memory,

@@ -111,7 +111,7 @@ class SFTTrainer(Trainer):
             raise ValueError("there is nothing to evaluate on; pass eval_dataset=")
         self.weights.module.eval()
         count = sum(sum(sample.completion_mask) for sample in self.eval_samples)
-        with torch.no_grad(), sensible_threads(self.model):
+        with torch.no_grad(), sensible_threads(self.unwrapped_model):
             total = sum(float(loss) for loss, _ in self._losses(self.eval_samples))
         return {"loss": total / max(count, 1), "n": len(self.eval_samples)}
 
@@ -144,5 +144,5 @@ class SFTTrainer(Trainer):
         if self.weights.is_sharded:
             made += [idle_batch(pad_id)] * processes.shortfall(self.accelerator, len(made))
         for i, one in enumerate(made, 1):
-            on_device = check_tokens(one, self.model.config).to(self.weights.device)
+            on_device = check_tokens(one, self.unwrapped_model.config).to(self.weights.device)
             yield -(self._scorer.logprobs(on_device) * on_device.weight_N).sum(), i == len(made)

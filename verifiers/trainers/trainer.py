@@ -67,13 +67,18 @@ class Trainer:
         )
         self.optimizer = self.weights.optimizer
 
+    @property
+    def unwrapped_model(self) -> Any:
+        """The model itself, also where a subclass let Accelerate wrap it (``accelerator.prepare``)."""
+        return self.accelerator.unwrap_model(self.model)
+
     def _make_stream(self, rows: Any) -> None:
         shard = (self.accelerator.process_index, self.accelerator.num_processes)
         self.rows = RowStream(rows, seed=self.config.seed, shard=shard)
 
     def _longest(self, limit: int | None) -> int | None:
         """The tokens that a sequence may have: within a limit, and the positions that the model knows."""
-        return shortest(limit, max_positions(self.model.config))
+        return shortest(limit, max_positions(self.unwrapped_model.config))
 
     @property
     def rows_per_step(self) -> int:
@@ -109,7 +114,7 @@ class Trainer:
         if isinstance(self.weights, ShardedWeights):
             self.weights.publish_now()
         if self.accelerator.is_main_process:
-            save_model(self.accelerator.unwrap_model(self.model), self.tokenizer, path)
+            save_model(self.unwrapped_model, self.tokenizer, path)
         self.accelerator.wait_for_everyone()
 
     def _resume_from(self, state: Mapping[str, Any]) -> None:
@@ -127,7 +132,7 @@ class Trainer:
     @contextmanager
     def _training(self, resume: bool | str | Path) -> Iterator[Report]:
         """The report of a run, open for the length of the block and finished if it ends without an error."""
-        with Report(self, resume) as report, sensible_threads(self.model):
+        with Report(self, resume) as report, sensible_threads(self.unwrapped_model):
             self.report = report
             if resume:
                 self._resume_from(report.resume(self))

@@ -53,7 +53,8 @@ class Report:
         self.is_main: bool = trainer.accelerator.is_main_process
         env = trainer.env
         self.env_id = "examples" if env is None else getattr(env, "env_id", "") or type(env).__name__
-        self.model = public_name(str(getattr(trainer.model, "name_or_path", "") or type(trainer.model).__name__))
+        model = trainer.unwrapped_model
+        self.model = public_name(str(getattr(model, "name_or_path", "") or type(model).__name__))
         self.title = f"{self.env_id} · {self.model}"
         self.from_checkpoint, self.path = self._locate(resume)
         self._resumes = bool(resume)
@@ -258,7 +259,7 @@ class Report:
         return checkpoints.save(
             self.path / "checkpoints",
             step=trainer.step,
-            model=trainer.accelerator.unwrap_model(trainer.model),
+            model=trainer.unwrapped_model,
             tokenizer=trainer.tokenizer,
             weights=trainer.weights,
             state=state,
@@ -327,8 +328,8 @@ def _backend_of(trainer: Trainer) -> str:
     """The backends of sampling and of training, with the reasons against faster ones."""
     if (named := getattr(trainer, "backend", None)) is not None:  # the model is trained by a service
         return str(named)
-    client, learns = getattr(trainer, "client", None), f"learns {autograd.describe(trainer.model)}"
-    if is_quantised(trainer.model):
+    client, learns = getattr(trainer, "client", None), f"learns {autograd.describe(trainer.unwrapped_model)}"
+    if is_quantised(trainer.unwrapped_model):
         learns += " between the multiplications, which are the quantised modules' own"
     if trainer.memory.told:
         learns += f"; to fit into memory: {', '.join(trainer.memory.told)}"
