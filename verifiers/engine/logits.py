@@ -101,7 +101,7 @@ def note_alternatives(logits_NV: Tensor, sequences: Sequence[ActiveSequence], co
     wanted = [i for i, sequence in enumerate(sequences) if sequence.sampling.top_logprobs]
     if not wanted:
         return
-    some = SamplingColumns(*(getattr(columns, name)[wanted] for name in SamplingColumns.__slots__))
+    some = columns.each(lambda one: one[wanted])
     cold_B = torch.where(some.temperature_B <= 0, torch.ones_like(some.temperature_B), some.temperature_B)
     logprobs_BV = log_softmax(logits_NV[wanted].float() / cold_B[:, None])
     if any(sequences[i].sampling.truncates and sequences[i].sampling.temperature > 0 for i in wanted):

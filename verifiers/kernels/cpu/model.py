@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,20 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verifiers.kernels.cpu.binding import (
-    Cache,
-    CHeadNorms,
-    CSampling,
-    Heads,
-    Layer,
-    Matrix,
-    Model,
-    decode_functions,
-)
+from verifiers.kernels.cpu.binding import Cache, CHeadNorms, Heads, Layer, Matrix, Model, decode_functions
 from verifiers.kernels.cpu.build import why_none
 from verifiers.kernels.cpu.threads import ThreadTeam, is_small, threads_for
 from verifiers.kernels.decoder import CommonDecoder, DecoderLayer
 from verifiers.kernels.modules import ModuleSnapshot
+from verifiers.kernels.sampling import SamplingColumns
 
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # angles depend on the position alone
 
@@ -75,20 +65,6 @@ class Paged(NamedTuple):
     store: Tensor
     tables: np.ndarray  # [sequences, width], int32
     length: int  # longest possible sequence
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeColumns:
-    """One entry for each sequence: its last token, the position of that, and the sampling parameters."""
-
-    token: np.ndarray
-    position: np.ndarray
-    step: np.ndarray
-    temperature: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    top_k: np.ndarray
-    seed: np.ndarray
 
 
 class Drawn(NamedTuple):
@@ -143,11 +119,35 @@ class CpuModel:
         self, ids_T: Tensor, sequence_T: np.ndarray, position_T: np.ndarray, keep_N: np.ndarray, cache: Paged
     ) -> Tensor:
         """The logits ``[N, vocabulary]`` of the tokens in ``keep``; keys and values of all are written to the cache."""
-        return self._ready().run(ids_T, sequence_T, position_T, keep_N, cache)
+        held, functions, n = self._ready(), decode_functions(), len(ids_T)
+        model, team = held.model_with(cache), held.team
+        hidden, logits = F.embedding(ids_T, held.embedded), torch.empty(len(keep_N), self.vocabulary)
+        workspace = torch.empty(functions.run_workspace(model, n, team.parts))
+        team.call(
+            functions.run, model, n, hidden.data_ptr(), sequence_T.ctypes.data, position_T.ctypes.data,
+            keep_N.ctypes.data, len(keep_N), logits.data_ptr(), workspace.data_ptr(),
+        )  # fmt: skip
+        return logits
 
-    def decode(self, columns: DecodeColumns, steps: int, is_end_V: np.ndarray, cache: Paged) -> Drawn:
-        """Sample at most ``steps`` tokens for each sequence, until one of them samples an end token or NaN."""
-        return self._ready().decode(columns, steps, is_end_V, cache)
+    def decode(
+        self, token_B: np.ndarray, position_B: np.ndarray, columns: SamplingColumns, steps: int, is_end_V: np.ndarray,
+        cache: Paged,
+    ) -> Drawn:  # fmt: skip
+        """Sample at most ``steps`` tokens after the last ones, until a sequence samples an end token or NaN.
+
+        C overwrites ``token_B``, ``position_B`` and ``columns.step_B``.
+        """
+        held, functions, n = self._ready(), decode_functions(), len(token_B)
+        model, team, sequence_B = held.model_with(cache), held.team, np.arange(n)
+        token_KB = np.empty((steps, n), np.int64)
+        logprob_KB, raw_KB = np.empty((2, steps, n), np.float32)
+        workspace = np.empty(functions.decode_workspace(model, n, team.parts), np.float32)
+        done = team.call(
+            functions.decode, model, held.embedded.data_ptr(), n, steps, token_B.ctypes.data,
+            position_B.ctypes.data, sequence_B.ctypes.data, ctypes.byref(columns.in_c()), columns.step_B.data_ptr(),
+            *(one.ctypes.data for one in (is_end_V, token_KB, logprob_KB, raw_KB, workspace)),
+        )  # fmt: skip
+        return Drawn(token_KB[:done], logprob_KB[:done], raw_KB[:done])
 
     def _ready(self) -> _Matrices:
         self.runs += 1
@@ -163,7 +163,6 @@ class _Matrices:
     """The structures that describe a model to C, and the memory that they point to."""
 
     def __init__(self, decoder: CommonDecoder) -> None:
-        self._functions = decode_functions()
         inner, layers = decoder.model.model, decoder.layers
         self._inner = inner
         self._angles: tuple[Tensor, ...] = ()  # cosines and sines of the rotary embedding, [positions, head_dim]
@@ -180,46 +179,16 @@ class _Matrices:
     def lay_out(self) -> None:
         """Copy the parameters as they are now."""
         self._angles = ()  # they are rounded if the model had another dtype for a while
-        self._embedded = self._inner.embed_tokens.weight.detach().contiguous()
-        self.team.share([partial(one.lay_out, self._functions) for one in self._panels])
+        self.embedded = self._inner.embed_tokens.weight.detach().contiguous()
+        self.team.share([one.lay_out for one in self._panels])
         for norms in self._head_norms:
             norms.lay_out()
 
-    def run(
-        self, ids_T: Tensor, sequence_T: np.ndarray, position_T: np.ndarray, keep_N: np.ndarray, cache: Paged
-    ) -> Tensor:
-        hidden = F.embedding(ids_T, self._embedded)
-        logits = torch.empty(len(keep_N), self._model.head.columns)
-        model = self._with(cache)
-        workspace = torch.empty(self._functions.run_workspace(model, len(ids_T), self.team.parts))
-        self.team.call(
-            self._functions.run, model, len(ids_T), hidden.data_ptr(), sequence_T.ctypes.data,
-            position_T.ctypes.data, keep_N.ctypes.data, len(keep_N), logits.data_ptr(), workspace.data_ptr(),
-        )  # fmt: skip
-        return logits
-
-    def decode(self, columns: DecodeColumns, steps: int, is_end_V: np.ndarray, cache: Paged) -> Drawn:
-        token_B, position_B, step_B = (one.copy() for one in (columns.token, columns.position, columns.step))
-        n = len(token_B)
-        sequence_B = np.arange(n)
-        held = (columns.temperature, columns.top_p, columns.min_p, columns.top_k, columns.seed, step_B)
-        sampling = CSampling(*(one.ctypes.data for one in held))
-        token_KB = np.empty((steps, n), np.int64)
-        logprob_KB, raw_KB = np.empty((2, steps, n), np.float32)
-        model = self._with(cache)
-        workspace = np.empty(self._functions.decode_workspace(model, n, self.team.parts), np.float32)
-        done = self.team.call(
-            self._functions.decode, model, self._embedded.data_ptr(), n, steps, token_B.ctypes.data,
-            position_B.ctypes.data, sequence_B.ctypes.data, ctypes.byref(sampling),
-            *(one.ctypes.data for one in (step_B, is_end_V, token_KB, logprob_KB, raw_KB, workspace)),
-        )  # fmt: skip
-        return Drawn(token_KB[:done], logprob_KB[:done], raw_KB[:done])
-
-    def _with(self, cache: Paged) -> Any:
+    def model_with(self, cache: Paged) -> Any:
         """A pointer to the model with this KV cache."""
         model, tables = self._model, cache.tables
         if not self._angles or len(self._angles[0]) != cache.length:  # by the model's own module
-            found = self._inner.rotary_emb(self._embedded, position_ids=torch.arange(cache.length)[None])
+            found = self._inner.rotary_emb(self.embedded, position_ids=torch.arange(cache.length)[None])
             self._angles = tuple(one[0].contiguous() for one in found)
         cos, sin = self._angles
         model.heads.cos, model.heads.sin, model.heads.length = cos.data_ptr(), sin.data_ptr(), cache.length
@@ -250,28 +219,28 @@ class _Matrices:
         return self._head_norms[-1].norms
 
     def _matrix(self, linears: Sequence[nn.Linear], norm: Any = None) -> Matrix:
-        self._panels.append(_Panels(linears, norm, self._functions))
+        self._panels.append(_Panels(linears, norm))
         return self._panels[-1].matrix
 
 
 class _Panels:
     """Linear layers of one input, concatenated, with the weight of the norm before them multiplied in."""
 
-    def __init__(self, linears: Sequence[nn.Linear], norm: Any, functions: Any) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], norm: Any) -> None:
         self._linears, self._norm = linears, norm
         inputs, columns = linears[0].in_features, sum(one.out_features for one in linears)
-        self._numbers = np.zeros(functions.panels_size(inputs, columns), np.float32)
+        self._numbers = np.zeros(decode_functions().panels_size(inputs, columns), np.float32)
         self._bias = None if all(one.bias is None for one in linears) else np.zeros(columns, np.float32)
         bias = None if self._bias is None else self._bias.ctypes.data
         self.matrix = Matrix(self._numbers.ctypes.data, bias, inputs, columns)
 
-    def lay_out(self, functions: Any) -> None:
+    def lay_out(self) -> None:
         inputs, first = self.matrix.rows, 0
         # C divides by the L2 norm of a vector, which is √width times its RMS.
         scale = None if self._norm is None else self._norm.weight.detach() * inputs**0.5
         for one in self._linears:
             weight, end = one.weight.detach().contiguous(), first + one.out_features
-            functions.lay_out(
+            decode_functions().lay_out(
                 self.matrix.panels, first, one.out_features, inputs, weight.data_ptr(),
                 None if scale is None else scale.data_ptr(),
             )  # fmt: skip
