@@ -15,9 +15,8 @@ from torch import Tensor
 from verifiers.engine.block_manager import BLOCK, blocks_for
 from verifiers.engine.cuda_runner import CudaDecoder
 from verifiers.engine.kv_cache import Decode, KVCache, Prefill, Segment
-from verifiers.engine.logits import score_prompt
+from verifiers.engine.logits import draw, score_prompt
 from verifiers.engine.model_runner import ModelRunner
-from verifiers.engine.sampler import draw
 from verifiers.engine.scheduler import Scheduler
 from verifiers.engine.sequence import ActiveSequence, Chunk, Finished
 from verifiers.engine.sequential import SequentialCache
