@@ -95,11 +95,15 @@ class LocalModel(OpenAILooks):
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
-    async def complete(self, request: Request, *, in_thread: bool = False) -> Completion:
-        """The reply to a request; with ``n`` above 1 the others are in ``completion.raw["choices"]``.
+    async def complete(self, request: Request) -> Completion:
+        """The reply to a request; with ``n`` above 1 the others are in ``completion.raw["choices"]``."""
+        return await self._complete(request, in_thread=False)
 
-        A prompt is tokenized in a thread if it is long, or if ``in_thread`` says so.
-        """
+    async def complete_in_thread(self, request: Request) -> Completion:
+        """As `complete`, tokenized in a thread however short it is."""
+        return await self._complete(request, in_thread=True)
+
+    async def _complete(self, request: Request, *, in_thread: bool) -> Completion:
         ready = await self.ready()
         prompt = await self._prompts.prepare(ready, request, in_thread=in_thread)
         watches: list[OnToken] | None = None

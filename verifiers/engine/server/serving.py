@@ -61,7 +61,8 @@ class Serving:
 
     async def complete(self, http: web.Request, request: Request) -> Completion:
         """The reply to a request; a long one is tokenized in a thread."""
-        completion = await self.model.complete(request, in_thread=(http.content_length or 0) > SHORT_CHARS)
+        is_long = (http.content_length or 0) > SHORT_CHARS
+        completion = await (self.model.complete_in_thread if is_long else self.model.complete)(request)
         completion.raw["model"] = self.name
         self.count(completion.raw["usage"])
         return completion
