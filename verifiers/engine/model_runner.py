@@ -63,8 +63,8 @@ class ModelRunner:
         self.cpu = CpuModel(self.decoder) if self.not_in_c is None else None
         self._norms = [
             (one, partial(_rms_norm(self.device), one, epsilon))
-            for one, epsilon in self.decoder.norms
-            if id(one) not in self.decoder.fused_norms
+            for one, epsilon in self.decoder.epsilons.items()
+            if one not in self.decoder.fused_norms
         ]
         self._take_snapshot()
         self._hooks: list[int] = []  # ids of the forward hooks, which are unique

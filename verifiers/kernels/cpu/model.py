@@ -8,7 +8,7 @@ module is noticed before a step, which then runs by the modules.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,12 +38,11 @@ def unsupported(decoder: CommonDecoder) -> str | None:
             "its layers are of another kind"
         )  # fmt: skip
     linears = [model.lm_head, *(one for layer in layers for one in (*layer.qkv, *_other_linears(layer)))]
-    norms = [decoder.epsilons.get(id(model.model.norm))]
-    norms += [one for layer in layers for one in (*layer.epsilons, *(layer.head_epsilons if layer.head_norms else ()))]
+    norms = [model.model.norm, *(one for layer in layers for one in (*layer.norms, *(layer.head_norms or ())))]
     kinds = {
         "capped scores": any(one.softcap is not None for one in layers),
         "another activation than SiLU": not all(one.is_silu for one in layers),
-        "norms of another kind than RMS": any(epsilon is None for epsilon in norms),
+        "norms of another kind than RMS": any(one not in decoder.epsilons for one in norms),
         "linear layers of another class": any(type(one) is not nn.Linear for one in linears),
         "an embedding of another class": type(model.model.embed_tokens) is not nn.Embedding,
         "weights that are not float32": any(one.weight.dtype is not torch.float32 for one in linears),
@@ -170,7 +169,7 @@ class _Matrices:
         self._head_norms: list[_HeadNormWeights] = []
         self._layers = (Layer * len(layers))(*map(self._layer, layers))  # kept alive: the structure below points to it
         head = self._matrix([decoder.model.lm_head], inner.norm)
-        epsilon = _epsilon_sum(inner.norm, decoder.epsilons.get(id(inner.norm)))
+        epsilon = _epsilon_sum(inner.norm, decoder.epsilons)
         heads = Heads(layers[0].heads, layers[0].kv_heads, layers[0].head_dim)
         self._model = Model(self._layers, head, epsilon, len(layers), head.rows, layers[0].inner, heads)
         self.team = ThreadTeam(threads_for(decoder.model))
@@ -205,8 +204,8 @@ class _Matrices:
             self._matrix([gate, up], after),
             self._matrix([down]),
             self._head_norms_of(known),
-            _epsilon_sum(before, known.epsilons[0]),
-            _epsilon_sum(after, known.epsilons[1]),
+            _epsilon_sum(before, known.epsilons),
+            _epsilon_sum(after, known.epsilons),
             known.scale,
             known.rotates,
             known.window or 0,
@@ -215,7 +214,7 @@ class _Matrices:
     def _head_norms_of(self, known: DecoderLayer) -> CHeadNorms:
         if known.head_norms is None:
             return CHeadNorms()
-        self._head_norms.append(_HeadNormWeights(known.head_norms, known.head_epsilons))
+        self._head_norms.append(_HeadNormWeights(known.head_norms, known.epsilons))
         return self._head_norms[-1].norms
 
     def _matrix(self, linears: Sequence[nn.Linear], norm: Any = None) -> Matrix:
@@ -252,17 +251,17 @@ class _Panels:
 class _HeadNormWeights:
     """Weights of the head norms of queries and keys, times √head_dim as in `_Panels`."""
 
-    def __init__(self, norms: Sequence[Any], epsilons: Sequence[float | None]) -> None:
+    def __init__(self, norms: Sequence[Any], epsilons: Mapping[Any, float]) -> None:
         self._norms = norms
         self._weights = np.empty((2, norms[0].weight.shape[0]), np.float32)
         q, k = (one.ctypes.data for one in self._weights)
-        self.norms = CHeadNorms(q, k, *map(_epsilon_sum, norms, epsilons))
+        self.norms = CHeadNorms(q, k, *(_epsilon_sum(one, epsilons) for one in norms))
 
     def lay_out(self) -> None:
         for to, norm in zip(self._weights, self._norms, strict=True):
             to[:] = (norm.weight.detach() * len(to) ** 0.5).numpy()
 
 
-def _epsilon_sum(norm: Any, epsilon: float | None) -> float:
+def _epsilon_sum(norm: Any, epsilons: Mapping[Any, float]) -> float:
     """Epsilon times the width: C adds it to the sum of a vector's squares instead of their mean."""
-    return (epsilon or 0.0) * float(norm.weight.shape[0])
+    return epsilons[norm] * float(norm.weight.shape[0])
