@@ -22,7 +22,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from verifiers.engine import sampler
+from verifiers.engine import logits
 from verifiers.engine.engine import Engine
 from verifiers.engine.sequence import Sampling
 
@@ -76,7 +76,7 @@ def measure(requests: int, tokens: int, case: dict[str, Any], profile: bool) -> 
     runner: Any = engine.runner
     runner._run_module, runner.decoder.forward = map(forward.timing, (runner._run_module, runner.decoder.forward))
     runner.cpu.run, runner.cpu.decode = map(forward.timing, (runner.cpu.run, runner.cpu.decode))
-    sampler.sample = sampling.timing(sampler.sample)
+    logits.sample = sampling.timing(logits.sample)
     engine_step = engine._step
     watch = cProfile.Profile()
     began, drawn = [0.0], [0]
@@ -123,9 +123,9 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=300)
     options.add_argument("--profile", action="store_true")
     args = options.parse_args()
-    own_sample, worst = sampler.sample, 0.0
+    own_sample, worst = logits.sample, 0.0
     for kind, case in CASES.items():
-        sampler.sample = own_sample
+        logits.sample = own_sample
         step, forward, sampling, own = measure(args.requests, args.tokens, case, args.profile)
         worst = max(worst, own)
         print(

@@ -9,6 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    HAS_LOCKS = False
+else:
+    HAS_LOCKS = True
+
 BUFFER = 1 << 20
 LONGEST_LINE = 256 << 20  # bytes; a file whose lines are longer holds no records
 # Opening a FIFO waits for its other end unless it is told not to; regular files do not care.
@@ -41,6 +48,22 @@ class LineTooLongError(OSError):
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         said = f"a line has more than {LONGEST_LINE >> 20} MiB, so these are no records"
         super().__init__(errno.EFBIG, said, None if path is None else os.fspath(path))
+
+
+def lock(fd: int, *, waits: bool) -> bool:
+    """Lock an open file against other processes until it is closed; False where there are no locks.
+
+    BlockingIOError if another has it, unless this ``waits``.
+    """
+    if not HAS_LOCKS:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        return False
+    return True
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:

@@ -33,9 +33,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(ids_T.numel())
         return own_run(self, ids_T, *args)
 
-    def decode(self: CpuModel, columns: Any, *args: Any) -> Any:
-        drawn = own_decode(self, columns, *args)
-        seen.extend([len(columns.token)] * len(drawn.token_KB))
+    def decode(self: CpuModel, token_B: Any, *args: Any) -> Any:
+        drawn = own_decode(self, token_B, *args)
+        seen.extend([len(token_B)] * len(drawn.token_KB))
         return drawn
 
     monkeypatch.setattr(CpuModel, "run", run)

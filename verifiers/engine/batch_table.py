@@ -9,7 +9,7 @@ import torch
 
 from verifiers.engine.block_manager import BLOCK, blocks_for
 from verifiers.engine.sequence import GREEDY_BELOW, NO_TOP_K, ActiveSequence, Generated
-from verifiers.kernels.cpu.model import DecodeColumns, Drawn
+from verifiers.kernels.cpu.model import Drawn
 from verifiers.kernels.devices import to_device
 from verifiers.kernels.sampling import SamplingColumns
 
@@ -84,13 +84,6 @@ class BatchTable:
         temperature, top_p, min_p = to_device(floats, device)
         top_k, seed, steps = to_device(ints, device)
         return SamplingColumns(temperature, top_p, top_k, min_p, seed, steps)
-
-    def decode_columns(self, n: int) -> DecodeColumns:
-        """The first rows, for the decode loop in C."""
-        return DecodeColumns(
-            token=self.token[:n], position=self.length[:n], step=self.steps[:n], temperature=self.temperature[:n],
-            top_p=self.top_p[:n], min_p=self.min_p[:n], top_k=self.top_k[:n], seed=self.seed[:n],
-        )  # fmt: skip
 
     def record(self, rows_N: np.ndarray, drawn: Drawn, *, is_first: bool = False) -> None:
         """Append sampled tokens to the replies of these rows; the first token of a reply adds no position."""

@@ -81,9 +81,7 @@ class NcclChannel:
     """
 
     def __init__(self, unique_id: str, *, rank: int, world_size: int) -> None:
-        library = _library()
-        if library is None:
-            raise ValueError("NCCL is not there: PyTorch was installed without CUDA; use gloo")
+        library = _nccl()
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._nccl, self._rank, self._world_size = library, rank, world_size
         self._id = _UniqueId.from_buffer_copy(base64.b64decode(unique_id))
@@ -124,9 +122,7 @@ class _UniqueId(ctypes.Structure):
 
 def new_unique_id() -> str:
     """The unique id of a new NCCL group, as base64."""
-    library, made = _library(), _UniqueId()
-    if library is None:
-        raise ValueError("NCCL is not there: PyTorch was installed without CUDA")
+    library, made = _nccl(), _UniqueId()
     _check(library, library.ncclGetUniqueId(ctypes.byref(made)))
     return base64.b64encode(bytes(made)).decode()
 
@@ -142,6 +138,12 @@ def _library() -> Any:
     library.ncclAllReduce.argtypes = [pointer, pointer, count, ctypes.c_int, ctypes.c_int, pointer, pointer]
     library.ncclBroadcast.argtypes = [pointer, pointer, count, ctypes.c_int, ctypes.c_int, pointer, pointer]
     library.ncclCommAbort.argtypes = [pointer]
+    return library
+
+
+def _nccl() -> Any:
+    if (library := _library()) is None:
+        raise ValueError("NCCL is not there: PyTorch was installed without CUDA; use gloo")
     return library
 
 

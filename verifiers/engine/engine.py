@@ -6,16 +6,17 @@ then one token a step (decode), the sampler draws, and the scheduler delivers th
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
-from verifiers.engine import threads
 from verifiers.engine.backends import BATCHED, CPU, MODULES, SEQUENTIAL, Backend, choose_backend
 from verifiers.engine.block_manager import BlockManager, blocks_for
 from verifiers.engine.cuda_runner import CudaDecoder
@@ -38,6 +39,19 @@ GATHER_TIMEOUT_S = 2.0  # without a new request, after which `gather` starts tho
 PAUSES = ("abort", "wait", "keep")
 POLL_S = 0.005
 ABORTED = "the request was aborted: the server was paused, for new weights perhaps; ask again"
+
+
+_started: WeakSet[Engine] = WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread that is killed within torch at exit aborts the process: each is joined before."""
+    engines = list(_started)
+    for engine in engines:
+        engine.stop()
+    for engine in engines:
+        engine.join()
 
 
 class EngineFullError(RateLimitError):
@@ -179,7 +193,7 @@ class Engine:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="verifiers-engine", daemon=True)
                 self._thread.start()
-                threads.remember(self, self._thread)
+                _started.add(self)
             if is_first or len(queue) >= self._gathering:  # while it gathers, the thread sleeps until all have come
                 self._wake.notify()
         return [sequence.future for sequence in sequences]
@@ -240,9 +254,13 @@ class Engine:
     def close(self) -> None:
         """Fail the requests in flight, end the thread, and free the KV cache."""
         self.stop()
+        self.join()
+        self.release_cache()
+
+    def join(self) -> None:
+        """Wait for the end of the engine's thread, unless this is it."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        self.release_cache()
 
     def stop(self) -> None:
         """As `close`, without joining the thread: safe in a finalizer."""

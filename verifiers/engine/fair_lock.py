@@ -7,8 +7,6 @@ from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-_HANDED_OVER = -1
-
 
 class FairLock:
     """First in, first out, and reentrant.
@@ -25,8 +23,8 @@ class FairLock:
 
     def __init__(self) -> None:
         self.steady = threading.RLock()  # taken before the lock itself, see `steady`
-        self._guard = threading.Lock()
-        self._line: deque[threading.Lock] = deque()
+        self._changed = threading.Condition()
+        self._line: deque[object] = deque()  # those who wait
         self._holder: int | None = None
         self._depth = 0
         self.undone = 0  # changes of the weights it guards that a proof has undone
@@ -38,43 +36,35 @@ class FairLock:
         return self._holder is not None
 
     def __enter__(self) -> None:
-        me = threading.get_ident()
-        with self._guard:
+        me, ticket = threading.get_ident(), object()
+        with self._changed:
             if self._holder == me:
                 self._depth += 1
                 return
-            if self._holder is None:
+            self._line.append(ticket)
+            try:
+                self._changed.wait_for(lambda: self._holder is None and self._line[0] is ticket)
+                self._line.popleft()
                 self._holder, self._depth = me, 1
                 self.taken += 1
-                return
-            ticket = threading.Lock()
-            ticket.acquire()
-            self._line.append(ticket)
-        try:
-            ticket.acquire()
-            self._holder, self._depth = me, 1
-            self.taken += 1
-        except BaseException:  # Ctrl-C, while waiting
-            self._give_up(ticket)
-            raise
+            except BaseException:  # Ctrl-C, while waiting
+                self._give_up(ticket)
+                raise
 
     def __exit__(self, *_: object) -> None:
-        with self._guard:
+        with self._changed:
             self._depth -= 1
             if not self._depth:
-                self._hand_over()
+                self._holder = None
+                self._changed.notify_all()
 
-    def _hand_over(self) -> None:
-        self._holder = _HANDED_OVER if self._line else None
-        if self._line:
-            self._line.popleft().release()
-
-    def _give_up(self, ticket: threading.Lock) -> None:
-        with self._guard:
+    def _give_up(self, ticket: object) -> None:
+        with self._changed:
             if ticket in self._line:
                 self._line.remove(ticket)
-            else:  # it was handed over in this moment
-                self._hand_over()
+            else:  # it was taken in this moment
+                self._holder = None
+            self._changed.notify_all()
 
 
 def steady(lock: Any) -> AbstractContextManager[Any]:

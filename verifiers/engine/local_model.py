@@ -8,16 +8,18 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verifiers.chat import ChatWriter
 from verifiers.clients.activity import note_under_way
 from verifiers.clients.openai_looks import OpenAILooks
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.recording import is_recording, record
-from verifiers.engine import ready_model as loading
-from verifiers.engine.ready_model import ReadyModel, name_of
+from verifiers.engine.constraints import Constraints
+from verifiers.engine.ready_model import ReadyModel, name_of, stop_ids_of
 from verifiers.engine.sequence import Generated, OnToken, results_of
 from verifiers.engine.text.detokenizer import StopWatch
 from verifiers.engine.text.prompts import PromptWriter
@@ -28,6 +30,7 @@ from verifiers.errors import InfraError
 if TYPE_CHECKING:
     from verifiers.engine.backends import Backend
     from verifiers.engine.engine import Engine
+    from verifiers.engine.plan import Plan
 
 DEFAULT_MODEL = "smollm2"
 
@@ -149,19 +152,45 @@ class LocalModel(OpenAILooks):
             if self._is_closed:
                 raise InfraError(f"{self!r} is closed")
             if self._loaded is None:
-                self._loaded = loading.load(
-                    self._source,
-                    self._tokenizer,
-                    name=self.model,
-                    sizes=self._sizes,
-                    device=self._device,
-                    dtype=self._dtype,
-                    stop_ids=self._stop_ids,
-                )
+                self._loaded = self._load()
                 if self._loaded.engine is not self._source:
                     self._finalizer = weakref.finalize(self, self._loaded.engine.stop)
                     self._finalizer.atexit = False
             return self._loaded
+
+    def _load(self) -> ReadyModel:
+        """Load the model by its name, or take the module or the engine that was handed in."""
+        from verifiers.engine.engine import Engine
+        from verifiers.engine.files import models
+
+        source, tokenizer = self._source, self._tokenizer
+        given = source.model if isinstance(source, Engine) else source
+        tokenizer = getattr(given, "tokenizer", None) if tokenizer is None else tokenizer
+        model, tokenizer = models.load(
+            given, tokenizer, device=self._device, dtype=self._dtype, before_weights=self._plan
+        )
+        writer = ChatWriter(tokenizer, model=self.model)
+        stop_ids = self._stop_ids | stop_ids_of(model, tokenizer, writer.template, writer.codec)
+        engine = source if isinstance(source, Engine) else self._start_engine(model, stop_ids)
+        vocabulary, ends = engine.vocabulary, stop_ids | engine.stop_ids
+        constraints = Constraints(writer.codec, vocabulary=vocabulary, stop_ids=ends)
+        return ReadyModel(engine=engine, writer=writer, stop_ids=ends, vocabulary=vocabulary, constraints=constraints)
+
+    def _start_engine(self, model: Any, stop_ids: frozenset[int]) -> Engine:
+        from verifiers.engine.engine import Engine
+        from verifiers.kernels.devices import current
+
+        parameter = next(model.parameters())
+        planned = self._plan(model.config, parameter.dtype, parameter.device, weights_loaded=True)
+        with current(parameter.device):  # of the thread that loads it
+            return Engine(model, **{**self._sizes, **asdict(planned)}, stop_ids=sorted(stop_ids))
+
+    def _plan(self, config: Any, dtype: Any, device: Any, *, weights_loaded: bool = False) -> Plan:
+        """The sizes of the engine; ``WillNotFitError`` if the memory is too small for those asked for."""
+        from verifiers.engine.plan import plan
+
+        asked = {name: self._sizes.get(name) for name in ("rows", "length", "cache_tokens")}
+        return plan(config, **asked, dtype=dtype, device=device, weights_loaded=weights_loaded)
 
     @property
     def engine(self) -> Engine:

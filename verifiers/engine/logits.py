@@ -1,8 +1,9 @@
-"""The model's logits → logits to sample from (penalties, bias, grammar); logprobs of alternatives and of prompts."""
+"""The model's logits → the next tokens of running sequences; logprobs of alternatives and of prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,11 +11,44 @@ from torch import Tensor
 
 from verifiers.engine.constraints import ConstraintError
 from verifiers.engine.sequence import ActiveSequence, Alternatives, Sampling
+from verifiers.kernels.cpu.model import Drawn
 from verifiers.kernels.devices import to_device
-from verifiers.kernels.sampling import SamplingColumns, log_softmax, truncate
+from verifiers.kernels.sampling import SamplingColumns, log_softmax, sample, truncate
+
+if TYPE_CHECKING:
+    from verifiers.engine.batch_table import BatchTable
+    from verifiers.engine.cuda_runner import CudaDecoder
 
 CHUNK = 128  # prompt tokens whose logprobs are computed in one step: their logits [CHUNK, vocabulary] take memory
 HIGHEST = 1e30  # logit that can be divided by a temperature without overflow
+
+
+def draw(
+    logits_NV: Tensor,
+    sequences: Sequence[ActiveSequence],
+    rows_N: np.ndarray,
+    table: BatchTable,
+    cuda: CudaDecoder | None = None,
+) -> Drawn:
+    """Sample a token for each sequence, by its own arguments and seed."""
+    raw_NV = logits_NV
+    needs_logits = bool(table.needs_logits[rows_N].any())
+    if needs_logits:
+        logits_NV = processed(
+            logits_NV, sequences, [[] if one.processor is None else table.reply(one.row).tolist() for one in sequences]
+        )
+    columns = table.columns(rows_N, logits_NV.device)
+    truncates = bool(table.truncates[rows_N].any())
+    if cuda is not None and not truncates:
+        token_N, logprob_N, raw_N = cuda.sample(logits_NV, columns)
+    else:
+        is_plain = not truncates and bool((table.temperature[rows_N] == 1.0).all())
+        token_N, logprob_N, raw_N = sample(logits_NV, columns, truncates=truncates, is_plain=is_plain)
+    if raw_NV is not logits_NV:
+        raw_N = log_softmax(raw_NV).gather(1, token_N[:, None])[:, 0]
+    if needs_logits:
+        note_alternatives(logits_NV, sequences, columns)
+    return Drawn(*(value.cpu().numpy()[None] for value in (token_N, logprob_N, raw_N)))
 
 
 class Penalties:
@@ -101,7 +135,7 @@ def note_alternatives(logits_NV: Tensor, sequences: Sequence[ActiveSequence], co
     wanted = [i for i, sequence in enumerate(sequences) if sequence.sampling.top_logprobs]
     if not wanted:
         return
-    some = SamplingColumns(*(getattr(columns, name)[wanted] for name in SamplingColumns.__slots__))
+    some = columns.each(lambda one: one[wanted])
     cold_B = torch.where(some.temperature_B <= 0, torch.ones_like(some.temperature_B), some.temperature_B)
     logprobs_BV = log_softmax(logits_NV[wanted].float() / cold_B[:, None])
     if any(sequences[i].sampling.truncates and sequences[i].sampling.temperature > 0 for i in wanted):

@@ -24,7 +24,7 @@ from verifiers.engine.plan import free_memory
 from verifiers.errors import InfraError
 from verifiers.kernels import reference
 from verifiers.kernels.attention import Attend, attending, register
-from verifiers.kernels.cpu.model import CpuModel, DecodeColumns, Drawn, Paged, unsupported
+from verifiers.kernels.cpu.model import CpuModel, Drawn, unsupported
 from verifiers.kernels.decoder import CommonDecoder
 from verifiers.kernels.modules import ModuleSnapshot, linear_parameters, replaced_forwards, without_dropout
 from verifiers.kernels.prove import PAST, agree, place_bounds, prompts, text_config
@@ -63,8 +63,8 @@ class ModelRunner:
         self.cpu = CpuModel(self.decoder) if self.not_in_c is None else None
         self._norms = [
             (one, partial(_rms_norm(self.device), one, epsilon))
-            for one, epsilon in self.decoder.norms
-            if id(one) not in self.decoder.fused_norms
+            for one, epsilon in self.decoder.epsilons.items()
+            if one not in self.decoder.fused_norms
         ]
         self._take_snapshot()
         self._buffers: list[Tensor] = self._snapshot.buffers  # at the last check
@@ -94,11 +94,11 @@ class ModelRunner:
         cpu = self._usable_cpu
         return 0 if cpu is None or vocabulary < cpu.vocabulary else max(1, min(steps, int(BURST_S / self._step_s)))
 
-    def decode(self, columns: DecodeColumns, steps: int, is_end_V: np.ndarray, cache: Paged) -> Drawn:
-        """Up to ``steps`` tokens for each sequence of a batch, in C."""
+    def decode(self, *given: Any) -> Drawn:
+        """Several tokens for each sequence of a batch, in C: see `CpuModel.decode`."""
         assert self.cpu is not None
         began = time.perf_counter()
-        drawn = self.cpu.decode(columns, steps, is_end_V, cache)
+        drawn = self.cpu.decode(*given)
         self._step_s = max((time.perf_counter() - began) / len(drawn.token_KB), 1e-6)
         return drawn
 

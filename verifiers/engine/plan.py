@@ -28,7 +28,7 @@ HALVED = ', or half of it: dtype="bfloat16" (vf serve --dtype bfloat16)'
 
 
 class WillNotFitError(ValueError):
-    """The model, rows, length and cache asked for need more memory than is free."""
+    """A model, with the rows, length and cache asked for, or a training needs more memory than there is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,13 +156,17 @@ def _gb(n: int) -> str:
 # --- measuring ----------------------------------------------------------------------------------------------------
 
 
-def weights_bytes(config: Any, dtype: torch.dtype) -> int:
-    """The bytes of the parameters, tied ones once; nothing is allocated."""
+def on_meta(config: Any, **options: Any) -> Any:
+    """The model of a configuration without its weights: nothing is allocated."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        return AutoModelForCausalLM.from_config(config, **options)
+
+
+def weights_bytes(config: Any, dtype: torch.dtype) -> int:
+    """The bytes of the parameters, tied ones once."""
+    return sum(one.numel() * one.element_size() for one in on_meta(config, dtype=dtype).parameters())
 
 
 def free_memory(device: str | torch.device) -> int:

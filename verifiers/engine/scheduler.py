@@ -319,9 +319,7 @@ class Scheduler:
                 ids_T = np.concatenate([prompt_T, self.table.reply(sequence.row)])
                 self.blocks.keep(self.table.blocks_of(sequence.row), ids_T[: self.table.length[sequence.row]])
             emptied = self._release(sequence)
-            if isinstance(self.cache, SequentialCache):
-                self.cache.drop(sequence)
-            elif sequence.row in failed:
+            if sequence.row in failed and isinstance(self.cache, KVCache):
                 self.cache.clear(emptied)  # NaN times a weight of 0 is NaN
         self._close_gaps(sequences)
 
@@ -372,8 +370,6 @@ class Scheduler:
         if isinstance(self.cache, KVCache):
             self.cache.clear(emptied)
         for sequence in sequences:
-            if isinstance(self.cache, SequentialCache):
-                self.cache.drop(sequence)
             sequence.row, future = -1, sequence.future
             if not future.done() and future.claim():  # a waiting one may be cancelled until it is claimed
                 future.set_exception(error)

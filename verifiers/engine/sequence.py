@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import count
 from secrets import randbits
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -229,6 +229,8 @@ class ActiveSequence:
     cache_version: int = -1  # of the prefix cache, when its prefill began
     processor: LogitsProcessor | None = None
     failure: Exception | None = None  # of its constraint: it finishes with the next token
+    ids: list[int] = field(default_factory=list)  # of a `SequentialCache`: all tokens so far,
+    state: dict[str, Any] = field(default_factory=dict)  # and what the model itself keeps of them
 
     def __post_init__(self) -> None:
         self.tokens = _as_array(tuple(self.prompt_ids))

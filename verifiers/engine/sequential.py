@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,19 +17,12 @@ from verifiers.kernels.prove import rope_bounds
 NO_CACHE = {"loss", "logits", "hidden_states", "attentions", "cross_attentions", "router_logits", "aux_loss"}
 
 
-@dataclass(slots=True)
-class _State:
-    """The tokens of a sequence so far, and the model's cache of all but the newest."""
-
-    ids: list[int]
-    cache: dict[str, Any] = field(default_factory=dict)
-
-
 class SequentialCache:
     """In place of the KV cache, for models with state of their own: attention, convolutions, recurrences.
 
-    A model whose cache does not reproduce its plain forward is run without one (``uses_cache=False``): every token then
-    costs a forward over the whole sequence.
+    Each sequence holds its state: the model's cache of all its tokens but the newest. A model whose cache does not
+    reproduce its plain forward is run without one (``uses_cache=False``): every token then costs a forward over the
+    whole sequence.
     """
 
     def __init__(self, module: Any, *, uses_cache: bool) -> None:
@@ -38,14 +30,13 @@ class SequentialCache:
         self._accepted = set(inspect.signature(base_model(module).forward).parameters)
         self._more = {"logits_to_keep": 1} if "logits_to_keep" in self._accepted else {}
         self._resets = rope_bounds(module.config)
-        self._states: dict[ActiveSequence, _State] = {}
 
     def prefill(self, sequences: Sequence[ActiveSequence]) -> Tensor:
         """The logits after the tokens of each, ``[N, vocabulary]``."""
         logits = []
         for sequence in sequences:
-            state = self._states[sequence] = _State(list(sequence.tokens))
-            logits.append(self._run(state, state.ids))
+            sequence.ids, sequence.state = list(sequence.tokens), {}
+            logits.append(self._run(sequence, sequence.ids))
         return torch.cat(logits)
 
     def logits(self, ids: Sequence[int]) -> Tensor:
@@ -61,24 +52,20 @@ class SequentialCache:
         """The logits after one new token of each, ``[N, vocabulary]``."""
         logits = []
         for sequence, token in zip(sequences, tokens, strict=True):
-            state = self._states[sequence]
-            state.ids.append(int(token))
-            if any(len(state.ids) == bound + 1 for bound in self._resets):  # longrope: cached keys have other angles
-                state.cache = {}
-            logits.append(self._run(state, state.ids[-1:] if state.cache else state.ids))
+            sequence.ids.append(int(token))
+            if any(len(sequence.ids) == bound + 1 for bound in self._resets):  # longrope: cached keys have other angles
+                sequence.state = {}
+            logits.append(self._run(sequence, sequence.ids[-1:] if sequence.state else sequence.ids))
         return torch.cat(logits)
 
-    def _run(self, state: _State, ids: Sequence[int]) -> Tensor:
-        out = self._forward(ids, use_cache=self._uses_cache, **state.cache, **self._more)
+    def _run(self, sequence: ActiveSequence, ids: Sequence[int]) -> Tensor:
+        out = self._forward(ids, use_cache=self._uses_cache, **sequence.state, **self._more)
         if self._uses_cache:
             made = {name: out[name] for name in out if name not in NO_CACHE and name in self._accepted}
-            state.cache = {name: value for name, value in made.items() if value is not None}
+            sequence.state = {name: value for name, value in made.items() if value is not None}
         logits: Tensor = out.logits[:, -1]
         return logits
 
     def fork(self, source: ActiveSequence, targets: Sequence[ActiveSequence]) -> None:
         for target in targets:
-            self._states[target] = copy.deepcopy(self._states[source])
-
-    def drop(self, sequence: ActiveSequence) -> None:
-        self._states.pop(sequence, None)
+            target.ids, target.state = list(source.ids), copy.deepcopy(source.state)

@@ -15,9 +15,8 @@ from torch import Tensor
 from verifiers.engine.block_manager import BLOCK, blocks_for
 from verifiers.engine.cuda_runner import CudaDecoder
 from verifiers.engine.kv_cache import Decode, KVCache, Prefill, Segment
-from verifiers.engine.logits import score_prompt
+from verifiers.engine.logits import draw, score_prompt
 from verifiers.engine.model_runner import ModelRunner
-from verifiers.engine.sampler import draw
 from verifiers.engine.scheduler import Scheduler
 from verifiers.engine.sequence import ActiveSequence, Chunk, Finished
 from verifiers.engine.sequential import SequentialCache
@@ -203,10 +202,11 @@ class StepRunner:
         return self.runner.forward(ids, length_B[:, None], attend)[:, 0]
 
     def _decode_burst(self, steps: int, cache: KVCache) -> None:
-        table, rows = self.table, len(self.scheduler.running)
-        drawn = self.runner.decode(table.decode_columns(rows), steps, self._is_stop_V, cache.paged(table.blocks))
+        table, rows_N = self.table, np.arange(len(self.scheduler.running))
+        columns, paged = table.columns(rows_N, self.runner.device), cache.paged(table.blocks)
+        drawn = self.runner.decode(table.token[rows_N], table.length[rows_N], columns, steps, self._is_stop_V, paged)
         self.steps += len(drawn.token_KB)
-        self._record(np.arange(rows), drawn)
+        self._record(rows_N, drawn)
         if len(drawn.token_KB) < steps:
             self.scheduler.trim()
 

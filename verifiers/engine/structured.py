@@ -60,8 +60,6 @@ def read_format(name: str, value: Any) -> ResponseFormat:
     >>> read_format("response_format", {"type": "json_object"})
     ResponseFormat(type='json_object', strict=False)
     """
-    if isinstance(value, ResponseFormat):
-        return value
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind not in FORMATS:
         raise RequestRefusedError(f"{name!r} is an object with a type ({', '.join(FORMATS)}), not {value!r:.80}")

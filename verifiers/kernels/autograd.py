@@ -140,6 +140,11 @@ def _weights(linears: Sequence[Any]) -> list[Tensor | None]:
     return [one for layer in linears for one in (layer.weight, layer.bias)]
 
 
+def _linears(x: Tensor, weights: Sequence[Any]) -> list[Tensor]:
+    """Linear layers of one input, by their weights and biases, alternating."""
+    return [linear(x, weight, bias) for weight, bias in zip(weights[::2], weights[1::2], strict=True)]
+
+
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
@@ -232,7 +237,7 @@ class _Projected(Function):  # type: ignore[misc]  # torch is not typed here
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights[::2])
-        return tuple(linear(x, weight, bias) for weight, bias in zip(weights[::2], weights[1::2], strict=True))
+        return tuple(_linears(x, weights))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -267,7 +272,7 @@ class _Adapted(Function):  # type: ignore[misc]  # torch is not typed here
         weights, a, b = given[: 2 * n], given[2 * n :: 2], given[2 * n + 1 :: 2]
         a_RK, ranks = torch.cat(a), [len(one) for one in a]
         t_NR = x_NK @ a_RK.t()
-        ys = [linear(x, weight, bias) for weight, bias in zip(weights[::2], weights[1::2], strict=True)]
+        ys = _linears(x, weights)
         for y, t, one, scale in zip(ys, t_NR.split(ranks, 1), b, scales, strict=True):
             y.view(-1, y.shape[-1]).addmm_(t, one.t(), alpha=scale)
         ctx.save_for_backward(x, a_RK, t_NR, *weights[::2], *b)
@@ -300,10 +305,7 @@ class _ProjectedHeads(Function):  # type: ignore[misc]  # torch is not typed her
         kernels, x_ND = kernels_for(x), _flat(x)
         _, normed_ND, scale_N = kernels.norm(x_ND, None, norm, epsilon)
         shape = (*x.shape[:-1], -1, head_dim)
-        q, k, v = (
-            linear(normed_ND, weight, bias).view(shape)
-            for weight, bias in zip(weights[::2], weights[1::2], strict=True)
-        )
+        q, k, v = (one.view(shape) for one in _linears(normed_ND, weights))
         rotated, saved = _rotate(kernels, (q, k), cos, sin, (q_norm, k_norm, q_epsilon, k_epsilon))
         ctx.save_for_backward(x_ND, normed_ND, scale_N, norm, cos, sin, *weights[::2], *saved)
         return x, *rotated, v

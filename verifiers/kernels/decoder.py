@@ -10,7 +10,7 @@ transformers wrote it. Parameters and projections are the layer's own, looked up
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,9 +48,8 @@ class DecoderLayer:
     index: int
     head_dim: int
     is_silu: bool
-    epsilons: tuple[float | None, float | None]  # of its two norms, where they are RMS norms
+    epsilons: Mapping[Any, float]  # of the model's RMS norms
     head_norms: tuple[Any, Any] | None  # of queries and keys, head by head (Qwen3)
-    head_epsilons: tuple[float | None, float | None]
     rotates: bool  # False without rotary embedding, as every fourth layer of SmolLM3
     scale: float
     window: int | None
@@ -68,15 +67,14 @@ class DecoderLayer:
     @property
     def fusible_head_norms(self) -> HeadNorms | None:
         """Weights and epsilons of the head norms; None if there are none, or they must be called as modules."""
-        attention, (q_epsilon, k_epsilon) = self.layer.self_attn, self.head_epsilons
-        if self.head_norms is None or q_epsilon is None or k_epsilon is None:
+        if self.head_norms is None or not all(one in self.epsilons for one in self.head_norms):
             return None
-        q, k = self.head_norms
+        attention, (q, k) = self.layer.self_attn, self.head_norms
         if attention.q_norm is not q or attention.k_norm is not k or is_hooked(q) or is_hooked(k):
             return None
         if torch.is_autocast_enabled(q.weight.device.type):  # autocast rounds between the operations of the modules
             return None
-        return HeadNorms(q.weight, k.weight, q_epsilon, k_epsilon)
+        return HeadNorms(q.weight, k.weight, self.epsilons[q], self.epsilons[k])
 
     def angles(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Cosines and sines of this layer: of angle 0, which changes no bit, if it does not rotate."""
@@ -146,8 +144,7 @@ class CommonDecoder:
         # The probe would call hooks: a model that has any runs as it is.
         self.was_hooked = any(map(is_hooked, model.modules()))
         modules = [] if self.was_hooked else list(model.modules())
-        self.norms = fusible_norms(model)
-        self.epsilons = {id(norm): epsilon for norm, epsilon in self.norms}
+        self.epsilons = fusible_norms(model)
         found = [recognise(layer, configs, self.epsilons) for layer in modules if has_parts(layer)]
         self.layers = [one for one in found if one is not None]
         self._watched = [part for one in self.layers for part in (one.layer, one.layer.self_attn, one.layer.mlp)]
@@ -169,9 +166,9 @@ class CommonDecoder:
         return self.is_whole and not is_hooked(self.model) and not is_hooked(self.model.model)
 
     @property
-    def fused_norms(self) -> set[int]:
-        """`id`s of the norms that are fused with attention, and called as modules only if they have hooks."""
-        return {id(norm) for layer in self.layers for norm in layer.head_norms or ()}
+    def fused_norms(self) -> set[Any]:
+        """The norms that are fused with attention, and called as modules only if they have hooks."""
+        return {norm for layer in self.layers for norm in layer.head_norms or ()}
 
     @property
     def forwards(self) -> list[tuple[Any, Callable[..., Any]]]:
@@ -214,15 +211,14 @@ class CommonDecoder:
 # --- recognising ------------------------------------------------------------------------------------------------------
 
 
-def recognise(layer: Any, configs: Sequence[Any], epsilons: dict[int, float]) -> DecoderLayer | None:
+def recognise(layer: Any, configs: Sequence[Any], epsilons: Mapping[Any, float]) -> DecoderLayer | None:
     """The description of a layer, if running it by that gives the layer's own numbers."""
     attention = layer.self_attn
     weight = layer.input_layernorm.weight
-    norms = epsilons.get(id(layer.input_layernorm)), epsilons.get(id(layer.post_attention_layernorm))
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     make = partial(
-        DecoderLayer, layer, attention.layer_idx, attention.head_dim, _is_silu(layer.mlp.act_fn, weight), norms,
-        None if q_norm is None else (q_norm, k_norm), (epsilons.get(id(q_norm)), epsilons.get(id(k_norm))),
+        DecoderLayer, layer, attention.layer_idx, attention.head_dim, _is_silu(layer.mlp.act_fn, weight), epsilons,
+        None if q_norm is None else (q_norm, k_norm),
     )  # fmt: skip
     hidden, rotary = _probe_input(weight, attention.head_dim)
     try:

@@ -27,9 +27,9 @@ class HeadNorms(NamedTuple):
         )
 
 
-def fusible_norms(model: nn.Module) -> list[tuple[nn.Module, float]]:
+def fusible_norms(model: nn.Module) -> dict[nn.Module, float]:
     """The norms of a model that give the numbers of `torch.nn.functional.rms_norm`, and their epsilons."""
-    found = []
+    found = {}
     for module in model.modules():
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         weight = getattr(module, "weight", None)
@@ -43,5 +43,5 @@ def fusible_norms(model: nn.Module) -> list[tuple[nn.Module, float]]:
             theirs = module(x).float()
         within = 1e-4 if weight.dtype is torch.float32 else 2e-2
         if torch.allclose(mine, theirs, rtol=within, atol=within):
-            found.append((module, epsilon))
+            found[module] = epsilon
     return found

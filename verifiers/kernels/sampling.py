@@ -6,6 +6,7 @@ token is the inverse of the cumulative distribution at one uniform number. Nothi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import byref
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,14 @@ class SamplingColumns:
     min_p_B: Tensor
     seed_B: Tensor
     step_B: Tensor
+
+    def in_c(self) -> CSampling:
+        """Pointers to these columns, which have to be contiguous, and to outlive the call of C."""
+        given = (self.temperature_B, self.top_p_B, self.min_p_B, self.top_k_B, self.seed_B, self.step_B)
+        return CSampling(*(one.data_ptr() for one in given))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> SamplingColumns:
+        return SamplingColumns(*(change(getattr(self, name)) for name in self.__slots__))
 
 
 def uniforms(seed_B: Tensor, step_B: Tensor) -> Tensor:
@@ -99,11 +108,9 @@ def _drawn_in_c(logits_BV: Tensor, columns: SamplingColumns) -> tuple[Tensor, Te
     token_B = torch.empty(n, dtype=torch.int64)
     logprob_B, raw_B = torch.empty(2, n)
     workspace = torch.empty(decode_functions().draw_workspace(vocabulary))
-    given = (columns.temperature_B, columns.top_p_B, columns.min_p_B, columns.top_k_B, columns.seed_B, columns.step_B)
-    held = tuple(one.contiguous() for one in given)  # keeps copies alive until C has read them
-    how = CSampling(*(one.data_ptr() for one in held))
+    columns = columns.each(Tensor.contiguous)
     outputs = (one.data_ptr() for one in (token_B, logprob_B, raw_B, workspace))
-    decode_functions().draw(n, vocabulary, logits_BV.data_ptr(), byref(how), *outputs)
+    decode_functions().draw(n, vocabulary, logits_BV.data_ptr(), byref(columns.in_c()), *outputs)
     return token_B, logprob_B, raw_B
 
 
@@ -159,6 +166,5 @@ def _floor_among_likeliest(probs_BV: Tensor, columns: SamplingColumns) -> Tensor
     min_p_decides_B = columns.min_p_B * likeliest_BN[:, 0] > likeliest_BN[:, -1]
     rest_B = (is_bounded_B & ~found_B & ~min_p_decides_B).nonzero()[:, 0]
     if len(rest_B) and len(count_N) < vocabulary:
-        some = SamplingColumns(*(getattr(columns, name)[rest_B] for name in SamplingColumns.__slots__))
-        floor_B[rest_B] = _floor_by_bisection(probs_BV[rest_B], some)
+        floor_B[rest_B] = _floor_by_bisection(probs_BV[rest_B], columns.each(lambda one: one[rest_B]))
     return floor_B

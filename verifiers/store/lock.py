@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
 from contextlib import suppress
 from pathlib import Path
 
-from verifiers.files import open_to_write
-
-try:
-    import fcntl
-
-    HAS_LOCKS = True
-except ImportError:
-    HAS_LOCKS = False
+from verifiers.files import HAS_LOCKS, lock, open_to_write
 
 logger = logging.getLogger(__name__)
 
@@ -75,15 +67,13 @@ def _release(fd: int) -> None:
 
 def _lock(fd: int, folder: Path) -> None:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = lock(fd, waits=False)
     except BlockingIOError:
         holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
         raise RunInUseError(
             f"{folder} is being written by {holder}; wait for it to end, stop it, or start a new run directory"
         ) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
+    if not is_locked:
         logger.warning("%s: this file system has no locks; make sure that only one process writes there", folder)
 
 

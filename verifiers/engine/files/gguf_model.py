@@ -167,15 +167,12 @@ def _check_tensors(file: GGUF, described: Callable[[], Any]) -> None:
 
 def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters that a configuration describes, from one layer on the meta device."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    from verifiers.engine.plan import on_meta
 
     of_one_layer = copy.deepcopy(config)
     of_one_layer.num_hidden_layers = 1
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(of_one_layer)
     found = {}
-    for key, parameter in model.named_parameters():
+    for key, parameter in on_meta(of_one_layer).named_parameters():
         for layer in range(config.num_hidden_layers if ".layers.0." in key else 1):
             found[key.replace(".layers.0.", f".layers.{layer}.")] = tuple(parameter.shape)
     return found

@@ -56,10 +56,7 @@ def _q4_0(blocks: NDArray[Any]) -> Floats:
 
 
 def _q4_1(blocks: NDArray[Any]) -> Floats:
-    values = _f32(_nibbles(blocks["q"]))
-    values *= _column(blocks, "d")
-    values += _column(blocks, "m")
-    return values
+    return _column(blocks, "d") * _f32(_nibbles(blocks["q"])) + _column(blocks, "m")
 
 
 def _q5_0(blocks: NDArray[Any]) -> Floats:

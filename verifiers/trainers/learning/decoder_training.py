@@ -88,8 +88,8 @@ class LearningLayer:
 
     def _projected(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The hidden states, and their queries, keys and values."""
-        attention, norm, epsilon = self.layer.self_attn, self.layer.input_layernorm, self.known.epsilons[0]
-        linears = (attention.q_proj, attention.k_proj, attention.v_proj)
+        attention, linears, norm = self.layer.self_attn, self.known.qkv, self.layer.input_layernorm
+        epsilon = self.known.epsilons.get(norm)
         head_norms = self.known.fusible_head_norms
         must_call_norms = self.known.head_norms is not None and head_norms is None
         is_whole = not (must_call_norms or _has_hooks(norm)) and autograd.are_plain(hidden, linears)
@@ -106,7 +106,8 @@ class LearningLayer:
 
     def _fed_forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """The hidden states plus the output of attention, then plus that of the feed-forward."""
-        mlp, norm, epsilon = self.layer.mlp, self.layer.post_attention_layernorm, self.known.epsilons[1]
+        mlp, norm = self.layer.mlp, self.layer.post_attention_layernorm
+        epsilon = self.known.epsilons.get(norm)
         linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         is_whole = self.known.is_silu and not _has_hooks(norm) and autograd.are_plain(hidden, linears)
         if epsilon is not None and is_whole and all(one.bias is None for one in linears):
@@ -146,26 +147,27 @@ class DecoderTraining:
         self._is_on = False
 
     @cached_property
+    def _epsilons(self) -> dict[Any, float]:
+        return fusible_norms(self._model)
+
+    @cached_property
     def layers(self) -> list[LearningLayer]:
         """The layers of the common architecture."""
         register()
         last = self._configs[-1].num_hidden_layers - 1
-        epsilons = {id(norm): epsilon for norm, epsilon in fusible_norms(self._model)}
         found = []
         for layer in filter(has_parts, self._model.modules()):
             if any(map(is_hooked, layer.modules())):  # the probe would call it
                 continue
-            if (known := recognise(layer, self._configs, epsilons)) is not None:
+            if (known := recognise(layer, self._configs, self._epsilons)) is not None:
                 found.append(LearningLayer(known, known.index == last))
         return found
 
     @cached_property
     def _norms(self) -> list[tuple[Any, Callable[..., Any]]]:
-        fused = {id(norm) for one in self.layers for norm in one.known.head_norms or ()}
+        fused = {norm for one in self.layers for norm in one.known.head_norms or ()}
         return [
-            (one, partial(autograd.normed, one, epsilon))
-            for one, epsilon in fusible_norms(self._model)
-            if id(one) not in fused
+            (one, partial(autograd.normed, one, epsilon)) for one, epsilon in self._epsilons.items() if one not in fused
         ]
 
     @contextmanager

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verifiers.kernels.prove import max_positions
+from verifiers.engine.plan import LEFT_FREE, LOGIT_COPIES, on_meta
+from verifiers.engine.plan import WillNotFitError as WillNotFitError
+from verifiers.kernels.modules import base_model
+from verifiers.kernels.prove import max_positions, text_config
 from verifiers.trainers.memory.optimizers import OPTIMIZERS
 
-LEFT_FREE = 0.1  # of the memory, for fragmentation, libraries and other programs
 MOST_TOKENS = {"cpu": 4096, "cuda": 131072}  # of a micro-batch
 MOST_TOKENS_ELSEWHERE = 8192
 GOOD_TOKENS = 2048  # of a micro-batch: fewer do not keep a GPU busy
@@ -28,11 +30,7 @@ LOGIT_CHUNKS = 2  # in memory at once
 # The size of a chunk in `verifiers.trainers.learning.target_logprobs`.
 CHUNK_BYTES = {"cuda": 2 << 30}
 CHUNK_BYTES_ELSEWHERE = 1 << 30
-SAMPLED_LOGITS = 16  # bytes that sampling holds for each logit of a slot
-
-
-class WillNotFitError(ValueError):
-    """A training needs more memory than there is."""
+SAMPLED_LOGITS = 4 * LOGIT_COPIES  # bytes that sampling holds for each logit of a slot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,10 +53,8 @@ class ModelSize:
     def of(cls, model: Any) -> ModelSize:
         """The sizes of a module, or of the model of a configuration, which is built on the meta device."""
         if not hasattr(model, "named_modules"):
-            model = _on_meta(model)
-        config = model.config
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+            model = on_meta(model)
+        text, base = text_config(model.config), base_model(model)
         head = base.get_output_embeddings()
         linears = {
             name: (one.in_features, one.out_features)
@@ -99,15 +95,6 @@ class ModelSize:
 def _of_linear(name: str) -> str:
     """The name of the linear layer that a weight belongs to; with adapters the weight is in its base_layer."""
     return name.removesuffix(".weight").removesuffix(".base_layer") if name.endswith(".weight") else ""
-
-
-def _on_meta(config: Any) -> Any:
-    """The model of a configuration on the meta device: without weights."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
