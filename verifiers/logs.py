@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import ContextDecorator
 from typing import Any
 
 from verifiers.messages import messages_to_printable, role_of, text_of
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _HANDLER_NAME = "verifiers"
+_LOGGER = logging.getLogger("verifiers")
 
 
 def setup_logging(level: str | int = "INFO", log_format: str | None = None, date_format: str | None = None) -> None:
@@ -22,28 +23,30 @@ def setup_logging(level: str | int = "INFO", log_format: str | None = None, date
     handler.setFormatter(
         logging.Formatter(log_format or "%(asctime)s %(name)s %(levelname)s %(message)s", date_format or "%H:%M:%S")
     )
-    logger = logging.getLogger("verifiers")
-    for other in [h for h in logger.handlers if h.get_name() == _HANDLER_NAME]:
-        logger.removeHandler(other)
-    logger.addHandler(handler)
-    logger.setLevel(level.upper() if isinstance(level, str) else level)
+    for other in [h for h in _LOGGER.handlers if h.get_name() == _HANDLER_NAME]:
+        _LOGGER.removeHandler(other)
+    _LOGGER.addHandler(handler)
+    _LOGGER.setLevel(level.upper() if isinstance(level, str) else level)
 
 
-@contextmanager
-def log_level(level: str | int) -> Iterator[None]:
-    """While this lasts, the library logs what is of this level or above."""
-    logger = logging.getLogger("verifiers")
-    before = logger.level
-    logger.setLevel(level.upper() if isinstance(level, str) else level)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+class log_level(ContextDecorator):  # a function to its users: `with vf.log_level("DEBUG"):`
+    """Within the block the library logs what is of this level or above; blocks may be nested."""
+
+    def __init__(self, level: str | int) -> None:
+        self._level = level.upper() if isinstance(level, str) else level
+        self._outer: list[int] = []  # levels to go back to
+
+    def __enter__(self) -> None:
+        self._outer.append(_LOGGER.level)
+        _LOGGER.setLevel(self._level)
+
+    def __exit__(self, *_: object) -> None:
+        _LOGGER.setLevel(self._outer.pop())
 
 
-def quiet_verifiers() -> AbstractContextManager[None]:
-    """While this lasts, the library logs warnings and errors only: ``with vf.quiet_verifiers(): …``."""
-    return log_level("WARNING")
+def quiet_verifiers() -> log_level:
+    """Within the block only warnings and errors are logged: ``with vf.quiet_verifiers(): …``."""
+    return log_level(logging.WARNING)
 
 
 def printable(text: str) -> str:

@@ -7,14 +7,17 @@ from collections.abc import Iterable
 
 
 class MissingKeyError(ValueError):
-    """Variables that an environment needs are not set; ``keys`` names them."""
+    """Variables that an environment needs are not set, or are empty; ``keys`` names them, in the order asked for."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self.keys = list(keys)
-        super().__init__(f"not set in the environment: {', '.join(self.keys)}")
+        self.keys = [*keys]
+        names = ", ".join(self.keys)
+        super().__init__(
+            f"this environment needs {names}: set {'them' if len(self.keys) > 1 else 'it'} (export NAME=…)"
+        )
 
     def __reduce__(self) -> tuple[type[MissingKeyError], tuple[list[str]]]:
-        return type(self), (self.keys,)
+        return type(self), (self.keys,)  # the message is no list of keys
 
 
 def ensure_keys(keys: Iterable[str]) -> None:
@@ -22,7 +25,9 @@ def ensure_keys(keys: Iterable[str]) -> None:
 
     >>> ensure_keys(["NO_SUCH_KEY", "PATH"])
     Traceback (most recent call last):
-    verifiers.envs.keys.MissingKeyError: not set in the environment: NO_SUCH_KEY
+    verifiers.envs.keys.MissingKeyError: this environment needs NO_SUCH_KEY: set it (export NAME=…)
     """
-    if missing := [key for key in keys if not os.environ.get(key)]:
-        raise MissingKeyError(missing)
+    have = {name for name, value in os.environ.items() if value}
+    lacking = [name for name in dict.fromkeys(keys) if name not in have]
+    if lacking:
+        raise MissingKeyError(lacking)
