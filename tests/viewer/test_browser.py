@@ -47,6 +47,25 @@ def test_from_the_list_to_a_run_to_a_rollout_to_its_group_with_keys_only(page, s
     page.wait_for_selector("table.runs")
 
 
+def test_a_page_that_takes_long_says_so_and_nothing_more_once_it_was_left(page, server, folder):
+    one, two = (address_of(folder, "evals", f"arithmetic--org--{name}", "*") for name in ("one", "two"))
+    held: list[Any] = []
+    page.route("**/api/compare/**", lambda route: route.continue_() if held else held.append(route))
+    page.goto(f"{server.url}#/compare/{one}/{two}")
+    page.wait_for_selector(".compare-layout", state="attached")
+    page.wait_for_timeout(100)
+    assert page.locator("body.loading").count() == 1
+    page.goto(f"{server.url}#/run/{two}")
+    page.wait_for_selector("table.rollouts tr.row")
+    with page.expect_response("**/api/compare/*/*/example**"):  # the page that was left goes on to its end
+        held[0].continue_()
+    page.wait_for_timeout(300)
+    assert text(page, "nav.crumbs").split() == ["runs", "/", "arithmetic"]
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("article.message.user")
+
+
 def test_search_sort_filters_and_pages_are_in_the_address(page, server, folder):
     run = address_of(folder, "evals", "arithmetic--org--two", "*")
     open_page(page, server, f"#/run/{run}", "table.rollouts tr.row")

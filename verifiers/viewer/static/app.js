@@ -53,7 +53,9 @@ async function show() {
     query,
     path,
     params: {},
-    crumbs: signal.aborted ? () => {} : drawCrumbs,
+    // What a page that was left meanwhile has to say comes too late.
+    crumbs: (parts) => signal.aborted || drawCrumbs(parts),
+    keys: (keys) => signal.aborted || setKeys(keys),
     go: (hash) => (location.hash = hash),
   };
   context.update = (changes, options) => updateHash(context, changes, options);
@@ -68,7 +70,7 @@ async function show() {
     const rendering = render(context);
     // What is there is shown at once; figures come when they are counted.
     await Promise.race([rendering, firstChild(root)]);
-    if (!signal.aborted) (replace(page, root), document.body.classList.remove("loading"), window.scrollTo(0, 0));
+    if (!signal.aborted) (replace(page, root), window.scrollTo(0, 0));
     await rendering;
   } catch (error) {
     if (!signal.aborted)

@@ -5,7 +5,6 @@ import { conversationView, messagesOf } from "./conversation.js";
 import { firstDifference } from "./difference.js";
 import { h, replace } from "./dom.js";
 import { correctedFor, count, number, plural, shortNumber, signed } from "./format.js";
-import { setKeys } from "./keys.js";
 import { rolloutColumn } from "./page_group.js";
 import { overlayPage } from "./page_overlay.js";
 import { metricChoice, tablePage } from "./page_table.js";
@@ -71,7 +70,7 @@ async function pairPage(context) {
   }
 
   const step = (by) => () => (moveSelection(list, by), openSelection(list));
-  setKeys([
+  context.keys([
     ["j ArrowDown", "next example", step(1)],
     ["k ArrowUp", "previous example", step(-1)],
     [

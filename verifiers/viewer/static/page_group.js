@@ -4,7 +4,6 @@ import { ask } from "./api.js";
 import { conversationView, messagesOf } from "./conversation.js";
 import { h, replace } from "./dom.js";
 import { compact, duration, number, plural, signed } from "./format.js";
-import { setKeys } from "./keys.js";
 import { address } from "./address.js";
 import { errorCard } from "./page_rollout.js";
 import { rewardCell } from "./table.js";
@@ -58,7 +57,7 @@ export async function groupPage(context) {
     all.forEach((column, i) => column.classList.toggle("selected", i === at));
     all[at]?.scrollIntoView({ inline: "nearest", block: "nearest" });
   };
-  setKeys([
+  context.keys([
     ["l j ArrowRight", "next rollout", () => move(1)],
     ["h k ArrowLeft", "previous rollout", () => move(-1)],
     ["Enter o", "open it", () => columns.querySelector(".selected a.open")?.click()],

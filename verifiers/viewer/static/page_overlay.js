@@ -4,7 +4,6 @@ import { ask, poll } from "./api.js";
 import { chartControls, chartState, detailed, xsOf } from "./chart_controls.js";
 import { h, icon, replace } from "./dom.js";
 import { duration, number, plainJson, plural, shortNumber } from "./format.js";
-import { setKeys } from "./keys.js";
 import { LINE_STYLES, clearHover, lineChart } from "./lines.js";
 import { CHARTS, NOT_CURVES, curveOf, evaluationPoints } from "./page_training.js";
 import { card } from "./table.js";
@@ -52,7 +51,7 @@ export async function overlayPage(context, ids) {
       if (!signal.aborted) await draw();
     },
   );
-  setKeys([
+  context.keys([
     ["z", "show all of the curves", () => controls.zoom(null)],
     ["/", "filter the charts", () => filter.focus()],
     ["Escape u", "back to the runs", () => context.go("#/")],

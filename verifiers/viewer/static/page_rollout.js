@@ -5,7 +5,6 @@ import { copyText } from "./code.js";
 import { conversationView, messagesOf, renderedView, textView } from "./conversation.js";
 import { h, icon, replace } from "./dom.js";
 import { NONE, compact, count, duration, number, plainJson, shortNumber, signed } from "./format.js";
-import { setKeys } from "./keys.js";
 import { address, filtersOf } from "./address.js";
 import { card, rewardCell } from "./table.js";
 import { TOKEN_VIEWS, tokenFigures, tokensLegend } from "./tokens.js";
@@ -33,7 +32,7 @@ export async function rolloutPage(context) {
     h("div.with-side", {}, main, side(rollout, about)),
   );
   draw();
-  setKeys([
+  context.keys([
     ["j n", "next rollout", () => around.next !== null && context.go(hrefTo(around.next))],
     ["k p", "previous rollout", () => around.previous !== null && context.go(hrefTo(around.previous))],
     ["g", "its group side by side", () => context.go(groupHref)],

@@ -4,7 +4,6 @@ import { FILTERS, address, filtersOf } from "./address.js";
 import { ask, poll } from "./api.js";
 import { h, replace } from "./dom.js";
 import { dateTime, duration, percent, plural } from "./format.js";
-import { setKeys } from "./keys.js";
 import { statusChip, tagChips } from "./page_runs.js";
 import { causesCard, distributionCard, metricsCard, rolloutToolbar, runTiles } from "./run_cards.js";
 import { PAGE, moveSelection, notices, openSelection, pager, progressBar, rolloutTable } from "./table.js";
@@ -139,7 +138,7 @@ export async function runPage(context) {
     const start = Number(context.query.start ?? 0) + by * PAGE;
     if (start >= 0 && start < shown.total) change({ start: start ? String(start) : null });
   };
-  setKeys([
+  context.keys([
     ["j ArrowDown", "next rollout", () => moveSelection(table, 1)],
     ["k ArrowUp", "previous rollout", () => moveSelection(table, -1)],
     ["Enter o", "open it", () => openSelection(table)],

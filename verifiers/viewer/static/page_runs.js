@@ -4,7 +4,6 @@ import { ask, poll } from "./api.js";
 import { sparkline } from "./charts.js";
 import { h, icon, replace } from "./dom.js";
 import { ago, between, count, dateTime, duration, number, percent, plural, shortNumber } from "./format.js";
-import { setKeys } from "./keys.js";
 import { address } from "./address.js";
 import { moveSelection, openSelection } from "./table.js";
 
@@ -91,7 +90,7 @@ export async function runsPage(context) {
       draw();
     },
   );
-  setKeys([
+  context.keys([
     ["j ArrowDown", "next run", () => moveSelection(body, 1)],
     ["k ArrowUp", "previous run", () => moveSelection(body, -1)],
     ["Enter o", "open the run", () => openSelection(body)],

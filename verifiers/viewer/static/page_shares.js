@@ -3,7 +3,6 @@
 import { ask } from "./api.js";
 import { h, replace } from "./dom.js";
 import { NONE, number, percent, shortNumber, signed } from "./format.js";
-import { setKeys } from "./keys.js";
 import { LINE_STYLES, clearHover, lineChart } from "./lines.js";
 import { runHead } from "./page_run.js";
 import { card } from "./table.js";
@@ -35,7 +34,7 @@ export async function sharesPage(context) {
           "This run does not say what its reward functions weigh: it was made before that was recorded, or each row has weights of its own.",
         ),
   );
-  setKeys([["Escape u", "back to the run", () => context.go(`#/run/${params.run}`)]]);
+  context.keys([["Escape u", "back to the run", () => context.go(`#/run/${params.run}`)]]);
 }
 
 // What the weighted functions do not explain: a reward of its own, or rollouts that lack a function.

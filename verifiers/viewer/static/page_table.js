@@ -4,7 +4,6 @@ import { ask } from "./api.js";
 import { whisker } from "./charts.js";
 import { h, replace } from "./dom.js";
 import { between, correctedFor, count, number, plural, signed } from "./format.js";
-import { setKeys } from "./keys.js";
 import { aggregatesTable } from "./run_cards.js";
 import { card } from "./table.js";
 
@@ -35,7 +34,7 @@ export async function tablePage(context, ids) {
     replace(root, manyHead(found, context, draw), card(null, manyTable(found, ids)), metricsTable(found), aggregates(found));
   }
 
-  setKeys([["Escape u", "back to the runs", () => context.go("#/")]]);
+  context.keys([["Escape u", "back to the runs", () => context.go("#/")]]);
 }
 
 function manyHead(found, context, draw) {

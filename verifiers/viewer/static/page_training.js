@@ -5,7 +5,6 @@ import { chartControls, chartState, detailed, stepAt, xOfStep, xsOf } from "./ch
 import { histogramChart } from "./charts.js";
 import { h, icon, replace } from "./dom.js";
 import { compact, count, duration, number, percent, plural, shortNumber } from "./format.js";
-import { setKeys } from "./keys.js";
 import { address } from "./address.js";
 import { LINE_STYLES, clearHover, lineChart, smoothed } from "./lines.js";
 import { runHead } from "./page_run.js";
@@ -118,7 +117,7 @@ export async function trainingPage(context) {
       await samples.refresh(about);
     },
   );
-  setKeys([
+  context.keys([
     ["j ArrowDown", "next sample", () => moveSelection(samples.node, 1)],
     ["k ArrowUp", "previous sample", () => moveSelection(samples.node, -1)],
     ["Enter o", "open it", () => openSelection(samples.node)],
