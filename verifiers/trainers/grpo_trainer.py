@@ -348,18 +348,7 @@ class GRPOTrainer(Trainer):
     def update(self) -> PolicyUpdate:
         """The update of the policy; made at the first step."""
         if self._update is None:
-            self._update = PolicyUpdate(
-                self.accelerator.unwrap_model(self.model),
-                self.weights,
-                self.config,
-                self.memory,
-                lock=sampler.weights_lock(self.client),
-                pad_id=self.tokenizer.pad_token_id,
-                max_new_tokens=sampling.max_new_tokens(self.config, self.env),
-                processes=self.accelerator,
-                loss=self._own_loss,
-                after_step=lambda: self._name_weights(self.step + 1),
-            )
+            self._update = PolicyUpdate(self)
         return self._update
 
     def _name_weights(self, version: int) -> None:
@@ -395,5 +384,5 @@ class GRPOTrainer(Trainer):
                 yield report
             except RunInterruptedError:  # Ctrl-C while sampling: the weights are those after the last update
                 if not self.weights.is_sharded:  # sharded weights are saved by all processes together
-                    report.checkpoint(self, cursor=self.cursor)
+                    report.checkpoint(self)
                 raise

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from verifiers.engine.fair_lock import steady
-from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.distributed.processes import all_gather, shortfall
 from verifiers.trainers.learning.micro_batches import MicroBatch, TrainSample, check_tokens, idle_batch, micro_batches
 from verifiers.trainers.learning.target_logprobs import Scored
 from verifiers.trainers.learning.update_figures import UpdateFigures, combined
 from verifiers.trainers.losses import MAX_LOG_RATIO, Loss, TokenLosses, sampler_correction, token_weights
-from verifiers.trainers.memory.plan import MemoryPlan
 from verifiers.trainers.reference import Reference
-from verifiers.trainers.weights import Weights
+from verifiers.trainers.sampler import weights_lock
+from verifiers.trainers.sampling import max_new_tokens
+
+if TYPE_CHECKING:
+    from verifiers.trainers.grpo_trainer import GRPOTrainer
 
 logger = logging.getLogger("verifiers.trainers")
 
@@ -29,25 +31,16 @@ logger = logging.getLogger("verifiers.trainers")
 class PolicyUpdate:
     """Trains a policy on a batch: ``num_iterations`` passes over its micro-batches, each with one optimizer step."""
 
-    def __init__(
-        self,
-        model: Any,
-        weights: Weights,
-        config: GRPOConfig,
-        memory: MemoryPlan,
-        *,
-        lock: AbstractContextManager[Any],
-        pad_id: int,
-        max_new_tokens: int,
-        processes: Any,
-        loss: Callable[..., Any] | None,
-        after_step: Callable[[], None],
-    ) -> None:
-        self.model, self.weights, self.config = model, weights, config
-        self.loss = Loss(config.objective, loss)
-        with lock:  # both run the model, which may be sampling ahead
-            self.scorer = weights.scorer()
-            self.reference = Reference(model) if config.kl_coef > 0 else None
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self._trainer, self.weights, self.config = trainer, trainer.weights, trainer.config
+        self._processes, self._pad_id = trainer.accelerator, trainer.tokenizer.pad_token_id
+        self.model = trainer.accelerator.unwrap_model(trainer.model)
+        self.loss = Loss(self.config.objective, trainer._own_loss)
+        self._max_new_tokens = max_new_tokens(self.config, trainer.env)
+        self._lock = weights_lock(trainer.client)
+        with self._lock:  # both run the model, which may be sampling ahead
+            self.scorer = self.weights.scorer()
+            self.reference = Reference(self.model) if self.config.kl_coef > 0 else None
             others = [] if self.reference is None else [self.reference.scorer.layouts]
             self._limits = self.scorer.layouts.limits(*others)
         if (bounds := self._limits["rope_bounds"]) and self.loss.objective.has_sequence_ratios:
@@ -56,10 +49,8 @@ class PolicyUpdate:
                 "from in two parts, and each has a ratio of its own",
                 bounds[0],
             )
-        self._lock, self._pad_id, self._processes = lock, pad_id, processes
-        self._max_new_tokens, self._after_step = max_new_tokens, after_step
         self._has_checked_logprobs = False
-        self._micro_batch_tokens, self._recomputes = memory.micro_batch_tokens, memory.gradient_checkpointing
+        self._recomputes = trainer.memory.gradient_checkpointing
         # Of each micro-batch: the rollouts of its sequences, and of each token its sequence and its ratio.
         self._last_pass: list[tuple[list[int | None], Tensor, Tensor]] = []
 
@@ -67,7 +58,8 @@ class PolicyUpdate:
         """Update the policy; returns loss, kl, clip_fraction, ratios, grad_norm."""
         config, device = self.config, self.weights.device
         trained, tokens = self._weighted(sequences)
-        made = micro_batches(trained, max_tokens=self._micro_batch_tokens, pad_id=self._pad_id, **self._limits)
+        most = self._trainer.memory.micro_batch_tokens
+        made = micro_batches(trained, max_tokens=most, pad_id=self._pad_id, **self._limits)
         batches = [_Prepared(check_tokens(batch, self.model.config), device) for batch in made]
         if self.weights.is_sharded:
             idle = shortfall(self._processes, len(batches))
@@ -92,7 +84,7 @@ class PolicyUpdate:
                 self.weights.collect()
                 with self._lock:
                     figures.grad_norm = self.weights.step(learning_rate)
-                    self._after_step()  # before anything is sampled from the new weights
+                    self._trainer._name_weights(self._trainer.step + 1)  # before anything is sampled from them
         return combined(all_gather(self._processes, figures.read()))
 
     def ratios_of(self, rollouts: int) -> dict[int, list[float]]:
