@@ -332,7 +332,10 @@ class GRPOTrainer(Trainer):
         (``is_disjoint``) the seed is the same in all: a single process, with all the rows, samples the same."""
         process = 0 if is_disjoint else self.accelerator.process_index
         seed = sampler.seed_of(self.config.seed, process, self.step, what)
-        sampler.start_sampling(self.client, seed, count if self.config.max_concurrent < 0 else 0)
+        if isinstance(self.client, sampler.Sampler):
+            engine = self.client.engine
+            engine.reseed(seed)
+            engine.gather(min(count, engine.rows) if self.config.max_concurrent < 0 else 0)
 
     def sequences(self, batch: Batch) -> list[TrainSample]:
         """The token sequences of a batch's rollouts with their advantages (see `trained_sequences`)."""
@@ -352,8 +355,9 @@ class GRPOTrainer(Trainer):
         return self._update
 
     def _name_weights(self, version: int) -> None:
-        if self.offline is None:
-            sampler.name_weights(self.client, version)
+        """Tokens that are sampled from now on are of this version of the weights."""
+        if self.offline is None and isinstance(self.client, sampler.Sampler):
+            self.client.engine.name_weights(version)
 
     @property
     def reference(self) -> Reference | None:

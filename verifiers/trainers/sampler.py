@@ -152,19 +152,6 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 2
 
 
-def start_sampling(client: Any, seed: int, count: int) -> None:
-    """Seed the engine; it waits for ``count`` requests (0: for none) to start them together."""
-    if isinstance(client, Sampler):
-        client.engine.reseed(seed)
-        client.engine.gather(min(count, client.engine.rows))
-
-
-def name_weights(client: Any, version: int) -> None:
-    """Tokens that are sampled from now on are of this version of the weights."""
-    if isinstance(client, Sampler):
-        client.engine.name_weights(version)
-
-
 def weights_lock(client: Any) -> AbstractContextManager[Any]:
     """The lock to hold while the weights are changed, or read in another thread than the trainer's."""
     if isinstance(client, Samplers):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from verifiers.engine.fair_lock import steady
-from verifiers.trainers.distributed.processes import all_gather, shortfall
-from verifiers.trainers.learning.micro_batches import MicroBatch, TrainSample, check_tokens, idle_batch, micro_batches
+from verifiers.trainers.distributed.processes import all_gather
+from verifiers.trainers.learning.micro_batches import MicroBatch, TrainSample
 from verifiers.trainers.learning.target_logprobs import Scored
 from verifiers.trainers.learning.update_figures import UpdateFigures, combined
 from verifiers.trainers.losses import MAX_LOG_RATIO, Loss, TokenLosses, sampler_correction, token_weights
@@ -33,14 +33,14 @@ class PolicyUpdate:
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer, self.weights, self.config = trainer, trainer.weights, trainer.config
-        self._processes, self._pad_id = trainer.accelerator, trainer.tokenizer.pad_token_id
-        self.model = trainer.accelerator.unwrap_model(trainer.model)
+        self._processes = trainer.accelerator
         self.loss = Loss(self.config.objective, trainer._own_loss)
         self._max_new_tokens = max_new_tokens(self.config, trainer.env)
         self._lock = weights_lock(trainer.client)
         with self._lock:  # both run the model, which may be sampling ahead
             self.scorer = self.weights.scorer()
-            self.reference = Reference(self.model) if self.config.kl_coef > 0 else None
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            self.reference = Reference(model) if self.config.kl_coef > 0 else None
             others = [] if self.reference is None else [self.reference.scorer.layouts]
             self._limits = self.scorer.layouts.limits(*others)
         if (bounds := self._limits["rope_bounds"]) and self.loss.objective.has_sequence_ratios:
@@ -56,14 +56,11 @@ class PolicyUpdate:
 
     def run(self, sequences: Sequence[TrainSample], learning_rate: float) -> dict[str, Any]:
         """Update the policy; returns loss, kl, clip_fraction, ratios, grad_norm."""
-        config, device = self.config, self.weights.device
+        config, pad_id = self.config, self._trainer.tokenizer.pad_token_id
         trained, tokens = self._weighted(sequences)
         most = self._trainer.memory.micro_batch_tokens
-        made = micro_batches(trained, max_tokens=most, pad_id=self._pad_id, **self._limits)
-        batches = [_Prepared(check_tokens(batch, self.model.config), device) for batch in made]
-        if self.weights.is_sharded:
-            idle = shortfall(self._processes, len(batches))
-            batches += [_Prepared(idle_batch(self._pad_id), device, is_idle=True) for _ in range(idle)]
+        made = self.weights.micro_batches(trained, pad_id, max_tokens=most, **self._limits)
+        batches = [_Prepared(batch, self.weights.device) for batch in made]
         figures = UpdateFigures()
         with self._lock:
             self.weights.refresh()
@@ -75,7 +72,7 @@ class PolicyUpdate:
                 self._last_pass = []
                 for i, batch in enumerate(batches, 1):
                     losses, loss, entropy_N = self._accumulate(batch, tokens, is_last=i == len(batches))
-                    if batch.is_idle:
+                    if batch.batch.is_idle:
                         continue
                     figures.add(loss, losses, entropy_N, is_first=iteration == 0)
                     if not self._limits["rope_bounds"]:  # there a rollout is split into several sequences
@@ -118,7 +115,7 @@ class PolicyUpdate:
         """Note which tokens are in the ``top_entropy_quantile`` of highest entropy of the step, and count them."""
         with torch.no_grad(), self._lock:
             found = [self.scorer.score(one.batch, with_entropy=True).entropy_N for one in batches]
-        found = [None if one.is_idle else entropy_N for one, entropy_N in zip(batches, found, strict=True)]
+        found = [None if one.batch.is_idle else entropy_N for one, entropy_N in zip(batches, found, strict=True)]
         measured = all_gather(self._processes, [value for one in found if one is not None for value in one.tolist()])
         everyone = [value for part in measured for value in part]
         share = 1.0 - self.config.top_entropy_quantile
@@ -135,7 +132,7 @@ class PolicyUpdate:
             with self._lock:
                 losses, scored = self._forward(prepared)
                 loss = (losses.loss_T * prepared.batch.weight_N).sum()
-                if self.config.entropy_coef and scored.entropy_N is not None and not prepared.is_idle:
+                if self.config.entropy_coef and scored.entropy_N is not None and not prepared.batch.is_idle:
                     bonus = prepared.masked(scored.entropy_N).sum() / max(tokens, 1)
                     loss = loss - self.config.entropy_coef * bonus
                 recomputes = self._recomputes or scored.recomputes
@@ -192,8 +189,7 @@ class PolicyUpdate:
 class _Prepared:
     """A micro-batch on the device, and what is computed of its tokens once, in the first pass."""
 
-    def __init__(self, batch: MicroBatch, device: torch.device, *, is_idle: bool = False) -> None:
-        self.is_idle = is_idle
+    def __init__(self, batch: MicroBatch, device: torch.device) -> None:
         is_known = not bool(batch.old_N.isnan().any())
         self.batch = batch.to(device)
         self.old_N: Tensor | None = self.batch.old_N if is_known else None  # None: computed in the first pass

@@ -65,6 +65,10 @@ class MicroBatch:
     distributions: tuple[Distribution, ...] = (PLAIN,)
     drawn_from_N: Tensor | None = None
 
+    @property
+    def is_idle(self) -> bool:
+        return not self.members
+
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {one.name: value for one in fields(self) if isinstance(value := getattr(self, one.name), Tensor)}
         if self.packing is None:
@@ -276,7 +280,7 @@ def idle_batch(pad_id: int) -> MicroBatch:
     """A micro-batch of weight 0, for a process that has fewer than others: passes of a sharded model are collective."""
     sequence = fully_trained([pad_id], [pad_id])._replace(advantage=0.0, weight=0.0)
     (made,) = micro_batches([sequence], max_tokens=ANY_LENGTH)
-    return made
+    return replace(made, members=())
 
 
 def fully_trained(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> TrainSample:
