@@ -18,16 +18,17 @@ from verifiers.trainers.sampler import Sampler
 class RemoteWeights:
     """Transfers weights to a model that is served elsewhere: rank 0 sends them, the other processes wait.
 
-    ``version`` counts the updates of the weights that arrived last.
+    ``servers`` are `Samplers`, or what has their ``start``, ``send``, ``version`` and ``close``. ``version`` counts the
+    updates of the weights that arrived last.
     """
 
-    def __init__(self, servers: Samplers | _Folder, model: Any, tokenizer: Any) -> None:
+    def __init__(self, servers: Any, model: Any, tokenizer: Any) -> None:
         self._servers, self._model, self._tokenizer = servers, model, tokenizer
         self.close = servers.close
 
     @property
     def version(self) -> int:
-        return self._servers.version
+        return int(self._servers.version)
 
     def begin(self, processes: Any, version: int) -> None:
         """Send the first weights, or those of a resumed training."""

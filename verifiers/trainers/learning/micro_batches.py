@@ -82,7 +82,7 @@ class _Tokens(NamedTuple):
     """A sequence as arrays: its prefix, all but the last token of its prompt, which it may share with others; and its
     suffix, up to the last position (``at``) that predicts a trained token (``target``)."""
 
-    index: int  # among the sequences given
+    member: int  # its index among the sequences given
     prefix: int  # its number: equal prefixes have the same
     prefix_ids: np.ndarray
     ids: np.ndarray  # of the suffix
@@ -103,7 +103,7 @@ def _tokens_of(sequences: Sequence[TrainSample]) -> tuple[list[_Tokens], tuple[D
     found: list[_Tokens] = []
     prefixes: dict[tuple[int, ...], tuple[int, np.ndarray]] = {}
     known: dict[Distribution, int] = {}
-    for index, one in enumerate(sequences):
+    for member, one in enumerate(sequences):
         sample, has_prompt = one.sample, bool(one.sample.prompt_ids)
         trained = np.flatnonzero(sample.completion_mask)
         if not has_prompt:  # nothing predicts the first token
@@ -123,7 +123,7 @@ def _tokens_of(sequences: Sequence[TrainSample]) -> tuple[list[_Tokens], tuple[D
         ids = np.concatenate((np.array(sample.prompt_ids[-1:], np.int64), completion))[: at[-1] + 1]
         found.append(
             _Tokens(
-                index=index,
+                member=member,
                 prefix=number,
                 prefix_ids=prefix_ids,
                 ids=ids,
@@ -170,7 +170,8 @@ def micro_batches(
     if not tokens:
         return
     ordered, end = _padded_order(tokens, longest_batched)
-    cuts, make = balanced(len(tokens), end, max_tokens), partial(_padded, pad_id=pad_id)
+    make: Callable[..., MicroBatch] = partial(_padded, pad_id=pad_id)
+    cuts = balanced(len(tokens), end, max_tokens)
     if ordered[0].length <= longest_packed:
         prefixes = {one.prefix: len(one.prefix_ids) for one in tokens}
         packed_tokens = sum(len(one.ids) for one in tokens) + sum(prefixes.values())
@@ -343,7 +344,7 @@ def _micro_batch(
         old_N=joined(one.old for one in members),
         advantage_N=joined(one.advantage for one in members),
         weight_N=torch.from_numpy(np.repeat(np.array([one.weight for one in members], np.float32), counts)),
-        members=tuple(one.index for one in members),
+        members=tuple(one.member for one in members),
         packing=packing,
         distributions=distributions,
         drawn_from_N=joined(one.drawn_from for one in members) if len(distributions) > 1 else None,
