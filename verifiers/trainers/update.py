@@ -86,18 +86,13 @@ class PolicyUpdate:
 
     def ratios_of(self, rollouts: int) -> dict[int, list[float]]:
         """The ratio of each trained token of the first rollouts of a batch, in the last pass over it."""
-        # By rollout, then by sequence: (micro-batch, index in it).
-        found: dict[int, dict[tuple[int, int], list[float]]] = {}
-        for part, (owners, sequence_N, ratio_N) in enumerate(self._last_pass):
-            wanted = [i for i, owner in enumerate(owners) if owner is not None and owner < rollouts]
-            if not wanted:
-                continue
-            is_wanted_N = torch.isin(sequence_N, torch.tensor(wanted, device=sequence_N.device))
-            pairs = zip(sequence_N[is_wanted_N].tolist(), ratio_N[is_wanted_N].tolist(), strict=True)
-            for sequence, ratio in pairs:
-                found.setdefault(owners[sequence], {}).setdefault((part, sequence), []).append(ratio)
+        found: dict[int, list[Tensor]] = {}
+        for owners, sequence_N, ratio_N in self._last_pass:
+            for owner, ratios in zip(owners, ratio_N.split(sequence_N.bincount().tolist()), strict=True):
+                if owner is not None and owner < rollouts:
+                    found.setdefault(owner, []).append(ratios)
         # The order of tokens is known only where a rollout is one sequence.
-        return {owner: next(iter(parts.values())) for owner, parts in found.items() if len(parts) == 1}
+        return {owner: parts[0].tolist() for owner, parts in found.items() if len(parts) == 1}
 
     def _weighted(self, sequences: Sequence[TrainSample]) -> tuple[list[TrainSample], int]:
         """The sequences that have a gradient, with the weight of their tokens; and the tokens of all processes."""

@@ -263,7 +263,8 @@ def first_layers(model: Any) -> Any:
     if len(lists) != 1:
         return copy.deepcopy(model)
     (layers,), types = lists, getattr(text, "layer_types", None)
-    kinds = [_kind(layer, types[i] if types else None) for i, layer in enumerate(layers)]
+    shapes = [tuple((key, one.shape) for key, one in layer.named_parameters()) for layer in layers]
+    kinds = [(type(layer), types[i] if types else None, shapes[i]) for i, layer in enumerate(layers)]
     count = 1 + max(kinds.index(kind) for kind in set(kinds))
     all_layers = layers._modules
     layers._modules = dict(list(all_layers.items())[:count])  # for the time of the copy
@@ -276,10 +277,6 @@ def first_layers(model: Any) -> Any:
     if types:
         config.layer_types = list(types[:count])
     return first
-
-
-def _kind(layer: Any, name: str | None) -> tuple[Any, ...]:
-    return type(layer), name, tuple((key, tuple(one.shape)) for key, one in layer.named_parameters())
 
 
 def _fully_sharded(model: Any, mesh: Any, dtype: torch.dtype) -> Root:
