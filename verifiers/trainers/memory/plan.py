@@ -55,7 +55,7 @@ class ModelSize:
     def of(cls, model: Any) -> ModelSize:
         """The sizes of a module, or of the model of a configuration, which is built on the meta device."""
         if not hasattr(model, "named_modules"):
-            model = _on_meta(model)
+            model = on_meta(model)
         config = model.config
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -101,7 +101,7 @@ def _of_linear(name: str) -> str:
     return name.removesuffix(".weight").removesuffix(".base_layer") if name.endswith(".weight") else ""
 
 
-def _on_meta(config: Any) -> Any:
+def on_meta(config: Any) -> Any:
     """The model of a configuration on the meta device: without weights."""
     import torch
     from transformers import AutoModelForCausalLM
