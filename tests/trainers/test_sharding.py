@@ -187,9 +187,9 @@ def test_the_first_layers_of_a_model_prove_what_all_of_them_do(family):
     if family.endswith("adapters"):
         model = setup.with_adapters(model, vf.lora_defaults(r=2))
     cut = first_layers(model)
-    found, wanted = (TokenScorer(one, may_fuse=False).proven for one in (cut, model))
+    found, wanted = (TokenScorer(one, may_fuse=False).layouts for one in (cut, model))
     assert found == wanted
-    assert found.layouts.longest_batched
+    assert found.longest_batched
     assert cut.config.num_hidden_layers <= model.config.num_hidden_layers
     if family.startswith("Llama"):
         assert cut.config.num_hidden_layers == 1 < model.config.num_hidden_layers

@@ -239,5 +239,5 @@ class Stopping(AbstractContextManager["Stopping"]):
         asked = [one for one in all_gather(trainer.accelerator, getattr(self.asked, "signum", None)) if one is not None]
         if asked:  # in any process: they stop after the same step
             self.asked = self.asked or Interrupted(signum=asked[0])
-            trainer.report.checkpoint(trainer, cursor=trainer.cursor)
+            trainer.report.checkpoint(trainer)
             trainer.should_stop = True

@@ -8,7 +8,7 @@ each group, or once for the whole batch if it asks for ``groups``. `GRPOTrainer(
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from verifiers.rubrics.signature import name_of
@@ -46,7 +46,7 @@ def grpo(rewards: Sequence[float]) -> list[float]:
     [1.0, -1.0]
     """
     found = centered(rewards)
-    std = _std(rewards)
+    std = population_std(rewards)
     return [one / std for one in found] if any(found) else found
 
 
@@ -58,7 +58,7 @@ def grpo_batch(rewards: Sequence[float], groups: Sequence[int], gather: Gather) 
     """
     everyone = gather(list(rewards))
     found = _by_group(centered, groups, rewards)
-    std = _std(everyone)
+    std = population_std(everyone)
     return [one / std for one in found] if any(centered(everyone)) else found
 
 
@@ -179,10 +179,9 @@ class Estimator:
             )
         is_whole = "groups" in self._call.wanted
         found: list[Advantage] = [None] * len(rewards)
-        members = [scored] if is_whole else _members(scored, groups)
         if not scored and "gather" not in self._call.wanted:  # a collective must be called in every process
             return found
-        for indices in members:
+        for indices in [scored] if is_whole else members(scored, groups):
             mine = [rewards[i] for i in indices]
             what = f"{len(mine)} rollouts of a {'batch' if is_whole else 'group'}"
             values = self._call(
@@ -249,18 +248,15 @@ def flat_groups(rewards: Sequence[float | None], groups: Sequence[int]) -> set[i
     >>> flat_groups([1.0, 1.0, 0.0, 1.0, None, 1.0], [0, 0, 1, 1, 2, 2])
     {0, 2}
     """
-    values: dict[int, list[float]] = {group: [] for group in groups}
-    for reward, group in zip(rewards, groups, strict=True):
-        if reward is not None:
-            values[group].append(reward)
-    return {group for group, found in values.items() if not any(centered(found))}
+    scored = {i: reward for i, reward in enumerate(rewards) if reward is not None}
+    varied = {groups[one[0]] for one in members(scored, groups) if any(centered([scored[i] for i in one]))}
+    return set(groups) - varied
 
 
 # --- arithmetic ---------------------------------------------------------------------------------------------------
 
 
-def _std(values: Sequence[float]) -> float:
-    """The population standard deviation."""
+def population_std(values: Sequence[float]) -> float:
     n = max(len(values), 1)
     mean = math.fsum(values) / n
     return math.sqrt(math.fsum((one - mean) ** 2 for one in values) / n)
@@ -271,7 +267,7 @@ def _normalised(values: list[float], gather: Gather) -> list[float]:
     everyone = gather(values)
     if not any(centered(everyone)):
         return [0.0] * len(values)
-    mean, std = math.fsum(everyone) / len(everyone), _std(everyone)
+    mean, std = math.fsum(everyone) / len(everyone), population_std(everyone)
     return [(one - mean) / std for one in values]
 
 
@@ -279,18 +275,18 @@ def _by_group(
     function: Callable[[list[float]], list[float]], groups: Sequence[int], values: Sequence[float]
 ) -> list[float]:
     found = [0.0] * len(values)
-    for indices in _members(range(len(values)), groups):
+    for indices in members(range(len(values)), groups):
         for i, one in zip(indices, function([values[i] for i in indices]), strict=True):
             found[i] = one
     return found
 
 
-def _members(indices: Sequence[int], groups: Sequence[int]) -> list[list[int]]:
+def members(indices: Iterable[int], groups: Sequence[int]) -> list[list[int]]:
     """The indices of each group's rollouts, groups in the order in which they first appear."""
-    members: dict[int, list[int]] = {}
+    found: dict[int, list[int]] = {}
     for i in indices:
-        members.setdefault(groups[i], []).append(i)
-    return list(members.values())
+        found.setdefault(groups[i], []).append(i)
+    return list(found.values())
 
 
 def _plain(value: Any) -> Advantage:

@@ -146,19 +146,16 @@ class Batch(dict[str, list[Any]]):
     def rewarded(self, given: Any) -> Batch:
         """The batch with the rewards of an own `compute_rewards`; rollouts without one (None, NaN) are ``failed``."""
         states = [reply.state for reply in self["completions"]]
-        rewards = _rewards_of(given, len(states))
-        is_scored = [
-            state.get("error") is None and math.isfinite(reward) for state, reward in zip(states, rewards, strict=True)
-        ]
-        kept = self.keep([i for i, is_kept in enumerate(is_scored) if is_kept])
-        kept["rewards"] = [reward for reward, is_kept in zip(rewards, is_scored, strict=True) if is_kept]
-        for reply, reward in zip(kept["completions"], kept["rewards"], strict=True):
-            reply.state["reward"] = reward  # saved with the reward that it is trained on
-        unscored = [state for state, is_kept in zip(states, is_scored, strict=True) if not is_kept]
-        for state in unscored:
-            if state.get("error") is None:
+        for state, reward in zip(states, _rewards_of(given, len(states)), strict=True):
+            if state.get("error") is not None:
+                continue
+            if math.isfinite(reward):
+                state["reward"] = reward  # saved with the reward that it is trained on
+            else:
                 state["error"] = GraderError("compute_rewards gave a reward that is not finite")
-        return Batch(kept, failed=self.failed + unscored, cursor=self.cursor)
+        scored = Batch.of_states(states, self["groups"], cursor=self.cursor)
+        scored.failed = self.failed + scored.failed
+        return scored
 
 
 def _rewards_of(given: Any, n: int) -> list[float]:

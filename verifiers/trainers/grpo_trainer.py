@@ -332,7 +332,10 @@ class GRPOTrainer(Trainer):
         (``is_disjoint``) the seed is the same in all: a single process, with all the rows, samples the same."""
         process = 0 if is_disjoint else self.accelerator.process_index
         seed = sampler.seed_of(self.config.seed, process, self.step, what)
-        sampler.start_sampling(self.client, seed, count if self.config.max_concurrent < 0 else 0)
+        if isinstance(self.client, sampler.Sampler):
+            engine = self.client.engine
+            engine.reseed(seed)
+            engine.gather(min(count, engine.rows) if self.config.max_concurrent < 0 else 0)
 
     def sequences(self, batch: Batch) -> list[TrainSample]:
         """The token sequences of a batch's rollouts with their advantages (see `trained_sequences`)."""
@@ -348,23 +351,13 @@ class GRPOTrainer(Trainer):
     def update(self) -> PolicyUpdate:
         """The update of the policy; made at the first step."""
         if self._update is None:
-            self._update = PolicyUpdate(
-                self.unwrapped_model,
-                self.weights,
-                self.config,
-                self.memory,
-                lock=sampler.weights_lock(self.client),
-                pad_id=self.tokenizer.pad_token_id,
-                max_new_tokens=sampling.max_new_tokens(self.config, self.env),
-                processes=self.accelerator,
-                loss=self._own_loss,
-                after_step=lambda: self._name_weights(self.step + 1),
-            )
+            self._update = PolicyUpdate(self)
         return self._update
 
     def _name_weights(self, version: int) -> None:
-        if self.offline is None:
-            sampler.name_weights(self.client, version)
+        """Tokens that are sampled from now on are of this version of the weights."""
+        if self.offline is None and isinstance(self.client, sampler.Sampler):
+            self.client.engine.name_weights(version)
 
     @property
     def reference(self) -> Reference | None:
@@ -395,5 +388,5 @@ class GRPOTrainer(Trainer):
                 yield report
             except RunInterruptedError:  # Ctrl-C while sampling: the weights are those after the last update
                 if not self.weights.is_sharded:  # sharded weights are saved by all processes together
-                    report.checkpoint(self, cursor=self.cursor)
+                    report.checkpoint(self)
                 raise

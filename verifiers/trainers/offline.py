@@ -9,6 +9,7 @@ from typing import Any
 
 from verifiers.results import Results
 from verifiers.store import read_records
+from verifiers.trainers.advantages import members
 from verifiers.trainers.batch import Batch, Reply, completion_text, group_equal
 from verifiers.types import State
 
@@ -29,10 +30,8 @@ class Offline:
         for i, row in enumerate(self._rows):
             _check_row(i, row)
         self._kept = [name for name in _OF_A_STATE if any(name in row for row in self._rows)]
-        members: dict[int, list[int]] = {}
-        for i, group in enumerate(group_equal([row["prompt"] for row in self._rows])):
-            members.setdefault(group, []).append(i)
-        self.groups = [group for group in members.values() if len(group) > 1]
+        prompts = group_equal([row["prompt"] for row in self._rows])
+        self.groups = [group for group in members(range(len(prompts)), prompts) if len(group) > 1]
         if not self.groups:
             raise ValueError(
                 "no prompt in this data set has two completions: a group-relative method compares completions of the "

@@ -178,12 +178,13 @@ def read_distribution(record: Mapping[str, Any], where: str = "a reply") -> Dist
                 f"{where} was sampled with {name}={args[name]!r}: the update cannot compute what that draws from; "
                 "leave it out of what is trained on"
             )
+    bias: Mapping[Any, Any] = args.get("logit_bias") or {}
     found = Distribution(
         temperature=float(args.get("temperature", 1.0)),
         top_p=float(args.get("top_p", 1.0)),
         top_k=max(int(args.get("top_k", 0)), 0),
         min_p=float(args.get("min_p", 0.0)),
-        logit_bias=_bias(args.get("logit_bias") or {}),
+        logit_bias=tuple(sorted((int(token), float(value)) for token, value in bias.items() if value)),
         is_requested=is_requested,
     )
     if not (math.isfinite(found.temperature) and found.temperature > 0):
@@ -197,10 +198,6 @@ def read_distribution(record: Mapping[str, Any], where: str = "a reply") -> Dist
             "combines them: train with one of them, or sample in this process"
         )
     return found
-
-
-def _bias(bias: Mapping[Any, Any]) -> tuple[tuple[int, float], ...]:
-    return tuple(sorted((int(token), float(value)) for token, value in bias.items() if value))
 
 
 def check(args: Mapping[str, Any], where: str) -> None:

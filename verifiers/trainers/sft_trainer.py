@@ -14,7 +14,7 @@ from verifiers.trainers import setup
 from verifiers.trainers.config import SFTConfig
 from verifiers.trainers.distributed import processes
 from verifiers.trainers.learning.logprobs import TokenScorer
-from verifiers.trainers.learning.micro_batches import TrainSample, check_tokens, idle_batch, micro_batches
+from verifiers.trainers.learning.micro_batches import TrainSample
 from verifiers.trainers.sft_rows import SFTSamples, read_samples
 from verifiers.trainers.threads import sensible_threads
 from verifiers.trainers.trainer import Trainer
@@ -132,17 +132,9 @@ class SFTTrainer(Trainer):
         """The summed loss of each micro-batch's trained tokens, and whether it is the last one."""
         if self._scorer is None:
             self._scorer = self.weights.scorer()
-        pad_id = self.tokenizer.pad_token_id
-        made = list(
-            micro_batches(
-                [TrainSample(sample=sample, advantage=1.0) for sample in batch],
-                max_tokens=self.memory.micro_batch_tokens,
-                pad_id=pad_id,
-                **self._scorer.layouts.limits(),
-            )
-        )
-        if self.weights.is_sharded:
-            made += [idle_batch(pad_id)] * processes.shortfall(self.accelerator, len(made))
+        limits = {"max_tokens": self.memory.micro_batch_tokens, **self._scorer.layouts.limits()}
+        samples = [TrainSample(sample=sample, advantage=1.0) for sample in batch]
+        made = self.weights.micro_batches(samples, self.tokenizer.pad_token_id, **limits)
         for i, one in enumerate(made, 1):
-            on_device = check_tokens(one, self.unwrapped_model.config).to(self.weights.device)
+            on_device = one.to(self.weights.device)
             yield -(self._scorer.logprobs(on_device) * on_device.weight_N).sum(), i == len(made)

@@ -152,7 +152,7 @@ class Trainer:
             call_callbacks(self, "on_evaluate", figures)
         if self._is_due("save", is_epoch_end):
             report.display.enter("saving a checkpoint")
-            report.checkpoint(self, cursor=self.cursor)
+            report.checkpoint(self)
         call_callbacks(self, "on_step_end", report.last)
 
     def _is_due(self, what: str, is_epoch_end: bool) -> bool:

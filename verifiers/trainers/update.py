@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from verifiers.engine.fair_lock import steady
-from verifiers.trainers.config import GRPOConfig
-from verifiers.trainers.distributed.processes import all_gather, shortfall
-from verifiers.trainers.learning.micro_batches import MicroBatch, TrainSample, check_tokens, idle_batch, micro_batches
+from verifiers.trainers.distributed.processes import all_gather
+from verifiers.trainers.learning.micro_batches import MicroBatch, TrainSample
 from verifiers.trainers.learning.target_logprobs import Scored
 from verifiers.trainers.learning.update_figures import UpdateFigures, combined
 from verifiers.trainers.losses import MAX_LOG_RATIO, Loss, TokenLosses, sampler_correction, token_weights
-from verifiers.trainers.memory.plan import MemoryPlan
 from verifiers.trainers.reference import Reference
-from verifiers.trainers.weights import Weights
+from verifiers.trainers.sampler import weights_lock
+from verifiers.trainers.sampling import max_new_tokens
+
+if TYPE_CHECKING:
+    from verifiers.trainers.grpo_trainer import GRPOTrainer
 
 logger = logging.getLogger("verifiers.trainers")
 
@@ -29,25 +31,15 @@ logger = logging.getLogger("verifiers.trainers")
 class PolicyUpdate:
     """Trains a policy on a batch: ``num_iterations`` passes over its micro-batches, each with one optimizer step."""
 
-    def __init__(
-        self,
-        model: Any,
-        weights: Weights,
-        config: GRPOConfig,
-        memory: MemoryPlan,
-        *,
-        lock: AbstractContextManager[Any],
-        pad_id: int,
-        max_new_tokens: int,
-        processes: Any,
-        loss: Callable[..., Any] | None,
-        after_step: Callable[[], None],
-    ) -> None:
-        self.model, self.weights, self.config = model, weights, config
-        self.loss = Loss(config.objective, loss)
-        with lock:  # both run the model, which may be sampling ahead
-            self.scorer = weights.scorer()
-            self.reference = Reference(model) if config.kl_coef > 0 else None
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self._trainer, self.weights, self.config = trainer, trainer.weights, trainer.config
+        self._processes = trainer.accelerator
+        self.loss = Loss(self.config.objective, trainer._own_loss)
+        self._max_new_tokens = max_new_tokens(self.config, trainer.env)
+        self._lock = weights_lock(trainer.client)
+        with self._lock:  # both run the model, which may be sampling ahead
+            self.scorer = self.weights.scorer()
+            self.reference = Reference(trainer.unwrapped_model) if self.config.kl_coef > 0 else None
             others = [] if self.reference is None else [self.reference.scorer.layouts]
             self._limits = self.scorer.layouts.limits(*others)
         if (bounds := self._limits["rope_bounds"]) and self.loss.objective.has_sequence_ratios:
@@ -56,22 +48,18 @@ class PolicyUpdate:
                 "from in two parts, and each has a ratio of its own",
                 bounds[0],
             )
-        self._lock, self._pad_id, self._processes = lock, pad_id, processes
-        self._max_new_tokens, self._after_step = max_new_tokens, after_step
         self._has_checked_logprobs = False
-        self._micro_batch_tokens, self._recomputes = memory.micro_batch_tokens, memory.gradient_checkpointing
+        self._recomputes = trainer.memory.gradient_checkpointing
         # Of each micro-batch: the rollouts of its sequences, and of each token its sequence and its ratio.
         self._last_pass: list[tuple[list[int | None], Tensor, Tensor]] = []
 
     def run(self, sequences: Sequence[TrainSample], learning_rate: float) -> dict[str, Any]:
         """Update the policy; returns loss, kl, clip_fraction, ratios, grad_norm."""
-        config, device = self.config, self.weights.device
+        config, pad_id = self.config, self._trainer.tokenizer.pad_token_id
         trained, tokens = self._weighted(sequences)
-        made = micro_batches(trained, max_tokens=self._micro_batch_tokens, pad_id=self._pad_id, **self._limits)
-        batches = [_Prepared(check_tokens(batch, self.model.config), device) for batch in made]
-        if self.weights.is_sharded:
-            idle = shortfall(self._processes, len(batches))
-            batches += [_Prepared(idle_batch(self._pad_id), device, is_idle=True) for _ in range(idle)]
+        most = self._trainer.memory.micro_batch_tokens
+        made = self.weights.micro_batches(trained, pad_id, max_tokens=most, **self._limits)
+        batches = [_Prepared(batch, self.weights.device) for batch in made]
         figures = UpdateFigures()
         with self._lock:
             self.weights.refresh()
@@ -83,7 +71,7 @@ class PolicyUpdate:
                 self._last_pass = []
                 for i, batch in enumerate(batches, 1):
                     losses, loss, entropy_N = self._accumulate(batch, tokens, is_last=i == len(batches))
-                    if batch.is_idle:
+                    if batch.batch.is_idle:
                         continue
                     figures.add(loss, losses, entropy_N, is_first=iteration == 0)
                     if not self._limits["rope_bounds"]:  # there a rollout is split into several sequences
@@ -92,23 +80,18 @@ class PolicyUpdate:
                 self.weights.collect()
                 with self._lock:
                     figures.grad_norm = self.weights.step(learning_rate)
-                    self._after_step()  # before anything is sampled from the new weights
+                    self._trainer._name_weights(self._trainer.step + 1)  # before anything is sampled from them
         return combined(all_gather(self._processes, figures.read()))
 
     def ratios_of(self, rollouts: int) -> dict[int, list[float]]:
         """The ratio of each trained token of the first rollouts of a batch, in the last pass over it."""
-        # By rollout, then by sequence: (micro-batch, index in it).
-        found: dict[int, dict[tuple[int, int], list[float]]] = {}
-        for part, (owners, sequence_N, ratio_N) in enumerate(self._last_pass):
-            wanted = [i for i, owner in enumerate(owners) if owner is not None and owner < rollouts]
-            if not wanted:
-                continue
-            is_wanted_N = torch.isin(sequence_N, torch.tensor(wanted, device=sequence_N.device))
-            pairs = zip(sequence_N[is_wanted_N].tolist(), ratio_N[is_wanted_N].tolist(), strict=True)
-            for sequence, ratio in pairs:
-                found.setdefault(owners[sequence], {}).setdefault((part, sequence), []).append(ratio)
+        found: dict[int, list[Tensor]] = {}
+        for owners, sequence_N, ratio_N in self._last_pass:
+            for owner, ratios in zip(owners, ratio_N.split(sequence_N.bincount().tolist()), strict=True):
+                if owner is not None and owner < rollouts:
+                    found.setdefault(owner, []).append(ratios)
         # The order of tokens is known only where a rollout is one sequence.
-        return {owner: next(iter(parts.values())) for owner, parts in found.items() if len(parts) == 1}
+        return {owner: parts[0].tolist() for owner, parts in found.items() if len(parts) == 1}
 
     def _weighted(self, sequences: Sequence[TrainSample]) -> tuple[list[TrainSample], int]:
         """The sequences that have a gradient, with the weight of their tokens; and the tokens of all processes."""
@@ -126,7 +109,7 @@ class PolicyUpdate:
         """Note which tokens are in the ``top_entropy_quantile`` of highest entropy of the step, and count them."""
         with torch.no_grad(), self._lock:
             found = [self.scorer.score(one.batch, with_entropy=True).entropy_N for one in batches]
-        found = [None if one.is_idle else entropy_N for one, entropy_N in zip(batches, found, strict=True)]
+        found = [None if one.batch.is_idle else entropy_N for one, entropy_N in zip(batches, found, strict=True)]
         measured = all_gather(self._processes, [value for one in found if one is not None for value in one.tolist()])
         everyone = [value for part in measured for value in part]
         share = 1.0 - self.config.top_entropy_quantile
@@ -143,7 +126,7 @@ class PolicyUpdate:
             with self._lock:
                 losses, scored = self._forward(prepared)
                 loss = (losses.loss_T * prepared.batch.weight_N).sum()
-                if self.config.entropy_coef and scored.entropy_N is not None and not prepared.is_idle:
+                if self.config.entropy_coef and scored.entropy_N is not None and not prepared.batch.is_idle:
                     bonus = prepared.masked(scored.entropy_N).sum() / max(tokens, 1)
                     loss = loss - self.config.entropy_coef * bonus
                 recomputes = self._recomputes or scored.recomputes
@@ -200,8 +183,7 @@ class PolicyUpdate:
 class _Prepared:
     """A micro-batch on the device, and what is computed of its tokens once, in the first pass."""
 
-    def __init__(self, batch: MicroBatch, device: torch.device, *, is_idle: bool = False) -> None:
-        self.is_idle = is_idle
+    def __init__(self, batch: MicroBatch, device: torch.device) -> None:
         is_known = not bool(batch.old_N.isnan().any())
         self.batch = batch.to(device)
         self.old_N: Tensor | None = self.batch.old_N if is_known else None  # None: computed in the first pass

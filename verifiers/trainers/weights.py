@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from verifiers.trainers.base_config import TrainingConfig
-from verifiers.trainers.distributed.processes import sum_gradients
+from verifiers.trainers.distributed.processes import shortfall, sum_gradients
 from verifiers.trainers.learning.logprobs import TokenScorer
+from verifiers.trainers.learning.micro_batches import MicroBatch, TrainSample, check_tokens, idle_batch, micro_batches
 from verifiers.trainers.memory.optimizers import OPTIMIZERS, make_optimizer
 from verifiers.trainers.stopping import NotFiniteError
 
@@ -68,6 +69,11 @@ class Weights:
     def scorer(self) -> TokenScorer:
         """Computes logprobs with the trained parameters."""
         return TokenScorer(self.module)
+
+    def micro_batches(self, sequences: Sequence[TrainSample], pad_id: int, **limits: Any) -> list[MicroBatch]:
+        """Micro-batches to train on; where passes are collective, as many as the other processes have."""
+        made = [check_tokens(one, self.module.config) for one in micro_batches(sequences, pad_id=pad_id, **limits)]
+        return made + [idle_batch(pad_id)] * (shortfall(self.processes, len(made)) if self.is_sharded else 0)
 
     def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
         """Add the gradients of a micro-batch to those of the step; ``is_last``: it is the last one of the step."""

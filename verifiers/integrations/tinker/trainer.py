@@ -18,6 +18,7 @@ from verifiers.trainers import sampling, setup
 from verifiers.trainers.advantages import Estimator
 from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.distributed import processes
+from verifiers.trainers.distributed.remote_weights import RemoteWeights
 from verifiers.trainers.functions import own_function
 from verifiers.trainers.grpo_trainer import Function, GRPOTrainer, RowSampler, WeightSchedule
 from verifiers.trainers.row_stream import RowStream
@@ -75,17 +76,17 @@ class RemotePolicy(torch.nn.Module):  # type: ignore[misc]  # torch is not typed
 class FreshWeights:
     """After each update the next rollouts are sampled from the new weights."""
 
-    def __init__(self, policy: RemotePolicy, client: TinkerClient) -> None:
-        self._policy, self._client, self.version = policy, client, 0
+    def __init__(self, client: TinkerClient) -> None:
+        self._client, self.version = client, 0
 
-    def begin(self, processes: Any, version: int) -> None:
+    def start(self, model: RemotePolicy, tokenizer: Any, version: int, *, is_sender: bool) -> None:
         """The sampler is of the weights before a training that goes on had loaded its own."""
+        self._policy, self.version = model, version
         if version:
-            self.send(processes, version)
+            self.send(version)
 
-    def send(self, processes: Any, version: int) -> None:
+    def send(self, version: int) -> None:
         self._client.remote.sampling = self._policy.training_client.save_weights_and_get_sampling_client()
-        self.version = version
 
     def close(self) -> None:
         """Nothing is held between two steps."""
@@ -136,7 +137,7 @@ class TinkerTrainer(GRPOTrainer):
         self.optimizer = policy
         sampler = training.save_weights_and_get_sampling_client()
         self.client = TinkerClient(sampler, self.tokenizer, name=model, length=length)
-        self._remote = FreshWeights(policy, self.client)
+        self._remote = RemoteWeights(FreshWeights(self.client), policy, self.tokenizer)
         rows, self.dropped_prompts = setup.training_rows(env, None, self.tokenizer, self.config)
         self.rows = RowStream(rows, seed=self.config.seed, shard=(0, 1))
         self.eval_rows = setup.eval_rows(env, eval_dataset)

@@ -22,7 +22,7 @@ from verifiers.kernels import prove as probe
 from verifiers.kernels.modules import base_model, is_quantised
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.distributed.processes import all_gather, is_on, mixed_precision, same_weights
-from verifiers.trainers.learning.logprobs import Proven, TokenScorer
+from verifiers.trainers.learning.logprobs import TokenScorer
 from verifiers.trainers.learning.proof import Layouts
 from verifiers.trainers.memory.plan import MemoryPlan
 from verifiers.trainers.weights import Weights
@@ -97,7 +97,7 @@ class ShardedWeights(Weights):
 
     is_sharded = True
     root: Any
-    _proven: Proven
+    _layouts: Layouts
 
     def __init__(self, model: Any, sharded: Any, config: TrainingConfig, processes: Any, *, whole: Whole) -> None:
         self.whole, self._is_sampled, self._publishes = model, whole == "sampled", whole != "saved"
@@ -111,7 +111,7 @@ class ShardedWeights(Weights):
         return self.processes.device  # parameters may be offloaded
 
     def scorer(self) -> TokenScorer:
-        return TokenScorer(self.module, proven=self._proven, run=self.root)
+        return TokenScorer(self.module, layouts=self._layouts, run=self.root)
 
     def gather(self) -> Iterator[tuple[int, Tensor]]:
         """All-gather the trained parameters one at a time: index and full tensor."""
@@ -177,7 +177,7 @@ class FSDPWeights(ShardedWeights):
     def __init__(self, model: Any, config: TrainingConfig, processes: Any, *, whole: Whole) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        self._proven = proven(model, processes.device, is_here=whole == "sampled")
+        self._layouts = layouts_on(model, processes.device, is_here=whole == "sampled")
         self._mesh = init_device_mesh(processes.device.type, (processes.num_processes,))
         sharded = copy_with(model, _meta_parameter)
         self.root = _fully_sharded(sharded, self._mesh, next(model.parameters()).dtype)
@@ -238,25 +238,21 @@ def _meta_parameter(parameter: Any) -> Any:
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
-def proven(model: Any, device: torch.device, *, is_here: bool) -> Proven:
+def layouts_on(model: Any, device: torch.device, *, is_here: bool) -> Layouts:
     """The batch layouts in which a model's own forward is exact on a device, tested before the model is sharded.
 
     If the full model is not on the device (``is_here``), only its `first_layers` are tested there.
     """
     if is_here:
-        return TokenScorer(model, may_fuse=False).proven
+        return TokenScorer(model, may_fuse=False).layouts
     try:
-        return TokenScorer(first_layers(model).to(device), may_fuse=False).proven
-    except (
-        AttributeError,
-        IndexError,
-        KeyError,
-        RuntimeError,
-        TypeError,
-    ) as error:  # foreign code, with fewer layers than its own
+        return TokenScorer(first_layers(model).to(device), may_fuse=False).layouts
+    except ValueError:  # it cannot learn at all
+        raise
+    except Exception as error:  # foreign code, with fewer layers than its own
         logger.warning("%s learns one sequence at a time: its first layers alone do not run", type(model).__name__)
         logger.debug("%r", error)
-        return Proven(is_split=False, layouts=Layouts(rope_bounds=tuple(probe.rope_bounds(model.config))))
+        return Layouts(rope_bounds=tuple(probe.rope_bounds(model.config)))
 
 
 def first_layers(model: Any) -> Any:
@@ -267,7 +263,8 @@ def first_layers(model: Any) -> Any:
     if len(lists) != 1:
         return copy.deepcopy(model)
     (layers,), types = lists, getattr(text, "layer_types", None)
-    kinds = [_kind(layer, types[i] if types else None) for i, layer in enumerate(layers)]
+    shapes = [tuple((key, one.shape) for key, one in layer.named_parameters()) for layer in layers]
+    kinds = [(type(layer), types[i] if types else None, shapes[i]) for i, layer in enumerate(layers)]
     count = 1 + max(kinds.index(kind) for kind in set(kinds))
     all_layers = layers._modules
     layers._modules = dict(list(all_layers.items())[:count])  # for the time of the copy
@@ -280,10 +277,6 @@ def first_layers(model: Any) -> Any:
     if types:
         config.layer_types = list(types[:count])
     return first
-
-
-def _kind(layer: Any, name: str | None) -> tuple[Any, ...]:
-    return type(layer), name, tuple((key, tuple(one.shape)) for key, one in layer.named_parameters())
 
 
 def _fully_sharded(model: Any, mesh: Any, dtype: torch.dtype) -> Root:

@@ -19,6 +19,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verifiers.trainers.distributed.sharding import ShardedWeights
+from verifiers.trainers.memory.plan import on_meta
 from verifiers.trainers.weights import Weights
 
 FOLDER = "shards"
@@ -75,7 +76,7 @@ def _full_weights(path: Path) -> dict[str, Tensor]:
 
 def export_checkpoint(checkpoint: str | Path, path: str | Path) -> Path:
     """Convert a checkpoint, sharded or not, to a folder of safetensors that transformers (adapters: peft) loads."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     from verifiers.trainers.checkpoints import save_model
 
@@ -88,8 +89,7 @@ def export_checkpoint(checkpoint: str | Path, path: str | Path) -> Path:
         return path
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     config = AutoConfig.from_pretrained(checkpoint)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = on_meta(config)
     with readable(checkpoint):
         weights = _full_weights(checkpoint)
     dtype = config.dtype or torch.float32

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from verifiers.trainers.base_config import TrainingConfig
-from verifiers.trainers.distributed.sharding import Root, ShardedWeights, Whole, copy_with, proven
+from verifiers.trainers.distributed.sharding import Root, ShardedWeights, Whole, copy_with, layouts_on
 
 REPLACED_SECTIONS = ("optimizer", "scheduler")  # of DeepSpeed's configuration: the trainer's own are used
 MOMENTS = ("exp_avg", "exp_avg_sq")  # states that AdamW has for each parameter
@@ -32,7 +32,7 @@ class ZeroWeights(ShardedWeights):
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         settings = settings_of(model, config, processes)
         self.stage = int(settings["zero_optimization"]["stage"])
-        self._proven = proven(model, processes.device, is_here=whole == "sampled" or self.stage < 3)
+        self._layouts = layouts_on(model, processes.device, is_here=whole == "sampled" or self.stage < 3)
         sharded = model
         if self.stage == 3:  # on the same storage: DeepSpeed copies its shard and drops the reference
             sharded = copy_with(model, lambda one: nn.Parameter(one.detach(), one.requires_grad))

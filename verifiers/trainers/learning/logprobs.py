@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +27,6 @@ logger = logging.getLogger("verifiers.trainers")
 LOGIT_SIZES = (1.0, 60.0)  # largest logits that a head is probed with
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Proven:
-    """What a scorer found out about its model by probing it."""
-
-    is_split: bool  # body and head may be run separately
-    layouts: Layouts
-
-
 class TokenScorer:
     """Logprobs of given tokens under a causal model, as the sampler computes them: in float32 from its logits.
 
@@ -44,8 +35,8 @@ class TokenScorer:
     What lies between the projections is replaced by fused kernels where these give the same numbers, unless
     ``may_fuse=False``.
 
-    A model whose parameters are sharded cannot be probed: what was ``proven`` of it before is passed in, and ``run``
-    calls a function within its forward pass.
+    A model whose parameters are sharded cannot be probed: the ``layouts`` that were proven before are passed in, and
+    ``run`` calls a function within its forward pass.
     """
 
     def __init__(
@@ -53,7 +44,7 @@ class TokenScorer:
         model: Any,
         *,
         may_fuse: bool = True,
-        proven: Proven | None = None,
+        layouts: Layouts | None = None,
         run: Callable[..., Any] | None = None,
     ) -> None:
         self.model, self.may_fuse = model, may_fuse
@@ -61,10 +52,10 @@ class TokenScorer:
         self._base = base_model(model)
         self._body: Any = getattr(self._base, getattr(self._base, "base_model_prefix", ""), None)
         self._head: Any = self._base.get_output_embeddings()
-        if proven is None:
+        if layouts is None:
             self._is_split = self._body is not None and self._head is not None and self._head_is_plain()
         else:
-            self._is_split, self.layouts = proven.is_split, proven.layouts
+            self._is_split, self.layouts = layouts.is_split, layouts
 
     @cached_property
     def _decoder(self) -> DecoderTraining:
@@ -76,10 +67,6 @@ class TokenScorer:
         from verifiers.trainers.learning.proof import proven_layouts
 
         return proven_layouts(self)
-
-    @property
-    def proven(self) -> Proven:
-        return Proven(is_split=self._is_split, layouts=self.layouts)
 
     def _head_is_plain(self) -> bool:
         """Whether the logits are those of the head and nothing else, for logits from small to large.

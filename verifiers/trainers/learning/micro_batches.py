@@ -7,9 +7,11 @@ depends on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +21,6 @@ from torch import Tensor
 from verifiers.kernels.prove import text_config
 from verifiers.samples import Sample
 from verifiers.trainers.learning.packing import Packing
-from verifiers.trainers.learning.token_columns import Columns
-from verifiers.trainers.learning.token_layout import ranges
 from verifiers.trainers.sampling import PLAIN, Distribution
 
 WORTH_PACKING = 15 / 16  # most tokens of a packed batch, of the padded ones: else copying keys costs more than it saves
@@ -65,6 +65,10 @@ class MicroBatch:
     distributions: tuple[Distribution, ...] = (PLAIN,)
     drawn_from_N: Tensor | None = None
 
+    @property
+    def is_idle(self) -> bool:
+        return not self.members
+
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {one.name: value for one in fields(self) if isinstance(value := getattr(self, one.name), Tensor)}
         if self.packing is None:
@@ -72,6 +76,66 @@ class MicroBatch:
         on_device = _moved({**tensors, "position_T": self.packing.position_T}, device)
         packing = replace(self.packing, position_T=on_device.pop("position_T"))
         return replace(self, **on_device, packing=packing)
+
+
+class _Tokens(NamedTuple):
+    """A sequence as arrays: its prefix, all but the last token of its prompt, which it may share with others; and its
+    suffix, up to the last position (``at``) that predicts a trained token (``target``)."""
+
+    member: int  # its index among the sequences given
+    prefix: int  # its number: equal prefixes have the same
+    prefix_ids: np.ndarray
+    ids: np.ndarray  # of the suffix
+    at: np.ndarray
+    target: np.ndarray
+    old: np.ndarray
+    advantage: np.ndarray
+    drawn_from: np.ndarray  # index of the distribution that a target was sampled from
+    weight: float
+
+    @property
+    def length(self) -> int:
+        return len(self.prefix_ids) + len(self.ids)
+
+
+def _tokens_of(sequences: Sequence[TrainSample]) -> tuple[list[_Tokens], tuple[Distribution, ...]]:
+    """The sequences with trained tokens, and the distributions that these were sampled from."""
+    found: list[_Tokens] = []
+    prefixes: dict[tuple[int, ...], tuple[int, np.ndarray]] = {}
+    known: dict[Distribution, int] = {}
+    for member, one in enumerate(sequences):
+        sample, has_prompt = one.sample, bool(one.sample.prompt_ids)
+        trained = np.flatnonzero(sample.completion_mask)
+        if not has_prompt:  # nothing predicts the first token
+            trained = trained[trained > 0]
+        if not len(trained):
+            continue
+        prefix = tuple(sample.prompt_ids[:-1])
+        if prefix not in prefixes:
+            prefixes[prefix] = len(prefixes), np.array(prefix, np.int64)
+        number, prefix_ids = prefixes[prefix]
+        completion = np.array(sample.completion_ids, np.int64)
+        drawn_from, start = np.zeros(len(completion), np.int64), 0
+        for n, drawn in one.drawn_from or ((len(completion), PLAIN),):
+            drawn_from[start : start + n] = known.setdefault(drawn, len(known))
+            start += n
+        at = trained - 1 + has_prompt
+        ids = np.concatenate((np.array(sample.prompt_ids[-1:], np.int64), completion))[: at[-1] + 1]
+        found.append(
+            _Tokens(
+                member=member,
+                prefix=number,
+                prefix_ids=prefix_ids,
+                ids=ids,
+                at=at,
+                target=completion[trained],
+                old=np.array(sample.completion_logprobs, np.float32)[trained],
+                advantage=np.broadcast_to(np.array(one.advantage, np.float32), len(completion))[trained],
+                drawn_from=drawn_from[trained],
+                weight=one.weight,
+            )
+        )
+    return found, tuple(known)
 
 
 def _moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -102,20 +166,21 @@ def micro_batches(
     own. They are packed if no sequence is longer than ``longest_packed`` and that saves tokens. Attention is causal:
     no token that counts attends to padding on the right.
     """
-    columns = Columns.of(split_at_rope_bounds(sequences, rope_bounds))
-    n = len(columns.index_S)
-    if not n:
+    tokens, distributions = _tokens_of(split_at_rope_bounds(sequences, rope_bounds))
+    if not tokens:
         return
-    order, end = _padded_order(columns, longest_batched)
-    cuts, make = balanced(n, end, max_tokens), partial(_padded, columns, pad_id=pad_id)
-    if int(columns.length_S.max()) <= longest_packed:
-        packed_tokens = int(columns.suffix_S.sum() + columns.prefix_P.sum())
-        padded_tokens = sum(int(columns.length_S[order[i]]) * (j - i) for i, j in cuts)
+    ordered, end = _padded_order(tokens, longest_batched)
+    make: Callable[..., MicroBatch] = partial(_padded, pad_id=pad_id)
+    cuts = balanced(len(tokens), end, max_tokens)
+    if ordered[0].length <= longest_packed:
+        prefixes = {one.prefix: len(one.prefix_ids) for one in tokens}
+        packed_tokens = sum(len(one.ids) for one in tokens) + sum(prefixes.values())
+        padded_tokens = sum(ordered[i].length * (j - i) for i, j in cuts)
         if packed_tokens <= WORTH_PACKING * padded_tokens:
-            order, end = _packed_order(columns)
-            cuts, make = balanced(n, end, max_tokens), partial(_packed, columns)
+            ordered, end = _packed_order(tokens)
+            cuts, make = balanced(len(tokens), end, max_tokens), _packed
     for i, j in cuts:
-        yield make(order[i:j])
+        yield make(ordered[i:j], distributions)
 
 
 def split_at_rope_bounds(sequences: Sequence[TrainSample], rope_bounds: Sequence[int]) -> list[TrainSample]:
@@ -169,34 +234,34 @@ def _parts(n: int, end: End, cost: int) -> list[tuple[int, int]]:
     return parts
 
 
-def _padded_order(columns: Columns, longest_batched: int) -> tuple[Any, End]:
+def _padded_order(tokens: Sequence[_Tokens], longest_batched: int) -> tuple[list[_Tokens], End]:
     """Longest first: a rectangle is as wide as its first sequence; one that is too long is alone in it."""
-    order = np.argsort(-columns.length_S, kind="stable")
-    lengths = columns.length_S[order].tolist()
+    ordered = sorted(tokens, key=lambda one: -one.length)
+    lengths = [one.length for one in ordered]
 
     def end(i: int, cost: int) -> int:
         return i + 1 if lengths[i] > longest_batched else min(len(lengths), i + cost // lengths[i])
 
-    return order, end
+    return ordered, end
 
 
-def _packed_order(columns: Columns) -> tuple[Any, End]:
+def _packed_order(tokens: Sequence[_Tokens]) -> tuple[list[_Tokens], End]:
     """Sequences with the same prefix are neighbours; where they are cut apart the prefix is computed in both parts."""
-    prefix_of_S = columns.prefix_of_S
-    longest_P = np.zeros(len(columns.prefix_P), np.int64)
-    np.maximum.at(longest_P, prefix_of_S, columns.length_S)
-    order = np.lexsort((-columns.suffix_S, prefix_of_S, -longest_P[prefix_of_S]))
-    prefixes = prefix_of_S[order]
-    prefix_costs = columns.prefix_P[prefixes]
-    is_first = np.r_[True, prefixes[1:] != prefixes[:-1]]
-    shared = prefix_costs // KEY_SHARE + np.where(is_first, prefix_costs, 0)
-    costs = np.r_[0, np.cumsum(columns.suffix_S[order] + shared)]
+    longest: dict[int, int] = {}
+    for one in tokens:
+        longest[one.prefix] = max(one.length, longest.get(one.prefix, 0))
+    ordered = sorted(tokens, key=lambda one: (-longest[one.prefix], one.prefix, -len(one.ids)))
+    prefix_costs = [len(one.prefix_ids) for one in ordered]
+    is_first = [True, *(one.prefix != before.prefix for before, one in pairwise(ordered))]
+    costs = [0]
+    for one, prefix, is_new in zip(ordered, prefix_costs, is_first, strict=True):
+        costs.append(costs[-1] + len(one.ids) + prefix // KEY_SHARE + is_new * prefix)
 
     def end(i: int, cost: int) -> int:
-        own = cost - (0 if is_first[i] else int(prefix_costs[i]))
-        return int(np.searchsorted(costs, costs[i] + own, "right")) - 1
+        own = cost - (0 if is_first[i] else prefix_costs[i])
+        return bisect_right(costs, costs[i] + own) - 1
 
-    return order, end
+    return ordered, end
 
 
 def check_tokens(batch: MicroBatch, config: Any) -> MicroBatch:
@@ -216,7 +281,7 @@ def idle_batch(pad_id: int) -> MicroBatch:
     """A micro-batch of weight 0, for a process that has fewer than others: passes of a sharded model are collective."""
     sequence = fully_trained([pad_id], [pad_id])._replace(advantage=0.0, weight=0.0)
     (made,) = micro_batches([sequence], max_tokens=ANY_LENGTH)
-    return made
+    return replace(made, members=())
 
 
 def fully_trained(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> TrainSample:
@@ -231,52 +296,56 @@ def fully_trained(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> T
     return TrainSample(sample=sample, advantage=1.0)
 
 
-def _padded(columns: Columns, members: Any, pad_id: int) -> MicroBatch:
+def _padded(members: Sequence[_Tokens], distributions: tuple[Distribution, ...], pad_id: int) -> MicroBatch:
     """A rectangle of sequences, padded on the right."""
-    suffixes, prefixes = columns.suffix_S[members], columns.prefix_of_S[members]
-    lengths = columns.prefix_P[prefixes]
-    rows, width = np.arange(len(members)), int((lengths + suffixes).max())
-    ids_BT = np.full((len(members), width), pad_id, np.int64)
-    ids_BT[np.repeat(rows, lengths), ranges(0 * lengths, lengths)] = columns.prefix_ids[
-        ranges(columns.prefix_start_P[prefixes], lengths)
-    ]
-    indices = np.repeat(rows, suffixes) * width + ranges(lengths, suffixes)
-    ids_BT.reshape(-1)[indices] = columns.ids[ranges(columns.start_S[members], suffixes)]
-    return _micro_batch(columns, members, ids_BT, indices)
+    ids_BT = np.full((len(members), max(one.length for one in members)), pad_id, np.int64)
+    for row, one in zip(ids_BT, members, strict=True):
+        row[: one.length] = np.concatenate((one.prefix_ids, one.ids))
+    starts = [i * ids_BT.shape[1] + len(one.prefix_ids) for i, one in enumerate(members)]
+    return _micro_batch(members, distributions, ids_BT, starts)
 
 
-def _packed(columns: Columns, members: Any) -> MicroBatch:
+def _packed(members: Sequence[_Tokens], distributions: tuple[Distribution, ...]) -> MicroBatch:
     """A packed batch: prefixes first, each once, then suffixes."""
-    suffixes = columns.suffix_S[members]
-    prefixes, prefix_of_B = np.unique(columns.prefix_of_S[members], return_inverse=True)
-    lengths = columns.prefix_P[prefixes]
-    prefix_ids = columns.prefix_ids[ranges(columns.prefix_start_P[prefixes], lengths)]
-    ids = np.concatenate((prefix_ids, columns.ids[ranges(columns.start_S[members], suffixes)]))
-    positions = np.concatenate((ranges(0 * lengths, lengths), ranges(lengths[prefix_of_B], suffixes)))
+    prefixes = sorted({one.prefix: one.prefix_ids for one in members}.items())
+    index_of = {prefix: i for i, (prefix, _) in enumerate(prefixes)}
+    parts = [*(ids for _, ids in prefixes), *(one.ids for one in members)]
+    ends = np.cumsum([len(ids) for ids in parts])
+    positions = [np.arange(len(ids)) for _, ids in prefixes]
+    positions += [np.arange(len(one.prefix_ids), one.length) for one in members]
     packing = Packing(
-        prefix_G=lengths, suffix_B=suffixes, prefix_of_B=prefix_of_B, position_T=torch.from_numpy(positions)
+        prefix_G=np.array([len(ids) for _, ids in prefixes]),
+        suffix_B=np.array([len(one.ids) for one in members]),
+        prefix_of_B=np.array([index_of[one.prefix] for one in members]),
+        position_T=torch.from_numpy(np.concatenate(positions)),
     )
-    return _micro_batch(columns, members, ids[None], np.arange(len(prefix_ids), len(ids)), packing)
+    starts = ends[len(prefixes) - 1 : -1].tolist()
+    return _micro_batch(members, distributions, np.concatenate(parts)[None], starts, packing)
 
 
 def _micro_batch(
-    columns: Columns, members: Any, ids_BT: Any, indices: Any, packing: Packing | None = None
+    members: Sequence[_Tokens],
+    distributions: tuple[Distribution, ...],
+    ids_BT: Any,
+    starts: Sequence[int],
+    packing: Packing | None = None,
 ) -> MicroBatch:
-    """``indices`` are those of the members' suffix tokens in flattened ids."""
-    suffixes = columns.suffix_S[members]
-    at = ranges(columns.start_S[members], suffixes)
-    chosen = np.flatnonzero(columns.is_trained[at])
-    at, sequence_N = at[chosen], np.repeat(np.arange(len(members)), suffixes)[chosen]
+    """``starts`` are the indices of the members' suffixes in flattened ids."""
+
+    def joined(parts: Iterable[Any]) -> Tensor:
+        return torch.from_numpy(np.concatenate(list(parts)))
+
+    counts = [len(one.at) for one in members]
     return MicroBatch(
         ids_BT=torch.from_numpy(ids_BT),
-        logit_index_N=torch.from_numpy(indices[chosen]),
-        target_N=torch.from_numpy(columns.target[at]),
-        sequence_N=torch.from_numpy(sequence_N),
-        old_N=torch.from_numpy(columns.old[at]),
-        advantage_N=torch.from_numpy(columns.advantage[at]),
-        weight_N=torch.from_numpy(columns.weight_S[members][sequence_N]),
-        members=tuple(columns.index_S[members].tolist()),
+        logit_index_N=joined(one.at + start for one, start in zip(members, starts, strict=True)),
+        target_N=joined(one.target for one in members),
+        sequence_N=torch.from_numpy(np.repeat(np.arange(len(members)), counts)),
+        old_N=joined(one.old for one in members),
+        advantage_N=joined(one.advantage for one in members),
+        weight_N=torch.from_numpy(np.repeat(np.array([one.weight for one in members], np.float32), counts)),
+        members=tuple(one.member for one in members),
         packing=packing,
-        distributions=columns.distributions,
-        drawn_from_N=None if columns.drawn_from is None else torch.from_numpy(columns.drawn_from[at]),
+        distributions=distributions,
+        drawn_from_N=joined(one.drawn_from for one in members) if len(distributions) > 1 else None,
     )

@@ -42,6 +42,7 @@ class Layouts:
     longest_batched: int = 0
     varlen: bool = False  # packed batches use the variable-length kernel
     fused: bool = False  # layers and norms are replaced by fused functions
+    is_split: bool = False  # body and head may be run separately
     rope_bounds: tuple[int, ...] = ()
 
     def limits(self, *others: Layouts) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def proven_layouts(scorer: TokenScorer) -> Layouts:
     if not found.longest_batched:
         why = "side by side its numbers differ" if is_conclusive else "its weights say too little yet to prove more"
         logger.warning("%s learns one sequence at a time: %s", type(base).__name__, why)
-    return replace(found, rope_bounds=tuple(probe.rope_bounds(base.config)))
+    return replace(found, is_split=scorer._is_split, rope_bounds=tuple(probe.rope_bounds(base.config)))
 
 
 def _check_steady(base: Any) -> None:

@@ -42,7 +42,11 @@ def trained_sequences(
             continue
         try:
             samples = samples_of_reply(prompt, reply, find_tokens, writer)
-            check_lengths(samples, longest)
+            lengths = [len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples]
+            if longest is not None and (beyond := [n for n in lengths if n > longest]):
+                raise NotSampledError(
+                    f"it has {beyond[0]} tokens, and a sequence has at most {longest} (max_seq_length, the model)"
+                )
         except NotSampledError as error:
             batch.refused.append(str(error))
             continue
@@ -52,16 +56,6 @@ def trained_sequences(
             sample = sampling.without_doubtful_logprobs(sample, drawn, is_off_policy=is_off_policy)
             trained.append(TrainSample(sample=sample, advantage=own, drawn_from=drawn, rollout=i))
     return trained
-
-
-def check_lengths(samples: Sequence[Sample], longest: int | None) -> None:
-    """NotSampledError for a sequence that goes on where the policy that learns has no positions."""
-    for sample in samples:
-        n = len(sample.prompt_ids) + len(sample.completion_ids)
-        if longest is not None and n > longest:
-            raise NotSampledError(
-                f"it has {n} tokens, and a sequence has at most {longest} (max_seq_length, the model)"
-            )
 
 
 def samples_of_reply(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from verifiers.stats import mean_interval
-from verifiers.trainers.advantages import flat_groups
+from verifiers.trainers.advantages import flat_groups, population_std
 from verifiers.trainers.batch import Batch
 
 
@@ -78,8 +78,7 @@ def rollout_figures(view: Mapping[str, Any]) -> dict[str, Any]:
         **{f"reward_sampled{name}": value for name, value in sampled.items()},
     }
     if known := [reward for reward in view["rewards"] if reward is not None]:
-        mean = math.fsum(known) / len(known)
-        figures["reward_std"] = math.sqrt(math.fsum((reward - mean) ** 2 for reward in known) / len(known))
+        figures["reward_std"] = population_std(known)
     played = [i for i, is_played in enumerate(view["is_played"]) if is_played]
     if played:
         lengths = [view["lengths"][i] for i in played]

@@ -245,13 +245,13 @@ class Report:
             tracker.log(step, {"eval": figures})
         self.display.eval(figures)
 
-    def checkpoint(self, trainer: Trainer, *, cursor: int) -> Path | None:
+    def checkpoint(self, trainer: Trainer) -> Path | None:
         """Write a checkpoint of the current state."""
         if not self._is_open and not trainer.weights.is_sharded:
             return None
         trainer.weights.check_finite("where they were to be saved")
         state = {
-            "cursor": cursor,
+            "cursor": trainer.cursor,
             "learned": trainer.learned,
             "processes": trainer.accelerator.num_processes,
             "config": trainer.config.to_dict(),

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,15 +22,6 @@ from verifiers.store.plain import to_json
 
 PROJECT = "verifiers"
 _NO_NAMES = ("none", "")
-
-
-class Tracker(Protocol):
-    """Receives the metrics of each step."""
-
-    name: str
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
-    def close(self) -> None: ...
 
 
 class Histogram(NamedTuple):
@@ -46,7 +37,7 @@ def trackers(
     run_name: str | None,
     config: Mapping[str, Any],
     folder: str | os.PathLike[str],
-) -> list[Tracker]:
+) -> list[Guarded]:
     """Start the trackers that ``report_to`` names: None, "none", "all" (those installed), a name, or several.
 
     A tracker that cannot start is an error. One that fails later is one warning, and training goes on. A run without a
@@ -58,7 +49,7 @@ def trackers(
     Traceback (most recent call last):
     ValueError: report_to='wandbb' is not known; choose wandb, trackio, tensorboard, all or none
     """
-    started: list[Tracker] = []
+    started: list[Guarded] = []
     for name in check_report_to(report_to):
         try:
             started.append(Guarded(_TRACKERS[name](run_name or Path(folder).name, normalise(config), Path(folder))))
@@ -124,7 +115,7 @@ def _one_line(error: BaseException) -> str:
 class Guarded:
     """A tracker whose first failure is a warning and whose later ones are ignored: none stops the training."""
 
-    def __init__(self, inner: Tracker) -> None:
+    def __init__(self, inner: Wandb | Trackio | TensorBoard) -> None:
         self.inner = inner
         self.name = inner.name
         self._has_warned = False
@@ -246,7 +237,7 @@ class TensorBoard:
             self._writer.close()
 
 
-_TRACKERS: dict[str, Callable[[str, dict[str, Any], Path], Tracker]] = {
+_TRACKERS: dict[str, type[Wandb | Trackio | TensorBoard]] = {
     "wandb": Wandb,
     "trackio": Trackio,
     "tensorboard": TensorBoard,
