@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from verifiers.engine.plan import on_meta
 from verifiers.trainers.distributed.sharding import ShardedWeights
-from verifiers.trainers.memory.plan import on_meta
 from verifiers.trainers.weights import Weights
 
 FOLDER = "shards"
