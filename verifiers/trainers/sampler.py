@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -44,9 +44,10 @@ class Sampler(LocalModel):
         self, *args: Any, remembers: int = 4096, default_args: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._default_args = flat(default_args)
+        self._remembers, self._default_args = remembers, flat(default_args)
         self._unsorted: deque[tuple[Any, ChatMessage, Tokens]] = deque(maxlen=remembers)
-        self._sampled: deque[tuple[tuple[Any, ...], Tokens]] = deque(maxlen=remembers)  # with the key of each
+        self._sampled: OrderedDict[tuple[Any, ...], deque[Tokens]] = OrderedDict()  # by prompt and reply
+        self._count = 0
 
     async def complete(self, request: Request) -> Completion:
         given = request.sampling
@@ -64,18 +65,27 @@ class Sampler(LocalModel):
         prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
         self._unsorted.append((prompt, dict(message), tokens))
 
+    def _sort(self) -> None:
+        """Index what was kept; only when it is searched, which is rare."""
+        while self._unsorted:
+            prompt, message, tokens = self._unsorted.popleft()
+            self._sampled.setdefault(_key(prompt, message), deque()).append(tokens)
+            self._count += 1
+        while self._count > self._remembers:
+            oldest = next(iter(self._sampled))
+            self._sampled[oldest].popleft()
+            self._count -= 1
+            if not self._sampled[oldest]:
+                del self._sampled[oldest]
+
     def _find(self, prompt: Any, reply: Any) -> Tokens | None:
         """The tokens of a reply; of equal replies those of the next one, in the order in which they were sampled."""
-        while self._unsorted:  # keys are made only when something is searched, which is rare
-            asked, message, tokens = self._unsorted.popleft()
-            self._sampled.append((_key(asked, message), tokens))
-        wanted = _key(prompt, reply)
-        for i, (key, tokens) in enumerate(self._sampled):
-            if key == wanted:
-                del self._sampled[i]
-                self._sampled.append((key, tokens))
-                return tokens
-        return None
+        self._sort()
+        equal = self._sampled.get(_key(prompt, reply))
+        if equal is None:
+            return None
+        equal.rotate(-1)
+        return equal[-1]
 
     def samples(self, prompt: Any, completion: Any) -> list[Sample]:
         """The samples of a conversation with this client; none if the tokens of any of its replies are not known."""

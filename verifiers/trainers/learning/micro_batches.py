@@ -105,7 +105,7 @@ def _tokens_of(sequences: Sequence[TrainSample]) -> tuple[list[_Tokens], tuple[D
     known: dict[Distribution, int] = {}
     for member, one in enumerate(sequences):
         sample, has_prompt = one.sample, bool(one.sample.prompt_ids)
-        trained = np.flatnonzero(sample.completion_mask)
+        trained = _array(sample.completion_mask, bool).nonzero()[0]
         if not has_prompt:  # nothing predicts the first token
             trained = trained[trained > 0]
         if not len(trained):
@@ -114,7 +114,7 @@ def _tokens_of(sequences: Sequence[TrainSample]) -> tuple[list[_Tokens], tuple[D
         if prefix not in prefixes:
             prefixes[prefix] = len(prefixes), np.array(prefix, np.int64)
         number, prefix_ids = prefixes[prefix]
-        completion = np.array(sample.completion_ids, np.int64)
+        completion = _array(sample.completion_ids, np.int64)
         drawn_from, start = np.zeros(len(completion), np.int64), 0
         for n, drawn in one.drawn_from or ((len(completion), PLAIN),):
             drawn_from[start : start + n] = known.setdefault(drawn, len(known))
@@ -129,13 +129,25 @@ def _tokens_of(sequences: Sequence[TrainSample]) -> tuple[list[_Tokens], tuple[D
                 ids=ids,
                 at=at,
                 target=completion[trained],
-                old=np.array(sample.completion_logprobs, np.float32)[trained],
-                advantage=np.broadcast_to(np.array(one.advantage, np.float32), len(completion))[trained],
+                old=_array(sample.completion_logprobs, np.float32)[trained],
+                advantage=_advantages(one.advantage, trained),
                 drawn_from=drawn_from[trained],
                 weight=one.weight,
             )
         )
     return found, tuple(known)
+
+
+def _array(values: Sequence[Any], dtype: Any) -> np.ndarray:
+    """A list as an array, in half the time that ``np.array`` takes to look at each value."""
+    return np.fromiter(values, dtype, len(values))
+
+
+def _advantages(given: float | Sequence[float], trained: np.ndarray) -> np.ndarray:
+    """The advantage of each trained token, given that of the sequence or those of all its sampled tokens."""
+    if isinstance(given, int | float):
+        return np.full(len(trained), given, np.float32)
+    return np.array(given, np.float32)[trained]
 
 
 def _moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
