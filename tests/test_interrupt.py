@@ -143,7 +143,7 @@ def test_a_reward_that_hangs_is_left_behind_at_the_second_ctrl_c(server: vf.Fake
         process.communicate(timeout=20)
     saved = records_of(tmp_path / "run")
     assert 6 <= len(saved) < 10
-    check_resumable(replace(plan, rewards="alone"), saved)
+    check_resumable(replace(plan, rewards="mended"), saved)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -173,7 +173,7 @@ def test_a_second_ctrl_c_always_ends_the_process_within_seconds(
     assert process.returncode == (130 if rewards == "stubborn" else process.returncode)
     saved = records_of(tmp_path / "run")
     assert 6 <= len(saved) < 10
-    check_resumable(replace(plan, rewards="alone"), saved)
+    check_resumable(replace(plan, rewards="mended"), saved)
 
 
 def test_rows_whose_rewards_leave_the_program_fail_and_the_run_ends_by_itself(

@@ -41,7 +41,8 @@ class Plan:
     max_concurrent: int = 16
     temperature: float = 0.7
     # alone, group, cpu_bound, slow (half a second each); from the seventh call on: hanging, holding the loop for ever
-    # ("holding"), the same whatever is raised in it ("stubborn"), or leaving by sys.exit ("leaving")
+    # ("holding"), the same whatever is raised in it ("stubborn"), or leaving by sys.exit ("leaving"); the same function
+    # without its fault ("mended")
     rewards: str = "alone"
     fail_share: float = 0.0  # of the rewards, in this session
     session: int = 0
@@ -104,8 +105,13 @@ def make_env(plan: Plan) -> vf.SingleTurnEnv:
             sys.exit(3)
         return 1.0
 
+    async def mended(completion: Any) -> float:
+        return 1.0
+
     calls = itertools.count()
-    further = {"hanging": hanging, "holding": holding, "stubborn": stubborn, "leaving": leaving}
+    further = {one.__name__: one for one in (hanging, holding, stubborn, leaving, mended)}
+    for one in further.values():
+        one.__name__ = "second"  # a run is resumed with the functions it was made with
     rubric = vf.Rubric(funcs=[right], parser=parser)
     if plan.rewards == "group":
         rubric.add_reward_func(longest, 0.5)
