@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import time
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -22,9 +20,10 @@ from verifiers.envs.hub_errors import in_a_sentence
 from verifiers.envs.jobs import jobs_of, jobs_of_inputs
 from verifiers.envs.remote.workers import check_workers, open_player
 from verifiers.envs.rows import RowFormat, Rows
-from verifiers.envs.run_steps import Player, RunSteps, key_of, score_alone, score_group
+from verifiers.envs.run_steps import Player, RunSteps, score_alone, score_group
+from verifiers.envs.run_store import failed_before, open_store, partial_groups, rewards_of
 from verifiers.envs.saved_state import SavedState
-from verifiers.envs.states import in_words, note_missed, restored_state, state_to_rescore
+from verifiers.envs.states import in_words, restored_state
 from verifiers.envs.stopping import EarlyStop, bounds_of
 from verifiers.errors import Interrupted
 from verifiers.foreign import time_limits
@@ -33,12 +32,9 @@ from verifiers.results import Results
 from verifiers.rubrics.score import note_scoring_time, write_advantages, write_score
 from verifiers.runner import Job, Limits, Run, RunInterruptedError, long_lived
 from verifiers.store import (
-    DEFAULT_ROOT,
     Appender,
     RunDir,
     SavedRollouts,
-    encode,
-    read_records,
     to_hf_dataset,
     to_record,
 )
@@ -47,7 +43,6 @@ from verifiers.types import SamplingArgs, State
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
 
-_HOW_SCORED = ("score", "independent_scoring", "reward_weights")  # earlier versions did not write it down
 GROUP_COLUMNS = ("group_size", "score_alone")  # what it takes to score a rollout again with the rest of its group
 
 
@@ -175,12 +170,12 @@ async def _run(
     is_scored = env.score_rollouts if options.score is None else options.score
     scores_groups = is_scored and env.has_group_rewards and not options.independent_scoring
     with ExitStack() as locked:
-        run_dir, kept = _open_store(env, jobs, answerer, metadata, options, locked, is_scored=is_scored)
-        restored = _partial_groups(run_dir, jobs, kept) if run_dir is not None and scores_groups else {}
+        run_dir, kept = open_store(env, jobs, answerer, metadata, options, locked, is_scored=is_scored)
+        restored = partial_groups(run_dir, jobs, kept) if run_dir is not None and scores_groups else {}
         todo = [job for job in jobs if job.key not in kept or job.key in restored]
         stop = _early_stop(env, jobs, run_dir, kept - restored.keys(), options)
         if stop is not None:
-            todo = stop.arranged(stop.without_more(jobs, kept - restored.keys(), _failed_before(run_dir)))
+            todo = stop.arranged(stop.without_more(jobs, kept - restored.keys(), failed_before(run_dir)))
         async with AsyncExitStack() as stack:
             player = await stack.enter_async_context(open_player(env, answerer, sampling, options, is_scored=is_scored))
             appender = stack.enter_context(run_dir.appender()) if run_dir is not None else None
@@ -268,13 +263,6 @@ def _steps(
     )
 
 
-def _failed_before(run_dir: RunDir | None) -> set[Any]:
-    """The examples of which a rollout failed before the run was resumed."""
-    if run_dir is None or not run_dir.attempts_path.is_file():
-        return set()
-    return {record["example_id"] for record in read_records(run_dir.attempts_path, ["example_id"])}
-
-
 def _early_stop(
     env: Environment, jobs: Sequence[Job], run_dir: RunDir | None, kept: set[tuple[Any, int]], options: Options
 ) -> EarlyStop | None:
@@ -283,7 +271,7 @@ def _early_stop(
         return None
     bounds = options.reward_range or bounds_of(env.rubric)
     stop = EarlyStop(jobs, options.until, bounds, at_once=options.max_concurrent)
-    for example, reward in _rewards_of(run_dir, kept):
+    for example, reward in rewards_of(run_dir, kept):
         stop.take(example, reward)
     return stop
 
@@ -292,17 +280,9 @@ def _count_kept(progress: Tally, run_dir: RunDir | None, kept: set[tuple[Any, in
     """The mean that is watched is that of all rollouts, those before a resume too."""
     if type(progress) is Tally:  # silent
         return
-    for example, reward in _rewards_of(run_dir, kept):
+    for example, reward in rewards_of(run_dir, kept):
         if reward is not None:
             progress.count(example, reward)
-
-
-def _rewards_of(run_dir: RunDir | None, kept: set[tuple[Any, int]]) -> Iterator[tuple[Any, float | None]]:
-    """The rewards of rollouts that are there already, with their examples."""
-    if run_dir is not None and kept:
-        for record in read_records(run_dir.path, ["example_id", "rollout", "reward"]):
-            if key_of(record) in kept:
-                yield record["example_id"], record["reward"]
 
 
 async def run_group(
@@ -363,78 +343,6 @@ def _metadata(
         "state_columns": list(options.state_columns or ()),
         "reward_weights": env.rubric.reward_shares(),
     }
-
-
-def _open_store(
-    env: Environment,
-    jobs: Sequence[Job],
-    answerer: Answerer,
-    metadata: Mapping[str, Any],
-    options: Options,
-    locked: ExitStack,
-    *,
-    is_scored: bool,
-) -> tuple[RunDir | None, set[tuple[Any, int]]]:
-    """The run directory, if the run is saved, locked for as long as it lasts, and the rollouts it already holds."""
-    path = options.resume if isinstance(options.resume, str | Path) else options.results_path
-    if path is None and options.resume:
-        raise ValueError("resume=True needs results_path=…, the run directory to go on with; or pass resume='its path'")
-    if path is None and not options.save_results:
-        return None, set()
-    config = {key: metadata[key] for key in ("env_id", "env_args", "model", "sampling_args", "rollouts_per_example")}
-    config |= {
-        "num_examples": metadata["num_examples"],
-        "message_type": env.message_type,
-        "max_turns": getattr(env, "max_turns", None),
-        "rows": _fingerprint(jobs),
-        "score": is_scored,
-        "independent_scoring": options.independent_scoring,
-        "reward_weights": env.rubric.weights_by_name(),
-    }
-    if path is None:
-        run_dir = RunDir.create(DEFAULT_ROOT, env_id=metadata["env_id"], model=answerer.model, config=config)
-        locked.enter_context(run_dir.lock())
-        return run_dir, set()
-    exists = Path(path, "metadata.json").exists() or Path(path, "results.jsonl").exists()
-    if not exists:
-        if options.resume:
-            raise FileNotFoundError(f"there is no run to resume in {path}")
-        run_dir = RunDir.create_at(path, env_id=metadata["env_id"], model=answerer.model, config=config)
-        locked.enter_context(run_dir.lock())
-        return run_dir, set()
-    if not options.resume:
-        raise FileExistsError(f"{path} already holds a run; pass resume=True to go on with it, or another results_path")
-    run_dir = RunDir.open(path)
-    run_dir.check_same(config, unless_unknown=_HOW_SCORED)
-    locked.enter_context(run_dir.lock())
-    run_dir.update_metadata({"finished": False, **dict.fromkeys(("num_rollouts", "ended_early", "interrupted"))})
-    return run_dir, set(run_dir.compact().finished)
-
-
-def _partial_groups(run_dir: RunDir, jobs: Sequence[Job], kept: set[tuple[Any, int]]) -> dict[tuple[Any, int], State]:
-    """Saved rollouts whose group is not complete: they are scored again with it, but not generated again."""
-    sizes = Counter(job.row["example_id"] for job in jobs)
-    partial = {job.row["example_id"] for job in jobs if job.key not in kept}
-    for record in read_records(run_dir.path, ["example_id", "group_size"]):
-        if record["group_size"] not in (None, sizes[record["example_id"]]):
-            partial.add(record["example_id"])
-    again = {key for key in kept if key[0] in partial}
-    if not again:
-        return {}
-    keyed = ((key_of(record), record) for record in read_records(run_dir.path))
-    rows = {job.key: job.row for job in jobs if job.key in again}
-    missed: set[str] = set()
-    return {key: note_missed(state_to_rescore(record, rows[key]), missed) for key, record in keyed if key in rows}
-
-
-def _fingerprint(jobs: Sequence[Job]) -> str:
-    """A digest of what is asked, so that a run is not resumed with other rows."""
-    digest = hashlib.sha256()
-    for job in jobs:
-        if job.repeat == 0:
-            row = job.row
-            digest.update(encode({key: row.get(key) for key in ("example_id", "prompt", "answer", "task", "info")}))
-    return digest.hexdigest()[:16]
 
 
 def _assemble(

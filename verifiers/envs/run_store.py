@@ -1,0 +1,110 @@
+"""The run directory of an evaluation, made anew or opened to go on with, and what it holds already."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verifiers.envs.calling import Answerer
+from verifiers.envs.run_steps import key_of
+from verifiers.envs.states import note_missed, state_to_rescore
+from verifiers.runner import Job
+from verifiers.store import DEFAULT_ROOT, RunDir, encode, read_records
+from verifiers.types import State
+
+if TYPE_CHECKING:
+    from verifiers.envs.environment import Environment
+    from verifiers.envs.evaluation import Options
+
+_HOW_SCORED = ("score", "independent_scoring", "reward_weights")  # earlier versions did not write it down
+
+
+def open_store(
+    env: Environment,
+    jobs: Sequence[Job],
+    answerer: Answerer,
+    metadata: Mapping[str, Any],
+    options: Options,
+    locked: ExitStack,
+    *,
+    is_scored: bool,
+) -> tuple[RunDir | None, set[tuple[Any, int]]]:
+    """The run directory, if the run is saved, locked for as long as it lasts, and the rollouts it already holds."""
+    path = options.resume if isinstance(options.resume, str | Path) else options.results_path
+    if path is None and options.resume:
+        raise ValueError("resume=True needs results_path=…, the run directory to go on with; or pass resume='its path'")
+    if path is None and not options.save_results:
+        return None, set()
+    config = {key: metadata[key] for key in ("env_id", "env_args", "model", "sampling_args", "rollouts_per_example")}
+    config |= {
+        "num_examples": metadata["num_examples"],
+        "message_type": env.message_type,
+        "max_turns": getattr(env, "max_turns", None),
+        "rows": _fingerprint(jobs),
+        "score": is_scored,
+        "independent_scoring": options.independent_scoring,
+        "reward_weights": env.rubric.weights_by_name(),
+    }
+    if path is None:
+        run_dir = RunDir.create(DEFAULT_ROOT, env_id=metadata["env_id"], model=answerer.model, config=config)
+        locked.enter_context(run_dir.lock())
+        return run_dir, set()
+    exists = Path(path, "metadata.json").exists() or Path(path, "results.jsonl").exists()
+    if not exists:
+        if options.resume:
+            raise FileNotFoundError(f"there is no run to resume in {path}")
+        run_dir = RunDir.create_at(path, env_id=metadata["env_id"], model=answerer.model, config=config)
+        locked.enter_context(run_dir.lock())
+        return run_dir, set()
+    if not options.resume:
+        raise FileExistsError(f"{path} already holds a run; pass resume=True to go on with it, or another results_path")
+    run_dir = RunDir.open(path)
+    run_dir.check_same(config, unless_unknown=_HOW_SCORED)
+    locked.enter_context(run_dir.lock())
+    run_dir.update_metadata({"finished": False, **dict.fromkeys(("num_rollouts", "ended_early", "interrupted"))})
+    return run_dir, set(run_dir.compact().finished)
+
+
+def partial_groups(run_dir: RunDir, jobs: Sequence[Job], kept: set[tuple[Any, int]]) -> dict[tuple[Any, int], State]:
+    """Saved rollouts whose group is not complete: they are scored again with it, but not generated again."""
+    sizes = Counter(job.row["example_id"] for job in jobs)
+    partial = {job.row["example_id"] for job in jobs if job.key not in kept}
+    for record in read_records(run_dir.path, ["example_id", "group_size"]):
+        if record["group_size"] not in (None, sizes[record["example_id"]]):
+            partial.add(record["example_id"])
+    again = {key for key in kept if key[0] in partial}
+    if not again:
+        return {}
+    keyed = ((key_of(record), record) for record in read_records(run_dir.path))
+    rows = {job.key: job.row for job in jobs if job.key in again}
+    missed: set[str] = set()
+    return {key: note_missed(state_to_rescore(record, rows[key]), missed) for key, record in keyed if key in rows}
+
+
+def failed_before(run_dir: RunDir | None) -> set[Any]:
+    """The examples of which a rollout failed before the run was resumed."""
+    if run_dir is None or not run_dir.attempts_path.is_file():
+        return set()
+    return {record["example_id"] for record in read_records(run_dir.attempts_path, ["example_id"])}
+
+
+def rewards_of(run_dir: RunDir | None, kept: set[tuple[Any, int]]) -> Iterator[tuple[Any, float | None]]:
+    """The rewards of rollouts that are there already, with their examples."""
+    if run_dir is not None and kept:
+        for record in read_records(run_dir.path, ["example_id", "rollout", "reward"]):
+            if key_of(record) in kept:
+                yield record["example_id"], record["reward"]
+
+
+def _fingerprint(jobs: Sequence[Job]) -> str:
+    """A digest of what is asked, so that a run is not resumed with other rows."""
+    digest = hashlib.sha256()
+    for job in jobs:
+        if job.repeat == 0:
+            row = job.row
+            digest.update(encode({key: row.get(key) for key in ("example_id", "prompt", "answer", "task", "info")}))
+    return digest.hexdigest()[:16]
