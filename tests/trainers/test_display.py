@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from typing import Any
 
@@ -206,3 +207,20 @@ def test_the_panel_leaves_room_for_what_a_terminal_writes_at_ctrl_c(monkeypatch)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     assert max(len(line) for line in plain.splitlines()) <= 76
     assert "stopping" in plain
+
+
+def test_the_panel_is_as_wide_as_the_window_is_now(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((columns, 30)))
+    screen, widths = Terminal(), []
+    display = TrainingDisplay(stream=screen)
+    for columns in (80, 40, 120):
+        if not widths:
+            display.start(3, "sums")
+        screen.seek(0)
+        screen.truncate()
+        display.eval({"reward": 0.5, "low": 0.45, "high": 0.55, "n": 200})
+        widths.append(max(len(line) for line in seen(screen).splitlines()))
+    display.stop()
+    assert widths == [75, 35, 115]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, cast
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -23,7 +23,7 @@ from verifiers.trainers.watch.wording import clean, is_filtered, labelled, numbe
 BAR_CHARS = 24
 RECENT_STEPS = 20  # steps from which the time left is estimated
 DRAW_EVERY_S = 0.2
-ECHO_CHARS = 5  # columns left free beside the panel: see `_make_live`
+ECHO_CHARS = 5  # columns left free beside the panel: see `_Narrower`
 _PHASES = (
     ("generation", "generation_s", "cyan"),
     ("scoring", "scoring_s", "magenta"),
@@ -295,14 +295,24 @@ class _SamplingTally(Tally):
         self._display.say(text)
 
 
-def _make_live(stream: IO[str], picture: Any) -> Live:
-    console = Console(file=stream)
-    # A terminal echoes ^C at the cursor: in a full line that would wrap and move the panel down by one.
-    console.width = max(console.width - ECHO_CHARS, 20)
+class _Narrower:
+    """The panel, not quite as wide as the terminal is now.
+
+    A terminal echoes ^C at the cursor: in a full line that would wrap and move the panel down by one.
+    """
+
+    def __init__(self, panel: RenderableType) -> None:
+        self._panel = panel
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from console.render(self._panel, options.update(width=max(options.max_width - ECHO_CHARS, 20)))
+
+
+def _make_live(stream: IO[str], picture: Callable[[], RenderableType]) -> Live:
     # Results that a program writes to a piped stdout must not be redirected into the panel.
     return Live(
-        get_renderable=picture,
-        console=console,
+        get_renderable=lambda: _Narrower(picture()),
+        console=Console(file=stream),
         refresh_per_second=1,
         redirect_stdout=sys.stdout.isatty(),
         redirect_stderr=True,
