@@ -10,6 +10,7 @@ from typing import IO, Any, cast
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -18,7 +19,7 @@ from rich.text import Text
 from verifiers.notebooks import is_notebook
 from verifiers.progress import Enduring, Tally, clock
 from verifiers.trainers.watch.notebook_panel import NotebookPanel
-from verifiers.trainers.watch.wording import clean, is_filtered, labelled, number, sparkline, with_interval
+from verifiers.trainers.watch.wording import SPARK_CHARS, clean, is_filtered, labelled, number, sparkline, with_interval
 
 BAR_CHARS = 24
 RECENT_STEPS = 20  # steps from which the time left is estimated
@@ -164,7 +165,7 @@ class TrainingDisplay:
         """The live panel."""
         curves = Table.grid(padding=(0, 2))
         for name, value, history in self._curves():
-            curves.add_row(Text(name, style="bold" if name == "reward" else ""), Text(value), sparkline(history))
+            curves.add_row(Text(name, style="bold" if name == "reward" else ""), Text(value), _Curve(history))
         rows: list[RenderableType] = [self._progress_row(), Text(self.phase_text(), style="cyan")]
         rows += [curves] if curves.row_count else []
         if counts := self._counts_text():
@@ -282,6 +283,19 @@ def _time_bar(parts: Sequence[tuple[str, float, str]]) -> Text:
     for name, seconds, color in parts:
         bar.append(f"  {name} {seconds / total:.0%}", style=color)
     return bar
+
+
+class _Curve:
+    """A sparkline of the whole history, as wide as there is room for."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = values
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, max(1, len(sparkline(self._values))))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(sparkline(self._values, min(options.max_width, SPARK_CHARS)))
 
 
 class _SamplingTally(Tally):
