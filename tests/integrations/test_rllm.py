@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.integrations import fake_rllm
 from tests.integrations.fake_rllm import ModelOutput, ToolCall
 from verifiers.clients.protocol import Request
 from verifiers.integrations.rllm.client import EngineClient
-from verifiers.integrations.rllm.train import make_trainer, read_settings
+from verifiers.integrations.rllm.train import main, make_trainer, read_settings
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "rllm"
 
@@ -149,3 +150,9 @@ def test_the_scripts_hand_over_settings_that_we_read(name: str) -> None:
     assert text.startswith("#!/bin/bash")
     if "tinker" in text:
         assert "temperature=1.0" in text
+
+
+def test_without_hydra_the_command_line_ends_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hydra", None)
+    with pytest.raises(SystemExit, match=r"needs Hydra: pip install 'verifiers\[rllm\]'"):
+        main()

@@ -110,7 +110,7 @@ def test_advice_from_two_runs_of_16_rollouts_holds_for_any_number_of_rollouts() 
 def test_two_runs_that_cannot_tell_how_scores_vary_say_so() -> None:
     with pytest.raises(ValueError, match="share 1 scored examples; it takes two"):
         stats.examples_to_compare(0.1, {1: 1, 2: None}, {1: 0, 2: 1})
-    with pytest.raises(ValueError, match="do not differ in spread"):
+    with pytest.raises(ValueError, match="differ by the same amount on every example"):
         stats.examples_to_compare(0.1, {1: 1, 2: 1}, {1: 0, 2: 0})
     with pytest.raises(ValueError, match="some examples were run once"):
         stats.examples_to_compare(0.1, {1: [1, 0], 2: [1]}, {1: [0, 1], 2: [1, 1]})

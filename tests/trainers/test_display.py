@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from typing import Any
 
@@ -206,3 +207,33 @@ def test_the_panel_leaves_room_for_what_a_terminal_writes_at_ctrl_c(monkeypatch)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     assert max(len(line) for line in plain.splitlines()) <= 76
     assert "stopping" in plain
+
+
+def test_the_panel_is_as_wide_as_the_window_is_now(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    window = {"columns": 80}
+    monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((window["columns"], 30)))
+    screen = Terminal()
+    display = TrainingDisplay(stream=screen)
+    display.start(3, "sums")
+    for columns in (80, 40, 120):
+        window["columns"] = columns
+        screen.seek(0)
+        screen.truncate()
+        display.eval({"reward": 0.5, "low": 0.45, "high": 0.55, "n": 200})
+        assert max(len(line) for line in seen(screen).splitlines()) == columns - 5
+    display.stop()
+
+
+def test_in_a_narrow_window_a_curve_still_ends_with_the_last_step(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    screen = Terminal()
+    display = TrainingDisplay(stream=screen)
+    display.start(100, "sums")
+    for step in range(1, 41):
+        display.update(figures(step))
+    display.stop()
+    (reward,) = (line for line in seen(screen).splitlines()[-25:] if "reward" in line)
+    assert "█ │" in reward
+    assert "▁" in reward

@@ -116,7 +116,10 @@ def examples_to_compare(
         raise ValueError("some examples were run once and some several times; give runs in which each has two or more")
     total = seen if noise is None or within is None else max(0.0, seen - noise) + within
     if total <= 0:
-        raise ValueError("the two runs do not differ in spread; give --sd S instead")
+        raise ValueError(
+            "the two runs differ by the same amount on every example, which does not tell how much scores vary; "
+            "say that instead (--sd S)"
+        )
     spread = Spread(total, within, 0.5 if is_binary else None)
     return _for_difference(resolution, spread, rollouts_per_example, level, power)
 

@@ -83,8 +83,11 @@ def make_trainer(config: Any, settings: Settings) -> Any:
 
 def main() -> None:
     """Hydra reads the command line; with Tinker it begins with ``--config-name=unified rllm/backend=tinker``."""
-    import hydra
-    from omegaconf import OmegaConf
+    try:
+        import hydra
+        from omegaconf import OmegaConf
+    except ImportError as error:
+        raise SystemExit("rLLM's command line needs Hydra: pip install 'verifiers[rllm]'") from error
 
     def train(config: Any) -> None:
         plain: dict[str, Any] = {

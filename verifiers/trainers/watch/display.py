@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, cast
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -18,12 +19,12 @@ from rich.text import Text
 from verifiers.notebooks import is_notebook
 from verifiers.progress import Enduring, Tally, clock
 from verifiers.trainers.watch.notebook_panel import NotebookPanel
-from verifiers.trainers.watch.wording import clean, is_filtered, labelled, number, sparkline, with_interval
+from verifiers.trainers.watch.wording import SPARK_CHARS, clean, is_filtered, labelled, number, sparkline, with_interval
 
 BAR_CHARS = 24
 RECENT_STEPS = 20  # steps from which the time left is estimated
 DRAW_EVERY_S = 0.2
-ECHO_CHARS = 5  # columns left free beside the panel: see `_make_live`
+ECHO_CHARS = 5  # columns left free beside the panel: see `_Narrower`
 _PHASES = (
     ("generation", "generation_s", "cyan"),
     ("scoring", "scoring_s", "magenta"),
@@ -164,7 +165,7 @@ class TrainingDisplay:
         """The live panel."""
         curves = Table.grid(padding=(0, 2))
         for name, value, history in self._curves():
-            curves.add_row(Text(name, style="bold" if name == "reward" else ""), Text(value), sparkline(history))
+            curves.add_row(Text(name, style="bold" if name == "reward" else ""), Text(value), _Curve(history))
         rows: list[RenderableType] = [self._progress_row(), Text(self.phase_text(), style="cyan")]
         rows += [curves] if curves.row_count else []
         if counts := self._counts_text():
@@ -284,6 +285,19 @@ def _time_bar(parts: Sequence[tuple[str, float, str]]) -> Text:
     return bar
 
 
+class _Curve:
+    """A sparkline of the whole history, as wide as there is room for."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = values
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, max(1, len(sparkline(self._values))))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(sparkline(self._values, min(options.max_width, SPARK_CHARS)))
+
+
 class _SamplingTally(Tally):
     """Counts rollouts for the panel; its notes are printed above it."""
 
@@ -295,14 +309,24 @@ class _SamplingTally(Tally):
         self._display.say(text)
 
 
-def _make_live(stream: IO[str], picture: Any) -> Live:
-    console = Console(file=stream)
-    # A terminal echoes ^C at the cursor: in a full line that would wrap and move the panel down by one.
-    console.width = max(console.width - ECHO_CHARS, 20)
+class _Narrower:
+    """The panel, not quite as wide as the terminal is now.
+
+    A terminal echoes ^C at the cursor: in a full line that would wrap and move the panel down by one.
+    """
+
+    def __init__(self, panel: RenderableType) -> None:
+        self._panel = panel
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from console.render(self._panel, options.update(width=max(options.max_width - ECHO_CHARS, 20)))
+
+
+def _make_live(stream: IO[str], picture: Callable[[], RenderableType]) -> Live:
     # Results that a program writes to a piped stdout must not be redirected into the panel.
     return Live(
-        get_renderable=picture,
-        console=console,
+        get_renderable=lambda: _Narrower(picture()),
+        console=Console(file=stream),
         refresh_per_second=1,
         redirect_stdout=sys.stdout.isatty(),
         redirect_stderr=True,
