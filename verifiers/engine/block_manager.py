@@ -92,12 +92,12 @@ class BlockManager:
         first = max(len(self._empty) - n, 0)
         taken = self._empty[first:][::-1]
         del self._empty[first:]
-        while len(taken) < n:
-            block, _ = self._unheld.popitem(last=False)
-            self._evict(block)
-            taken.append(block)
+        cached = [self._unheld.popitem(last=False)[0] for _ in range(n - len(taken))]
+        self._evict(cached)
+        taken += cached
+        references = self._references
         for block in taken:
-            self._references[block] = 1
+            references[block] = 1
         return taken
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -110,12 +110,13 @@ class BlockManager:
     def release(self, blocks: Sequence[int]) -> list[int]:
         """Drop one reference to each; returns those that are empty now."""
         emptied = []
+        references, keys, unheld = self._references, self._keys, self._unheld
         for block in reversed(blocks):  # of a cached sequence, the last block is evicted before the first
-            self._references[block] -= 1
-            if self._references[block]:
+            references[block] = left = references[block] - 1
+            if left:
                 continue
-            if self._keys[block] is not None:
-                self._unheld[block] = None
+            if keys[block] is not None:
+                unheld[block] = None
             else:
                 self._empty.append(block)
                 emptied.append(block)
@@ -171,28 +172,28 @@ class BlockManager:
 
     def _insert(self, block: int, before: bytes, key: bytes) -> int:
         if self._keys[block] is not None:  # it was inserted with fewer tokens, or after another block
-            self._evict(block)
+            self._evict([block])
         self._keys[block], self._by_key[key], self._serial[block] = key, block, next(self._serials).to_bytes(_SERIAL)
         siblings = self._after.setdefault(before, key)
+        if siblings is key:
+            return block
         if isinstance(siblings, list):
             insort(siblings, key)
-        elif siblings is not key:
+        else:
             self._after[before] = sorted((siblings, key))
         return block
 
-    def _evict(self, block: int) -> None:
-        """Remove from the prefix cache. Blocks after it cannot be found without its serial number: LRU evicts them."""
-        key, self._keys[block] = self._keys[block], None
-        assert key is not None
-        del self._by_key[key]
-        before = key[:_SERIAL]
-        siblings = self._after[before]
-        if isinstance(siblings, bytes):
-            del self._after[before]
-            return
-        del siblings[bisect_left(siblings, key)]
-        if len(siblings) == 1:
-            self._after[before] = siblings[0]
+    def _evict(self, blocks: Iterable[int]) -> None:
+        """Remove from the prefix cache. Blocks after one cannot be found without its serial number: LRU evicts them."""
+        keys, by_key, after = self._keys, self._by_key, self._after
+        for block in blocks:
+            key, keys[block] = keys[block], None
+            assert key is not None
+            del by_key[key]
+            siblings = after.pop(before := key[:_SERIAL])
+            if isinstance(siblings, list):
+                del siblings[bisect_left(siblings, key)]
+                after[before] = siblings if len(siblings) > 1 else siblings[0]
 
 
 def _bytes(ids: Ids) -> bytes:
