@@ -15,7 +15,7 @@ import msgspec
 
 from verifiers.files import open_regular, read_regular
 from verifiers.store.appender import SYNC_EVERY_S, Appender
-from verifiers.store.config import differences, fingerprint, normalise
+from verifiers.store.config import differences, fingerprint, is_same_environment, normalise
 from verifiers.store.disk import replace_file, sync_folder
 from verifiers.store.lock import FolderLock, RunInUseError
 from verifiers.store.mending import ATTEMPTS, DAMAGED, Compacted, compact
@@ -139,6 +139,8 @@ class RunDir:
         if not isinstance(made_with, dict):
             raise ValueError(f"{self.metadata_path} does not say how this run was made; start a new run directory")
         config = {key: value for key, value in config.items() if key in made_with or key not in unless_unknown}
+        if is_same_environment(made_with.get("env_id"), config.get("env_id")):
+            made_with = {**made_with, "env_id": config.get("env_id")}
         if found := differences(made_with, config):
             raise ValueError(f"{'; '.join(found)}; use the same or start a new run directory ({self.path})")
 
