@@ -181,9 +181,8 @@ def _named(about: Mapping[str, Any], run: RunDir) -> str:
 def _settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     from verifiers.store.config import is_same_environment
 
-    keys = ("env_args", "model", "sampling_args", "rollouts_per_example")
-    if not is_same_environment(a.get("env_id"), b.get("env_id")):
-        keys = ("env_id", *keys)
+    is_one = is_same_environment(a.get("env_id"), b.get("env_id"))
+    keys = [*([] if is_one else ["env_id"]), "env_args", "model", "sampling_args", "rollouts_per_example"]
     changed = [printable(f"   {key}: {a.get(key)} → {b.get(key)}") for key in keys if a.get(key) != b.get(key)]
     if (before := _scored(a)) != (after := _scored(b)):
         changed.append(printable(f"   scored: {before} → {after}"))

@@ -147,7 +147,8 @@ def _advantages(given: float | Sequence[float], trained: np.ndarray) -> np.ndarr
     """The advantage of each trained token, given that of the sequence or those of all its sampled tokens."""
     if isinstance(given, int | float):
         return np.full(len(trained), given, np.float32)
-    return np.array(given, np.float32)[trained]
+    found: np.ndarray = np.array(given, np.float32)[trained]
+    return found
 
 
 def _moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
