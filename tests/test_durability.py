@@ -354,6 +354,9 @@ def test_a_rollout_that_is_saved_again_with_its_group_counts_once_before_the_run
         assert sorted(record["example_id"] for record in records) == [0, 0, 1, 1]
         assert {record["reward"] for record in records} == {3.0}
     assert len(vf.to_sft(run)) == 4
+    reader = run.records(["example_id"])
+    run.compact()  # by the run that is resumed, while another process reads
+    assert sorted(record["example_id"] for record in reader) == [0, 0, 1, 1]
 
 
 def test_it_is_told_what_a_group_that_is_scored_again_looks_for_and_does_not_find(tmp_path: Path) -> None:

@@ -112,6 +112,27 @@ def test_rotary_frequencies_that_are_changed_are_those_that_are_sampled_with(mad
         assert engine.runner.cpu.runs > runs  # by the same backend
 
 
+def test_a_model_that_counts_its_tokens_in_a_buffer_keeps_its_weights_as_it_runs() -> None:
+    class Counting(type(random_model("GPT2").transformer)):  # type: ignore[misc]
+        def forward(self, input_ids: Any, **kwargs: Any) -> Any:
+            self.seen.add_(input_ids.numel())
+            self.lengths.append(input_ids.numel())
+            return super().forward(input_ids, **kwargs)
+
+    model = random_model("GPT2")
+    model.transformer.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+    model.transformer.__class__, model.transformer.lengths = Counting, []
+    engine = Engine(model, rows=4, length=128)
+    try:
+        for _ in range(3):
+            model.transformer.lengths.clear()
+            (answer,) = engine.generate([PROMPTS[-1]], WAY)
+            assert [version for version, *_ in answer.weight_versions] == ["0"]
+        assert max(model.transformer.lengths) < len(PROMPTS[-1])  # the rest of the prompt was kept
+    finally:
+        engine.close()
+
+
 def _assign(model: Any) -> None:
     model.load_state_dict({name: -one for name, one in model.state_dict().items()}, assign=True)
 

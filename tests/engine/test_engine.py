@@ -679,12 +679,14 @@ def test_others_get_a_token_for_each_chunk_of_a_long_prompt(make: Any) -> None:
     assert_exact(model, short.result(60), Sampling())
 
 
-def test_a_long_prompt_that_is_cancelled_half_way_leaves_nothing(make: Any) -> None:
+def test_a_long_prompt_that_is_cancelled_half_way_leaves_nothing(make: Any, slow: Slow) -> None:
     engine = make(rows=3, length=200, prefill_tokens=8)
     started = engine.submit(prompt_of(150), Sampling(max_tokens=5, seed=1), n=2)
-    wait_for(lambda: bool(engine.scheduler.prefilling))
+    wait_for(lambda: slow.calls > 0)
+    assert engine.scheduler.prefilling
     for future in started:
         future.cancel()
+    slow.go.set()
     for future in started:
         with pytest.raises(CancelledError):
             future.result(20)

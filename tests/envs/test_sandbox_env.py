@@ -80,6 +80,27 @@ def test_python_keeps_its_variables_through_the_rollout_and_no_longer() -> None:
     assert (state["metrics"], state["cells"]) == (None, ["ok", "ok", "error"])
 
 
+def test_python_is_called_with_the_rollout_by_position_or_with_the_id_of_its_sandbox() -> None:
+    class Reading(vf.PythonEnv):
+        async def post_rollout(self, state: vf.State) -> None:
+            state["read"] = [await self.python("x", state), await self.python("x", state["sandbox_id"])]
+
+    state = roll_out(Reading(dataset=[ROW]), cell("x = 6 * 7"), "done")
+    assert state["error"] is None
+    assert state["read"] == ["42", "42"]
+
+
+@needs_bash
+def test_bash_is_called_with_the_rollout_by_position_or_with_the_id_of_its_sandbox() -> None:
+    class Reading(vf.SandboxEnv):
+        async def post_rollout(self, state: vf.State) -> None:
+            state["read"] = [await self.bash("echo $x", state), await self.bash("echo $x", state["sandbox_id"])]
+
+    state = roll_out(Reading(dataset=[ROW]), run("x=42"), "done")
+    assert state["error"] is None
+    assert [one.strip() for one in state["read"]] == ["42", "42"]
+
+
 def test_the_tools_schema_shows_the_code_and_nothing_else() -> None:
     env = vf.PythonEnv(dataset=[ROW])
     assert env.oai_tools is not None

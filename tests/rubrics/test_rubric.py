@@ -327,6 +327,28 @@ def test_a_subclass_may_override_the_sync_name_and_the_other_name_follows() -> N
     assert not Rubric(funcs=[exact]).scores_its_own_way
 
 
+def test_turns_have_the_reward_that_a_subclass_makes_of_what_super_gave() -> None:
+    class Doubled(vf.Rubric):
+        async def score_rollout(self, state: vf.State) -> None:
+            await super().score_rollout(state)
+            state["reward"] *= 2
+
+    class Raised(vf.Rubric):
+        async def score_group(self, states: list[vf.State], score_sem: Any = None) -> None:
+            await super().score_group(states, score_sem)
+            for state in states:
+                state["reward"] += 1
+
+    def one(completion: Any) -> float:
+        return 1.0
+
+    for rubric, reward in ((Doubled([one]), 2.0), (vf.RubricGroup([Doubled([one]), Raised([one])]), 4.0)):
+        env = vf.SingleTurnEnv(dataset=[{"question": "?"}], rubric=rubric)
+        results = env.evaluate(vf.FakeClient("x"), "m", rollouts_per_example=2, use_tqdm=False)
+        assert results["reward"] == [reward, reward]
+        assert [step["reward"] for state in results["state"] for step in state["trajectory"]] == [reward, reward]
+
+
 def test_a_subclass_composes_other_rubrics_with_its_own_logic() -> None:
     class Compositional(Rubric):
         def __init__(self, base_rubrics, logic, **kwargs):

@@ -84,6 +84,13 @@ def test_the_same_configuration_may_continue(run: RunDir, config: dict[str, Any]
     run.check_same({**config, "rollouts_per_example": 2.0, "seed": None, "env_args": {}})
 
 
+def test_a_run_under_the_id_that_an_environment_had_by_its_module_may_continue(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, env_id="my_sums", model="m", config={"env_id": "my_sums"})
+    run.check_same({"env_id": "my-sums"})
+    with pytest.raises(ValueError, match="made with env_id='my_sums', you ask for 'mysums'"):
+        run.check_same({"env_id": "mysums"})
+
+
 def test_every_difference_is_named_with_both_values(run: RunDir, config: dict[str, Any]) -> None:
     asked = {**config, "sampling_args": {"temperature": 1.0, "top_p": 0.9}, "env_id": "products"}
     with pytest.raises(ValueError) as caught:

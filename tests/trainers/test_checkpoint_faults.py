@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -159,6 +161,43 @@ def test_a_model_saved_over_another_replaces_its_weights_and_keeps_what_is_not_o
     assert ((folder / "README.md").read_text(), (folder / "notes" / "one.txt").read_text()) == ("mine", "first")
     assert not list(folder.glob("model-*"))
     assert sorted(one.name for one in tmp_path.iterdir() if one.name.startswith(".")) == []
+
+
+def test_a_model_is_saved_into_the_current_folder_which_stays_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, folder = making.trainer(tmp_path), tmp_path / "model"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with open("training.log", "w", buffering=1) as log:
+        trainer.save_model(".")
+        log.write("saved")
+    assert Path.cwd() == folder
+    assert (folder / "training.log").read_text() == "saved"
+    assert Path("model.safetensors").is_file()
+
+
+def test_files_of_others_need_no_hard_links_to_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Network folders and sticks have none."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    trainer, folder = making.trainer(tmp_path), tmp_path / "model"
+    folder.mkdir()
+    (folder / "README.md").write_text("mine")
+    monkeypatch.setattr(os, "link", refused)
+    trainer.save_model(folder)
+    assert (folder / "README.md").read_text() == "mine"
+    assert (folder / "model.safetensors").is_file()
+
+
+def test_a_file_is_not_replaced_by_a_model(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(CheckpointError, match="this model was not saved: Not a directory"):
+        making.trainer(tmp_path).save_model(tmp_path / "model")
+    assert (tmp_path / "model").read_text() == "mine"
+    assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
 
 
 TRAIN_INTO = """

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -322,9 +324,43 @@ def test_tokens_of_a_server_that_names_no_weights_have_the_version_of_when_they_
         )
         report = trainer.train()
     assert [len(versions) for versions in seen] == [16, 16, 16]
-    for step, versions in enumerate(seen):
+    for step, versions in enumerate(seen):  # a batch that is asked for late, after an update, is of its weights
         assert all(step - ahead <= version <= step for version in versions)
-    assert [step["staleness_max"] for step in report.steps] == [0, ahead, ahead]
+    oldest = [step - min(versions) for step, versions in enumerate(seen)]
+    assert [step["staleness_max"] for step in report.steps] == oldest
+
+
+def test_weights_that_are_sent_as_a_folder_take_the_room_of_one_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sent: list[str] = []
+
+    class Weights:
+        def reload_weights(self, folder: str) -> None:
+            local.update_weights(folder)
+            sent.append(folder)
+
+    tokenizer = tiny.tokenizer()
+    env, model = making.environment(), tiny.model(tokenizer)
+    env.model = "tiny"
+    save = model.save_pretrained
+
+    def alone(folder: Any) -> None:
+        assert list(tmp_path.rglob("*.safetensors")) == []
+        save(folder)
+
+    monkeypatch.setattr(model, "save_pretrained", alone)
+    with LocalModel(tiny.model(tokenizer), tokenizer, rows=4, name="tiny") as local, LocalServer(local) as server:
+        vf.GRPOTrainer(
+            model=model,
+            tokenizer=tokenizer,
+            env=env,
+            client=vf.HTTPClient(server.url),
+            weight_server=Weights(),
+            config=making.config(tmp_path / "run", max_steps=2),
+        ).train()
+    assert len(sent) == 2
 
 
 def test_a_batch_of_texts_that_the_policy_never_said_is_refused_and_those_it_said_are_exact(tmp_path: Any) -> None:

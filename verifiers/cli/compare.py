@@ -109,12 +109,14 @@ def _describe(
     shown: Mapping[str, Comparison],
     show: int,
 ) -> list[str]:
+    from verifiers.store.config import is_same_environment
+
     lines = [f"{letter}  {_named(one, run)}" for letter, one, run in zip("AB", about, runs, strict=True)]
     is_one = runs[0].path.resolve() == runs[1].path.resolve()
     lines += ["   A and B are the same run"] if is_one else _settings(*about)
     metric, first = next(iter(shown.items()))
     if found.refusal is not None:
-        are_of_one = sides[0].env_id == sides[1].env_id
+        are_of_one = is_same_environment(sides[0].env_id, sides[1].env_id)
         lines.append(f"no verdict: {found.refusal}" + "; --unpaired compares them as two samples" * are_of_one)
     lines += ["", heading(metric), *str(first).splitlines()]
     if len(shown) > 1:
@@ -177,7 +179,10 @@ def _named(about: Mapping[str, Any], run: RunDir) -> str:
 
 
 def _settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    keys = ("env_id", "env_args", "model", "sampling_args", "rollouts_per_example")
+    from verifiers.store.config import is_same_environment
+
+    is_one = is_same_environment(a.get("env_id"), b.get("env_id"))
+    keys = [*([] if is_one else ["env_id"]), "env_args", "model", "sampling_args", "rollouts_per_example"]
     changed = [printable(f"   {key}: {a.get(key)} → {b.get(key)}") for key in keys if a.get(key) != b.get(key)]
     if (before := _scored(a)) != (after := _scored(b)):
         changed.append(printable(f"   scored: {before} → {after}"))

@@ -27,7 +27,7 @@ class FairLock:
         self._line: deque[object] = deque()  # those who wait
         self._holder: int | None = None
         self._depth = 0
-        self.undone = 0  # changes of the weights it guards that a proof has undone
+        self.undone = 0  # writes to the weights it guards that a proof has undone, and of forwards to buffers
         self.taken = 0  # how often it was acquired, reentries not counted
 
     @property

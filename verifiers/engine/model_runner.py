@@ -216,9 +216,14 @@ class ModelRunner:
 
     @property
     def writes(self) -> int:
-        """How often parameters and buffers were written to, less the writes that a proof has undone."""
-        versions: int = sum([one._version for held in (self._snapshot.parameters, self._buffers) for one in held])
-        return versions - int(self.lock.undone)
+        """How often parameters and buffers were written to, less the writes that are no change of the weights."""
+        versions: int = sum([parameter._version for parameter in self._snapshot.parameters])
+        return versions + self.buffer_writes - int(self.lock.undone)
+
+    @property
+    def buffer_writes(self) -> int:
+        versions: int = sum([buffer._version for buffer in self._buffers])
+        return versions
 
     def name_weights(self, version: int | str) -> None:
         """Name the weights from the next token on; the caller holds the lock."""

@@ -52,6 +52,14 @@ class StepRunner:
         if has_moved and scheduler.cuda is not None:
             scheduler.cuda.drop_graphs()  # they hold the parameters' old addresses
         scheduler.drop_cancelled()
+        before = self.runner.buffer_writes
+        try:
+            self._step()
+        finally:  # a forward that writes to its buffers (a count of tokens, say) changes no weights
+            self.runner.lock.undone += self.runner.buffer_writes - before
+
+    def _step(self) -> None:
+        scheduler = self.scheduler
         if scheduler.cuda is not None:
             self._run_on_cuda(scheduler.cuda)
             return

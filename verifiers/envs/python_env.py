@@ -46,7 +46,7 @@ class PythonEnv(SandboxEnv):
     async def python(
         self,
         code: str,
-        sandbox_id: str | None = None,
+        sandbox_id: str | State | None = None,
         sandbox_state: Any = None,
         python_state: Any = None,
         state: State | None = None,

@@ -111,7 +111,7 @@ class SandboxEnv(StatefulToolEnv):
     async def bash(
         self,
         command: str,
-        sandbox_id: str | None = None,
+        sandbox_id: str | State | None = None,
         sandbox_state: Any = None,
         working_dir: str | None = None,
         state: State | None = None,
@@ -126,7 +126,9 @@ class SandboxEnv(StatefulToolEnv):
         """
         return await self._run_cell(in_folder(command, working_dir), state, sandbox_id)
 
-    async def _run_cell(self, code: str, state: State | None, sandbox_id: str | None) -> str:
+    async def _run_cell(self, code: str, state: State | None, sandbox_id: str | State | None) -> str:
+        if isinstance(sandbox_id, State):  # by position the rollout may be given itself, or by its id as in 0.1.9
+            state, sandbox_id = sandbox_id, None
         if state is not None:
             return await self.sessions.run(code, state)
         if sandbox_id is None:

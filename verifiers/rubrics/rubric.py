@@ -280,7 +280,7 @@ class Rubric:
             scores = list(await asyncio.gather(*(self.score_alone(state) for state in valid)))
             await self.add_group_scores(valid, scores)
         for state, score in zip(valid, scores, strict=True):
-            write_score(state, score)
+            write_score(state, score, is_whole=not _scoring_own_way.get())  # who scores their own way may change it
         note_scoring_time(states, (time.perf_counter() - began) * 1000)
         write_advantages(states)
 
@@ -350,7 +350,7 @@ class Rubric:
             return (await score_batch(self, batch)).columns()
         scores = await score_batch(self, Batch(list(prompts)))
         for i, state in enumerate(prompts):
-            write_score(state, scores.one(i))
+            write_score(state, scores.one(i), is_whole=not _scoring_own_way.get())
         return scores.columns()
 
     score_rollouts = calls.both(_score_rollouts)

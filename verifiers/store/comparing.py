@@ -8,6 +8,7 @@ from typing import Any
 
 from verifiers import stats
 from verifiers.results import listed_as
+from verifiers.store.config import is_same_environment
 from verifiers.store.record import Record, is_failed
 
 COLUMNS = ("example_id", "reward", "error", "metrics", "prompt")
@@ -79,7 +80,7 @@ def refusal_of(a: Side, b: Side, differing: Sequence[Any]) -> str | None:
     >>> refusal_of(Side("gsm8k"), Side("wordle"), [])
     'A is a run of gsm8k and B one of wordle, and rewards of two environments do not mean the same'
     """
-    if a.env_id and b.env_id and a.env_id != b.env_id:
+    if a.env_id and b.env_id and not is_same_environment(a.env_id, b.env_id):
         return f"A is a run of {a.env_id} and B one of {b.env_id}, and rewards of two environments do not mean the same"
     if differing:
         return (

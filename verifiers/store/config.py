@@ -53,6 +53,15 @@ def differences(made_with: Mapping[str, Any], asked_for: Mapping[str, Any]) -> l
     ]
 
 
+def is_same_environment(a: Any, b: Any) -> bool:
+    """Do two ids name one environment? Runs of earlier versions have it as it was typed.
+
+    >>> is_same_environment("my_env", "my-env")
+    True
+    """
+    return str(a).replace("_", "-") == str(b).replace("_", "-")
+
+
 def without_secrets(value: Any, key: str = "") -> Any:
     """Plain data with every text hidden whose key says that it is a secret, and every environment variable.
 

@@ -7,7 +7,7 @@ import os
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -107,17 +107,17 @@ def results_file(path: str | os.PathLike[str]) -> Path:
 
 
 def read_records(
-    path: str | os.PathLike[str], columns: Sequence[str] | None = None, *, without: Container[int] = ()
+    path: str | os.PathLike[str], columns: Sequence[str] | None = None, *, without_superseded: bool = False
 ) -> Iterator[Record]:
     """The records of a run directory or a ``.jsonl`` file, one at a time, in the order in which they finished.
 
-    With ``columns`` only these are decoded, which is several times quicker; one that a line lacks is None. Lines at the
-    offsets ``without`` are left out.
+    With ``columns`` only these are decoded, which is several times quicker; one that a line lacks is None. Lines that
+    are `superseded` can be left out.
     """
     file = results_file(path)
     if not file.exists() and not (Path(path) / METADATA).exists():
         raise FileNotFoundError(f"{path} is neither a run directory nor a results file")
-    return _read(file, columns, without)
+    return _read(file, columns, without_superseded)
 
 
 def superseded(lines: Iterable[Line]) -> set[int]:
@@ -137,12 +137,14 @@ def superseded(lines: Iterable[Line]) -> set[int]:
     return worse
 
 
-def _read(path: Path, columns: Sequence[str] | None, without: Container[int]) -> Iterator[Record]:
+def _read(path: Path, columns: Sequence[str] | None, without_superseded: bool) -> Iterator[Record]:
     if not path.exists():  # a run that has not finished its first rollout
         return
     decode = RecordDecoder(columns)
     damaged = offset = 0
     with open_regular(path) as file:
+        without = superseded(scan(file)) if without_superseded else ()  # of this file: another may take its place
+        file.seek(0)
         for line in lines_of(file):
             offset += len(line)
             if offset - len(line) in without:

@@ -15,7 +15,7 @@ import msgspec
 
 from verifiers.files import open_regular, read_regular
 from verifiers.store.appender import SYNC_EVERY_S, Appender
-from verifiers.store.config import differences, fingerprint, normalise
+from verifiers.store.config import differences, fingerprint, is_same_environment, normalise
 from verifiers.store.disk import replace_file, sync_folder
 from verifiers.store.lock import FolderLock, RunInUseError
 from verifiers.store.mending import ATTEMPTS, DAMAGED, Compacted, compact
@@ -139,6 +139,8 @@ class RunDir:
         if not isinstance(made_with, dict):
             raise ValueError(f"{self.metadata_path} does not say how this run was made; start a new run directory")
         config = {key: value for key, value in config.items() if key in made_with or key not in unless_unknown}
+        if is_same_environment(made_with.get("env_id"), config.get("env_id")):
+            made_with = {**made_with, "env_id": config.get("env_id")}
         if found := differences(made_with, config):
             raise ValueError(f"{'; '.join(found)}; use the same or start a new run directory ({self.path})")
 
@@ -175,26 +177,27 @@ class RunDir:
 
     def records(self, columns: Sequence[str] | None = None) -> Iterator[Record]:
         """The records in the order in which they finished, one at a time."""
-        return read_records(self.path, columns, without=self._superseded())
+        return read_records(self.path, columns, without_superseded=self._may_have_superseded)
 
     def sorted_records(self) -> Iterator[Record]:
         """The records by example, then rollout, one at a time."""
-        rows, without = Rows(self.results_path), self._superseded()
+        rows, without = Rows(self.results_path), set[int]()
+        if self._may_have_superseded:
+            with open_regular(self.results_path) as file:
+                without = superseded(scan(file))
         return (rows[number] for number in rows.sorted_order() if rows.offset(number) not in without)
 
-    def _superseded(self) -> set[int]:
-        """Lines that do not count: while an evaluation is resumed, saved rollouts may be there a second time, scored
-        again with their group."""
+    @property
+    def _may_have_superseded(self) -> bool:
+        """May there be lines that do not count? While an evaluation is resumed, saved rollouts may be there a second
+        time, scored again with their group."""
         try:
             metadata = self.metadata
         except (ValueError, OSError):
-            return set()
+            return False
         config = metadata.get("config")
         is_evaluation = isinstance(config, dict) and "rows" in config and metadata.get("kind") != "training"
-        if not is_evaluation or metadata.get("finished") is not False or not self.results_path.exists():
-            return set()
-        with open_regular(self.results_path) as file:
-            return superseded(scan(file))
+        return is_evaluation and metadata.get("finished") is False and self.results_path.exists()
 
     def rows(self) -> Rows:
         """The rollouts by number; the same object each time, brought up to date."""

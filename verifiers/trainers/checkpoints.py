@@ -56,10 +56,10 @@ def set_aside(root: Path, step: int) -> None:
 
 
 def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:
-    """Write a model, or its adapters, and its tokenizer: whole, or not at all.
+    """Write a model, or its adapters, and its tokenizer; nothing is replaced before all of it has been written.
 
-    Files of others in a folder that exists are kept, and a model's weights replaced. A folder that cannot be replaced
-    (a mount point, or one in a folder that is read-only) is written in place.
+    In a folder that exists the files of others are kept, and a model's weights replaced. One that no file can be moved
+    into (a mount point, or a folder in one that is read-only) is written in place.
     """
     path = Path(path).resolve()
     if path.is_dir() and (path.is_mount() or not os.access(path.parent, os.W_OK)):
@@ -70,21 +70,21 @@ def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:
         staging.mkdir(parents=True)
         _write_model(model, tokenizer, staging)
         if path.is_dir():
-            _link_others(path, staging)
-        _replace(path, staging)
-
-
-def _link_others(path: Path, staging: Path) -> None:
-    """Hard links in the new folder to the files that the old one has besides those of a model's weights."""
-    for one in path.iterdir():
-        new = staging / one.name
-        if new.exists() or _WEIGHTS.fullmatch(one.name):
-            continue
-        if one.is_dir() and not one.is_symlink():
-            shutil.copytree(one, new, symlinks=True, copy_function=os.link)
+            _move_into(path, staging)
         else:
-            os.link(one, new, follow_symlinks=False)
-    shutil.copystat(path, staging)
+            staging.rename(path)
+
+
+def _move_into(path: Path, staging: Path) -> None:
+    """File by file: the folder may be someone's current one, or hold files that are being written."""
+    files = [file.relative_to(staging) for file in sorted(staging.rglob("*")) if file.is_file()]
+    for file in files:
+        (path / file).parent.mkdir(parents=True, exist_ok=True)
+        (staging / file).replace(path / file)
+    for one in path.iterdir():
+        if _WEIGHTS.fullmatch(one.name) and Path(one.name) not in files:
+            one.unlink()
+    shutil.rmtree(staging)
 
 
 def _write_model(model: Any, tokenizer: Any, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import shutil
 import tempfile
 import weakref
@@ -49,8 +50,9 @@ class _Folder:
 
     def __init__(self, server: Any) -> None:
         self._server, self.version = server, 0
-        self._folder = tempfile.mkdtemp(prefix="verifiers-weights-")
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        private = tempfile.mkdtemp(prefix="verifiers-weights-")
+        self._folder = os.path.join(private, "model")
+        weakref.finalize(self, shutil.rmtree, private, ignore_errors=True)
 
     def start(self, model: Any, tokenizer: Any, version: int, *, is_sender: bool) -> None:
         """Name the weights that the server was started with, or send those of a resumed training."""
@@ -62,6 +64,7 @@ class _Folder:
         self.version = version
 
     def send(self, version: int) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)  # read already, and there may be no room for two models
         save_model(self._model, self._tokenizer, self._folder)
         load = self._server.reload_weights
         named = {"version": version} if "version" in inspect.signature(load).parameters else {}
