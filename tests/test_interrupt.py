@@ -337,7 +337,7 @@ def test_a_reader_of_stderr_that_goes_away_does_not_end_the_run(
         stdout=subprocess.PIPE,
         stderr=write_end,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": str(root), "PYTHONUNBUFFERED": ""},  # what is not written stays in a buffer
     ) as process:
         os.close(write_end)
         os.close(read_end)  # before a word was said

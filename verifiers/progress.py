@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -95,11 +98,21 @@ class Enduring:
             return
         try:
             step(*args)
-        except OSError:  # nobody reads, or the terminal was closed
+        except OSError as error:
             self._is_gone = True
+            if error.errno in (errno.EPIPE, errno.EIO):  # nobody reads, or the terminal was closed
+                _discard_rest(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def _discard_rest(stream: IO[str]) -> None:
+    """Let what is still buffered go nowhere: Python would try to write it when it ends, and exit with status 120."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream without a file
+        descriptor, nowhere = stream.fileno(), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 class Lines(Tally):
