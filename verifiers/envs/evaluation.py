@@ -171,7 +171,9 @@ async def _run(
     scores_groups = is_scored and env.has_group_rewards and not options.independent_scoring
     with ExitStack() as locked:
         run_dir, kept = open_store(env, jobs, answerer, metadata, options, locked, is_scored=is_scored)
-        restored = partial_groups(run_dir, jobs, kept) if run_dir is not None and scores_groups else {}
+        restored, missed = dict[tuple[Any, int], State](), set[str]()
+        if run_dir is not None and scores_groups:
+            restored, missed = partial_groups(run_dir, jobs, kept)
         todo = [job for job in jobs if job.key not in kept or job.key in restored]
         stop = _early_stop(env, jobs, run_dir, kept - restored.keys(), options)
         if stop is not None:
@@ -196,7 +198,7 @@ async def _run(
             done = await run.finish()
         if run_dir is not None and restored:
             run_dir.compact(keep_failed=True)
-            if missed := next(iter(restored.values())).missed:  # type: ignore[attr-defined]  # one set for all
+            if missed:
                 warnings.warn(f"saved groups were scored again, and {in_words(missed)}", stacklevel=2)
         if run.ended_by is not None:
             where = f"; go on with resume={str(run_dir.path)!r}" if run_dir is not None else ""

@@ -69,20 +69,26 @@ def open_store(
     return run_dir, set(run_dir.compact().finished)
 
 
-def partial_groups(run_dir: RunDir, jobs: Sequence[Job], kept: set[tuple[Any, int]]) -> dict[tuple[Any, int], State]:
-    """Saved rollouts whose group is not complete: they are scored again with it, but not generated again."""
+def partial_groups(
+    run_dir: RunDir, jobs: Sequence[Job], kept: set[tuple[Any, int]]
+) -> tuple[dict[tuple[Any, int], State], set[str]]:
+    """Saved rollouts whose group is not complete: they are scored again with it, but not generated again.
+
+    The second is what functions will have looked for in their states without finding it.
+    """
     sizes = Counter(job.row["example_id"] for job in jobs)
     partial = {job.row["example_id"] for job in jobs if job.key not in kept}
     for record in read_records(run_dir.path, ["example_id", "group_size"]):
         if record["group_size"] not in (None, sizes[record["example_id"]]):
             partial.add(record["example_id"])
     again = {key for key in kept if key[0] in partial}
+    missed: set[str] = set()
     if not again:
-        return {}
+        return {}, missed
     keyed = ((key_of(record), record) for record in read_records(run_dir.path))
     rows = {job.key: job.row for job in jobs if job.key in again}
-    missed: set[str] = set()
-    return {key: note_missed(state_to_rescore(record, rows[key]), missed) for key, record in keyed if key in rows}
+    states = {key: note_missed(state_to_rescore(record, rows[key]), missed) for key, record in keyed if key in rows}
+    return states, missed
 
 
 def failed_before(run_dir: RunDir | None) -> set[Any]:
