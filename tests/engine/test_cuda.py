@@ -125,7 +125,7 @@ def test_whichever_way_projections_run_the_tokens_are_exact(start: Any, monkeypa
 
     monkeypatch.setattr(projections, "_choices", {})
     monkeypatch.setattr(projections, "_is_faster", lambda *_: is_quicker)
-    settings = {"head_dim": None, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2}
+    settings = {"head_dim": None, "hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4}
     for family in ("Llama", "Qwen2"):
         model = on_card(family, dtype=torch.bfloat16, initializer_range=0.08, num_key_value_heads=1, **settings)
         requests = mixed(32)
@@ -144,10 +144,10 @@ def test_projections_are_timed_before_a_step_is_captured(start: Any, monkeypatch
 
     monkeypatch.setattr(projections, "_choices", {})
     model = on_card(
-        dtype=torch.bfloat16, hidden_size=128, intermediate_size=192, num_attention_heads=2, num_key_value_heads=1
+        dtype=torch.bfloat16, hidden_size=256, intermediate_size=320, num_attention_heads=4, num_key_value_heads=1
     )
     start(model).generate([prompt_of(20)], Sampling(max_tokens=10, seed=1), n=3)
-    assert {key[0] for key in projections._choices} == {"project", "gated"}
+    assert {key[0] for key in projections._choices} == {"project", "gated", "add"}
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])

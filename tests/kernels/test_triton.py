@@ -19,15 +19,18 @@ pytest.importorskip("triton")
 
 from tests.kernels.support.triton_device import (  # noqa: E402
     DEVICE,
+    FLOOR,
     HALF,
     HAS_CARD,
     MARKS,
     SHAPES,
     angles_of,
+    apart,
     blocks_of_sequences,
     copy_of,
     heads_of,
     norms_of,
+    randn,
 )
 from tests.kernels.support.triton_device import exact_matmuls as exact_matmuls  # noqa: E402  # a fixture
 from verifiers.engine.block_manager import BLOCK  # noqa: E402
@@ -174,6 +177,19 @@ def test_projections_in_one_launch_are_the_projections(rows: int, has_bias: bool
     for one, other in zip(given, due, strict=True):
         assert torch.allclose(one.float(), other, rtol=2e-2, atol=2e-2)
     assert torch.allclose(gated, torch.nn.functional.silu(by_hand[0]) * by_hand[1], rtol=4e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("size", "depth"), [(576, 576), (128, 1536), *([(1536, 8960)] if HAS_CARD else [])])
+@pytest.mark.parametrize("rows", [1, 20, *([64, 129, 256] if HAS_CARD else [70])])
+def test_a_projection_that_is_added_and_normed_in_two_launches(rows: int, size: int, depth: int) -> None:
+    from verifiers.kernels.cuda import linear
+
+    hidden, x = randn(rows, size).to(HALF), randn(rows, depth, seed=1).to(HALF)
+    weight, norm = (randn(size, depth, seed=2) / depth**0.5).to(HALF), randn(size, seed=3).to(HALF)
+    total, normed = linear.add_projected_and_norm(hidden, x, weight, norm, 1e-5)
+    due = hidden.double() + x.double() @ weight.double().t()
+    assert apart(total, due) <= FLOOR[HALF]
+    assert apart(normed, torch.nn.functional.rms_norm(total.double(), (size,), norm.double(), 1e-5)) <= FLOOR[HALF]
 
 
 @pytest.mark.parametrize("rank", [4, 16, 40])

@@ -98,15 +98,23 @@ class DecoderLayer:
             own = partial(type(self.layer).forward, self.layer)
             return own(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
         shape = hidden_states.shape
-        return self.run(hidden_states.reshape(-1, shape[-1]), shape[:-1], position_embeddings).view(shape)
+        hidden = hidden_states.reshape(-1, shape[-1])
+        hidden, fed_forward = self.run(hidden, self.layer.input_layernorm(hidden), shape[:-1], position_embeddings)
+        return projections.add_projected(hidden, self.layer.mlp.down_proj, fed_forward).view(shape)
 
-    def run(self, hidden: Tensor, shape: Sequence[int], rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Hidden states ``[tokens, width]``, overwritten; ``shape`` is (sequences, tokens of each)."""
+    def run(
+        self, hidden: Tensor, normed: Tensor, shape: Sequence[int], rotary: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states ``[tokens, width]``, which may be overwritten, and the input of the layer's last projection.
+
+        ``normed`` are the hidden states after the first norm; ``shape`` is (sequences, tokens of each).
+        """
         layer = self.layer
-        attended = self._attended(layer.input_layernorm(hidden), shape, rotary)
-        hidden = projections.add_projected(hidden, layer.self_attn.o_proj, attended)
-        fed_forward = self._fed_forward(layer.post_attention_layernorm(hidden))
-        return projections.add_projected(hidden, layer.mlp.down_proj, fed_forward)
+        attended = self._attended(normed, shape, rotary)
+        hidden, normed = projections.add_projected_and_norm(
+            hidden, layer.self_attn.o_proj, attended, layer.post_attention_layernorm
+        )
+        return hidden, self._fed_forward(normed)
 
     def _attended(self, x: Tensor, shape: Sequence[int], rotary: tuple[Tensor, Tensor]) -> Tensor:
         attention = self.layer.self_attn
@@ -180,9 +188,12 @@ class CommonDecoder:
         embedded = inner.embed_tokens(ids)
         rotary = inner.rotary_emb(embedded, position_ids=positions)
         hidden = embedded.view(-1, embedded.shape[-1])
-        for layer in self.layers:
-            hidden = layer.run(hidden, ids.shape, rotary)
-        hidden = inner.norm(hidden).view(embedded.shape)
+        first, *others = (one.layer.input_layernorm for one in self.layers)
+        normed = first(hidden)
+        for layer, norm in zip(self.layers, [*others, inner.norm], strict=True):
+            hidden, fed_forward = layer.run(hidden, normed, ids.shape, rotary)
+            hidden, normed = projections.add_projected_and_norm(hidden, layer.layer.mlp.down_proj, fed_forward, norm)
+        hidden = normed.view(embedded.shape)
         logits: Tensor = self.model.lm_head(hidden if isinstance(keep, int) and keep == 0 else hidden[:, keep])
         return logits
 

@@ -15,8 +15,12 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 def is_hooked(module: Any) -> bool:
     """Has this module a hook, or an instance attribute that replaces its forward?"""
+    return "forward" in vars(module) or has_hooks(module)
+
+
+def has_hooks(module: Any) -> bool:
     own = vars(module)
-    return "forward" in own or any(own[name] for name in HOOKS)
+    return any(own[name] for name in HOOKS)
 
 
 def is_plain_linear(linear: Any) -> bool:

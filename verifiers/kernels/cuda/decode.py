@@ -21,7 +21,8 @@ from verifiers.kernels.norms import HeadNorms
 
 BLOCK_S = 64  # keys of a tile
 IN_FLIGHT_BYTES = 32 << 10  # of keys and values in the pipeline of a program; more lowers the occupancy
-NARROW_BYTES = 128  # size of a key up to which two warps are faster than four
+NARROW_BYTES = 128  # size of a key up to which one warp is faster than four
+LEAST_QUERIES = 16  # rows of a tensor core's tile
 BLOCK_GATED = 1024
 NORM_WARPS = 4
 
@@ -156,6 +157,13 @@ def block_of(row_bytes: int, *, is_split: bool = True) -> dict[str, int]:
     return {"BLOCK": BLOCK_S // 4, "num_stages": 2}
 
 
+def _tile_of(row_bytes: int, queries: int, *, is_split: bool) -> dict[str, int]:
+    """As `block_of`, with the number of warps. Many short histories: one warp needs no barriers between warps."""
+    if row_bytes <= NARROW_BYTES and queries <= LEAST_QUERIES and not is_split:
+        return {"BLOCK": BLOCK_S // 2, "num_stages": 3, "num_warps": 1}
+    return block_of(row_bytes, is_split=is_split) | {"num_warps": 4}
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tables: Tensor, length: Tensor, splits: int = 1,
     *, scale: float, window: int | None, softcap: float | None, rotary: tuple[Tensor, Tensor] | None = None,
@@ -173,7 +181,7 @@ def attend(
     out = torch.empty((batch, heads, 1, dim), dtype=q.dtype, device=q.device)
     share = heads // groups
     padded = max(16, triton.next_power_of_2(dim))
-    queries, row_bytes = max(16, triton.next_power_of_2(share)), padded * keys.element_size()
+    queries, row_bytes = max(LEAST_QUERIES, triton.next_power_of_2(share)), padded * keys.element_size()
     parts = partial_sums(batch * groups, splits, queries, padded, out, stored)
     cos, sin = (x.expand(batch, -1, -1) for x in rotary) if rotary is not None else (q, q)
     _attend[(batch, groups, splits)](
@@ -183,8 +191,7 @@ def attend(
         PAGE=page, IS_SPLIT=splits > 1,
         NORMS=norms is not None, ROTATES=rotary is not None, WINDOW=window or 0, CAPPED=softcap is not None,
         HEADS=share, PADDED_HEADS=queries,
-        DIM=dim, PADDED_DIM=padded, **block_of(row_bytes, is_split=splits > 1),
-        num_warps=2 if row_bytes <= NARROW_BYTES and splits == 1 else 4, **overlap(q.device),
+        DIM=dim, PADDED_DIM=padded, **_tile_of(row_bytes, queries, is_split=splits > 1), **overlap(q.device),
     )  # fmt: skip
     return out
 

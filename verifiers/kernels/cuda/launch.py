@@ -1,7 +1,9 @@
 """Launching kernels: properties of the GPU, and programmatic dependent launch (PDL), on Hopper and later.
 
-With PDL each kernel lets the next one start at once, and waits for the one before it to complete before it reads or
-writes anything, so that launches overlap. A decode step of a small model is hundreds of kernels of a few microseconds.
+With PDL each kernel waits for the one before it to complete before it reads or writes anything, and lets the next one
+start then, so that launches overlap. A decode step of a small model is hundreds of kernels of a few microseconds. If a
+kernel let the next one start before it waits, thread blocks of many kernels would wait side by side, and take the
+shared memory and registers of those that run.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ SHARED_BYTES = 99 << 10  # assumed for GPUs that do not report it
 
 @triton.jit
 def begin(OVERLAPS: tl.constexpr):
-    """At the top of a kernel: lets the next kernel launch, and waits until the previous one is complete."""
+    """At the top of a kernel: waits until the previous kernel is complete, and lets the next one launch."""
     if OVERLAPS:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @cache

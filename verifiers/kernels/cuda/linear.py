@@ -1,4 +1,7 @@
-"""Triton: several projections of one input in one launch; `projections` decides when that is faster."""
+"""Triton: several projections of one input in one launch, and one that is added and normed in two.
+
+`projections` decides when that is faster.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ __all__ = ["OutOfResources", "project", "project_gated"]
 
 TILE = 64  # rows, columns and depth of a tile: the sizes of matrices are multiples of it
 MOST_STAGES = 5
+MOST_SPLITS = 5  # of the depth of a product; more take longer to add up
+DEEP = 4096  # depth from which tiles are twice as deep
 KEPT_FREE = 8  # 1/8 of the shared memory is left free
 
 
@@ -98,6 +103,54 @@ def _project_gated(
     tl.store(at, (opened * up.to(kind).to(tl.float32)).to(kind), mask=m[:, None] < M)
 
 
+@triton.jit(do_not_specialize=["M"])
+def _project_part(
+    x_ptr, w_ptr, part_ptr, M, span, N: tl.constexpr, K: tl.constexpr, SWAPS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """The product of ``span`` terms of the depth, in float32."""
+    begin(OVERLAPS)
+    m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(2)
+    first = split * span
+    k = first + tl.arange(0, BLOCK_K)
+    x_at = x_ptr + m[:, None] * K + k[None, :]
+    w_at = w_ptr + n[None, :] * K + k[:, None]
+    total = _zeros(BLOCK_M, BLOCK_N, SWAPS)
+    for done in range(first, tl.minimum(first + span, K), BLOCK_K):
+        is_term = k < K - done + first
+        x = load_terms(x_at, m[:, None] < M, is_term[None, :], K, BLOCK_K)
+        total = _dot(x, load_terms(w_at, True, is_term[:, None], K, BLOCK_K), total, SWAPS)
+        x_at += BLOCK_K
+        w_at += BLOCK_K
+    if SWAPS:
+        total = tl.trans(total)
+    tl.store(part_ptr + (split * M + m)[:, None] * N + n[None, :], total, mask=m[:, None] < M)
+
+
+@triton.jit(do_not_specialize=["M", "splits"])
+def _add_norm(
+    hidden_ptr, part_ptr, weight_ptr, out_ptr, normed_ptr, epsilon, M, splits,
+    N: tl.constexpr, PADDED: tl.constexpr, MOST: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """A row: the parts of a projection are added to the hidden states, whose RMS norm is taken."""
+    begin(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, PADDED)
+    split = tl.arange(0, MOST)[:, None]
+    at = part_ptr + (split * M + row) * N + n[None, :]
+    parts = tl.load(at, mask=(split < splits) & (n < N)[None, :], other=0.0)
+    hidden = tl.load(hidden_ptr + row * N + n, mask=n < N, other=0.0)
+    weight = tl.load(weight_ptr + n, mask=n < N, other=0.0)
+    kind = out_ptr.dtype.element_ty
+    hidden = (hidden.to(tl.float32) + tl.sum(parts, 0)).to(kind)
+    tl.store(out_ptr + row * N + n, hidden, mask=n < N)
+    hidden = hidden.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(hidden * hidden, 0) / N + epsilon)
+    tl.store(normed_ptr + row * N + n, (hidden * scale * weight.to(tl.float32)).to(kind), mask=n < N)
+
+
 def _tiles(rows: int, columns: int, products: int, device: torch.device) -> dict[str, Any]:
     """Tile sizes for ``products`` at once, small enough that every multiprocessor has a program; as many pipeline
     stages as the shared memory allows for all resident programs, which are bound by memory."""
@@ -144,3 +197,38 @@ def project_gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     grid = (triton.cdiv(rows, tiles["BLOCK_M"]), size // tiles["BLOCK_N"])
     _project_gated[grid](flat, gate, up, out, rows, N=size, K=flat.shape[1], **tiles, **overlap(x.device))
     return out.view(*x.shape[:-1], size)
+
+
+def _split_tiles(rows: int, columns: int, depth: int, device: torch.device) -> tuple[dict[str, Any], int]:
+    """Tile sizes for one projection, and into how many parts its depth is split so that few rows fill the card."""
+    block_m, many = min(TILE, max(16, triton.next_power_of_2(rows))), multiprocessors(device)
+    tiles = triton.cdiv(rows, block_m) * (columns // TILE)
+    block_n = TILE // 2 if block_m == TILE and 6 * tiles <= many else TILE
+    block_k = 2 * TILE if depth >= DEEP and depth % (2 * TILE) == 0 else TILE
+    splits = min(MOST_SPLITS, many // (tiles * TILE // block_n), depth // (2 * block_k))
+    options = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "SWAPS": block_m < TILE, "num_warps": 4}
+    return options | {"num_stages": 4 if block_k > TILE else MOST_STAGES}, splits
+
+
+def is_splittable(rows: int, weight: Tensor) -> bool:
+    """Would a projection alone leave multiprocessors idle, so that `add_projected_and_norm` splits its depth?"""
+    return _split_tiles(rows, *weight.shape, weight.device)[1] > 1
+
+
+def add_projected_and_norm(
+    hidden: Tensor, x: Tensor, weight: Tensor, norm: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """``hidden`` plus a projection, and the RMS norm of that, in two launches; sizes are multiples of 64."""
+    rows, (size, depth) = x.shape[0], weight.shape
+    tiles, splits = _split_tiles(rows, size, depth, x.device)
+    span = triton.cdiv(depth // tiles["BLOCK_K"], max(splits, 1)) * tiles["BLOCK_K"]
+    splits = triton.cdiv(depth, span)
+    parts = torch.empty((splits, rows, size), dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(rows, tiles["BLOCK_M"]), size // tiles["BLOCK_N"], splits)
+    _project_part[grid](x, weight, parts, rows, span, N=size, K=depth, **tiles, **overlap(x.device))
+    total, normed = torch.empty_like(hidden), torch.empty_like(hidden)
+    _add_norm[(rows,)](
+        hidden, parts, norm, total, normed, epsilon, rows, splits, N=size, PADDED=triton.next_power_of_2(size),
+        MOST=triton.next_power_of_2(MOST_SPLITS), num_warps=4, **overlap(x.device),
+    )  # fmt: skip
+    return total, normed

@@ -14,13 +14,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from verifiers.kernels.cpu import matmul
-from verifiers.kernels.modules import Lora, is_plain_linear, lora_of
+from verifiers.kernels.modules import Lora, has_hooks, is_plain_linear, lora_of
 
 T = TypeVar("T")
 
@@ -90,6 +91,42 @@ def add_projected(total: Tensor, linear: Any, x: Tensor) -> Tensor:
     if x.is_cuda or _has_few_rows(x):
         return total.addmm_(x, linear.weight.t())
     return matmul.add_matmul(total, x, linear.weight.t(), in_place=True)
+
+
+def add_projected_and_norm(hidden: Tensor, linear: Any, x: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+    """Hidden states plus a projection, which may overwrite them, and the norm of that."""
+
+    def plain() -> tuple[Tensor, Tensor]:
+        total = add_projected(hidden, linear, x)
+        return total, norm(total)
+
+    def together() -> tuple[Tensor, Tensor]:
+        from verifiers.kernels.cuda import linear as kernels
+
+        assert fused is not None
+        return kernels.add_projected_and_norm(hidden, x, linear.weight, *fused)
+
+    # Timing adds to the hidden states again and again: it is done in a warm-up, whose results are dropped.
+    fused = _own_norm(norm) if _is_known(x, (linear,)) and linear.bias is None and hidden.is_contiguous() else None
+    if fused is None or fused[0].dtype is not x.dtype or not _is_splittable(x, linear):
+        return plain()
+    return _faster(("add", "norm"), x, (linear,), plain, together)
+
+
+def _own_norm(norm: Any) -> tuple[Tensor, float] | None:
+    """Weight and epsilon of a norm module that is run by our kernel now; None if the module has to be called."""
+    from verifiers.kernels.cuda import decode
+
+    forward = vars(norm).get("forward")
+    if not isinstance(forward, partial) or forward.func is not decode.rms_norm or has_hooks(norm):
+        return None
+    return norm.weight, forward.args[1]
+
+
+def _is_splittable(x: Tensor, linear: Any) -> bool:
+    from verifiers.kernels.cuda import linear as kernels
+
+    return kernels.is_splittable(len(x), linear.weight)
 
 
 def _project_one(linear: Any, x: Tensor) -> Tensor:

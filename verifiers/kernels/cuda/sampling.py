@@ -1,4 +1,7 @@
-"""Triton: sampling without truncation in one pass over the logits; plain operations take eight."""
+"""Triton: sampling without truncation in one pass over the logits; plain operations take eight.
+
+Blocks of a row are summed side by side: with few rows, one after the other would leave most of the card idle.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,41 @@ def _mix(seed, step):
     return z ^ (z >> 31)
 
 
+@triton.jit(do_not_specialize=["temperature_row"], do_not_specialize_on_alignment=["temperature_ptr"])
+def _sum_blocks(
+    logits_ptr, temperature_ptr, sums_ptr, row_stride, temperature_row,
+    V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Of each block of a row: its maximum, and its sums of exponentials relative to it, raw and by temperature."""
+    begin(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    inverse = _inverse(tl.load(temperature_ptr + row * temperature_row))
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * row_stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    top = tl.maximum(tl.max(x, 0), -1e38)
+    raw = tl.sum(tl.exp(x - top), 0)
+    mass = raw
+    if inverse != 1.0:
+        mass = tl.sum(tl.exp((x - top) * inverse), 0)
+    sums = sums_ptr + row * 3 * BLOCKS + block
+    tl.store(sums, top)
+    tl.store(sums + BLOCKS, raw)
+    tl.store(sums + 2 * BLOCKS, mass)
+
+
+@triton.jit
+def _inverse(temperature):
+    """1 / temperature; 1 for greedy rows."""
+    return tl.where(temperature <= 0.0, 1.0, 1.0 / tl.where(temperature <= 0.0, 1.0, temperature))
+
+
 @triton.jit(
     do_not_specialize=["temperature_row", "seed_row", "step_row"],
     do_not_specialize_on_alignment=["temperature_ptr", "seed_ptr", "step_ptr"],
 )
 def _sample(
-    logits_ptr, temperature_ptr, seed_ptr, step_ptr, token_ptr, logprob_ptr, raw_ptr,
+    logits_ptr, temperature_ptr, seed_ptr, step_ptr, sums_ptr, token_ptr, logprob_ptr, raw_ptr,
     row_stride, temperature_row, seed_row, step_row,
     V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -35,24 +67,13 @@ def _sample(
     logits = logits_ptr + row * row_stride
     temperature = tl.load(temperature_ptr + row * temperature_row)
     is_greedy = temperature <= 0.0
-    inverse = tl.where(is_greedy, 1.0, 1.0 / tl.where(is_greedy, 1.0, temperature))
+    inverse = _inverse(temperature)
     v = tl.arange(0, BLOCK)
     b = tl.arange(0, PADDED_BLOCKS)
-    # The maximum of each block, and its sums of exponentials relative to it: raw, and by temperature.
-    tops = tl.full([PADDED_BLOCKS], -1e38, tl.float32)
-    raws = tl.zeros([PADDED_BLOCKS], tl.float32)
-    masses = tl.zeros([PADDED_BLOCKS], tl.float32)
-    for block in range(BLOCKS):
-        at = block * BLOCK + v
-        x = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
-        top = tl.maximum(tl.max(x, 0), -1e38)
-        raw = tl.sum(tl.exp(x - top), 0)
-        mass = raw
-        if inverse != 1.0:
-            mass = tl.sum(tl.exp((x - top) * inverse), 0)
-        tops = tl.where(b == block, top, tops)
-        raws = tl.where(b == block, raw, raws)
-        masses = tl.where(b == block, mass, masses)
+    sums = sums_ptr + row * 3 * BLOCKS + b
+    tops = tl.load(sums, mask=b < BLOCKS, other=-1e38)
+    raws = tl.load(sums + BLOCKS, mask=b < BLOCKS, other=0.0)
+    masses = tl.load(sums + 2 * BLOCKS, mask=b < BLOCKS, other=0.0)
     top = tl.max(tops, 0)
     raw_sum = tl.sum(raws * tl.exp(tops - top), 0)
     masses = masses * tl.exp((tops - top) * inverse)
@@ -85,10 +106,14 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, step_B: Ten
     token = torch.empty(batch, dtype=torch.int64, device=logits_BV.device)
     logprob, raw = (torch.empty(batch, dtype=torch.float32, device=logits_BV.device) for _ in range(2))
     blocks = triton.cdiv(vocabulary, BLOCK_V)
+    sums = torch.empty((batch, 3, blocks), dtype=torch.float32, device=logits_BV.device)
+    options = {"V": vocabulary, "BLOCK": BLOCK_V, "BLOCKS": blocks, "num_warps": 8, **overlap(logits_BV.device)}
+    _sum_blocks[(batch, blocks)](
+        logits_BV, temperature_B, sums, logits_BV.stride(0), temperature_B.stride(0), **options
+    )
     _sample[(batch,)](
-        logits_BV, temperature_B, seed_B, step_B, token, logprob, raw,
+        logits_BV, temperature_B, seed_B, step_B, sums, token, logprob, raw,
         logits_BV.stride(0), temperature_B.stride(0), seed_B.stride(0), step_B.stride(0),
-        V=vocabulary, BLOCK=BLOCK_V, BLOCKS=blocks, PADDED_BLOCKS=triton.next_power_of_2(blocks), num_warps=8,
-        **overlap(logits_BV.device),
+        PADDED_BLOCKS=triton.next_power_of_2(blocks), **options,
     )  # fmt: skip
     return token, logprob, raw
