@@ -61,6 +61,20 @@ def test_logprobs_by_the_kernels_are_those_of_the_forward_pass(
     assert set(ran) == {CudaDecode, CudaExtend}
 
 
+def test_angles_of_all_positions_follow_a_change_of_the_rotary_embedding(start: Any) -> None:
+    model = random_model()
+    engine, way = start(model), Sampling(max_tokens=9, seed=1)
+    assert_exact(model, engine.generate([prompt_of(20)], way)[0], way)
+    assert engine.scheduler.cuda._angles is not None
+    with engine.lock:
+        model.model.rotary_emb.inv_freq.mul_(0.5)
+    assert_exact(model, engine.generate([prompt_of(20)], way)[0], way)
+    hook = model.model.register_forward_hook(lambda *_: None)  # its modules are called from now on
+    assert_exact(model, engine.generate([prompt_of(20)], way)[0], way)
+    assert engine.scheduler.cuda._angles is None
+    hook.remove()
+
+
 def test_rows_that_move_and_requests_that_are_preempted_stay_exact(start: Any) -> None:
     model = random_model()
     engine = start(model, cache_tokens=96)

@@ -53,10 +53,14 @@ def test_rotation_within_attention_is_rotation_before_it(shape: Any, dtype: Any,
     length = torch.randint(0, 900, (batch,), device=DEVICE)
     length[0] = 0
     tables, tables_there, cache = blocks_of_sequences((length + 1).tolist(), groups, dim, dtype)
-    other = copy_of(cache)
-    rotary = angles_of(batch, 1, dim, dtype)
+    other, third = copy_of(cache), copy_of(cache)
+    cos, sin = (x[0] for x in angles_of(1, 901, dim, dtype))
+    rotary = cos[length][:, None], sin[length][:, None]
     settings: Any = {"scale": 0.2, "window": None, "softcap": None}
     one = decode.attend(q, k, v, *cache.layers[0], tables_there, length, splits, rotary=rotary, **settings)
+    found = decode.attend(q, k, v, *third.layers[0], tables_there, length, splits, rotary=(cos, sin), **settings)
+    assert torch.equal(found, one)  # the angles of each row are found by its position
+    assert torch.equal(third.store, cache.store)
     rotated = [reference.rotary(x, *rotary) for x in (q, k)]
     two = decode.attend(*rotated, v, *other.layers[0], tables_there, length, splits, **settings)
     within = 1e-5 if dtype is torch.float32 else 2e-2  # the last bit of a rotated number
@@ -177,6 +181,18 @@ def test_projections_in_one_launch_are_the_projections(rows: int, has_bias: bool
     for one, other in zip(given, due, strict=True):
         assert torch.allclose(one.float(), other, rtol=2e-2, atol=2e-2)
     assert torch.allclose(gated, torch.nn.functional.silu(by_hand[0]) * by_hand[1], rtol=4e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_embeddings_and_their_norms_in_one_launch(dtype: Any) -> None:
+    from verifiers.kernels.cuda import decode
+
+    table, weight = randn(50, 72).to(dtype), randn(72, seed=1).to(dtype)
+    ids = torch.randint(0, 50, (7, 3), device=DEVICE)[:, 1]  # a column of others
+    out, normed = decode.embed_and_norm(ids, table, weight, 1e-5)
+    assert torch.equal(out, table[ids])
+    due = torch.nn.functional.rms_norm(table[ids].double(), (72,), weight.double(), 1e-5)
+    assert apart(normed, due) <= FLOOR[dtype]
 
 
 @pytest.mark.parametrize(("size", "depth"), [(576, 576), (128, 1536), *([(1536, 8960)] if HAS_CARD else [])])

@@ -26,8 +26,10 @@ T = TypeVar("T")
 class CudaDecode:
     """Attention of one new token a row, by our kernel."""
 
-    def __init__(self, cache: KVCache, tables: Tensor, length_B: Tensor) -> None:
-        self.cache, self.tables, self.length_B = cache, tables, length_B
+    def __init__(
+        self, cache: KVCache, tables: Tensor, length_B: Tensor, angles: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        self.cache, self.tables, self.length_B, self.angles = cache, tables, length_B, angles
         programs = len(length_B) * cache.store.shape[3]
         self.splits = splits_for(programs, multiprocessors(tables.device))
         self.stored = counters(programs, tables.device) if self.splits > 1 else None

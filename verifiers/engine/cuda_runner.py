@@ -66,6 +66,7 @@ class CudaDecoder:
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._launched: deque[_Launch] = deque()
         self._buffers: list[Tensor] = []  # of the host, unused now
+        self._angles: tuple[Tensor, Tensor] | None = None  # of the rotary embedding, at all positions
         self._prefill = CudaPrefill(self)
         self.prefill = self._prefill.run
         self.sample = card.sample
@@ -167,6 +168,17 @@ class CudaDecoder:
         self._buffers.append(launch.words)
         return rows_N, launch.is_first, Drawn(token_KN[:, keep], others_K[:, :n][:, keep], others_K[:, n:][:, keep])
 
+    def update_angles(self) -> None:
+        """Compute the angles of the rotary embedding again: the weights, or buffers, have changed."""
+        found = self.runner.decoder.angles(self.cache.length)
+        if found is None or self._angles is None:
+            if found is not self._angles:
+                self.drop_graphs()  # they were captured the other way
+            self._angles = found
+            return
+        for target, values in zip(self._angles, found, strict=True):
+            target.copy_(values)
+
     def drop_graphs(self) -> None:
         self._graphs.clear()
         self._prefill.drop_graphs()
@@ -189,9 +201,10 @@ class CudaDecoder:
         return self.card.capture(lambda: self._step(size, truncates), undo)
 
     def _step(self, size: int, truncates: bool) -> Tensor:
-        length = self.length[:size]
-        position = length.clamp(max=self.cache.length - 1)  # a row may overrun the context; those tokens are dropped
-        attend = self.card.decode_attention(self.cache, self.blocks[:size], length)
+        length, angles = self.length[:size], self._angles
+        # A row may overrun the context; those tokens are dropped.
+        position = length.clamp(max=self.cache.length - 1) if angles is None else length
+        attend = self.card.decode_attention(self.cache, self.blocks[:size], length, angles)
         logits = self.runner.forward(self.token[:size, None], position[:, None], attend)[:, 0]
         columns = SamplingColumns(*(getattr(self.columns, name)[:size] for name in SamplingColumns.__slots__))
         outputs = self._draw(logits, columns, truncates=truncates)

@@ -51,6 +51,8 @@ class StepRunner:
             self._note_version()
         if has_moved and scheduler.cuda is not None:
             scheduler.cuda.drop_graphs()  # they hold the parameters' old addresses
+        if has_changed and scheduler.cuda is not None:
+            scheduler.cuda.update_angles()
         scheduler.drop_cancelled()
         before = self.runner.buffer_writes
         try:

@@ -23,7 +23,8 @@ NAME = "verifiers_blocks"
 class Attend(Protocol):
     """Attention of one layer over queries, keys and values ``[B, heads, T, dim]``.
 
-    An implementation with a method ``rotated`` applies head norms and rotary embedding itself (see `attend_rotated`).
+    An implementation with a method ``rotated`` applies head norms and rotary embedding itself (see `attend_rotated`);
+    one with ``angles``, cosines and sines of all positions, finds those of its tokens there.
     """
 
     def __call__(

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verifiers.kernels import reference
-from verifiers.kernels.attention import attend_rotated, attending
+from verifiers.kernels.attention import attend_rotated, attending, current
 from verifiers.kernels.cuda import projections
-from verifiers.kernels.modules import is_hooked, replaced_forwards, without_dropout
+from verifiers.kernels.modules import is_hooked, recomputes_buffers, replaced_forwards, without_dropout
 from verifiers.kernels.norms import HeadNorms, fusible_norms
 from verifiers.kernels.prove import agree, is_nonzero
 
@@ -37,6 +37,7 @@ FEED_FORWARD = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 # RMS of the normed hidden states in the probe: the first is large enough to reach clamps within a layer, the second is
 # for float16, which the first may overflow.
 PROBE_NORMED_RMS = (30.0, 1.0)
+PROBED_POSITIONS = 64
 PROBE_RMS = 1e-2  # of the hidden states: small beside what a layer adds to them, which is what is compared
 
 
@@ -185,17 +186,31 @@ class CommonDecoder:
     def forward(self, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
         """The logits at the positions ``keep`` (0: all), of a model with `is_whole`."""
         inner = self.model.model
-        embedded = inner.embed_tokens(ids)
-        rotary = inner.rotary_emb(embedded, position_ids=positions)
-        hidden = embedded.view(-1, embedded.shape[-1])
         first, *others = (one.layer.input_layernorm for one in self.layers)
-        normed = first(hidden)
+        hidden, normed = projections.embed_and_norm(ids, inner.embed_tokens, first)
+        rotary = getattr(current(), "angles", None)
+        if rotary is None:
+            rotary = inner.rotary_emb(hidden.view(*ids.shape, -1), position_ids=positions)
         for layer, norm in zip(self.layers, [*others, inner.norm], strict=True):
             hidden, fed_forward = layer.run(hidden, normed, ids.shape, rotary)
             hidden, normed = projections.add_projected_and_norm(hidden, layer.layer.mlp.down_proj, fed_forward, norm)
-        hidden = normed.view(embedded.shape)
+        hidden = normed.view(*ids.shape, -1)
         logits: Tensor = self.model.lm_head(hidden if isinstance(keep, int) and keep == 0 else hidden[:, keep])
         return logits
+
+    def angles(self, positions: int) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of all positions ``[positions, dim]``; None if they depend on more than the position."""
+        if not (self.is_unhooked and self.may_run_whole and all(one.rotates for one in self.layers)):
+            return None
+        inner = self.model.model
+        if recomputes_buffers(inner.rotary_emb) or is_hooked(inner.rotary_emb):
+            return None
+        like, all_T = inner.embed_tokens.weight[:1], torch.arange(positions, device=inner.embed_tokens.weight.device)
+        some_N = all_T[:: max(1, positions // PROBED_POSITIONS)]
+        given = [one[0].contiguous() for one in inner.rotary_emb(like, position_ids=all_T[None])]
+        alone = inner.rotary_emb(like, position_ids=some_N[:, None])
+        is_same = all(torch.equal(one[some_N], two[:, 0]) for one, two in zip(given, alone, strict=True))
+        return (given[0], given[1]) if is_same else None
 
     def _is_whole(self, configs: Sequence[Any]) -> bool:
         """Is the model just an embedding, these layers, a norm and a head, with the same numbers?"""

@@ -104,7 +104,7 @@ def without_dropout(module: Any) -> Iterator[None]:
             one.__dict__["training"] = True
 
 
-def _recomputes_buffers(module: Any) -> bool:
+def recomputes_buffers(module: Any) -> bool:
     """Does a module replace its buffers as it runs: is it a rotary embedding whose angles depend on the length?"""
     found = getattr(module, "rope_type", None)  # of the model, or by kind of layer
     kinds = found.values() if isinstance(found, dict) else [found]
@@ -128,7 +128,7 @@ class ModuleSnapshot:
         self.parameters: list[Any] = list(model.parameters())
         self.hooks: list[Any] = [vars(module)[name] for module in self.modules for name in HOOKS]
         self._kinds = [type(module) for module in self.modules]
-        self._buffers = [module._buffers for module in self.modules if not _recomputes_buffers(module)]
+        self._buffers = [module._buffers for module in self.modules if not recomputes_buffers(module)]
         held = [one for module in self.modules for one in (module._modules, module._parameters)]
         self._members = [(one, list(one.values())) for one in held if one]
         self._empty = [one for one in held if not one]

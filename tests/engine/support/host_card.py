@@ -57,7 +57,7 @@ class HostCard:
     def __init__(self) -> None:
         self.captures = 0
 
-    def decode_attention(self, cache: KVCache, tables: Tensor, length_B: Tensor) -> Decode:
+    def decode_attention(self, cache: KVCache, tables: Tensor, length_B: Tensor, angles: Any) -> Decode:
         return Decode(cache, tables.numpy(), length_B, tables.shape[1] * BLOCK)
 
     def capture(self, work: Callable[[], Tensor], undo: Callable[[], None] | None = None) -> tuple[HostGraph, Tensor]:

@@ -62,7 +62,9 @@ def sample_and_extend() -> None:
     for splits in (1, 4):
         decode.attend(q, k, k, cache, cache, tables, length, splits, rotary=(half(3, 1, 64),) * 2, norms=norms, **plain)
     decode.attend(q, k, k, cache, cache, tables, length, scale=0.1, window=40, softcap=2.0)
+    decode.attend(q, k, k, cache, cache, tables, length, rotary=(half(99, 64),) * 2, **plain)
     decode.rotate_(q, k, half(1, 1, 64), half(1, 1, 64), norms)
+    decode.embed_and_norm(torch.zeros(4, dtype=torch.int64), half(9, 64), half(64), 1e-6)
     decode.rms_norm(torch.nn.RMSNorm(64, dtype=HALF), 1e-6, half(4, 64))
     decode.gated(half(4, 64), half(4, 64))
     index = torch.zeros(3, dtype=torch.int64)

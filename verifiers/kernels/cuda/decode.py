@@ -69,14 +69,14 @@ def _rotated(
     return rotate_pair(x, other, cos, sin)
 
 
-@triton.jit(do_not_specialize=["length_row", "table_row"], do_not_specialize_on_alignment=["length_ptr"])
+@triton.jit(do_not_specialize=["length_row", "table_row", "angles"], do_not_specialize_on_alignment=["length_ptr"])
 def _attend(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_epsilon, k_epsilon,
     keys_ptr, values_ptr, out_ptr, length_ptr, scale, softcap,
-    length_row, q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row,
+    length_row, q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row, angles,
     table_ptr, part_ptr, sum_ptr, stored_ptr, table_row, cache_block, cache_head,
-    PAGE: tl.constexpr, IS_SPLIT: tl.constexpr, NORMS: tl.constexpr, ROTATES: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr,
+    PAGE: tl.constexpr, IS_SPLIT: tl.constexpr, NORMS: tl.constexpr, ROTATES: tl.constexpr, BY_POSITION: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     begin(OVERLAPS)
@@ -97,8 +97,11 @@ def _attend(
     q_at = q_ptr + row * q_row + (group * HEADS + head[:, None]) * q_head
     v_new = tl.load(v_ptr + row * v_row + group * v_head + d, mask=in_dim, other=0.0)
     if ROTATES:
-        cos = tl.load(cos_ptr + row * cos_row + d, mask=in_dim, other=0.0)
-        sin = tl.load(sin_ptr + row * sin_row + d, mask=in_dim, other=0.0).to(tl.float32)
+        angle = row
+        if BY_POSITION:
+            angle = tl.minimum(n, angles - 1)
+        cos = tl.load(cos_ptr + angle * cos_row + d, mask=in_dim, other=0.0)
+        sin = tl.load(sin_ptr + angle * sin_row + d, mask=in_dim, other=0.0).to(tl.float32)
         sin = tl.where(d < DIM // 2, -sin, sin)
         k_new = _rotated(k_at, d, in_dim, in_dim, cos, sin, k_norm_ptr, k_epsilon, 0, NORMS, DIM)
         q = _rotated(q_at, d, in_dim, is_q, cos, sin, q_norm_ptr, q_epsilon, 1, NORMS, DIM)
@@ -173,7 +176,8 @@ def attend(
 
     ``keys`` and ``values`` are the cache ``[blocks, kv_heads, page, dim]``, ``tables`` the block tables.
 
-    With ``rotary`` (cosines and sines, ``[B, 1, dim]``) queries and keys are first normed (with ``norms``) and rotated.
+    With ``rotary`` (cosines and sines, ``[B, 1, dim]``, or ``[positions, dim]`` of all positions) queries and keys are
+    first normed (with ``norms``) and rotated.
     ``stored`` are `counters`, one for each sequence and kv head.
     """
     batch, heads, _, dim = q.shape
@@ -183,14 +187,17 @@ def attend(
     padded = max(16, triton.next_power_of_2(dim))
     queries, row_bytes = max(LEAST_QUERIES, triton.next_power_of_2(share)), padded * keys.element_size()
     parts = partial_sums(batch * groups, splits, queries, padded, out, stored)
-    cos, sin = (x.expand(batch, -1, -1) for x in rotary) if rotary is not None else (q, q)
+    cos, sin = rotary or (q, q)
+    is_by_position = rotary is not None and cos.dim() == 2
+    if rotary is not None and not is_by_position:
+        cos, sin = (x.expand(batch, -1, -1) for x in rotary)
     _attend[(batch, groups, splits)](
         q, k, v, cos, sin, *(norms or (q, k, 0.0, 0.0)), keys, values, out, length, scale, softcap or 1.0,
         length.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        cos.stride(0), sin.stride(0), tables, *parts, tables.stride(0), keys.stride(0), keys.stride(1),
+        cos.stride(0), sin.stride(0), len(cos), tables, *parts, tables.stride(0), keys.stride(0), keys.stride(1),
         PAGE=page, IS_SPLIT=splits > 1,
-        NORMS=norms is not None, ROTATES=rotary is not None, WINDOW=window or 0, CAPPED=softcap is not None,
-        HEADS=share, PADDED_HEADS=queries,
+        NORMS=norms is not None, ROTATES=rotary is not None, BY_POSITION=is_by_position,
+        WINDOW=window or 0, CAPPED=softcap is not None, HEADS=share, PADDED_HEADS=queries,
         DIM=dim, PADDED_DIM=padded, **_tile_of(row_bytes, queries, is_split=splits > 1), **overlap(q.device),
     )  # fmt: skip
     return out
@@ -279,6 +286,33 @@ def rms_norm(module: Any, epsilon: float, x: Tensor) -> Tensor:
         x, weight, out, epsilon, DIM=dim, PADDED=triton.next_power_of_2(dim), num_warps=NORM_WARPS, **overlap(x.device)
     )
     return out
+
+
+@triton.jit(do_not_specialize=["token_row"], do_not_specialize_on_alignment=["token_ptr"])
+def _embed_norm(
+    token_ptr, table_ptr, weight_ptr, out_ptr, normed_ptr, epsilon, token_row,
+    DIM: tl.constexpr, PADDED: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    begin(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(token_ptr + row * token_row)
+    d = tl.arange(0, PADDED)
+    x = tl.load(table_ptr + token * DIM + d, mask=d < DIM, other=0.0)
+    weight = tl.load(weight_ptr + d, mask=d < DIM, other=0.0)
+    scale = _inverse_rms(tl.sum(_squares(x), 0), epsilon, DIM)
+    tl.store(out_ptr + row * DIM + d, x, mask=d < DIM)
+    tl.store(normed_ptr + row * DIM + d, _normed(x, scale, weight), mask=d < DIM)
+
+
+def embed_and_norm(ids_N: Tensor, table: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Rows of an embedding ``[tokens, dim]``, and their RMS norms."""
+    dim = table.shape[1]
+    out, normed = (torch.empty((len(ids_N), dim), dtype=table.dtype, device=table.device) for _ in range(2))
+    _embed_norm[(len(ids_N),)](
+        ids_N, table, weight, out, normed, epsilon, ids_N.stride(0), DIM=dim, PADDED=triton.next_power_of_2(dim),
+        num_warps=NORM_WARPS, **overlap(table.device),
+    )  # fmt: skip
+    return out, normed
 
 
 @triton.jit

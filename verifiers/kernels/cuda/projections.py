@@ -18,10 +18,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from verifiers.kernels.cpu import matmul
-from verifiers.kernels.modules import Lora, has_hooks, is_plain_linear, lora_of
+from verifiers.kernels.modules import Lora, has_hooks, is_hooked, is_plain_linear, lora_of
 
 T = TypeVar("T")
 
@@ -111,6 +111,20 @@ def add_projected_and_norm(hidden: Tensor, linear: Any, x: Tensor, norm: Any) ->
     if fused is None or fused[0].dtype is not x.dtype or not _is_splittable(x, linear):
         return plain()
     return _faster(("add", "norm"), x, (linear,), plain, together)
+
+
+def embed_and_norm(ids: Tensor, embedding: Any, norm: Any) -> tuple[Tensor, Tensor]:
+    """The embeddings of tokens ``[tokens, width]``, and the norm of that."""
+    weight = embedding.weight
+    is_plain = type(embedding) is nn.Embedding and embedding.max_norm is None and not is_hooked(embedding)
+    fused = _own_norm(norm) if weight.is_cuda and is_plain and weight.is_contiguous() else None
+    if fused is None or fused[0].dtype is not weight.dtype:
+        embedded = embedding(ids)
+        embedded = embedded.view(-1, embedded.shape[-1])
+        return embedded, norm(embedded)
+    from verifiers.kernels.cuda import decode
+
+    return decode.embed_and_norm(ids.reshape(-1), weight, *fused)
 
 
 def _own_norm(norm: Any) -> tuple[Tensor, float] | None:
