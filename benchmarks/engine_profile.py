@@ -4,6 +4,7 @@ python benchmarks/engine_profile.py                              # 1,024 request
 python benchmarks/engine_profile.py --rows 1024 --requests 4096  # admission beside decoding
 python benchmarks/engine_profile.py --try ahead=1,2,4            # tokens a second with other rules, one after the other
 python benchmarks/engine_profile.py --shape qwen2-1.5b --family Qwen2 --rows 256 --requests 256
+python benchmarks/engine_profile.py --steps 8x128 256x128 64x2500   # ms of a decode step: rows × history
 
 Without a card the host's part is shown, with a card that takes no time. What fails is printed, and the rest goes on.
 """
@@ -266,6 +267,31 @@ def show_tries(args: argparse.Namespace, model: Any, tries: Sequence[str]) -> No
                     torch.cuda.empty_cache()
 
 
+def show_steps(args: argparse.Namespace, model: Any, cases: Sequence[tuple[int, int]]) -> None:
+    """Milliseconds of a decode step: rows, and histories that differ by a quarter, in blocks that lie anywhere."""
+    rows, longest = max(rows for rows, _ in cases), max(history for _, history in cases)
+    engine = Engine(model, rows=rows, length=2 * longest)
+    by_engine(engine, prompts_of(1, 32, 32, engine.vocabulary), [4])
+    cuda: Any = engine.scheduler.cuda
+    generator = torch.Generator("cuda").manual_seed(args.seed)
+    with engine.lock, torch.inference_mode(), engine.runner.evaluating():
+        cuda.is_live.zero_()  # so that lengths stay as they are
+        for rows, history in cases:
+            cuda.blocks.random_(1, cuda.cache.store.shape[2], generator=generator)
+            cuda.length.random_(history * 3 // 4, history * 5 // 4 + 1, generator=generator)
+            graph, _ = cuda._capture(rows, False)
+            took = []
+            for _ in range(5):
+                began = Marks.now()
+                for _ in range(20):
+                    graph.replay()
+                ended = Marks.now()
+                ended.synchronize()
+                took.append(began.elapsed_time(ended) / 20)
+            print(f"a step of {rows} rows with histories of {history}: {min(took):.3f} ms", flush=True)
+    engine.close()
+
+
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--shape", choices=sorted(SHAPES), default="smollm2")
@@ -277,10 +303,16 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--no-kernels", action="store_true", help="without the table of kernels")
     options.add_argument("--try", dest="tries", nargs="+", default=[], help=f"rule=value,value; {', '.join(RULES)}")
+    options.add_argument("--steps", nargs="+", metavar="ROWSxHISTORY", help="instead, the time of a decode step")
     args = options.parse_args()
     if unknown := {rule.split("=")[0] for rule in args.tries} - RULES.keys():
         options.error(f"there is no rule {', '.join(unknown)}; there are {', '.join(RULES)}")
     model = make(args.shape, "cuda", args.family) if HAS_CARD else engine_host.model()
+    if args.steps:
+        if not HAS_CARD:
+            options.error("--steps needs a card")
+        show_steps(args, model, [(int(rows), int(history)) for rows, history in (one.split("x") for one in args.steps)])
+        return
     compiled = Compiled()
     if args.tries:
         show_tries(args, model, args.tries)

@@ -229,6 +229,6 @@ def add_projected_and_norm(
     total, normed = torch.empty_like(hidden), torch.empty_like(hidden)
     _add_norm[(rows,)](
         hidden, parts, norm, total, normed, epsilon, rows, splits, N=size, PADDED=triton.next_power_of_2(size),
-        MOST=triton.next_power_of_2(MOST_SPLITS), num_warps=4, **overlap(x.device),
+        MOST=triton.next_power_of_2(MOST_SPLITS), num_warps=min(16, max(4, size // 256)), **overlap(x.device),
     )  # fmt: skip
     return total, normed
