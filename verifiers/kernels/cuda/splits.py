@@ -15,6 +15,7 @@ from torch import Tensor
 
 PER_MULTIPROCESSOR = 3  # programs: enough to balance long and short ones
 MOST_SPLITS = 32
+_MOST_SPLITS = tl.constexpr(MOST_SPLITS)
 
 
 def splits_for(programs: int, multiprocessors: int) -> int:
@@ -90,8 +91,10 @@ def merge_part(
     QUERIES: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
     """Store a part. The program that stores the last part of a history merges all, in order, and returns True first."""
-    first = history.to(tl.int64) * splits * QUERIES + queries
-    part = first + split * QUERIES
+    MOST: tl.constexpr = _MOST_SPLITS
+    AT_ONCE: tl.constexpr = 64 // QUERIES if QUERIES < 64 else 1
+    first = history.to(tl.int64) * splits * QUERIES
+    part = first + split * QUERIES + queries
     tl.store(part_ptr + part[:, None] * PADDED_DIM + d[None, :], out, mask=mask)
     tl.store(sum_ptr + part * 2, top)
     tl.store(sum_ptr + part * 2 + 1, total)
@@ -99,19 +102,26 @@ def merge_part(
     is_last = tl.atomic_add(stored_ptr + history, 1, sem="acq_rel") == parts - 1
     if is_last:
         tl.store(stored_ptr + history, 0)
-        top = tl.full([QUERIES], -1e38, tl.float32)
-        total = tl.zeros([QUERIES], tl.float32)
+        tops, totals = load_sums(sum_ptr + 2 * first, 0, parts, queries, MOST, QUERIES)
+        top = tl.max(tops, 0)
+        total = tl.sum(totals * tl.exp(tops - top[None, :]), 0)
         out = tl.zeros([QUERIES, PADDED_DIM], tl.float32)
-        for other in range(parts):
-            part = first + other * QUERIES
-            highest = tl.load(sum_ptr + part * 2, cache_modifier=".cg")
-            more = tl.load(sum_ptr + part * 2 + 1, cache_modifier=".cg")
+        for begun in range(0, parts, AT_ONCE):  # loads of several parts overlap
+            some, _ = load_sums(sum_ptr + 2 * first, begun, parts, queries, AT_ONCE, QUERIES)
+            other = begun + tl.arange(0, AT_ONCE)
+            inside = (other < parts)[:, None, None] & mask[None, :, :]
+            row = (first + other[:, None] * QUERIES + queries[None, :])[:, :, None]
             found = tl.load(
-                part_ptr + part[:, None] * PADDED_DIM + d[None, :], mask=mask, other=0.0, cache_modifier=".cg"
+                part_ptr + row * PADDED_DIM + d[None, None, :], mask=inside, other=0.0, cache_modifier=".cg"
             )
-            higher = tl.maximum(top, highest)
-            shrink, share = tl.exp(top - higher), tl.exp(highest - higher)
-            total = total * shrink + more * share
-            out = out * shrink[:, None] + found * share[:, None]
-            top = higher
+            out += tl.sum(found * tl.exp(some - top[None, :])[:, :, None], 0)
     return is_last, total, out
+
+
+@triton.jit
+def load_sums(sum_ptr, begun, parts, queries, PARTS: tl.constexpr, QUERIES: tl.constexpr):
+    """Maxima and sums of weights ``[PARTS, QUERIES]`` of some parts; of parts that are not there, of no weight."""
+    other = begun + tl.arange(0, PARTS)[:, None]
+    at = sum_ptr + 2 * (other * QUERIES + queries[None, :])
+    tops = tl.load(at, mask=other < parts, other=-1e38, cache_modifier=".cg")
+    return tops, tl.load(at + 1, mask=other < parts, other=0.0, cache_modifier=".cg")
