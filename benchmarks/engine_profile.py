@@ -45,6 +45,7 @@ RULES: dict[str, Callable[[int], None]] = {
     "ahead": lambda n: setattr(steps, "AHEAD", n),
     "admit_share": lambda n: setattr(steps, "ADMIT_SHARE", n),
     "burst": lambda n: setattr(cuda_runner, "BURST", n),  # 8 at most
+    "few_rows": lambda n: setattr(cuda_runner, "FEW_ROWS", n),
     "prefill_graphs": lambda n: setattr(cuda_prefill, "TOKENS", tuple(size for size in PREFILL_SIZES if size <= n)),
     "bucket_step": lambda n: setattr(cuda_runner, "BUCKETS", (1, 2, 4, 8, 16, 32, *range(64, 2049, n))),
     "attend_positions": lambda n: setattr(kernels("decode"), "BLOCK_S", n),
