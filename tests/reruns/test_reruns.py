@@ -232,6 +232,31 @@ def test_what_judges_said_is_recorded_and_said_again(tmp_path):
     assert found.same == 4
 
 
+@pytest.mark.parametrize("same_client", [True, False])
+def test_what_two_judges_of_one_model_name_say_is_recorded_and_said_again_by_each(tmp_path, same_client):
+    """The reward functions ask for themselves, so that only the cassette has what was said."""
+
+    def judge(client):
+        async def approved(judge_client, completion):
+            request = Request(model="m", prompt=completion)
+            return float((await judge_client.complete(request)).text == "yes")
+
+        return vf.JudgeRubric(judge_client=client, funcs=[approved])
+
+    def two(first, second):
+        return vf.SingleTurnEnv(dataset=ROWS, rubric=vf.RubricGroup([judge(first), judge(second)], weights=[1.0, 2.0]))
+
+    said = ["yes", "no"] * len(ROWS)
+    yes, no = (vf.FakeClient(said),) * 2 if same_client else (vf.FakeClient("yes"), vf.FakeClient("no"))
+    env = two(yes, no)
+    with judges_recorded(env, tmp_path / "run" / CASSETTE):
+        run = saved(env, tmp_path / "run", max_concurrent=1)
+    nobody = vf.FakeClient(RuntimeError("the judge was asked"))
+    found = asyncio.run(replay(two(nobody, nobody if same_client else vf.FakeClient("nothing")), run))
+    assert [state["reward"] for state in found.states] == [1.0] * len(ROWS)
+    assert found.same == len(ROWS)
+
+
 def test_a_replay_keeps_the_verdicts_that_were_saved_with_each_rollout_though_all_said_the_same(tmp_path):
     sampled = ["yes", "no", "no", "yes", "yes", "yes", "no", "yes"]
     env = judged(vf.FakeClient(sampled))
