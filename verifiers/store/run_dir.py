@@ -21,7 +21,8 @@ from verifiers.store.lock import FolderLock, RunInUseError
 from verifiers.store.mending import ATTEMPTS, DAMAGED, Compacted, compact
 from verifiers.store.plain import sanitise_text, to_json
 from verifiers.store.reading import METADATA, RESULTS, Rows, Status, load_index, read_records, scan, superseded
-from verifiers.store.record import Key, Record
+from verifiers.store.record import Key, Record, is_failed, read_usage
+from verifiers.types import Usage
 
 DEFAULT_ROOT = Path("outputs/evals")
 DEPTH = 3  # folders below a root in which runs are looked for
@@ -164,6 +165,13 @@ class RunDir:
         self._check_not_appending()
         with self._lock:
             return compact(self.results_path, keep_failed=keep_failed)
+
+    def retried_usage(self) -> Usage:
+        """What failed rollouts took that were run again since."""
+        if not self.attempts_path.is_file():
+            return Usage()
+        attempts = read_records(self.attempts_path, ("error", "reward", "usage"))
+        return sum((read_usage(one["usage"]) or Usage() for one in attempts if is_failed(one)), Usage())
 
     def _check_not_appending(self) -> None:
         if self._appender is not None and not self._appender.is_closed:
