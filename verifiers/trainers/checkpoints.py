@@ -19,6 +19,7 @@ import torch
 from verifiers.engine.files.gguf_model import quietly
 from verifiers.files import open_regular, read_regular
 from verifiers.store.disk import sync_folder
+from verifiers.store.plain import to_json
 from verifiers.trainers.distributed import shards
 from verifiers.trainers.distributed.processes import all_gather, raise_everywhere
 from verifiers.trainers.distributed.sharding import ShardedWeights
@@ -27,7 +28,8 @@ from verifiers.trainers.reference import Reference
 from verifiers.trainers.weights import Weights
 
 STATE, TENSORS, REFERENCE = "trainer.json", "trainer.pt", "reference.pt"
-MOST_STATE = 64 << 20  # bytes
+UNLEARNED = "unlearned.json"  # of a generation that is shared by several updates: what is left, by process
+MOST_STATE, MOST_UNLEARNED = 64 << 20, 4 << 30  # bytes
 ROOM_TO_WRITE = 1 << 20  # bytes; a disk with less free is full
 ABANDONED = "abandoned-"  # prefix of checkpoints that a training has gone back from
 _NAME = re.compile(r"step-\d+")
@@ -104,6 +106,7 @@ def save(
     state: Mapping[str, Any],
     keep: int | None,
     reference: Reference | None = None,
+    unlearned: Any = None,
 ) -> Path:
     """Write a checkpoint of this step; with ``keep``, only so many of the newest are kept.
 
@@ -128,6 +131,8 @@ def save(
                 torch.save(_tensors(weights), staging / TENSORS)
                 if reference is not None:
                     _save_reference(reference, staging / REFERENCE)
+                if unlearned is not None:
+                    (staging / UNLEARNED).write_bytes(to_json(unlearned))
                 whole = {**state, "step": step, "python_rng": random.getstate()}
                 (staging / STATE).write_text(json.dumps(whole, indent=1))
                 _sync_and_rename(staging, path)
@@ -257,6 +262,8 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
             state: dict[str, Any] = json.loads(read_regular(path / STATE, most=MOST_STATE))
             version, internal, gauss = state.pop("python_rng")
             state |= {name: int(state[name]) for name in ("step", "cursor")}
+            if (path / UNLEARNED).is_file():
+                state["unlearned"] = json.loads(read_regular(path / UNLEARNED, most=MOST_UNLEARNED))
             with open_regular(path / TENSORS) as file:
                 tensors = torch.load(file, map_location="cpu", weights_only=True)
             saved = _shapes(path, tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -39,6 +40,8 @@ from verifiers.trainers.update import PolicyUpdate
 from verifiers.trainers.watch.report import Report
 from verifiers.trainers.weights import learning_rate
 from verifiers.types import Row
+
+logger = logging.getLogger("verifiers.trainers")
 
 RowSampler = Callable[[Sequence[Row], float], Sequence[Row]]
 WeightSchedule = Callable[[float], Sequence[float]]
@@ -368,9 +371,25 @@ class GRPOTrainer(Trainer):
     def _resume_from(self, state: Mapping[str, Any]) -> None:
         super()._resume_from(state)
         self._parts.clear()
+        saved = state.get("unlearned") or []
+        if saved and (len(saved) != self.accelerator.num_processes or None in saved):
+            logger.warning(
+                "the checkpoint was written within a generation (steps_per_generation), and does not hold the rest of "
+                "it for %d processes: its rows are sampled anew, with other losses than without the stop",
+                self.accelerator.num_processes,
+            )
+        elif saved:
+            self._parts.extend(map(Batch.of_saved, saved[self.accelerator.process_index]))
+            self.rows.cursor = self._parts[-1].cursor
         self._name_weights(self.step)
         if self._remote is not None:
             self._remote.begin(self.accelerator, self.step)
+
+    def unlearned(self) -> list[Any] | None:
+        if not self._parts or self.config.num_batches_ahead:
+            return None
+        parts = [part.saved() for part in self._parts]
+        return processes.all_gather(self.accelerator, None if None in parts else parts)
 
     @contextmanager
     def _training(self, resume: bool | str | Path) -> Iterator[Report]:
