@@ -242,6 +242,7 @@ def _tensors(weights: Weights) -> dict[str, Any]:
     """Loss scale and random states; master weights and optimizer state too, unless these are in shards."""
     found: dict[str, Any] = {
         "scale": weights.scale,
+        "good_steps": weights.good_steps,
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
@@ -294,7 +295,8 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
                 master.copy_(value)
         weights.publish()
         weights.optimizer.load_state_dict(tensors["optimizer"])
-    weights.scale = tensors["scale"]
+    if 1.0 not in (weights.scale, tensors["scale"]):  # 1: there or here it is not float16
+        weights.scale, weights.good_steps = tensors["scale"], tensors.get("good_steps", 0)
     torch.set_rng_state(tensors["torch_rng"])
     for i, one in zip(range(torch.cuda.device_count()), tensors["cuda_rng"], strict=False):  # there may be fewer GPUs
         torch.cuda.set_rng_state(one, i)
