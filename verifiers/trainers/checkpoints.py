@@ -33,8 +33,8 @@ MOST_STATE, MOST_UNLEARNED = 64 << 20, 4 << 30  # bytes
 ROOM_TO_WRITE = 1 << 20  # bytes; a disk with less free is full
 ABANDONED = "abandoned-"  # prefix of checkpoints that a training has gone back from
 _NAME = re.compile(r"step-\d+")
-_WEIGHTS = re.compile(
-    r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|adapter_config\.json"
+_MODEL = re.compile(
+    r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|(adapter_)?config\.json"
 )
 
 
@@ -60,14 +60,12 @@ def set_aside(root: Path, step: int) -> None:
 def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:
     """Write a model, or its adapters, and its tokenizer; nothing is replaced before all of it has been written.
 
-    In a folder that exists the files of others are kept, and a model's weights replaced. One that no file can be moved
-    into (a mount point, or a folder in one that is read-only) is written in place.
+    In a folder that exists the files of others are kept, and a model's files replaced.
     """
     path = Path(path).resolve()
-    if path.is_dir() and (path.is_mount() or not os.access(path.parent, os.W_OK)):
-        _write_model(model, tokenizer, path)
-        return
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    # No file can be moved into a mount point from beside it, and none written beside a folder in a read-only one.
+    is_alone = path.is_dir() and (path.is_mount() or not os.access(path.parent, os.W_OK))
+    staging = (path if is_alone else path.parent) / f".{path.name}.{os.getpid()}"
     with _atomic(staging, path, "model"):
         staging.mkdir(parents=True)
         _write_model(model, tokenizer, staging)
@@ -78,15 +76,24 @@ def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:
 
 
 def _move_into(path: Path, staging: Path) -> None:
-    """File by file: the folder may be someone's current one, or hold files that are being written."""
-    files = [file.relative_to(staging) for file in sorted(staging.rglob("*")) if file.is_file()]
-    for file in files:
+    """File by file: the folder may be someone's current one, or hold files that are being written.
+
+    Meanwhile it has no configuration: where this is stopped by a kill, files of two models cannot be loaded as one.
+    """
+    files = [file.relative_to(staging) for file in staging.rglob("*") if file.is_file()]
+    earlier = [one for one in path.iterdir() if _MODEL.fullmatch(one.name)]
+    for one in sorted(earlier, key=_is_configuration, reverse=True):
+        one.unlink()
+    sync_folder(path)
+    for file in sorted(files, key=_is_configuration):
         (path / file).parent.mkdir(parents=True, exist_ok=True)
         (staging / file).replace(path / file)
-    for one in path.iterdir():
-        if _WEIGHTS.fullmatch(one.name) and Path(one.name) not in files:
-            one.unlink()
     shutil.rmtree(staging)
+
+
+def _is_configuration(file: Path) -> bool:
+    """Is this one of the files of which a model needs one to be a model to anybody?"""
+    return file.name in ("config.json", "adapter_config.json")
 
 
 def _write_model(model: Any, tokenizer: Any, path: Path) -> None:
