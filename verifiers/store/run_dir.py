@@ -13,14 +13,14 @@ from typing import Any
 
 import msgspec
 
-from verifiers.files import open_regular, read_regular
+from verifiers.files import read_regular
 from verifiers.store.appender import SYNC_EVERY_S, Appender
 from verifiers.store.config import differences, fingerprint, is_same_environment, normalise
 from verifiers.store.disk import replace_file, sync_folder
 from verifiers.store.lock import FolderLock, RunInUseError
 from verifiers.store.mending import ATTEMPTS, DAMAGED, Compacted, compact
 from verifiers.store.plain import sanitise_text, to_json
-from verifiers.store.reading import METADATA, RESULTS, Rows, Status, load_index, read_records, scan, superseded
+from verifiers.store.reading import METADATA, RESULTS, Rows, Status, load_index, read_records
 from verifiers.store.record import Key, Record, is_failed, read_usage
 from verifiers.types import Usage
 
@@ -189,11 +189,10 @@ class RunDir:
 
     def sorted_records(self) -> Iterator[Record]:
         """The records by example, then rollout, one at a time."""
-        rows, without = Rows(self.results_path), set[int]()
-        if self._may_have_superseded:
-            with open_regular(self.results_path) as file:
-                without = superseded(scan(file))
-        return (rows[number] for number in rows.sorted_order() if rows.offset(number) not in without)
+        may_have = self._may_have_superseded  # asked first: a run that ends meanwhile has another file by then
+        rows = Rows(self.results_path)
+        without = rows.superseded() if may_have else set[int]()
+        return (rows[number] for number in rows.sorted_order() if number not in without)
 
     @property
     def _may_have_superseded(self) -> bool:
