@@ -167,15 +167,11 @@ def _write_without_weights(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _sync_and_rename(staging: Path, path: Path) -> None:
+    """Put the staging folder in the place of another, which is kept until it has been."""
     for file in staging.rglob("*"):
         if file.is_file():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
-    _replace(path, staging)
-
-
-def _replace(path: Path, staging: Path) -> None:
-    """Put the staging folder in the place of another, which is kept until it has been."""
     old = path.with_name(f"{staging.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
