@@ -25,6 +25,7 @@ from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.distributed import processes
 from verifiers.trainers.distributed.remote_weights import remote_weights
 from verifiers.trainers.distributed.sharding import Whole
+from verifiers.trainers.distributed.shards import readable
 from verifiers.trainers.functions import call_fitting, is_overridden, own_function
 from verifiers.trainers.generations import Generations
 from verifiers.trainers.learning.micro_batches import TrainSample
@@ -378,9 +379,10 @@ class GRPOTrainer(Trainer):
                 "it for %d processes: its rows are sampled anew, with other losses than without the stop",
                 self.accelerator.num_processes,
             )
-        elif saved:
-            self._parts.extend(map(Batch.of_saved, saved[self.accelerator.process_index]))
-            self.rows.cursor = self._parts[-1].cursor
+        elif saved and self.report is not None:
+            with readable(self.report.from_checkpoint):
+                self._parts.extend(map(Batch.of_saved, saved[self.accelerator.process_index]))
+                self.rows.cursor = self._parts[-1].cursor
         self._name_weights(self.step)
         if self._remote is not None:
             self._remote.begin(self.accelerator, self.step)
