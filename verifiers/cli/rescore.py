@@ -181,9 +181,11 @@ def _report(run: RunDir, results: Results, found: Rescored, as_json: bool, *, da
     from verifiers.cli.report import summary
     from verifiers.envs.states import in_words
     from verifiers.logs import printable
+    from verifiers.store import example_key
+    from verifiers.store.comparing import COLUMNS, scores_of
 
-    old = list(run.records(("reward", "example_id")))
-    before = stats.mean_interval([one["reward"] for one in old], [one["example_id"] for one in old]).mean
+    old = [(scores_of(one)["reward"], example_key(one["example_id"])) for one in run.records(COLUMNS)]
+    before = stats.mean_interval([reward for reward, _ in old], [example for _, example in old]).mean
     if as_json:
         figures = {
             **summary(results),

@@ -82,6 +82,9 @@ def restored_state(record: Record, row: Row) -> State:
     for key in (*State.INPUT_FIELDS, *_TIMING_FIELDS):
         state.pop(key, None)
     state["input"] = {**row, **{key: _as_it_was(record.get(key), row.get(key)) for key in State.INPUT_FIELDS}}
+    for key in ("task", "stop_condition"):
+        if isinstance(value := state.get(key), list | dict):  # another program's: they are counted
+            state[key] = str(value)
     state["timing"] = {key: record.get(key) or 0.0 for key in _TIMING_FIELDS}
     state["usage"] = read_usage(record.get("usage"))
     if state.get("error") is None and not is_usable(state.get("reward")):
