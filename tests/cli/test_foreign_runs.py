@@ -177,6 +177,8 @@ ODD = [
     ("rollout", {}),
     ("task", {"a": 1}),
     ("stop_condition", ["x"]),
+    ("total_ms", ["x"]),
+    ("trajectory", True),
     ("metrics", [1]),
     ("metrics", "x"),
     ("metrics", {"exact": 10**400}),
@@ -209,3 +211,4 @@ def test_a_line_that_another_program_wrote_is_met_by_every_command(
         *(("export", str(path), "-f", form, "-o", "-") for form in ("jsonl", "sft", "dpo")),
     ):
         run(*words, code=None)
+    run("eval", "arithmetic", "-m", "fake", "-n", "2", "-r", "1", "--resume", str(path), "-p", environments, code=None)

@@ -82,10 +82,13 @@ def restored_state(record: Record, row: Row) -> State:
     for key in (*State.INPUT_FIELDS, *_TIMING_FIELDS):
         state.pop(key, None)
     state["input"] = {**row, **{key: _as_it_was(record.get(key), row.get(key)) for key in State.INPUT_FIELDS}}
+    if not isinstance(state["trajectory"], list):
+        state["trajectory"] = []
     for key in ("task", "stop_condition"):
         if isinstance(value := state.get(key), list | dict):  # another program's: they are counted
             state[key] = str(value)
-    state["timing"] = {key: record.get(key) or 0.0 for key in _TIMING_FIELDS}
+    times = {key: record.get(key) for key in _TIMING_FIELDS}
+    state["timing"] = {key: took if isinstance(took, int | float) else 0.0 for key, took in times.items()}
     state["usage"] = read_usage(record.get("usage"))
     if state.get("error") is None and not is_usable(state.get("reward")):
         said = f"the saved reward {state['reward']!r:.100} cannot be averaged; resuming the run makes it again"
