@@ -178,6 +178,7 @@ ODD = [
     ("task", {"a": 1}),
     ("stop_condition", ["x"]),
     ("total_ms", ["x"]),
+    ("total_ms", 10**400),
     ("trajectory", True),
     ("metrics", [1]),
     ("metrics", "x"),

@@ -88,7 +88,7 @@ def restored_state(record: Record, row: Row) -> State:
         if isinstance(value := state.get(key), list | dict):  # another program's: they are counted
             state[key] = str(value)
     times = {key: record.get(key) for key in _TIMING_FIELDS}
-    state["timing"] = {key: took if isinstance(took, int | float) else 0.0 for key, took in times.items()}
+    state["timing"] = {key: took if took is not None and is_usable(took) else 0.0 for key, took in times.items()}
     state["usage"] = read_usage(record.get("usage"))
     if state.get("error") is None and not is_usable(state.get("reward")):
         said = f"the saved reward {state['reward']!r:.100} cannot be averaged; resuming the run makes it again"
