@@ -215,6 +215,20 @@ def test_a_model_saved_over_another_replaces_its_weights_and_keeps_what_is_not_o
     assert sorted(one.name for one in tmp_path.iterdir() if one.name.startswith(".")) == []
 
 
+def test_adapters_replace_a_model_in_a_folder_and_keep_the_configuration_of_something_else(tmp_path: Path) -> None:
+    trainer = making.trainer(tmp_path, peft_config=vf.lora_defaults(r=4))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("of my experiment")
+    making.trainer(tmp_path).save_model(tmp_path / "model")
+    for _ in range(2):
+        trainer.save_model(tmp_path / "mine")
+        trainer.save_model(tmp_path / "model")
+    assert (tmp_path / "mine" / "config.json").read_text() == "of my experiment"
+    names = {one.name for one in (tmp_path / "model").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} < names
+    assert not {"config.json", "model.safetensors"} & names
+
+
 def test_a_model_is_saved_into_the_current_folder_which_stays_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

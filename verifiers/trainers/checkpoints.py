@@ -33,9 +33,7 @@ MOST_STATE, MOST_UNLEARNED = 64 << 20, 4 << 30  # bytes
 ROOM_TO_WRITE = 1 << 20  # bytes; a disk with less free is full
 ABANDONED = "abandoned-"  # prefix of checkpoints that a training has gone back from
 _NAME = re.compile(r"step-\d+")
-_MODEL = re.compile(
-    r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|(adapter_)?config\.json"
-)
+_MODEL = re.compile(r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|adapter_config\.json")
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -82,8 +80,11 @@ def _move_into(path: Path, staging: Path) -> None:
     """
     files = [file.relative_to(staging) for file in staging.rglob("*") if file.is_file()]
     earlier = [one for one in path.iterdir() if _MODEL.fullmatch(one.name)]
+    has_weights = any(not one.name.startswith("adapter_") for one in earlier)
+    if has_weights or Path("config.json") in files:  # else it is of something else than a model
+        earlier.append(path / "config.json")
     for one in sorted(earlier, key=_is_configuration, reverse=True):
-        one.unlink()
+        one.unlink(missing_ok=True)
     sync_folder(path)
     for file in sorted(files, key=_is_configuration):
         (path / file).parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import deque
@@ -25,9 +24,8 @@ from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.distributed import processes
 from verifiers.trainers.distributed.remote_weights import remote_weights
 from verifiers.trainers.distributed.sharding import Whole
-from verifiers.trainers.distributed.shards import readable
 from verifiers.trainers.functions import call_fitting, is_overridden, own_function
-from verifiers.trainers.generations import Generations
+from verifiers.trainers.generations import Generations, restored_parts, saved_parts
 from verifiers.trainers.learning.micro_batches import TrainSample
 from verifiers.trainers.learning.sequences import trained_sequences
 from verifiers.trainers.losses import Loss
@@ -41,8 +39,6 @@ from verifiers.trainers.update import PolicyUpdate
 from verifiers.trainers.watch.report import Report
 from verifiers.trainers.weights import learning_rate
 from verifiers.types import Row
-
-logger = logging.getLogger("verifiers.trainers")
 
 RowSampler = Callable[[Sequence[Row], float], Sequence[Row]]
 WeightSchedule = Callable[[float], Sequence[float]]
@@ -371,27 +367,14 @@ class GRPOTrainer(Trainer):
 
     def _resume_from(self, state: Mapping[str, Any]) -> None:
         super()._resume_from(state)
-        self._parts.clear()
-        saved = state.get("unlearned") or []
-        if saved and (len(saved) != self.accelerator.num_processes or None in saved):
-            logger.warning(
-                "the checkpoint was written within a generation (steps_per_generation), and does not hold the rest of "
-                "it for %d processes: its rows are sampled anew, with other losses than without the stop",
-                self.accelerator.num_processes,
-            )
-        elif saved and self.report is not None:
-            with readable(self.report.from_checkpoint):
-                self._parts.extend(map(Batch.of_saved, saved[self.accelerator.process_index]))
-                self.rows.cursor = self._parts[-1].cursor
+        self._parts = deque(restored_parts(self, state.get("unlearned") or []))
+        self.rows.cursor = self._parts[-1].cursor if self._parts else self.rows.cursor
         self._name_weights(self.step)
         if self._remote is not None:
             self._remote.begin(self.accelerator, self.step)
 
     def unlearned(self) -> list[Any] | None:
-        if not self._parts or self.config.num_batches_ahead:
-            return None
-        parts = [part.saved() for part in self._parts]
-        return processes.all_gather(self.accelerator, None if None in parts else parts)
+        return None if self.config.num_batches_ahead else saved_parts(self, self._parts)
 
     @contextmanager
     def _training(self, resume: bool | str | Path) -> Iterator[Report]:
