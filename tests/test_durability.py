@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -357,6 +358,36 @@ def test_a_rollout_that_is_saved_again_with_its_group_counts_once_before_the_run
     reader = run.records(["example_id"])
     run.compact()  # by the run that is resumed, while another process reads
     assert sorted(record["example_id"] for record in reader) == [0, 0, 1, 1]
+
+
+def test_records_in_order_are_each_there_once_whenever_the_run_compacts_its_file(tmp_path: Path) -> None:
+    """The file is replaced as it is opened for the n-th time, and the run has ended then."""
+    keys = [(i, k) for i in range(3) for k in range(2)]
+    lines = [{"example_id": i, "rollout": k, "reward": float(n), "error": None} for n in range(2) for i, k in keys]
+    opened, compact_at = 0, 0
+
+    def replace(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal opened, compact_at
+        if event == "open" and str(arguments[0]).endswith("results.jsonl"):
+            opened += 1
+            if opened == compact_at:
+                compact_at = 0
+                writer = RunDir.open(path)
+                writer.compact()
+                writer.update_metadata({"finished": True})
+
+    sys.addaudithook(replace)
+    for n in range(1, 4):
+        path = tmp_path / f"{n}"
+        run = RunDir.create_at(path, env_id="e", model="m", config={"rows": "a digest"})
+        with run.appender() as out:
+            for line in lines:
+                out.append(line)
+        opened, compact_at = 0, n
+        found = list(run.sorted_records())
+        compact_at = 0
+        assert [key_of(one) for one in found] == keys
+        assert {one["reward"] for one in found} == {1.0}
 
 
 def test_it_is_told_what_a_group_that_is_scored_again_looks_for_and_does_not_find(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 import verifiers as vf
-from verifiers.clients import resolve_endpoint
+from verifiers.clients import ReplicaClient, resolve_endpoint
 
 KEY = "sk-Very/Secret+Key=42"
 SPELLINGS = (KEY, quote(KEY), quote(KEY, safe=""), KEY.replace("/", "\\/"), "Secret+Key", "Secret%2BKey")
@@ -232,6 +232,20 @@ def test_cassettes_and_caches_hold_no_key(tmp_path: Path, caplog: pytest.LogCapt
         assert len(server.requests) == 4
     check_files_for_keys_of_requests(tmp_path)
     assert leaks(caplog.text) == []
+
+
+def test_the_addresses_of_replicas_are_written_without_any_of_their_passwords(tmp_path: Path) -> None:
+    with vf.FakeServer("<score>1</score>") as one, vf.FakeServer("<score>1</score>") as other:
+        words = {"another-word": one, quote(KEY, safe=""): other}
+        urls = [server.url.replace("http://", f"http://me:{word}@") for word, server in words.items()]
+        replicas = ReplicaClient([vf.HTTPClient(url) for url in urls])
+        clients = (vf.FakeClient("<score>1</score>"), replicas)
+        judges = [vf.JudgeRubric(judge_models=["m"], client=client) for client in clients]
+        evaluate(make_env(vf.RubricGroup(judges)), tmp_path, replicas)
+    metadata = json.loads((tmp_path / "run" / "metadata.json").read_text())
+    assert metadata["base_url"].count("[hidden]") == 2
+    assert "[m at http://me:[hidden]@" in (tmp_path / "run" / "results.jsonl").read_text()
+    check_files(tmp_path)
 
 
 def check_files_for_keys_of_requests(folder: Path) -> None:

@@ -165,7 +165,7 @@ class Results:
         parts: dict[Any, list[State]] = {}
         for state in self.rollouts:
             parts.setdefault(state.get(name), []).append(state)
-        metadata = {key: about for key, about in self.metadata.items() if key != "until"}
+        metadata = {key: about for key, about in self.metadata.items() if key not in ("until", "retried_usage")}
         return {value: Results(states, metadata) for value, states in parts.items()}
 
     def judged_by(self, env: Any) -> Results:
@@ -197,8 +197,9 @@ class Results:
 
     @property
     def usage(self) -> Usage:
-        """Tokens of all rollouts, the failed ones too: they were paid for."""
-        return sum((state["usage"] for state in self.rollouts if state.get("usage")), Usage())
+        """Tokens of all rollouts, the failed ones too, also those that were run again since: they were paid for."""
+        retried = Usage(**(self.metadata.get("retried_usage") or {}))
+        return sum((state["usage"] for state in self.rollouts if state.get("usage")), retried)
 
     @property
     def causes(self) -> dict[str, int]:
@@ -289,13 +290,19 @@ def report(results: Results) -> str:
         if len(tasks) > 1:
             width = max(map(len, tasks))
             lines += ["by task:", *(f"  {task:<{width}}  {_task_figure(part)}" for task, part in tasks.items())]
-    usage = results.usage
-    if usage.total_tokens:
-        cost = "" if usage.cost_usd is None else f", ${usage.cost_usd:.4f}"
-        lines.append(f"tokens: {usage.prompt_tokens:,} prompt + {usage.completion_tokens:,} completion{cost}")
+    if results.usage.total_tokens:
+        lines.append(_tokens(results))
     if path := results.metadata.get("path_to_save"):
         lines.append(f"saved in {path}")
     return "\n".join(lines)
+
+
+def _tokens(results: Results) -> str:
+    usage, retried = results.usage, Usage(**(results.metadata.get("retried_usage") or {}))
+    cost = "" if usage.cost_usd is None else f", ${usage.cost_usd:.4f}"
+    again = f" ({retried.total_tokens:,} of them in rollouts that failed and were run again)"
+    told = f"tokens: {usage.prompt_tokens:,} prompt + {usage.completion_tokens:,} completion{cost}"
+    return told + again * bool(retried.total_tokens)
 
 
 def figures(results: Results) -> list[str]:
@@ -334,11 +341,8 @@ def html_report(results: Results) -> str:
         if len(tasks) > 1:
             parts.append(text_html("by task", "vf-muted"))
             parts.append(figures_html([(str(task), *_html_row(part, "reward")[1:]) for task, part in tasks.items()]))
-    usage = results.usage
-    cost = "" if usage.cost_usd is None else f", ${usage.cost_usd:.4f}"
-    tokens = f"tokens: {usage.prompt_tokens:,} prompt + {usage.completion_tokens:,} completion{cost}"
     path = results.metadata.get("path_to_save")
-    parts += [text_html(tokens, "vf-muted")] * bool(usage.total_tokens)
+    parts += [text_html(_tokens(results), "vf-muted")] * bool(results.usage.total_tokens)
     parts += [text_html(f"saved in {path}", "vf-muted")] * bool(path)
     return page_html(*parts, samples_html(_sample(state) for state in results.rollouts[:HTML_SAMPLES]))
 

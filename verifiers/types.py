@@ -159,6 +159,7 @@ class GenerateMetadata(TypedDict, total=False):
     avg_metrics: dict[str, float]
     state_columns: list[str]
     until: dict[str, Any] | None
+    retried_usage: dict[str, Any] | None
     path_to_save: Path | None
     ended_early: str
     interrupted: str | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.store import RunDir
+from verifiers.store import RunDir, checksum
 from verifiers.viewer.library import Library
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
@@ -168,3 +169,47 @@ def test_metadata_that_is_too_large_to_be_any_is_not_read(made: Path, folder: Pa
     with pytest.raises(OSError, match="larger than 64 MiB"):
         _ = RunDir(path).metadata
     assert "larger than 64 MiB" in run("compare", str(path), str(made)).stderr
+
+
+ODD = [
+    ("example_id", {}),
+    ("example_id", [1]),
+    ("rollout", {}),
+    ("task", {"a": 1}),
+    ("stop_condition", ["x"]),
+    ("total_ms", ["x"]),
+    ("total_ms", 10**400),
+    ("trajectory", True),
+    ("metrics", [1]),
+    ("metrics", "x"),
+    ("metrics", {"exact": 10**400}),
+    ("reward", []),
+    ("reward", "1.0"),
+    ("usage", "x"),
+    ("error", 0),
+    ("prompt", [3]),
+    ("completion", True),
+]
+
+
+@pytest.mark.parametrize(("column", "value"), ODD)
+def test_a_line_that_another_program_wrote_is_met_by_every_command(
+    made: Path, folder: Path, run: Callable[..., Any], repo: Path, column: str, value: Any
+) -> None:
+    path = folder / "odd"
+    shutil.copytree(made, path)
+    lines = [json.loads(line) for line in (path / "results.jsonl").read_text().splitlines()]
+    lines = [{name: one for name, one in line.items() if name != checksum.FIELD} for line in lines]
+    lines[0][column] = value
+    (path / "results.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    environments = str(repo / "environments")
+    for words in (
+        ("compare", str(path), str(made)),
+        ("power", "0.1", "--run", str(path)),
+        ("rescore", str(path), "-p", environments),
+        ("rescore", str(path), "-p", environments, "--json"),
+        ("replay", str(path), "-p", environments),
+        *(("export", str(path), "-f", form, "-o", "-") for form in ("jsonl", "sft", "dpo")),
+    ):
+        run(*words, code=None)
+    run("eval", "arithmetic", "-m", "fake", "-n", "2", "-r", "1", "--resume", str(path), "-p", environments, code=None)

@@ -361,6 +361,24 @@ def test_rescore_says_what_a_function_looked_for_in_vain(run, runs):
     assert json.loads(result.stdout)["not_saved"] == ["board"]
 
 
+def test_rescore_says_that_the_data_set_has_other_answers_now_and_how_to_score_by_them(run, runs):
+    assert run("rescore", "aaaa", "-p", "mine").stderr == ""
+    corrected = Path("corrected/toy_runs/toy_runs.py")
+    corrected.parent.mkdir(parents=True)
+    corrected.write_text(TOY.replace('"answer": str(i % 2)', '"answer": "1"'))
+    result = run("rescore", "aaaa", "-p", "corrected", "-o", "outputs/evals/toy-runs--a/saved")
+    assert "the reward was 0.500" in result.stdout
+    assert "another answer or info now for 3 examples" in result.stderr
+    assert "to score by those of the data set: --dataset-answers" in result.stderr
+    assert "scored: as it was played → anew\n" in run("compare", "aaaa", "saved").stdout
+    result = run("rescore", "aaaa", "-p", "corrected", "--dataset-answers", "-o", "outputs/evals/toy-runs--a/corrected")
+    assert result.stderr == ""
+    assert RunDir.open("outputs/evals/toy-runs--a/corrected").metadata["avg_reward"] == 0.0
+    assert "as it was played → anew, the answers of the data set\n" in run("compare", "aaaa", "corrected").stdout
+    figures = json.loads(run("rescore", "aaaa", "-p", "corrected", "--json").stdout)
+    assert (figures["examples_with_other_answers"], figures["examples_not_in_data_set"]) == (3, 0)
+
+
 def test_a_run_that_was_scored_anew_is_as_finished_as_the_run_it_was_made_of(run, runs):
     run("rescore", "aaaa", "-p", "mine", "-o", "outputs/evals/toy-runs--a/whole")
     made = RunDir.open("outputs/evals/toy-runs--a/whole").metadata

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from verifiers import errors
-from verifiers.clients import CachedClient, Completion, FakeClient, Request
+from verifiers.clients import CachedClient, Completion, FakeClient, FakeServer, HTTPClient, Request
 from verifiers.types import Usage
 
 GREEDY = Request(model="m", prompt=[{"role": "user", "content": "2+2?"}], sampling={"temperature": 0})
@@ -152,6 +152,19 @@ def test_namespaces_keep_models_of_the_same_name_apart(tmp_path: Path) -> None:
     first = CachedClient(live, tmp_path / "cache.db", namespace="step 100")
     second = CachedClient(live, tmp_path / "cache.db", namespace="step 200")
     assert [ask(first).text, ask(second).text, ask(first).text] == ["a", "b", "a"]
+
+
+def test_models_of_one_name_on_different_servers_are_asked_apart_unless_a_namespace_joins_them(tmp_path: Path) -> None:
+    with FakeServer("a") as one, FakeServer("b") as other:
+        urls = [f"{server.url}?api_key=secret-key" for server in (one, other)]
+        apart = [CachedClient(HTTPClient(url), tmp_path / "cache.db") for url in (*urls, *urls)]
+        assert [ask(client).text for client in apart] == ["a", "b", "a", "b"]
+        joined = [CachedClient(HTTPClient(url), tmp_path / "cache.db", namespace="judge") for url in urls]
+        assert [ask(client).text for client in joined] == ["a", "a"]
+        assert [len(server.requests) for server in (one, other)] == [2, 1]
+    for client in (*apart, *joined):
+        client.close()
+    assert b"secret-key" not in (tmp_path / "cache.db").read_bytes()
 
 
 @pytest.mark.parametrize("damage", [b"not json", b"[]", b'{"message": 1}', b"\xff"])

@@ -101,7 +101,11 @@ def _replace_a_buffer(model: Any) -> None:
         rotary.inv_freq = rotary.inv_freq * 0.7
 
 
-@pytest.mark.parametrize("change", [_write_to_a_buffer, _replace_a_buffer])
+def _replace_the_storage_of_a_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.data = model.model.rotary_emb.inv_freq * 0.7
+
+
+@pytest.mark.parametrize("change", [_write_to_a_buffer, _replace_a_buffer, _replace_the_storage_of_a_buffer])
 def test_rotary_frequencies_that_are_changed_are_those_that_are_sampled_with(made: Any, change: Any) -> None:
     model, engine = made
     for _ in range(3):

@@ -326,3 +326,53 @@ def test_a_rubric_of_ones_own_that_exits_fails_the_rollouts_of_a_host_and_does_n
     failed = [state for state in states if state.get("error") is not None]
     assert len(failed) == (1 if where == "alone" else 3)
     assert "it called exit(3)" in str(failed[0]["error"])
+
+
+PRICED = vf.Completion(
+    message={"role": "assistant", "content": "1"},
+    usage=vf.Usage(prompt_tokens=10, completion_tokens=1, cost_usd=0.5),
+)
+
+
+def test_what_failed_rollouts_took_stays_in_the_totals_when_they_are_run_again(tmp_path: Path) -> None:
+    verdicts = iter([True, False, False])
+
+    def exact(completion: Any, answer: str) -> bool:
+        return next(verdicts, True) or bool(1 / 0)
+
+    env, client = vf.SingleTurnEnv(dataset=ROWS[:3], rubric=vf.Rubric([exact])), vf.FakeClient(PRICED)
+    for n_asked, n_failed in ((3, 2), (5, 0), (5, 0)):
+        results = env.evaluate(
+            client=client, model="m", results_path=tmp_path / "run", resume=n_asked > 3, use_tqdm=False
+        )
+        assert (len(client.requests), len(results.failed)) == (n_asked, n_failed)
+        assert results.usage == vf.Usage(prompt_tokens=10 * n_asked, completion_tokens=n_asked, cost_usd=0.5 * n_asked)
+    told = "tokens: 50 prompt + 5 completion, $2.5000 (22 of them in rollouts that failed and were run again)"
+    assert told in str(results)
+    assert sum(part.usage.prompt_tokens for part in results.by("answer").values()) == 30
+
+
+def test_a_saved_rollout_that_could_not_be_scored_again_with_its_group_is_paid_for_once(tmp_path: Path) -> None:
+    """Four rollouts: the first time one fails, the second time its whole group."""
+    alone, together = iter([True, False]), iter([True, True, False])
+
+    def exact(completion: Any, answer: str) -> bool:
+        return next(alone, True) or bool(1 / 0)
+
+    def grouped(completions: Any) -> list[float]:
+        return [float(next(together, True) or 1 / 0)] * len(completions)
+
+    env = vf.SingleTurnEnv(dataset=ROWS[:2], rubric=vf.Rubric([exact, grouped]))
+    client = vf.FakeClient(PRICED)
+    for n_asked, n_failed in ((4, 1), (5, 1), (6, 0)):
+        results = env.evaluate(
+            client=client,
+            model="m",
+            rollouts_per_example=2,
+            results_path=tmp_path / "run",
+            resume=n_asked > 4,
+            use_tqdm=False,
+            max_concurrent=1,
+        )
+        assert (len(client.requests), len(results.failed)) == (n_asked, n_failed)
+        assert results.usage == vf.Usage(prompt_tokens=10 * n_asked, completion_tokens=n_asked, cost_usd=0.5 * n_asked)

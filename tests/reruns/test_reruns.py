@@ -107,6 +107,30 @@ def test_what_json_cannot_hold_is_rescored_and_resumed_as_the_row_has_it(tmp_pat
     assert [state["reward"] for state in found.states] == [2.0, 2.0]
 
 
+def test_where_the_data_set_was_corrected_since_the_saved_answers_score_unless_its_own_are_asked_for(tmp_path):
+    def listed(completion, info):
+        return completion[-1]["content"] in info["right"]
+
+    def env(rows):
+        return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([exact, listed], weights=[1.0, 0.1]))
+
+    rows = [{"question": f"say {n}", "answer": str(n), "info": {"right": [str(n)]}} for n in range(4)]
+    run = saved(env(rows), tmp_path / "run")
+    assert RunDir.open(tmp_path / "run").metadata["avg_reward"] == 1.1 / 4
+    mended = [dict(row) for row in rows]
+    mended[0]["answer"] = "1"
+    mended[2]["info"] = '{"right": ["1", "2"]}'  # a text with JSON is read as it is in an evaluation
+    mended[3] |= {"question": "say 1", "answer": "1"}  # not what was asked
+    found = asyncio.run(rescore(env(mended), run))
+    assert [state["reward"] for state in found.states] == [0.0, 1.1, 0.0, 0.0]
+    assert (found.differing, found.unknown) == ({0, 2}, {3})
+    found = asyncio.run(rescore(env(mended), run, dataset_answers=True))
+    assert [state["reward"] for state in found.states] == [1.0, 1.1, 0.1, 0.0]
+    assert [record["answer"] for record in found.records()] == ["1", "1", "2", "3"]
+    found = asyncio.run(rescore(env(rows), run))
+    assert (found.differing, found.unknown) == (set(), set())
+
+
 def test_a_rollout_that_failed_in_grading_gets_a_score_and_one_that_was_never_made_does_not(tmp_path):
     def broken(completion, state):
         if state["example_id"] < 2:
@@ -230,6 +254,31 @@ def test_what_judges_said_is_recorded_and_said_again(tmp_path):
     found = asyncio.run(replay(nobody, run))
     assert [state["reward"] for state in found.states] == [1.0, 0.0, 0.0, 1.0]
     assert found.same == 4
+
+
+@pytest.mark.parametrize("same_client", [True, False])
+def test_what_two_judges_of_one_model_name_say_is_recorded_and_said_again_by_each(tmp_path, same_client):
+    """The reward functions ask for themselves, so that only the cassette has what was said."""
+
+    def judge(client):
+        async def approved(judge_client, completion):
+            request = Request(model="m", prompt=completion)
+            return float((await judge_client.complete(request)).text == "yes")
+
+        return vf.JudgeRubric(judge_client=client, funcs=[approved])
+
+    def two(first, second):
+        return vf.SingleTurnEnv(dataset=ROWS, rubric=vf.RubricGroup([judge(first), judge(second)], weights=[1.0, 2.0]))
+
+    said = ["yes", "no"] * len(ROWS)
+    yes, no = (vf.FakeClient(said),) * 2 if same_client else (vf.FakeClient("yes"), vf.FakeClient("no"))
+    env = two(yes, no)
+    with judges_recorded(env, tmp_path / "run" / CASSETTE):
+        run = saved(env, tmp_path / "run", max_concurrent=1)
+    nobody = vf.FakeClient(RuntimeError("the judge was asked"))
+    found = asyncio.run(replay(two(nobody, nobody if same_client else vf.FakeClient("nothing")), run))
+    assert [state["reward"] for state in found.states] == [1.0] * len(ROWS)
+    assert found.same == len(ROWS)
 
 
 def test_a_replay_keeps_the_verdicts_that_were_saved_with_each_rollout_though_all_said_the_same(tmp_path):

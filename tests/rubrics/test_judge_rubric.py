@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import verifiers as vf
-from verifiers.clients import FakeClient
+from verifiers.clients import FakeClient, FakeServer, HTTPClient
 from verifiers.errors import ConnectionFailedError, GraderError, JudgeError, describe
 from verifiers.parsers import XMLParser
 from verifiers.rubrics import JudgeRubric, RubricGroup
@@ -120,6 +120,33 @@ def test_two_judges_that_are_asked_the_same_reply_each_for_themselves() -> None:
     group.score_rollout(again)
     assert again["reward"] == 2.0
     assert len(client.requests) == 2
+
+
+def test_judges_of_one_model_name_on_different_servers_reply_each_for_themselves() -> None:
+    with FakeServer("<score>0</score>") as strict, FakeServer("<score>10</score>") as kind:
+        clients = [HTTPClient(f"{server.url}?api_key=secret-{n}") for n, server in enumerate((strict, kind, kind))]
+        group = RubricGroup([JudgeRubric(judge_models=["m"], client=client) for client in clients], weights=[1, 2, 4])
+        state = rollout()
+        group.score_rollout(state)
+        again = rollout()
+        again["judge_response"] = json.loads(json.dumps(state["judge_response"]))  # as it is read from a file
+        group.score_rollout(again)
+        assert state["reward"] == again["reward"] == 6.0
+        assert [len(server.requests) for server in (strict, kind)] == [1, 1]
+        assert f"[m at {kind.url}?api_key=[hidden]] " in list(state["judge_response"])[1]
+        assert "secret" not in json.dumps(state["judge_response"])
+
+
+def test_judges_of_one_model_name_that_are_objects_reply_each_for_themselves() -> None:
+    clients = [FakeClient(f"<score>{score}</score>") for score in (0, 10, 5)]
+    group = RubricGroup([JudgeRubric(judge_models=["m"], client=client) for client in clients], weights=[1, 2, 4])
+    state = rollout()
+    group.score_rollout(state)
+    again = rollout()
+    again["judge_response"] = json.loads(json.dumps(state["judge_response"]))
+    group.score_rollout(again)
+    assert state["reward"] == again["reward"] == 4.0
+    assert [len(client.requests) for client in clients] == [1, 1, 1]
 
 
 def test_a_plain_dict_as_state_remembers_too() -> None:

@@ -146,6 +146,11 @@ def resumed(folder: Path, processes: int) -> Any:
     return saving(folder, processes)
 
 
+def shared(folder: Path, processes: int) -> Any:
+    """Two updates of each generation, and a checkpoint after each."""
+    return online(folder, processes, max_steps=4, save_steps=1, steps_per_generation=2, eval_steps=None)
+
+
 def half_down(folder: Path, processes: int, **more: Any) -> Any:
     """Every rollout of the second process fails, and of the first none."""
 
@@ -222,6 +227,8 @@ MADE = {
     "half_precision": half_precision,
     "saved_adapters": saved_adapters,
     "resumed": resumed,
+    "shared": shared,
+    "resumed_shared": shared,
     "half_down": half_down,
     "half_down_batch_wide": half_down_batch_wide,
     "all_down": all_down,
@@ -261,7 +268,7 @@ def outcome(what: str, folder: Path, processes: int) -> dict[str, Any]:
     trainer = MADE[what](folder / what, processes)
     try:
         goes_on = (folder / what / "run" / "checkpoints").is_dir() and what == "imitation_in_turns"
-        report = trainer.train(resume=what == "resumed" or goes_on)
+        report = trainer.train(resume=what.startswith("resumed") or goes_on)
     except Exception as error:
         return {"error": str(error)}
     weights = sum(float(one.detach().double().abs().sum()) for one in trainer.model.parameters())

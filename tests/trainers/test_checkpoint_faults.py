@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from transformers import AutoModelForCausalLM
 
+import verifiers as vf
 from tests.trainers import making
 from verifiers.trainers import checkpoints
 from verifiers.trainers.checkpoints import CheckpointError
@@ -145,6 +147,56 @@ def test_a_kill_while_a_model_is_saved_over_another_leaves_that_one_whole(tmp_pa
     assert written == {one.name: one.read_bytes() for one in (tmp_path / "untrained").iterdir()}
 
 
+KILLED_AS_IT_MOVES = """
+import os, shutil, signal, sys
+from pathlib import Path
+from tests.trainers import making
+
+def killed(hook):
+    def moved(*args):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return hook(*args)
+    return moved
+
+root = Path(sys.argv[1])
+trainer = making.trainer(root, max_steps=1)
+trainer.save_model(root / "untrained")
+trainer.train()
+for n in range(20):
+    left = n
+    shutil.copytree(root / "untrained", root / f"{n}" / "model")
+    if not (pid := os.fork()):
+        for name in ("replace", "rename", "unlink"):
+            setattr(os, name, killed(getattr(os, name)))
+        trainer.save_model(root / f"{n}" / "model")
+        os._exit(0)
+    if not os.waitpid(pid, 0)[1]:
+        break
+print(n)
+"""
+
+
+def test_a_kill_while_the_files_of_a_model_are_replaced_leaves_no_mix_that_can_be_loaded(tmp_path: Path) -> None:
+    done = in_a_process(KILLED_AS_IT_MOVES, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    untrained = {one.name: one.read_bytes() for one in (tmp_path / "untrained").iterdir()}
+    kills = int(done.stdout.split()[-1])
+    assert kills >= len(untrained)
+    for n in range(kills):
+        folder = tmp_path / f"{n}" / "model"
+        if {one.name: one.read_bytes() for one in folder.iterdir()} == untrained:
+            assert n == 0
+            continue
+        with pytest.raises(ValueError, match=r"has no config\.json: .* saving one into it was stopped"):
+            vf.get_model(folder)
+        with pytest.raises((OSError, ValueError), match=r"config\.json"):
+            AutoModelForCausalLM.from_pretrained(folder)
+    vf.get_model(tmp_path / f"{kills}" / "model")
+
+
 def test_a_model_saved_over_another_replaces_its_weights_and_keeps_what_is_not_of_a_model(tmp_path: Path) -> None:
     trainer, folder = making.trainer(tmp_path, max_steps=1), tmp_path / "model"
     trainer.save_model(folder)
@@ -161,6 +213,20 @@ def test_a_model_saved_over_another_replaces_its_weights_and_keeps_what_is_not_o
     assert ((folder / "README.md").read_text(), (folder / "notes" / "one.txt").read_text()) == ("mine", "first")
     assert not list(folder.glob("model-*"))
     assert sorted(one.name for one in tmp_path.iterdir() if one.name.startswith(".")) == []
+
+
+def test_adapters_replace_a_model_in_a_folder_and_keep_the_configuration_of_something_else(tmp_path: Path) -> None:
+    trainer = making.trainer(tmp_path, peft_config=vf.lora_defaults(r=4))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("of my experiment")
+    making.trainer(tmp_path).save_model(tmp_path / "model")
+    for _ in range(2):
+        trainer.save_model(tmp_path / "mine")
+        trainer.save_model(tmp_path / "model")
+    assert (tmp_path / "mine" / "config.json").read_text() == "of my experiment"
+    names = {one.name for one in (tmp_path / "model").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} < names
+    assert not {"config.json", "model.safetensors"} & names
 
 
 def test_a_model_is_saved_into_the_current_folder_which_stays_where_it_is(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -188,6 +189,22 @@ def test_imitation_that_goes_on_in_another_number_of_processes_takes_no_row_twic
     seen += several.outcome("imitation_in_turns", tmp_path, 1)["taken"]
     order = RowStream(range(40), seed=0).take(2 * (2 + 4 + 3) + 6)
     assert sorted(seen) == sorted(f"say {i}" for i in order)
+
+
+@pytest.mark.slow
+def test_processes_that_stopped_within_a_generation_go_on_as_if_they_had_not(tmp_path):
+    whole, _ = launch(tmp_path, TORCHRUN, "shared")
+    shutil.copytree(tmp_path / "shared", tmp_path / "resumed_shared")
+    for step in (2, 3, 4):
+        shutil.rmtree(tmp_path / "resumed_shared" / "run" / "checkpoints" / f"step-00000{step}")
+    first, second = launch(tmp_path, TORCHRUN, "resumed_shared")
+    for found in (first, second):
+        assert [step["loss"] for step in found["resumed_shared"]["steps"]][-3:] == [
+            step["loss"] for step in whole["shared"]["steps"][1:]
+        ]
+    shutil.rmtree(tmp_path / "resumed_shared" / "run" / "checkpoints" / "step-000004")
+    again = alone(tmp_path, "resumed_shared")  # in another number of processes the rest is sampled anew
+    assert len(again["steps"]) == 4
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

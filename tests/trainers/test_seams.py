@@ -15,6 +15,7 @@ pytest.importorskip("accelerate")
 import verifiers as vf  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.trainers import making  # noqa: E402
+from verifiers import store  # noqa: E402
 from verifiers.trainers.learning.micro_batches import micro_batches  # noqa: E402
 
 QUIET = {"show_progress": False}
@@ -482,6 +483,49 @@ def test_a_training_that_stopped_within_a_generation_goes_on_with_the_rows_it_ha
     seen = noted(made)
     made.train(resume=True)
     assert [(step, batch.cursor) for step, batch in seen] == [(1, 4), (2, 6)]
+
+
+@pytest.mark.parametrize(
+    "several", [{}, {"num_iterations": 2, "loss_type": "cispo"}, {"advantage": "rloo", "batch_size": 16}]
+)
+def test_a_training_that_stopped_within_a_generation_goes_on_as_if_it_had_not(tmp_path, several):
+    settings = {"steps_per_generation": 3, "batch_size": 8, "save_steps": 1, **several}
+    whole = trainer(tmp_path / "whole", max_steps=6, **settings)
+    learned = noted(whole)
+    losses = [step["loss"] for step in whole.train().steps]
+    for stop in (1, 2, 4):
+        trainer(tmp_path / f"{stop}", max_steps=stop, **settings).train()
+        made = trainer(tmp_path / f"{stop}", max_steps=6, **settings)
+        seen = noted(made)
+        assert [step["loss"] for step in made.train(resume=True).steps] == losses
+        for (_, one), (_, other) in zip(seen, learned[stop:], strict=True):
+            assert one.cursor == other.cursor
+            assert (one.sampled, one["rewards"]) == (other.sampled, other["rewards"])
+            assert one["advantages"] == other["advantages"]
+            steps = [[step for state in batch.states for step in state["trajectory"]] for batch in (one, other)]
+            assert len({store.encode([step["tokens"] for step in some]) for some in steps}) == 1
+
+
+@pytest.mark.parametrize("odd", ["[[{", "[3]", '[[{"columns": {}}]]', '[[{"states": [{}], "columns": 1}]]'])
+def test_a_rest_of_a_generation_that_was_damaged_is_one_sentence(tmp_path, odd):
+    settings = {"steps_per_generation": 2, "batch_size": 8, "save_steps": 1}
+    trainer(tmp_path, max_steps=1, **settings).train()
+    (saved,) = tmp_path.rglob("unlearned.json")
+    saved.write_text(odd)
+    with pytest.raises(ValueError, match=r"is damaged and cannot be read .*; go on from an earlier"):
+        trainer(tmp_path, max_steps=2, **settings).train(resume=True)
+
+
+def test_a_rest_of_a_generation_that_was_not_saved_is_sampled_anew_and_that_is_said(tmp_path, caplog):
+    class Bare(vf.GRPOTrainer):
+        def get_batch(self) -> Any:
+            batch = super().get_batch()
+            return {name: [*map(str, batch[name])] if name == "completions" else batch[name] for name in batch}
+
+    settings = {"steps_per_generation": 2, "batch_size": 8, "save_steps": 1}
+    trainer(tmp_path, Bare, max_steps=1, **settings).train()
+    assert len(trainer(tmp_path, Bare, max_steps=3, **settings).train(resume=True).steps) == 3
+    assert "sampled anew" in caplog.text
 
 
 def test_a_training_that_stopped_between_generations_goes_on_as_if_it_had_not(tmp_path):

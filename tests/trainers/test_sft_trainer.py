@@ -236,6 +236,33 @@ def test_tokens_that_are_not_trained_have_no_influence(tmp_path):
         assert torch.allclose(left, right, atol=1e-7)
 
 
+def in_half(tmp_path, dtype=torch.float16, **kwargs):
+    """A training in half precision with a loss scale that is far below the largest one."""
+    model = tiny()[0].to(dtype)
+    made = trainer(tmp_path, model=model, save_steps=3, max_steps=5, learning_rate=1e-4, **kwargs)
+    made.weights.scale = min(made.weights.scale, 1024.0)
+    return made
+
+
+def test_the_loss_scale_grows_after_a_resume_as_if_the_training_had_not_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr("verifiers.trainers.weights.SCALE_GROWS_AFTER", 4)
+    whole = in_half(tmp_path)
+    losses = [line["loss"] for line in whole.train().steps]
+    assert whole.weights.scale == 2048.0
+    resumed = in_half(tmp_path / "again")
+    report = resumed.train(resume=tmp_path / "run" / "checkpoints" / "step-000003")
+    assert [line["loss"] for line in report.steps] == losses
+    assert resumed.weights.scale == 2048.0
+
+
+@pytest.mark.parametrize(("before", "after", "scale"), [("float16", "float32", 1.0), ("float32", "float16", 1024.0)])
+def test_a_training_that_goes_on_in_another_precision_has_the_loss_scale_of_that(tmp_path, before, after, scale):
+    in_half(tmp_path, getattr(torch, before)).train()
+    resumed = in_half(tmp_path / "again", getattr(torch, after))
+    resumed.train(resume=tmp_path / "run" / "checkpoints" / "step-000003")
+    assert resumed.weights.scale == scale
+
+
 def test_losses_after_a_resume_equal_those_of_a_run_that_was_not_stopped(tmp_path):
     whole = trainer(tmp_path / "whole", max_steps=6, save_steps=3).train()
     trainer(tmp_path / "parts", max_steps=6, save_steps=3, callbacks=[Stop(at=4)]).train()

@@ -193,7 +193,7 @@ def _shown_to_judges(env: Environment, row: Row, reply: str) -> list[str]:
     judge = FakeClient(lambda request: verdict(request, False))
 
     async def run() -> None:
-        with judges_answer(env, judge):
+        with judges_answer(env, lambda server: judge):
             await play(env, [(row, Scripted(reply))], model="check")
 
     calls.run(run)

@@ -100,7 +100,7 @@ def try_replies(
 
     async def run() -> list[State]:
         pairs = [(row, Scripted(reply_to(row, number))) for number, row in enumerate(rows)]
-        with judges_answer(env, judge):
+        with judges_answer(env, lambda server: judge):
             async with asyncio.timeout(TRIAL_S):
                 states = await play(env, pairs, model="check", on_function=note)
         if any(isinstance(state.get("error"), EndlessError) for state in states):

@@ -193,7 +193,8 @@ def _scored(about: Mapping[str, Any]) -> str:
     config = about.get("config")
     if not isinstance(config, dict) or not config.get("rescored_from"):
         return "as it was played"
-    return f"anew, by {config['rubric']}" if config.get("rubric") else "anew"
+    by = f", by {config['rubric']}" if config.get("rubric") else ""
+    return f"anew{by}{', the answers of the data set' if config.get('dataset_answers') else ''}"
 
 
 def _metric_table(found: Mapping[str, Comparison]) -> list[str]:

@@ -64,7 +64,7 @@ def export(runs: tuple[RunDir, ...], form: str | None, output: str | None, **giv
             count = _write(runs, form, target, given)
     except BrokenPipeError:  # whoever read it has seen enough
         raise
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     noun = {"sft": "conversation", "dpo": "pair"}.get(form, "rollout")
     click.echo(f"{some(count, noun)} in {target}", err=output == "-")

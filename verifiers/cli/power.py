@@ -95,17 +95,17 @@ def _spread(metric: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scores(run: RunDir, metric: str) -> tuple[list[float | None], list[Any]]:
-    from verifiers.results import listed_as
-    from verifiers.store import is_failed
+    from verifiers.store import example_key
+    from verifiers.store.comparing import scores_of
 
     values: list[float | None] = []
     ids = []
     known: set[str] = {"reward"}
     for record in run.records(("example_id", "reward", "error", "metrics")):
-        row = {"reward": record["reward"], **{listed_as(name): one for name, one in (record["metrics"] or {}).items()}}
+        row = scores_of(record)
         known |= row.keys()
-        values.append(None if is_failed(record) else row.get(metric))
-        ids.append(record["example_id"])
+        values.append(row.get(metric))
+        ids.append(example_key(record["example_id"]))
     if metric not in known:
         raise click.UsageError(f"--metric {metric}: this run has {', '.join(sorted(known))}")
     return values, ids

@@ -228,7 +228,7 @@ def _one_rollout(results: Results) -> list[str]:
     state = results.scored[0]
     reward = "–" if state.get("reward") is None else f"{state['reward']:.3f}"
     prompt, completion = state.get("prompt"), state.get("completion")
-    asked = prompt if isinstance(prompt, str) else (prompt or [])[-1:]
+    asked = prompt[-1:] if isinstance(prompt, list) else prompt
     return [
         f"one rollout (example {state.get('example_id')}, reward {reward}):",
         *conversation(asked),
@@ -238,10 +238,11 @@ def _one_rollout(results: Results) -> list[str]:
 
 def conversation(messages: Any, *, role: str = "prompt") -> list[str]:
     """Messages as indented lines, long ones cut; tool calls as they would be written in Python."""
-    if isinstance(messages, str):
-        pairs = [(role, messages)]
+    messages = messages or []
+    if isinstance(messages, list | tuple) and all(isinstance(message, Mapping) for message in messages):
+        pairs = [(role_of(message) or role, _said(message)) for message in messages_to_printable(list(messages))]
     else:
-        pairs = [(role_of(message) or role, _said(message)) for message in messages_to_printable(messages or [])]
+        pairs = [(role, str(messages))]
     shown = []
     for speaker, text in pairs:
         lines = text.strip().splitlines() or ["(nothing)"]

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 @click.option("-a", "--env-args", metavar="JSON", callback=read_json, help="Its arguments (default: those of the run).")
 @env_dir_option
 @click.option("--rubric", metavar="FILE:NAME", help="A rubric, a function that makes one, or a reward function.")
+@click.option(
+    "--dataset-answers", is_flag=True, help="Score by the data set's answers and info of now (default: those saved)."
+)
 @click.option("-o", "--output", metavar="FOLDER", help="Where to save (default: a new folder beside the run).")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @click.option("-v", "--verbose", is_flag=True, help="Show the log and tracebacks.")
@@ -42,6 +46,7 @@ def rescore(
     env_args: dict[str, Any] | None,
     env_dir_path: str,
     rubric: str | None,
+    dataset_answers: bool,
     output: str | None,
     as_json: bool,
     verbose: bool,
@@ -53,7 +58,7 @@ def rescore(
     vf rescore 1a2b3c4d --rubric strict.py:make_rubric
     vf rescore 1a2b3c4d -a '{"use_think": true}' -o outputs/strict
 
-    A reward function sees what was saved; what it reads besides from the state must be saved with vf eval -C.
+    A reward function sees what was saved, the answer too; what else it reads of it must be saved with vf eval -C.
     Exit codes: 0 scored, 1 a rollout could not be scored, 2 wrong usage.
     """
     from verifiers import calls, reruns
@@ -66,15 +71,16 @@ def rescore(
         if rubric is not None:
             env.rubric = read_rubric(rubric, verbose)
         try:
-            found = calls.run(lambda: reruns.rescore(env, run))
+            found = calls.run(lambda: reruns.rescore(env, run, dataset_answers=dataset_answers))
         except Exception as error:  # foreign code: the rows of an environment are made now
             raise explained(error, f"{run.path} cannot be scored", verbose) from error
         if not found.states:
             raise click.ClickException(f"{run.path} holds nothing to score ({some(found.left_out, 'failed rollout')})")
         results = Results(found.states).judged_by(env)
-        path = _save(env, run, metadata, found, results, output, rubric)
+        how = {"rubric": rubric, "dataset_answers": dataset_answers}
+        path = _save(env, run, metadata, found, results, output, how)
         results.metadata["path_to_save"] = path
-        ctx.exit(_report(run, results, found, as_json))
+        ctx.exit(_report(run, results, found, as_json, dataset_answers=dataset_answers))
 
 
 def environment_of(
@@ -131,7 +137,7 @@ def _save(
     found: Rescored,
     results: Results,
     output: str | None,
-    rubric: str | None,
+    how: dict[str, Any],
 ) -> Path:
     from verifiers.store import RunDir
     from verifiers.store.keeping import status_of
@@ -140,7 +146,7 @@ def _save(
         **(metadata.get("config") or {}),
         "rescored_from": str(run.path),
         "env_args": env.env_args,
-        "rubric": rubric,
+        **how,
         "reward_weights": env.rubric.weights_by_name(),
     }
     about = {"env_id": env.env_id or type(env).__name__, "model": str(metadata.get("model", "unknown"))}
@@ -170,20 +176,24 @@ def _save(
     return made.path
 
 
-def _report(run: RunDir, results: Results, found: Rescored, as_json: bool) -> int:
+def _report(run: RunDir, results: Results, found: Rescored, as_json: bool, *, dataset_answers: bool) -> int:
     from verifiers import stats
     from verifiers.cli.report import summary
     from verifiers.envs.states import in_words
     from verifiers.logs import printable
+    from verifiers.store import example_key
+    from verifiers.store.comparing import COLUMNS, scores_of
 
-    old = list(run.records(("reward", "example_id")))
-    before = stats.mean_interval([one["reward"] for one in old], [one["example_id"] for one in old]).mean
+    old = [(scores_of(one)["reward"], example_key(one["example_id"])) for one in run.records(COLUMNS)]
+    before = stats.mean_interval([reward for reward, _ in old], [example for _, example in old]).mean
     if as_json:
         figures = {
             **summary(results),
             "reward_before": before,
             "left_out": found.left_out,
             "not_saved": sorted(found.missed),
+            "examples_with_other_answers": len(found.differing),
+            "examples_not_in_data_set": len(found.unknown),
             "rescored_from": str(run.path),
         }
         click.echo(json.dumps(figures, ensure_ascii=False, default=str))
@@ -192,7 +202,23 @@ def _report(run: RunDir, results: Results, found: Rescored, as_json: bool) -> in
         click.echo(f"the reward was {'–' if before is None else f'{before:.3f}'}; no model was asked to play")
         if found.missed:
             click.echo(f"notice: {printable(in_words(found.missed))}", err=True)
+        for notice in _about_answers(found, dataset_answers):
+            click.echo(f"notice: {notice}", err=True)
         if found.left_out:
             click.echo(f"left out: {some(found.left_out, 'rollout')} that failed before there was anything to score")
         click.echo(f"compare with: vf compare {run.path} {results.metadata['path_to_save']}")
     return 1 if results.failed else 0
+
+
+def _about_answers(found: Rescored, dataset_answers: bool) -> Iterator[str]:
+    """Where the data set and the run do not agree on what was asked, by which of them it was scored."""
+    if found.differing and not dataset_answers:
+        yield (
+            f"the data set has another answer or info now for {some(len(found.differing), 'example')}, which "
+            "were scored by those of the run; to score by those of the data set: --dataset-answers"
+        )
+    if found.unknown and dataset_answers:
+        yield (
+            f"{some(len(found.unknown), 'example')} of the run, scored by the saved answers: the data set "
+            "does not have them, or asks something else"
+        )

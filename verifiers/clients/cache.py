@@ -25,6 +25,7 @@ from verifiers.clients.records import (
     write_json,
 )
 from verifiers.clients.resolve import as_client
+from verifiers.clients.secrets import hide_in_url
 from verifiers.errors import DeadlineError, Error
 
 logger = logging.getLogger(__name__)
@@ -41,13 +42,14 @@ class CachedClient:
     The whole request is the key. By default only requests that ask for a reproducible reply are cached: those with
     ``temperature`` 0 or a ``seed``. With ``sampled=True`` the others are too: the n-th time this object gets a request
     it gives the n-th reply on file, so that repeats of an example stay different samples. Errors are never cached.
-    ``namespace`` separates models that are served under the same name.
+    Models of one name on different servers are asked apart; ``namespace`` stands in the place of the server's address,
+    for a model that moves, or models of one name in this process.
     """
 
-    def __init__(self, client: Any, path: str | Path, *, sampled: bool = False, namespace: str = "") -> None:
+    def __init__(self, client: Any, path: str | Path, *, sampled: bool = False, namespace: str | None = None) -> None:
         self.client: Client = as_client(client)
         self.sampled = sampled
-        self.namespace = namespace
+        self.namespace = hide_in_url(self.base_url) if namespace is None else namespace
         self.hits = 0
         self.misses = 0
         self._file = _File(Path(path))

@@ -40,16 +40,17 @@ class Cassette:
     ``auto`` replays what it has and asks ``client`` for the rest; ``record`` asks for everything anew; ``replay`` never
     asks, so it needs neither client nor network, and what is not there is a `NotRecordedError`. A request that was made
     several times is replayed to each rollout as it was made for it; outside of a run, or for one that the record does
-    not know, in the order in which the replies came.
+    not know, in the order in which the replies came. ``namespace`` keeps models of one name apart that share a file.
     """
 
-    def __init__(self, path: str | Path, client: Any = None, *, mode: Mode = "auto") -> None:
+    def __init__(self, path: str | Path, client: Any = None, *, mode: Mode = "auto", namespace: str = "") -> None:
         if mode not in ("auto", "record", "replay"):
             raise ValueError(f"mode={mode!r} is unknown; there are auto, record and replay")
         if mode == "record" and client is None:
             raise ValueError("recording needs a client to record: Cassette(path, client, mode='record')")
         self.path = Path(path)
         self.mode = mode
+        self.namespace = namespace
         self.client: Client | None = None if client is None or mode == "replay" else as_client(client)
         self._lock = threading.Lock()
         self._is_repaired = False
@@ -70,7 +71,7 @@ class Cassette:
 
     async def complete(self, request: Request) -> Completion:
         record = request_record(request)
-        key = record_key(record)
+        key = record_key(record, salt=self.namespace)
         with self._lock:
             turn, outcome = self._kept_for(key, asked_for())
         if outcome is None:

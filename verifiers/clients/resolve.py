@@ -55,6 +55,22 @@ def as_client(value: Any = None, model: Any = None) -> Client:
     )
 
 
+def server_of(value: Any) -> str | int:
+    """What tells the server behind a client from others: its address without secrets; else the object's identity.
+
+    >>> server_of("http://me:pass99@localhost:8000/v1/")
+    'http://me:[hidden]@localhost:8000/v1'
+    """
+    if value is None:
+        url: Any = os.environ.get("OPENAI_BASE_URL") or OPENAI_URL
+    elif isinstance(value, str):
+        url = value
+    else:
+        url = value.api_base_url if isinstance(value, ClientConfig) else getattr(value, "base_url", "")
+    address = str(url).rstrip("/")
+    return hide_in_url(address) if address.startswith(("http://", "https://")) else id(value)
+
+
 def _is_ours(value: Any) -> bool:
     if _is_mock(value):  # a bare mock has every attribute, so only what it was made to look like counts
         return hasattr(getattr(value, "_spec_class", None), "complete")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from base64 import b64encode
 from collections.abc import Iterable, Mapping
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
@@ -32,12 +33,12 @@ def _spellings(key: str) -> set[str]:
 
 
 def hide_in_url(url: str) -> str:
-    """A URL without the password and the keys in it.
+    """A URL, or several with commas between them as of replicas, without the passwords and the keys in it.
 
-    >>> hide_in_url("http://me:pass99@host/v1?api_key=xyz789")
-    'http://me:[hidden]@host/v1?api_key=[hidden]'
+    >>> hide_in_url("http://me:pass99@host/v1?api_key=xyz789,http://me:word12@other/v1")
+    'http://me:[hidden]@host/v1?api_key=[hidden],http://me:[hidden]@other/v1'
     """
-    return redact(url, secrets_in({}, [url]))
+    return ",".join(redact(one, secrets_in({}, [one])) for one in re.split(r",(?=https?://)", url))
 
 
 def mask(key: str | None) -> str:

@@ -197,7 +197,8 @@ class ModelRunner:
         if not is_alone:
             pointers = [parameter.data_ptr() for parameter in self._snapshot.parameters]
             buffers = self._snapshot.buffers  # those before live on until here: no id of theirs is another's
-            where = pointers, list(map(id, buffers)), _adapter_state(self._adapters), self._hooks
+            held = [(id(one), one.data_ptr()) for one in buffers]
+            where = pointers, held, _adapter_state(self._adapters), self._hooks
             self._buffers = buffers
         now = (self.writes, where)
         if now == self._last_state:

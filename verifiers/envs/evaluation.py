@@ -379,6 +379,7 @@ def _assemble(
         "avg_metrics": {name: _mean(results[name], ids) for name in results.metric_names},
         "num_rollouts": len(ordered),
         "num_failed": len(results.failed),
+        "retried_usage": None if run_dir is None else run_dir.metadata.get("retried_usage"),
         "path_to_save": run_dir.path if run_dir is not None else None,
     }
     results.metadata.update(figures)  # type: ignore[typeddict-item]

@@ -13,7 +13,7 @@ from verifiers.errors import Error, GraderError, HookError, wrap
 from verifiers.escapes import contained
 from verifiers.rubrics.score import Score
 from verifiers.runner import Job, NotBegunError
-from verifiers.store import Appender, Record, ResultsGoneError, to_record
+from verifiers.store import Appender, Record, ResultsGoneError, is_failed, to_record
 from verifiers.types import Row, SamplingArgs, State
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class RunSteps:
         try:
             end = self.appender.path.stat().st_size if is_large(state.get("completion")) else 0
             record = _record(state, job.repeat, self.columns)
+            if job.key in self.restored and is_failed(record):
+                record["usage"] = None  # what it took is told by the line that still counts
             self.appender.append(record)
             lighten(state, Place(self.appender.path, end, key_of(record)))
         except ResultsGoneError:

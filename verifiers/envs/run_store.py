@@ -66,7 +66,9 @@ def open_store(
     run_dir.check_same(config, unless_unknown=_HOW_SCORED)
     locked.enter_context(run_dir.lock())
     run_dir.update_metadata({"finished": False, **dict.fromkeys(("num_rollouts", "ended_early", "interrupted"))})
-    return run_dir, set(run_dir.compact().finished)
+    finished = set(run_dir.compact().finished)
+    run_dir.update_metadata({"retried_usage": run_dir.retried_usage()})
+    return run_dir, finished
 
 
 def partial_groups(

@@ -16,8 +16,8 @@ from verifiers.messages import as_messages, role_of
 from verifiers.rubrics.score import Score, forget_score
 from verifiers.store import Record
 from verifiers.store.plain import to_json
-from verifiers.store.record import is_usable
-from verifiers.types import MessageType, Row, SamplingArgs, State, Usage, unique_id
+from verifiers.store.record import is_usable, read_usage
+from verifiers.types import MessageType, Row, SamplingArgs, State, unique_id
 
 
 def fresh_state(
@@ -82,8 +82,14 @@ def restored_state(record: Record, row: Row) -> State:
     for key in (*State.INPUT_FIELDS, *_TIMING_FIELDS):
         state.pop(key, None)
     state["input"] = {**row, **{key: _as_it_was(record.get(key), row.get(key)) for key in State.INPUT_FIELDS}}
-    state["timing"] = {key: record.get(key) or 0.0 for key in _TIMING_FIELDS}
-    state["usage"] = _usage_of(record.get("usage"))
+    if not isinstance(state["trajectory"], list):
+        state["trajectory"] = []
+    for key in ("task", "stop_condition"):
+        if isinstance(value := state.get(key), list | dict):  # another program's: they are counted
+            state[key] = str(value)
+    times = {key: record.get(key) for key in _TIMING_FIELDS}
+    state["timing"] = {key: took if took is not None and is_usable(took) else 0.0 for key, took in times.items()}
+    state["usage"] = read_usage(record.get("usage"))
     if state.get("error") is None and not is_usable(state.get("reward")):
         said = f"the saved reward {state['reward']!r:.100} cannot be averaged; resuming the run makes it again"
         state["error"], state["reward"] = GraderError(said), None
@@ -181,13 +187,3 @@ def turns_of(record: Record) -> Iterator[dict[str, Any]]:
         if role_of(message) == "assistant":
             yield {"prompt": list(before), "completion": [message], "extras": {}}
         before.append(message)
-
-
-def _usage_of(saved: Any) -> Usage | None:
-    """Tokens as they were saved; None where a file without checksums holds something else by now."""
-    if not saved:
-        return None
-    try:
-        return msgspec.convert(saved, Usage)
-    except msgspec.ValidationError:
-        return None

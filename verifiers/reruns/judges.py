@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from verifiers.clients import Cassette, as_client
 from verifiers.clients.openai_looks import OpenAILooks
 from verifiers.clients.protocol import Client, Completion, Request
+from verifiers.clients.resolve import server_of
 from verifiers.envs.environment import Environment
 from verifiers.rubrics import JudgeRubric, Rubric
 
@@ -34,37 +34,42 @@ def judges_of(env: Environment) -> list[JudgeRubric]:
 class _Looking(OpenAILooks):
     """A client that reward functions may also call the way OpenAI's objects are called."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, base_url: str) -> None:
         self.client = client
-        self.base_url = str(getattr(client, "base_url", ""))
+        self.base_url = base_url
 
     async def complete(self, request: Request) -> Completion:
         return await self.client.complete(request)
 
 
 @contextmanager
-def judges_answer(env: Environment, client: Client) -> Iterator[None]:
-    """While this lasts, whoever asks a judge asks this client."""
-    with _instead(env, lambda judge: client):
+def judges_answer(env: Environment, client_for: Callable[[str], Client]) -> Iterator[None]:
+    """While this lasts, whoever asks a judge asks ``client_for(name of its server)``."""
+    with _instead(env, lambda judge, server: client_for(server)):
         yield
 
 
 @contextmanager
 def judges_recorded(env: Environment, path: Path) -> Iterator[None]:
     """While this lasts, what judges say is recorded in a cassette."""
-    with _instead(env, lambda judge: Cassette(path, as_client(judge.judge_client))):
+    with _instead(env, lambda judge, server: Cassette(path, as_client(judge.judge_client), namespace=server)):
         yield
 
 
 @contextmanager
-def _instead(env: Environment, client_for: Any) -> Iterator[None]:
+def _instead(env: Environment, client_for: Callable[[JudgeRubric, str], Client]) -> Iterator[None]:
+    """Put a client in the place of each server of judges, and name it: "" the first of the environment, 2 the next."""
     judges = judges_of(env)
     before = [(judge.judge_client, judge.class_objects["judge_client"]) for judge in judges]
+    clients: dict[str | int, _Looking] = {}
     try:
         for judge in judges:
-            client = _Looking(client_for(judge))
-            judge.judge_client = client
-            judge.add_class_object("judge_client", client)
+            server = server_of(judge.judge_client)
+            if server not in clients:
+                name = str(len(clients) + 1) if clients else ""
+                clients[server] = _Looking(client_for(judge, name), server if isinstance(server, str) else "")
+            judge.judge_client = clients[server]
+            judge.add_class_object("judge_client", clients[server])
         yield
     finally:
         for judge, (own, injected) in zip(judges, before, strict=True):

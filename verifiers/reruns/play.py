@@ -45,7 +45,8 @@ async def play(
             ask_for(name)
             return await env.run_row(row, find_answerer(client, model), sampling)
 
-    plays = [play_one(env.formatted(row), client, name) for (row, client), name in zip(pairs, known, strict=True)]
+    rows = [env.formatted(row) for row, _ in pairs]  # all before the first coroutine: one may be refused
+    plays = [play_one(row, client, name) for row, (_, client), name in zip(rows, pairs, known, strict=True)]
     states = list(await asyncio.gather(*plays))
     for state, replies in zip(states, judged or (), strict=False):
         if isinstance(replies, Mapping):

@@ -10,7 +10,7 @@ from typing import Any
 from verifiers.clients import Cassette
 from verifiers.clients.asking_for import name_rollout
 from verifiers.clients.cassette import NotRecordedError
-from verifiers.clients.protocol import Completion, Request
+from verifiers.clients.protocol import Client, Completion, Request
 from verifiers.envs.environment import Environment
 from verifiers.messages import role_of
 from verifiers.reruns.judges import judges_answer
@@ -91,7 +91,11 @@ async def replay(env: Environment, run: RunDir, *, metadata: Mapping[str, Any] |
     metadata = run.metadata if metadata is None else metadata
     cassette = run.path / CASSETTE
     pairs = [(row_of(record, rows), Recorded(record)) for record in records]
-    with judges_answer(env, Cassette(cassette, mode="replay") if cassette.is_file() else NoJudge()):
+
+    def judge_at(server: str) -> Client:
+        return Cassette(cassette, mode="replay", namespace=server) if cassette.is_file() else NoJudge()
+
+    with judges_answer(env, judge_at):
         found.states = await play(
             env,
             pairs,

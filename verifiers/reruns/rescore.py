@@ -7,11 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from verifiers.envs.environment import Environment
 from verifiers.envs.states import note_missed, restored_state, turns_of
 from verifiers.reruns.play import score
 from verifiers.rubrics.score import forget_score
 from verifiers.store import Record, RunDir, is_failed, to_record
+from verifiers.store.plain import to_json
 from verifiers.store.record import CORE_COLUMNS
 from verifiers.types import Row, State
 
@@ -27,14 +30,19 @@ class Rescored:
     rollouts: list[int] = field(default_factory=list)
     left_out: int = 0
     missed: set[str] = field(default_factory=set)  # what functions looked for in the states, and was not saved
+    differing: set[Any] = field(default_factory=set)  # examples whose answer or info the data set has otherwise now
+    unknown: set[Any] = field(default_factory=set)  # examples that the data set does not have, or asks in other words
 
     def records(self, state_columns: Iterable[str] = ()) -> Iterator[Record]:
         for state, rollout in zip(self.states, self.rollouts, strict=True):
             yield to_record(state, rollout=rollout, state_columns=tuple(state_columns))
 
 
-async def rescore(env: Environment, run: RunDir) -> Rescored:
-    """Score what a run saved. A rollout that failed before it could be scored has nothing to score, and is left out."""
+async def rescore(env: Environment, run: RunDir, *, dataset_answers: bool = False) -> Rescored:
+    """Score what a run saved. A rollout that failed before it could be scored has nothing to score, and is left out.
+
+    Rollouts have the answer and info that they were played with, or with ``dataset_answers`` those of the data set now.
+    """
     rows = rows_by_id(env)
     found = Rescored()
     groups: dict[Any, list[State]] = {}
@@ -42,7 +50,13 @@ async def rescore(env: Environment, run: RunDir) -> Rescored:
         if is_failed(record) and not (_failed_in_grading(record) and record.get("completion")):
             found.left_out += 1
             continue
-        state = note_missed(unscored_state(record, row_of(record, rows)), found.missed)
+        row = row_of(record, rows)
+        if row is not rows.get(record["example_id"]):
+            found.unknown.add(record["example_id"])
+        elif others := _other_answers(record, row):
+            found.differing.add(record["example_id"])
+            record |= others if dataset_answers else {}
+        state = note_missed(unscored_state(record, row), found.missed)
         found.states.append(state)
         found.rollouts.append(record.get("rollout") or 0)
         groups.setdefault(state.get("example_id"), []).append(state)
@@ -55,6 +69,14 @@ async def rescore(env: Environment, run: RunDir) -> Rescored:
 def _failed_in_grading(record: Record) -> bool:
     error = record.get("error")
     return isinstance(error, dict) and error.get("blame") == "grader"
+
+
+def _other_answers(record: Record, row: Row) -> Row:
+    """What is to be known of a rollout, as its row has it now; nothing where it is what was saved."""
+    given = {name: row.get(name) for name in ("answer", "info") if row.get(name) is not None}
+    if isinstance(info := given.get("info"), str):
+        given["info"] = msgspec.json.decode(info)
+    return {name: value for name, value in given.items() if to_json(value) != to_json(record.get(name))}
 
 
 def rows_by_id(env: Environment) -> dict[Any, Row]:

@@ -11,6 +11,7 @@ from typing import Any
 from verifiers import calls, messages
 from verifiers.clients import as_client
 from verifiers.clients.protocol import Request
+from verifiers.clients.resolve import server_of
 from verifiers.errors import JudgeError, OverlongPromptError
 from verifiers.parsers import Parser
 from verifiers.rubrics.judge_template import (
@@ -142,11 +143,13 @@ class JudgeRubric(Rubric):
     async def _once(self, state: Any, key: str, model: str, ask: Callable[[], Coroutine[Any, Any, str]]) -> str:
         """A reply out of the rollout's state; else asked for, by one of those who want it at the same time.
 
-        It is kept under what was asked; where another rubric's judge has replied to the same, with the model's name.
+        It is kept under what was asked; where another judge has replied to the same, with the model's name, and where
+        that is the same, with the server's address.
         """
         if state is None:
             return await ask()
-        if (known := _remembered(state, key, model)) is not None:
+        judge = model, server_of(self.judge_client)
+        if state.get("judge_response") and (known := _replies_in(state).find(key, judge)) is not None:
             return known
         loop = asyncio.get_running_loop()
         place = (id(loop), id(state), key)
@@ -155,7 +158,7 @@ class JudgeRubric(Rubric):
             asked = self._asked[place] = _Ask(loop.create_task(ask()))
             asked.task.add_done_callback(lambda _: self._asked.pop(place, None))
         reply = await asked
-        _remember(state, key, model, reply)
+        _replies_in(state).keep(key, judge, reply)
         return reply
 
     # --- judges that score by themselves --------------------------------------------------------------------------
@@ -274,31 +277,42 @@ class _Ask:
             self.n_waiting -= 1
 
 
+_Judge = tuple[str, str | int]  # the name of a model, and its server
+
+
 class _Replies(dict[str, str]):
-    """What was asked about a rollout → what was replied; ``models`` says by whom, where that is known."""
+    """What was asked about a rollout → what was replied; ``judges`` says by whom, where that is known."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.models: dict[str, str] = {}
+    def __init__(self, saved: Any) -> None:
+        super().__init__(saved if isinstance(saved, Mapping) else {})
+        self.judges: dict[str, _Judge] = {}
+
+    def find(self, key: str, judge: _Judge) -> str | None:
+        """This judge's reply; a saved one, of which it is not known whose it is, is the first asker's."""
+        names = [f"[{judge[0]}] {key}", key]
+        names = [*self._own(key, judge), *names] if isinstance(judge[1], str) else [*names, *self._own(key, judge)]
+        saved = (name for name in names if name in self and self.judges.setdefault(name, judge) == judge)
+        return next((str(self[name]) for name in saved), None)
+
+    def keep(self, key: str, judge: _Judge, reply: str) -> None:
+        is_model_told = self.judges.get(key, judge)[0] == judge[0]  # else the name of the model tells them apart
+        names = [key, *([] if is_model_told else [f"[{judge[0]}] {key}"]), *self._own(key, judge)]
+        name = next(name for name in names if self.judges.setdefault(name, judge) == judge)
+        self[name] = reply
+
+    def _own(self, key: str, judge: _Judge) -> list[str]:
+        """Names for models of one name: by the server's address; without one they count in the order they ask."""
+        model, server = judge
+        if isinstance(server, str):
+            return [f"[{model} at {server}] {key}"]
+        return [f"[{model} {n}] {key}" for n in range(2, len(self) + 3)]
 
 
-def _remembered(state: Any, key: str, model: str) -> str | None:
-    """What this model has replied; a reply of which it is not known whose it is (a saved one) counts as its own."""
+def _replies_in(state: Any) -> _Replies:
     replies = state.get("judge_response")
-    if not isinstance(replies, dict):
-        return None
-    models = getattr(replies, "models", {})
-    own = (name for name in (f"[{model}] {key}", key) if name in replies and models.get(name, model) == model)
-    return next((str(replies[name]) for name in own), None)
-
-
-def _remember(state: Any, key: str, model: str, reply: str) -> None:
-    if not isinstance(state.get("judge_response"), dict):
-        state["judge_response"] = _Replies()
-    replies = state["judge_response"]
-    models = getattr(replies, "models", {})
-    name = key if models.get(key, model) == model else f"[{model}] {key}"
-    replies[name], models[name] = reply, model
+    if not isinstance(replies, _Replies):
+        replies = state["judge_response"] = _Replies(replies)
+    return replies
 
 
 class _LazyClient:

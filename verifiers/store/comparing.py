@@ -9,9 +9,24 @@ from typing import Any
 from verifiers import stats
 from verifiers.results import listed_as
 from verifiers.store.config import is_same_environment
-from verifiers.store.record import Record, is_failed
+from verifiers.store.record import Record, example_key, is_failed, is_usable
 
 COLUMNS = ("example_id", "reward", "error", "metrics", "prompt")
+
+
+def scores_of(record: Record) -> dict[str, float | None]:
+    """The reward and the metrics of a record; None where it failed, and where another program wrote no number.
+
+    >>> scores_of({"reward": 1, "error": None, "metrics": {"exact": True, "said": "yes"}})
+    {'reward': 1.0, 'exact': 1.0, 'said': None}
+    """
+    metrics = record["metrics"] if isinstance(record["metrics"], dict) else {}
+    found = {"reward": record["reward"], **{listed_as(name): value for name, value in metrics.items()}}
+    has_failed = is_failed(record)
+    return {
+        name: None if has_failed or value is None or not is_usable(value) else float(value)
+        for name, value in found.items()
+    }
 
 
 class Side:
@@ -26,12 +41,10 @@ class Side:
     def of(cls, records: Iterable[Record], env_id: str | None = None) -> Side:
         side = cls(env_id)
         for record in records:
-            key = record["example_id"]
+            key = example_key(record["example_id"])
             side.ask(key, record["prompt"])
-            metrics = {listed_as(name): value for name, value in (record["metrics"] or {}).items()}
-            for name, value in {"reward": record["reward"], **metrics}.items():
-                is_known = not is_failed(record) and isinstance(value, int | float)
-                side.score(name, key, float(value) if is_known else None)
+            for name, value in scores_of(record).items():
+                side.score(name, key, value)
         return side
 
     def ask(self, example: Any, prompt: Any) -> None:

@@ -213,9 +213,10 @@ class Rows:
             example_id, rollout = self.keys[number]
             return {"example_id": example_id, "rollout": rollout, "reward": None, "error": describe(error)}
 
-    def offset(self, number: int) -> int:
-        """Where in the file the row begins."""
-        return self._offsets[number]
+    def superseded(self) -> set[int]:
+        """The numbers of rows in whose place there is another."""
+        told = enumerate(zip(self.keys, self.failed, strict=True))
+        return superseded(Line(number, 0, key, bool(is_failed)) for number, (key, is_failed) in told)
 
     def page(self, start: int, n: int, *, order: Sequence[int] | None = None) -> list[Record]:
         """Up to ``n`` records from number ``start`` on, of the file or of an order of one's own."""

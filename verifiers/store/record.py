@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import msgspec
+
 from verifiers.errors import describe
 from verifiers.messages import template_settings
 from verifiers.store.config import without_secrets
@@ -152,6 +154,16 @@ def _usage_of(usage: Any) -> dict[str, Any] | None:
         "completion_tokens": usage.completion_tokens,
         "cost_usd": usage.cost_usd,
     }
+
+
+def read_usage(saved: Any) -> Usage | None:
+    """Tokens as they were saved; None where a file without checksums holds something else by now."""
+    if not saved:
+        return None
+    try:
+        return msgspec.convert(saved, Usage)
+    except msgspec.ValidationError:
+        return None
 
 
 def _kept_of(column: str, value: Any) -> Any:

@@ -13,15 +13,16 @@ from typing import Any
 
 import msgspec
 
-from verifiers.files import open_regular, read_regular
+from verifiers.files import read_regular
 from verifiers.store.appender import SYNC_EVERY_S, Appender
 from verifiers.store.config import differences, fingerprint, is_same_environment, normalise
 from verifiers.store.disk import replace_file, sync_folder
 from verifiers.store.lock import FolderLock, RunInUseError
 from verifiers.store.mending import ATTEMPTS, DAMAGED, Compacted, compact
 from verifiers.store.plain import sanitise_text, to_json
-from verifiers.store.reading import METADATA, RESULTS, Rows, Status, load_index, read_records, scan, superseded
-from verifiers.store.record import Key, Record
+from verifiers.store.reading import METADATA, RESULTS, Rows, Status, load_index, read_records
+from verifiers.store.record import Key, Record, is_failed, read_usage
+from verifiers.types import Usage
 
 DEFAULT_ROOT = Path("outputs/evals")
 DEPTH = 3  # folders below a root in which runs are looked for
@@ -165,6 +166,13 @@ class RunDir:
         with self._lock:
             return compact(self.results_path, keep_failed=keep_failed)
 
+    def retried_usage(self) -> Usage:
+        """What failed rollouts took that were run again since."""
+        if not self.attempts_path.is_file():
+            return Usage()
+        attempts = read_records(self.attempts_path, ("error", "reward", "usage"))
+        return sum((read_usage(one["usage"]) or Usage() for one in attempts if is_failed(one)), Usage())
+
     def _check_not_appending(self) -> None:
         if self._appender is not None and not self._appender.is_closed:
             raise RunInUseError(f"{self.path} has an open appender; close it first")
@@ -181,11 +189,10 @@ class RunDir:
 
     def sorted_records(self) -> Iterator[Record]:
         """The records by example, then rollout, one at a time."""
-        rows, without = Rows(self.results_path), set[int]()
-        if self._may_have_superseded:
-            with open_regular(self.results_path) as file:
-                without = superseded(scan(file))
-        return (rows[number] for number in rows.sorted_order() if rows.offset(number) not in without)
+        may_have = self._may_have_superseded  # asked first: a run that ends meanwhile has another file by then
+        rows = Rows(self.results_path)
+        without = rows.superseded() if may_have else set[int]()
+        return (rows[number] for number in rows.sorted_order() if number not in without)
 
     @property
     def _may_have_superseded(self) -> bool:

@@ -120,11 +120,21 @@ def _dpo_row(chosen: Record, rejected: Record) -> dict[str, Any]:
 
 
 def _prompt(record: Record) -> list[dict[str, Any]]:
-    return [with_argument_objects(message) for message in as_messages(record.get("prompt") or [])]
+    return _messages(record, "prompt", role="user") if record.get("prompt") else []
 
 
 def _reply(record: Record) -> list[dict[str, Any]]:
-    return [with_argument_objects(message) for message in as_messages(record["completion"], role="assistant")]
+    return _messages(record, "completion", role="assistant")
+
+
+def _messages(record: Record, column: str, *, role: str) -> list[dict[str, Any]]:
+    try:
+        return [with_argument_objects(message) for message in as_messages(record[column], role=role)]
+    except TypeError:
+        raise ValueError(
+            f"the {column} of a rollout of example {record.get('example_id')!r} is neither text nor messages: "
+            f"{record[column]!r:.80}"
+        ) from None
 
 
 def _written_with(record: Record) -> dict[str, Any]:

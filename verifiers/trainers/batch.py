@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsFloat
 
+from verifiers.envs.remote.parcels import attached, detached
 from verifiers.errors import GraderError
 from verifiers.messages import as_messages, content_text
 from verifiers.trainers.advantages import Advantage, Estimator, Gather, as_ordered, checked, mean_advantage
@@ -137,6 +138,28 @@ class Batch(dict[str, list[Any]]):
             part.reward_weights = self.reward_weights
             parts.append(part)
         return parts
+
+    def saved(self) -> dict[str, Any] | None:
+        """What `of_saved` makes the batch of again; None where the state of a rollout is not known."""
+        if any(state is None for state in self.states):
+            return None
+        columns = {name: values for name, values in self.items() if name != "completions"}
+        about = {name: getattr(self, name) for name in ("sampled", "cursor", "reward_weights")}
+        return {"columns": columns, "states": [detached(state)[0] for state in self.states if state], **about}
+
+    @classmethod
+    def of_saved(cls, saved: Mapping[str, Any]) -> Batch:
+        states = [attached(fields, None, None) for fields in saved["states"]]
+        for step in (step for state in states for step in state["trajectory"]):
+            if tokens := step["tokens"]:  # JSON has no NaN
+                known = [math.nan if one is None else one for one in tokens["completion_logprobs"]]
+                tokens["completion_logprobs"] = known
+        columns = {**saved["columns"], "completions": [Reply.of(state) for state in states]}
+        batch = cls(
+            columns, cursor=saved["cursor"], sampled=[(example, reward) for example, reward in saved["sampled"]]
+        )
+        batch.reward_weights = saved["reward_weights"]
+        return batch
 
     @property
     def states(self) -> list[State | None]:

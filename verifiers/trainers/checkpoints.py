@@ -19,6 +19,7 @@ import torch
 from verifiers.engine.files.gguf_model import quietly
 from verifiers.files import open_regular, read_regular
 from verifiers.store.disk import sync_folder
+from verifiers.store.plain import to_json
 from verifiers.trainers.distributed import shards
 from verifiers.trainers.distributed.processes import all_gather, raise_everywhere
 from verifiers.trainers.distributed.sharding import ShardedWeights
@@ -27,13 +28,12 @@ from verifiers.trainers.reference import Reference
 from verifiers.trainers.weights import Weights
 
 STATE, TENSORS, REFERENCE = "trainer.json", "trainer.pt", "reference.pt"
-MOST_STATE = 64 << 20  # bytes
+UNLEARNED = "unlearned.json"  # of a generation that is shared by several updates: what is left, by process
+MOST_STATE, MOST_UNLEARNED = 64 << 20, 4 << 30  # bytes
 ROOM_TO_WRITE = 1 << 20  # bytes; a disk with less free is full
 ABANDONED = "abandoned-"  # prefix of checkpoints that a training has gone back from
 _NAME = re.compile(r"step-\d+")
-_WEIGHTS = re.compile(
-    r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|adapter_config\.json"
-)
+_MODEL = re.compile(r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|adapter_config\.json")
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -58,14 +58,12 @@ def set_aside(root: Path, step: int) -> None:
 def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:
     """Write a model, or its adapters, and its tokenizer; nothing is replaced before all of it has been written.
 
-    In a folder that exists the files of others are kept, and a model's weights replaced. One that no file can be moved
-    into (a mount point, or a folder in one that is read-only) is written in place.
+    In a folder that exists the files of others are kept, and a model's files replaced.
     """
     path = Path(path).resolve()
-    if path.is_dir() and (path.is_mount() or not os.access(path.parent, os.W_OK)):
-        _write_model(model, tokenizer, path)
-        return
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    # No file can be moved into a mount point from beside it, and none written beside a folder in a read-only one.
+    is_alone = path.is_dir() and (path.is_mount() or not os.access(path.parent, os.W_OK))
+    staging = (path if is_alone else path.parent) / f".{path.name}.{os.getpid()}"
     with _atomic(staging, path, "model"):
         staging.mkdir(parents=True)
         _write_model(model, tokenizer, staging)
@@ -76,15 +74,27 @@ def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:
 
 
 def _move_into(path: Path, staging: Path) -> None:
-    """File by file: the folder may be someone's current one, or hold files that are being written."""
-    files = [file.relative_to(staging) for file in sorted(staging.rglob("*")) if file.is_file()]
-    for file in files:
+    """File by file: the folder may be someone's current one, or hold files that are being written.
+
+    Meanwhile it has no configuration: where this is stopped by a kill, files of two models cannot be loaded as one.
+    """
+    files = [file.relative_to(staging) for file in staging.rglob("*") if file.is_file()]
+    earlier = [one for one in path.iterdir() if _MODEL.fullmatch(one.name)]
+    has_weights = any(not one.name.startswith("adapter_") for one in earlier)
+    if has_weights or Path("config.json") in files:  # else it is of something else than a model
+        earlier.append(path / "config.json")
+    for one in sorted(earlier, key=_is_configuration, reverse=True):
+        one.unlink(missing_ok=True)
+    sync_folder(path)
+    for file in sorted(files, key=_is_configuration):
         (path / file).parent.mkdir(parents=True, exist_ok=True)
         (staging / file).replace(path / file)
-    for one in path.iterdir():
-        if _WEIGHTS.fullmatch(one.name) and Path(one.name) not in files:
-            one.unlink()
     shutil.rmtree(staging)
+
+
+def _is_configuration(file: Path) -> bool:
+    """Is this one of the files of which a model needs one to be a model to anybody?"""
+    return file.name in ("config.json", "adapter_config.json")
 
 
 def _write_model(model: Any, tokenizer: Any, path: Path) -> None:
@@ -104,6 +114,7 @@ def save(
     state: Mapping[str, Any],
     keep: int | None,
     reference: Reference | None = None,
+    unlearned: Any = None,
 ) -> Path:
     """Write a checkpoint of this step; with ``keep``, only so many of the newest are kept.
 
@@ -128,6 +139,8 @@ def save(
                 torch.save(_tensors(weights), staging / TENSORS)
                 if reference is not None:
                     _save_reference(reference, staging / REFERENCE)
+                if unlearned is not None:
+                    (staging / UNLEARNED).write_bytes(to_json(unlearned))
                 whole = {**state, "step": step, "python_rng": random.getstate()}
                 (staging / STATE).write_text(json.dumps(whole, indent=1))
                 _sync_and_rename(staging, path)
@@ -155,15 +168,11 @@ def _write_without_weights(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _sync_and_rename(staging: Path, path: Path) -> None:
+    """Put the staging folder in the place of another, which is kept until it has been."""
     for file in staging.rglob("*"):
         if file.is_file():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
-    _replace(path, staging)
-
-
-def _replace(path: Path, staging: Path) -> None:
-    """Put the staging folder in the place of another, which is kept until it has been."""
     old = path.with_name(f"{staging.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
@@ -237,6 +246,7 @@ def _tensors(weights: Weights) -> dict[str, Any]:
     """Loss scale and random states; master weights and optimizer state too, unless these are in shards."""
     found: dict[str, Any] = {
         "scale": weights.scale,
+        "good_steps": weights.good_steps,
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
@@ -257,6 +267,8 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
             state: dict[str, Any] = json.loads(read_regular(path / STATE, most=MOST_STATE))
             version, internal, gauss = state.pop("python_rng")
             state |= {name: int(state[name]) for name in ("step", "cursor")}
+            if (path / UNLEARNED).is_file():
+                state["unlearned"] = json.loads(read_regular(path / UNLEARNED, most=MOST_UNLEARNED))
             with open_regular(path / TENSORS) as file:
                 tensors = torch.load(file, map_location="cpu", weights_only=True)
             saved = _shapes(path, tensors)
@@ -287,7 +299,8 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
                 master.copy_(value)
         weights.publish()
         weights.optimizer.load_state_dict(tensors["optimizer"])
-    weights.scale = tensors["scale"]
+    if 1.0 not in (weights.scale, tensors["scale"]):  # 1: there or here it is not float16
+        weights.scale, weights.good_steps = tensors["scale"], tensors.get("good_steps", 0)
     torch.set_rng_state(tensors["torch_rng"])
     for i, one in zip(range(torch.cuda.device_count()), tensors["cuda_rng"], strict=False):  # there may be fewer GPUs
         torch.cuda.set_rng_state(one, i)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import operator
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from functools import reduce
@@ -14,10 +16,14 @@ from verifiers.progress import Tally
 from verifiers.runner import RunInterruptedError
 from verifiers.trainers.advantages import flat_groups
 from verifiers.trainers.batch import Batch
+from verifiers.trainers.distributed.processes import all_gather
+from verifiers.trainers.distributed.shards import readable
 from verifiers.trainers.pipeline import Pipeline, loop_thread
 
 if TYPE_CHECKING:
     from verifiers.trainers.grpo_trainer import GRPOTrainer
+
+logger = logging.getLogger("verifiers.trainers")
 
 
 class Generations(ExitStack):
@@ -95,6 +101,28 @@ class Generations(ExitStack):
             results = await trainer.env.generate_async(**trainer._generate_args([row], Tally()))
         batch = trainer._batch_of(results, [0] * trainer.config.group_size, version)
         return await asyncio.to_thread(trainer._rewarded, batch, trainer.epoch) if trainer._scores_itself else batch
+
+
+def saved_parts(trainer: GRPOTrainer, parts: Iterable[Batch]) -> list[Any] | None:
+    """The batches of updates to come, by process, for a checkpoint; None for one whose batches cannot be saved."""
+    saved = [part.saved() for part in parts]
+    return all_gather(trainer.accelerator, None if None in saved else saved) if saved else None
+
+
+def restored_parts(trainer: GRPOTrainer, saved: Sequence[Any]) -> list[Batch]:
+    """The batches of updates to come that this process saved; none, and a warning, where they are not known."""
+    processes = trainer.accelerator
+    if not saved or trainer.report is None:
+        return []
+    if len(saved) != processes.num_processes or None in saved:
+        logger.warning(
+            "the checkpoint was written within a generation (steps_per_generation), and does not hold the rest of it "
+            "for %d processes: its rows are sampled anew, with other losses than without the stop",
+            processes.num_processes,
+        )
+        return []
+    with readable(trainer.report.from_checkpoint):
+        return [Batch.of_saved(one) for one in saved[processes.process_index]]
 
 
 def _joined(parts: list[Batch]) -> Batch:

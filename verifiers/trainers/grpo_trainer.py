@@ -25,7 +25,7 @@ from verifiers.trainers.distributed import processes
 from verifiers.trainers.distributed.remote_weights import remote_weights
 from verifiers.trainers.distributed.sharding import Whole
 from verifiers.trainers.functions import call_fitting, is_overridden, own_function
-from verifiers.trainers.generations import Generations
+from verifiers.trainers.generations import Generations, restored_parts, saved_parts
 from verifiers.trainers.learning.micro_batches import TrainSample
 from verifiers.trainers.learning.sequences import trained_sequences
 from verifiers.trainers.losses import Loss
@@ -367,10 +367,14 @@ class GRPOTrainer(Trainer):
 
     def _resume_from(self, state: Mapping[str, Any]) -> None:
         super()._resume_from(state)
-        self._parts.clear()
+        self._parts = deque(restored_parts(self, state.get("unlearned") or []))
+        self.rows.cursor = self._parts[-1].cursor if self._parts else self.rows.cursor
         self._name_weights(self.step)
         if self._remote is not None:
             self._remote.begin(self.accelerator, self.step)
+
+    def unlearned(self) -> list[Any] | None:
+        return None if self.config.num_batches_ahead else saved_parts(self, self._parts)
 
     @contextmanager
     def _training(self, resume: bool | str | Path) -> Iterator[Report]:

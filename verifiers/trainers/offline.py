@@ -131,14 +131,12 @@ def _filled(value: Any) -> Any:
 
 
 def read_file(path: Path) -> Any:
-    if path.is_dir():
+    if path.is_dir() or (path.is_file() and path.suffix == ".jsonl"):
         return list(read_records(path))
     if not path.is_file():
         raise FileNotFoundError(f"there is no data set at {path}")
     if path.suffix in (".pt", ".pth", ".bin"):
         return _read_torch(path)
-    if path.suffix == ".jsonl":
-        return list(read_records(path))
     if path.suffix == ".parquet":
         return _read_parquet(path)
     if path.suffix == ".json":

@@ -117,6 +117,10 @@ class Trainer:
             save_model(self.unwrapped_model, self.tokenizer, path)
         self.accelerator.wait_for_everyone()
 
+    def unlearned(self) -> list[Any] | None:
+        """Batches that were made and not learned from yet, as plain data, of each process."""
+        return None
+
     def _resume_from(self, state: Mapping[str, Any]) -> None:
         """Continue where a checkpoint was written."""
         self.step, self.cursor, self.learned = state["step"], state["cursor"], list(state.get("learned", ()))

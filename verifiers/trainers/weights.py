@@ -48,7 +48,7 @@ class Weights:
         self.check_finite("before training")
         self._versions = [one._version for one in self.live]
         self.scale = LARGEST_SCALE if any(one.dtype == torch.float16 for one in self.live) else 1.0
-        self._good_steps = 0
+        self.good_steps = 0  # since an overflow of the scaled loss
         self.optimizer = make_optimizer(self.masters, config)
 
     def refresh(self) -> None:
@@ -211,10 +211,10 @@ class Weights:
         """Dynamic loss scaling in float16, against underflow: overflow halves the scale, which grows again later."""
         if self.scale == 1.0:
             return
-        self._good_steps = self._good_steps + 1 if is_finite else 0
+        self.good_steps = self.good_steps + 1 if is_finite else 0
         if not is_finite:
             self.scale = max(self.scale / 2, 2.0)
-        elif self._good_steps % SCALE_GROWS_AFTER == 0:
+        elif self.good_steps % SCALE_GROWS_AFTER == 0:
             self.scale = min(self.scale * 2, LARGEST_SCALE)
 
 

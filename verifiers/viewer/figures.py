@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from verifiers import stats
 from verifiers.results import listed_as
+from verifiers.store.record import read_usage
+from verifiers.types import Usage
 from verifiers.viewer.cards import figure, known_column, run_card
 from verifiers.viewer.index import FAILED, STATUSES, Names, RolloutIndex
 from verifiers.viewer.library import Run
@@ -38,14 +41,20 @@ def run_page(run: Run) -> dict[str, Any]:
             "causes": [item for item in _counted(index.causes, index.cause_names) if item[0]],
             "steps": step_counts(index.steps),
             "metric_names": list(index.metrics),
-            "usage": {
-                "prompt_tokens": index.prompt_tokens,
-                "completion_tokens": index.completion_tokens,
-                "cost_usd": index.cost_usd,
-            },
+            "usage": _usage(run, run.metadata.get("retried_usage")),
             "has_advantages": any(not math.isnan(value) for value in index.advantages[:1000]),
             "notices": notices(run),
         }
+
+
+def _usage(run: Run, retried: Any) -> dict[str, Any]:
+    """What all rollouts took, also those that failed and were run again since, of which the metadata tells."""
+    used = Usage(
+        prompt_tokens=run.index.prompt_tokens,
+        completion_tokens=run.index.completion_tokens,
+        cost_usd=run.index.cost_usd,
+    )
+    return asdict(used + (read_usage(retried) or Usage()))
 
 
 def notices(run: Run) -> list[str]:

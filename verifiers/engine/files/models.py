@@ -142,7 +142,10 @@ def find(name: Any) -> Any:
         return path
     if path.is_dir():
         if not any((path / config).is_file() for config in ("config.json", "adapter_config.json")):
-            raise ValueError(f"the folder {path} has no config.json: it is no model of transformers")
+            raise ValueError(
+                f"the folder {path} has no config.json: it is no model of transformers, or saving one into it was "
+                "stopped before its end; save it again"
+            )
         return path
     if isinstance(name, Path) or _looks_like_path(str(name)):
         raise FileNotFoundError(f"there is no model at {path}: no such file or folder")

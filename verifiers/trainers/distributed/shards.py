@@ -102,7 +102,7 @@ def export_checkpoint(checkpoint: str | Path, path: str | Path) -> Path:
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
+def readable(path: Path | None) -> Iterator[None]:
     """Errors about truncated or overwritten files of a checkpoint as one sentence."""
     try:
         yield

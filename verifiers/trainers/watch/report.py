@@ -247,6 +247,7 @@ class Report:
 
     def checkpoint(self, trainer: Trainer) -> Path | None:
         """Write a checkpoint of the current state."""
+        unlearned = trainer.unlearned()
         if not self._is_open and not trainer.weights.is_sharded:
             return None
         trainer.weights.check_finite("where they were to be saved")
@@ -265,6 +266,7 @@ class Report:
             state=state,
             keep=self.config.save_total_limit,
             reference=trainer.reference,
+            unlearned=unlearned,
         )
 
     def finish(self) -> None:
