@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -177,6 +178,22 @@ class GRPOConfig(TrainingConfig):
             correction_min=self.importance_sampling_clip_min,
             correction_max=self.importance_sampling_clip_max,
         )
+
+    def warn_unused(self, *, has_own_loss: bool) -> None:
+        """Warn of settings that were changed and that nothing reads with the others as they are."""
+        known = {name for method in METHODS.values() for name in method.reads}
+        unread = set() if has_own_loss else known - set(METHODS[self.loss_type].reads)
+        unused = dict.fromkeys(unread, f"loss_type={self.loss_type!r} does not read it")
+        bounds = ("importance_sampling_clip_min", "importance_sampling_clip_max")
+        for switch, is_on, names in (
+            ("importance_sampling_mode", self._correction, bounds),
+            ("sync_ref_model", self.sync_ref_model, ("ref_model_sync_steps", "ref_model_mixup_alpha")),
+            ("dynamic_sampling", self.dynamic_sampling, ("max_resamples",)),
+        ):
+            unused |= {} if is_on else dict.fromkeys(names, f"it goes with {switch}")
+        for name in sorted(unused):
+            if getattr(self, name) != getattr(type(self), name):
+                warnings.warn(f"{name}={getattr(self, name)!r} has no effect: {unused[name]}", stacklevel=4)
 
     @property
     def _correction(self) -> str | None:

@@ -31,7 +31,7 @@ from verifiers.trainers.learning.sequences import trained_sequences
 from verifiers.trainers.losses import Loss
 from verifiers.trainers.offline import read_offline
 from verifiers.trainers.reference import Reference
-from verifiers.trainers.reward_weights import reward_weights, scheduled_weights
+from verifiers.trainers.reward_weights import check_one_weight_each, reward_weights, scheduled_weights
 from verifiers.trainers.staleness import note_versions, staleness_figures
 from verifiers.trainers.stopping import nothing_scored
 from verifiers.trainers.trainer import Trainer
@@ -84,9 +84,12 @@ class GRPOTrainer(Trainer):
         self._own_loss = own_function(self.config, "loss", "loss_type", loss)
         self._own_advantage = own_function(self.config, "advantage", "advantage", advantage)
         self._check_config()
+        if self._estimator.needs_weights:
+            check_one_weight_each(env, f"advantage {self._estimator.name!r}")
         self.env, self.offline = env, None if dataset is None else read_offline(dataset)
         if self.offline is None:
             setup.check_env(env)
+        self._check_evaluation()
         whole: Whole = "sampled" if client is None or self.config.kl_coef else "sent"
         how = {"adapters": peft_config, "samples": client is None, "is_read": whole == "sampled"}
         self._load(model, tokenizer, env=env, **how)
@@ -114,8 +117,9 @@ class GRPOTrainer(Trainer):
         check_installed(self.config.workers)
         if self._own_advantage is not None and (self.config.advantage or self.config.scale_rewards is not None):
             raise TypeError("advantage= is a function, and the configuration names another estimator; pass one of them")
-        Estimator(self._own_advantage or self.config.estimator)  # both check the signature of a user's function
-        Loss(self.config.objective, self._own_loss)
+        self.config.warn_unused(has_own_loss=self._own_loss is not None)
+        self._estimator = Estimator(self._own_advantage or self.config.estimator)
+        Loss(self.config.objective, self._own_loss)  # both check the signature of a user's function
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -272,7 +276,7 @@ class GRPOTrainer(Trainer):
             return [one for part in processes.all_gather(self.accelerator, values) for one in part]
 
         batch.reward_weights = batch.reward_weights or reward_weights(self.env)
-        return with_advantages(batch, Estimator(self._own_advantage or self.config.estimator), gather=gather)
+        return with_advantages(batch, self._estimator, gather=gather)
 
     def _generate_batch(self, step: int) -> Batch:
         """Sample and score the batch of a step in one go, by `get_batch`."""

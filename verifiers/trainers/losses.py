@@ -120,7 +120,7 @@ class Method:
     """What a name of ``loss_type`` stands for.
 
     ``clip`` is epsilon below and above 1 (None: the same above). ``bounds_itself``: ``importance_cap`` applies only if
-    it was set.
+    it was set. ``reads`` are the settings of its own.
     """
 
     loss: Callable[..., Any] = clipped
@@ -129,6 +129,7 @@ class Method:
     level: Level = "token"
     clip: tuple[float, float | None] = (0.2, None)
     bounds_itself: bool = False
+    reads: tuple[str, ...] = ("epsilon", "epsilon_high", "delta")
 
 
 METHODS: dict[str, Method] = {
@@ -137,8 +138,10 @@ METHODS: dict[str, Method] = {
     "dapo": Method(mean_over="tokens", clip=(0.2, 0.28)),
     "bnpo": Method(mean_over="tokens"),
     "gspo": Method(mean_over="sequences", level="sequence", clip=(3e-4, 4e-4)),
-    "cispo": Method(loss=cispo, mean_over="tokens", clip=(0.2, 5.0), bounds_itself=True),
-    "sapo": Method(loss=sapo, mean_over="sequences", bounds_itself=True),
+    "cispo": Method(loss=cispo, mean_over="tokens", clip=(0.2, 5.0), bounds_itself=True, reads=("epsilon_high",)),
+    "sapo": Method(
+        loss=sapo, mean_over="sequences", bounds_itself=True, reads=("sapo_temperature_pos", "sapo_temperature_neg")
+    ),
 }
 
 

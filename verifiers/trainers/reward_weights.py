@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, cast
 
 from verifiers.envs.env_group import EnvGroup
@@ -14,13 +15,26 @@ Put = Callable[[list[float]], None]
 
 
 def reward_weights(env: Any) -> dict[str, float]:
-    """The weight of each reward function, by name."""
+    """What each reward function counts in the reward, by name; where environments of a group differ, at most."""
+    return {name: max(weights, key=abs) for name, weights in _weights(env).items()}
+
+
+def check_one_weight_each(env: Any, whose: str) -> None:
+    """Refuse reward functions of one name that have several weights, for an estimator that weighs them by name."""
+    for name, weights in _weights(env).items():
+        if len(weights) > 1:
+            raise ValueError(
+                f"{whose} weighs reward functions by name, and {name!r} has the weights "
+                f"{', '.join(f'{one:g}' for one in sorted(weights))} in environments of this group: rename one of them"
+            )
+
+
+def _weights(env: Any) -> dict[str, set[float]]:
     if env is None:
         return {}
-    if isinstance(env, EnvGroup):
-        return {name: weight for one in env.envs for name, weight in reward_weights(one).items()}
-    rubric = env.rubric
-    return dict(zip(rubric._get_reward_func_names(), rubric._get_reward_weights(), strict=True))
+    members = env.envs if isinstance(env, EnvGroup) else ()
+    shares = [{name: {one} for name, one in env.rubric.reward_shares().items()}, *map(_weights, members)]
+    return {name: set().union(*(one.get(name, ()) for one in shares)) for name in dict.fromkeys(chain(*shares))}
 
 
 @contextmanager

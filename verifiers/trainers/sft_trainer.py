@@ -60,6 +60,7 @@ class SFTTrainer(Trainer):
         self._load(model, tokenizer, adapters=peft_config, is_read=False)
         self.examples = self._read(dataset)
         self.eval_samples: list[Sample] = [] if eval_dataset is None else self._read(eval_dataset).samples
+        self._check_evaluation()
         self._make_weights("saved")
         self._make_stream(self.examples.samples)
         self._scorer: TokenScorer | None = None

@@ -50,6 +50,13 @@ class Trainer:
         check_sharding(self.config, self.accelerator, self._sharding)
         check_report_to(self.config.report_to)
 
+    def _check_evaluation(self) -> None:
+        if not self.can_evaluate and self.config.strategy("eval") != "no":
+            raise ValueError(
+                f"eval_strategy={self.config.strategy('eval')!r} evaluates, and there is nothing to evaluate on: pass "
+                "eval_dataset= (with saved rollouts: env=), or leave out eval_strategy and eval_steps"
+            )
+
     def _load(self, model: Any, tokenizer: Any, **settings: Any) -> None:
         """Load the model and its tokenizer, and plan the memory of training it."""
         job = Job(

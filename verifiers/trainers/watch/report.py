@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from verifiers.trainers.trainer import Trainer
 
 DEFAULT_ROOT = Path("outputs/train")
+_UNLEARNED = re.compile(r"output_dir|run_name|logging_steps|report_to|show_progress|log_rollouts|(eval|save)_")
 
 
 class Report:
@@ -166,10 +169,15 @@ class Report:
         if self._is_open:
             self.journal.rewind(state["step"])
             checkpoints.set_aside(self.path / "checkpoints", state["step"])
-            self.steps, self.evals = list(self.journal.steps()), list(self.journal.evals())
+            self.steps = list(self.journal.steps())
+            self.evals = [{"step": line["step"], **line["eval"]} for line in self.journal.evals()]
+            self.notices = [{name: line[name] for name in ("step", "notice")} for line in self.journal.notices()]
+            self.last = dict(self.steps[-1]) if self.steps else {}
             self._watch.recall(self.steps)
-            self.display.recall(self.steps)
-            self._total_tokens = int(self.steps[-1].get("total_tokens") or 0) if self.steps else 0
+            self.display.recall(self.steps, self.evals)
+            self._total_tokens = int(self.last.get("total_tokens") or 0)
+            if changed := _changes(state, {**trainer.config.to_dict(), "rows": len(trainer.rows)}):
+                self._notice(state["step"], f"resumed with other settings than before: {', '.join(changed)}")
         return state
 
     # --- logging --------------------------------------------------------------------------------------------------
@@ -215,9 +223,12 @@ class Report:
                 tracker.log(step, self.last)
         self.display.update(self.last)
         for notice in self._watch.look(self.last, view or {}):
-            self.notices.append({"step": step, "notice": notice.text})
-            self.journal.write_notice(step, notice.text)
-            self.display.notice(notice.text)
+            self._notice(step, notice.text)
+
+    def _notice(self, step: int, text: str) -> None:
+        self.notices.append({"step": step, "notice": text})
+        self.journal.write_notice(step, text)
+        self.display.notice(text)
 
     def keep_rollouts(self, step: int, batch: Batch) -> None:
         """Write up to ``log_rollouts`` of the batches of all processes, and as many that failed."""
@@ -254,7 +265,7 @@ class Report:
             "cursor": trainer.cursor,
             "learned": trainer.learned,
             "processes": trainer.accelerator.num_processes,
-            "config": trainer.config.to_dict(),
+            "config": {**trainer.config.to_dict(), "rows": len(trainer.rows)},
         }
         return checkpoints.save(
             self.path / "checkpoints",
@@ -322,6 +333,17 @@ def _rows_per_process(state: Mapping[str, Any], processes: int) -> dict[str, Any
     taken = state["cursor"] * state.get("processes", processes)
     each = taken // processes
     return {"cursor": each, "learned": [*range(each * processes, taken), *state.get("learned", ())]}
+
+
+def _changes(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The settings that a training is resumed with and was not before, but for those that change nothing it learns.
+
+    >>> _changes({"config": {"seed": 0, "run_name": "a", "beta": 0.1}}, {"seed": 1, "run_name": "b", "beta": 0.1})
+    ['seed=1 (was 0)']
+    """
+    before = state.get("config") or {}
+    plain = json.loads(json.dumps({name: now[name] for name in before if name in now and not _UNLEARNED.match(name)}))
+    return [f"{name}={value!r} (was {before[name]!r})" for name, value in plain.items() if value != before[name]]
 
 
 def _backend_of(trainer: Trainer) -> str:
