@@ -96,6 +96,26 @@ def test_rollouts_that_were_saved_without_tokens_have_no_length_rather_than_one_
     assert report.last["completion_tokens_max"] is None
 
 
+def test_tokens_are_counted_of_all_that_was_sampled_also_of_rollouts_that_failed_or_were_replaced(
+    tmp_path: Path,
+) -> None:
+    sampled: list[int] = []
+    draw = random.Random(0)
+
+    def odd(state: Any, answer: str) -> float:
+        sampled.append(len(state["trajectory"][0]["tokens"]["completion_ids"]))
+        if draw.random() < 0.2:
+            raise ConnectionError("the judge is down")
+        return draw.random() if int(answer) % 2 else 0.5
+
+    env = making.environment(rubric=vf.Rubric([odd]))
+    report = making.trainer(tmp_path, env=env, dynamic_sampling=True, max_steps=3).train()
+    assert sum(line["sampled"] for line in report.steps) == len(sampled)
+    assert sum(line["samples"] for line in report.steps) < len(sampled)
+    assert [line["sampled_tokens"] for line in report.steps][-1] > 0
+    assert report.last["total_tokens"] == sum(line["sampled_tokens"] for line in report.steps) == sum(sampled)
+
+
 # --- notices ------------------------------------------------------------------------------------------------------
 
 

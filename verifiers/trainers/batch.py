@@ -56,7 +56,8 @@ class Batch(dict[str, list[Any]]):
 
     Failed rollouts are in ``failed`` instead. ``cursor`` is the stream's after its rows were taken; ``row_positions``
     has the stream positions of each group's rows, where groups are not taken in order. ``sampled`` is the example and
-    the reward of every rollout that was scored, those that dynamic sampling replaced included.
+    the reward of every rollout that was scored, those that dynamic sampling replaced included; ``tokens`` are those
+    that were sampled for all of them, and for the failed ones.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Batch(dict[str, list[Any]]):
         failed: Sequence[State] = (),
         cursor: int = 0,
         sampled: Sequence[tuple[Any, float]] | None = None,
+        tokens: int | None = None,
     ) -> None:
         super().__init__(columns)
         self.failed = list(failed)
@@ -73,6 +75,7 @@ class Batch(dict[str, list[Any]]):
         self.row_positions: dict[int, list[int]] | None = None
         self.refused: list[str] = []  # reasons why rollouts cannot be trained on, one for each of these
         self.sampled = list(zip(self.examples, self["rewards"], strict=True)) if sampled is None else list(sampled)
+        self.tokens = sum(map(_tokens_of, [*self.states, *self.failed])) if tokens is None else tokens
         self.seconds: dict[str, float] = {}
         self.reward_weights: dict[str, float] = {}  # of the reward functions, by name, when it was scored
         self.ratios: dict[int, list[float]] = {}  # of the trained tokens of some rollouts, by index in the batch
@@ -104,7 +107,8 @@ class Batch(dict[str, list[Any]]):
     def __add__(self, other: Batch) -> Batch:
         columns = {name: self[name] + other[name] for name in self}
         failed, cursor = self.failed + other.failed, max(self.cursor, other.cursor)
-        both = Batch(columns, failed=failed, cursor=cursor, sampled=self.sampled + other.sampled)
+        counted = {"sampled": self.sampled + other.sampled, "tokens": self.tokens + other.tokens}
+        both = Batch(columns, failed=failed, cursor=cursor, **counted)
         if self.row_positions is not None and other.row_positions is not None:
             both.row_positions = {**self.row_positions, **other.row_positions}
         return both
@@ -112,7 +116,7 @@ class Batch(dict[str, list[Any]]):
     def keep(self, indices: Sequence[int]) -> Batch:
         """A batch of these rollouts; those that failed or were sampled besides are still counted."""
         columns = {name: [values[i] for i in indices] for name, values in self.items()}
-        return Batch(columns, failed=self.failed, cursor=self.cursor, sampled=self.sampled)
+        return Batch(columns, failed=self.failed, cursor=self.cursor, sampled=self.sampled, tokens=self.tokens)
 
     def split(self, n: int, first_cursor: int) -> list[Batch]:
         """``n`` batches of whole groups, about as many in each; every part has its share of the rows and the cursor.
@@ -132,6 +136,7 @@ class Batch(dict[str, list[Any]]):
                 mine = of_part | empty
                 part.row_positions = {group: taken for group, taken in self.row_positions.items() if group in mine}
             part.sampled = self.sampled[k * len(self.sampled) // n : (k + 1) * len(self.sampled) // n]
+            part.tokens = self.tokens * (k + 1) // n - self.tokens * k // n
             part.cursor = first_cursor + (self.cursor - first_cursor) * (k + 1) // n
             part.seconds = dict(self.seconds) if k == 0 else {}
             part.reward_weights = self.reward_weights
@@ -153,9 +158,14 @@ class Batch(dict[str, list[Any]]):
                 state["reward"] = reward  # saved with the reward that it is trained on
             else:
                 state["error"] = GraderError("compute_rewards gave a reward that is not finite")
-        scored = Batch.of_states(states, self["groups"], cursor=self.cursor)
+        scored = Batch.of_states(states, self["groups"], cursor=self.cursor, tokens=self.tokens)
         scored.failed = self.failed + scored.failed
         return scored
+
+
+def _tokens_of(state: State | None) -> int:
+    turns = (step.get("tokens") for step in (state or {}).get("trajectory") or ())
+    return sum(len(tokens["completion_ids"]) for tokens in turns if tokens is not None)
 
 
 def _rewards_of(given: Any, n: int) -> list[float]:

@@ -37,6 +37,7 @@ def batch_view(batch: Batch) -> dict[str, Any]:
             any(one) if isinstance(one, Iterable) else bool(one) for one in batch.get("advantages") or ()
         ],
         "failed": len(batch.failed),
+        "tokens": batch.tokens,
         "logprobs": (float(logprobs.sum()), len(logprobs)),  # sum and count
         **{name: sum(one.get(name, 0.0) for one in timings) for name in ("scoring_ms", "total_ms")},
     }
@@ -56,7 +57,7 @@ def merge_views(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         name: list(chain.from_iterable(view["metrics"].get(name, [None] * len(view["rewards"])) for view in views))
         for name in names
     }
-    for name in ("failed", "scoring_ms", "total_ms"):
+    for name in ("failed", "tokens", "scoring_ms", "total_ms"):
         merged[name] = sum(view[name] for view in views)
     merged["logprobs"] = tuple(map(sum, zip(*(view["logprobs"] for view in views), strict=True)))
     return merged
@@ -72,6 +73,7 @@ def rollout_figures(view: Mapping[str, Any]) -> dict[str, Any]:
         "samples": len(view["rewards"]),
         "sampled": len(view["sampled"]) + view["failed"],
         "failed": view["failed"],
+        "sampled_tokens": view["tokens"],
         "zero_variance": len(flat_groups(view["rewards"], view["groups"])) / max(len(groups), 1),
         "metrics": {
             name: mean
@@ -90,7 +92,6 @@ def rollout_figures(view: Mapping[str, Any]) -> dict[str, Any]:
         figures |= {
             "completion_tokens": sum(lengths) / len(lengths) if lengths else None,
             "completion_tokens_max": max(lengths, default=None),
-            "sampled_tokens": sum(lengths),
             "truncated": sum(view["is_truncated"][i] for i in played) / len(played),
             "entropy": -total / count if count else None,
         }

@@ -192,7 +192,7 @@ class Report:
         weights = {"reward_weights": batch.reward_weights} if trainer.weight_schedule else {}
         metrics = {**seen, **figures, **times, **weights}
         self.keep_rollouts(trainer.step, batch)
-        self.note(trainer, metrics, tokens=seen.get("sampled_tokens", 0), seconds=waited_s + trained_s, view=view)
+        self.note(trainer, metrics, tokens=seen["sampled_tokens"], seconds=waited_s + trained_s, view=view)
 
     def note(
         self,
