@@ -148,6 +148,17 @@ def test_the_scale_of_a_reward_function_is_judged_with_the_weight_of_its_rubric_
     assert any("'large' makes up" in one["notice"] for one in report.notices) == is_told
 
 
+def test_evaluations_of_training_rows_are_said_to_be_that_once(tmp_path: Path) -> None:
+    def told(folder: str, **given: Any) -> int:
+        made = making.trainer(tmp_path / folder, max_steps=2, eval_steps=1, eval_examples=2, **given)
+        return sum("evaluations are of the training rows" in one["notice"] for one in made.train().notices)
+
+    others = [{"question": "say 99", "answer": "99"}]
+    assert told("none") == 1
+    assert told("of the trainer", eval_dataset=others) == 0
+    assert told("of the environment", env=making.environment(eval_dataset=others)) == 0
+
+
 # --- after a resume -----------------------------------------------------------------------------------------------
 
 

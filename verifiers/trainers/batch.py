@@ -107,8 +107,8 @@ class Batch(dict[str, list[Any]]):
     def __add__(self, other: Batch) -> Batch:
         columns = {name: self[name] + other[name] for name in self}
         failed, cursor = self.failed + other.failed, max(self.cursor, other.cursor)
-        counted = {"sampled": self.sampled + other.sampled, "tokens": self.tokens + other.tokens}
-        both = Batch(columns, failed=failed, cursor=cursor, **counted)
+        sampled, tokens = self.sampled + other.sampled, self.tokens + other.tokens
+        both = Batch(columns, failed=failed, cursor=cursor, sampled=sampled, tokens=tokens)
         if self.row_positions is not None and other.row_positions is not None:
             both.row_positions = {**self.row_positions, **other.row_positions}
         return both
@@ -163,9 +163,9 @@ class Batch(dict[str, list[Any]]):
         return scored
 
 
-def _tokens_of(state: State | None) -> int:
-    turns = (step.get("tokens") for step in (state or {}).get("trajectory") or ())
-    return sum(len(tokens["completion_ids"]) for tokens in turns if tokens is not None)
+def _tokens_of(state: Mapping[str, Any] | None) -> int:
+    turns = () if state is None else state.get("trajectory") or ()
+    return sum(len(step["tokens"]["completion_ids"]) for step in turns if step.get("tokens") is not None)
 
 
 def _rewards_of(given: Any, n: int) -> list[float]:

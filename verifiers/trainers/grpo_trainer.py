@@ -107,6 +107,7 @@ class GRPOTrainer(Trainer):
             rows, self.dropped_prompts = setup.training_rows(env, dataset, self.tokenizer, self.config)
         self._make_stream(rows)
         self.eval_rows = setup.eval_rows(env, eval_dataset)
+        self._evaluates_training_rows = dataset is None and eval_dataset is None and env.eval_dataset is None
         self.callbacks, self.row_sampler, self.weight_schedule = list(callbacks), row_sampler, weight_schedule
         self._parts: deque[Batch] = deque()  # of the last generation: batches of updates to come
         # Tokenizes saved rollouts whose token ids were not saved; rollouts of this policy are never tokenized again.
@@ -214,6 +215,8 @@ class GRPOTrainer(Trainer):
         """Roll out and score the evaluation rows with the current weights."""
         if self.env is None:
             raise ValueError("this trainer has no environment to evaluate on; pass env=")
+        if self._evaluates_training_rows and self.report is not None and not self.report.evals:
+            self.report.notice(self.step, setup.NO_EVAL_ROWS)
         asked = sampling.overridden(self.sampling, self.config.eval_sampling_args)
         inputs = self.eval_rows if self.config.eval_examples < 0 else self.eval_rows[: self.config.eval_examples]
         each = self.config.eval_rollouts_per_example

@@ -177,7 +177,7 @@ class Report:
             self.display.recall(self.steps, self.evals)
             self._total_tokens = int(self.last.get("total_tokens") or 0)
             if changed := _changes(state, {**trainer.config.to_dict(), "rows": len(trainer.rows)}):
-                self._notice(state["step"], f"resumed with other settings than before: {', '.join(changed)}")
+                self.notice(state["step"], f"resumed with other settings than before: {', '.join(changed)}")
         return state
 
     # --- logging --------------------------------------------------------------------------------------------------
@@ -223,10 +223,13 @@ class Report:
                 tracker.log(step, self.last)
         self.display.update(self.last)
         for notice in self._watch.look(self.last, view or {}):
-            self._notice(step, notice.text)
+            self.notice(step, notice.text)
 
-    def _notice(self, step: int, text: str) -> None:
+    def notice(self, step: int, text: str) -> None:
+        """Log a notice, and show it."""
         self.notices.append({"step": step, "notice": text})
+        if not self._is_open:
+            return
         self.journal.write_notice(step, text)
         self.display.notice(text)
 
