@@ -116,6 +116,23 @@ def test_tokens_are_counted_of_all_that_was_sampled_also_of_rollouts_that_failed
     assert report.last["total_tokens"] == sum(line["sampled_tokens"] for line in report.steps) == sum(sampled)
 
 
+def test_tokens_and_their_rate_are_of_the_step_that_sampled_them(tmp_path: Path) -> None:
+    report = making.trainer(tmp_path, steps_per_generation=2, max_steps=4).train()
+    is_sampled = [line["sampled_tokens"] > 0 for line in report.steps]
+    assert is_sampled == [line["tokens_per_s"] is not None for line in report.steps] == [True, False, True, False]
+
+
+def test_an_evaluation_whose_rollouts_failed_is_in_the_audit(tmp_path: Path) -> None:
+    def brittle(completion: Any, answer: str) -> float:
+        if answer == "99":
+            raise ConnectionError("the judge is down")
+        return vowels(completion)
+
+    env = making.environment(rubric=vf.Rubric([brittle]), eval_dataset=[{"question": "say 99", "answer": "99"}])
+    report = making.trainer(tmp_path, env=env, max_steps=2, eval_steps=2).train()
+    assert "Evaluated after step 2: no reward; 1 of its rollouts failed." in (report.path / "audit.md").read_text()
+
+
 # --- notices ------------------------------------------------------------------------------------------------------
 
 
@@ -134,6 +151,18 @@ def test_a_training_that_learns_from_turns_is_not_told_that_equal_rewards_teach_
     assert [line["zero_variance"] for line in report.steps] == [1.0] * 4
     assert all(line["grad_norm"] > 0 for line in report.steps)
     assert not any("nothing is learned" in one["notice"] for one in report.notices)
+
+
+def test_failures_are_told_where_rollouts_are_sampled_for_several_updates(tmp_path: Path) -> None:
+    def brittle(completion: Any, answer: str) -> float:
+        if int(answer) % 2:
+            raise ConnectionError("the judge is down")
+        return vowels(completion)
+
+    env = making.environment(rubric=vf.Rubric([brittle]))
+    report = making.trainer(tmp_path, env=env, steps_per_generation=2, max_steps=4).train()
+    assert sum(line["failed"] for line in report.steps) == 32
+    assert [one["step"] for one in report.notices if "rollouts failed" in one["notice"]] == [3]
 
 
 @pytest.mark.parametrize(("weight", "is_told"), [(1.0, True), (0.001, False)])
@@ -188,6 +217,12 @@ def test_a_resume_with_other_settings_or_rows_says_which(tmp_path: Path) -> None
     assert {"step": 2, "notice": said} in report.notices
     same = making.trainer(tmp_path, env=making.environment(9), max_steps=3, save_steps=3, seed=5).train(resume=True)
     assert same.notices == report.notices
+
+
+def test_a_resume_with_adapters_of_another_scale_says_so(tmp_path: Path) -> None:
+    making.trainer(tmp_path, max_steps=1, save_steps=1, peft_config=vf.lora_defaults(alpha=16)).train()
+    report = making.trainer(tmp_path, max_steps=1, peft_config=vf.lora_defaults(alpha=64)).train(resume=True)
+    assert report.notices == [{"step": 1, "notice": "resumed with other settings than before: lora_alpha=64 (was 16)"}]
 
 
 # --- settings without effect --------------------------------------------------------------------------------------

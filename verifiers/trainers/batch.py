@@ -121,22 +121,23 @@ class Batch(dict[str, list[Any]]):
     def split(self, n: int, first_cursor: int) -> list[Batch]:
         """``n`` batches of whole groups, about as many in each; every part has its share of the rows and the cursor.
 
-        Where there are fewer groups than parts the last parts are empty. Failed rollouts go to the first part: a step
-        with no other rollouts would end the training.
+        Where there are fewer groups than parts some parts are empty. Failed rollouts go to the others: a step with no
+        other rollouts would end the training.
         """
         numbers = list(dict.fromkeys(self["groups"]))
         bounds = [-(-k * len(numbers) // n) for k in range(n + 1)]
+        filled = [k for k in range(n) if bounds[k] < bounds[k + 1]] or [0]
         parts = []
         for k in range(n):
             of_part = set(numbers[bounds[k] : bounds[k + 1]])
             part = self.keep([i for i, group in enumerate(self["groups"]) if group in of_part])
-            part.failed = self.failed if k == 0 else []
+            part.failed = self.failed[filled.index(k) :: len(filled)] if k in filled else []
             if self.row_positions is not None:
                 empty = self.row_positions.keys() - set(numbers) if k == 0 else set()  # all of their rollouts failed
                 mine = of_part | empty
                 part.row_positions = {group: taken for group, taken in self.row_positions.items() if group in mine}
             part.sampled = self.sampled[k * len(self.sampled) // n : (k + 1) * len(self.sampled) // n]
-            part.tokens = self.tokens * (k + 1) // n - self.tokens * k // n
+            part.tokens = self.tokens if k == 0 else 0  # as its seconds
             part.cursor = first_cursor + (self.cursor - first_cursor) * (k + 1) // n
             part.seconds = dict(self.seconds) if k == 0 else {}
             part.reward_weights = self.reward_weights

@@ -112,12 +112,13 @@ class Watch:
         return None
 
     def _failures(self, metrics: Mapping[str, Any]) -> str | None:
-        failed, scored = (int(number(metrics.get(name)) or 0) for name in ("failed", "samples"))
-        share = failed / max(scored + failed, 1)
+        failed, samples, sampled = (int(number(metrics.get(name)) or 0) for name in ("failed", "samples", "sampled"))
+        total = sampled or samples + failed
+        share = failed / max(total, 1)
         if not self._lasts("failures", share >= FAILED_SHARE):
             return None
         return (
-            f"{share:.0%} of rollouts failed ({failed} of {scored + failed}), for {PATIENCE} steps: they train "
+            f"{share:.0%} of rollouts failed ({failed} of {total}), for {PATIENCE} steps: they train "
             "nothing; their errors are in results.jsonl (see `vf view`), and lie with the environment, a judge or an "
             "endpoint, not with the policy"
         )

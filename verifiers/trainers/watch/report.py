@@ -176,7 +176,7 @@ class Report:
             self._watch.recall(self.steps)
             self.display.recall(self.steps, self.evals)
             self._total_tokens = int(self.last.get("total_tokens") or 0)
-            if changed := _changes(state, {**trainer.config.to_dict(), "rows": len(trainer.rows)}):
+            if changed := _changes(state, self._settings(trainer)):
                 self.notice(state["step"], f"resumed with other settings than before: {', '.join(changed)}")
         return state
 
@@ -211,7 +211,7 @@ class Report:
             "epoch": round(step / trainer.num_steps_per_epoch, 4),
             **figures,
             "step_s": seconds,
-            "tokens_per_s": tokens / seconds if seconds else None,
+            "tokens_per_s": tokens / seconds if tokens and seconds else None,
             "total_tokens": self._total_tokens,
         }
         self.steps.append(self.last)
@@ -268,7 +268,7 @@ class Report:
             "cursor": trainer.cursor,
             "learned": trainer.learned,
             "processes": trainer.accelerator.num_processes,
-            "config": {**trainer.config.to_dict(), "rows": len(trainer.rows)},
+            "config": self._settings(trainer),
         }
         return checkpoints.save(
             self.path / "checkpoints",
@@ -280,6 +280,13 @@ class Report:
             keep=self.config.save_total_limit,
             reference=trainer.reference,
         )
+
+    def _settings(self, trainer: Trainer) -> dict[str, Any]:
+        """What a training may be resumed with otherwise: its configuration, functions, rows, and adapters."""
+        adapters = getattr(trainer.unwrapped_model, "peft_config", {}).values()
+        scales = ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")
+        own = {name: getattr(one, name) for one in adapters for name in scales if hasattr(one, name)}
+        return {**trainer.config.to_dict(), **self._functions, **own, "rows": len(trainer.rows)}
 
     def finish(self) -> None:
         """Write the plot and the audit."""
