@@ -69,9 +69,7 @@ class Trainer:
         self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, job)
 
     def _make_weights(self, whole: Whole) -> None:
-        self.weights = make_weights(
-            self.model, self.config, self.accelerator, self._sharding, whole=whole, plan=self.memory
-        )
+        self.weights = make_weights(self.model, self.config, self.accelerator, self._sharding, whole=whole)
         self.optimizer = self.weights.optimizer
 
     @property
