@@ -305,7 +305,8 @@ def _gradients(asked: Training) -> tuple[float, float, float]:
         return one, one, trained * 4
     if asked.weight_bytes == 4:
         return trained * 4, trained * 4, 0
-    return trained * 4, trained * 4 + one, 0
+    # Sharded gradients are moved by FSDP2 or DeepSpeed, all of this process's at once.
+    return trained * 4, trained * 4 + (one if asked.optimizer_shards == 1 else trained * asked.weight_bytes), 0
 
 
 def _gathered(asked: Training) -> float:
