@@ -92,6 +92,7 @@ class SFTTrainer(Trainer):
         own = sum(sum(sample.completion_mask) for sample in batch)
         count = sum(processes.all_gather(self.accelerator, own))
         total = 0.0
+        self.weights.refresh()
         self.weights.module.train()
         for loss, is_last in self._losses(batch):
             self.weights.backward(loss / max(count, 1), is_last=is_last)
