@@ -207,6 +207,15 @@ def test_a_report_after_a_resume_has_evaluations_notices_and_the_last_step_as_be
     assert again.last["loss"] == after.last["loss"]
 
 
+def test_a_trainer_that_was_stopped_by_a_callback_goes_on_when_it_is_resumed(tmp_path: Path) -> None:
+    def stop(trainer: Any, figures: Any) -> None:
+        trainer.should_stop = figures["step"] == 2
+
+    made = making.trainer(tmp_path, max_steps=4, save_steps=1, callbacks=[stop])
+    assert len(made.train().steps) == 2
+    assert len(made.train(resume=True).steps) == 4
+
+
 def test_a_resume_with_other_settings_or_rows_says_which(tmp_path: Path) -> None:
     making.trainer(tmp_path, max_steps=2, save_steps=2).train()
     other = making.trainer(
@@ -242,6 +251,13 @@ def test_a_resume_with_adapters_of_another_scale_says_so(tmp_path: Path) -> None
 def test_a_setting_that_nothing_reads_is_warned_of(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
     with pytest.warns(UserWarning, match=said.replace("(", r"\(")):
         making.trainer(tmp_path, **settings)
+
+
+def test_saved_rollouts_are_taken_as_they_are_and_settings_that_choose_among_rows_are_warned_of(tmp_path: Path) -> None:
+    tokenizer = making.tiny.tokenizer()
+    how = {"model": making.tiny.model(tokenizer), "tokenizer": tokenizer, "dataset": saved()}
+    with pytest.warns(UserWarning, match="dynamic_sampling=True has no effect: saved rollouts are taken as they are"):
+        vf.GRPOTrainer(**how, config=making.config(tmp_path, dynamic_sampling=True))
 
 
 def test_a_loss_of_ones_own_may_read_any_setting(tmp_path: Path) -> None:

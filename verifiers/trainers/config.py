@@ -179,7 +179,7 @@ class GRPOConfig(TrainingConfig):
             correction_max=self.importance_sampling_clip_max,
         )
 
-    def warn_unused(self, *, has_own_loss: bool) -> None:
+    def warn_unused(self, *, has_own_loss: bool, is_offline: bool) -> None:
         """Warn of settings that were changed and that nothing reads with the others as they are."""
         known = {name for method in METHODS.values() for name in method.reads}
         unread = set() if has_own_loss else known - set(METHODS[self.loss_type].reads)
@@ -191,9 +191,11 @@ class GRPOConfig(TrainingConfig):
             ("dynamic_sampling", self.dynamic_sampling, ("max_resamples",)),
         ):
             unused |= {} if is_on else dict.fromkeys(names, f"it goes with {switch}")
+        if is_offline:
+            unused |= dict.fromkeys(("dynamic_sampling", "max_prompt_length"), "saved rollouts are taken as they are")
         for name in sorted(unused):
             if getattr(self, name) != getattr(type(self), name):
-                warnings.warn(f"{name}={getattr(self, name)!r} has no effect: {unused[name]}", stacklevel=4)
+                warnings.warn(f"{name}={getattr(self, name)!r} has no effect: {unused[name]}", stacklevel=3)
 
     @property
     def _correction(self) -> str | None:

@@ -90,6 +90,7 @@ class GRPOTrainer(Trainer):
         if self.offline is None:
             setup.check_env(env)
         self._check_evaluation()
+        self.config.warn_unused(has_own_loss=self._own_loss is not None, is_offline=self.offline is not None)
         whole: Whole = "sampled" if client is None or self.config.kl_coef else "sent"
         how = {"adapters": peft_config, "samples": client is None, "is_read": whole == "sampled"}
         self._load(model, tokenizer, env=env, **how)
@@ -118,7 +119,6 @@ class GRPOTrainer(Trainer):
         check_installed(self.config.workers)
         if self._own_advantage is not None and (self.config.advantage or self.config.scale_rewards is not None):
             raise TypeError("advantage= is a function, and the configuration names another estimator; pass one of them")
-        self.config.warn_unused(has_own_loss=self._own_loss is not None)
         self._estimator = Estimator(self._own_advantage or self.config.estimator)
         Loss(self.config.objective, self._own_loss)  # both check the signature of a user's function
 

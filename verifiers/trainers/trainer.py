@@ -138,7 +138,7 @@ class Trainer:
     def _training(self, resume: bool | str | Path) -> Iterator[Report]:
         """The report of a run, open for the length of the block and finished if it ends without an error."""
         with Report(self, resume) as report, sensible_threads(self.unwrapped_model):
-            self.report = report
+            self.report, self.should_stop = report, False
             if resume:
                 self._resume_from(report.resume(self))
             call_callbacks(self, "on_train_begin")
