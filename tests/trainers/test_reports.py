@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,32 @@ def test_a_resume_with_adapters_of_another_scale_says_so(tmp_path: Path) -> None
     making.trainer(tmp_path, max_steps=1, save_steps=1, peft_config=vf.lora_defaults(alpha=16)).train()
     report = making.trainer(tmp_path, max_steps=1, peft_config=vf.lora_defaults(alpha=64)).train(resume=True)
     assert report.notices == [{"step": 1, "notice": "resumed with other settings than before: lora_alpha=64 (was 16)"}]
+
+
+def test_no_row_is_lost_by_a_resume_within_a_generation_some_of_whose_rollouts_failed(tmp_path: Path) -> None:
+    order = [row["answer"] for row in making.trainer(tmp_path).rows.take(16)]
+    is_down = True
+
+    def brittle(completion: Any, answer: str) -> float:
+        if is_down and answer in order[4:8]:
+            raise ConnectionError("the judge is down")
+        return vowels(completion)
+
+    def crash(trainer: Any, figures: Any) -> None:
+        if is_down:
+            raise RuntimeError("crashed")
+
+    def make() -> Any:
+        env = making.environment(rubric=vf.Rubric([brittle]))
+        how = {"steps_per_generation": 2, "max_steps": 5, "save_steps": 1, "log_rollouts": 64}
+        return making.trainer(tmp_path, env=env, callbacks=[crash], **how)
+
+    with pytest.raises(RuntimeError, match="crashed"):  # after the first of two updates
+        make().train()
+    is_down = False
+    report = make().train(resume=True)
+    records = map(json.loads, (report.path / "results.jsonl").read_text().splitlines())
+    assert {one["answer"] for one in records if one["reward"] is not None} == set(order)
 
 
 # --- settings without effect --------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class Batch(dict[str, list[Any]]):
         return Batch(columns, failed=self.failed, cursor=self.cursor, sampled=self.sampled, tokens=self.tokens)
 
     def split(self, n: int, first_cursor: int) -> list[Batch]:
-        """``n`` batches of whole groups, about as many in each; every part has its share of the rows and the cursor.
+        """``n`` batches of whole groups, about as many in each; every part has its rows, and the cursor after them.
 
         Where there are fewer groups than parts some parts are empty. Failed rollouts go to the others: a step with no
         other rollouts would end the training.
@@ -138,7 +138,9 @@ class Batch(dict[str, list[Any]]):
                 part.row_positions = {group: taken for group, taken in self.row_positions.items() if group in mine}
             part.sampled = self.sampled[k * len(self.sampled) // n : (k + 1) * len(self.sampled) // n]
             part.tokens = self.tokens if k == 0 else 0  # as its seconds
-            part.cursor = first_cursor + (self.cursor - first_cursor) * (k + 1) // n
+            # Groups are numbered as their rows were taken: those before the next part's first one are done with.
+            later = next(iter(numbers[bounds[k + 1] :]), self.cursor - first_cursor)
+            part.cursor = min(self.cursor, first_cursor + (later if isinstance(later, int) else 0))
             part.seconds = dict(self.seconds) if k == 0 else {}
             part.reward_weights = self.reward_weights
             parts.append(part)
