@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from verifiers.trainers.learning.sequences import trained_sequences
 from verifiers.trainers.losses import Loss
 from verifiers.trainers.offline import read_offline
 from verifiers.trainers.reference import Reference
-from verifiers.trainers.reward_weights import check_one_weight_each, reward_weights, scheduled_weights
+from verifiers.trainers.reward_weights import check_weights, reward_weights, scheduled_weights
 from verifiers.trainers.staleness import note_versions, staleness_figures
 from verifiers.trainers.stopping import nothing_scored
 from verifiers.trainers.trainer import Trainer
@@ -84,11 +85,10 @@ class GRPOTrainer(Trainer):
         self._own_loss = own_function(self.config, "loss", "loss_type", loss)
         self._own_advantage = own_function(self.config, "advantage", "advantage", advantage)
         self._check_config()
-        if self._estimator.needs_weights:
-            check_one_weight_each(env, f"advantage {self._estimator.name!r}")
         self.env, self.offline = env, None if dataset is None else read_offline(dataset)
         if self.offline is None:
             setup.check_env(env)
+        check_weights(env, self._estimator)
         self._check_evaluation()
         self.config.warn_unused(has_own_loss=self._own_loss is not None, is_offline=self.offline is not None)
         whole: Whole = "sampled" if client is None or self.config.kl_coef else "sent"
@@ -108,7 +108,7 @@ class GRPOTrainer(Trainer):
             rows, self.dropped_prompts = setup.training_rows(env, dataset, self.tokenizer, self.config)
         self._make_stream(rows)
         self.eval_rows = setup.eval_rows(env, eval_dataset)
-        self._evaluates_training_rows = dataset is None and eval_dataset is None and env.eval_dataset is None
+        self.evaluates_training_rows = dataset is None and eval_dataset is None and env.eval_dataset is None
         self.callbacks, self.row_sampler, self.weight_schedule = list(callbacks), row_sampler, weight_schedule
         self._parts: deque[Batch] = deque()  # of the last generation: batches of updates to come
         # Tokenizes saved rollouts whose token ids were not saved; rollouts of this policy are never tokenized again.
@@ -215,8 +215,6 @@ class GRPOTrainer(Trainer):
         """Roll out and score the evaluation rows with the current weights."""
         if self.env is None:
             raise ValueError("this trainer has no environment to evaluate on; pass env=")
-        if self._evaluates_training_rows and self.report is not None and not self.report.evals:
-            self.report.notice(self.step, setup.NO_EVAL_ROWS)
         asked = sampling.overridden(self.sampling, self.config.eval_sampling_args)
         inputs = self.eval_rows if self.config.eval_examples < 0 else self.eval_rows[: self.config.eval_examples]
         each = self.config.eval_rollouts_per_example
@@ -275,11 +273,8 @@ class GRPOTrainer(Trainer):
         return self._parts.popleft()
 
     def _with_advantages(self, batch: Batch) -> Batch:
-        def gather(values: list[Any]) -> list[Any]:
-            return [one for part in processes.all_gather(self.accelerator, values) for one in part]
-
         batch.reward_weights = batch.reward_weights or reward_weights(self.env)
-        return with_advantages(batch, self._estimator, gather=gather)
+        return with_advantages(batch, self._estimator, gather=partial(processes.gather_lists, self.accelerator))
 
     def _generate_batch(self, step: int) -> Batch:
         """Sample and score the batch of a step in one go, by `get_batch`."""

@@ -10,6 +10,7 @@ from typing import Any, cast
 from verifiers.envs.env_group import EnvGroup
 from verifiers.envs.environment import Environment
 from verifiers.rubrics import RubricGroup
+from verifiers.trainers.advantages import Estimator
 
 Put = Callable[[list[float]], None]
 
@@ -19,12 +20,12 @@ def reward_weights(env: Any) -> dict[str, float]:
     return {name: max(weights, key=abs) for name, weights in _weights(env).items()}
 
 
-def check_one_weight_each(env: Any, whose: str) -> None:
+def check_weights(env: Any, estimator: Estimator) -> None:
     """Refuse reward functions of one name that have several weights, for an estimator that weighs them by name."""
     for name, weights in _weights(env).items():
-        if len(weights) > 1:
+        if estimator.needs_weights and len(weights) > 1:
             raise ValueError(
-                f"{whose} weighs reward functions by name, and {name!r} has the weights "
+                f"advantage {estimator.name!r} weighs reward functions by name, and {name!r} has the weights "
                 f"{', '.join(f'{one:g}' for one in sorted(weights))} in environments of this group: rename one of them"
             )
 

@@ -27,11 +27,6 @@ from verifiers.types import Row
 
 logger = logging.getLogger("verifiers.trainers")
 
-NO_EVAL_ROWS = (
-    "evaluations are of the training rows, as the environment has no others: they do not tell learning from learning "
-    "by heart; pass eval_dataset= to the trainer or to the environment"
-)
-
 
 def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
     """The value of an argument that has two names, whichever was passed."""

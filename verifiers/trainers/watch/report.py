@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from verifiers.trainers.trainer import Trainer
 
 DEFAULT_ROOT = Path("outputs/train")
+NO_EVAL_ROWS = (
+    "evaluations are of the training rows, as the environment has no others: they do not tell learning from learning "
+    "by heart; pass eval_dataset= to the trainer or to the environment"
+)
 _UNLEARNED = re.compile(r"output_dir|run_name|logging_steps|report_to|show_progress|log_rollouts|(eval|save)_")
 
 
@@ -76,6 +80,7 @@ class Report:
         self._functions = {name: f"{name_of(one)} (a function)" for name, one in functions.items() if one is not None}
         self._watch = Watch(self.config, weights=reward_weights(env))
         self._weights = {} if env is None else env.rubric.reward_shares()
+        self._evaluates_training_rows = getattr(trainer, "evaluates_training_rows", False)
         self._is_open = False
 
     def _locate(self, resume: bool | str | Path) -> tuple[Path | None, Path]:
@@ -251,6 +256,8 @@ class Report:
     def evaluated(self, step: int, outcome: Any) -> None:
         """Log an evaluation: `Results`, or whatever an overridden ``evaluate`` returned."""
         figures = _eval_figures(outcome)
+        if self._evaluates_training_rows and not self.evals:
+            self.notice(step, NO_EVAL_ROWS)
         self.evals.append({"step": step, **figures})
         if not self._is_open:
             return
