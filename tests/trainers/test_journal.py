@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from verifiers.store import RunDir, RunInUseError
-from verifiers.trainers.watch.journal import Journal
+from verifiers.trainers.watch.journal import Journal, record_of
 from verifiers.types import State
 
 FIGURES = {"epoch": 0.5, "reward": 0.42, "reward_low": 0.36, "reward_high": 0.48, "metrics": {"correct": 0.4}}
@@ -60,10 +60,12 @@ def test_figures_without_the_number_of_their_step_are_refused(run: RunDir, step:
 
 def test_sampled_rollouts_carry_their_step_and_advantage_and_never_share_a_number(run: RunDir) -> None:
     with Journal(run) as journal:
-        journal.write_rollouts(1, [state(0), state(0, 0.0), state(7)], [0.5, -0.5, None])
-        journal.write_rollouts(2, [state(0)], [0.25])
+        journal.write_records(
+            [record_of(1, state(0), 0.5), record_of(1, state(0, 0.0), -0.5), record_of(1, state(7), None)]
+        )
+        journal.write_records([record_of(2, state(0), 0.25)])
     with Journal(RunDir.open(run.path)) as resumed:  # another process, later
-        resumed.write_rollouts(3, [state(0), state(7)], [0.0, 0.0])
+        resumed.write_records([record_of(3, state(0), 0.0), record_of(3, state(7), 0.0)])
     records = list(run.records())
     assert [(r["example_id"], r["rollout"], r["step"]) for r in records] == [
         (0, 0, 1),
@@ -82,28 +84,23 @@ def test_a_state_or_metric_called_step_does_not_hide_the_step_of_the_training(ru
     odd = state(0, step=99)
     odd["metrics"] = {"advantage": 3.0, "step": 4.0}
     with Journal(run) as journal:
-        journal.write_rollouts(5, [odd], [0.5])
+        journal.write_records([record_of(5, odd, 0.5)])
     (record,) = run.records()
     assert (record["step"], record["advantage"], odd["step"]) == (5, 0.5, 99)
-
-
-def test_as_many_advantages_as_rollouts(run: RunDir) -> None:
-    with pytest.raises(ValueError, match="2 rollouts but 1 advantages"):
-        Journal(run).write_rollouts(1, [state(), state()], [0.5])
 
 
 def test_rewinding_forgets_what_came_after_a_step_in_both_files(run: RunDir) -> None:
     with Journal(run) as journal:
         for step in range(1, 6):
             journal.write_step({"step": step, "reward": step / 10})
-            journal.write_rollouts(step, [state(0)], [0.1])
+            journal.write_records([record_of(step, state(0), 0.1)])
             journal.write_notice(step, f"seen at {step}")
         journal.write_eval(5, {"reward": 0.5})
         journal.rewind(3)
         with pytest.raises(RunInUseError):  # it still has the folder
             RunDir.open(run.path).appender()
         journal.write_step({"step": 4, "reward": 0.9})
-        journal.write_rollouts(4, [state(0)], [0.2])
+        journal.write_records([record_of(4, state(0), 0.2)])
     assert [(line["step"], line["reward"]) for line in journal.steps()] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.9)]
     assert [line["notice"] for line in journal.notices()] == ["seen at 1", "seen at 2", "seen at 3"]
     assert list(journal.evals()) == []
@@ -137,12 +134,12 @@ def test_nobody_else_writes_where_a_training_does(run: RunDir) -> None:
 KILLED = """
 import os, signal, sys
 from verifiers.store import RunDir
-from verifiers.trainers.watch.journal import Journal
+from verifiers.trainers.watch.journal import Journal, record_of
 
 journal = Journal(RunDir.open(sys.argv[1]))
 for step in range(1, 4):
     journal.write_step({"step": step, "reward": 0.5})
-    journal.write_rollouts(step, [{"example_id": 0, "completion": "4", "reward": 1.0}], [0.5])
+    journal.write_records([record_of(step, {"example_id": 0, "completion": "4", "reward": 1.0}, 0.5)])
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -169,6 +166,6 @@ def test_what_was_written_survives_a_kill_and_the_next_process_goes_on(run: RunD
     assert died.returncode == -signal.SIGKILL
     with Journal(run) as journal:
         journal.rewind(2)
-        journal.write_rollouts(3, [state(0)], [0.5])
+        journal.write_records([record_of(3, state(0), 0.5)])
     assert [line["step"] for line in journal.steps()] == [1, 2]
     assert [(r["step"], r["rollout"]) for r in run.records()] == [(1, 0), (2, 1), (3, 2)]

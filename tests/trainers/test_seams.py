@@ -194,11 +194,17 @@ def test_names_are_arguments_fields_and_aliases(tmp_path):
         ({"importance_sampling_clip_min": 4.0}, "importance_sampling_clip_min=4.0 must be below"),
         ({"top_entropy_quantile": 1.5}, "top_entropy_quantile must be between 0 and 1"),
         ({"entropy_coef": math.nan}, "entropy_coef must be a finite number"),
+        ({"max_concurrent": "4"}, "max_concurrent must be a whole number, got '4'"),
+        ({"max_grad_norm": "1"}, "max_grad_norm must be a finite number or None, got '1'"),
+        ({"top_p": "0.9"}, "top_p must be a finite number, got '0.9'"),
+        ({"adam_beta2": 1.0}, "adam_beta2 must be 0 or more, and below 1, got 1.0"),
+        ({"sampling_args": [1]}, r"sampling_args must be a mapping, got \[1\]"),
+        ({"scale_rewards": 1}, "scale_rewards must be a text or True or False or None, got 1"),
         ({"sampling_args": {"seed": 3}}, "samples with seed=3: all rollouts of a prompt would be the same"),
         ({"sampling_args": {"extra_body": {"seed": 3}}}, "samples with seed=3"),
-        ({"gradient_checkpointing": "false"}, r"gradient_checkpointing must be bool \| None, got 'false'"),
-        ({"sync_ref_model": 1}, "sync_ref_model must be bool, got 1"),
-        ({"weight_decay": math.nan}, "weight_decay must be 0 or more, got nan"),
+        ({"gradient_checkpointing": "false"}, "gradient_checkpointing must be True or False or None, got 'false'"),
+        ({"sync_ref_model": 1}, "sync_ref_model must be True or False, got 1"),
+        ({"weight_decay": math.nan}, "weight_decay must be a finite number, got nan"),
         ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg must be above 0"),
         ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "steps_per_generation must be a multiple of"),
     ],
@@ -504,6 +510,29 @@ def test_a_training_that_stopped_within_a_generation_goes_on_as_if_it_had_not(tm
             assert one["advantages"] == other["advantages"]
             steps = [[step for state in batch.states for step in state["trajectory"]] for batch in (one, other)]
             assert len({store.encode([step["tokens"] for step in some]) for some in steps}) == 1
+
+
+def test_failures_and_tokens_of_a_generation_count_the_same_after_a_stop_within_it(tmp_path):
+    def picky(completion: Any) -> float:
+        text = vf.messages.content_text(completion[-1]["content"]) if not isinstance(completion, str) else completion
+        if len(text) % 3 == 0:
+            raise RuntimeError("the grader is down")
+        return float(text.count("e"))
+
+    def env() -> Any:
+        return vf.SingleTurnEnv(dataset=[{"question": f"say {i}"} for i in range(8)], rubric=vf.Rubric([picky]))
+
+    settings = {"steps_per_generation": 3, "batch_size": 8, "save_steps": 1}
+    names = ("loss", "failed", "sampled", "sampled_tokens", "total_tokens")
+    first = trainer(tmp_path / "w", env=env(), max_steps=3, **settings).train()
+    whole = [[step[name] for name in names] for step in first.steps]
+        [step[name] for name in names]
+        for step in trainer(tmp_path / "w", env=env(), max_steps=3, **settings).train().steps
+    ]
+    assert sum(step[1] for step in whole) > 1
+    trainer(tmp_path / "s", env=env(), max_steps=1, **settings).train()
+    again = trainer(tmp_path / "s", env=env(), max_steps=3, **settings).train(resume=True)
+    assert [[step[name] for name in names] for step in again.steps] == whole
 
 
 @pytest.mark.parametrize("odd", ["[[{", "[3]", '[[{"columns": {}}]]', '[[{"states": [{}], "columns": 1}]]'])

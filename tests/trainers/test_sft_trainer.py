@@ -217,6 +217,17 @@ def test_the_loss_goes_down_and_the_run_is_written(tmp_path):
     assert report.picture()
 
 
+def test_what_another_trainer_taught_a_model_in_half_precision_is_not_undone_by_the_next_step(tmp_path):
+    model = tiny()[0].to(torch.bfloat16)
+    first, second = (trainer(tmp_path / name, model=model, max_steps=1) for name in ("first", "second"))
+    first.train()
+    second.train()
+    taught = [parameter.clone() for parameter in model.parameters()]
+    first.config.learning_rate = 0.0
+    first.train_step(first.get_batch())
+    assert all(torch.equal(mine, its) for mine, its in zip(model.parameters(), taught, strict=True))
+
+
 def test_tokens_that_are_not_trained_have_no_influence(tmp_path):
     """The same chat with another middle turn, masked: the gradient of the reply before it is the same."""
     one = trainer(tmp_path)

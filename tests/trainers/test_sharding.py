@@ -85,7 +85,7 @@ def test_a_model_in_4_bits_is_not_sharded():
     rows = [{"prompt": "a", "completion": "b"}]
     made = vf.SFTTrainer(model, rows, {"load_in_4bit": True}, tokenizer=tokenizer, peft_config=vf.lora_defaults())
     with pytest.raises(ValueError, match=r"weights in 4 bits .* are not shared out among processes, and fsdp2 is"):
-        make_weights(made.model, made.config, made.accelerator, "fsdp2", whole="saved", plan=made.memory)
+        make_weights(made.model, made.config, made.accelerator, "fsdp2", whole="saved")
 
 
 # --- what a device holds ----------------------------------------------------------------------------------------------
@@ -127,11 +127,11 @@ def test_a_device_never_holds_more_than_its_part_and_one_layer(tmp_path, first_o
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    model, _, plan = setup.model_and_tokenizer(tmp_path / "model", None, job)
+    model, *_ = setup.model_and_tokenizer(tmp_path / "model", None, job)
     assert {one.device.type for one in model.parameters()} == {"cpu"}
     whole = 4 * sum(one.numel() for one in model.parameters())
     with measuring.Allocated(device.type, model) as found:
-        weights = make_weights(model, config, first_of_eight, "fsdp2", whole="saved", plan=plan)
+        weights = make_weights(model, config, first_of_eight, "fsdp2", whole="saved")
         held = found.now
     assert held < 1.05 * whole / EIGHT + layer
     activations = 4 * HIDDEN[device.type] * 40 * 130  # of one layer, for the tokens that it is tried on
@@ -152,11 +152,11 @@ def test_a_model_that_is_sampled_from_is_on_the_device_once_and_gathered_one_par
     layer = deep_model(tmp_path / "model", device.type)
     config = vf.GRPOConfig(max_seq_length=64)
     job = Job(config=config, device=device, samples=True, processes=EIGHT, sharding="fsdp2")
-    model, _, plan = setup.model_and_tokenizer(tmp_path / "model", None, job)
+    model, *_ = setup.model_and_tokenizer(tmp_path / "model", None, job)
     assert {one.device.type for one in model.parameters()} == {device.type}
     size = sum(one.numel() for one in model.parameters())
     with measuring.Allocated(device.type, model) as found:
-        weights = make_weights(model, config, first_of_eight, "fsdp2", whole="sampled", plan=plan)
+        weights = make_weights(model, config, first_of_eight, "fsdp2", whole="sampled")
         held = found.now
     assert held < 4.2 * size / EIGHT + layer
     weights.publish()
@@ -172,10 +172,7 @@ def test_parameters_that_stay_on_the_host_are_read_back_into_what_is_trained(fir
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     model = measuring.model_of(64, 2, len(tiny.tokenizer()))
     config = vf.SFTConfig(max_seq_length=64)
-    plan = Job(config=config, device=first_of_eight.device, processes=EIGHT, sharding="fsdp2").plan_module(
-        model, dtype=torch.float32, is_whole=True
-    )
-    weights = make_weights(model, config, first_of_eight, "fsdp2", whole="saved", plan=plan)
+    weights = make_weights(model, config, first_of_eight, "fsdp2", whole="saved")
     assert {one.device.type for one in weights.masters} == {"cpu"}
     weights.take(lambda wanted: [one.to_local().fill_(3.0) for one in wanted.values()])
     assert all(bool((one == 3.0).all()) for one in weights.masters)

@@ -395,7 +395,41 @@ def test_the_same_text_sampled_as_different_tokens_is_learned_as_each_was_sample
         tokens = Tokens(prompt_ids=[1], completion_ids=ids, logprobs=[-1.0] * len(ids))
         sampler.keep(Request(model="", prompt=prompt), message, tokens)
     found = [sampler.samples(prompt, [message])[0].completion_ids for _ in range(4)]
-    assert found == [[5], [6, 7], [5], [6, 7]]
+    assert found == [[6, 7], [5], [6, 7], [5]]
+
+
+def test_replies_of_a_batch_larger_than_what_is_sampled_at_once_are_all_known(tmp_path: Any) -> None:
+    class Own(vf.GRPOTrainer):
+        def get_batch(self) -> Any:
+            prompts = [[{"role": "user", "content": f"say {i}"}] for i in range(600)]
+            texts = [str(one) for one in self.generate(prompts)]
+            return {
+                "prompts": prompts,
+                "completions": [[{"role": "assistant", "content": text}] for text in texts],
+                "rewards": [float(i % 2) for i in range(600)],
+                "groups": [i // 4 for i in range(600)],
+            }
+
+    report = making.trainer(tmp_path, Own, batch_size=600, max_new_tokens=1, max_steps=1).train()
+    assert report.last.get("refused", 0) == 0
+
+
+def test_a_text_that_the_policy_says_again_after_an_update_has_the_logprobs_of_this_time(tmp_path: Any) -> None:
+    class Own(vf.GRPOTrainer):
+        def get_batch(self) -> Any:
+            prompts = [[{"role": "user", "content": "say 1"}]] * 64
+            texts = [str(one) for one in self.generate(prompts)]
+            said.append(set(texts))
+            return prompts, [[{"role": "assistant", "content": text}] for text in texts], list(map(score, texts))
+
+    def score(text: str) -> float:
+        return float(sum(map(ord, text)) % 7)
+
+    said: list[set[str]] = []
+    settings = {"batch_size": 64, "max_new_tokens": 1, "learning_rate": 3e-2, "max_steps": 3}
+    report = making.trainer(tmp_path, Own, **settings).train()
+    assert said[0] & said[1]
+    assert [step["ratio_max"] for step in report.steps] == pytest.approx([1.0] * 3, abs=1e-4)
 
 
 def test_a_reply_that_was_changed_after_it_was_sampled_is_not_taken_for_what_the_policy_said() -> None:

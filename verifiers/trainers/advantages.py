@@ -102,6 +102,12 @@ def gdpo(
     [1.0, -1.0]
     """
     total = [0.0] * len(states)
+    known = {name for state in states for name in state.get("metrics") or {}}
+    if states and not any(weight and name in known for name, weight in weights.items()):
+        raise ValueError(
+            f"gdpo weighs reward functions: they have the weights {dict(weights)}, and these rollouts the metrics "
+            f"{sorted(known)}; pass env=, whose rubric scored them by functions, or take another advantage"
+        )
     for name, weight in weights.items():
         scored = [i for i, state in enumerate(states) if weight and name in (state.get("metrics") or {})]
         values = [float(states[i]["metrics"][name]) for i in scored]
@@ -160,6 +166,10 @@ class Estimator:
                 f"advantage {self.name!r} asks for gather and not for groups: it would be called once for each group, "
                 "and processes that have fewer of them would be waited for without end; ask for groups, too"
             )
+
+    @property
+    def needs_weights(self) -> bool:
+        return "weights" in self._call.wanted
 
     def __call__(
         self,

@@ -14,6 +14,16 @@ from verifiers.trainers.memory.optimizers import ALIASES, OPTIMIZERS
 
 SCHEDULES = ("constant", "linear", "cosine")
 STRATEGIES = ("no", "steps", "epoch")
+_KINDS: dict[str, tuple[str, Any]] = {  # of a field, by its annotation: in words, and as a class
+    "bool": ("True or False", bool),
+    "int": ("a whole number", int),
+    "float": ("a finite number", (int, float)),
+    "str": ("a text", str),
+    "Path": ("a path", Path),
+    "Sequence[str]": ("a list of texts", (list, tuple)),
+    "dict[str, Any]": ("a mapping", (Mapping, type(None))),
+    "None": ("None", type(None)),
+}
 
 
 @dataclass(init=False, repr=False)
@@ -91,6 +101,18 @@ class Config:
         if not is_right:
             raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
+    def _require_kinds(self) -> None:
+        for one in fields(self):
+            names = str(one.type).split(" | ")
+            if not _KINDS.keys() >= set(names):  # a field of a subclass
+                continue
+            value, kinds = getattr(self, one.name), [_KINDS[name] for name in names]
+            is_right = any(
+                isinstance(value, kind) and isinstance(value, bool) == (kind is bool) for _, kind in kinds
+            )  # a bool is no number here
+            is_right &= not isinstance(value, float) or math.isfinite(value)
+            self._require(one.name, is_right, " or ".join(words for words, _ in kinds))
+
     def _require_one_of(self, name: str, names: Collection[str]) -> None:
         self._require(name, getattr(self, name) in names, f"one of {', '.join(names)}")
 
@@ -151,6 +173,7 @@ class TrainingConfig(Config):
 
     def check(self, processes: int = 1) -> None:
         """Raise ValueError for settings that are wrong, alone or in this number of processes."""
+        self._require_kinds()
         for name in ("batch_size", "gradient_accumulation_steps", "logging_steps"):
             self._require(name, is_count(getattr(self, name)), "at least 1")
         for name in ("max_steps", "micro_batch_tokens", "eval_steps", "save_steps", "save_total_limit"):
@@ -158,17 +181,14 @@ class TrainingConfig(Config):
             if name == "max_steps" and value == -1:
                 self.max_steps = value = None
             self._require(name, value is None or is_count(value), "at least 1, or None")
-        for one in fields(self):
-            if one.type in ("bool", "bool | None"):  # a text, "false" say, would count as True
-                value = getattr(self, one.name)
-                self._require(
-                    one.name, isinstance(value, bool) or (value is None and one.type != "bool"), str(one.type)
-                )
-        self._require("weight_decay", is_finite(self.weight_decay) and self.weight_decay >= 0, "0 or more")
-        self._require("learning_rate", is_finite(self.learning_rate) and self.learning_rate >= 0, "0 or more")
-        self._require("num_epochs", is_finite(self.num_epochs) and self.num_epochs > 0, "above 0")
+        self._require("weight_decay", self.weight_decay >= 0, "0 or more")
+        self._require("learning_rate", self.learning_rate >= 0, "0 or more")
+        self._require("num_epochs", self.num_epochs > 0, "above 0")
         self._require("warmup_ratio", 0 <= self.warmup_ratio <= 1, "between 0 and 1")
         self._require("warmup_steps", self.warmup_steps >= 0, "0 or more")
+        for name in ("adam_beta1", "adam_beta2"):
+            self._require(name, 0 <= getattr(self, name) < 1, "0 or more, and below 1")
+        self._require("adam_epsilon", self.adam_epsilon >= 0, "0 or more")
         if self.lr_scheduler_type == "constant_with_warmup":  # as others call it: every schedule here warms up
             self.lr_scheduler_type = "constant"
         self._require_one_of("lr_scheduler_type", SCHEDULES)
@@ -187,7 +207,3 @@ class TrainingConfig(Config):
 
 def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)

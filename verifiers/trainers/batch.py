@@ -57,7 +57,8 @@ class Batch(dict[str, list[Any]]):
 
     Failed rollouts are in ``failed`` instead. ``cursor`` is the stream's after its rows were taken; ``row_positions``
     has the stream positions of each group's rows, where groups are not taken in order. ``sampled`` is the example and
-    the reward of every rollout that was scored, those that dynamic sampling replaced included.
+    the reward of every rollout that was scored, those that dynamic sampling replaced included; ``tokens`` are those
+    that were sampled for all of them, and for the failed ones.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Batch(dict[str, list[Any]]):
         failed: Sequence[State] = (),
         cursor: int = 0,
         sampled: Sequence[tuple[Any, float]] | None = None,
+        tokens: int | None = None,
     ) -> None:
         super().__init__(columns)
         self.failed = list(failed)
@@ -74,6 +76,7 @@ class Batch(dict[str, list[Any]]):
         self.row_positions: dict[int, list[int]] | None = None
         self.refused: list[str] = []  # reasons why rollouts cannot be trained on, one for each of these
         self.sampled = list(zip(self.examples, self["rewards"], strict=True)) if sampled is None else list(sampled)
+        self.tokens = sum(map(_tokens_of, [*self.states, *self.failed])) if tokens is None else tokens
         self.seconds: dict[str, float] = {}
         self.reward_weights: dict[str, float] = {}  # of the reward functions, by name, when it was scored
         self.ratios: dict[int, list[float]] = {}  # of the trained tokens of some rollouts, by index in the batch
@@ -105,7 +108,8 @@ class Batch(dict[str, list[Any]]):
     def __add__(self, other: Batch) -> Batch:
         columns = {name: self[name] + other[name] for name in self}
         failed, cursor = self.failed + other.failed, max(self.cursor, other.cursor)
-        both = Batch(columns, failed=failed, cursor=cursor, sampled=self.sampled + other.sampled)
+        sampled, tokens = self.sampled + other.sampled, self.tokens + other.tokens
+        both = Batch(columns, failed=failed, cursor=cursor, sampled=sampled, tokens=tokens)
         if self.row_positions is not None and other.row_positions is not None:
             both.row_positions = {**self.row_positions, **other.row_positions}
         return both
@@ -113,27 +117,31 @@ class Batch(dict[str, list[Any]]):
     def keep(self, indices: Sequence[int]) -> Batch:
         """A batch of these rollouts; those that failed or were sampled besides are still counted."""
         columns = {name: [values[i] for i in indices] for name, values in self.items()}
-        return Batch(columns, failed=self.failed, cursor=self.cursor, sampled=self.sampled)
+        return Batch(columns, failed=self.failed, cursor=self.cursor, sampled=self.sampled, tokens=self.tokens)
 
     def split(self, n: int, first_cursor: int) -> list[Batch]:
-        """``n`` batches of whole groups, about as many in each; every part has its share of the rows and the cursor.
+        """``n`` batches of whole groups, about as many in each; every part has its rows, and the cursor after them.
 
-        Where there are fewer groups than parts the last parts are empty. Failed rollouts go to the first part: a step
-        with no other rollouts would end the training.
+        Where there are fewer groups than parts some parts are empty. Failed rollouts go to the others: a step with no
+        other rollouts would end the training.
         """
         numbers = list(dict.fromkeys(self["groups"]))
         bounds = [-(-k * len(numbers) // n) for k in range(n + 1)]
+        filled = [k for k in range(n) if bounds[k] < bounds[k + 1]] or [0]
         parts = []
         for k in range(n):
             of_part = set(numbers[bounds[k] : bounds[k + 1]])
             part = self.keep([i for i, group in enumerate(self["groups"]) if group in of_part])
-            part.failed = self.failed if k == 0 else []
+            part.failed = self.failed[filled.index(k) :: len(filled)] if k in filled else []
             if self.row_positions is not None:
                 empty = self.row_positions.keys() - set(numbers) if k == 0 else set()  # all of their rollouts failed
                 mine = of_part | empty
                 part.row_positions = {group: taken for group, taken in self.row_positions.items() if group in mine}
             part.sampled = self.sampled[k * len(self.sampled) // n : (k + 1) * len(self.sampled) // n]
-            part.cursor = first_cursor + (self.cursor - first_cursor) * (k + 1) // n
+            part.tokens = self.tokens if k == 0 else 0  # as its seconds
+            # Groups are numbered as their rows were taken: those before the next part's first one are done with.
+            later = next(iter(numbers[bounds[k + 1] :]), self.cursor - first_cursor)
+            part.cursor = min(self.cursor, first_cursor + (later if isinstance(later, int) else 0))
             part.seconds = dict(self.seconds) if k == 0 else {}
             part.reward_weights = self.reward_weights
             parts.append(part)
@@ -144,20 +152,22 @@ class Batch(dict[str, list[Any]]):
         if any(state is None for state in self.states):
             return None
         columns = {name: values for name, values in self.items() if name != "completions"}
-        about = {name: getattr(self, name) for name in ("sampled", "cursor", "reward_weights")}
-        return {"columns": columns, "states": [detached(state)[0] for state in self.states if state], **about}
+        about = {name: getattr(self, name) for name in ("sampled", "tokens", "cursor", "reward_weights")}
+        failed = [detached(state)[0] for state in self.failed]
+        return {
+            "columns": columns, "states": [detached(state)[0] for state in self.states if state], "failed": failed, **about
+        }  # fmt: skip
 
     @classmethod
     def of_saved(cls, saved: Mapping[str, Any]) -> Batch:
-        states = [attached(fields, None, None) for fields in saved["states"]]
+        states, failed = ([attached(one, None, None) for one in saved[name]] for name in ("states", "failed"))
         for step in (step for state in states for step in state["trajectory"]):
             if tokens := step["tokens"]:  # JSON has no NaN
                 known = [math.nan if one is None else one for one in tokens["completion_logprobs"]]
                 tokens["completion_logprobs"] = known
         columns = {**saved["columns"], "completions": [Reply.of(state) for state in states]}
-        batch = cls(
-            columns, cursor=saved["cursor"], sampled=[(example, reward) for example, reward in saved["sampled"]]
-        )
+        sampled = [(example, reward) for example, reward in saved["sampled"]]
+        batch = cls(columns, failed=failed, cursor=saved["cursor"], sampled=sampled, tokens=saved["tokens"])
         batch.reward_weights = saved["reward_weights"]
         return batch
 
@@ -176,9 +186,14 @@ class Batch(dict[str, list[Any]]):
                 state["reward"] = reward  # saved with the reward that it is trained on
             else:
                 state["error"] = GraderError("compute_rewards gave a reward that is not finite")
-        scored = Batch.of_states(states, self["groups"], cursor=self.cursor)
+        scored = Batch.of_states(states, self["groups"], cursor=self.cursor, tokens=self.tokens)
         scored.failed = self.failed + scored.failed
         return scored
+
+
+def _tokens_of(state: Mapping[str, Any] | None) -> int:
+    turns = () if state is None else state.get("trajectory") or ()
+    return sum(len(step["tokens"]["completion_ids"]) for step in turns if step.get("tokens") is not None)
 
 
 def _rewards_of(given: Any, n: int) -> list[float]:

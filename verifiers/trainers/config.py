@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 from verifiers.envs.remote.workers import check_workers
 from verifiers.trainers import sampling
 from verifiers.trainers.advantages import ESTIMATORS, SCALES
-from verifiers.trainers.base_config import TrainingConfig, is_count, is_finite
+from verifiers.trainers.base_config import TrainingConfig, is_count
 from verifiers.trainers.losses import CORRECTIONS, METHODS, Objective
 
 # Keys of 0.1.5 and 0.1.9 for a trainer that drives Transformers' own and a vLLM server beside it.
@@ -178,6 +179,24 @@ class GRPOConfig(TrainingConfig):
             correction_max=self.importance_sampling_clip_max,
         )
 
+    def warn_unused(self, *, has_own_loss: bool, is_offline: bool) -> None:
+        """Warn of settings that were changed and that nothing reads with the others as they are."""
+        known = {name for method in METHODS.values() for name in method.reads}
+        unread = set() if has_own_loss else known - set(METHODS[self.loss_type].reads)
+        unused = dict.fromkeys(unread, f"loss_type={self.loss_type!r} does not read it")
+        bounds = ("importance_sampling_clip_min", "importance_sampling_clip_max")
+        for switch, is_on, names in (
+            ("importance_sampling_mode", self._correction, bounds),
+            ("sync_ref_model", self.sync_ref_model, ("ref_model_sync_steps", "ref_model_mixup_alpha")),
+            ("dynamic_sampling", self.dynamic_sampling, ("max_resamples",)),
+        ):
+            unused |= {} if is_on else dict.fromkeys(names, f"it goes with {switch}")
+        if is_offline:
+            unused |= dict.fromkeys(("dynamic_sampling", "max_prompt_length"), "saved rollouts are taken as they are")
+        for name in sorted(unused):
+            if getattr(self, name) != getattr(type(self), name):
+                warnings.warn(f"{name}={getattr(self, name)!r} has no effect: {unused[name]}", stacklevel=3)
+
     @property
     def _correction(self) -> str | None:
         """As given; else a truncation for rollouts sampled ahead, too many of which the clip alone would leave out."""
@@ -190,16 +209,19 @@ class GRPOConfig(TrainingConfig):
         return sampling.merged(self, own)
 
     def check(self, processes: int = 1) -> None:
+        for name, argument in (("loss_type", "loss"), ("advantage", "advantage")):
+            if callable(getattr(self, name)):
+                raise TypeError(f"{name} of a configuration is a name; pass a function to GRPOTrainer({argument}=...)")
         super().check(processes)
         self._require("group_size", is_count(self.group_size) and self.group_size >= 2, "at least 2")
         for name in ("num_iterations", "max_new_tokens", "ref_model_sync_steps", "eval_rollouts_per_example"):
             self._require(name, is_count(getattr(self, name)), "at least 1")
         for name in ("num_batches_ahead", "max_resamples", "log_rollouts", "top_k"):
-            self._require(name, isinstance(getattr(self, name), int) and getattr(self, name) >= 0, "0 or more")
+            self._require(name, getattr(self, name) >= 0, "0 or more")
         self._check_sizes(processes)
         self._check_staleness()
         check_workers(self.workers)
-        self._require("temperature", is_finite(self.temperature) and self.temperature > 0, "above 0: training samples")
+        self._require("temperature", self.temperature > 0, "above 0: training samples")
         self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         self._require("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
         self._check_objective()
@@ -245,9 +267,6 @@ class GRPOConfig(TrainingConfig):
             )
 
     def _check_objective(self) -> None:
-        for name, argument in (("loss_type", "loss"), ("advantage", "advantage")):
-            if callable(getattr(self, name)):
-                raise TypeError(f"{name} of a configuration is a name; pass a function to GRPOTrainer({argument}=...)")
         self._require_one_of("loss_type", METHODS)
         if self.advantage is not None:
             self._require_one_of("advantage", ESTIMATORS)
@@ -259,15 +278,14 @@ class GRPOConfig(TrainingConfig):
             self._require_one_of("importance_sampling_level", ("token", "sequence"))
         if self.importance_sampling_mode is not None:
             self._require_one_of("importance_sampling_mode", (*CORRECTIONS, "off"))
-        self._require("entropy_coef", is_finite(self.entropy_coef), "a finite number")
         self._require("top_entropy_quantile", 0 <= self.top_entropy_quantile <= 1, "between 0 and 1")
-        self._require("kl_coef", is_finite(self.kl_coef) and self.kl_coef >= 0, "0 or more")
+        self._require("kl_coef", self.kl_coef >= 0, "0 or more")
         bounds = ("importance_sampling_clip_min", "importance_sampling_clip_max")
         for name in ("epsilon", "epsilon_high", "delta", "importance_cap", *bounds):
             value = getattr(self, name)
-            self._require(name, value is None or (is_finite(value) and value > 0), "above 0, or None")
+            self._require(name, value is None or value > 0, "above 0, or None")
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
-            self._require(name, is_finite(getattr(self, name)) and getattr(self, name) > 0, "above 0")
+            self._require(name, getattr(self, name) > 0, "above 0")
         low, high = (getattr(self, name) for name in bounds)
         if low is not None and high is not None and low >= high:
             raise ValueError(f"importance_sampling_clip_min={low} must be below importance_sampling_clip_max={high}")

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from verifiers.trainers.learning.sequences import trained_sequences
 from verifiers.trainers.losses import Loss
 from verifiers.trainers.offline import read_offline
 from verifiers.trainers.reference import Reference
-from verifiers.trainers.reward_weights import reward_weights, scheduled_weights
+from verifiers.trainers.reward_weights import check_weights, reward_weights, scheduled_weights
 from verifiers.trainers.staleness import note_versions, staleness_figures
 from verifiers.trainers.stopping import nothing_scored
 from verifiers.trainers.trainer import Trainer
@@ -87,6 +88,9 @@ class GRPOTrainer(Trainer):
         self.env, self.offline = env, None if dataset is None else read_offline(dataset)
         if self.offline is None:
             setup.check_env(env)
+        check_weights(env, self._estimator)
+        self._check_evaluation()
+        self.config.warn_unused(has_own_loss=self._own_loss is not None, is_offline=self.offline is not None)
         whole: Whole = "sampled" if client is None or self.config.kl_coef else "sent"
         how = {"adapters": peft_config, "samples": client is None, "is_read": whole == "sampled"}
         self._load(model, tokenizer, env=env, **how)
@@ -104,6 +108,7 @@ class GRPOTrainer(Trainer):
             rows, self.dropped_prompts = setup.training_rows(env, dataset, self.tokenizer, self.config)
         self._make_stream(rows)
         self.eval_rows = setup.eval_rows(env, eval_dataset)
+        self.evaluates_training_rows = dataset is None and eval_dataset is None and env.eval_dataset is None
         self.callbacks, self.row_sampler, self.weight_schedule = list(callbacks), row_sampler, weight_schedule
         self._parts: deque[Batch] = deque()  # of the last generation: batches of updates to come
         # Tokenizes saved rollouts whose token ids were not saved; rollouts of this policy are never tokenized again.
@@ -114,8 +119,8 @@ class GRPOTrainer(Trainer):
         check_installed(self.config.workers)
         if self._own_advantage is not None and (self.config.advantage or self.config.scale_rewards is not None):
             raise TypeError("advantage= is a function, and the configuration names another estimator; pass one of them")
-        Estimator(self._own_advantage or self.config.estimator)  # both check the signature of a user's function
-        Loss(self.config.objective, self._own_loss)
+        self._estimator = Estimator(self._own_advantage or self.config.estimator)
+        Loss(self.config.objective, self._own_loss)  # both check the signature of a user's function
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -268,11 +273,8 @@ class GRPOTrainer(Trainer):
         return self._parts.popleft()
 
     def _with_advantages(self, batch: Batch) -> Batch:
-        def gather(values: list[Any]) -> list[Any]:
-            return [one for part in processes.all_gather(self.accelerator, values) for one in part]
-
         batch.reward_weights = batch.reward_weights or reward_weights(self.env)
-        return with_advantages(batch, Estimator(self._own_advantage or self.config.estimator), gather=gather)
+        return with_advantages(batch, self._estimator, gather=partial(processes.gather_lists, self.accelerator))
 
     def _generate_batch(self, step: int) -> Batch:
         """Sample and score the batch of a step in one go, by `get_batch`."""

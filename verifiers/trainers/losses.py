@@ -29,7 +29,7 @@ INPUTS = {
 }
 
 Level = Literal["token", "sequence"]
-MeanOver = Literal["sequences", "tokens", "max_new_tokens"]
+MeanOver = Literal["rollouts", "tokens", "max_new_tokens"]
 MAX_LOG_RATIO = 20.0  # clamps a logprob of -inf or -9999 from a sampler, whose ratio would dominate the step
 CORRECTIONS: tuple[str, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -120,7 +120,7 @@ class Method:
     """What a name of ``loss_type`` stands for.
 
     ``clip`` is epsilon below and above 1 (None: the same above). ``bounds_itself``: ``importance_cap`` applies only if
-    it was set.
+    it was set. ``reads`` are the settings of its own.
     """
 
     loss: Callable[..., Any] = clipped
@@ -129,16 +129,19 @@ class Method:
     level: Level = "token"
     clip: tuple[float, float | None] = (0.2, None)
     bounds_itself: bool = False
+    reads: tuple[str, ...] = ("epsilon", "epsilon_high", "delta")
 
 
 METHODS: dict[str, Method] = {
-    "grpo": Method(mean_over="sequences"),
+    "grpo": Method(mean_over="rollouts"),
     "dr_grpo": Method(mean_over="max_new_tokens", advantage="dr_grpo"),
     "dapo": Method(mean_over="tokens", clip=(0.2, 0.28)),
     "bnpo": Method(mean_over="tokens"),
-    "gspo": Method(mean_over="sequences", level="sequence", clip=(3e-4, 4e-4)),
-    "cispo": Method(loss=cispo, mean_over="tokens", clip=(0.2, 5.0), bounds_itself=True),
-    "sapo": Method(loss=sapo, mean_over="sequences", bounds_itself=True),
+    "gspo": Method(mean_over="rollouts", level="sequence", clip=(3e-4, 4e-4)),
+    "cispo": Method(loss=cispo, mean_over="tokens", clip=(0.2, 5.0), bounds_itself=True, reads=("epsilon_high",)),
+    "sapo": Method(
+        loss=sapo, mean_over="rollouts", bounds_itself=True, reads=("sapo_temperature_pos", "sapo_temperature_neg")
+    ),
 }
 
 
@@ -286,11 +289,11 @@ def _sequence_sums(values_T: Tensor, sequence_T: Tensor) -> Tensor:
     return values_T.new_zeros(n).index_add(0, sequence_T, values_T)
 
 
-def token_weights(kind: str, lengths_S: Tensor, max_new_tokens: int, totals: tuple[int, int] | None = None) -> Tensor:
-    """The weight of a token of each sequence, so that the weighted sum over a batch is the method's mean.
+def token_weights(kind: str, lengths_R: Tensor, max_new_tokens: int, totals: tuple[int, int] | None = None) -> Tensor:
+    """The weight of a token of each rollout, so that the weighted sum over a batch is the method's mean.
 
-    The mean is over "sequences" (of their token means), over "tokens", or over "max_new_tokens" for each sequence,
-    however long it is. ``totals`` are the sequences and tokens of all processes, where there are several.
+    The mean is over "rollouts" (of their token means), over "tokens", or over "max_new_tokens" for each rollout,
+    however long it is. ``totals`` are the rollouts and tokens of all processes, where there are several.
 
     >>> import torch
     >>> token_weights("grpo", torch.tensor([1, 4]), 8)
@@ -300,11 +303,11 @@ def token_weights(kind: str, lengths_S: Tensor, max_new_tokens: int, totals: tup
     >>> token_weights("dapo", torch.tensor([1, 4]), 8)
     tensor([0.2000, 0.2000])
     """
-    lengths_S, mean_over = lengths_S.float(), METHODS[kind].mean_over
-    n, tokens = (len(lengths_S), lengths_S.sum()) if totals is None else (totals[0], lengths_S.new_tensor(totals[1]))
+    lengths_R, mean_over = lengths_R.float(), METHODS[kind].mean_over
+    n, tokens = (len(lengths_R), lengths_R.sum()) if totals is None else (totals[0], lengths_R.new_tensor(totals[1]))
     n = max(n, 1)
-    if mean_over == "sequences":
-        return 1.0 / (n * lengths_S.clamp(min=1.0))
+    if mean_over == "rollouts":
+        return 1.0 / (n * lengths_R.clamp(min=1.0))
     if mean_over == "max_new_tokens":
-        return lengths_S.new_full(lengths_S.shape, 1.0 / (n * max_new_tokens))
-    return lengths_S.new_ones(lengths_S.shape) / tokens.clamp(min=1.0)
+        return lengths_R.new_full(lengths_R.shape, 1.0 / (n * max_new_tokens))
+    return lengths_R.new_ones(lengths_R.shape) / tokens.clamp(min=1.0)

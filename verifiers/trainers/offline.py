@@ -15,7 +15,9 @@ from verifiers.types import State
 
 _NAMES = {"prompts": "prompt", "completions": "completion", "rewards": "reward", "answers": "answer"}
 _ALIGNED = (*_NAMES.values(), "messages", "question")
-_OF_A_STATE = ("trajectory", "oai_tools", "tools", "info", "chat_template_kwargs", "is_truncated", "stop_condition")
+_OF_A_STATE = (
+    "trajectory", "oai_tools", "tools", "info", "chat_template_kwargs", "is_truncated", "stop_condition", "metrics",
+)  # fmt: skip
 
 
 class Offline:

@@ -4,23 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, cast
 
 from verifiers.envs.env_group import EnvGroup
 from verifiers.envs.environment import Environment
 from verifiers.rubrics import RubricGroup
+from verifiers.trainers.advantages import Estimator
 
 Put = Callable[[list[float]], None]
 
 
 def reward_weights(env: Any) -> dict[str, float]:
-    """The weight of each reward function, by name."""
+    """What each reward function counts in the reward, by name; where environments of a group differ, at most."""
+    return {name: max(weights, key=abs) for name, weights in _weights(env).items()}
+
+
+def check_weights(env: Any, estimator: Estimator) -> None:
+    """Refuse reward functions of one name that have several weights, for an estimator that weighs them by name."""
+    for name, weights in _weights(env).items():
+        if estimator.needs_weights and len(weights) > 1:
+            raise ValueError(
+                f"advantage {estimator.name!r} weighs reward functions by name, and {name!r} has the weights "
+                f"{', '.join(f'{one:g}' for one in sorted(weights))} in environments of this group: rename one of them"
+            )
+
+
+def _weights(env: Any) -> dict[str, set[float]]:
     if env is None:
         return {}
-    if isinstance(env, EnvGroup):
-        return {name: weight for one in env.envs for name, weight in reward_weights(one).items()}
-    rubric = env.rubric
-    return dict(zip(rubric._get_reward_func_names(), rubric._get_reward_weights(), strict=True))
+    members = env.envs if isinstance(env, EnvGroup) else ()
+    shares = [{name: {one} for name, one in env.rubric.reward_shares().items()}, *map(_weights, members)]
+    return {name: set().union(*(one.get(name, ()) for one in shares)) for name in dict.fromkeys(chain(*shares))}
 
 
 @contextmanager

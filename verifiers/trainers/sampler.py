@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -23,7 +23,7 @@ from verifiers.messages import as_messages
 from verifiers.rollout import step_tokens
 from verifiers.samples import Sample, samples_of
 from verifiers.trainers.distributed.samplers import Samplers
-from verifiers.trainers.memory.job import length_asked, slots_wanted
+from verifiers.trainers.memory.job import length_asked
 from verifiers.trainers.sampling import default_args, flat, merged, names
 from verifiers.types import ChatMessage
 
@@ -44,10 +44,9 @@ class Sampler(LocalModel):
         self, *args: Any, remembers: int = 4096, default_args: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._remembers, self._default_args = remembers, flat(default_args)
-        self._unsorted: deque[tuple[Any, ChatMessage, Tokens]] = deque(maxlen=remembers)
-        self._sampled: OrderedDict[tuple[Any, ...], deque[Tokens]] = OrderedDict()  # by prompt and reply
-        self._count = 0
+        self._default_args = flat(default_args)
+        self._kept: deque[tuple[Any, ChatMessage, Tokens]] = deque(maxlen=remembers)
+        self._index: dict[tuple[Any, ...], deque[Tokens]] | None = None  # of what was kept, by prompt and reply
 
     async def complete(self, request: Request) -> Completion:
         given = request.sampling
@@ -63,29 +62,22 @@ class Sampler(LocalModel):
         """Remember the tokens of a reply, and forget those of the oldest."""
         # A copy: the caller may append to its list of messages.
         prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
-        self._unsorted.append((prompt, dict(message), tokens))
-
-    def _sort(self) -> None:
-        """Index what was kept; only when it is searched, which is rare."""
-        while self._unsorted:
-            prompt, message, tokens = self._unsorted.popleft()
-            self._sampled.setdefault(_key(prompt, message), deque()).append(tokens)
-            self._count += 1
-        while self._count > self._remembers:
-            oldest = next(iter(self._sampled))
-            self._sampled[oldest].popleft()
-            self._count -= 1
-            if not self._sampled[oldest]:
-                del self._sampled[oldest]
+        self._kept.append((prompt, dict(message), tokens))
+        self._index = None
 
     def _find(self, prompt: Any, reply: Any) -> Tokens | None:
-        """The tokens of a reply; of equal replies those of the next one, in the order in which they were sampled."""
-        self._sort()
-        equal = self._sampled.get(_key(prompt, reply))
+        """The tokens of a reply; of equal replies those of the newest, the next time those of the one before: the
+        older ones may be of earlier weights."""
+        index = self._index
+        if index is None:  # made only when it is searched, which is rare
+            self._index = index = {}
+            for *said, tokens in list(self._kept):
+                index.setdefault(_key(*said), deque()).append(tokens)
+        equal = index.get(_key(prompt, reply))
         if equal is None:
             return None
-        equal.rotate(-1)
-        return equal[-1]
+        equal.rotate(1)
+        return equal[0]
 
     def samples(self, prompt: Any, completion: Any) -> list[Sample]:
         """The samples of a conversation with this client; none if the tokens of any of its replies are not known."""
@@ -132,7 +124,7 @@ def make_sampler(
         rows=fits.rows,
         length=fits.length,
         cache_tokens=fits.cache_tokens,
-        remembers=8 * slots_wanted(config, parameter.device.type),
+        remembers=8 * config.rollouts_per_generation * (1 + config.num_batches_ahead),  # of a few turns each
         default_args=default_args(config, env),
     )
 

@@ -60,6 +60,7 @@ class SFTTrainer(Trainer):
         self._load(model, tokenizer, adapters=peft_config, is_read=False)
         self.examples = self._read(dataset)
         self.eval_samples: list[Sample] = [] if eval_dataset is None else self._read(eval_dataset).samples
+        self._check_evaluation()
         self._make_weights("saved")
         self._make_stream(self.examples.samples)
         self._scorer: TokenScorer | None = None
@@ -91,6 +92,7 @@ class SFTTrainer(Trainer):
         own = sum(sum(sample.completion_mask) for sample in batch)
         count = sum(processes.all_gather(self.accelerator, own))
         total = 0.0
+        self.weights.refresh()
         self.weights.module.train()
         for loss, is_last in self._losses(batch):
             self.weights.backward(loss / max(count, 1), is_last=is_last)

@@ -50,6 +50,13 @@ class Trainer:
         check_sharding(self.config, self.accelerator, self._sharding)
         check_report_to(self.config.report_to)
 
+    def _check_evaluation(self) -> None:
+        if not self.can_evaluate and self.config.strategy("eval") != "no":
+            raise ValueError(
+                f"eval_strategy={self.config.strategy('eval')!r} evaluates, and there is nothing to evaluate on: pass "
+                "eval_dataset= (with saved rollouts: env=), or leave out eval_strategy and eval_steps"
+            )
+
     def _load(self, model: Any, tokenizer: Any, **settings: Any) -> None:
         """Load the model and its tokenizer, and plan the memory of training it."""
         job = Job(
@@ -62,9 +69,7 @@ class Trainer:
         self.model, self.tokenizer, self.memory = setup.model_and_tokenizer(model, tokenizer, job)
 
     def _make_weights(self, whole: Whole) -> None:
-        self.weights = make_weights(
-            self.model, self.config, self.accelerator, self._sharding, whole=whole, plan=self.memory
-        )
+        self.weights = make_weights(self.model, self.config, self.accelerator, self._sharding, whole=whole)
         self.optimizer = self.weights.optimizer
 
     @property
@@ -137,7 +142,7 @@ class Trainer:
     def _training(self, resume: bool | str | Path) -> Iterator[Report]:
         """The report of a run, open for the length of the block and finished if it ends without an error."""
         with Report(self, resume) as report, sensible_threads(self.unwrapped_model):
-            self.report = report
+            self.report, self.should_stop = report, False
             if resume:
                 self._resume_from(report.resume(self))
             call_callbacks(self, "on_train_begin")

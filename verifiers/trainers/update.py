@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from torch import Tensor
 from verifiers.engine.fair_lock import steady
 from verifiers.trainers.distributed.processes import all_gather
 from verifiers.trainers.learning.micro_batches import MicroBatch, TrainSample
+from verifiers.trainers.learning.sequences import with_token_weights
 from verifiers.trainers.learning.target_logprobs import Scored
 from verifiers.trainers.learning.update_figures import UpdateFigures, combined
-from verifiers.trainers.losses import MAX_LOG_RATIO, Loss, TokenLosses, sampler_correction, token_weights
+from verifiers.trainers.losses import MAX_LOG_RATIO, Loss, TokenLosses, sampler_correction
 from verifiers.trainers.reference import Reference
 from verifiers.trainers.sampler import weights_lock
 from verifiers.trainers.sampling import max_new_tokens
@@ -95,15 +97,11 @@ class PolicyUpdate:
 
     def _weighted(self, sequences: Sequence[TrainSample]) -> tuple[list[TrainSample], int]:
         """The sequences that have a gradient, with the weight of their tokens; and the tokens of all processes."""
-        counts = torch.tensor([sum(one.sample.completion_mask) for one in sequences])
-        parts = all_gather(self._processes, (len(sequences), int(counts.sum())))
-        totals = (sum(n for n, _ in parts), sum(tokens for _, tokens in parts))
-        kind, of_all = self.loss.objective.kind, None if len(parts) == 1 else totals
-        weights = token_weights(kind, counts, self._max_new_tokens, of_all).tolist() if len(counts) else []
+        kind, gather = self.loss.objective.kind, partial(all_gather, self._processes)
+        weighted, tokens = with_token_weights(sequences, kind, self._max_new_tokens, gather=gather)
         uses_entropy = self.config.entropy_coef != 0.0 or self.config.top_entropy_quantile < 1.0
         uses_all = self.reference is not None or self.loss.is_own or uses_entropy
-        weighted = zip(sequences, weights, strict=True)
-        return [one._replace(weight=weight) for one, weight in weighted if uses_all or one.has_advantage], totals[1]
+        return [one for one in weighted if uses_all or one.has_advantage], tokens
 
     def _select_high_entropy(self, batches: Sequence[_Prepared]) -> int:
         """Note which tokens are in the ``top_entropy_quantile`` of highest entropy of the step, and count them."""

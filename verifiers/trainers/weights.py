@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,18 +25,17 @@ class Weights:
 
     A parameter in half precision has a float32 master copy, because small steps would be rounded away: gradients are
     accumulated there, the optimizer updates it, and the parameter is rounded from it after each step. With
-    ``optim="cpu_offload"`` master copies, gradients and optimizer state are on the host. With ``takes_each`` gradients
-    are moved to the master copies one by one during the backward pass: more kernel launches, and never two full sets.
+    ``optim="cpu_offload"`` master copies, gradients and optimizer state are on the host. Gradients are moved to the
+    master copies one by one during the backward pass, so that there are never two full sets.
 
     Every process holds all of them here; `distributed.sharding` has weights of which each process holds a part.
     """
 
     is_sharded = False  # whether forward and backward passes are collective: run by all processes together
 
-    def __init__(self, model: Any, config: TrainingConfig, processes: Any = None, *, takes_each: bool = False) -> None:
+    def __init__(self, model: Any, config: TrainingConfig, processes: Any = None) -> None:
         self.module, self.config, self.processes = model, config, processes
         self._is_on_host = OPTIMIZERS[config.optim].on_host
-        self.takes_each = takes_each or self._is_on_host
         named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
         if not named:
             raise ValueError("no parameter of this model asks for a gradient: there is nothing to train")
@@ -78,37 +76,17 @@ class Weights:
     def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
         """Add the gradients of a micro-batch to those of the step; ``is_last``: it is the last one of the step."""
         scaled = loss * self.scale if self.scale != 1.0 else loss
-        if self.takes_each:
-            with self._moving_gradients():
-                scaled.backward()
-            return
-        scaled.backward()
-        halves = [(live, master) for live, master in self._copies if live.grad is not None]
-        first = [(live, master) for live, master in halves if master.grad is None]
-        further = [(live, master) for live, master in halves if master.grad is not None]
-        if first:
-            grads = _empty_as([master for _, master in first])
-            torch._foreach_copy_(grads, [live.grad for live, _ in first])
-            for (_, master), grad in zip(first, grads, strict=True):
-                master.grad = grad
-        if further:
-            torch._foreach_add_([master.grad for _, master in further], [live.grad for live, _ in further])
-        for live, _ in halves:
-            live.grad = None
+        # Within the pass a gradient is added to that of the master copy, and freed, as soon as it is computed.
+        hooks = [live.register_post_accumulate_grad_hook(partial(_move, master)) for live, master in self._copies]
+        try:
+            scaled.backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def collect(self) -> None:
         """Sum the gradients over all processes, after the last micro-batch of a step."""
         sum_gradients(self.processes, self.masters)
-
-    @contextmanager
-    def _moving_gradients(self) -> Iterator[None]:
-        """Within the block a gradient is added to that of the master copy, and freed, as soon as it is computed."""
-        hooks = [live.register_post_accumulate_grad_hook(partial(_move, master)) for live, master in self._copies]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def gradients(self) -> list[Tensor]:
         return [master.grad for master in self.masters if master.grad is not None]
@@ -226,15 +204,6 @@ def _move(master: Tensor, live: Tensor) -> None:
     else:
         master.grad.add_(grad)
     live.grad = None
-
-
-def _empty_as(masters: list[Tensor]) -> list[Tensor]:
-    """Uninitialised tensors of these shapes: views of one allocation, because many would keep the host busy."""
-    if len({one.device for one in masters}) > 1:
-        return [torch.empty_like(one) for one in masters]
-    sizes = [one.numel() for one in masters]
-    parts = torch.empty(sum(sizes), device=masters[0].device).split(sizes)
-    return [part.view(one.shape) for part, one in zip(parts, masters, strict=True)]
 
 
 def learning_rate(config: TrainingConfig, step: int, total: int) -> float:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.learning.micro_batches import TrainSample
+from verifiers.trainers.learning.sequences import with_token_weights
 from verifiers.trainers.learning.update_figures import UpdateFigures
-from verifiers.trainers.losses import METHODS, Loss, token_weights
+from verifiers.trainers.losses import METHODS, Loss
 
 # Settings of a trainer in this process that a model elsewhere has no place for.
 NOT_HERE = (
@@ -50,10 +51,8 @@ class TinkerUpdate:
 
     def run(self, sequences: Sequence[TrainSample], learning_rate: float) -> dict[str, Any]:
         """Learn from these; returns loss, clip_fraction, ratios, grad_norm."""
-        counts = torch.tensor([sum(one.sample.completion_mask) for one in sequences])
-        shares = token_weights(self.loss.objective.kind, counts, self._max_new_tokens).tolist() if len(counts) else []
-        pairs = zip(sequences, shares, strict=True)
-        rows = [_Row(one, share) for one, share in pairs if one.has_advantage or self.loss.is_own]
+        weighted, _ = with_token_weights(sequences, self.loss.objective.kind, self._max_new_tokens)
+        rows = [_Row(one) for one in weighted if one.has_advantage or self.loss.is_own]
         figures = UpdateFigures()
         for iteration in range(self.config.num_iterations if rows else 0):
             self._pass(rows, figures, learning_rate, is_first=iteration == 0)
@@ -144,8 +143,8 @@ class TinkerUpdate:
 class _Row:
     """One sequence as Tinker takes it: each position with the token it predicts."""
 
-    def __init__(self, trained: TrainSample, share: float) -> None:
-        self.trained, self.share = trained, share
+    def __init__(self, trained: TrainSample) -> None:
+        self.trained, self.share = trained, trained.weight
         sample = trained.sample
         before = len(sample.prompt_ids) - 1
         self.ids = [*sample.prompt_ids, *sample.completion_ids]

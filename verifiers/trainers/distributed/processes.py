@@ -274,6 +274,11 @@ def all_gather(processes: Any, value: T) -> list[T]:
     return found
 
 
+def gather_lists(processes: Any, values: list[T]) -> list[T]:
+    """The lists of all processes as one."""
+    return [one for part in all_gather(processes, values) for one in part]
+
+
 @contextmanager
 def raise_everywhere(processes: Any) -> Iterator[None]:
     """Raise in all processes what the block raises in one: none waits at a collective for a process that failed."""

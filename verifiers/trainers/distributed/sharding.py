@@ -24,7 +24,6 @@ from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.distributed.processes import all_gather, is_on, mixed_precision, same_weights
 from verifiers.trainers.learning.logprobs import TokenScorer
 from verifiers.trainers.learning.proof import Layouts
-from verifiers.trainers.memory.plan import MemoryPlan
 from verifiers.trainers.weights import Weights
 
 logger = logging.getLogger("verifiers.trainers")
@@ -32,9 +31,7 @@ logger = logging.getLogger("verifiers.trainers")
 Whole = Literal["sampled", "sent", "saved"]
 
 
-def make_weights(
-    model: Any, config: TrainingConfig, processes: Any, kind: str, *, whole: Whole, plan: MemoryPlan
-) -> Weights:
+def make_weights(model: Any, config: TrainingConfig, processes: Any, kind: str, *, whole: Whole) -> Weights:
     """The trained parameters of a model, sharded as the launcher asks: ``kind`` is that of `processes.sharding`.
 
     ``whole`` says who reads the full model: ``sampled`` (every process after every step, on its device), ``sent`` (rank
@@ -42,7 +39,7 @@ def make_weights(
     """
     same_weights(processes, model)
     if kind == "none":
-        return Weights(model, config, processes, takes_each=plan.takes_each)
+        return Weights(model, config, processes)
     _check_kind(kind, in_4_bit=is_quantised(model), is_fp16=next(model.parameters()).dtype == torch.float16)
     if kind == "fsdp2":
         return FSDPWeights(model, config, processes, whole=whole)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain, groupby, pairwise
 from typing import Any
+
+import torch
 
 from verifiers.chat import ChatWriter
 from verifiers.samples import NotSampledError, Sample, are_ids_of, exact_samples, written_samples
@@ -12,6 +15,7 @@ from verifiers.trainers import sampling
 from verifiers.trainers.batch import Batch
 from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.learning.micro_batches import TrainSample
+from verifiers.trainers.losses import token_weights
 from verifiers.trainers.sampling import Distribution
 
 FindTokens = Callable[[Any, Any], list[Sample]]
@@ -56,6 +60,28 @@ def trained_sequences(
             sample = sampling.without_doubtful_logprobs(sample, drawn, is_off_policy=is_off_policy)
             trained.append(TrainSample(sample=sample, advantage=own, drawn_from=drawn, rollout=i))
     return trained
+
+
+def with_token_weights(
+    sequences: Sequence[TrainSample],
+    kind: str,
+    max_new_tokens: int,
+    *,
+    gather: Callable[[Any], list[Any]] = lambda own: [own],
+) -> tuple[list[TrainSample], int]:
+    """The sequences with the weight of their tokens in the mean of a loss, and how many tokens there are.
+
+    A rollout counts once, however many samples it has. ``gather`` has the value of every process.
+    """
+    owners = [f"sequence {i}" if one.rollout is None else one.rollout for i, one in enumerate(sequences)]
+    lengths: Counter[Any] = Counter()
+    for owner, one in zip(owners, sequences, strict=True):
+        lengths[owner] += sum(one.sample.completion_mask)
+    parts = gather((len(lengths), lengths.total()))
+    totals = sum(n for n, _ in parts), sum(tokens for _, tokens in parts)
+    found = token_weights(kind, torch.tensor([*lengths.values()]), max_new_tokens, totals).tolist()
+    weights = dict(zip(lengths, found, strict=True))
+    return [one._replace(weight=weights[owner]) for owner, one in zip(owners, sequences, strict=True)], totals[1]
 
 
 def samples_of_reply(

@@ -153,7 +153,6 @@ class MemoryPlan:
     device: Device
     gradient_checkpointing: bool
     releases_cache: bool  # the KV cache is freed during updates
-    takes_each: bool  # gradients are moved to their float32 master copies one by one
     slots: int
     micro_batch_tokens: int
     cache_room: float  # bytes that the KV cache may take
@@ -175,8 +174,6 @@ class MemoryPlan:
             found.append("gradient checkpointing")
         if self.releases_cache:
             found.append("the KV cache is given back while it learns")
-        if self.takes_each:
-            found.append("gradients are moved one by one")
         if self.slots < asked.slots:
             found.append(f"{self.slots} of {asked.slots} rollouts are sampled at once")
         if asked.micro_batch_tokens is None and self.micro_batch_tokens < min(
@@ -196,8 +193,8 @@ def plan_memory(asked: Training, device: Device) -> MemoryPlan:
     """The fastest plan that fits, by settings that change no result; if none fits, the smallest."""
     plans: list[MemoryPlan] = []
     for slots in _slots(asked.slots):
-        for checkpointing, releases, takes_each in _settings(asked):
-            plans.append(_planned(asked, device, slots, checkpointing, releases, takes_each))
+        for checkpointing, releases in _settings(asked):
+            plans.append(_planned(asked, device, slots, checkpointing, releases))
             if plans[-1].fits:
                 return plans[-1]
     return min(plans, key=lambda plan: plan.peak)
@@ -215,21 +212,18 @@ def _slots(wanted: int) -> list[int]:
     return found
 
 
-def _settings(asked: Training) -> Iterator[tuple[bool, bool, bool]]:
-    """(Gradient checkpointing, cache released, gradients moved one by one), from the fastest to the smallest."""
+def _settings(asked: Training) -> Iterator[tuple[bool, bool]]:
+    """(Gradient checkpointing, cache released), from the fastest to the smallest."""
     set_to = asked.gradient_checkpointing
     can_release = asked.slots > 0 and not asked.samples_ahead
     for checkpointing in (False, True) if set_to is None else (set_to,):
         for releases in (False, True) if can_release else (False,):
-            for takes_each in (False, True):
-                yield checkpointing, releases, takes_each
+            yield checkpointing, releases
 
 
-def _planned(
-    asked: Training, device: Device, slots: int, checkpointing: bool, releases: bool, takes_each: bool
-) -> MemoryPlan:
+def _planned(asked: Training, device: Device, slots: int, checkpointing: bool, releases: bool) -> MemoryPlan:
     resident, resident_host = _resident(asked)
-    kept, most, on_host = _gradients(asked, takes_each)
+    kept, most, on_host = _gradients(asked)
     host = resident_host + on_host
     if device.kind == "cpu":  # device and host share one memory
         resident["optimizer"] += resident_host
@@ -269,7 +263,6 @@ def _planned(
         device=device,
         gradient_checkpointing=checkpointing,
         releases_cache=releases,
-        takes_each=takes_each,
         slots=slots,
         micro_batch_tokens=tokens,
         cache_room=cache + sampled + (device.usable - always - cache - sampled if releases else spare),
@@ -304,7 +297,7 @@ def _resident(asked: Training) -> tuple[dict[str, float], float]:
     return found, on_host / shards
 
 
-def _gradients(asked: Training, takes_each: bool) -> tuple[float, float, float]:
+def _gradients(asked: Training) -> tuple[float, float, float]:
     """Gradients accumulated between micro-batches; those at the end of a backward pass; those on the host."""
     trained = asked.trained / asked.optimizer_shards
     one = min(asked.size.largest, trained) * asked.weight_bytes
@@ -312,7 +305,8 @@ def _gradients(asked: Training, takes_each: bool) -> tuple[float, float, float]:
         return one, one, trained * 4
     if asked.weight_bytes == 4:
         return trained * 4, trained * 4, 0
-    return trained * 4, trained * 4 + (one if takes_each else trained * asked.weight_bytes), 0
+    # Sharded gradients are moved by FSDP2 or DeepSpeed, all of this process's at once.
+    return trained * 4, trained * 4 + (one if asked.optimizer_shards == 1 else trained * asked.weight_bytes), 0
 
 
 def _gathered(asked: Training) -> float:

@@ -162,11 +162,13 @@ def _reward_part(made: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str,
         whole = [line for line in scored if number(line.get("reward_sampled")) is not None]
         start, end = (_reward_words(part, "reward_sampled") for part in (whole[:k], whole[-k:]))
         lines.append(f"That is of what was learned from; of all that was sampled it went from {start} to {end}.")
-    measured = [(line, line["eval"]) for line in evals if number(line["eval"].get("reward")) is not None]
-    for line, figures in [measured[0], measured[-1]] if len(measured) > 1 else measured:
-        low, high = number(figures.get("low")), number(figures.get("high"))
-        between = "" if low is None or high is None else f" (interval {low:.3f} to {high:.3f})"
-        lines.append(f"Evaluated after step {line.get('step')}: {figures['reward']:.3f}{between}.")
+    evals = [line for line in evals if any(number(line["eval"].get(name)) is not None for name in ("reward", "failed"))]
+    for line in [evals[0], evals[-1]] if len(evals) > 1 else evals:
+        reward, low, high, failed = (number(line["eval"].get(name)) for name in ("reward", "low", "high", "failed"))
+        found = "no reward" if reward is None else f"{reward:.3f}"
+        found += "" if low is None or high is None else f" (interval {low:.3f} to {high:.3f})"
+        found += f"; {failed:.0f} of its rollouts failed" if failed else ""
+        lines.append(f"Evaluated after step {line.get('step')}: {found}.")
     return lines
 
 

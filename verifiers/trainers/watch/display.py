@@ -94,10 +94,11 @@ class TrainingDisplay:
         else:
             self.say(f"{self.title}: {total_steps} steps")
 
-    def recall(self, steps: Iterable[Mapping[str, Any]]) -> None:
-        """Restore the curves of the steps before a resume."""
+    def recall(self, steps: Iterable[Mapping[str, Any]], evals: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Restore the curves of the steps before a resume, and the evaluations."""
         for metrics in steps:
             self._remember(metrics)
+        self.evals = list(evals)
 
     def update(self, metrics: Mapping[str, Any]) -> None:
         """Show the metrics of a finished step."""

@@ -77,7 +77,7 @@ class Watch:
             "not_finite": self._not_finite(step_metrics),
             "failures": self._failures(step_metrics),
             "refused": self._refusals(step_metrics),
-            "no_variance": self._no_variance(step_metrics),
+            "no_variance": self._no_variance(step_metrics, batch_view),
             "truncated": self._truncation(step_metrics),
             "entropy": self._entropy(),
             "ratio": self._ratio(step_metrics),
@@ -112,12 +112,13 @@ class Watch:
         return None
 
     def _failures(self, metrics: Mapping[str, Any]) -> str | None:
-        failed, scored = (int(number(metrics.get(name)) or 0) for name in ("failed", "samples"))
-        share = failed / max(scored + failed, 1)
+        failed, samples, sampled = (int(number(metrics.get(name)) or 0) for name in ("failed", "samples", "sampled"))
+        total = sampled or samples + failed
+        share = failed / max(total, 1)
         if not self._lasts("failures", share >= FAILED_SHARE):
             return None
         return (
-            f"{share:.0%} of rollouts failed ({failed} of {scored + failed}), for {PATIENCE} steps: they train "
+            f"{share:.0%} of rollouts failed ({failed} of {total}), for {PATIENCE} steps: they train "
             "nothing; their errors are in results.jsonl (see `vf view`), and lie with the environment, a judge or an "
             "endpoint, not with the policy"
         )
@@ -128,8 +129,10 @@ class Watch:
             return None
         return f"{metrics.get('refused')} rollouts were not learned from, as their tokens are not known: {reasons[0]}"
 
-    def _no_variance(self, metrics: Mapping[str, Any]) -> str | None:
-        if not self._lasts("no_variance", (number(metrics.get("zero_variance")) or 0.0) >= 1.0):
+    def _no_variance(self, metrics: Mapping[str, Any], view: Mapping[str, Any]) -> str | None:
+        # Some estimators compare turns, or rollouts of different groups.
+        is_flat = (number(metrics.get("zero_variance")) or 0.0) >= 1.0 and not any(view.get("has_advantage") or ())
+        if not self._lasts("no_variance", is_flat):
             return None
         mean = f" (mean {self._rewards[-1]:.3f})" if self._rewards else ""
         seen = f"no group had any variance in its rewards{mean} for {PATIENCE} steps: nothing is learned"

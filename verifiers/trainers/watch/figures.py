@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,6 +20,7 @@ def batch_view(batch: Batch) -> dict[str, Any]:
     completions = [_completion_logprobs(state) for state in states]
     logprobs = np.fromiter(chain.from_iterable(completions), np.float64, sum(map(len, completions)))
     logprobs = logprobs[np.isfinite(logprobs)]
+    known = zip(states, completions, strict=True)  # of a text that was saved without its tokens no length is known
     metrics = [state.get("metrics") or {} for state in states]
     timings = [state.get("timing") or {} for state in states]
     names = sorted({name for one in metrics for name in one})
@@ -31,8 +32,12 @@ def batch_view(batch: Batch) -> dict[str, Any]:
         "metrics": {name: [one.get(name) for one in metrics] for name in names},
         "is_truncated": [bool(state.get("is_truncated")) for state in states],
         "is_played": [bool(state) for state in states],
-        "lengths": [len(completion) for completion in completions],
+        "lengths": [len(found) if found or not state.get("completion") else None for state, found in known],
+        "has_advantage": [
+            any(one) if isinstance(one, Iterable) else bool(one) for one in batch.get("advantages") or ()
+        ],
         "failed": len(batch.failed),
+        "tokens": batch.tokens,
         "logprobs": (float(logprobs.sum()), len(logprobs)),  # sum and count
         **{name: sum(one.get(name, 0.0) for one in timings) for name in ("scoring_ms", "total_ms")},
     }
@@ -44,7 +49,7 @@ def merge_views(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return dict(views[0])
     merged: dict[str, Any] = {
         name: list(chain.from_iterable(view[name] for view in views))
-        for name in ("rewards", "examples", "sampled", "is_truncated", "is_played", "lengths")
+        for name in ("rewards", "examples", "sampled", "is_truncated", "is_played", "lengths", "has_advantage")
     }
     merged["groups"] = [f"{i}:{group}" for i, view in enumerate(views) for group in view["groups"]]
     names = sorted({name for view in views for name in view["metrics"]})
@@ -52,7 +57,7 @@ def merge_views(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         name: list(chain.from_iterable(view["metrics"].get(name, [None] * len(view["rewards"])) for view in views))
         for name in names
     }
-    for name in ("failed", "scoring_ms", "total_ms"):
+    for name in ("failed", "tokens", "scoring_ms", "total_ms"):
         merged[name] = sum(view[name] for view in views)
     merged["logprobs"] = tuple(map(sum, zip(*(view["logprobs"] for view in views), strict=True)))
     return merged
@@ -68,6 +73,7 @@ def rollout_figures(view: Mapping[str, Any]) -> dict[str, Any]:
         "samples": len(view["rewards"]),
         "sampled": len(view["sampled"]) + view["failed"],
         "failed": view["failed"],
+        "sampled_tokens": view["tokens"],
         "zero_variance": len(flat_groups(view["rewards"], view["groups"])) / max(len(groups), 1),
         "metrics": {
             name: mean
@@ -81,12 +87,11 @@ def rollout_figures(view: Mapping[str, Any]) -> dict[str, Any]:
         figures["reward_std"] = population_std(known)
     played = [i for i, is_played in enumerate(view["is_played"]) if is_played]
     if played:
-        lengths = [view["lengths"][i] for i in played]
+        lengths = [length for i in played if (length := view["lengths"][i]) is not None]
         total, count = view["logprobs"]
         figures |= {
-            "completion_tokens": sum(lengths) / len(lengths),
-            "completion_tokens_max": max(lengths),
-            "sampled_tokens": sum(lengths),
+            "completion_tokens": sum(lengths) / len(lengths) if lengths else None,
+            "completion_tokens_max": max(lengths, default=None),
             "truncated": sum(view["is_truncated"][i] for i in played) / len(played),
             "entropy": -total / count if count else None,
         }

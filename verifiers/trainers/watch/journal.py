@@ -81,14 +81,6 @@ class Journal:
         """Append a notice of the `Watch` about a step."""
         self._append({"step": step, "time": time.time(), "notice": text})
 
-    def write_rollouts(
-        self, step: int, states: Sequence[Mapping[str, Any]], advantages: Sequence[float | None]
-    ) -> None:
-        """Append sampled rollouts with the step they were trained in and their advantages."""
-        if len(states) != len(advantages):
-            raise ValueError(f"{len(states)} rollouts but {len(advantages)} advantages; give one for each")
-        self.write_records([record_of(step, *pair) for pair in zip(states, advantages, strict=True)])
-
     def write_records(self, records: Sequence[Record]) -> None:
         """Append records that `record_of` made, in this process or another."""
         out = self.open()._rollouts

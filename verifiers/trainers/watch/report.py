@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -42,6 +44,11 @@ if TYPE_CHECKING:
     from verifiers.trainers.trainer import Trainer
 
 DEFAULT_ROOT = Path("outputs/train")
+NO_EVAL_ROWS = (
+    "evaluations are of the training rows, as the environment has no others: they do not tell learning from learning "
+    "by heart; pass eval_dataset= to the trainer or to the environment"
+)
+_UNLEARNED = re.compile(r"output_dir|run_name|logging_steps|report_to|show_progress|log_rollouts|(eval|save)_")
 
 
 class Report:
@@ -73,6 +80,7 @@ class Report:
         self._functions = {name: f"{name_of(one)} (a function)" for name, one in functions.items() if one is not None}
         self._watch = Watch(self.config, weights=reward_weights(env))
         self._weights = {} if env is None else env.rubric.reward_shares()
+        self._evaluates_training_rows = getattr(trainer, "evaluates_training_rows", False)
         self._is_open = False
 
     def _locate(self, resume: bool | str | Path) -> tuple[Path | None, Path]:
@@ -166,10 +174,15 @@ class Report:
         if self._is_open:
             self.journal.rewind(state["step"])
             checkpoints.set_aside(self.path / "checkpoints", state["step"])
-            self.steps, self.evals = list(self.journal.steps()), list(self.journal.evals())
+            self.steps = list(self.journal.steps())
+            self.evals = [{"step": line["step"], **line["eval"]} for line in self.journal.evals()]
+            self.notices = [{name: line[name] for name in ("step", "notice")} for line in self.journal.notices()]
+            self.last = dict(self.steps[-1]) if self.steps else {}
             self._watch.recall(self.steps)
-            self.display.recall(self.steps)
-            self._total_tokens = int(self.steps[-1].get("total_tokens") or 0) if self.steps else 0
+            self.display.recall(self.steps, self.evals)
+            self._total_tokens = int(self.last.get("total_tokens") or 0)
+            if changed := _changes(state, self._settings(trainer)):
+                self.notice(state["step"], f"resumed with other settings than before: {', '.join(changed)}")
         return state
 
     # --- logging --------------------------------------------------------------------------------------------------
@@ -184,7 +197,7 @@ class Report:
         weights = {"reward_weights": batch.reward_weights} if trainer.weight_schedule else {}
         metrics = {**seen, **figures, **times, **weights}
         self.keep_rollouts(trainer.step, batch)
-        self.note(trainer, metrics, tokens=seen.get("sampled_tokens", 0), seconds=waited_s + trained_s, view=view)
+        self.note(trainer, metrics, tokens=seen["sampled_tokens"], seconds=waited_s + trained_s, view=view)
 
     def note(
         self,
@@ -203,7 +216,7 @@ class Report:
             "epoch": round(step / trainer.num_steps_per_epoch, 4),
             **figures,
             "step_s": seconds,
-            "tokens_per_s": tokens / seconds if seconds else None,
+            "tokens_per_s": tokens / seconds if tokens and seconds else None,
             "total_tokens": self._total_tokens,
         }
         self.steps.append(self.last)
@@ -215,9 +228,15 @@ class Report:
                 tracker.log(step, self.last)
         self.display.update(self.last)
         for notice in self._watch.look(self.last, view or {}):
-            self.notices.append({"step": step, "notice": notice.text})
-            self.journal.write_notice(step, notice.text)
-            self.display.notice(notice.text)
+            self.notice(step, notice.text)
+
+    def notice(self, step: int, text: str) -> None:
+        """Log a notice, and show it."""
+        self.notices.append({"step": step, "notice": text})
+        if not self._is_open:
+            return
+        self.journal.write_notice(step, text)
+        self.display.notice(text)
 
     def keep_rollouts(self, step: int, batch: Batch) -> None:
         """Write up to ``log_rollouts`` of the batches of all processes, and as many that failed."""
@@ -237,6 +256,8 @@ class Report:
     def evaluated(self, step: int, outcome: Any) -> None:
         """Log an evaluation: `Results`, or whatever an overridden ``evaluate`` returned."""
         figures = _eval_figures(outcome)
+        if self._evaluates_training_rows and not self.evals:
+            self.notice(step, NO_EVAL_ROWS)
         self.evals.append({"step": step, **figures})
         if not self._is_open:
             return
@@ -255,7 +276,7 @@ class Report:
             "cursor": trainer.cursor,
             "learned": trainer.learned,
             "processes": trainer.accelerator.num_processes,
-            "config": trainer.config.to_dict(),
+            "config": self._settings(trainer),
         }
         return checkpoints.save(
             self.path / "checkpoints",
@@ -268,6 +289,13 @@ class Report:
             reference=trainer.reference,
             unlearned=unlearned,
         )
+
+    def _settings(self, trainer: Trainer) -> dict[str, Any]:
+        """What a training may be resumed with otherwise: its configuration, functions, rows, and adapters."""
+        adapters = getattr(trainer.unwrapped_model, "peft_config", {}).values()
+        scales = ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")
+        own = {name: getattr(one, name) for one in adapters for name in scales if hasattr(one, name)}
+        return {**trainer.config.to_dict(), **self._functions, **own, "rows": len(trainer.rows)}
 
     def finish(self) -> None:
         """Write the plot and the audit."""
@@ -324,6 +352,17 @@ def _rows_per_process(state: Mapping[str, Any], processes: int) -> dict[str, Any
     taken = state["cursor"] * state.get("processes", processes)
     each = taken // processes
     return {"cursor": each, "learned": [*range(each * processes, taken), *state.get("learned", ())]}
+
+
+def _changes(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The settings that a training is resumed with and was not before, but for those that change nothing it learns.
+
+    >>> _changes({"config": {"seed": 0, "run_name": "a", "beta": 0.1}}, {"seed": 1, "run_name": "b", "beta": 0.1})
+    ['seed=1 (was 0)']
+    """
+    before = state.get("config") or {}
+    plain = json.loads(json.dumps({name: now[name] for name in before if name in now and not _UNLEARNED.match(name)}))
+    return [f"{name}={value!r} (was {before[name]!r})" for name, value in plain.items() if value != before[name]]
 
 
 def _backend_of(trainer: Trainer) -> str:
