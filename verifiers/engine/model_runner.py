@@ -57,16 +57,11 @@ class ModelRunner:
         self.changes = 0  # of the weights, that were detected
         self.weight_version = "0"  # the name of the weights (`name_weights`), or the number of changes
         self._is_named = False
+        self.varying: set[tuple[int, str]] = set()  # settings of modules that running them changes, by the proof
         with self.lock:
-            self.decoder = CommonDecoder(module, self._configs)
+            self._take_snapshot()
             self.not_in_c = unsupported(self.decoder) if self.device.type == "cpu" else "it is not on the CPU"
         self.cpu = CpuModel(self.decoder) if self.not_in_c is None else None
-        self._norms = [
-            (one, partial(_rms_norm(self.device), one, epsilon))
-            for one, epsilon in self.decoder.epsilons.items()
-            if one not in self.decoder.fused_norms
-        ]
-        self._take_snapshot()
         self._buffers: list[Tensor] = self._snapshot.buffers  # at the last check
         self._hooks: list[int] = []  # ids of the forward hooks, which are unique
         self.attending: tuple[int, set[int]] | None = None  # arguments and result of `attending_layers` at the proof
@@ -183,12 +178,13 @@ class ModelRunner:
         """
         # Code that moves parameters holds the lock; `taken` is incremented when this thread takes it, too.
         is_alone, self._lock_count = not is_idle and self.lock.taken - self._lock_count <= 1, self.lock.taken
-        if not is_alone and not self._snapshot.is_same:  # parameters were replaced, adapters added
+        if not is_alone and not self._snapshot.is_same:  # parameters were replaced, adapters added, a scale set
             if self.attending is not None and self.attending[1] != self.attending_layers(self.attending[0]):
                 raise InfraError(
                     "layers of the model were replaced by others since its engine was made: make a new one"
                 )
             self._take_snapshot()
+            self._last_state = (-1, None)
         if not is_alone:
             self._hooks = [hook for held in self._snapshot.hooks for hook in held]
         if is_alone and not has_prompts:
@@ -211,7 +207,14 @@ class ModelRunner:
         return True, has_moved
 
     def _take_snapshot(self) -> None:
-        self._snapshot = ModuleSnapshot(self.module)
+        """Describe the model as it is now."""
+        self.decoder = CommonDecoder(self.module, self._configs)
+        self._norms = [
+            (one, partial(_rms_norm(self.device), one, epsilon))
+            for one, epsilon in self.decoder.epsilons.items()
+            if one not in self.decoder.fused_norms
+        ]
+        self._snapshot = ModuleSnapshot(self.module, self.varying)
         self._adapters = [one for one in self._snapshot.modules if hasattr(one, "merged_adapters")]  # layers of peft
 
     @property
@@ -241,8 +244,10 @@ class ModelRunner:
 
     def reset(self) -> None:
         """Forget everything that was run so far."""
+        self._snapshot = ModuleSnapshot(self.module, self.varying)
         self.forget()
         self._last_state, self.changes = (0, None), 0
+        self.weight_version = self.weight_version if self._is_named else "0"
 
     def _drop_copies(self) -> None:
         self._steps = 0
