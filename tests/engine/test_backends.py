@@ -235,6 +235,24 @@ def test_a_sequence_that_has_ended_holds_no_memory() -> None:
     assert not [one for one in caches if one() is not None]
 
 
+def test_the_logprobs_of_a_prompt_after_learned_virtual_tokens_are_those_of_its_own_tokens() -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(random_model("Llama"), settings).eval()
+    engine = Engine(model, rows=2, length=64)
+    try:
+        (answer,) = engine.generate([PROMPTS[1]], Sampling(max_tokens=4, temperature=0.0, prompt_logprobs=0))
+    finally:
+        engine.close()
+    ids = [*answer.prompt_ids, *answer.ids]
+    with torch.no_grad():
+        logits_TV = model(input_ids=torch.tensor([ids])).logits[0, -len(ids) :]
+    logprobs_T = torch.log_softmax(logits_TV[:-1], -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    assert answer.prompt_logprobs is not None
+    scored = [one[0] for one in answer.prompt_logprobs if one is not None]
+    assert [*scored, *answer.raw_logprobs] == pytest.approx(logprobs_T, abs=2e-4)
+
+
 def test_a_longrope_model_is_planned_within_the_length_up_to_which_neighbours_do_not_matter() -> None:
     config = unusual_model("Phi3-longrope").config
     chosen = plan(config, dtype=torch.float32, device="cpu", weights_loaded=True)
