@@ -167,6 +167,38 @@ def test_a_model_whose_own_forward_is_not_the_same_twice_is_refused_in_one_sente
         Engine(reformer(), rows=2, length=96)
 
 
+def test_weights_that_are_not_loaded_or_cannot_be_watched_are_refused_in_one_sentence() -> None:
+    with pytest.raises(ValueError, match="LlamaForCausalLM are not loaded: they are on the meta device"):
+        Engine(random_model("Llama").to("meta"))
+    with torch.inference_mode():
+        model = random_model("Llama")
+    with pytest.raises(ValueError, match="tensors of inference mode, .* make the model outside of it"):
+        Engine(model)
+
+
+def test_linear_layers_without_a_weight_tensor_are_run_by_their_own_forward() -> None:
+    class Doubled(torch.nn.Module):
+        def __init__(self, linear: Any) -> None:
+            super().__init__()
+            self.inner, self.out_features = [linear], linear.out_features
+
+        def weight(self) -> Any:
+            return self.inner[0].weight
+
+        def forward(self, x: Any) -> Any:
+            return 2 * self.inner[0](x)
+
+    model = random_model("Llama")
+    for layer in model.model.layers:
+        layer.mlp.up_proj = Doubled(layer.mlp.up_proj)
+    engine = Engine(model, rows=2, length=64)
+    try:
+        assert engine.backend.name == "torch", engine.backend
+        assert worst_error(model, engine.generate(PROMPTS, Sampling(max_tokens=8, seed=1))) < 2e-4
+    finally:
+        engine.close()
+
+
 def test_a_forward_that_fails_is_refused_in_one_sentence() -> None:
     model = random_model()
     model.model.norm = None

@@ -45,7 +45,9 @@ def unsupported(decoder: CommonDecoder) -> str | None:
         "norms of another kind than RMS": any(one not in decoder.epsilons for one in norms),
         "linear layers of another class": any(type(one) is not nn.Linear for one in linears),
         "an embedding of another class": type(model.model.embed_tokens) is not nn.Embedding,
-        "weights that are not float32": any(one.weight.dtype is not torch.float32 for one in linears),
+        "weights that are not float32": any(
+            type(one) is nn.Linear and one.weight.dtype is not torch.float32 for one in linears
+        ),
         "rotary angles that change": getattr(model.model.rotary_emb, "rope_type", None) not in STATIC_ROPE,
         "layers of several sizes": len({(one.heads, one.kv_heads, one.head_dim, one.inner) for one in layers}) > 1,
     }
