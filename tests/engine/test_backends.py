@@ -172,7 +172,7 @@ def test_weights_that_are_not_loaded_or_cannot_be_watched_are_refused_in_one_sen
         Engine(random_model("Llama").to("meta"))
     with torch.inference_mode():
         model = random_model("Llama")
-    with pytest.raises(ValueError, match="tensors of inference mode, .* make the model outside of it"):
+    with pytest.raises(ValueError, match=r"tensors of inference mode, .* make the model outside of it"):
         Engine(model)
 
 
