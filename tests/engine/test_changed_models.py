@@ -58,8 +58,22 @@ def test_a_model_with_another_vocabulary_than_its_engine_was_made_for_is_refused
     model, engine = made
     with engine.lock:
         model.resize_token_embeddings(VOCABULARY + 8, mean_resizing=False)
-    with pytest.raises(InfraError, match=f"{VOCABULARY + 8} tokens, not .*{VOCABULARY} tokens"):
+    with pytest.raises(InfraError, match=f"{VOCABULARY + 8} tokens .*, not .*{VOCABULARY} tokens"):
         engine.generate(PROMPTS, WAY)
+
+
+def test_a_window_that_is_changed_in_the_configuration_or_in_a_layer_is_refused_until_it_is_back() -> None:
+    model = random_model("Gemma2")
+    engine = Engine(model, rows=4, length=128)
+    try:
+        for holder, said in ((model.config, "sliding_window=4, not"), (model.model.layers[0].self_attn, "windows")):
+            before, holder.sliding_window = holder.sliding_window, 4
+            with pytest.raises(InfraError, match=f"{said}.*make a new one"):
+                engine.generate(PROMPTS, WAY)
+            holder.sliding_window = before
+            assert_as_now(model, engine)
+    finally:
+        engine.close()
 
 
 def test_a_layer_that_takes_the_place_of_another_is_the_one_that_is_run(made: Any) -> None:

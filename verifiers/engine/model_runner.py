@@ -54,8 +54,9 @@ class ModelRunner:
                 "tensors of inference mode, whose changes go unnoticed: make the model outside of it"
             )  # fmt: skip
             raise ValueError(f"the weights of this {type(module).__name__} are {found}")
-        self.device: torch.device = parameter.device
+        self._kind_then = self._kind
         self.dtype: torch.dtype = parameter.dtype
+        self.device: torch.device = parameter.device
         self.vocabulary = int(self.text_config.vocab_size)
         # Held while the model runs: other code that runs it, or updates its weights, takes it too.
         self.lock = _locks.setdefault(id(config), FairLock())
@@ -165,13 +166,17 @@ class ModelRunner:
 
     # --- changes of the weights -----------------------------------------------------------------------------------
 
+    @property
+    def _kind(self) -> tuple[Any, ...]:
+        """What the KV cache and the kernels are for; masks are made by the window of the configuration."""
+        parameter, text = next(self.module.parameters()), self.text_config
+        return parameter.dtype, parameter.device, int(text.vocab_size), getattr(text, "sliding_window", None)
+
     def check_compatible(self) -> None:
-        """The KV cache and the kernels are for the dtype, the device and the vocabulary that the model had."""
-        parameter = next(self.module.parameters())
-        now = parameter.dtype, parameter.device, int(self.text_config.vocab_size)
-        then = self.dtype, self.device, self.vocabulary
-        if now != then:
-            said = ", not ".join("{} on {} with {} tokens".format(*one) for one in (now, then))
+        """Is the model of the dtype, device, vocabulary and window that it had?"""
+        if (now := self._kind) != self._kind_then:
+            kinds = ("{} on {} with {} tokens and sliding_window={}".format(*one) for one in (now, self._kind_then))
+            said = ", not ".join(kinds)
             raise InfraError(f"the model is {said}, since its engine was made: make a new one (LocalModel, Engine)")
 
     def detect_changes(self, *, is_idle: bool, has_prompts: bool) -> tuple[bool, bool]:
@@ -184,9 +189,10 @@ class ModelRunner:
         # Code that moves parameters holds the lock; `taken` is incremented when this thread takes it, too.
         is_alone, self._lock_count = not is_idle and self.lock.taken - self._lock_count <= 1, self.lock.taken
         if not is_alone and not self._snapshot.is_same:  # parameters were replaced, adapters added, a scale set
-            if self.attending is not None and self.attending[1] != self.attending_layers(self.attending[0]):
+            is_other = any("window" in name for _, name in self._snapshot.changed_settings)
+            if is_other or (self.attending and self.attending[1] != self.attending_layers(self.attending[0])):
                 raise InfraError(
-                    "layers of the model were replaced by others since its engine was made: make a new one"
+                    "layers of the model were replaced, or their windows, since its engine was made: make a new one"
                 )
             self._take_snapshot()
             self._last_state = (-1, None)
