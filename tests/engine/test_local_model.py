@@ -678,6 +678,16 @@ def test_completions_of_nothing_or_of_ids_that_do_not_exist_are_refused(local: L
         asyncio.run(local.complete(text(prompt)))
 
 
+def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_refused_with_what_to_do() -> None:
+    tokenizer = tiny.tokenizer()
+    with LocalModel(tiny.model(tokenizer), tokenizer, rows=2, length=128, name="tiny") as local:
+        tokenizer.add_tokens(["<new>"], special_tokens=True)
+        with pytest.raises(
+            errors.RequestRefusedError, match=r"with token \d+, and the model has .* resize its embeddings"
+        ):
+            ask(local, [{"role": "user", "content": "a <new> one"}], max_tokens=2)
+
+
 def test_a_model_with_broken_weights_fails_its_requests_and_not_the_engine(local: LocalModel) -> None:
     module = tiny.model(TOKENIZER)
     with LocalModel(module, TOKENIZER, rows=2) as local:

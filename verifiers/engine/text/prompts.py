@@ -73,6 +73,11 @@ class PromptWriter:
             raise self._overlong(f"{len(ids)} tokens", loaded)
         if not ids:
             raise RequestRefusedError("the prompt is empty: give at least one token")
+        if max(ids) >= loaded.vocabulary:
+            raise RequestRefusedError(
+                f"the tokenizer writes this prompt with token {max(ids)}, and the model has {loaded.vocabulary}: "
+                "resize its embeddings, or give it its own tokenizer"
+            )
         if options.echo and request.message_type == "chat":
             raise RequestRefusedError("'echo' is for plain completions: a chat's reply does not begin with its prompt")
         names = tuple(map(_checked_name, tools or ()))
