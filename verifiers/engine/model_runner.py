@@ -50,10 +50,10 @@ class ModelRunner:
         self._configs = [config] if self.text_config is config else [config, self.text_config]
         parameter = next(module.parameters())
         if parameter.is_meta or any(one.is_inference() for one in module.parameters()):
-            found = "not loaded: they are on the meta device" if parameter.is_meta else (
-                "tensors of inference mode, whose changes go unnoticed: make the model outside of it"
-            )  # fmt: skip
-            raise ValueError(f"the weights of this {type(module).__name__} are {found}")
+            where = (
+                "on the meta device" if parameter.is_meta else "tensors of inference mode, whose changes go unnoticed"
+            )
+            raise ValueError(f"the weights of this {type(module).__name__} are {where}: load it outside of that")
         self._kind_then = self._kind
         self.dtype: torch.dtype = parameter.dtype
         self.device: torch.device = parameter.device

@@ -228,13 +228,13 @@ def _model(place: str | Path, device: torch.device, dtype: torch.dtype, kwargs: 
         raise ValueError(f"{place} lacks {len(missing)} weights of its model, such as {missing[0]!r}: it is not whole")
     if unused := sorted(info["unexpected_keys"]):
         logger.warning("%s holds %d weights that its model has no place for, such as %r", place, len(unused), unused[0])
-    _check_numbers(place, model)
+    _check_numbers(place, model, kwargs)
     return model.eval().to(device)
 
 
-def _check_numbers(place: str | Path, model: Any) -> None:
+def _check_numbers(place: str | Path, model: Any, kwargs: dict[str, Any]) -> None:
     """Refuse weights that were stored in few bits, where nothing said what they stand for."""
-    how = getattr(_config(place, {}), "quantization_config", None)
+    how = getattr(_config(place, kwargs), "quantization_config", None)
     if how is not None and hasattr(model.config, "quantization_config") and not hasattr(model, "hf_quantizer"):
         kind = how.get("quant_method") if isinstance(how, dict) else type(how).__name__
         raise ValueError(f"{place} is quantised by {kind!r}, which this release of transformers does not know")
@@ -326,21 +326,19 @@ def _home_of(model: Any) -> Any:
 @contextmanager
 def _plain_errors(place: str | Path, what: str = "model") -> Iterator[None]:
     """Errors of transformers → one sentence with the name of the model in it."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        StrictDataclassError,
-    )
+    from huggingface_hub import errors as hub
     from safetensors import SafetensorError
 
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError, hub.StrictDataclassError) as error:
         of_hub: dict[Any, str] = {  # a gated repository counts as one that was not found, too
-            GatedRepoError: f"the {what} {place!r} is gated: ask for access on its page, then `hf auth login`",
-            RepositoryNotFoundError: f"there is no {what} {place!r}, neither here as a folder nor on Hugging Face",
-            (LocalEntryNotFoundError, ConnectionError): f"the {what} {place!r} is no folder here and not in the cache, "
+            hub.GatedRepoError: f"the {what} {place!r} is gated: ask for access on its page, then `hf auth login`",
+            hub.RepositoryNotFoundError: f"there is no {what} {place!r}, neither here as a folder nor on Hugging Face",
+            (
+                hub.LocalEntryNotFoundError,
+                ConnectionError,
+            ): f"the {what} {place!r} is no folder here and not in the cache, "
             "and Hugging Face cannot be reached: check the name, or use -m smollm2",
         }
         causes = list(chain_of(error)) if isinstance(place, str) else []

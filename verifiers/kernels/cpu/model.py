@@ -45,9 +45,7 @@ def unsupported(decoder: CommonDecoder) -> str | None:
         "norms of another kind than RMS": any(one not in decoder.epsilons for one in norms),
         "linear layers of another class": any(type(one) is not nn.Linear for one in linears),
         "an embedding of another class": type(model.model.embed_tokens) is not nn.Embedding,
-        "weights that are not float32": any(
-            type(one) is nn.Linear and one.weight.dtype is not torch.float32 for one in linears
-        ),
+        "weights that are not float32": any(getattr(one.weight, "dtype", 0) is not torch.float32 for one in linears),
         "rotary angles that change": getattr(model.model.rotary_emb, "rope_type", None) not in STATIC_ROPE,
         "layers of several sizes": len({(one.heads, one.kv_heads, one.head_dim, one.inner) for one in layers}) > 1,
     }
@@ -239,10 +237,7 @@ class _Panels:
         for one in self._linears:
             weight, end = one.weight.detach().contiguous(), first + one.out_features
             if (weight.dtype, *weight.shape) != (torch.float32, one.out_features, inputs):  # C would read other memory
-                kind = f"{weight.dtype} {list(weight.shape)}"
-                raise TypeError(
-                    f"a linear layer has {kind} weights, not float32 [{one.out_features}, {inputs}] any more"
-                )
+                raise TypeError(f"the weights of a linear layer have become {weight.dtype} {list(weight.shape)}")
             decode_functions().lay_out(
                 self.matrix.panels, first, one.out_features, inputs, weight.data_ptr(),
                 None if scale is None else scale.data_ptr(),
