@@ -365,6 +365,17 @@ def test_plain_completions_go_on_exactly_too(scripted: Any) -> None:
     assert second.tokens.prompt_ids[: len(before)] == before
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_continuation_is_scored_as_the_tokenizer_writes_it_whatever_was_scored_or_sampled_before(
+    local: LocalModel, max_tokens: int
+) -> None:
+    asyncio.run(local.complete(text("the", max_tokens=1, logit_bias={TOKENIZER.encode(" an")[0]: 100.0})))
+    for continuation in ("the an", "the answer"):
+        scored = text(continuation, max_tokens=max_tokens, echo=True, logprobs=1, seed=1)
+        answer = asyncio.run(local.complete(scored))
+        assert answer.tokens.prompt_ids == TOKENIZER.encode(continuation)
+
+
 # --- its life -----------------------------------------------------------------------------------------------------
 
 

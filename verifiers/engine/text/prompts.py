@@ -109,6 +109,8 @@ class PromptWriter:
                 raise RequestRefusedError("a chat's prompt is a list of messages; this is a string")
             return loaded.writer.prompt(request.prompt, _tools(request, options), **options.template)
         if isinstance(request.prompt, str):
+            if options.scores_prompt:
+                return None, loaded.writer.scored_ids(request.prompt)
             return loaded.writer.text_prompt(request.prompt)
         return None, _checked_ids(request.prompt, loaded.vocabulary)
 
