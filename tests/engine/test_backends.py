@@ -167,6 +167,38 @@ def test_a_model_whose_own_forward_is_not_the_same_twice_is_refused_in_one_sente
         Engine(reformer(), rows=2, length=96)
 
 
+def test_weights_that_are_not_loaded_or_cannot_be_watched_are_refused_in_one_sentence() -> None:
+    with pytest.raises(ValueError, match="LlamaForCausalLM are on the meta device"):
+        Engine(random_model("Llama").to("meta"))
+    with torch.inference_mode():
+        model = random_model("Llama")
+    with pytest.raises(ValueError, match=r"tensors of inference mode, .* load it outside of that"):
+        Engine(model)
+
+
+def test_linear_layers_without_a_weight_tensor_are_run_by_their_own_forward() -> None:
+    class Doubled(torch.nn.Module):
+        def __init__(self, linear: Any) -> None:
+            super().__init__()
+            self.inner, self.out_features = [linear], linear.out_features
+
+        def weight(self) -> Any:
+            return self.inner[0].weight
+
+        def forward(self, x: Any) -> Any:
+            return 2 * self.inner[0](x)
+
+    model = random_model("Llama")
+    for layer in model.model.layers:
+        layer.mlp.up_proj = Doubled(layer.mlp.up_proj)
+    engine = Engine(model, rows=2, length=64)
+    try:
+        assert engine.backend.name == "torch", engine.backend
+        assert worst_error(model, engine.generate(PROMPTS, Sampling(max_tokens=8, seed=1))) < 2e-4
+    finally:
+        engine.close()
+
+
 def test_a_forward_that_fails_is_refused_in_one_sentence() -> None:
     model = random_model()
     model.model.norm = None
@@ -233,6 +265,24 @@ def test_a_sequence_that_has_ended_holds_no_memory() -> None:
     gc.collect()
     assert caches
     assert not [one for one in caches if one() is not None]
+
+
+def test_the_logprobs_of_a_prompt_after_learned_virtual_tokens_are_those_of_its_own_tokens() -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(random_model("Llama"), settings).eval()
+    engine = Engine(model, rows=2, length=64)
+    try:
+        (answer,) = engine.generate([PROMPTS[1]], Sampling(max_tokens=4, temperature=0.0, prompt_logprobs=0))
+    finally:
+        engine.close()
+    ids = [*answer.prompt_ids, *answer.ids]
+    with torch.no_grad():
+        logits_TV = model(input_ids=torch.tensor([ids])).logits[0, -len(ids) :]
+    logprobs_T = torch.log_softmax(logits_TV[:-1], -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    assert answer.prompt_logprobs is not None
+    scored = [one[0] for one in answer.prompt_logprobs if one is not None]
+    assert [*scored, *answer.raw_logprobs] == pytest.approx(logprobs_T, abs=2e-4)
 
 
 def test_a_longrope_model_is_planned_within_the_length_up_to_which_neighbours_do_not_matter() -> None:

@@ -58,8 +58,22 @@ def test_a_model_with_another_vocabulary_than_its_engine_was_made_for_is_refused
     model, engine = made
     with engine.lock:
         model.resize_token_embeddings(VOCABULARY + 8, mean_resizing=False)
-    with pytest.raises(InfraError, match=f"{VOCABULARY + 8} tokens, not .*{VOCABULARY} tokens"):
+    with pytest.raises(InfraError, match=f"{VOCABULARY + 8} tokens .*, not .*{VOCABULARY} tokens"):
         engine.generate(PROMPTS, WAY)
+
+
+def test_a_window_that_is_changed_in_the_configuration_or_in_a_layer_is_refused_until_it_is_back() -> None:
+    model = random_model("Gemma2")
+    engine = Engine(model, rows=4, length=128)
+    try:
+        for holder, said in ((model.config, "sliding_window=4, not"), (model.model.layers[0].self_attn, "windows")):
+            before, holder.sliding_window = holder.sliding_window, 4
+            with pytest.raises(InfraError, match=f"{said}.*make a new one"):
+                engine.generate(PROMPTS, WAY)
+            holder.sliding_window = before
+            assert_as_now(model, engine)
+    finally:
+        engine.close()
 
 
 def test_a_layer_that_takes_the_place_of_another_is_the_one_that_is_run(made: Any) -> None:
@@ -91,6 +105,81 @@ def test_a_hook_that_comes_or_goes_makes_what_was_kept_void(made: Any) -> None:
         assert_as_now(model, engine)
 
 
+def _scale(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling *= 2
+
+
+def _epsilon(model: Any) -> None:
+    model.model.layers[1].input_layernorm.variance_epsilon = 5.0
+
+
+def _rotary_scale(model: Any) -> None:
+    model.model.rotary_emb.attention_scaling = 1.7
+
+
+def _activation(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+
+
+def _own_forward(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) * 2
+
+
+def _subclass(module: Any) -> None:
+    class Doubled(type(module)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs) * 2
+
+    module.__class__ = Doubled
+
+
+def _class_of_a_layer(model: Any) -> None:
+    _subclass(model.model.layers[1])
+
+
+def _class_of_a_norm(model: Any) -> None:
+    _subclass(model.model.layers[1].input_layernorm)
+
+
+CHANGES = [_scale, _epsilon, _rotary_scale, _activation, _own_forward, _class_of_a_layer, _class_of_a_norm]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_settings_and_classes_of_modules_that_are_changed_are_those_that_are_sampled_with(
+    made: Any, change: Any
+) -> None:
+    model, engine = made
+    with engine.lock:
+        change(model)
+    assert_as_now(model, engine)
+
+
+def test_a_forward_that_a_class_gets_later_is_the_one_that_is_run(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, engine = made
+    kind = type(model.model.layers[0].mlp)
+    forward = kind.forward
+    with engine.lock:
+        monkeypatch.setattr(kind, "forward", lambda self, x: forward(self, x) * 2)
+    assert_as_now(model, engine)
+    with engine.lock:
+        monkeypatch.undo()
+    assert_as_now(model, engine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_of_another_dtype_in_one_layer_are_not_read_as_numbers_of_the_old_one(made: Any, dtype: Any) -> None:
+    model, engine = made
+    with engine.lock:
+        model.model.layers[1].mlp.to(dtype)
+    with pytest.raises(Exception, match=r"a linear layer have become torch\.\w+ \[48, 32\]"):
+        engine.generate(PROMPTS, WAY)
+    with engine.lock:
+        model.model.layers[1].mlp.float()
+    assert_as_now(model, engine)
+
+
 def _write_to_a_buffer(model: Any) -> None:
     model.model.rotary_emb.inv_freq.mul_(0.5)
 
@@ -116,16 +205,17 @@ def test_rotary_frequencies_that_are_changed_are_those_that_are_sampled_with(mad
         assert engine.runner.cpu.runs > runs  # by the same backend
 
 
-def test_a_model_that_counts_its_tokens_in_a_buffer_keeps_its_weights_as_it_runs() -> None:
+def test_a_model_that_counts_its_tokens_in_a_buffer_or_an_attribute_keeps_its_weights_as_it_runs() -> None:
     class Counting(type(random_model("GPT2").transformer)):  # type: ignore[misc]
         def forward(self, input_ids: Any, **kwargs: Any) -> Any:
             self.seen.add_(input_ids.numel())
+            self.forwards += 1
             self.lengths.append(input_ids.numel())
             return super().forward(input_ids, **kwargs)
 
     model = random_model("GPT2")
     model.transformer.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-    model.transformer.__class__, model.transformer.lengths = Counting, []
+    model.transformer.__class__, model.transformer.lengths, model.transformer.forwards = Counting, [], 0
     engine = Engine(model, rows=4, length=128)
     try:
         for _ in range(3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
+import math
 import random
 import threading
 import time
@@ -293,14 +294,34 @@ def test_numbers_beyond_any_use_are_taken_for_no_limit(make: Any) -> None:
         ([3, -1], {}, ValueError),
         ([2**40], {}, ValueError),
         ([3], {"logit_bias": {VOCABULARY: 1.0}}, ValueError),
+        ([3], {"logit_bias": {5.5: 1.0}}, TypeError),
+        ([3], {"logit_bias": {5: 1e300}}, ValueError),
+        ([3], {"presence_penalty": -math.inf}, ValueError),
+        ([3], {"top_logprobs": 1.5}, ValueError),
+        ([3], {"prompt_logprobs": -1}, ValueError),
+        ([3], {"max_tokens": 2.5}, ValueError),
+        ([3], {"seed": 1.5}, ValueError),
+        ([3], {"stop_ids": None}, TypeError),
+        ([1.5, 2.7], {}, TypeError),
         ([3] * 200, {}, OverlongPromptError),
     ],
 )
 def test_what_cannot_be_run_is_refused_when_asked(make: Any, prompt: Any, way: Any, error: Any) -> None:
     engine = make()
+    beside = engine.submit(prompt_of(4), Sampling(max_tokens=100))[0]
     with pytest.raises(error):
         engine.submit(prompt, Sampling(**way))
     assert len(engine.generate([[3] * 199], Sampling(max_tokens=5))[0].ids) == 1
+    assert len(beside.result(30).ids) == 100
+
+
+def test_where_no_token_is_left_the_request_fails_and_those_beside_it_do_not(make: Any) -> None:
+    engine = make()
+    beside = engine.submit(prompt_of(4), Sampling(max_tokens=100))[0]
+    none = Sampling(max_tokens=4, logit_bias=dict.fromkeys(range(VOCABULARY), -math.inf))
+    with pytest.raises(ModelError, match="no token is left to sample"):
+        engine.submit(prompt_of(4), none)[0].result(30)
+    assert len(beside.result(30).ids) == 100
 
 
 def test_a_full_queue_refuses_and_takes_more_once_there_is_room(make: Any, slow: Slow) -> None:

@@ -365,6 +365,17 @@ def test_plain_completions_go_on_exactly_too(scripted: Any) -> None:
     assert second.tokens.prompt_ids[: len(before)] == before
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_continuation_is_scored_as_the_tokenizer_writes_it_whatever_was_scored_or_sampled_before(
+    local: LocalModel, max_tokens: int
+) -> None:
+    asyncio.run(local.complete(text("the", max_tokens=1, logit_bias={TOKENIZER.encode(" an")[0]: 100.0})))
+    for continuation in ("the an", "the answer"):
+        scored = text(continuation, max_tokens=max_tokens, echo=True, logprobs=1, seed=1)
+        answer = asyncio.run(local.complete(scored))
+        assert answer.tokens.prompt_ids == TOKENIZER.encode(continuation)
+
+
 # --- its life -----------------------------------------------------------------------------------------------------
 
 
@@ -676,6 +687,16 @@ def test_prompts_that_are_none_are_refused(local: LocalModel, prompt: Any) -> No
 def test_completions_of_nothing_or_of_ids_that_do_not_exist_are_refused(local: LocalModel, prompt: Any) -> None:
     with pytest.raises(errors.RequestRefusedError):
         asyncio.run(local.complete(text(prompt)))
+
+
+def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_refused_with_what_to_do() -> None:
+    tokenizer = tiny.tokenizer()
+    with LocalModel(tiny.model(tokenizer), tokenizer, rows=2, length=128, name="tiny") as local:
+        tokenizer.add_tokens(["<new>"], special_tokens=True)
+        with pytest.raises(
+            errors.RequestRefusedError, match=r"with token \d+, and the model has .* resize its embeddings"
+        ):
+            ask(local, [{"role": "user", "content": "a <new> one"}], max_tokens=2)
 
 
 def test_a_model_with_broken_weights_fails_its_requests_and_not_the_engine(local: LocalModel) -> None:

@@ -14,8 +14,9 @@ pytest.importorskip("transformers")
 
 from tests.engine import tiny  # noqa: E402
 from tests.engine.support import gguf_files as files  # noqa: E402
-from verifiers.engine.files import models  # noqa: E402
+from verifiers.engine.files import models, weights  # noqa: E402
 from verifiers.engine.files.smollm2 import PullError  # noqa: E402
+from verifiers.engine.local_model import LocalModel  # noqa: E402
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 320}
 LLAMA_LIKE = SMALL | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
@@ -169,6 +170,44 @@ def test_weights_that_are_broken_or_not_all_there_are_refused(tmp_path: Path) ->
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(ValueError, match=r"torn lacks 1 weights of its model, such as .*up_proj"):
         models.load(tmp_path / "torn")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bool", "float8_e4m3fn"])
+def test_weights_in_few_bits_without_a_word_on_how_to_read_them_are_refused(tmp_path: Path, dtype: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file, live = saved(tmp_path / "few") / "model.safetensors", random_model()
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**load_file(file), name: load_file(file)[name].to(getattr(torch, dtype))}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"few' holds '{name}' as .*, and nothing says how to read that"):
+        models.load(tmp_path / "few")
+    before = {key: value.clone() for key, value in live.state_dict().items()}
+    with pytest.raises(ValueError, match="nothing says how to read that"):
+        weights.load_into(live, tmp_path / "few")
+    assert all(torch.equal(value, before[key]) for key, value in live.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"quantization_config": {"quant_method": "of-tomorrow"}}, "quantised by 'of-tomorrow', which this release"),
+        ({"intermediate_size": 40}, r"holds 'model.layers.0.mlp.down_proj.weight' as .*, and its config.json makes it"),
+        ({"hidden_act": "of-tomorrow"}, "its configuration makes no model: KeyError: 'of-tomorrow'"),
+        ({"rms_norm_eps": "much"}, "could not be loaded: .*'rms_norm_eps' expected float"),
+    ],
+)
+def test_a_configuration_that_is_not_that_of_the_weights_is_named(tmp_path: Path, changed: Any, said: str) -> None:
+    config = saved(tmp_path / "other") / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changed}))
+    with pytest.raises(ValueError, match=said):
+        LocalModel(tmp_path / "other").load()
+
+
+def test_weights_that_a_model_has_no_place_for_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = saved(tmp_path / "short") / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": 1}))
+    models.load(tmp_path / "short")
+    assert "weights that its model has no place for, such as 'model.layers.1." in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "roberta", "vit"])

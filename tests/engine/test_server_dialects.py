@@ -209,6 +209,7 @@ def test_messages_have_structured_output(served: Served) -> None:
         ({"max_tokens": 4, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
         ({"max_tokens": 4, "messages": USER, "tools": [{"type": "web_search_20250305"}]}, "not served here"),
         ({"max_tokens": 4, "messages": USER, "tool_choice": "any"}, "'tool_choice' is an object"),
+        ({"max_tokens": 4, "messages": USER, "tool_choice": {"type": {}}}, "'tool_choice' is an object"),
     ],
 )
 def test_what_messages_cannot_do_is_refused_in_anthropics_words(served: Served, body: Any, said: str) -> None:

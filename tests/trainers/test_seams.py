@@ -526,9 +526,6 @@ def test_failures_and_tokens_of_a_generation_count_the_same_after_a_stop_within_
     names = ("loss", "failed", "sampled", "sampled_tokens", "total_tokens")
     first = trainer(tmp_path / "w", env=env(), max_steps=3, **settings).train()
     whole = [[step[name] for name in names] for step in first.steps]
-        [step[name] for name in names]
-        for step in trainer(tmp_path / "w", env=env(), max_steps=3, **settings).train().steps
-    ]
     assert sum(step[1] for step in whole) > 1
     trainer(tmp_path / "s", env=env(), max_steps=1, **settings).train()
     again = trainer(tmp_path / "s", env=env(), max_steps=3, **settings).train(resume=True)

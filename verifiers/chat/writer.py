@@ -56,6 +56,10 @@ class ChatWriter:
         text = _TEXT + prompt
         return text, self._ids(text, self._known)
 
+    def scored_ids(self, prompt: str) -> list[int]:
+        """The ids of a plain text whose own logprobs are asked for: the tokenizer's, whatever was sampled before."""
+        return self._ids(_TEXT + prompt, KnownTexts())
+
     def remember(self, text: str, reply: str, ids: list[int]) -> None:
         """A prompt's text with the reply to it was sampled as these ids: what goes on from there begins with them."""
         self._known.remember(text, reply, ids)

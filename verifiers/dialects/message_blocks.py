@@ -54,7 +54,7 @@ def _read_choice(choice: Any) -> Any:
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise RequestRefusedError(f"'tool_choice' is an object of type auto, any, tool or none, not {choice!r:.80}")
     return _CHOICES[kind]
 

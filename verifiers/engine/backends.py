@@ -20,7 +20,7 @@ from verifiers.engine.fair_lock import steady
 from verifiers.engine.sequence import ActiveSequence, Generated, Sampling
 from verifiers.kernels import prove
 from verifiers.kernels.cpu.build import FAILED
-from verifiers.kernels.modules import is_quantised
+from verifiers.kernels.modules import ModuleSnapshot, is_quantised
 
 if TYPE_CHECKING:
     from verifiers.engine.engine import Engine
@@ -73,6 +73,7 @@ def choose_backend(engine: Engine) -> Backend:
         steady(engine.lock), engine.lock, torch.inference_mode(), engine.runner.evaluating(),
         prove.without_hooks(engine.model),
     ):  # fmt: skip
+        seen = ModuleSnapshot(engine.model)
         _check_forward(engine.model, name)
         before = engine.runner.writes  # `realistic` scales the weights, and undoes it
         try:
@@ -83,6 +84,7 @@ def choose_backend(engine: Engine) -> Backend:
                 is_deterministic = found is not None or prove.is_steady(engine.model, longest)
         finally:
             engine.lock.undone += engine.runner.writes - before  # other engines of this model keep their prefix cache
+            engine.runner.varying = seen.changed_settings
             engine.reset()
     if not is_deterministic:
         raise UnsupportedModelError(f"{name} cannot be sampled from: {prove.UNSTEADY}")

@@ -125,7 +125,7 @@ class LocalModel(OpenAILooks):
 
     def _choice(self, loaded: ReadyModel, prompt: Prompt, generated: Generated) -> Choice:
         choice = read_choice(prompt, generated, loaded.codec)
-        if prompt.text is not None:
+        if prompt.text is not None and (choice.body or prompt.message_type == "chat"):  # else it is no turn
             loaded.writer.remember(prompt.text, choice.sampled_text, prompt.ids + generated.ids[: choice.body])
         return choice
 

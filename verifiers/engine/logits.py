@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verifiers.engine.constraints import ConstraintError
-from verifiers.engine.sequence import ActiveSequence, Alternatives, Sampling
+from verifiers.engine.sequence import LARGEST, ActiveSequence, Alternatives, Sampling
 from verifiers.kernels.cpu.model import Drawn
 from verifiers.kernels.devices import to_device
 from verifiers.kernels.sampling import SamplingColumns, log_softmax, sample, truncate
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from verifiers.engine.cuda_runner import CudaDecoder
 
 CHUNK = 128  # prompt tokens whose logprobs are computed in one step: their logits [CHUNK, vocabulary] take memory
-HIGHEST = 1e30  # logit that can be divided by a temperature without overflow
 
 
 def draw(
@@ -72,7 +71,7 @@ class Penalties:
             self._counted = len(ids)
         if self._repetition != 1.0:
             penalized_V = torch.where(logits_V < 0, logits_V * self._repetition, logits_V / self._repetition)
-            penalized_V.clamp_(max=HIGHEST)
+            penalized_V.clamp_(max=LARGEST)
             logits_V.copy_(torch.where(self._is_seen_V, penalized_V, logits_V))
         if self._presence or self._frequency:
             logits_V -= self._frequency * self._count_V + self._presence * (self._count_V > 0)

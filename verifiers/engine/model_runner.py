@@ -49,24 +49,25 @@ class ModelRunner:
         self.text_config = text_config(config)
         self._configs = [config] if self.text_config is config else [config, self.text_config]
         parameter = next(module.parameters())
-        self.device: torch.device = parameter.device
+        if parameter.is_meta or any(one.is_inference() for one in module.parameters()):
+            where = (
+                "on the meta device" if parameter.is_meta else "tensors of inference mode, whose changes go unnoticed"
+            )
+            raise ValueError(f"the weights of this {type(module).__name__} are {where}: load it outside of that")
+        self._kind_then = self._kind
         self.dtype: torch.dtype = parameter.dtype
+        self.device: torch.device = parameter.device
         self.vocabulary = int(self.text_config.vocab_size)
         # Held while the model runs: other code that runs it, or updates its weights, takes it too.
         self.lock = _locks.setdefault(id(config), FairLock())
         self.changes = 0  # of the weights, that were detected
         self.weight_version = "0"  # the name of the weights (`name_weights`), or the number of changes
         self._is_named = False
+        self.varying: set[tuple[int, str]] = set()  # settings of modules that running them changes, by the proof
         with self.lock:
-            self.decoder = CommonDecoder(module, self._configs)
+            self._take_snapshot()
             self.not_in_c = unsupported(self.decoder) if self.device.type == "cpu" else "it is not on the CPU"
         self.cpu = CpuModel(self.decoder) if self.not_in_c is None else None
-        self._norms = [
-            (one, partial(_rms_norm(self.device), one, epsilon))
-            for one, epsilon in self.decoder.epsilons.items()
-            if one not in self.decoder.fused_norms
-        ]
-        self._take_snapshot()
         self._buffers: list[Tensor] = self._snapshot.buffers  # at the last check
         self._hooks: list[int] = []  # ids of the forward hooks, which are unique
         self.attending: tuple[int, set[int]] | None = None  # arguments and result of `attending_layers` at the proof
@@ -165,13 +166,17 @@ class ModelRunner:
 
     # --- changes of the weights -----------------------------------------------------------------------------------
 
+    @property
+    def _kind(self) -> tuple[Any, ...]:
+        """What the KV cache and the kernels are for; masks are made by the window of the configuration."""
+        parameter, text = next(self.module.parameters()), self.text_config
+        return parameter.dtype, parameter.device, int(text.vocab_size), getattr(text, "sliding_window", None)
+
     def check_compatible(self) -> None:
-        """The KV cache and the kernels are for the dtype, the device and the vocabulary that the model had."""
-        parameter = next(self.module.parameters())
-        now = parameter.dtype, parameter.device, int(self.text_config.vocab_size)
-        then = self.dtype, self.device, self.vocabulary
-        if now != then:
-            said = ", not ".join("{} on {} with {} tokens".format(*one) for one in (now, then))
+        """Is the model of the dtype, device, vocabulary and window that it had?"""
+        if (now := self._kind) != self._kind_then:
+            kinds = ("{} on {} with {} tokens and sliding_window={}".format(*one) for one in (now, self._kind_then))
+            said = ", not ".join(kinds)
             raise InfraError(f"the model is {said}, since its engine was made: make a new one (LocalModel, Engine)")
 
     def detect_changes(self, *, is_idle: bool, has_prompts: bool) -> tuple[bool, bool]:
@@ -183,12 +188,14 @@ class ModelRunner:
         """
         # Code that moves parameters holds the lock; `taken` is incremented when this thread takes it, too.
         is_alone, self._lock_count = not is_idle and self.lock.taken - self._lock_count <= 1, self.lock.taken
-        if not is_alone and not self._snapshot.is_same:  # parameters were replaced, adapters added
-            if self.attending is not None and self.attending[1] != self.attending_layers(self.attending[0]):
+        if not is_alone and not self._snapshot.is_same:  # parameters were replaced, adapters added, a scale set
+            is_other = any("window" in name for _, name in self._snapshot.changed_settings)
+            if is_other or (self.attending and self.attending[1] != self.attending_layers(self.attending[0])):
                 raise InfraError(
-                    "layers of the model were replaced by others since its engine was made: make a new one"
+                    "layers of the model were replaced, or their windows, since its engine was made: make a new one"
                 )
             self._take_snapshot()
+            self._last_state = (-1, None)
         if not is_alone:
             self._hooks = [hook for held in self._snapshot.hooks for hook in held]
         if is_alone and not has_prompts:
@@ -212,7 +219,14 @@ class ModelRunner:
         return True, has_moved
 
     def _take_snapshot(self) -> None:
-        self._snapshot = ModuleSnapshot(self.module)
+        """Describe the model as it is now."""
+        self.decoder = CommonDecoder(self.module, self._configs)
+        self._norms = [
+            (one, partial(_rms_norm(self.device), one, epsilon))
+            for one, epsilon in self.decoder.epsilons.items()
+            if one not in self.decoder.fused_norms
+        ]
+        self._snapshot = ModuleSnapshot(self.module, self.varying)
         self._adapters = [one for one in self._snapshot.modules if hasattr(one, "merged_adapters")]  # layers of peft
 
     @property
@@ -242,8 +256,10 @@ class ModelRunner:
 
     def reset(self) -> None:
         """Forget everything that was run so far."""
+        self._snapshot = ModuleSnapshot(self.module, self.varying)
         self.forget()
         self._last_state, self.changes = (0, None), 0
+        self.weight_version = self.weight_version if self._is_named else "0"
 
     def _drop_copies(self) -> None:
         self._steps = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verifiers.engine.constraints import Constraint
-from verifiers.engine.sequence import GREEDY_BELOW, NO_TOP_K, Sampling
+from verifiers.engine.sequence import GREEDY_BELOW, LARGEST, NO_TOP_K, Sampling
 from verifiers.engine.structured import ResponseFormat, ToolChoice, read_format, read_tool_choice
 from verifiers.errors import RequestRefusedError
 
@@ -15,7 +15,6 @@ DEFAULT_MAX_TOKENS = 1024
 MOST_CHOICES = 1024
 MOST_STOPS = 64
 MOST_ALTERNATIVES = 20  # to a token: OpenAI's limit
-LARGEST = 1e30  # number that float32 arithmetic can multiply without overflow
 INT64 = 1 << 63
 
 # Arguments without effect here, whatever their value: docs/server.md lists them.

@@ -106,7 +106,7 @@ def plan(
 
 def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     try:
-        return Shape.of(config).bytes_per_token(dtype)
+        return Shape.of(config).bytes_per_token(dtype) or 1
     except Exception:  # foreign code: no attention, or a layout of its own; such a model creates its own caches
         return 1
 
@@ -160,8 +160,11 @@ def on_meta(config: Any, **options: Any) -> Any:
     """The model of a configuration without its weights: nothing is allocated."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, **options)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, **options)
+    except Exception as error:  # foreign code, by the numbers of a file
+        raise ValueError(f"its configuration makes no model: {type(error).__name__}: {error}") from error
 
 
 def weights_bytes(config: Any, dtype: torch.dtype) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import count
+from operator import index
 from secrets import randbits
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 NO_TOP_K = 1 << 30
 GREEDY_BELOW = 1e-5  # a lower temperature is 0: logits divided by it overflow
+LARGEST = 1e30  # number that float32 arithmetic can multiply without overflow
+# The least of each count, and those that may be None.
+LEAST = {"max_tokens": 1, "top_k": 0, "min_tokens": 0, "top_logprobs": 0, "prompt_logprobs": 0, "seed": -math.inf}
+OPTIONAL = ("prompt_logprobs", "seed")
 RECENT = 64  # prompts whose checked ids, array and digest are cached: the members of a group share one
 
 
@@ -51,21 +56,24 @@ class Sampling:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.max_tokens >= 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens!r}")
+        object.__setattr__(self, "stop_ids", frozenset(map(index, self.stop_ids)))
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            is_count = isinstance(value, (int, np.integer)) and value >= least
+            if not (is_count or (value is None and name in OPTIONAL)):
+                more = "" if name == "seed" else f", {least} or more"
+                raise ValueError(f"{name} must be a whole number{more}, got {value!r}")
         if not 0.0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be 0 or more, got {self.temperature!r}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
-        if not self.top_k >= 0:
-            raise ValueError(f"top_k must be 0 (no limit) or more, got {self.top_k!r}")
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p must be between 0 and 1, got {self.min_p!r}")
         if not 0.0 < self.repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty!r}")
-        added = (*self.logit_bias.values(), self.presence_penalty, self.frequency_penalty)
-        if wrong := [one for one in added if not one < math.inf]:
-            raise ValueError(f"logit_bias and penalties must be numbers below infinity, got {wrong[0]!r}")
+        penalties = (self.presence_penalty, self.frequency_penalty)
+        if wrong := [one for one in (*self.logit_bias.values(), *map(abs, penalties)) if not one <= LARGEST]:
+            raise ValueError(f"logit_bias and penalties must be numbers of at most {LARGEST:g}, got {wrong[0]!r}")
         if not self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens!r}, and max_tokens {self.max_tokens!r}")
 
@@ -328,7 +336,7 @@ def check_tokens(tokens: tuple[int, ...], vocabulary: int) -> tuple[int, ...]:
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         unknown = next(token for token in tokens if not 0 <= token < vocabulary)
         raise ValueError(f"there is no token {unknown}: the model has {vocabulary}")
-    return tuple(map(int, tokens))
+    return tuple(map(index, tokens))
 
 
 @lru_cache(RECENT)

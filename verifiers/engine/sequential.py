@@ -42,7 +42,7 @@ class SequentialCache:
     def logits(self, ids: Sequence[int]) -> Tensor:
         """The logits after each of these tokens, ``[T, vocabulary]``; no state is changed."""
         logits: Tensor = self._forward(ids, use_cache=False).logits[0]
-        return logits
+        return logits[-len(ids) :]  # after those of virtual tokens (prompt tuning)
 
     def _forward(self, ids: Sequence[int], **settings: Any) -> Any:
         ids_1T = torch.tensor([list(ids)], device=next(self._module.parameters()).device)

@@ -235,7 +235,7 @@ class StepRunner:
         """The sequences that finish: at a stop token, by their ``on_token``, at their length limit, or at a NaN."""
         table, running, steps = self.table, self.scheduler.running, len(drawn.token_KB)
         left_N, is_stop_KN = table.max_tokens[rows_N] - table.steps[rows_N], self._is_stop_V[drawn.token_KB]
-        is_last_KN = is_stop_KN | ~np.isfinite(drawn.raw_KB)
+        is_last_KN = is_stop_KN | ~np.isfinite(drawn.raw_KB + drawn.logprob_KB)
         some_M = (is_last_KN.any(0) | (left_N <= 0) | table.needs_token_check[rows_N]).nonzero()[0]
         found, rows, left = dict[int, Finished](), rows_N[some_M].tolist(), left_N[some_M].tolist()
         for k in range(steps if rows else 0):
@@ -256,6 +256,8 @@ def _finish_reason(
         return ModelError("the model gave logits that are not numbers (NaN); its weights are bad")
     if sequence.failure is not None:
         return sequence.failure
+    if not math.isfinite(logprob):
+        return ModelError("no token is left to sample: logit_bias and the like exclude all of them")
     if token in sequence.sampling.stop_ids or (is_stop and not sequence.sampling.ignore_eos):
         return "stop"
     try:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
+from types import NoneType
 from typing import Any
 
 from torch import Tensor, nn
 
 LORA_MODULES = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")
+_NO_SETTING = re.compile(r"^_|^training$|drop|checkpointing")  # private (of adapters, say), or of training alone
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -112,26 +116,33 @@ def recomputes_buffers(module: Any) -> bool:
 
 
 class ModuleSnapshot:
-    """The submodules and parameters of a module at one moment, to notice changes without walking the module tree.
+    """The submodules, parameters and settings of a module at one moment, to notice changes without walking its tree.
 
-    >>> model = nn.Sequential(nn.Linear(2, 2))
+    Settings are what a forward reads beside tensors: epsilons, scales, windows, a forward of the instance's own.
+    ``varying`` are those to leave out (`changed_settings` of an earlier snapshot).
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     >>> seen = ModuleSnapshot(model)
     >>> seen.is_same
     True
-    >>> model[0] = nn.Linear(2, 2)
+    >>> model[1].eps = 0.5
     >>> seen.is_same
     False
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, varying: Collection[tuple[int, str]] = ()) -> None:
         self.modules: list[Any] = list(model.modules())
         self.parameters: list[Any] = list(model.parameters())
         self.hooks: list[Any] = [vars(module)[name] for module in self.modules for name in HOOKS]
         self._kinds = [type(module) for module in self.modules]
-        self._buffers = [module._buffers for module in self.modules if not recomputes_buffers(module)]
-        held = [one for module in self.modules for one in (module._modules, module._parameters)]
-        self._members = [(one, list(one.values())) for one in held if one]
-        self._empty = [one for one in held if not one]
+        self._forwards = {kind: kind.forward for kind in self._kinds}
+        steady = [module for module in self.modules if not recomputes_buffers(module)]
+        self._buffers = [module._buffers for module in steady]
+        self._held = [one for module in self.modules for one in (module._modules, module._parameters)]
+        self._sizes = list(map(len, self._held))
+        slots = [(held, name) for held in self._held for name in held]
+        slots += [(own, name) for own in map(vars, steady) for name in _settings(own) if (id(own), name) not in varying]
+        self._slots, self._values = slots, [held.get(name) for held, name in slots]
 
     @property
     def buffers(self) -> list[Any]:
@@ -140,13 +151,22 @@ class ModuleSnapshot:
 
     @property
     def is_same(self) -> bool:
-        """Is every submodule and every parameter still the same object?"""
-        if any(self._empty) or [type(module) for module in self.modules] != self._kinds:
-            return False
-        for held, members in self._members:
-            if len(held) != len(members):
-                return False
-            for one, other in zip(held.values(), members, strict=True):
-                if one is not other:
-                    return False
-        return True
+        """Is every submodule, parameter and setting still the same object?"""
+        return (
+            list(map(len, self._held)) == self._sizes
+            and list(map(type, self.modules)) == self._kinds
+            and all(kind.forward is forward for kind, forward in self._forwards.items())
+            and all(map(is_, [held.get(name) for held, name in self._slots], self._values))
+        )
+
+    @property
+    def changed_settings(self) -> set[tuple[int, str]]:
+        """The settings (and members) that are others now, by the id of what holds them."""
+        pairs = zip(self._slots, self._values, strict=True)
+        return {(id(held), name) for (held, name), value in pairs if held.get(name) is not value}
+
+
+def _settings(own: Mapping[str, Any]) -> set[str]:
+    """Names of a module's attributes that its forward in evaluation mode may depend on."""
+    plain = {name for name, value in own.items() if isinstance(value, (int, float, str, NoneType)) or callable(value)}
+    return {"forward", *(name for name in plain if not _NO_SETTING.search(name))}

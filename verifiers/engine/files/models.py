@@ -19,6 +19,7 @@ from verifiers.engine.files import smollm2
 from verifiers.engine.files.gguf import GGUF
 from verifiers.engine.files.gguf_model import config_of, model_of, quietly
 from verifiers.engine.files.gguf_tokenizer import tokenizer_of
+from verifiers.engine.files.weights import check_numbers
 from verifiers.errors import chain_of
 
 logger = logging.getLogger("verifiers.engine")
@@ -220,12 +221,28 @@ def _model(place: str | Path, device: torch.device, dtype: torch.dtype, kwargs: 
     if _is_gguf(place):
         with GGUF(place) as file:
             return model_of(file, dtype=dtype, **kwargs).to(device)
-    options = {**_hub_options(place), "dtype": dtype, "output_loading_info": True, **kwargs}
+    options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, **kwargs}
     with quietly(), _plain_errors(place):
-        model, info = AutoModelForCausalLM.from_pretrained(place, **options)
+        model, info = AutoModelForCausalLM.from_pretrained(place, **_hub_options(place), **options)
+    if (wrong := sorted(info["mismatched_keys"])) and not kwargs.get("ignore_mismatched_sizes"):
+        name, stored, own = wrong[0]
+        raise ValueError(f"{place} holds {name!r} as {list(stored)}, and its config.json makes it {list(own)}")
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{place} lacks {len(missing)} weights of its model, such as {missing[0]!r}: it is not whole")
+    if unused := sorted(info["unexpected_keys"]):
+        logger.warning("%s holds %d weights that its model has no place for, such as %r", place, len(unused), unused[0])
+    _check_numbers(place, model, kwargs)
     return model.eval().to(device)
+
+
+def _check_numbers(place: str | Path, model: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse weights that were stored in few bits, where nothing said what they stand for."""
+    how = getattr(_config(place, kwargs), "quantization_config", None)
+    if how is not None and hasattr(model.config, "quantization_config") and not hasattr(model, "hf_quantizer"):
+        kind = how.get("quant_method") if isinstance(how, dict) else type(how).__name__
+        raise ValueError(f"{place} is quantised by {kind!r}, which this release of transformers does not know")
+    if how is None and isinstance(place, Path) and any(place.glob("*.safetensors")):
+        check_numbers(dict(model.named_parameters()), place)
 
 
 def _is_gguf(place: Any) -> TypeGuard[Path]:
@@ -312,16 +329,19 @@ def _home_of(model: Any) -> Any:
 @contextmanager
 def _plain_errors(place: str | Path, what: str = "model") -> Iterator[None]:
     """Errors of transformers → one sentence with the name of the model in it."""
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub import errors as hub
     from safetensors import SafetensorError
 
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError, hub.StrictDataclassError) as error:
         of_hub: dict[Any, str] = {  # a gated repository counts as one that was not found, too
-            GatedRepoError: f"the {what} {place!r} is gated: ask for access on its page, then `hf auth login`",
-            RepositoryNotFoundError: f"there is no {what} {place!r}, neither here as a folder nor on Hugging Face",
-            (LocalEntryNotFoundError, ConnectionError): f"the {what} {place!r} is no folder here and not in the cache, "
+            hub.GatedRepoError: f"the {what} {place!r} is gated: ask for access on its page, then `hf auth login`",
+            hub.RepositoryNotFoundError: f"there is no {what} {place!r}, neither here as a folder nor on Hugging Face",
+            (
+                hub.LocalEntryNotFoundError,
+                ConnectionError,
+            ): f"the {what} {place!r} is no folder here and not in the cache, "
             "and Hugging Face cannot be reached: check the name, or use -m smollm2",
         }
         causes = list(chain_of(error)) if isinstance(place, str) else []

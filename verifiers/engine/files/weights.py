@@ -14,6 +14,7 @@ import torch
 
 from verifiers.engine.files.gguf_model import quietly
 
+FLOATS = ("F64", "F32", "F16", "BF16")
 INDEX = "model.safetensors.index.json"
 
 
@@ -36,12 +37,22 @@ def files_of(path: str | Path) -> list[Path]:
     return files
 
 
+def check_numbers(own: dict[str, Any], path: str | Path) -> None:
+    """Refuse a folder that holds floats of ``own`` as integers or in 8 bits: nothing says what these stand for."""
+    with _opened(files_of(path)) as found:
+        for name, file in found.items():
+            kind = str(file.get_slice(name).get_dtype())
+            if name in own and own[name].is_floating_point() and kind not in FLOATS:
+                raise ValueError(f"{str(path)!r} holds {name!r} as {kind}, and nothing says how to read that as floats")
+
+
 def load_into(model: Any, path: str | Path) -> int:
     """Copy every tensor into the parameter of its name; returns the number of tensors.
 
     Raises ValueError, and leaves the module unchanged, if a name or shape differs from the module's or one is missing.
     """
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    check_numbers(own, path)
     with _opened(files_of(path)) as found:
         read = {name: partial(file.get_tensor, name) for name, file in found.items()}
         try:

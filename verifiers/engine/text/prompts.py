@@ -73,6 +73,11 @@ class PromptWriter:
             raise self._overlong(f"{len(ids)} tokens", loaded)
         if not ids:
             raise RequestRefusedError("the prompt is empty: give at least one token")
+        if max(ids) >= loaded.vocabulary:
+            raise RequestRefusedError(
+                f"the tokenizer writes this prompt with token {max(ids)}, and the model has {loaded.vocabulary}: "
+                "resize its embeddings, or give it its own tokenizer"
+            )
         if options.echo and request.message_type == "chat":
             raise RequestRefusedError("'echo' is for plain completions: a chat's reply does not begin with its prompt")
         names = tuple(map(_checked_name, tools or ()))
@@ -104,6 +109,8 @@ class PromptWriter:
                 raise RequestRefusedError("a chat's prompt is a list of messages; this is a string")
             return loaded.writer.prompt(request.prompt, _tools(request, options), **options.template)
         if isinstance(request.prompt, str):
+            if options.scores_prompt:
+                return None, loaded.writer.scored_ids(request.prompt)
             return loaded.writer.text_prompt(request.prompt)
         return None, _checked_ids(request.prompt, loaded.vocabulary)
 

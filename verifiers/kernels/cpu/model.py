@@ -45,7 +45,7 @@ def unsupported(decoder: CommonDecoder) -> str | None:
         "norms of another kind than RMS": any(one not in decoder.epsilons for one in norms),
         "linear layers of another class": any(type(one) is not nn.Linear for one in linears),
         "an embedding of another class": type(model.model.embed_tokens) is not nn.Embedding,
-        "weights that are not float32": any(one.weight.dtype is not torch.float32 for one in linears),
+        "weights that are not float32": any(getattr(one.weight, "dtype", 0) is not torch.float32 for one in linears),
         "rotary angles that change": getattr(model.model.rotary_emb, "rope_type", None) not in STATIC_ROPE,
         "layers of several sizes": len({(one.heads, one.kv_heads, one.head_dim, one.inner) for one in layers}) > 1,
     }
@@ -80,7 +80,6 @@ class CpuModel:
     def __init__(self, decoder: CommonDecoder) -> None:
         self._decoder, self._model = decoder, decoder.model
         self._snapshot = ModuleSnapshot(self._model)
-        self._own = [vars(module) for module in self._snapshot.modules]
         self.is_small = is_small(self._model)
         self.runs = 0  # calls of C so far
         self._is_wanted = self.is_small
@@ -93,10 +92,8 @@ class CpuModel:
 
     @property
     def is_unchanged(self) -> bool:
-        """Has the model still the same modules and parameters, and no hooks?"""
-        return (
-            not any(self._snapshot.hooks) and not any("forward" in own for own in self._own) and self._snapshot.is_same
-        )  # fmt: skip
+        """Has the model still the same modules, parameters and settings, and no hooks?"""
+        return not any(self._snapshot.hooks) and self._snapshot.is_same
 
     @property
     def is_usable(self) -> bool:
@@ -236,9 +233,11 @@ class _Panels:
     def lay_out(self) -> None:
         inputs, first = self.matrix.rows, 0
         # C divides by the L2 norm of a vector, which is √width times its RMS.
-        scale = None if self._norm is None else self._norm.weight.detach() * inputs**0.5
+        scale = None if self._norm is None else self._norm.weight.detach().float() * inputs**0.5
         for one in self._linears:
             weight, end = one.weight.detach().contiguous(), first + one.out_features
+            if (weight.dtype, *weight.shape) != (torch.float32, one.out_features, inputs):  # C would read other memory
+                raise TypeError(f"the weights of a linear layer have become {weight.dtype} {list(weight.shape)}")
             decode_functions().lay_out(
                 self.matrix.panels, first, one.out_features, inputs, weight.data_ptr(),
                 None if scale is None else scale.data_ptr(),
@@ -259,7 +258,7 @@ class _HeadNormWeights:
 
     def lay_out(self) -> None:
         for to, norm in zip(self._weights, self._norms, strict=True):
-            to[:] = (norm.weight.detach() * len(to) ** 0.5).numpy()
+            to[:] = (norm.weight.detach().float() * len(to) ** 0.5).numpy()
 
 
 def _epsilon_sum(norm: Any, epsilons: Mapping[Any, float]) -> float:
