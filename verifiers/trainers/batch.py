@@ -153,10 +153,8 @@ class Batch(dict[str, list[Any]]):
             return None
         columns = {name: values for name, values in self.items() if name != "completions"}
         about = {name: getattr(self, name) for name in ("sampled", "tokens", "cursor", "reward_weights")}
-        failed = [detached(state)[0] for state in self.failed]
-        return {
-            "columns": columns, "states": [detached(state)[0] for state in self.states if state], "failed": failed, **about
-        }  # fmt: skip
+        states, failed = ([detached(one)[0] for one in some if one] for some in (self.states, self.failed))
+        return {"columns": columns, "states": states, "failed": failed, **about}
 
     @classmethod
     def of_saved(cls, saved: Mapping[str, Any]) -> Batch:
