@@ -80,7 +80,8 @@ def project() -> None:
         x, weights = half(rows, 128), [half(n, 128) for n in (128, 64, 64)]
         linear.project(x, weights, [None] * 3)
         linear.project(x, weights, [half(len(one)) for one in weights])
-        linear.add_projected_and_norm(half(rows, 64), x, weights[1], half(64), 1e-6)
+        for n in (64, 576, 1536, 8192):  # the number of warps follows from the width
+            linear.add_projected_and_norm(half(rows, n), x, half(n, 128), half(n), 1e-6)
         linear.project_gated(x, weights[1], weights[2])
         lora.add_adapted_([half(rows, 128)], x, [Lora(None, half(8, 128), half(128, 8), 1.0)])
 

@@ -227,8 +227,9 @@ def add_projected_and_norm(
     grid = (triton.cdiv(rows, tiles["BLOCK_M"]), size // tiles["BLOCK_N"], splits)
     _project_part[grid](x, weight, parts, rows, span, N=size, K=depth, **tiles, **overlap(x.device))
     total, normed = torch.empty_like(hidden), torch.empty_like(hidden)
+    padded, most = triton.next_power_of_2(size), triton.next_power_of_2(MOST_SPLITS)
     _add_norm[(rows,)](
-        hidden, parts, norm, total, normed, epsilon, rows, splits, N=size, PADDED=triton.next_power_of_2(size),
-        MOST=triton.next_power_of_2(MOST_SPLITS), num_warps=min(16, max(4, size // 256)), **overlap(x.device),
+        hidden, parts, norm, total, normed, epsilon, rows, splits, N=size, PADDED=padded, MOST=most,
+        num_warps=min(16, max(4, padded // 512)), **overlap(x.device),  # at most 128 numbers a thread
     )  # fmt: skip
     return total, normed
