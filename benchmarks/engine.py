@@ -123,6 +123,7 @@ def compare(
 def on_cuda(model: Any, label: str, rows: int, *, is_alone: bool = False) -> None:
     vocabulary = model.config.vocab_size
     engine = Engine(model, rows=rows, length=512, prefill_tokens=32768)
+    print(f"{label}: {engine.backend}", flush=True)
     limits = [random.randint(64, 256) for _ in range(rows)]
     compare(
         f"{label}: {rows} requests at once, 32–96 + 64–256 tokens",
