@@ -192,6 +192,17 @@ def test_a_group_reward_that_gives_one_rollout_no_score_fails_that_one_only(bad:
     assert "reward 'ranked' returned" in str(results.failed[0]["error"])
 
 
+@pytest.mark.parametrize("returned", [{0: 0.7, 1: 0.2}, {0.7, 0.2}, b"\x01\x00"])
+def test_a_group_reward_that_returns_a_dict_or_a_set_is_not_scored_by_its_keys_in_any_order(returned: Any) -> None:
+    def ranked(completions):
+        return returned
+
+    states = [rollout("4"), rollout("5")]
+    Rubric([ranked]).score_group(states)
+    assert [state["reward"] for state in states] == [None, None]
+    assert f"returned a {type(returned).__name__}; it returns a list" in str(states[0]["error"])
+
+
 def test_a_group_reward_of_the_wrong_length_fails_the_group() -> None:
     def forgetful(completions):
         return [1.0]

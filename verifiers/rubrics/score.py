@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,9 @@ def grader_error(error: Exception, plan: Plan) -> Error:
 
 def one_each(values: Any, n: int, plan: Plan) -> list[float | Error]:
     """The scores of a whole group; what is no score fails its own rollout."""
+    if isinstance(values, (Mapping, Set, str, bytes, bytearray)):
+        kind = type(values).__name__
+        raise GraderError(f"group reward {plan.name!r} returned a {kind}; it returns a list, one score for each")
     checked = [_score_or_error(value, plan) for value in values]
     if len(checked) != n:
         raise GraderError(f"group reward {plan.name!r} returned {len(checked)} scores for {n} rollouts")
