@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -38,11 +39,7 @@ def run_page(run: Run) -> dict[str, Any]:
             "causes": [item for item in _counted(index.causes, index.cause_names) if item[0]],
             "steps": step_counts(index.steps),
             "metric_names": list(index.metrics),
-            "usage": {
-                "prompt_tokens": index.prompt_tokens,
-                "completion_tokens": index.completion_tokens,
-                "cost_usd": index.cost_usd,
-            },
+            "usage": dataclasses.asdict(index.usage),
             "has_advantages": any(not math.isnan(value) for value in index.advantages[:1000]),
             "notices": notices(run),
         }
