@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from numbers import Real
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,6 +28,9 @@ class MultiTurnEnv(Environment):
         if type(self) is MultiTurnEnv and max_turns != 1:  # before it asks for rows that would not help
             raise TypeError("MultiTurnEnv must be subclassed: define env_response(messages, state)")
         super().__init__(**kwargs)
+        given: object = max_turns
+        if not isinstance(given, Real):
+            raise TypeError(f"max_turns={max_turns!r}: it is a number, or -1 for no limit")
         self.max_turns = max_turns
         is_silent = type(self)._env_response is MultiTurnEnv._env_response and self._hook("env_response") is None
         if max_turns != 1 and is_silent and self._hook("get_prompt_messages") is None:

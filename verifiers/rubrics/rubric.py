@@ -58,6 +58,8 @@ class Rubric:
             warnings.warn("parallelize_scoring has no effect: rollouts are always scored concurrently", stacklevel=2)
         self.parser = parser or Parser()
         self.class_objects: dict[str, Any] = {"parser": self.parser, **(class_objects or {})}
+        if callable(funcs):
+            raise TypeError(f"funcs={funcs!r:.100} is one function; funcs is a list of them")
         self.funcs: list[RewardFunc] = list(funcs or [])
         self.weights: list[float] = [1.0] * len(self.funcs) if not weights else [as_weight(w) for w in weights]
         if len(self.weights) != len(self.funcs):
@@ -107,7 +109,7 @@ class Rubric:
     @property
     def is_empty(self) -> bool:
         """Nothing here scores anything (and no subclass scores in its own way)."""
-        return not self.funcs and self._own_scoring() is None and self._own_group_scoring() is None
+        return not self.funcs and not self.scores_its_own_way
 
     @property
     def scores_its_own_way(self) -> bool:
