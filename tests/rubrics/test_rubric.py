@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import threading
 import time
 from typing import Any
@@ -201,6 +202,15 @@ def test_a_group_reward_that_returns_a_dict_or_a_set_is_not_scored_by_its_keys_i
     Rubric([ranked]).score_group(states)
     assert [state["reward"] for state in states] == [None, None]
     assert f"returned a {type(returned).__name__}; it returns a list" in str(states[0]["error"])
+
+
+def test_a_group_reward_that_never_stops_giving_scores_fails_its_group_and_ends() -> None:
+    def same(completions):
+        return itertools.repeat(1.0)
+
+    states = [rollout("4"), rollout("5")]
+    Rubric([same]).score_group(states)
+    assert "returned 2+ scores for 2 rollouts" in str(states[0]["error"])
 
 
 def test_a_group_reward_of_the_wrong_length_fails_the_group() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from verifiers.errors import Error, GraderError, wrap
@@ -65,9 +66,10 @@ def one_each(values: Any, n: int, plan: Plan) -> list[float | Error]:
     if isinstance(values, (Mapping, Set, str, bytes, bytearray)):
         kind = type(values).__name__
         raise GraderError(f"group reward {plan.name!r} returned a {kind}; it returns a list, one score for each")
-    checked = [_score_or_error(value, plan) for value in values]
+    checked = [_score_or_error(value, plan) for value in islice(values, n + 1)]
     if len(checked) != n:
-        raise GraderError(f"group reward {plan.name!r} returned {len(checked)} scores for {n} rollouts")
+        found = len(values) if hasattr(values, "__len__") else f"{n}+" if len(checked) > n else len(checked)
+        raise GraderError(f"group reward {plan.name!r} returned {found} scores for {n} rollouts")
     return checked
 
 
